@@ -1,0 +1,154 @@
+"""The options of a run: typed, frozen, with units.
+
+Defaults, the arguments of `samestep.init`, and the environment are merged here and nowhere else.
+`samestep run --lanes 8` sets `SAMESTEP_LANES=8` for its workers, so flags and environment are one channel.
+Whoever starts a job has the last word: environment over arguments over defaults.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import typing
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any
+
+from samestep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PREFIX = "SAMESTEP_"
+PRECISIONS = ("float32", "bfloat16")
+
+
+def option(default: Any, description: str) -> Any:
+    """Make a field that says what it does; `samestep run --help` prints `description`."""
+    return field(default=default, metadata={"description": description})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every option of a run. Raises `ConfigError` that names the option when a value cannot be used."""
+
+    lanes: int | None = option(None, "fixed slices of every global batch; default: the number of workers")
+    seed: int = option(0, "everything random is a function of it; 0 to 2**63 - 1")
+    dir: Path | None = option(None, "output directory of the run; without it nothing is kept")
+    resume: str = option("auto", "auto (newest whole snapshot in dir), never, or the path of a snapshot")
+    precision: str = option("float32", "float32, or bfloat16 for autocast in forward passes")
+    device: str = option("auto", "auto (a GPU a worker when there are any), cpu or cuda")
+    devices: int = option(1, "devices that one worker drives")
+    threads: int = option(1, "intra-op threads a worker on CPU; bits depend on it")
+    snapshot_every: str | None = option("10min", 'steps ("500") or minutes ("10min") between snapshots, or none')
+    keep_last: int = option(3, "newest snapshots that are kept")
+    keep_best: int = option(1, "snapshots of the highest score that are kept besides")
+    nonfinite_loss: str = option("stop", "stop or continue when a loss is NaN or infinite")
+    deterministic: bool = option(True, "ask torch for deterministic kernels")  # noqa: FBT003
+    timeout_seconds: float = option(1800.0, "longest wait for another worker")
+    stop_after: int | None = option(None, "steps after which the run snapshots and exits with status 0")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "lanes", "devices", "threads", "keep_last", "stop_after")
+        _at_least(self, 0, "seed", "keep_best")
+        _one_of(self, "precision", PRECISIONS)
+        _one_of(self, "device", ("auto", "cpu", "cuda"))
+        _one_of(self, "nonfinite_loss", ("stop", "continue"))
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed={self.seed} was given; expected at most 2**63 - 1")
+        if self.devices != 1:
+            raise ConfigError(f"devices={self.devices} was given; this version drives 1 device a worker: start more workers")
+        if not self.timeout_seconds > 0:
+            raise ConfigError(f"timeout_seconds={self.timeout_seconds} was given; expected a number above 0")
+        self.snapshot_steps, self.snapshot_seconds  # noqa: B018  a wrong value is found here, not at the first snapshot
+
+    @property
+    def snapshot_steps(self) -> int | None:
+        """Steps between snapshots, when `snapshot_every` is in steps."""
+        return _interval(self.snapshot_every)[0]
+
+    @property
+    def snapshot_seconds(self) -> float | None:
+        """Seconds between snapshots, when `snapshot_every` is in minutes."""
+        return _interval(self.snapshot_every)[1]
+
+
+def merge(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Config:
+    """Merge arguments and environment (default `os.environ`) over the defaults; the environment wins."""
+    values = {name: _checked(name, value) for name, value in arguments.items()}
+    for name, text in (os.environ if environment is None else environment).items():
+        if name.startswith(PREFIX) and not name.startswith(PREFIX + "INTERNAL_"):
+            values[_known(name.removeprefix(PREFIX).lower(), name)] = parse(name.removeprefix(PREFIX).lower(), text, name)
+    return Config(**values)
+
+
+def parse(option_name: str, text: str, given_as: str) -> Any:
+    """Read an option's value from text. `given_as` is how the user named it, for the error."""
+    kinds = _kinds(option_name)
+    if NoneType in kinds and text.strip().lower() in {"", "none"}:
+        return None
+    kind = next(k for k in kinds if k is not NoneType)
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.strip().lower()]
+        return kind(text)
+    except (ValueError, KeyError):
+        raise ConfigError(f"{given_as}={text!r} was given; expected {_type_words(kinds)}") from None
+
+
+def _checked(name: str, value: Any) -> Any:
+    kinds = _kinds(_known(name, name))
+    if Path in kinds and isinstance(value, (str, os.PathLike)):
+        return Path(value)
+    if name in {"snapshot_every", "resume"} and isinstance(value, (int, os.PathLike)) and not isinstance(value, bool):
+        return str(value)
+    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise ConfigError(f"{name}={value!r} was given; expected {_type_words(kinds)}")
+    return value
+
+
+def _known(name: str, given_as: str) -> str:
+    names = [f.name for f in fields(Config)]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"options are {', '.join(names)}"
+        raise ConfigError(f"{given_as} is no option of samestep; {hint}")
+    return name
+
+
+def _kinds(name: str) -> tuple[type, ...]:
+    hint = typing.get_type_hints(Config)[name]
+    return typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+
+
+def _type_words(kinds: tuple[type, ...]) -> str:
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path", NoneType: "none"}
+    return " or ".join(words[kind] for kind in kinds)
+
+
+def _at_least(config: Config, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value} was given; expected at least {least}")
+
+
+def _one_of(config: Config, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{name}={value!r} was given; expected one of {', '.join(choices)}{hint}")
+
+
+def _interval(text: str | None) -> tuple[int | None, float | None]:
+    if text is None:
+        return None, None
+    match = re.fullmatch(r"\s*(\d+)\s*(min)?\s*", text)
+    if match is None or int(match[1]) == 0:
+        raise ConfigError(f'snapshot_every={text!r} was given; expected steps such as "500", minutes such as "10min", or none')
+    return (None, 60.0 * int(match[1])) if match[2] else (int(match[1]), None)

@@ -1,0 +1,1 @@
+"""Which sample goes to which lane, and how it is loaded."""

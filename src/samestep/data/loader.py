@@ -1,0 +1,111 @@
+"""Load lane batches in the order of their steps, over torch's DataLoader."""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from samestep.data.seeds import keyed
+from samestep.errors import DataError, LoaderError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+
+class Request(NamedTuple):
+    """The samples of one lane batch, with the key of every random draw made while they are loaded."""
+
+    where: str
+    indices: Sequence[int]
+    key: int
+
+
+class Fetcher(torch.utils.data.Dataset[Any]):
+    """Answers requests from a map-style data set, by `__getitems__` where it has that.
+
+    Raises `LoaderError` that says where, with the traceback of what failed.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn or default_collate
+
+    def __getitem__(self, request: Request) -> Any:
+        try:
+            with keyed(request.key):
+                return self.collate_fn(self._samples(request))
+        except Exception as error:
+            # Only text survives the way back from a loader process, so the cause travels in the message.
+            raise LoaderError(
+                f"loading {request.where} failed: {type(error).__name__}: {error}\n"
+                f"sample indices {_short(request.indices)}\n{traceback.format_exc()}"
+            ) from error
+
+    def _samples(self, request: Request) -> list[Any]:
+        if not hasattr(self.dataset, "__getitems__"):
+            return [self.dataset[index] for index in request.indices]
+        samples = self.dataset.__getitems__(list(request.indices))
+        if len(samples) != len(request.indices):
+            raise DataError(f"__getitems__ returned {len(samples)} samples for {len(request.indices)} indices; expected one each, in order")
+        return list(samples)
+
+
+def load(
+    dataset: Any,
+    requests: Iterable[Request],
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    loader_workers: int,
+    pin_memory: bool,
+) -> Iterator[Any]:
+    """Yield the collated batch of each request, in order; `loader_workers` processes fetch ahead.
+
+    Raises `LoaderError` when fetching fails or a loader process dies.
+    """
+    fetcher = Fetcher(dataset, collate_fn)
+    if loader_workers == 0 and not pin_memory:
+        yield from (fetcher[request] for request in requests)
+        return
+    loader = DataLoader(
+        fetcher,
+        batch_size=None,  # a request is a whole lane batch
+        sampler=_Sampler(requests),
+        collate_fn=_as_it_is,
+        num_workers=loader_workers,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # the loader draws a base seed: not from the generator that user code draws from
+    )
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise LoaderError(
+                f"a loader process died ({str(error).splitlines()[0]}); usually it ran out of memory or shared memory, "
+                "or native code in the data set crashed: try loader_workers=0 to see which sample it was"
+            ) from error
+        yield batch
+
+
+class _Sampler(torch.utils.data.Sampler[Any]):
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._requests)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _short(indices: Sequence[int], most: int = 16) -> str:
+    shown = ", ".join(map(str, indices[:most]))
+    return f"[{shown}{', …' if len(indices) > most else ''}]"

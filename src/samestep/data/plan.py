@@ -1,0 +1,146 @@
+"""Which sample goes to which lane: the pure function (seed, epoch, step, lane) → sample indices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property, lru_cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.data.permutation import Permutation
+from samestep.data.seeds import key
+from samestep.errors import ConfigError, DataError
+
+Indices = NDArray[np.int64]
+GroupBy = Callable[[int], Hashable] | Sequence[Hashable] | NDArray[np.generic]
+
+
+class Plan(Protocol):
+    """Every sample exactly once an epoch, dealt to `lanes` lanes."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that use every sample once."""
+
+    def counts(self, epoch: int, step: int) -> list[int]:
+        """Return the number of samples of each lane; `step` counts within the epoch."""
+
+    def indices(self, epoch: int, step: int, lane: int) -> Indices:
+        """Return the sample indices of a lane, int64."""
+
+    def describe(self) -> dict[str, int | bool]:
+        """Return what must be equal for two plans to be the same."""
+
+
+class ShuffledPlan:
+    """Consecutive slices of a permutation (or of the data set, without `shuffle`): O(1) memory at any size.
+
+    Step s takes positions [s*batch_size, (s+1)*batch_size); lane l of b samples takes [l*b//lanes, (l+1)*b//lanes) of them.
+    """
+
+    def __init__(self, size: int, batch_size: int, lanes: int, seed: int, *, shuffle: bool = True, drop_last: bool = False) -> None:
+        _check(size, batch_size)
+        self.size, self.batch_size, self.lanes, self.seed = size, batch_size, lanes, seed
+        self.shuffle, self.drop_last = shuffle, drop_last
+        self.steps_per_epoch = size // batch_size if drop_last else -(-size // batch_size)
+        if self.steps_per_epoch == 0:
+            raise ConfigError(f"batch_size={batch_size} with drop_last leaves none of {size} samples: lower it or keep the last batch")
+
+    def counts(self, epoch: int, step: int) -> list[int]:  # noqa: ARG002
+        batch = min(self.batch_size, self.size - step * self.batch_size)
+        return [(lane + 1) * batch // self.lanes - lane * batch // self.lanes for lane in range(self.lanes)]
+
+    def indices(self, epoch: int, step: int, lane: int) -> Indices:
+        start = step * self.batch_size
+        batch = min(self.batch_size, self.size - start)
+        positions = np.arange(start + lane * batch // self.lanes, start + (lane + 1) * batch // self.lanes)
+        return self._permutation(epoch)[positions] if self.shuffle else positions
+
+    def describe(self) -> dict[str, int | bool]:
+        return {
+            "samples": self.size,
+            "batch_size": self.batch_size,
+            "lanes": self.lanes,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
+
+    def _permutation(self, epoch: int) -> Permutation:
+        return _permutation(self.size, key(self.seed, "epoch", epoch))
+
+
+class GroupedPlan:
+    """Lane batches that hold samples of one group only, every sample once.
+
+    Each group is cut into chunks of ceil(batch_size / lanes) samples (its last one may be shorter) and a step
+    takes the next floor(batch_size / chunk) chunks in an order drawn for the epoch, a lane each. O(size) memory.
+    """
+
+    def __init__(self, groups: GroupBy, size: int, batch_size: int, lanes: int, seed: int, *, shuffle: bool = True) -> None:
+        _check(size, batch_size)
+        self.size, self.batch_size, self.lanes, self.seed, self.shuffle = size, batch_size, lanes, seed, shuffle
+        self._members = _members(groups, size)
+        self._chunk = -(-batch_size // lanes)
+        self._chunks_per_step = batch_size // self._chunk
+        self._first_chunk = np.cumsum([0] + [-(-len(members) // self._chunk) for members in self._members])
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        """Steps that use every chunk once."""
+        return -(-int(self._first_chunk[-1]) // self._chunks_per_step)
+
+    def counts(self, epoch: int, step: int) -> list[int]:
+        return [len(self.indices(epoch, step, lane)) for lane in range(self.lanes)]
+
+    def indices(self, epoch: int, step: int, lane: int) -> Indices:
+        position = step * self._chunks_per_step + lane
+        if lane >= self._chunks_per_step or position >= self._first_chunk[-1]:
+            return np.empty(0, dtype=np.int64)
+        chunk = int(self._order(int(self._first_chunk[-1]), "chunks", epoch, position))
+        group = int(np.searchsorted(self._first_chunk, chunk, side="right")) - 1
+        start = (chunk - int(self._first_chunk[group])) * self._chunk
+        members = self._members[group]
+        positions = np.arange(start, min(start + self._chunk, len(members)))
+        return members[self._order(len(members), f"group {group}", epoch, positions)]
+
+    def describe(self) -> dict[str, int | bool]:
+        return {
+            "samples": self.size,
+            "batch_size": self.batch_size,
+            "lanes": self.lanes,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "groups": len(self._members),
+        }
+
+    def _order(self, size: int, scope: str, epoch: int, positions: Indices | int) -> Indices:
+        return _permutation(size, key(self.seed, scope, epoch))[positions] if self.shuffle else np.asarray(positions)
+
+
+@lru_cache(maxsize=64)
+def _permutation(size: int, permutation_key: int) -> Permutation:
+    return Permutation(size, permutation_key)
+
+
+def _members(groups: GroupBy, size: int) -> list[Indices]:
+    """Return the sample indices of each group, groups in the order of their first sample."""
+    if callable(groups):
+        labels = [groups(index) for index in range(size)]
+    else:  # tensors and arrays as plain values: a tensor's elements would each be a group of their own
+        labels = groups.tolist() if hasattr(groups, "tolist") else list(groups)
+    if len(labels) != size:
+        raise DataError(f"group_by has {len(labels)} entries for {size} samples; expected one a sample, or a function of the index")
+    members: dict[Hashable, list[int]] = {}
+    for index, label in enumerate(labels):
+        members.setdefault(label, []).append(index)
+    return [np.asarray(indices, dtype=np.int64) for indices in members.values()]
+
+
+def _check(size: int, batch_size: int) -> None:
+    if size < 1:
+        raise DataError("the data set has no samples; expected at least 1: check its path and filters")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size!r} was given; expected a whole number of at least 1 (it is the global batch size)")

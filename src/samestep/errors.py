@@ -1,0 +1,90 @@
+"""Every exception that samestep raises on purpose.
+
+    SamestepError
+    ├── ConfigError       an option is unknown, of the wrong type, or does not fit another (also a ValueError)
+    ├── LaunchError       workers could not be started
+    │   └── WorkerError   a worker failed: its rank and traceback
+    ├── WorldError        workers cannot talk, or one of them is gone
+    ├── DataError         a data set, batch or sampler cannot be used
+    │   └── LoaderError   loading a lane's batch failed: step, lane and sample indices
+    ├── ModelError        models cannot be replicated, or differ between workers
+    ├── LossError         a loss is not a scalar, or has no gradient
+    │   └── NonFiniteLossError   a loss is NaN or infinite: step, lane and rank
+    ├── OptimizerError    an optimizer cannot be sharded
+    ├── EvaluationError   results of an evaluation do not fit together
+    ├── SnapshotError     a snapshot cannot be written, found, checked or loaded
+    ├── RecordError       a record cannot be written
+    └── VerifyError       a script cannot be verified
+
+Messages say what was given, what was expected, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class SamestepError(Exception):
+    """Base of every exception that samestep raises on purpose."""
+
+
+class ConfigError(SamestepError, ValueError):
+    """An option is unknown, of the wrong type, or does not fit another."""
+
+
+class LaunchError(SamestepError):
+    """Workers could not be started."""
+
+
+class WorkerError(LaunchError):
+    """The first worker to fail.
+
+    Attributes: `rank` (int), `traceback` (str, the worker's own).
+    """
+
+    def __init__(self, rank: int, summary: str, traceback: str) -> None:
+        super().__init__(f"worker {rank} failed first: {summary}\n{traceback}".rstrip())
+        self.rank = rank
+        self.traceback = traceback
+
+
+class WorldError(SamestepError):
+    """Workers cannot talk, or one of them is gone."""
+
+
+class DataError(SamestepError):
+    """A data set, batch or sampler cannot be used."""
+
+
+class LoaderError(DataError):
+    """Loading a lane's batch failed."""
+
+
+class ModelError(SamestepError):
+    """Models cannot be replicated, or differ between workers."""
+
+
+class LossError(SamestepError):
+    """A loss is not a scalar tensor, or has no gradient."""
+
+
+class NonFiniteLossError(LossError):
+    """A loss is NaN or infinite."""
+
+
+class OptimizerError(SamestepError):
+    """An optimizer cannot be sharded."""
+
+
+class EvaluationError(SamestepError):
+    """Results of an evaluation do not fit together."""
+
+
+class SnapshotError(SamestepError):
+    """A snapshot cannot be written, found, checked or loaded."""
+
+
+class RecordError(SamestepError):
+    """A record cannot be written."""
+
+
+class VerifyError(SamestepError):
+    """A script cannot be verified."""

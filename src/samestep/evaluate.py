@@ -1,0 +1,205 @@
+"""Exact evaluation: every sample once, the same bits at any number of workers.
+
+The data set is cut into fixed blocks of consecutive samples, which workers take in contiguous ranges. What a block
+gives never depends on who computes it, and blocks are merged in their order at the end, in one exchange.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from samestep.data.batch import to_device
+from samestep.data.loader import Request, load
+from samestep.data.seeds import key, keyed
+from samestep.errors import ConfigError, DataError, EvaluationError
+from samestep.step.means import LaneResult, Means
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from samestep.step.backward import Count, Lanes
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """What the samples of one block gave."""
+
+    number: int
+    count: int
+    means: dict[str, float]
+    states: dict[str, dict[str, Any]]
+
+
+class Evaluation:
+    """One pass of a model over a data set; `blocks` of this worker of all."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        dataset: Any,
+        batch_size: int,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        loader_workers: int,
+    ) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size!r} was given; expected a whole number of at least 1")
+        if len(dataset) == 0:
+            raise DataError("the data set to evaluate has no samples; expected at least 1: check its path and filters")
+        self._lanes, self._dataset, self._collate_fn, self._loader_workers = lanes, dataset, collate_fn, loader_workers
+        self._block_size = -(-batch_size // lanes.lanes)  # a lane's share, so that memory is that of training
+        blocks, rank, workers = -(-len(dataset) // self._block_size), lanes.world.rank, lanes.world.size
+        self._own = range(-(-rank * blocks // workers), -(-(rank + 1) * blocks // workers))  # rank 0 always has block 0
+
+    def means(self, fn: Callable[[Any, Any], Any], model: Any, count: Count | None) -> dict[str, float]:
+        """Return the means of what `fn` gives over all samples (or items that `count` counts), and merged metric objects' values."""
+        metrics: dict[str, Any] = {}
+        own = [
+            self._result(number, samples, batch, returned, metrics, count)
+            for number, samples, batch, returned in self._outputs(fn, model)
+        ]
+        gathered = self._lanes.world.gather_object(own, "gathering results of an evaluation")
+        found = None if gathered is None else self._merge(list(chain.from_iterable(gathered)), metrics)
+        values = self._lanes.world.broadcast_object(found, "sharing results of an evaluation")
+        if isinstance(values, EvaluationError):
+            raise values
+        return dict(values)
+
+    def outputs(self, fn: Callable[[Any, Any], Any], model: Any) -> Any:
+        """Return each sample's own output in data set order on rank 0, None elsewhere."""
+        own = [_checked(to_device(returned, "cpu"), samples) for _, samples, _, returned in self._outputs(fn, model)]
+        gathered = self._lanes.world.gather_object(own, "gathering outputs of an evaluation")
+        return None if gathered is None else _joined(list(chain.from_iterable(gathered)))
+
+    def _outputs(self, fn: Callable[[Any, Any], Any], model: Any) -> Iterator[tuple[int, int, Any, Any]]:
+        """Yield (block, samples in it, its batch, what `fn` returned for it)."""
+        seed = self._lanes.config.seed
+        size = self._block_size
+        spans = {number: range(number * size, min((number + 1) * size, len(self._dataset))) for number in self._own}
+        requests = [Request(f"block {n} of an evaluation", span, key(seed, "evaluate fetch", n)) for n, span in spans.items()]
+        batches = load(
+            self._dataset,
+            requests,
+            collate_fn=self._collate_fn,
+            loader_workers=self._loader_workers,
+            pin_memory=self._lanes.device.type == "cuda",
+        )
+        with evaluating(model), torch.no_grad():
+            for (number, span), loaded in zip(spans.items(), batches, strict=True):
+                batch = to_device(loaded, self._lanes.device)
+                with keyed(key(seed, "evaluate", number)), self._lanes.autocast():
+                    returned = fn(model, batch)
+                yield number, len(span), batch, returned
+
+    @staticmethod
+    def _result(number: int, samples: int, batch: Any, returned: Any, metrics: dict[str, Any], count: Count | None) -> BlockResult:
+        means, states = {}, {}
+        for name, value in _named(returned).items():
+            if not hasattr(value, "compute"):
+                means[name] = _number(name, value)
+                continue
+            for metric_name, metric in value.items() if hasattr(value, "items") else [(name, value)]:  # a MetricCollection has items
+                metrics[metric_name] = metric
+                states[metric_name] = {state: _copied(tensor) for state, tensor in metric.metric_state.items()}
+            value.reset()
+        return BlockResult(number, samples if count is None else int(count(batch)), means, states)
+
+    @staticmethod
+    def _merge(blocks: Sequence[BlockResult], metrics: Mapping[str, Any]) -> dict[str, Any] | EvaluationError:
+        try:
+            values: dict[str, Any] = dict(Means([LaneResult(block.number, 0, block.count, block.means) for block in blocks if block.count]))
+            for name, metric in metrics.items():
+                values[name] = merged_metric(metric, [block.states[name] for block in blocks if name in block.states])
+        except EvaluationError as error:
+            return error  # it is raised on every worker, not on this one alone
+        return values
+
+
+def merged_metric(metric: Any, states: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the value of a torchmetrics `Metric` over the states of blocks, merged as it merges those of processes."""
+    for name, reduction in metric._reductions.items():  # noqa: SLF001  torchmetrics keeps no public list of them
+        parts = [state[name] for state in states]
+        if isinstance(parts[0], list):
+            setattr(metric, name, list(chain.from_iterable(parts)))
+        else:
+            stacked = torch.stack(parts)
+            setattr(metric, name, stacked if reduction is None else reduction(stacked))
+    metric._update_count = len(states)  # noqa: SLF001  otherwise compute warns that nothing was seen
+    available, metric.distributed_available_fn = metric.distributed_available_fn, lambda: False  # all is here: no exchange of its own
+    try:
+        return _plain(metric.compute())
+    finally:
+        metric.distributed_available_fn = available
+        metric.reset()
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Put a model's modules in evaluation mode for a block, and each back as it was."""
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    training = [module.training for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, training, strict=True):
+            module.training = mode
+
+
+def _named(returned: Any) -> dict[str, Any]:
+    """Return results by name: of a loss, (loss, dict), or dict."""
+    if isinstance(returned, dict):
+        return returned
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):  # noqa: PLR2004  (loss, dict)
+        return {"loss": returned[0], **returned[1]}
+    return {"loss": returned}
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise EvaluationError(
+            f"{name!r} is a tensor of shape {tuple(value.shape)}; expected a scalar, the mean over the block's samples, "
+            "or gather=True for an output a sample"
+        )
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise EvaluationError(f"{name!r} is {type(value).__name__}; expected a scalar or a torchmetrics object") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _copied(state: Any) -> Any:
+    return [part.clone() for part in state] if isinstance(state, list) else state.clone()
+
+
+def _checked(output: Any, samples: int) -> Any:
+    """Return a block's output if every part of it has one entry a sample."""
+    parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
+    for part in parts:
+        length = len(part) if hasattr(part, "__len__") and getattr(part, "ndim", 1) else None
+        if length != samples:
+            raise EvaluationError(f"gather=True got {type(part).__name__} of length {length} for {samples} samples; expected one entry each")
+    return output
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """Join blocks' outputs: tensors and lists along samples, dicts and tuples part by part."""
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(outputs))
+    if isinstance(first, dict):
+        return {name: _joined([output[name] for output in outputs]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(_joined(parts) for parts in zip(*outputs, strict=True))
+    return list(chain.from_iterable(outputs))

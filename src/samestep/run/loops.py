@@ -1,0 +1,89 @@
+"""The iterables that a training loop runs over."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from samestep.errors import ConfigError, DataError
+from samestep.run.progress import Position
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from samestep.data.batch import Batch
+    from samestep.data.plan import Plan
+    from samestep.run.progress import Progress
+
+
+class PlannedLoop:
+    """The batches of a data set from where the loop stands to its end; `len()` is the number of steps left.
+
+    With neither `epochs` nor `steps` the end is that of the epoch.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        name: str,
+        plan: Plan,
+        batches: Callable[[Callable[[], Iterator[tuple[int, int]]]], Iterator[Batch]],
+        *,
+        epochs: int | None,
+        steps: int | None,
+    ) -> None:
+        _check_end("epochs", epochs)
+        _check_end("steps", steps)
+        self._progress, self._plan, self._batches = progress, plan, batches
+        self._position = progress.positions.setdefault(name, Position())
+        self._take_plan(plan.describe())
+        self._epochs, self._steps = epochs, steps
+        if epochs is None and steps is None:
+            self._epochs = self._position.epoch + 1
+
+    def _take_plan(self, plan: dict[str, Any]) -> None:
+        at = self._position
+        changed = sorted(name for name in {*at.plan, *plan} if at.plan.get(name) != plan.get(name))
+        if at.step and changed:
+            before, now = (", ".join(f"{name}={some.get(name)}" for name in changed) for some in (at.plan, plan))
+            raise DataError(
+                f"the run stands at step {at.step} of epoch {at.epoch} of a data set with {before}, but {now} was given; expected "
+                "the same until the epoch ends, or samples would be lost or repeated"
+            )
+        at.plan = plan
+
+    def _positions(self) -> Iterator[tuple[int, int]]:
+        at = Position(**asdict(self._position))
+        while (self._epochs is None or at.epoch < self._epochs) and (self._steps is None or at.done < self._steps):
+            yield at.epoch, at.step
+            at.advance(self._plan.steps_per_epoch)
+
+    def __len__(self) -> int:
+        at, ends = self._position, []
+        if self._epochs is not None:
+            ends.append((self._epochs - at.epoch) * self._plan.steps_per_epoch - at.step)
+        if self._steps is not None:
+            ends.append(self._steps - at.done)
+        return max(0, min(ends))
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._progress.settle()
+        return run_loop(self._batches(self._positions), self._progress, lambda: self._position.advance(self._plan.steps_per_epoch))
+
+
+def run_loop(batches: Iterator[Batch], progress: Progress, complete: Callable[[], None]) -> Iterator[Batch]:
+    """Yield batches, and say when each step begins and ends."""
+    for batch in batches:
+        progress.begin_step(batch, complete)
+        try:
+            yield batch
+        except GeneratorExit:
+            progress.leave_loop()
+            raise
+        batch.load()
+        progress.end_step()
+
+
+def _check_end(name: str, value: int | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ConfigError(f"{name}={value!r} was given; expected a whole number of at least 0, or None")

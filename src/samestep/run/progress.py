@@ -1,0 +1,164 @@
+"""Where a run stands, and what happens between two of its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from samestep.config import Config
+    from samestep.data.batch import Batch
+    from samestep.data.streams import LaneStream
+    from samestep.run.stop import StopRequest
+    from samestep.record import Record
+    from samestep.snapshot.keeper import Keeper
+    from samestep.snapshot.read import Snapshot
+    from samestep.step.backward import Lanes
+
+
+@dataclass
+class Position:
+    """Where a loop stands: the next step is `step` of `epoch`; `done` steps were made under its name."""
+
+    epoch: int = 0
+    step: int = 0
+    done: int = 0
+    plan: dict[str, Any] = field(default_factory=dict)
+
+    def advance(self, steps_per_epoch: int | None) -> None:
+        """Count one step as done; streams have no epochs (None)."""
+        self.done += 1
+        self.step += 1
+        if self.step == steps_per_epoch:
+            self.epoch, self.step = self.epoch + 1, 0
+
+
+@dataclass
+class OpenStep:
+    """A step whose body runs, or was left by break (`left`) and may count as done once `updates` were made in it."""
+
+    batch: Batch
+    complete: Callable[[], None]
+    updates: int = 0
+    left: bool = False
+
+
+class Progress:
+    """Counts steps, and takes snapshots, passes timings to the record and stops the run at their boundaries.
+
+    What needs all workers' consent (a clock, a signal) travels as a note with the losses of a step, so no exchange is made for it.
+    """
+
+    def __init__(self, config: Config, record: Record, keeper: Keeper, stop: StopRequest, lanes: Lanes, resumed: Snapshot | None) -> None:
+        self.step = 0
+        self.epoch = 0
+        self.positions: dict[str, Position] = {}
+        self.streams: dict[str, dict[int, LaneStream]] = {}
+        self.optimizer_seconds = 0.0
+        self._config, self._record, self._keeper, self._stop, self._lanes = config, record, keeper, stop, lanes
+        self._open: OpenStep | None = None
+        self._seconds: dict[str, float] = {}
+        self._agreed = {"stop": 0, "due": False}
+        self._wanted = False
+        self._score: float | None = None
+        if resumed is not None:
+            state = resumed.state["run"]
+            self.step, self.epoch = state["step"], state["epoch"]
+            self.positions = {name: Position(**position) for name, position in state["positions"].items()}
+
+    def begin_step(self, batch: Batch, complete: Callable[[], None]) -> None:
+        """Say that the body of a loop starts on a batch; `complete` moves the loop's position on."""
+        self.epoch = batch.epoch
+        self._open = OpenStep(batch, complete)
+        self._stop.deferring = self._keeper.keeps
+
+    def leave_loop(self) -> None:
+        """Say that the body was left by break, return or an exception; which of them, nobody knows yet."""
+        if self._open is not None:
+            self._open.left = True
+
+    def end_step(self) -> None:
+        """Say that the body came to its end: the boundary between two steps."""
+        if self._open is None:
+            return
+        self._open.complete()
+        self._note_seconds(self._open.batch)
+        self._open = None
+        self._stop.deferring = False
+        self.step += 1
+        stopping = self.step == self._config.stop_after or self._agreed["stop"]
+        due = self._keeper.is_due(self.step) or self._agreed["due"]
+        if self._wanted or due or stopping:
+            self._keep()
+        if self._agreed["stop"]:
+            self._finish("stopped", signal=self._agreed["stop"])
+            self._stop.act(self._agreed["stop"])
+        if stopping:
+            self._finish("stopped", after=self.step)
+            raise SystemExit(0)
+
+    def settle(self) -> None:
+        """Count a step that was left by break after an update as done."""
+        if self._open is not None and self._open.left and self._open.updates:
+            self._open.batch.load()
+            self.end_step()
+
+    def snapshot(self, score: float | None) -> None:
+        """Take a snapshot now, or at the end of the step whose body runs."""
+        self.settle()
+        self._wanted, self._score = True, score
+        if self._open is None or self._open.left:
+            self._keep()
+
+    def end_run(self) -> None:
+        """Keep the last step; returns when its snapshot is whole."""
+        self.settle()
+        self._keep()
+        self._finish("finished")
+
+    def next_call(self) -> tuple[int, int]:
+        """Return what numbers a backward call within the run: the step, and how many came before in it."""
+        number = 0
+        if self._open is not None:
+            number = self._open.updates
+            self._open.updates += 1
+        return self.step, number
+
+    def note(self) -> dict[str, Any]:
+        """Return what this worker tells the others with a step's losses."""
+        return {"stop": self._stop.received, "due": self._keeper.time_is_up(), "seconds": self._seconds}
+
+    def agree(self, notes: list[dict[str, Any]]) -> None:
+        """Take what all workers told; rank 0's clock decides, and the first signal does."""
+        self._agreed = {"stop": next((note["stop"] for note in notes if note["stop"]), 0), "due": notes[0]["due"]}
+        if self._seconds:
+            self._record.timing(self.step - 1, [note["seconds"] for note in notes])
+            self._seconds = {}
+
+    def _note_seconds(self, batch: Batch) -> None:
+        lanes = self._lanes
+        self._seconds = {
+            "data": batch.data_seconds,
+            "compute": lanes.compute_seconds,
+            "exchange": lanes.exchange_seconds,
+            "optimizer": self.optimizer_seconds,
+            "snapshot": self._keeper.stall_seconds,
+        }
+        lanes.compute_seconds = lanes.exchange_seconds = self.optimizer_seconds = self._keeper.stall_seconds = 0.0
+
+    def _keep(self) -> None:
+        run = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "lanes": self._lanes.lanes,
+            "positions": {name: asdict(position) for name, position in self.positions.items()},
+        }
+        streams = {name: {lane: stream.state_dict() for lane, stream in lanes.items()} for name, lanes in self.streams.items()}
+        self._keeper.save(self.step, {"run": run}, {"streams": streams} if streams else {}, self._score)
+        self._wanted, self._score = False, None
+
+    def _finish(self, event: str, **fields: Any) -> None:
+        self._keeper.finish()
+        self._record.event(event, step=self.step, time_of_day=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **fields)

@@ -1,0 +1,378 @@
+"""Run: what user code sees. Every call is made by all workers, in the same order."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from samestep.config import merge
+from samestep.data.batches import plan_batches
+from samestep.data.plan import GroupedPlan, ShuffledPlan
+from samestep.data.seeds import key, set_generators
+from samestep.data.streams import LaneStream, stream_batches
+from samestep.errors import ConfigError, DataError, ModelError, SnapshotError
+from samestep.evaluate import Evaluation
+from samestep.launch.place import find_place
+from samestep.run.stop import StopRequest
+from samestep.record import open_record
+from samestep.run.images import pixels
+from samestep.run.loops import PlannedLoop, run_loop
+from samestep.run.progress import Position, Progress
+from samestep.snapshot.keeper import Keeper
+from samestep.snapshot.read import find_newest, load
+from samestep.step.backward import Lanes
+from samestep.step.clip import gradient_norm, scale_gradients
+from samestep.step.means import Means
+from samestep.step.replicate import replicate
+from samestep.step.shard import Shard, check_shardable
+from samestep.world import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from samestep.config import Config
+    from samestep.data.batch import Batch
+    from samestep.data.plan import GroupBy, Plan
+    from samestep.launch.place import Place
+    from samestep.record import Record
+    from samestep.snapshot.read import Snapshot
+    from samestep.step.backward import Count, LossFn
+    from samestep.world import World
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+Collate = Callable[[list[Any]], Any]
+
+
+def init(**options: Any) -> Run:
+    """Join what started this process (`samestep run`, `torchrun`, or nothing) and return the run, a context manager.
+
+    `options` are the fields of `samestep.config.Config`; `SAMESTEP_*` variables win over them.
+    Raises `ConfigError` for a wrong option and `WorldError` when the workers do not find each other.
+    """
+    return Run(merge(options), find_place(os.environ))
+
+
+class Run:
+    """One training job, as one of its workers sees it.
+
+    Attributes: `rank` of `workers`; `is_main`, true on rank 0; `lanes`; `device`; `dir`, the output directory or None.
+    """
+
+    def __init__(self, config: Config, place: Place) -> None:
+        self.rank, self.workers, self.is_main = place.rank, place.workers, place.rank == 0
+        self.dir = config.dir
+        self.device = _set_up_device(config, place)
+        self._config = config
+        self._world = connect(place.workers, config, cuda=self.device.type == "cuda")
+        self._record = open_record(config.dir, writes=self.is_main)
+        resumed = _find_snapshot(config, self._world, self._record)
+        self.lanes = _agree_on_lanes(config, place.workers, resumed)
+        attempt = self._world.broadcast_object(uuid.uuid4().hex[:8], "starting")
+        self._lanes = Lanes(self._world, config, self.lanes, self.device)
+        self._keeper = Keeper(config, self._world, self._record, attempt, resumed)
+        self._stop = StopRequest()
+        self._progress = Progress(config, self._record, self._keeper, self._stop, self._lanes, resumed)
+        self._resumed_streams: dict[str, dict[int, Any]] = {} if resumed is None else resumed.state.get("streams", {})
+        set_generators(config.seed)
+        self._tell_start(attempt, resumed)
+
+    def _tell_start(self, attempt: str, resumed: Snapshot | None) -> None:
+        workers = self._world.all_gather_json({"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}, "starting")
+        options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self._config).items()}
+        self._record.event(
+            "started" if resumed is None else "resumed",
+            attempt=attempt,
+            step=self.step,
+            lanes=self.lanes,
+            workers=workers,
+            device=str(self.device),
+            torch=torch.__version__,
+            config=options,
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps completed, over all loops; in the body of a loop, the index of the step that runs."""
+        return self._progress.step
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the loop that ran last."""
+        return self._progress.epoch
+
+    def replicate(self, module: Module) -> Module:
+        """Move a module to the device and make it equal everywhere, as rank 0 has it; returns the same module.
+
+        Raises `ModelError` when names, shapes or dtypes differ between workers.
+        """
+        replicate(module, self.device, self._world)
+        self._lanes.add(module)
+        return module
+
+    def shard(self, optimizer: Optimizer) -> Optimizer:
+        """Let each worker update its slice of the optimizer's parameters; returns the same optimizer.
+
+        Its parameters' gradients then live in slices, and their `.grad` stays None. Call it before the first step.
+        Raises `OptimizerError` for optimizers that are not elementwise.
+        """
+        check_shardable(optimizer)
+        if self.workers > 1:
+            self._lanes.shards.append(Shard(optimizer, self.lanes, self._world))
+        return optimizer
+
+    def batches(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate_fn: Collate | None = None,
+        loader_workers: int = 0,
+        group_by: GroupBy | None = None,
+        name: str = "train",
+    ) -> PlannedLoop:
+        """Return the global batches of a map-style data set, one a step, from where the loop `name` stands.
+
+        `batch_size` is the global one. The loop ends after `epochs` epochs or `steps` steps in all, counted over resumes
+        and over every call with this name; with neither, at the end of the epoch. `group_by` (a group a sample, or a
+        function of the index) fills lane batches with samples of one group. `loader_workers` processes load ahead.
+        """
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise DataError(f"{type(dataset).__name__} has no length or no __getitem__; for iterable data use run.streams")
+        plan = self._plan(len(dataset), batch_size, key(self._config.seed, f"order {name}"), shuffle, drop_last, group_by)
+        batches = partial(
+            plan_batches,
+            plan,
+            dataset,
+            self._lanes.own,
+            seed=key(self._config.seed, f"fetch {name}"),
+            collate_fn=collate_fn,
+            loader_workers=loader_workers,
+            pin_memory=self.device.type == "cuda",
+        )
+        return PlannedLoop(self._progress, name, plan, batches, epochs=epochs, steps=steps)
+
+    def _plan(self, size: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool, group_by: GroupBy | None) -> Plan:  # noqa: FBT001, PLR0913
+        if group_by is None:
+            return ShuffledPlan(size, batch_size, self.lanes, seed, shuffle=shuffle, drop_last=drop_last)
+        if drop_last:
+            raise ConfigError("drop_last was given with group_by; expected one of them: grouped batches have no last one, any may be short")
+        return GroupedPlan(group_by, size, batch_size, self.lanes, seed, shuffle=shuffle)
+
+    def streams(self, make_stream: Callable[[int], Any], *, name: str) -> Iterator[Batch]:
+        """Return endless batches, one a step: each lane's next item of its own source `make_stream(lane)`.
+
+        A source with `state_dict` and `load_state_dict` continues by them after a resume; any other is read again from its start.
+        """
+        self._progress.settle()
+        streams = {lane: LaneStream(make_stream, name, lane, self._config.seed) for lane in self._lanes.own}
+        for lane, stream in streams.items():
+            if lane in self._resumed_streams.get(name, {}):
+                stream.load_state_dict(self._resumed_streams[name][lane])
+        self._progress.streams[name] = streams
+        position = self._progress.positions.setdefault(name, Position())
+        return run_loop(stream_batches(streams, self._lanes.own), self._progress, lambda: position.advance(None))
+
+    def backward(
+        self, loss_fn: LossFn, model: Any, batch: Batch, *, update: torch.nn.Module | None = None, count: Count | None = None
+    ) -> Means:
+        """Run every lane of a batch and leave the gradient of the mean over all its items in `.grad`; returns the global means.
+
+        `loss_fn(model, lane_batch)` returns a scalar loss, the mean over the lane's items, or (loss, dict of scalars).
+        `update` is the module whose parameters get gradients (default `model`). `count(lane_batch)` gives the number of
+        items a lane's mean is over (default: its samples). Like backward in PyTorch, it adds to gradients that are there.
+        Raises `LossError` for a loss that is no scalar or has no gradient, `NonFiniteLossError` for NaN and infinity.
+        """
+        update = model if update is None else update
+        if not isinstance(update, torch.nn.Module):
+            raise ModelError(f"backward was to update {type(update).__name__}; expected a torch.nn.Module: name it with update=")
+        answer = self._lanes.backward(loss_fn, model, batch, update, count, self._progress.next_call(), self._progress.note())
+        self._progress.agree(answer.notes)
+        return Means(answer.results)
+
+    def clip_grad_norm(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
+        """Scale the gradients of a model so that their 2-norm is at most `max_norm`; returns the norm before, a scalar tensor.
+
+        Right for whole and sharded gradients. With one lane it is `torch.nn.utils.clip_grad_norm_`.
+        """
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if self.lanes == 1:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        ids = set(map(id, parameters))
+        blocks = [block for block in self._lanes.blocks() if ids.intersection(map(id, block.exchange.parameters))]
+        norm = gradient_norm(parameters, blocks, self._world)
+        scale_gradients([*parameters, *(own for block in blocks for own in block.own_of(ids))], norm, max_norm)
+        return norm.float()
+
+    def evaluate(
+        self,
+        fn: Callable[[Any, Any], Any],
+        model: Any,
+        dataset: Any,
+        batch_size: int,
+        *,
+        gather: bool = False,
+        count: Count | None = None,
+        collate_fn: Collate | None = None,
+        loader_workers: int = 0,
+    ) -> Any:
+        """Return the means of what `fn(model, batch)` gives over all samples of a data set, each used once.
+
+        `fn` returns what a loss function returns, or a dict of scalars and torchmetrics objects, which are merged. With
+        `gather`, it returns an output a sample (a tensor, a list, or a dict or tuple of them), and rank 0 gets them in
+        data set order (None elsewhere). The model is in evaluation mode and no gradients are kept.
+        """
+        evaluation = Evaluation(self._lanes, dataset, batch_size, collate_fn=collate_fn, loader_workers=loader_workers)
+        return evaluation.outputs(fn, model) if gather else evaluation.means(fn, model, count)
+
+    def gather(self, obj: Any) -> list[Any] | None:
+        """Return every worker's picklable object by rank on rank 0, None elsewhere."""
+        return self._world.gather_object(obj, "gathering an object")
+
+    def all_gather(self, obj: Any) -> list[Any]:
+        """Return every worker's picklable object, by rank."""
+        return self._world.all_gather_object(obj, "gathering an object")
+
+    def broadcast(self, obj: Any) -> Any:
+        """Return rank 0's picklable object."""
+        return self._world.broadcast_object(obj, "broadcasting an object")
+
+    def reduce_dict(self, values: Mapping[str, Any], *, average: bool = True) -> dict[str, Any]:
+        """Return the sums, or means, over workers of a dict of scalars and tensors; all workers have the same names."""
+        everyone = self._world.all_gather_object(dict(values), "reducing a dict")
+        for rank, other in enumerate(everyone):
+            if other.keys() != everyone[0].keys():
+                raise DataError(f"reduce_dict got {sorted(everyone[0])} on worker 0 and {sorted(other)} on worker {rank}; expected the same names")
+        return {name: sum(other[name] for other in everyone) / (self.workers if average else 1) for name in everyone[0]}
+
+    def barrier(self, what: str) -> None:
+        """Return when every worker has arrived; `what` names the reason in errors."""
+        self._world.barrier(what)
+
+    def log(self, means: Mapping[str, Any] | None = None, **scalars: Any) -> None:
+        """Record scalars of this step: means of `backward` (with the lowest and highest worker), and others by name."""
+        values = {name: float(value) for name, value in {**(means or {}), **scalars}.items()}
+        by_worker = {name: means.by_worker(name) for name in means} if isinstance(means, Means) else {}
+        low, high = ({name: pick(some) for name, some in by_worker.items()} for pick in (min, max))
+        self._record.scalars(self.step, self.epoch, values, low, high)
+
+    def log_image(self, name: str, image: Any) -> None:
+        """Record an image: [H, W], [1, H, W], [3, H, W] or [H, W, 3], uint8, or floating point in [0, 1]."""
+        if self.is_main and self.dir is not None:
+            self._record.image(self.step, name, pixels(image))
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print once, not once a worker."""
+        if self.is_main:
+            print(*values, **{"flush": True, **options})  # noqa: T201
+
+    def track(self, **objects: Any) -> None:
+        """Name what a snapshot holds (anything with `state_dict` and `load_state_dict`), and restore it when the run resumes."""
+        for name, item in objects.items():
+            shard = next((shard for shard in self._lanes.shards if shard.optimizer is item), None)
+            self._keeper.tracked.add(name, item, shard)
+            if isinstance(item, torch.optim.Optimizer):
+                self._time_steps(item)
+
+    def _time_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        started = 0.0
+
+        def start(*_: Any) -> None:
+            nonlocal started
+            started = time.perf_counter()
+
+        def stop(*_: Any) -> None:
+            self._progress.optimizer_seconds += time.perf_counter() - started
+
+        optimizer.register_step_pre_hook(start)
+        optimizer.register_step_post_hook(stop)
+
+    def snapshot(self, *, score: float | None = None) -> None:
+        """Take a snapshot of what is tracked; inside a loop's body, at the end of the step. The highest scores are kept."""
+        self._progress.snapshot(score)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._progress.end_run()
+            elif not issubclass(kind, (SystemExit, KeyboardInterrupt)):
+                self._tell_failure(error)
+        finally:
+            self.close()
+
+    def _tell_failure(self, error: BaseException | None) -> None:
+        with suppress(Exception):  # the error that is on its way matters more than its record
+            record = open_record(self.dir, writes=True)
+            record.event("failed", rank=self.rank, step=self.step, error=repr(error), traceback="".join(traceback.format_exception(error)))
+            record.close()
+
+    def close(self) -> None:
+        """Leave the world and put the process back as it was."""
+        self._keeper.close()
+        self._record.close()
+        self._stop.close()
+        self._world.close()
+
+
+def _set_up_device(config: Config, place: Place) -> torch.device:
+    cuda = config.device != "cpu" and torch.cuda.is_available()
+    if config.device == "cuda" and not cuda:
+        raise ConfigError("device='cuda' was given, and torch finds no GPU; expected one: check the driver and CUDA_VISIBLE_DEVICES")
+    if not cuda:
+        torch.set_num_threads(config.threads)
+        return torch.device("cpu")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(mode=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _find_snapshot(config: Config, world: World, record: Record) -> Snapshot | None:
+    """Load the snapshot that the run resumes from; rank 0 chooses it."""
+    if config.resume == "never" or (config.resume == "auto" and config.dir is None):
+        return None
+    found: Path | SnapshotError | None = None
+    if world.rank == 0:
+        try:
+            found = find_newest(config.dir, record.event) if config.resume == "auto" else Path(config.resume)  # type: ignore[arg-type]
+        except SnapshotError as error:
+            found = error
+    found = world.broadcast_object(found, "choosing a snapshot")
+    if isinstance(found, SnapshotError):
+        raise found
+    return None if found is None else load(found)
+
+
+def _agree_on_lanes(config: Config, workers: int, resumed: Snapshot | None) -> int:
+    """Return the number of lanes: as given, as in the snapshot, or one a worker."""
+    if resumed is None:
+        return config.lanes or workers
+    lanes, seed = int(resumed.info["lanes"]), int(resumed.info["seed"])
+    for name, given, kept in (("lanes", config.lanes or lanes, lanes), ("seed", config.seed, seed)):
+        if given != kept:
+            raise ConfigError(f"{name}={given} was given, and the run in the snapshot has {name}={kept}; it is fixed: give it, or use resume='never'")
+    if workers > lanes:
+        raise ConfigError(f"the run in the snapshot has {lanes} lanes, and {workers} workers were started; expected at most a worker a lane")
+    return lanes

@@ -1,0 +1,273 @@
+"""Nested state as plain JSON beside named tensors, and back: the same types, the same bits, and nothing is ever unpickled.
+
+What JSON has is itself; anything else is an object of one tag: `{"tuple": [1, 2]}`, `{"tensor": "model/weight"}`,
+`{"dict": [[key, value], ...]}` (pairs, since keys may be numbers and their order counts). A tensor is named by its path in
+the state. Workers that hold parts of one state make their parts apart; `merge` puts the JSON together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, Union
+
+import numpy as np
+import torch
+
+from samestep.errors import SnapshotError
+from samestep.step.slices import TensorSlice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+Plain: TypeAlias = Union[None, bool, int, float, str, list["Plain"], dict[str, "Plain"]]
+Tensors: TypeAlias = dict[str, torch.Tensor | TensorSlice]
+Keys: TypeAlias = tuple[str, ...]
+
+DEEPEST = 100  # levels; Python's own JSON ends in a RecursionError at about three times as many
+_DTYPE_NAMES = """
+    bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 bfloat16 float16 float32 float64 complex32 complex64 complex128
+    float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
+""".split()
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
+_NUMPY_KINDS = "biufcmMUS"
+_MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "torch.Size": torch.Size, "set": set, "frozenset": frozenset}
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# Whatever else begins as a JSON value does: a key so named is written as JSON in paths, so that 0 and "0" stay apart.
+_NAME = re.compile(r'(?!(?:true|false|null)\Z)[^/"{\[\d\-\ud800-\udfff][^/\ud800-\udfff]*')
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """Values of one type as text, exactly."""
+
+    kind: type
+    to_text: Callable[[Any], str]
+    from_text: Callable[[str], Any]
+
+
+def _numpy_scalar(text: str) -> np.generic:
+    dtype, _, data = text.rpartition(":")
+    scalar: np.generic = np.frombuffer(bytes.fromhex(data), _numpy_dtype(dtype))[0]
+    return scalar
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(name)
+    return dtype
+
+
+_LEAVES: dict[str, _Leaf] = {
+    "int": _Leaf(int, hex, lambda text: int(text, 16)),
+    "float": _Leaf(float, lambda value: struct.pack(">d", value).hex(), lambda text: struct.unpack(">d", bytes.fromhex(text))[0]),
+    "complex": _Leaf(
+        complex,
+        lambda value: struct.pack(">dd", value.real, value.imag).hex(),
+        lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
+    ),
+    "str": _Leaf(
+        str,
+        lambda value: value.encode("utf-8", "surrogatepass").hex(),
+        lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
+    ),
+    "bytes": _Leaf(bytes, bytes.hex, bytes.fromhex),
+    "torch.dtype": _Leaf(torch.dtype, lambda value: str(value).removeprefix("torch."), lambda text: _torch_dtypes()[text]),
+    "torch.device": _Leaf(torch.device, str, torch.device),
+    "numpy": _Leaf(np.generic, lambda value: f"{value.dtype.str}:{value.tobytes().hex()}", _numpy_scalar),
+}
+_TAGS: dict[type, str] = {
+    **{kind: tag for tag, kind in (_MAPPINGS | _SEQUENCES).items()},
+    **{leaf.kind: tag for tag, leaf in _LEAVES.items()},
+}
+
+
+def _torch_dtypes() -> dict[str, torch.dtype]:
+    return {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+def canonical(plain: Plain) -> str:
+    """Return the one text of a JSON value: keys in order, no spaces, ASCII."""
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def flatten(state: object) -> tuple[Plain, Tensors]:
+    """Split nested state into JSON and tensors by name; `restore` is its inverse.
+
+    Tensors are not copied. Tied tensors get a name each, so that names depend on nothing but the structure.
+    Raises `SnapshotError` with the path of what cannot be held.
+    """
+    tensors: Tensors = {}
+    return _encode(state, (), tensors), tensors
+
+
+def flatten_plain(state: object, what: str) -> Plain:
+    """Turn nested state that has no tensors into JSON. Raises `SnapshotError` for others."""
+    return _encode(state, (what,), None)
+
+
+def restore(plain: Plain, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Build the state that `flatten` split. `tensor` gives a whole tensor by name.
+
+    Raises `SnapshotError` for JSON that `flatten` does not make.
+    """
+    try:
+        return _decode(plain, tensor)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise SnapshotError(f"the plain state is not what a snapshot holds ({type(error).__name__}: {error})") from error
+
+
+def merge(first: Plain, second: Plain, path: Keys = ()) -> Plain:
+    """Unite two parts of one state: dictionaries key by key, everything else must be equal.
+
+    Raises `SnapshotError` with the path at which the parts differ.
+    """
+    tag = _mapping_tag(first)
+    if tag is None or tag != _mapping_tag(second):
+        if canonical(first) != canonical(second):
+            raise SnapshotError(
+                f"workers hold different values of {'/'.join(path) or 'the state'}: {_short(first)} and {_short(second)}; "
+                "expected equal values, or dictionaries in which each worker has keys of its own"
+            )
+        return first
+    united: dict[str, list[Plain]] = {}
+    for key, value in [*_pairs(first, tag), *_pairs(second, tag)]:
+        name = canonical(key)
+        united[name] = [key, merge(united[name][1], value, (*path, _component(key)))] if name in united else [key, value]
+    return {tag: list(united.values())}
+
+
+def _encode(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
+    """Return the JSON of a value at `path`, and put its tensors into `tensors`; where that is None it may have none."""
+    if len(path) > DEEPEST:
+        raise SnapshotError(f"{'/'.join(path[:3])}/... is nested deeper than {DEEPEST} levels, or contains itself; expected a finite tree")
+    if _is_json(value):
+        return value  # type: ignore[no-any-return]
+    kind = type(value)
+    if kind is list:
+        return [_encode(item, (*path, str(index)), tensors) for index, item in enumerate(value)]
+    if (tag := _tag_of(value)) is None:
+        return _encode_tensor(value, path, tensors)
+    if tag in _LEAVES:
+        return {tag: _LEAVES[tag].to_text(value)}
+    if tag in _MAPPINGS:
+        return _encode_mapping(tag, value, path, tensors)
+    if tag in {"set", "frozenset"}:
+        return {tag: sorted((_encode(item, (*path, "item"), None) for item in value), key=canonical)}
+    return {tag: [_encode(item, (*path, str(index)), tensors) for index, item in enumerate(value)]}
+
+
+def _is_json(value: Any) -> bool:
+    kind = type(value)
+    if kind is int:
+        return -(2**63) <= value < 2**64  # Python reads long numbers in decimal only up to a limit
+    if kind is float:
+        return math.isfinite(value)
+    if kind is str:
+        return value.isascii() or _SURROGATE.search(value) is None
+    return value is None or kind is bool
+
+
+def _tag_of(value: Any) -> str | None:
+    if isinstance(value, np.generic):
+        return "numpy" if value.dtype.kind in _NUMPY_KINDS and value.dtype.itemsize else None
+    return _TAGS.get(type(value))
+
+
+def _encode_mapping(tag: str, value: Mapping[Any, Any], path: Keys, tensors: Tensors | None) -> Plain:
+    pairs: list[Plain] = []
+    for key, item in value.items():
+        plain_key = _encode(key, (*path, "key"), None)
+        pairs.append([plain_key, _encode(item, (*path, _component(plain_key)), tensors)])
+    if tag == "OrderedDict" and hasattr(value, "_metadata"):  # the versions of a module's parts, which its load_state_dict looks at
+        return {"module": [{tag: pairs}, _encode(value._metadata, (*path, "_metadata"), None)]}
+    return {tag: pairs}
+
+
+def _encode_tensor(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
+    name = "/".join(path)
+    if type(value) is np.ndarray and value.dtype.kind in _NUMPY_KINDS and tensors is not None:
+        tensors[name] = torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8))
+        return {"numpy.ndarray": [value.dtype.str, list(value.shape), name]}
+    if not isinstance(value, TensorSlice):
+        value = _whole_tensor(value, name)
+    elif value.values.ndim != 1 or not 0 <= value.start <= math.prod(value.shape) - value.values.numel():
+        raise SnapshotError(f"{name} is elements {value.start} and on of shape {value.shape}; expected a 1-D slice that lies inside it")
+    if tensors is None:
+        _refuse(name, "a tensor in a key, a set or plain information")
+    tensors[name] = value
+    return {"tensor": name}
+
+
+def _whole_tensor(value: Any, name: str) -> torch.Tensor:
+    if type(value) not in {torch.Tensor, torch.nn.Parameter}:
+        _refuse(name, f"a {type(value).__module__}.{type(value).__qualname__}")
+    if value.layout != torch.strided or value.is_meta or value.dtype not in DTYPES.values():
+        _refuse(name, f"a tensor of {value.dtype}, {value.layout}, on {value.device}")
+    tensor: torch.Tensor = value.detach().resolve_conj().resolve_neg()
+    return tensor
+
+
+def _refuse(name: str, what: str) -> NoReturn:
+    raise SnapshotError(
+        f"{name or 'the state'} is {what}, which a snapshot cannot hold; give the object a state_dict of dense tensors and plain values"
+    )
+
+
+def _component(key: Plain) -> str:
+    """Name a key within a path. No two keys share a name, and none has a slash."""
+    if isinstance(key, str) and _NAME.fullmatch(key):
+        return key
+    return canonical(key).replace("/", "\\u002f")
+
+
+def _decode(plain: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    if isinstance(plain, list):
+        return [_decode(item, tensor) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((tag, value),) = plain.items()
+    if tag in _LEAVES:
+        return _LEAVES[tag].from_text(value)
+    if tag in _MAPPINGS:
+        return _MAPPINGS[tag](_decode_pairs(value, tensor))
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag](_decode(item, tensor) for item in value)
+    if tag == "tensor":
+        return tensor(value)
+    if tag == "numpy.ndarray":
+        dtype, shape, name = value
+        return tensor(name).numpy().view(_numpy_dtype(dtype)).reshape(shape)
+    if tag == "module":
+        state, metadata = (_decode(item, tensor) for item in value)
+        state._metadata = metadata
+        return state
+    raise ValueError(tag)
+
+
+def _decode_pairs(pairs: Iterable[Any], tensor: Callable[[str], torch.Tensor]) -> dict[Any, Any]:
+    decoded = [(_decode(key, tensor), _decode(value, tensor)) for key, value in pairs]
+    mapping = dict(decoded)
+    if len(mapping) != len(decoded):
+        raise ValueError("a key is there twice")
+    return mapping
+
+
+def _mapping_tag(plain: Plain) -> str | None:
+    tag = next(iter(plain), None) if isinstance(plain, dict) else None
+    return tag if tag in _MAPPINGS else None
+
+
+def _pairs(plain: Any, tag: str) -> list[tuple[Plain, Plain]]:
+    return [(key, value) for key, value in plain[tag]]
+
+
+def _short(plain: Plain) -> str:
+    text = canonical(plain)
+    return text if len(text) <= 60 else f"{text[:60]}..."  # noqa: PLR2004

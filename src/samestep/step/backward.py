@@ -1,0 +1,265 @@
+"""One global batch: every lane's forward and backward, and the sum of their gradients over all workers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from samestep.data.batch import items_in, to_device
+from samestep.data.seeds import key, keyed
+from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
+from samestep.step.buffers import Buffers
+from samestep.step.gradients import Exchange, Gradients, add_gradients, take_gradients
+from samestep.step.means import LaneResult
+from samestep.step.tree import Span, carried, subtrees, tree_sum
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from samestep.config import Config
+    from samestep.data.batch import Batch
+    from samestep.step.shard import Block, Shard
+    from samestep.world import World
+
+LossFn = Callable[[Any, Any], Any]
+Count = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a global batch gave: each lane's result, and the note that each worker attached."""
+
+    results: list[LaneResult]
+    notes: list[Any]
+
+
+@dataclass
+class Target:
+    """Some parameters whose gradients are exchanged together, by their numbers among the updated ones."""
+
+    exchange: Exchange
+    numbers: list[int | None]  # None: a parameter of a sharded optimizer that is not updated now
+    block: Block | None
+
+
+@dataclass
+class Lanes:
+    """The lanes that this worker carries: computes gradients, holds what is shared between steps."""
+
+    world: World
+    config: Config
+    lanes: int
+    device: torch.device
+    shards: list[Shard] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.carriers = [carried(rank, self.world.size, self.lanes) for rank in range(self.world.size)]
+        self.own = self.carriers[self.world.rank]
+        self.buffers = Buffers(self.own, self.lanes, self.world, self.carriers)
+        self.compute_seconds = 0.0
+        self.exchange_seconds = 0.0
+        self._known: set[int] = set()
+        self._targets: dict[tuple[int, ...], list[Target]] = {}
+
+    def add(self, module: torch.nn.Module) -> None:
+        """Let a replicated module be trained."""
+        self._known.update(id(parameter) for parameter in module.parameters())
+        self.buffers.add(module)
+
+    def blocks(self) -> list[Block]:
+        """Return the flat storage of every sharded optimizer."""
+        return [block for shard in self.shards for block in shard.blocks]
+
+    def autocast(self) -> torch.autocast:
+        """Return the context in which user code computes losses and outputs."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16")
+
+    def backward(
+        self, loss_fn: LossFn, model: Any, batch: Batch, update: torch.nn.Module, count: Count | None, seed: tuple[int, ...], note: Any
+    ) -> Answer:
+        """Leave the gradient of the mean loss over all items of the global batch in `.grad` of `update`'s parameters.
+
+        `seed` numbers this call within the run; `note` is JSON that reaches every worker with the same message.
+        """
+        started = time.perf_counter()
+        data_before = batch.data_seconds
+        parameters = self._trainable(update)
+        earlier = [take_gradients(parameters), *(block.take_gradients() for block in self.blocks())]
+        earlier[0] = [None if gradient is None else gradient.clone() for gradient in earlier[0]]
+        work = LaneWork(self, loss_fn, model, batch, parameters, count, seed)
+        own = work.run()
+        self.compute_seconds += time.perf_counter() - started - (batch.data_seconds - data_before)
+
+        started = time.perf_counter()
+        reports = self.world.all_gather_json([work.report(own), note], "exchanging losses")
+        results = [LaneResult(lane, rank, *result) for rank, (report, _) in enumerate(reports) for lane, *result in report["lanes"]]
+        self._check_finite(results, seed[0])
+        present = [any(flags) for flags in zip(*(report["present"] for report, _ in reports), strict=True)]
+        written = sorted({number for report, _ in reports for number in report["buffers"]})
+        self.buffers.end_step(written, [result.lane for result in results])
+        self._exchange(parameters, own, present, work.scale(results))
+        self._add_earlier(parameters, earlier)
+        self.exchange_seconds += time.perf_counter() - started
+        return Answer(results, [worker_note for _, worker_note in reports])
+
+    def _trainable(self, update: torch.nn.Module) -> list[torch.nn.Parameter]:
+        parameters = [parameter for parameter in update.parameters() if parameter.requires_grad]
+        if not parameters:
+            raise ModelError(f"{type(update).__name__} has no parameter that requires a gradient: nothing to update")
+        if not all(id(parameter) in self._known for parameter in parameters):
+            raise ModelError(f"{type(update).__name__} has parameters that are not replicated: pass it through run.replicate first")
+        return parameters
+
+    def _check_finite(self, results: Iterable[LaneResult], step: int) -> None:
+        if self.config.nonfinite_loss == "continue":
+            return
+        for result in results:
+            if not math.isfinite(result.metrics["loss"]):
+                raise NonFiniteLossError(
+                    f"the loss is {result.metrics['loss']} at step {step} in lane {result.lane} (worker {result.rank}); expected a "
+                    "finite one: lower the learning rate, clip gradients, or go on with nonfinite_loss='continue'"
+                )
+
+    def _exchange(self, parameters: Sequence[torch.nn.Parameter], own: Sequence[Gradients], present: Sequence[bool], scale: float) -> None:
+        if self.world.size == 1:
+            for parameter, gradient in zip(parameters, own[0], strict=True):
+                parameter.grad = gradient if gradient is None or scale == 1.0 else gradient.mul_(scale)
+            return
+        for target in self._targets_of(parameters):
+            total = target.exchange.sum([[None if n is None else gradients[n] for n in target.numbers] for gradients in own])
+            if scale != 1.0:
+                total.mul_(scale)
+            there = [n is not None and present[n] for n in target.numbers]
+            if target.block is not None:
+                target.block.set_gradients(total, there)
+                continue
+            for n, gradient in zip(target.numbers, target.exchange.gather(total), strict=True):
+                if n is not None and present[n]:
+                    parameters[n].grad = gradient
+
+    def _targets_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[Target]:
+        """Divide parameters into those of each sharded block, and the rest by dtype; made once for each set of parameters."""
+        cache_key = tuple(map(id, parameters))
+        if cache_key not in self._targets:
+            number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
+            targets = []
+            for block in self.blocks():
+                numbers = [number_of.pop(id(parameter), None) for parameter in block.exchange.parameters]
+                if any(number is not None for number in numbers):
+                    targets.append(Target(block.exchange, numbers, block))
+            rest = list(number_of.values())
+            for dtype in dict.fromkeys(parameters[n].dtype for n in rest):
+                numbers_of_dtype: list[int | None] = [n for n in rest if parameters[n].dtype == dtype]
+                exchange = Exchange([parameters[n] for n in rest if parameters[n].dtype == dtype], self.lanes, self.world)
+                targets.append(Target(exchange, numbers_of_dtype, None))
+            self._targets[cache_key] = targets
+        return self._targets[cache_key]
+
+    def _add_earlier(self, parameters: Sequence[torch.nn.Parameter], earlier: Sequence[Gradients]) -> None:
+        """Accumulate onto gradients that stood there before, as backward does in plain PyTorch."""
+        holders = [parameters, *(block.own_parameters for block in self.blocks())]
+        for some, gradients in zip(holders, earlier, strict=True):
+            for holder, gradient in zip(some, gradients, strict=True):
+                if gradient is not None:
+                    holder.grad = gradient if holder.grad is None else gradient.add_(holder.grad)
+
+
+class LaneWork:
+    """The forward and backward passes of one worker's lanes for one global batch."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        loss_fn: LossFn,
+        model: Any,
+        batch: Batch,
+        parameters: Sequence[torch.nn.Parameter],
+        count: Count | None,
+        seed: tuple[int, ...],
+    ) -> None:
+        self._lanes, self._loss_fn, self._model = lanes, loss_fn, model
+        self._parameters, self._count, self._seed = parameters, count, seed
+        self._counts = batch.counts
+        self._total = sum(batch.counts) if count is None and batch.counts is not None else None
+        self._batches = dict(batch.lane_batches()) if lanes.own else {}
+        self._results: list[tuple[int, int, dict[str, torch.Tensor]]] = []
+
+    def run(self) -> list[Gradients]:
+        """Return the gradients of this worker's subtrees of lanes, in lane order."""
+        self._lanes.buffers.begin_step()
+
+        def gradients(span: Span) -> Gradients | None:
+            return self._lane(span[0]) if span[1] - span[0] == 1 else None
+
+        return [tree_sum(span, gradients, add_gradients) for span in subtrees(self._lanes.own, self._lanes.lanes)]
+
+    def scale(self, results: Iterable[LaneResult]) -> float:
+        """Return what the sum of gradients is still to be multiplied with to be that of the mean."""
+        if self._total is not None or self._lanes.lanes == 1:
+            return 1.0
+        return 1.0 / max(1, sum(result.count for result in results))
+
+    def report(self, own: Sequence[Gradients]) -> dict[str, Any]:
+        """Return, as JSON, the results of lanes, which parameters have a gradient, and which buffers were written."""
+        return {
+            "lanes": [[lane, count, _floats(metrics)] for lane, count, metrics in self._results],
+            "present": [int(any(gradient is not None for gradient in some)) for some in zip(*own, strict=True)],
+            "buffers": self._lanes.buffers.written(),
+        }
+
+    def _lane(self, lane: int) -> Gradients:
+        if lane not in self._batches:
+            return [None] * len(self._parameters)
+        batch = to_device(self._batches[lane], self._lanes.device)
+        count = self._count_of(batch, lane)
+        if count == 0:
+            return [None] * len(self._parameters)
+        with keyed(key(self._lanes.config.seed, "lane", *self._seed, lane)):
+            with self._lanes.autocast():
+                loss, metrics = split_loss(self._loss_fn(self._model, batch), lane)
+            weight = None if self._lanes.lanes == 1 else torch.full_like(loss, count / (self._total or 1))
+            torch.autograd.backward(loss, weight, inputs=self._parameters)
+        if self._lanes.lanes > 1:
+            self._lanes.buffers.end_lane(lane)
+        self._results.append((lane, count, {"loss": loss.detach(), **metrics}))
+        return take_gradients(self._parameters)
+
+    def _count_of(self, batch: Any, lane: int) -> int:
+        if self._count is None:
+            return items_in(batch) if self._counts is None else self._counts[lane]
+        count = self._count(batch)
+        if int(count) != count or count < 0:
+            raise DataError(f"count returned {count!r} for lane {lane}; expected a whole number of items, 0 or more")
+        return int(count)
+
+
+def split_loss(returned: Any, lane: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return (loss, metrics) from what a loss function returned. Raises `LossError` unless the loss is a scalar with a gradient."""
+    loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{type(loss).__name__}"
+        raise LossError(f"the loss function returned {given} in lane {lane}; expected a scalar tensor: the mean over the lane's items")
+    if not loss.requires_grad:
+        raise LossError(
+            f"the loss of lane {lane} has no gradient; expected one that depends on a parameter: is the model frozen, "
+            "or the loss detached or computed under no_grad?"
+        )
+    if not isinstance(metrics, Mapping):
+        raise LossError(f"the loss function returned {type(metrics).__name__} beside the loss; expected a dict of scalars by name")
+    return loss, {name: _detached(name, value) for name, value in metrics.items()}
+
+
+def _detached(name: str, value: Any) -> torch.Tensor:
+    tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+    if tensor.numel() != 1:
+        raise LossError(f"metric {name!r} has shape {tuple(tensor.shape)}; expected a scalar: the mean over the lane's items")
+    return tensor
+
+
+def _floats(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}

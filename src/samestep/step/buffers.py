@@ -1,0 +1,115 @@
+"""Buffers under lanes: all lanes start a step from the same buffers, and the step ends with one agreed value.
+
+A floating-point buffer (BatchNorm's running statistics) becomes the tree mean of the values of the lanes that
+had samples; any other takes the value of the first such lane; one that no lane wrote is left alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from samestep.step.tree import subtrees, tree_sum
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from samestep.step.tree import Span
+    from samestep.world import World
+
+
+class Buffers:
+    """The buffers of all replicated modules, as lanes come and go."""
+
+    def __init__(self, own: range, lanes: int, world: World, carriers: Sequence[range]) -> None:
+        self._own, self._lanes, self._world, self._carriers = own, lanes, world, carriers
+        self._homes: list[tuple[torch.nn.Module, str]] = []
+        self._start: list[torch.Tensor] = []
+        self._written: dict[int, dict[int, torch.Tensor]] = {}
+
+    def add(self, module: torch.nn.Module) -> None:
+        """Manage the buffers of a module, each once."""
+        known = {id(buffer) for buffer in self._current()}
+        for owner in module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                if id(buffer) not in known:
+                    known.add(id(buffer))
+                    self._homes.append((owner, name))
+                    self._start.append(buffer.detach().clone())
+
+    def begin_step(self) -> None:
+        """Take what stands in the buffers now as the value every lane starts from."""
+        self._written = {}
+        for start, buffer in zip(self._start, self._current(), strict=True):
+            start.copy_(buffer.detach())
+
+    def end_lane(self, lane: int) -> None:
+        """Keep what this lane wrote, and put the start values back for the next one.
+
+        Values are compared, because BatchNorm's kernels write without counting the tensor's version up.
+        """
+        written = self._written[lane] = {}
+        for number, (start, buffer) in enumerate(zip(self._start, self._current(), strict=True)):
+            if not torch.equal(start, buffer):
+                written[number] = buffer.detach().clone()
+                buffer.data.copy_(start)
+
+    def written(self) -> list[int]:
+        """Return the numbers of the buffers that a lane of this worker wrote."""
+        return sorted({number for lane in self._written.values() for number in lane})
+
+    def end_step(self, written: Sequence[int], lanes_with_items: Sequence[int]) -> None:
+        """Agree on the value of the buffers that any lane wrote; collective when there are any."""
+        if not written or not lanes_with_items:
+            return
+        averaged = [number for number in written if self._start[number].is_floating_point()]
+        taken = [number for number in written if not self._start[number].is_floating_point()]
+        rows = self._gather(averaged, taken, lanes_with_items)
+        size = 8 * sum(self._start[number].numel() for number in averaged)
+        nodes: dict[Span, torch.Tensor] = {}
+        for own, row in zip(self._carriers, rows, strict=True):
+            spans = subtrees(own, self._lanes)
+            sums = row[: size * len(spans)].clone().view(torch.float64).view(len(spans), -1)  # a copy is aligned
+            nodes.update(zip(spans, sums, strict=True))
+        mean = tree_sum((0, self._lanes), nodes.get, torch.add) / len(lanes_with_items)
+        first = next(row for own, row in zip(self._carriers, rows, strict=True) if lanes_with_items[0] in own)
+        current = self._current()
+        for number, values in zip(averaged, mean.split([self._start[n].numel() for n in averaged]), strict=True):
+            current[number].data.copy_(values.view(self._start[number].shape))
+        offset = self._most_spans() * size
+        for number in taken:
+            start = self._start[number]
+            values = first[offset : offset + start.numel() * start.element_size()].clone()
+            current[number].data.copy_(values.view(start.dtype).view(start.shape))
+            offset += len(values)
+
+    def _gather(self, averaged: Sequence[int], taken: Sequence[int], lanes_with_items: Sequence[int]) -> torch.Tensor:
+        """Return a row of bytes a worker: sums of its subtrees in float64, then its first lane's other buffers."""
+        own_lanes = [lane for lane in lanes_with_items if lane in self._own]
+
+        def value(lane: int, number: int) -> torch.Tensor:
+            return self._written[lane].get(number, self._start[number]).reshape(-1)
+
+        def leaf(span: Span) -> torch.Tensor | None:
+            if span[1] - span[0] > 1:
+                return None
+            if span[0] not in own_lanes or not averaged:
+                sizes = sum(self._start[number].numel() for number in averaged)
+                return torch.zeros(sizes, dtype=torch.float64, device=self._start[0].device)
+            return torch.cat([value(span[0], number).double() for number in averaged])
+
+        parts = [tree_sum(span, leaf, torch.add).view(torch.uint8) for span in subtrees(self._own, self._lanes)]
+        parts += [parts[0].new_zeros(len(parts[0]))] * (self._most_spans() - len(parts))
+        lane = own_lanes[0] if own_lanes else None
+        parts += [(self._start[n].reshape(-1) if lane is None else value(lane, n)).contiguous().view(torch.uint8) for n in taken]
+        row = torch.cat(parts)
+        rows = row.new_empty(self._world.size * len(row))
+        self._world.all_gather(rows, row, "averaging buffers")
+        return rows.view(self._world.size, -1)
+
+    def _most_spans(self) -> int:
+        return max(len(subtrees(own, self._lanes)) for own in self._carriers)
+
+    def _current(self) -> list[torch.Tensor]:
+        return [owner._buffers[name] for owner, name in self._homes]  # type: ignore[misc]  # noqa: SLF001  as the module sees them now

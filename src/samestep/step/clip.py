@@ -1,0 +1,67 @@
+"""Clipping by the global norm, with the same bits for whole and sharded gradients at any number of workers.
+
+Squares are summed by rows of 64 elements of a parameter, which no cut between workers divides, and the rows
+of all parameters are then added in one order.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from samestep.step.gradients import copy_gradients
+from samestep.step.layout import ALIGNMENT
+from samestep.step.slices import flattened
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from samestep.step.shard import Block
+    from samestep.world import World
+
+Rows = dict[int, torch.Tensor]  # id of a parameter → sums of squares of its rows, float64
+
+
+def gradient_norm(parameters: Sequence[torch.nn.Parameter], blocks: Sequence[Block], world: World) -> torch.Tensor:
+    """Return the 2-norm of the parameters' gradients, float64; those in `blocks` have theirs in the workers' slices."""
+    rows: Rows = {}
+    for block in blocks:
+        rows.update(_sharded_rows(block, world))
+    for parameter in parameters:
+        if id(parameter) not in rows:
+            rows[id(parameter)] = _whole_rows(parameter)
+    return torch.cat([rows[id(parameter)] for parameter in parameters]).sum().sqrt()
+
+
+def scale_gradients(holders: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Multiply the gradients of `holders` by min(1, max_norm / norm), as `torch.nn.utils.clip_grad_norm_` does."""
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for dtype in {holder.dtype for holder in holders}:
+        gradients = [holder.grad for holder in holders if holder.dtype == dtype and holder.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, coefficient.to(dtype))  # noqa: SLF001  the fast path of torch.optim has no public name
+
+
+def _whole_rows(parameter: torch.nn.Parameter) -> torch.Tensor:
+    size = parameter.numel()
+    if parameter.grad is None:
+        return torch.zeros(-(-size // ALIGNMENT), dtype=torch.float64, device=parameter.device)
+    values = flattened(parameter.grad)
+    return _row_squares(values if size % ALIGNMENT == 0 else torch.nn.functional.pad(values, (0, -size % ALIGNMENT)))
+
+
+def _sharded_rows(block: Block, world: World) -> Rows:
+    own = torch.zeros_like(block.own)
+    parts = [own[piece.offset : piece.offset + piece.stop - piece.start] for piece in block.pieces]
+    copy_gradients(parts, [parameter.grad for parameter in block.own_parameters])
+    rows = own.new_empty(block.exchange.layout.flat_size // ALIGNMENT, dtype=torch.float64)
+    world.all_gather(rows, _row_squares(own), "adding up the gradient norm")
+    offsets = [offset // ALIGNMENT for offset in block.exchange.layout.offsets]
+    return {id(parameter): rows[start:stop] for parameter, (start, stop) in zip(block.exchange.parameters, pairwise(offsets), strict=True)}
+
+
+def _row_squares(flat: torch.Tensor) -> torch.Tensor:
+    accumulate = torch.promote_types(flat.dtype, torch.float32)
+    return torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=accumulate).double().square()

@@ -1,0 +1,78 @@
+"""Means over all items of a global batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from samestep.errors import EvaluationError
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A sum in float64 with the number of items it is over; merging is addition, and the empty sum is its identity."""
+
+    total: float
+    count: int
+
+    @classmethod
+    def of(cls, means: Sequence[tuple[float, int]]) -> Mean:
+        """Merge (mean, count) pairs. The sum is exact before its one rounding, so no order of merging shows."""
+        try:
+            total = math.fsum(mean * count for mean, count in means)
+        except (OverflowError, ValueError):  # infinities of both signs, or a sum past the largest float
+            total = sum(mean * count for mean, count in means)
+        return cls(total, sum(count for _, count in means))
+
+    @property
+    def value(self) -> float:
+        """The mean. Raises `EvaluationError` over no items: there is no such number."""
+        if self.count == 0:
+            raise EvaluationError("a mean over no items was asked for; expected at least one item with a count above 0")
+        return self.total / self.count
+
+
+@dataclass(frozen=True)
+class LaneResult:
+    """What one lane (or block of an evaluation) reports: the items it is over and the mean of each metric."""
+
+    lane: int
+    rank: int
+    count: int
+    metrics: dict[str, float]
+
+
+class Means(Mapping[str, float]):
+    """Global means by name, `"loss"` first; computed when they are read. The same bits at any number of workers."""
+
+    def __init__(self, results: Sequence[LaneResult]) -> None:
+        self._results = results
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for result in self._results for name in result.metrics))
+
+    def __getitem__(self, name: str) -> float:
+        if name not in self._names:
+            raise KeyError(f"{name!r}; there are {', '.join(self._names) or 'no metrics: no lane had items'}")
+        return self._mean(name, self._results).value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"Means({', '.join(f'{name}={self[name]:.6g}' for name in self)})"
+
+    def by_worker(self, name: str) -> list[float]:
+        """Return the mean over the items of each worker that had any, by rank."""
+        ranks = sorted({result.rank for result in self._results if name in result.metrics})
+        return [self._mean(name, [result for result in self._results if result.rank == rank]).value for rank in ranks]
+
+    @staticmethod
+    def _mean(name: str, results: Sequence[LaneResult]) -> Mean:
+        return Mean.of([(result.metrics[name], result.count) for result in results if name in result.metrics])

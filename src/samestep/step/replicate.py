@@ -1,0 +1,53 @@
+"""Make a module equal on all workers."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from samestep.errors import ModelError
+
+if TYPE_CHECKING:
+    from samestep.world import World
+
+
+def replicate(module: torch.nn.Module, device: torch.device, world: World) -> None:
+    """Move a module to `device` and overwrite its parameters and buffers with rank 0's.
+
+    Names, shapes and dtypes are compared first; raises `ModelError` that names the first difference, on all workers.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise ModelError(f"run.replicate was given {type(module).__name__}; expected a torch.nn.Module")
+    tensors = dict(chain(module.named_parameters(), module.named_buffers()))
+    lazy = [name for name, tensor in tensors.items() if torch.nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise ModelError(f"parameter {lazy[0]!r} has no shape yet; run the model once on a sample before run.replicate")
+    module.to(device)
+    tensors = dict(chain(module.named_parameters(), module.named_buffers()))
+    _compare({name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}, world)
+    with torch.no_grad():
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
+            of_dtype = [tensor for tensor in tensors.values() if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in of_dtype])
+            world.broadcast(flat, "replicating a model")
+            for tensor, values in zip(of_dtype, flat.split([tensor.numel() for tensor in of_dtype]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
+
+
+def _compare(signature: dict[str, list[object]], world: World) -> None:
+    first, *others = world.all_gather_json(signature, "comparing models")
+    for rank, other in enumerate(others, start=1):
+        for name in dict.fromkeys([*first, *other]):
+            if first.get(name) != other.get(name):
+                raise ModelError(
+                    f"models differ between workers: {name!r} is {_words(first.get(name))} on worker 0 and {_words(other.get(name))} on "
+                    f"worker {rank}; expected the same model on all: build it from the same configuration and data on every worker"
+                )
+        if list(first) != list(other):
+            raise ModelError(f"models differ between workers: worker {rank} has its parameters in another order than worker 0")
+
+
+def _words(entry: list[object] | None) -> str:
+    return "missing" if entry is None else f"{entry[1]} {tuple(entry[0])}"  # type: ignore[arg-type]

@@ -1,0 +1,69 @@
+"""What every world can do. Each call is collective: all workers make it, in the same order."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+class World(ABC):
+    """The workers of a run and the ways they talk; `rank` of `size`.
+
+    `what` names the reason of a call: it stands in the error when another worker does not answer.
+    Raises `WorldError` when a worker is gone or late.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
+        """Return every worker's bytes, of any length, by rank."""
+
+    @abstractmethod
+    def gather_bytes(self, data: bytes, what: str) -> list[bytes] | None:
+        """Return every worker's bytes by rank on rank 0, None elsewhere."""
+
+    @abstractmethod
+    def all_gather(self, out: torch.Tensor, own: torch.Tensor, what: str) -> None:
+        """Fill `out` [size * n] with every worker's `own` [n] by rank; `own` may be this worker's part of `out`."""
+
+    @abstractmethod
+    def all_to_all(self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str) -> None:
+        """Send consecutive parts of `own` (1-D, `own_sizes[r]` elements to rank r) and receive in the same way into `out`."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+        """Overwrite `tensor` with rank 0's."""
+
+    @abstractmethod
+    def barrier(self, what: str) -> None:
+        """Return when every worker has arrived."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the world; no call may follow."""
+
+    def all_gather_json(self, value: Any, what: str) -> list[Any]:
+        """Return every worker's JSON value by rank. Floats keep their bits, NaN and infinities too."""
+        return [json.loads(data) for data in self.all_gather_bytes(json.dumps(value).encode(), what)]
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        """Return every worker's object by rank. Pickle here travels between the workers of one run only."""
+        return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(value), what)]  # noqa: S301
+
+    def gather_object(self, value: Any, what: str) -> list[Any] | None:
+        """Return every worker's object by rank on rank 0, None elsewhere."""
+        gathered = self.gather_bytes(pickle.dumps(value), what)
+        return None if gathered is None else [pickle.loads(data) for data in gathered]  # noqa: S301
+
+    def broadcast_object(self, value: Any, what: str) -> Any:
+        """Return rank 0's object."""
+        return pickle.loads(self.all_gather_bytes(pickle.dumps(value) if self.rank == 0 else b"", what)[0])  # noqa: S301
