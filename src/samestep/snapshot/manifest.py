@@ -11,11 +11,11 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import SnapshotError
 from samestep.snapshot.layout import Extent, tiling_fault
-from samestep.snapshot.state import DTYPES, canonical, flatten_plain, restore
+from samestep.snapshot.state import DTYPES, canonical, flatten_plain, no_tensor, restore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from samestep.snapshot.state import Plain
 
-FORMAT = 1
-NAME = "manifest.json"
-LARGEST_BYTES = 2**28
-MOST_DIMS = 64
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+FORMAT: Final = 1
+NAME: Final = "manifest.json"
+LARGEST_BYTES: Final = 2**28
+MOST_DIMS: Final = 64
+_FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Manifest:
     torch: str
     score: float | None
     info: Mapping[str, Any]
-    state: Plain
+    state: Any
     forms: Mapping[str, Form]
     pieces: Mapping[str, tuple[Piece, ...]]
     files: tuple[DataFile, ...]
@@ -105,7 +105,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the content of manifest.json. Raises `SnapshotError` if it would be too large to read, or describes no snapshot."""
-        self._validate()
+        self.validate()
         body: dict[str, Plain] = {
             "format": FORMAT,
             "step": self.step,
@@ -132,12 +132,12 @@ class Manifest:
         """Read the content of manifest.json. Raises `SnapshotError` that says what is wrong with it."""
         body = _parsed(data)
         if body.get("format") != FORMAT:
-            raise SnapshotError(f"is of format {body.get('format')!r}; this samestep reads format {FORMAT}: read it with the one that wrote it")
+            raise SnapshotError(f"{NAME} is of format {body.get('format')!r}; expected {FORMAT}: read it with the samestep that wrote it")
         try:
             manifest = cls._from_body(body)
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             raise SnapshotError(f"{NAME} does not describe a snapshot ({type(error).__name__}: {error})") from error
-        manifest._validate()
+        manifest.validate()
         return manifest
 
     @classmethod
@@ -148,8 +148,8 @@ class Manifest:
             created=float(_typed(body["created"], float)),
             workers=_typed(body["workers"], int),
             torch=_typed(body["torch"], str),
-            score=_score(restore(body["score"], _no_tensor)),
-            info=_typed(restore(body["info"], _no_tensor), dict),
+            score=_score(restore(body["score"], no_tensor)),
+            info=_typed(restore(body["info"], no_tensor), dict),
             state=body["state"],
             forms={name: Form.from_json(form) for name, (form, _) in body["tensors"].items()},
             pieces={
@@ -159,7 +159,7 @@ class Manifest:
             files=tuple(DataFile(_file_name(name), _typed(size, int), _typed(sha256, str)) for name, size, sha256 in body["files"]),
         )
 
-    def _validate(self) -> None:
+    def validate(self) -> None:
         """Raise `SnapshotError` unless the pieces make up each tensor exactly, and fit into their files."""
         held = [0] * len(self.files)
         for name, form in self.forms.items():
@@ -206,7 +206,3 @@ def _file_name(value: Any) -> str:
     if not _FILE_NAME.fullmatch(_typed(value, str)):
         raise ValueError(f"{value!r} is no plain file name")
     return str(value)
-
-
-def _no_tensor(name: str) -> torch.Tensor:
-    raise SnapshotError(f"{NAME} holds tensor {name!r} where plain values are expected")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from samestep.snapshot.state import canonical, flatten, merge
 from samestep.step.slices import TensorSlice, flattened, storage_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from samestep.snapshot.state import Plain, Tensors
@@ -32,27 +33,23 @@ _STORED = {
 
 @dataclass(frozen=True)
 class OwnPiece:
-    """Elements of a tensor that this worker writes, 1-D in storage order. `repeated` where other workers may write them too."""
+    """Elements [start, stop) of a tensor that this worker writes. `repeated` where other workers may write the same."""
 
     tensor: str
     start: int
-    values: torch.Tensor
+    stop: int
+    dtype: torch.dtype
     repeated: bool = False
-
-    @property
-    def stop(self) -> int:
-        """Where the elements end."""
-        return self.start + self.values.numel()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the elements."""
-        return self.values.numel() * self.values.element_size()
+        return (self.stop - self.start) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """A worker's part of the state: JSON, the forms of the tensors it knows, and its pieces of them."""
+    """A worker's part of the state: JSON, the forms of the tensors it tells of, and its pieces of them."""
 
     state: Plain
     forms: Mapping[str, Form]
@@ -70,12 +67,14 @@ class Part:
 
     def to_bytes(self) -> bytes:
         """Return the content of a part file."""
-        return canonical({
-            "state": self.state,
-            "forms": {name: form.to_json() for name, form in self.forms.items()},
-            "pieces": [list(piece) for piece in self.pieces],
-            "file": [self.file.name, self.file.size, self.file.sha256],
-        }).encode()
+        return canonical(
+            {
+                "state": self.state,
+                "forms": {name: form.to_json() for name, form in self.forms.items()},
+                "pieces": [list(piece) for piece in self.pieces],
+                "file": [self.file.name, self.file.size, self.file.sha256],
+            }
+        ).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Part:
@@ -89,26 +88,50 @@ class Part:
         )
 
 
-def contribution(shared: Mapping[str, Any], own: Mapping[str, Any], rank: int, workers: int) -> Contribution:
-    """Return what a worker contributes: its share of the tensors that all hold alike, and all that it alone holds.
+def contribution(shared: Mapping[str, Any], own: Mapping[str, Any], rank: int, workers: int) -> tuple[Contribution, list[torch.Tensor]]:
+    """Return what a worker contributes, its share of the tensors that all hold alike and all that it alone holds, and its pieces' values.
 
-    Nothing is copied. Raises `SnapshotError` with the path of what cannot be held.
+    Values are 1-D, in storage order, and not copied. Raises `SnapshotError` with the path of what cannot be held.
     """
-    shared_state, whole = flatten(dict(shared))
+    shared_state, shared_tensors = flatten(dict(shared))
     own_state, held = flatten(dict(own))
+    whole = {name: _whole(name, tensor) for name, tensor in shared_tensors.items()}
     if both := sorted(whole.keys() & held.keys()):
         raise SnapshotError(f"tensor {both[0]} was given as shared by all workers and as this worker's own; expected one of the two")
-    forms = {name: _form(tensor) for name, tensor in sorted({**whole, **held}.items())}
-    ranges = share([forms[name].extent for name in sorted(whole)], rank, workers)
-    pieces = [
-        OwnPiece(name, elements.start, flattened(whole[name])[elements.start : elements.stop])
-        for name, elements in zip(sorted(whole), ranges, strict=True)
-        if elements
-    ]
-    pieces += _held_pieces(held)
-    # Descending: every piece lies at a multiple of its element size, and there are no gaps, as safetensors wants it.
-    pieces.sort(key=lambda piece: -piece.values.element_size())
-    return Contribution(merge(shared_state, own_state) if rank == 0 else own_state, forms, pieces)
+    pairs = sorted([*_shared_pieces(whole, rank, workers), *_held_pieces(held)], key=_descending_element_size)
+    pieces = [piece for piece, _ in pairs]
+    # Rank 0 tells of every shared tensor, the others of what they write.
+    told = {**held, **(whole if rank == 0 else {piece.tensor: whole[piece.tensor] for piece in pieces if piece.tensor in whole})}
+    state = merge(shared_state, own_state) if rank == 0 else own_state
+    return Contribution(state, {name: _form(tensor) for name, tensor in told.items()}, pieces), [values for _, values in pairs]
+
+
+def _whole(name: str, tensor: torch.Tensor | TensorSlice) -> torch.Tensor:
+    if isinstance(tensor, TensorSlice):
+        raise SnapshotError(f"tensor {name} was given as shared by all workers and is a slice; expected it among this worker's own")
+    return tensor
+
+
+def _shared_pieces(whole: Mapping[str, torch.Tensor], rank: int, workers: int) -> Iterator[tuple[OwnPiece, torch.Tensor]]:
+    tensors = sorted(whole.items())
+    ranges = share([_form(tensor).extent for _, tensor in tensors], rank, workers)
+    for (name, tensor), elements in zip(tensors, ranges, strict=True):
+        if elements:
+            values = flattened(tensor)[elements.start : elements.stop]
+            yield OwnPiece(name, elements.start, elements.stop, values.dtype), values
+
+
+def _held_pieces(held: Tensors) -> Iterator[tuple[OwnPiece, torch.Tensor]]:
+    for name, tensor in held.items():
+        start, values = (tensor.start, tensor.values) if isinstance(tensor, TensorSlice) else (0, flattened(tensor))
+        if values.numel():
+            repeated = not isinstance(tensor, TensorSlice)
+            yield OwnPiece(name, start, start + values.numel(), values.dtype, repeated), values
+
+
+def _descending_element_size(pair: tuple[OwnPiece, torch.Tensor]) -> int:
+    """Order pieces so that each lies at a multiple of its element size without gaps, as safetensors wants it."""
+    return -pair[0].dtype.itemsize
 
 
 def _form(tensor: torch.Tensor | TensorSlice) -> Form:
@@ -117,35 +140,23 @@ def _form(tensor: torch.Tensor | TensorSlice) -> Form:
     return Form(tensor.dtype, tuple(tensor.shape), storage_order(tensor))
 
 
-def _held_pieces(held: Tensors) -> list[OwnPiece]:
-    pieces = [
-        OwnPiece(name, tensor.start, tensor.values)
-        if isinstance(tensor, TensorSlice)
-        else OwnPiece(name, 0, flattened(tensor), repeated=True)
-        for name, tensor in held.items()
-    ]
-    return [piece for piece in pieces if piece.nbytes]
-
-
 class Staging:
     """Host memory that the pieces of each save are copied to. It is kept: fresh pages cost far more time than the copy."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, pieces: Sequence[OwnPiece]) -> memoryview:
-        """Return the bytes of all pieces one after the other, until the next call."""
-        size = sum(piece.nbytes for piece in pieces)
-        devices = {piece.values.device for piece in pieces if piece.values.is_cuda}
-        if self._memory.numel() < size:
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
-        offset = 0
-        for piece in pieces:
-            self._memory[offset : offset + piece.nbytes].copy_(piece.values.contiguous().view(torch.uint8), non_blocking=True)
-            offset += piece.nbytes
+    def copy(self, tensors: Sequence[torch.Tensor]) -> memoryview:
+        """Return the bytes of 1-D tensors one after the other; they stay until the next call."""
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        if self._memory.numel() < sum(sizes):
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=bool(devices))
+        for tensor, place in zip(tensors, self._memory[: sum(sizes)].split(sizes), strict=True):
+            place.copy_(tensor.contiguous().view(torch.uint8), non_blocking=True)
         for device in devices:
             torch.cuda.synchronize(device)
-        return memoryview(self._memory.numpy())[:size]
+        return self._memory.numpy().data[: sum(sizes)]
 
 
 def write_part(path: Path, mine: Contribution, data: memoryview, go_on: Callable[[], None]) -> Part:
@@ -153,7 +164,7 @@ def write_part(path: Path, mine: Contribution, data: memoryview, go_on: Callable
     digest = hashlib.sha256()
     size = 0
     with path.open("wb") as file:
-        for chunk in (_header(mine.pieces), *(data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES))):
+        for chunk in _chunks(_header(mine.pieces), data):
             go_on()
             file.write(chunk)
             digest.update(chunk)
@@ -163,30 +174,34 @@ def write_part(path: Path, mine: Contribution, data: memoryview, go_on: Callable
     return Part(mine.state, mine.forms, _table(mine.pieces, data), DataFile(path.name, size, digest.hexdigest()))
 
 
+def _chunks(header: bytes, data: memoryview) -> Iterator[bytes | memoryview]:
+    yield header
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield data[start : start + CHUNK_BYTES]
+
+
 def _header(pieces: Sequence[OwnPiece]) -> bytes:
     """Return the header of a safetensors file; its data is the bytes of all pieces one after the other.
 
-    Source: https://github.com/huggingface/safetensors#format. The library would hold Python's lock while it writes,
-    and training with it.
+    Source: https://github.com/huggingface/safetensors#format
     """
     entries: dict[str, Plain] = {}
-    offset = 0
-    for piece in pieces:
-        dtype = _STORED.get(piece.values.dtype)
-        count = piece.values.numel() if dtype else piece.nbytes
-        offsets: list[Plain] = [offset, offset + piece.nbytes]
-        entries[piece_key(piece.tensor, piece.start, piece.stop)] = {"dtype": dtype or "U8", "shape": [count], "data_offsets": offsets}
-        offset += piece.nbytes
+    for piece, (start, stop) in zip(pieces, _places(pieces), strict=True):
+        dtype = _STORED.get(piece.dtype)
+        count = piece.stop - piece.start if dtype else piece.nbytes
+        key = piece_key(piece.tensor, piece.start, piece.stop)
+        entries[key] = {"dtype": dtype or "U8", "shape": [count], "data_offsets": [start, stop]}
     text = canonical(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _table(pieces: Sequence[OwnPiece], data: memoryview) -> list[tuple[str, int, int, str | None]]:
-    table = []
-    offset = 0
-    for piece in pieces:
-        content = data[offset : offset + piece.nbytes]
-        table.append((piece.tensor, piece.start, piece.stop, hashlib.sha256(content).hexdigest() if piece.repeated else None))
-        offset += piece.nbytes
-    return table
+    return [
+        (piece.tensor, piece.start, piece.stop, hashlib.sha256(data[start:stop]).hexdigest() if piece.repeated else None)
+        for piece, (start, stop) in zip(pieces, _places(pieces), strict=True)
+    ]
+
+
+def _places(pieces: Sequence[OwnPiece]) -> Iterator[tuple[int, int]]:
+    return pairwise(accumulate((piece.nbytes for piece in pieces), initial=0))

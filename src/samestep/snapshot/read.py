@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from samestep.snapshot.manifest import LARGEST_BYTES, NAME, Manifest, piece_key
 from samestep.snapshot.state import restore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
 
 _DIRECTORY = re.compile(r"step-(\d{8,})")
@@ -56,15 +56,13 @@ def inspect(path: Path) -> Manifest:
 
     Raises `SnapshotError` that names the snapshot and what is wrong with it.
     """
-    try:
+    with _faults_of(path):
         if (size := files.file_size(path / NAME)) > LARGEST_BYTES:
             raise SnapshotError(f"{NAME} has {size} bytes; expected at most {LARGEST_BYTES}")
         manifest = Manifest.from_bytes((path / NAME).read_bytes())
         for file in manifest.files:
             if (size := files.file_size(path / file.name)) != file.size:
                 raise SnapshotError(f"{file.name} has {size} bytes; expected {file.size}")
-    except (OSError, SnapshotError) as error:
-        raise _faulty(path, error) from error
     return manifest
 
 
@@ -74,13 +72,20 @@ def check(path: Path) -> Manifest:
     Raises `SnapshotError` that names the snapshot and what is wrong with it.
     """
     manifest = inspect(path)
-    try:
+    with _faults_of(path):
         for file in manifest.files:
             if files.sha256_of(path / file.name) != file.sha256:
                 raise SnapshotError(f"{file.name} is damaged: its checksum is not the one in {NAME}")
-    except (OSError, SnapshotError) as error:
-        raise _faulty(path, error) from error
     return manifest
+
+
+def fault(path: Path, examine: Callable[[Path], Manifest] = check) -> str | None:
+    """Return what `check` (or `inspect`) finds wrong with a snapshot, None if it is whole."""
+    try:
+        examine(path)
+    except SnapshotError as error:
+        return str(error)
+    return None
 
 
 def find_newest(directory: Path, report: Callable[..., object]) -> Path | None:
@@ -89,12 +94,9 @@ def find_newest(directory: Path, report: Callable[..., object]) -> Path | None:
     Each newer one that is not whole is told by `report("snapshot_rejected", path=..., reason=...)`.
     """
     for path in reversed(list_snapshots(directory)):
-        try:
-            check(path)
-        except SnapshotError as error:
-            report("snapshot_rejected", path=str(path), reason=str(error))
-        else:
+        if (reason := fault(path)) is None:
             return path
+        report("snapshot_rejected", path=str(path), reason=reason)
     return None
 
 
@@ -105,17 +107,14 @@ def load(path: Path, objects: Collection[str] | None = None) -> Snapshot:
     what is wrong with it.
     """
     manifest = check(path)
-    try:
-        with ExitStack() as stack:
-            opened = [stack.enter_context(safe_open(path / file.name, framework="pt")) for file in manifest.files]
-            state = _restored(manifest, objects, cache(lambda name: _assembled(name, manifest, opened)))
-    except (LookupError, OSError, RuntimeError, SafetensorError, SnapshotError, TypeError) as error:
-        raise _faulty(path, error) from error
+    with _faults_of(path), ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(path / file.name, framework="pt")) for file in manifest.files]
+        state = _restored(manifest, objects, cache(lambda name: _assembled(name, manifest, opened)))
     return Snapshot(path, manifest.step, manifest.info, manifest.score, state)
 
 
 def _restored(manifest: Manifest, objects: Collection[str] | None, tensor: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-    pairs: Any = manifest.state["dict"]  # type: ignore[index,call-overload]  anything but a dictionary is an error here
+    pairs = manifest.state["dict"]
     held = [name for name, _ in pairs]
     if missing := [name for name in objects or () if name not in held]:
         raise SnapshotError(f"it holds no {' and no '.join(missing)}; it holds {', '.join(map(str, held))}")
@@ -139,7 +138,14 @@ def _assembled(name: str, manifest: Manifest, opened: list[Any]) -> torch.Tensor
     return memory.view(form.dtype).view(stored_shape).permute([form.order.index(dim) for dim in range(len(form.order))])
 
 
-def _faulty(path: Path, error: Exception) -> SnapshotError:
-    if isinstance(error, FileNotFoundError) and error.filename == str(path / NAME):
-        return SnapshotError(f"snapshot {path} has no {NAME}: it was never finished" if path.is_dir() else f"there is no snapshot {path}")
-    return SnapshotError(f"snapshot {path}: {error}")
+@contextmanager
+def _faults_of(path: Path) -> Iterator[None]:
+    """Turn whatever reading a snapshot may raise into a `SnapshotError` that names it."""
+    try:
+        yield
+    except (LookupError, OSError, RuntimeError, SafetensorError, SnapshotError, TypeError, ValueError) as error:
+        if not path.is_dir():
+            raise SnapshotError(f"there is no snapshot {path}") from error
+        if not (path / NAME).exists():
+            raise SnapshotError(f"snapshot {path} has no {NAME}: it was never finished") from error
+        raise SnapshotError(f"snapshot {path}: {error}") from error

@@ -12,8 +12,8 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, Union
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, Union
 
 import numpy as np
 import torch
@@ -24,22 +24,24 @@ from samestep.step.slices import TensorSlice
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-Plain: TypeAlias = Union[None, bool, int, float, str, list["Plain"], dict[str, "Plain"]]
+Plain: TypeAlias = Union[bool, int, float, str, list["Plain"], dict[str, "Plain"], None]  # noqa: UP007  "Plain" is text still
 Tensors: TypeAlias = dict[str, torch.Tensor | TensorSlice]
 Keys: TypeAlias = tuple[str, ...]
 
-DEEPEST = 100  # levels; Python's own JSON ends in a RecursionError at about three times as many
-_DTYPE_NAMES = """
-    bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 bfloat16 float16 float32 float64 complex32 complex64 complex128
-    float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
-""".split()
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
-_NUMPY_KINDS = "biufcmMUS"
-_MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
-_SEQUENCES: dict[str, type] = {"tuple": tuple, "torch.Size": torch.Size, "set": set, "frozenset": frozenset}
-_SURROGATE = re.compile("[\ud800-\udfff]")
-# Whatever else begins as a JSON value does: a key so named is written as JSON in paths, so that 0 and "0" stay apart.
-_NAME = re.compile(r'(?!(?:true|false|null)\Z)[^/"{\[\d\-\ud800-\udfff][^/\ud800-\udfff]*')
+DEEPEST: Final = 100  # levels; Python's own JSON ends in a RecursionError at about three times as many
+_DTYPE_NAMES: Final = (
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
+)  # fmt: skip
+DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
+_NUMPY_KINDS: Final = "biufcmMUS"
+_MAPPINGS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_SEQUENCES: Final[dict[str, type]] = {"list": list, "tuple": tuple, "torch.Size": torch.Size}
+_SETS: Final[dict[str, type]] = {"set": set, "frozenset": frozenset}
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+# A key that could be taken for the JSON of another is written as JSON in paths: 0 and "0" stay apart.
+_NAME: Final = re.compile(r'(?!(?:true|false|null|-?\d[\d.e+\-]*)\Z)[^/"{\ud800-\udfff][^/\ud800-\udfff]*')
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
-_LEAVES: dict[str, _Leaf] = {
+_LEAVES: Final[dict[str, _Leaf]] = {
     "int": _Leaf(int, hex, lambda text: int(text, 16)),
     "float": _Leaf(float, lambda value: struct.pack(">d", value).hex(), lambda text: struct.unpack(">d", bytes.fromhex(text))[0]),
     "complex": _Leaf(
@@ -82,8 +84,8 @@ _LEAVES: dict[str, _Leaf] = {
     "torch.device": _Leaf(torch.device, str, torch.device),
     "numpy": _Leaf(np.generic, lambda value: f"{value.dtype.str}:{value.tobytes().hex()}", _numpy_scalar),
 }
-_TAGS: dict[type, str] = {
-    **{kind: tag for tag, kind in (_MAPPINGS | _SEQUENCES).items()},
+_TAGS: Final[dict[type, str]] = {
+    **{kind: tag for tag, kind in (_MAPPINGS | _SEQUENCES | _SETS).items()},
     **{leaf.kind: tag for tag, leaf in _LEAVES.items()},
 }
 
@@ -110,6 +112,16 @@ def flatten(state: object) -> tuple[Plain, Tensors]:
 def flatten_plain(state: object, what: str) -> Plain:
     """Turn nested state that has no tensors into JSON. Raises `SnapshotError` for others."""
     return _encode(state, (what,), None)
+
+
+def copy_plain(state: Any, what: str) -> Any:
+    """Return a deep copy of nested state that has no tensors. Raises `SnapshotError` for others."""
+    return restore(flatten_plain(state, what), no_tensor)
+
+
+def no_tensor(name: str) -> torch.Tensor:
+    """Stand in for the tensors of plain state. Raises `SnapshotError`."""
+    raise SnapshotError(f"tensor {name!r} was found; expected plain values only")
 
 
 def restore(plain: Plain, tensor: Callable[[str], torch.Tensor]) -> Any:
@@ -149,28 +161,22 @@ def _encode(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
         raise SnapshotError(f"{'/'.join(path[:3])}/... is nested deeper than {DEEPEST} levels, or contains itself; expected a finite tree")
     if _is_json(value):
         return value  # type: ignore[no-any-return]
-    kind = type(value)
-    if kind is list:
-        return [_encode(item, (*path, str(index)), tensors) for index, item in enumerate(value)]
-    if (tag := _tag_of(value)) is None:
+    tag = _tag_of(value)
+    if tag is None:
         return _encode_tensor(value, path, tensors)
     if tag in _LEAVES:
         return {tag: _LEAVES[tag].to_text(value)}
-    if tag in _MAPPINGS:
-        return _encode_mapping(tag, value, path, tensors)
-    if tag in {"set", "frozenset"}:
-        return {tag: sorted((_encode(item, (*path, "item"), None) for item in value), key=canonical)}
-    return {tag: [_encode(item, (*path, str(index)), tensors) for index, item in enumerate(value)]}
+    return _encode_container(tag, value, path, tensors)
 
 
 def _is_json(value: Any) -> bool:
     kind = type(value)
     if kind is int:
-        return -(2**63) <= value < 2**64  # Python reads long numbers in decimal only up to a limit
+        return bool(-(2**63) <= value < 2**64)  # Python reads long numbers in decimal only up to a limit
     if kind is float:
         return math.isfinite(value)
     if kind is str:
-        return value.isascii() or _SURROGATE.search(value) is None
+        return _SURROGATE.search(value) is None
     return value is None or kind is bool
 
 
@@ -180,14 +186,24 @@ def _tag_of(value: Any) -> str | None:
     return _TAGS.get(type(value))
 
 
+def _encode_container(tag: str, value: Any, path: Keys, tensors: Tensors | None) -> Plain:
+    if tag in _MAPPINGS:
+        return _encode_mapping(tag, value, path, tensors)
+    if tag in _SETS:
+        return {tag: sorted((_encode(item, (*path, "item"), None) for item in value), key=canonical)}
+    items = [_encode(item, (*path, str(index)), tensors) for index, item in enumerate(value)]
+    return items if tag == "list" else {tag: items}
+
+
 def _encode_mapping(tag: str, value: Mapping[Any, Any], path: Keys, tensors: Tensors | None) -> Plain:
     pairs: list[Plain] = []
     for key, item in value.items():
         plain_key = _encode(key, (*path, "key"), None)
         pairs.append([plain_key, _encode(item, (*path, _component(plain_key)), tensors)])
-    if tag == "OrderedDict" and hasattr(value, "_metadata"):  # the versions of a module's parts, which its load_state_dict looks at
-        return {"module": [{tag: pairs}, _encode(value._metadata, (*path, "_metadata"), None)]}
-    return {tag: pairs}
+    metadata = getattr(value, "_metadata", None)  # the versions of a module's parts, which its load_state_dict looks at
+    if metadata is None:
+        return {tag: pairs}
+    return {"module": [{tag: pairs}, _encode(metadata, (*path, "_metadata"), None)]}
 
 
 def _encode_tensor(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
@@ -195,17 +211,19 @@ def _encode_tensor(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
     if type(value) is np.ndarray and value.dtype.kind in _NUMPY_KINDS and tensors is not None:
         tensors[name] = torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8))
         return {"numpy.ndarray": [value.dtype.str, list(value.shape), name]}
-    if not isinstance(value, TensorSlice):
-        value = _whole_tensor(value, name)
-    elif value.values.ndim != 1 or not 0 <= value.start <= math.prod(value.shape) - value.values.numel():
-        raise SnapshotError(f"{name} is elements {value.start} and on of shape {value.shape}; expected a 1-D slice that lies inside it")
+    if isinstance(value, TensorSlice):
+        if value.values.ndim != 1 or not 0 <= value.start <= math.prod(value.shape) - value.values.numel():
+            raise SnapshotError(f"{name} is elements {value.start} and on of shape {value.shape}; expected a 1-D slice that lies inside it")
+        tensor: torch.Tensor | TensorSlice = replace(value, values=_dense(value.values, name))
+    else:
+        tensor = _dense(value, name)
     if tensors is None:
         _refuse(name, "a tensor in a key, a set or plain information")
-    tensors[name] = value
+    tensors[name] = tensor
     return {"tensor": name}
 
 
-def _whole_tensor(value: Any, name: str) -> torch.Tensor:
+def _dense(value: Any, name: str) -> torch.Tensor:
     if type(value) not in {torch.Tensor, torch.nn.Parameter}:
         _refuse(name, f"a {type(value).__module__}.{type(value).__qualname__}")
     if value.layout != torch.strided or value.is_meta or value.dtype not in DTYPES.values():
@@ -233,22 +251,24 @@ def _decode(plain: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     if not isinstance(plain, dict):
         return plain
     ((tag, value),) = plain.items()
+    result: Any
     if tag in _LEAVES:
-        return _LEAVES[tag].from_text(value)
-    if tag in _MAPPINGS:
-        return _MAPPINGS[tag](_decode_pairs(value, tensor))
-    if tag in _SEQUENCES:
-        return _SEQUENCES[tag](_decode(item, tensor) for item in value)
-    if tag == "tensor":
-        return tensor(value)
-    if tag == "numpy.ndarray":
+        result = _LEAVES[tag].from_text(value)
+    elif tag in _MAPPINGS:
+        result = _MAPPINGS[tag](_decode_pairs(value, tensor))
+    elif tag in _SEQUENCES or tag in _SETS:
+        result = (_SEQUENCES | _SETS)[tag](_decode(item, tensor) for item in value)
+    elif tag == "tensor":
+        result = tensor(value)
+    elif tag == "numpy.ndarray":
         dtype, shape, name = value
-        return tensor(name).numpy().view(_numpy_dtype(dtype)).reshape(shape)
-    if tag == "module":
-        state, metadata = (_decode(item, tensor) for item in value)
-        state._metadata = metadata
-        return state
-    raise ValueError(tag)
+        result = tensor(name).numpy().view(_numpy_dtype(dtype)).reshape(shape)
+    elif tag == "module":
+        result, metadata = (_decode(item, tensor) for item in value)
+        vars(result)["_metadata"] = metadata
+    else:
+        raise ValueError(tag)
+    return result
 
 
 def _decode_pairs(pairs: Iterable[Any], tensor: Callable[[str], torch.Tensor]) -> dict[Any, Any]:

@@ -1,0 +1,83 @@
+"""The command line: `samestep COMMAND …`. Commands are imported when they are called, so help comes at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Final
+
+from samestep.errors import ConfigError, SamestepError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True)
+class Command:
+    """A sub-command: `module` has add_arguments(parser) and main(arguments), which returns the exit status."""
+
+    module: str
+    summary: str
+
+
+COMMANDS: Final = {
+    "run": Command("samestep.launch.command", "start workers on this machine and run a script in each"),
+    "verify": Command("samestep.tools.verify", "run a script at several numbers of workers and compare every bit after each step"),
+    "snapshots": Command("samestep.snapshot.command", "list, check and export the snapshots of a run"),
+}
+EXIT_FAILURE: Final = 1
+EXIT_WRONG_USE: Final = 2  # as argparse has it
+EXIT_INTERRUPTED: Final = 130  # as a shell reports SIGINT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (default: the process's arguments) names; return the exit status."""
+    given = _parser().parse_args(argv)
+    command = COMMANDS[given.command]
+    module = import_module(command.module)
+    parser = argparse.ArgumentParser(prog=f"samestep {given.command}", description=f"{_sentence(command.summary)}.", allow_abbrev=False)
+    module.add_arguments(parser)
+    try:
+        status: int = module.main(parser.parse_args(given.arguments))
+    except SamestepError as error:
+        sys.stderr.write(f"samestep: error: {error}\n")
+        return EXIT_WRONG_USE if isinstance(error, ConfigError) else EXIT_FAILURE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    parser = argparse.ArgumentParser(
+        prog="samestep",
+        description="Train a PyTorch model on any number of workers: every number of workers takes the same step, bit for bit.",
+        epilog="\n".join(
+            [
+                "commands:",
+                *(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()),
+                "",
+                "samestep COMMAND --help tells more.",
+            ],
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"samestep {_version()}")
+    parser.add_argument("command", choices=COMMANDS, help="what to do")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
+    return parser
+
+
+def _sentence(summary: str) -> str:
+    return summary[0].upper() + summary[1:]
+
+
+def _version() -> str:
+    try:
+        return version("samestep")
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,92 @@
+"""Start workers on this machine by forking this process, which has imported torch already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from samestep.config import PREFIX, merge
+from samestep.errors import LaunchError, WorkerError
+from samestep.launch.place import STARTED_BY
+from samestep.launch.signals import StopSignals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+
+def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any) -> Any:
+    """Run `fn(*args)` in `workers` new processes on this machine and return rank 0's result, its tensors on the CPU.
+
+    `fn` may be a lambda or a closure; its result must be picklable. `options` are those of `samestep.init`, in its workers they
+    have the last word. This process must not have used CUDA, nor more than one thread for a torch operation.
+
+    Raises `ConfigError` for a wrong option and `LaunchError` when workers cannot be started, both before any is; `WorkerError` with
+    the traceback of the first worker that fails, when all have ended. A signal that stops this process stops the workers first, which
+    get 30 seconds to snapshot.
+    """
+    merge(options, {})
+    environment = {f"{PREFIX}{name.upper()}": _as_text(value) for name, value in options.items()}
+    threads = merge({}, {**os.environ, **environment}).threads
+    if workers < 1:
+        raise LaunchError(f"workers={workers} was given; expected at least 1")
+    return _run(partial(fn, *args), workers, environment, threads)
+
+
+def _run(body: Callable[[], Any], workers: int, environment: Mapping[str, str], threads: int) -> Any:
+    import torch  # noqa: PLC0415  the command line prints its help without it
+
+    from samestep.launch.agent import Agent, quiet_elastic  # noqa: PLC0415
+    from samestep.launch.report import Report  # noqa: PLC0415
+    from samestep.launch.worker import Job  # noqa: PLC0415
+
+    if torch.cuda.is_initialized():
+        raise LaunchError("CUDA is in use in this process, and forked workers could not use it: launch before the first use of a GPU")
+    reports = [Report() for _ in range(workers)]
+    try:
+        signals = StopSignals()
+        with quiet_elastic(), signals.noted(), _nobody_left():
+            agent = Agent(Job(body, {**_loopback_only(), **environment}, threads, reports, signals, os.getpid()))
+            agent.run()
+        if signals.received:
+            _stop_as_asked(signals.received[0])
+        if agent.failures:
+            rank, failure = min(agent.failures.items(), key=lambda item: (item[1].because_of_others, item[1].at))
+            raise WorkerError(rank, failure.summary, failure.traceback)
+        return reports[0].result()
+    finally:
+        for report in reports:
+            report.close()
+
+
+def _as_text(value: Any) -> str:
+    """Write an option as `samestep.config.parse` reads it."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _loopback_only() -> dict[str, str]:
+    return {STARTED_BY: "samestep", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+@contextmanager
+def _nobody_left() -> Iterator[None]:
+    """End the workers that were started, should it not be possible to start them all."""
+    before = multiprocessing.active_children()
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(f"workers could not be started: {error}") from error
+    finally:
+        for process in multiprocessing.active_children():
+            if process not in before:
+                process.kill()
+                process.join()
+
+
+def _stop_as_asked(number: signal.Signals) -> None:
+    """Let a signal do, now that the workers have ended, what it does without workers: mostly end this process."""
+    signal.raise_signal(number)
+    raise LaunchError(f"stopped by {number.name}")

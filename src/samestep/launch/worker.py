@@ -1,0 +1,77 @@
+"""What happens in a worker that was forked here, from its first moment to its last."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from samestep.launch.report import Failure, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from samestep.launch.signals import StopSignals
+
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all workers of a launch do, and what they share with their launcher."""
+
+    body: Callable[[], Any]
+    environment: Mapping[str, str]
+    threads: int
+    reports: Sequence[Report]
+    signals: StopSignals
+    launcher: int  # process id
+
+    def work(self) -> NoReturn:
+        """Be a worker: run the body, leave its result or failure to the launcher, and end."""
+        rank = int(os.environ["RANK"])
+        code = 1
+        try:
+            self._settle()
+            code = self._run(rank)
+        finally:
+            atexit._run_exitfuncs()  # noqa: SLF001  forked processes run none by themselves
+        # Elastic takes SystemExit(0) for a return and would then wait for others; without a code it is let through.
+        raise SystemExit(code or None)
+
+    def _settle(self) -> None:
+        """Become a process of its own: its own threads, signals, session, exit functions and environment."""
+        torch.set_num_threads(self.threads)  # first: inherited pools of threads have no threads after a fork
+        _end_with(self.launcher)
+        os.setsid()  # Ctrl-C reaches the launcher alone, which passes it on once; and one kill reaches all that a worker started
+        atexit._clear()  # noqa: SLF001  the launcher's are the launcher's
+        os.environ.update(self.environment)
+        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+        self.signals.as_usual()
+
+    def _run(self, rank: int) -> int:
+        report = self.reports[rank]
+        try:
+            result = self.body()
+            if rank == 0:
+                report.leave_result(result)
+        except BaseException as error:  # noqa: BLE001  whatever ends a worker is told
+            if isinstance(error, SystemExit) and not error.code:
+                return 0
+            report.leave_failure(Failure.of_error(error))
+            return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        return 0
+
+
+def _end_with(launcher: int) -> None:
+    """Die at once when the launcher is gone; a worker that went on would meet the next attempt's workers in its files."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os.kill(os.getpid(), signal.SIGKILL)

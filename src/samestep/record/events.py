@@ -1,0 +1,110 @@
+"""Events as lines of JSON in a file that is only ever appended to."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from samestep.errors import RecordError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FILE_NAME: Final = "events.jsonl"
+NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+NON_FINITE_OR_ESCAPED: Final = re.compile(r"\\*(nan|-?inf)")
+
+
+class EventFile:
+    """Appends events to a file; an event is one line of JSON.
+
+    JSON has no NaN and no infinities: they are written as "nan", "inf" and "-inf". A text that reads like one
+    of these gets a backslash in front, which `read_events` takes off again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open `path` to append. Raises `RecordError` where that is not possible."""
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._descriptor).st_size
+            self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        except OSError as error:
+            raise RecordError(f"no record can be kept in {path}: {error.strerror}; choose a directory that can be written") from error
+
+    def append(self, event: Mapping[str, Any]) -> None:
+        """Write one event with one call of the system, so that a crash can tear the last line only.
+
+        Raises `RecordError` when a value is not JSON or the disk is full.
+        """
+        line = f"{_to_json(event)}\n".encode()
+        if self._torn:
+            line = b"\n" + line
+        try:
+            written = os.write(self._descriptor, line)
+        except OSError as error:
+            raise RecordError(f"{self._path} cannot be written: {error.strerror}") from error
+        self._torn = written < len(line)
+        if self._torn:
+            raise RecordError(f"{self._path} took {written} of {len(line)} bytes of an event; is the disk full?")
+
+    def close(self) -> None:
+        """Close the file; nothing can be appended after."""
+        os.close(self._descriptor)
+
+
+def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run's directory or of its events file, in order, without torn lines.
+
+    Raises `RecordError` when there is no record at `path`.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file /= FILE_NAME
+    try:
+        lines = file.open("rb")
+    except OSError as error:
+        raise RecordError(f"no record can be read at {file}: {error.strerror}; give a run's directory or its {FILE_NAME}") from error
+    with lines:
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:  # torn by a crash, or still being written
+                continue
+            if isinstance(event, dict):
+                yield _decoded(event)
+
+
+def _to_json(event: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(_encoded(event), allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"an event cannot be written: {error}; give numbers, texts, lists and mappings of them") from error
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if isinstance(value, str) and NON_FINITE_OR_ESCAPED.fullmatch(value):
+        return "\\" + value
+    if isinstance(value, Mapping):
+        return {key: _encoded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encoded(item) for item in value]
+    return value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, str) and NON_FINITE_OR_ESCAPED.fullmatch(value):
+        return NON_FINITE[value] if value in NON_FINITE else value[1:]
+    if isinstance(value, dict):
+        return {key: _decoded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    return value

@@ -1,0 +1,115 @@
+"""What a run tells: which worker writes is chosen once, by giving the others a record that does nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from samestep.errors import RecordError
+from samestep.record.events import FILE_NAME, EventFile
+from samestep.record.images import write_image
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+
+class Record(Protocol):
+    """A run's record. Every call adds to it, and none rewrites what is there."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Add an event: numbers, texts, lists and mappings of them. Raises `RecordError` when it cannot be written."""
+
+    def scalars(
+        self,
+        step: int,
+        epoch: int,
+        values: Mapping[str, float],
+        low: Mapping[str, float] | None = None,
+        high: Mapping[str, float] | None = None,
+    ) -> None:
+        """Add a step's scalars: global values by name, and of the workers the lowest and the highest."""
+
+    def timing(self, step: int, workers: Sequence[Mapping[str, float]]) -> None:
+        """Add a step's seconds by worker (in rank order) and part: data, compute, exchange, optimizer, snapshot."""
+
+    def image(self, step: int, name: str, pixels: Any) -> None:
+        """Add an image as a PNG file. `pixels` is a uint8 array [H, W], [H, W, 1] or [H, W, 3] (RGB).
+
+        Raises `RecordError` on anything else, and without Pillow.
+        """
+
+    def close(self) -> None:
+        """End the record; no call may follow."""
+
+
+def open_record(directory: Path | None, *, writes: bool) -> Record:
+    """Open the record in a run's directory; where `writes` is false or there is no directory, one that does nothing.
+
+    A record that is there already is continued. Raises `RecordError` when the directory cannot be written.
+    """
+    return NoRecord() if directory is None or not writes else FileRecord(directory)
+
+
+class NoRecord:
+    """The record of workers that do not write."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        pass
+
+    def scalars(
+        self,
+        step: int,
+        epoch: int,
+        values: Mapping[str, float],
+        low: Mapping[str, float] | None = None,
+        high: Mapping[str, float] | None = None,
+    ) -> None:
+        pass
+
+    def timing(self, step: int, workers: Sequence[Mapping[str, float]]) -> None:
+        pass
+
+    def image(self, step: int, name: str, pixels: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class FileRecord:
+    """A record in a directory: events.jsonl, and images/ beside it."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open the record in `directory`, which is made where it is missing."""
+        self._directory = directory
+        self._events = EventFile(directory / FILE_NAME)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        if taken := {"time", "event"} & fields.keys():
+            raise RecordError(f"an event of kind {kind!r} has a field {min(taken)!r}, which every event has already; rename it")
+        self._events.append({"time": time.time(), "event": kind, **fields})
+
+    def scalars(
+        self,
+        step: int,
+        epoch: int,
+        values: Mapping[str, float],
+        low: Mapping[str, float] | None = None,
+        high: Mapping[str, float] | None = None,
+    ) -> None:
+        self.event("scalars", step=step, epoch=epoch, values=_floats(values), low=_floats(low or {}), high=_floats(high or {}))
+
+    def timing(self, step: int, workers: Sequence[Mapping[str, float]]) -> None:
+        self.event("timing", step=step, workers=[_floats(parts) for parts in workers])
+
+    def image(self, step: int, name: str, pixels: Any) -> None:
+        path, width, height = write_image(self._directory, step, name, pixels)
+        self.event("image", name=name, step=step, path=path, width=width, height=height)
+
+    def close(self) -> None:
+        self._events.close()
+
+
+def _floats(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items()}

@@ -1,0 +1,59 @@
+"""Which snapshots stay: the newest, and those of the highest score."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from samestep.snapshot.files import sync
+from samestep.snapshot.manifest import NAME
+from samestep.snapshot.read import fault, inspect, list_snapshots, step_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Retention:
+    """Removes snapshots of a run's directory beyond the `keep_last` newest whole ones and the `keep_best` of the highest score."""
+
+    def __init__(self, directory: Path, keep_last: int, keep_best: int) -> None:
+        self._directory = directory
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._checked: set[Path] = set()  # their bytes were compared with their checksums, or written, by this process
+
+    def apply(self, written: Path) -> list[Path]:
+        """Remove what need not stay now that `written` is whole, and return it.
+
+        Later steps than `written` are another history's and left alone, so are links. Earlier directories without a
+        manifest are leftovers. A damaged snapshot counts for nothing, and goes with the whole ones of its age.
+        """
+        self._checked.add(written)
+        steps = {path: step for path in list_snapshots(self._directory) if (step := step_of(path)) is not None and not path.is_symlink()}
+        candidates = [path for path in reversed(steps) if steps[path] <= steps[written]]
+        scores = {path: inspect(path).score for path in candidates if fault(path, inspect) is None}
+        newest = list(islice(filter(self._is_whole, scores), self._keep_last))
+        scored = sorted(
+            ((score, steps[path], path) for path, score in scores.items() if score is not None and not math.isnan(score)), reverse=True
+        )
+        best = list(islice(filter(self._is_whole, (path for _, _, path in scored)), self._keep_best))
+        horizon = steps[newest[-1]] if len(newest) == self._keep_last else 0
+        old = [path for path in candidates if path not in {written, *newest, *best}]
+        removed = [path for path in old if steps[path] < horizon or not (path / NAME).exists()]
+        for path in removed:
+            remove(path)
+        return removed
+
+    def _is_whole(self, path: Path) -> bool:
+        if path not in self._checked and fault(path) is None:
+            self._checked.add(path)
+        return path in self._checked
+
+
+def remove(path: Path) -> None:
+    """Remove a snapshot. Its manifest goes first, so that it is never taken for whole."""
+    (path / NAME).unlink(missing_ok=True)
+    sync(path)
+    shutil.rmtree(path)

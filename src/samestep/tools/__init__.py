@@ -1,0 +1,1 @@
+"""Commands that run a job and answer a question about it."""

@@ -1,0 +1,174 @@
+"""`samestep verify`: run a script at several numbers of workers and compare every step, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samestep.errors import VerifyError
+from samestep.snapshot.read import list_snapshots
+from samestep.tools.trace import read_start, read_traces
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from samestep.tools.trace import StepTrace
+
+KILL_TRIES = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("-n", "--workers", default="1,2", metavar="N,N,…", help="numbers of workers to compare (default: 1,2)")
+    parser.add_argument("--steps", type=int, default=5, help="steps to compare (default: 5)")
+    parser.add_argument("--lanes", type=int, help="lanes of every run (default: the script's own, or the largest number of workers)")
+    parser.add_argument("--kill", action="store_true", help="also kill a worker in the middle, resume, and compare")
+    parser.add_argument("--seed", type=int, default=0, help="chooses the step and the worker of --kill (default: 0)")
+    parser.add_argument("script", help="the training script; it must track what is to be compared (run.track)")
+    parser.add_argument("arguments", nargs="...", help="the script's own arguments")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the comparison; returns 0 when all steps are the same everywhere, 1 when any differs."""
+    workers = _numbers(options.workers)
+    if options.steps < 1 or (options.kill and options.steps < 2):  # noqa: PLR2004  a kill falls between two steps
+        raise VerifyError(f"--steps {options.steps} was given; expected at least 1, and 2 with --kill")
+    job = Job([options.script, *options.arguments], options.steps, options.lanes)
+    traces: dict[str, list[StepTrace]] = {}
+    for n in sorted(workers, reverse=True):  # the largest first: where the script leaves lanes open, it fixes them for all
+        traces[f"n={n}"] = job.trace(n)
+    columns = [f"n={n}" for n in workers]
+    if options.kill:
+        name, trace = job.trace_with_kill(max(workers), min(workers), random.Random(options.seed))  # noqa: S311
+        traces[name] = trace
+        columns.append(name)
+    return report({column: traces[column] for column in columns}, job.lanes or 0)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise VerifyError(f"-n {text} was given; expected numbers of workers such as 1,2,4")
+    return numbers
+
+
+class Job:
+    """A script that is run for some steps, each time in a directory of its own."""
+
+    def __init__(self, command: Sequence[str], steps: int, lanes: int | None) -> None:
+        self.lanes = lanes
+        self._command, self._steps = list(command), steps
+
+    def trace(self, workers: int) -> list[StepTrace]:
+        """Run to the end and return what each step left."""
+        with tempfile.TemporaryDirectory(prefix="samestep-verify-") as name:
+            directory = Path(name)
+            self._finish(workers, directory, "never")
+            self._fix_lanes(directory)
+            return read_traces(directory)
+
+    def trace_with_kill(self, workers: int, workers_after: int, draw: random.Random) -> tuple[str, list[StepTrace]]:
+        """Kill a worker after some step, resume at another number of workers; return what was done and what each step left."""
+        for _ in range(KILL_TRIES):
+            with tempfile.TemporaryDirectory(prefix="samestep-verify-") as name:
+                directory, step, rank = Path(name), draw.randint(1, self._steps - 1), draw.randrange(workers)
+                if not self._kill(workers, directory, step, rank):
+                    continue
+                self._finish(workers_after, directory, "auto")
+                resumed_at = read_start(directory)["step"]
+                title = f"n={workers}, worker {rank} killed, n={workers_after} from step {resumed_at}"
+                return title, read_traces(directory)
+        raise VerifyError(f"the job ended before a worker could be killed, {KILL_TRIES} times: give more --steps")
+
+    def _kill(self, workers: int, directory: Path, step: int, rank: int) -> bool:
+        """Start, kill a worker once the snapshot of `step` is there; tell whether that ended the job."""
+        with self._start(workers, directory, "never", directory / "output.txt") as process:
+            while process.poll() is None and not any(path.name == f"step-{step:08d}" for path in list_snapshots(directory)):
+                time.sleep(0.002)
+            if process.poll() is None:
+                pid = next(worker["pid"] for worker in read_start(directory)["workers"] if worker["rank"] == rank)
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    process.wait()
+                    return False
+            return process.wait() != 0
+
+    def _finish(self, workers: int, directory: Path, resume: str) -> None:
+        output = directory / "output.txt"
+        with self._start(workers, directory, resume, output) as process:
+            process.wait()
+        if process.returncode != 0:
+            tail = "\n".join(output.read_text(errors="replace").splitlines()[-30:])
+            raise VerifyError(f"the script failed at {workers} workers with status {process.returncode}:\n{tail}")
+        if not list_snapshots(directory):
+            raise VerifyError("the script left nothing to compare: it must track its model and optimizer (run.track) and train at least a step")
+
+    def _start(self, workers: int, directory: Path, resume: str, output: Path) -> subprocess.Popen[bytes]:
+        flags = ["--dir", str(directory), "--resume", resume, "--snapshot-every", "1", "--stop-after", str(self._steps)]
+        flags += ["--keep-last", str(self._steps)]
+        flags += [] if self.lanes is None else ["--lanes", str(self.lanes)]
+        command = [sys.executable, "-m", "samestep", "run", "-n", str(workers), *flags, *self._command]
+        print(f"running at {workers} workers …", file=sys.stderr, flush=True)  # noqa: T201
+        with output.open("ab") as file:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
+
+    def _fix_lanes(self, directory: Path) -> None:
+        lanes = read_start(directory)["lanes"]
+        if self.lanes not in {None, lanes}:
+            raise VerifyError(f"the runs had {self.lanes} and {lanes} lanes; expected the same: fix them in the script or by --lanes")
+        self.lanes = lanes
+
+
+def report(traces: dict[str, list[StepTrace]], lanes: int) -> int:
+    """Print a table of hashes, and the first difference with its usual cause; returns the exit status."""
+    columns = list(traces)
+    steps = sorted({trace.step for column in traces.values() for trace in column})
+    by_step = {column: {trace.step: trace for trace in some} for column, some in traces.items()}
+    widths = [max(12, len(column)) for column in columns]
+    print(f"\n{lanes} lanes")  # noqa: T201
+    print("  ".join(["step", *(column.ljust(width) for column, width in zip(columns, widths, strict=True))]))  # noqa: T201
+    difference: str | None = None
+    for step in steps:
+        row = [by_step[column].get(step) for column in columns]
+        cells = [trace.digest() if trace else "-" for trace in row]
+        print("  ".join([str(step).rjust(4), *(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))]))  # noqa: T201
+        there = [(column, trace) for column, trace in zip(columns, row, strict=True) if trace]
+        first_column, first = there[0]
+        for column, trace in there[1:]:
+            name = first.first_difference(trace)
+            if name is not None and difference is None:
+                difference = f"step {step}: {name!r} differs between {first_column} and {column}\nUsual cause: {usual_cause(name)}"
+    if difference is None:
+        print(f"the same at every step: {', '.join(columns)}")  # noqa: T201
+        return 0
+    print(f"DIFFERENT, first at {difference}")  # noqa: T201
+    return 1
+
+
+def usual_cause(name: str) -> str:
+    """Say what usually makes this the first thing that differs."""
+    if name.startswith("metric "):
+        return (
+            "the forward pass: a random generator of the script's own (samestep keys those of Python, NumPy and torch), data that depends on "
+            "the rank, or another number of threads a worker"
+        )
+    if any(word in name for word in ("running_", "num_batches")):
+        return "a layer that exchanges statistics between workers by itself, such as SyncBatchNorm with more lanes than workers"
+    if name.startswith("plain state"):
+        return "a tracked object that counts what one worker did, or keeps a time or a path"
+    return (
+        "the gradient or the update: a kernel that is not deterministic, a model built from unkeyed random numbers, state kept outside of lanes, "
+        "or gradients changed by one worker only"
+    )
