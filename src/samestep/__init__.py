@@ -2,7 +2,7 @@
 
     with samestep.init(lanes=8) as run: ...
 
-The names below are loaded when they are first used, so that the command line starts without torch.
+What needs torch is loaded when it is first used, so that the command line starts without it.
 """
 
 from importlib import import_module
@@ -26,12 +26,13 @@ from samestep.errors import (
     WorldError,
 )
 
+from samestep.launch import launch  # at once: the sub-package of the same name would take its place later
+
 if TYPE_CHECKING:
-    from samestep.launch import launch
     from samestep.run import Run, init
     from samestep.step.means import Means
 
-_HOME = {"Means": "samestep.step.means", "Run": "samestep.run", "init": "samestep.run", "launch": "samestep.launch"}
+_HOME = {"Means": "samestep.step.means", "Run": "samestep.run", "init": "samestep.run"}
 
 __all__ = [
     "ConfigError",

@@ -46,7 +46,7 @@ class Config:
     keep_last: int = option(3, "newest snapshots that are kept")
     keep_best: int = option(1, "snapshots of the highest score that are kept besides")
     nonfinite_loss: str = option("stop", "stop or continue when a loss is NaN or infinite")
-    deterministic: bool = option(True, "ask torch for deterministic kernels")  # noqa: FBT003
+    deterministic: bool = option(True, "ask torch for deterministic kernels")
     timeout_seconds: float = option(1800.0, "longest wait for another worker")
     stop_after: int | None = option(None, "steps after which the run snapshots and exits with status 0")
 

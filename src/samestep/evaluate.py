@@ -60,8 +60,7 @@ class Evaluation:
         """Return the means of what `fn` gives over all samples (or items that `count` counts), and merged metric objects' values."""
         metrics: dict[str, Any] = {}
         own = [
-            self._result(number, samples, batch, returned, metrics, count)
-            for number, samples, batch, returned in self._outputs(fn, model)
+            self._result(number, samples, batch, returned, metrics, count) for number, samples, batch, returned in self._outputs(fn, model)
         ]
         gathered = self._lanes.world.gather_object(own, "gathering results of an evaluation")
         found = None if gathered is None else self._merge(list(chain.from_iterable(gathered)), metrics)
@@ -187,9 +186,12 @@ def _checked(output: Any, samples: int) -> Any:
     """Return a block's output if every part of it has one entry a sample."""
     parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
     for part in parts:
-        length = len(part) if hasattr(part, "__len__") and getattr(part, "ndim", 1) else None
+        scalar = isinstance(part, torch.Tensor) and part.ndim == 0
+        length = len(part) if hasattr(part, "__len__") and not scalar else None
         if length != samples:
-            raise EvaluationError(f"gather=True got {type(part).__name__} of length {length} for {samples} samples; expected one entry each")
+            raise EvaluationError(
+                f"gather=True got {type(part).__name__} of length {length} for {samples} samples; expected one entry each"
+            )
     return output
 
 

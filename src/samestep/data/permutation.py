@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from math import isqrt
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from samestep.errors import DataError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
 
 ROUNDS: Final = 8
 

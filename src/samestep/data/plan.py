@@ -48,7 +48,7 @@ class ShuffledPlan:
         if self.steps_per_epoch == 0:
             raise ConfigError(f"batch_size={batch_size} with drop_last leaves none of {size} samples: lower it or keep the last batch")
 
-    def counts(self, epoch: int, step: int) -> list[int]:  # noqa: ARG002
+    def counts(self, epoch: int, step: int) -> list[int]:
         batch = min(self.batch_size, self.size - step * self.batch_size)
         return [(lane + 1) * batch // self.lanes - lane * batch // self.lanes for lane in range(self.lanes)]
 

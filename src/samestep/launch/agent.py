@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -17,10 +18,12 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from samestep.errors import LaunchError
 from samestep.launch.report import Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
+    from multiprocessing.process import BaseProcess
     from typing import Any
 
     from samestep.launch.worker import Job
@@ -57,41 +60,51 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs_specs=NoLogs(), start_method="fork")
         self.failures: dict[int, Failure] = {}
         self._job = job
-        self._ended: set[int] = set()
+        self._running: dict[int, BaseProcess] = {}
+        self._groups: list[int] = []
         self._looked_at = time.monotonic()
         self._signals_answered = 0
         self._due: list[tuple[float, signal.Signals]] = []
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with _variable(SIGNALS_VARIABLE, ""):  # elastic's handlers would stay behind, and raise wherever the launcher is
-            pids: dict[int, Any] = super()._start_workers(worker_group)
+        before = multiprocessing.active_children()
+        try:
+            with _variable(SIGNALS_VARIABLE, ""):  # elastic's handlers would stay behind, and raise wherever the launcher is
+                pids: dict[int, Any] = super()._start_workers(worker_group)
+        except OSError as error:
+            for process in multiprocessing.active_children():
+                if process not in before:
+                    process.kill()
+                    process.join()
+            raise LaunchError(f"workers could not be started: {error}") from error
+        # The processes themselves, because multiprocessing may have reaped one already: then its id tells nothing any more.
+        self._running = dict(enumerate(self._pcontext._pc.processes))  # type: ignore[union-attr]  # noqa: SLF001
+        self._groups = list(pids.values())
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        pids = {worker.global_rank: worker.id for worker in worker_group.workers}
-        self._look(pids)
-        if len(self._ended) < len(pids):
-            self._stop_when_due([pid for rank, pid in pids.items() if rank not in self._ended])
+        self._look()
+        if self._running:
+            self._stop_when_due()
             return RunResult(state=WorkerState.HEALTHY)
         if not self.failures:
-            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(pids))
-        for pid in pids.values():
-            _send(pid, signal.SIGKILL)  # what failed workers started and did not end
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(range(len(self._groups))))
+        for group in self._groups:
+            _kill_group(group)  # what failed workers started and did not end
         return RunResult(state=WorkerState.FAILED)
 
-    def _look(self, pids: Mapping[int, int]) -> None:
+    def _look(self) -> None:
         """Note who ended. Without last words a worker counts from when it was last seen alive: its end came before all it caused."""
         now = time.monotonic()
-        for rank in pids.keys() - self._ended:
-            code = _exit_code(pids[rank])
-            if code is None:
+        for rank, process in list(self._running.items()):
+            if process.exitcode is None:
                 continue
-            self._ended.add(rank)
-            if code != 0:
-                self.failures[rank] = self._job.reports[rank].failure() or Failure.of_exit(code, at=self._looked_at)
+            del self._running[rank]
+            if process.exitcode != 0:
+                self.failures[rank] = self._job.reports[rank].failure() or Failure.of_exit(process.exitcode, at=self._looked_at)
         self._looked_at = now
 
-    def _stop_when_due(self, running: list[int]) -> None:
+    def _stop_when_due(self) -> None:
         now = time.monotonic()
         received = self._job.signals.received
         if len(received) > self._signals_answered:
@@ -102,8 +115,8 @@ class Agent(LocalElasticAgent):
             self._due = [(now + FAREWELL_SECONDS, signal.SIGTERM), (now + 2 * FAREWELL_SECONDS, signal.SIGKILL)]
         while self._due and self._due[0][0] <= now:
             _, number = self._due.pop(0)
-            for pid in running:
-                _send(pid, number)
+            for process in self._running.values():
+                _send(process, number)
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -184,17 +197,12 @@ def _variable(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _exit_code(pid: int) -> int | None:
-    """Return how a child ended (negative: by which signal), None while it runs. The child is left to elastic to be reaped."""
-    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if end is None:
-        return None
-    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
-    if number is signal.SIGKILL:
+def _send(process: BaseProcess, number: signal.Signals) -> None:
+    if process.pid is not None:
         with suppress(ProcessLookupError):
-            os.killpg(pid, number)  # a worker leads a session, so this reaches its loader processes too
+            os.kill(process.pid, number)
+
+
+def _kill_group(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from samestep.config import PREFIX, merge
 from samestep.errors import LaunchError, WorkerError
@@ -15,7 +13,9 @@ from samestep.launch.place import STARTED_BY
 from samestep.launch.signals import StopSignals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
+
+LOOPBACK_ONLY: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any) -> Any:
@@ -48,8 +48,8 @@ def _run(body: Callable[[], Any], workers: int, environment: Mapping[str, str], 
     reports = [Report() for _ in range(workers)]
     try:
         signals = StopSignals()
-        with quiet_elastic(), signals.noted(), _nobody_left():
-            agent = Agent(Job(body, {**_loopback_only(), **environment}, threads, reports, signals, os.getpid()))
+        with quiet_elastic(), signals.noted():
+            agent = Agent(Job(body, {STARTED_BY: "samestep", **LOOPBACK_ONLY, **environment}, threads, reports, signals, os.getpid()))
             agent.run()
         if signals.received:
             _stop_as_asked(signals.received[0])
@@ -65,25 +65,6 @@ def _run(body: Callable[[], Any], workers: int, environment: Mapping[str, str], 
 def _as_text(value: Any) -> str:
     """Write an option as `samestep.config.parse` reads it."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
-def _loopback_only() -> dict[str, str]:
-    return {STARTED_BY: "samestep", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-
-
-@contextmanager
-def _nobody_left() -> Iterator[None]:
-    """End the workers that were started, should it not be possible to start them all."""
-    before = multiprocessing.active_children()
-    try:
-        yield
-    except OSError as error:
-        raise LaunchError(f"workers could not be started: {error}") from error
-    finally:
-        for process in multiprocessing.active_children():
-            if process not in before:
-                process.kill()
-                process.join()
 
 
 def _stop_as_asked(number: signal.Signals) -> None:

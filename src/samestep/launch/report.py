@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -55,38 +54,39 @@ class Report:
     """Memory that a worker shares with its launcher: it has no name, so nothing is left of it however both end."""
 
     def __init__(self) -> None:
-        self._memory = os.fdopen(os.memfd_create("samestep-report"), "w+b", buffering=0)
+        self._memory = os.fdopen(os.memfd_create("samestep-report"), "w+b")
 
     def leave_result(self, result: Any) -> None:
         """Leave a worker's result: anything that can be pickled."""
-        packed = io.BytesIO()
-        torch.save(result, packed)
-        self._memory.write(packed.getbuffer())
+        torch.save(result, self._memory)
+        self._memory.flush()
 
     def leave_failure(self, failure: Failure) -> None:
-        """Leave a worker's failure."""
+        """Leave a worker's failure, in place of a result that could not be left whole."""
+        self._memory.seek(0)
+        self._memory.truncate()
         self._memory.write(json.dumps(asdict(failure)).encode())
+        self._memory.flush()
 
     def result(self) -> Any:
         """Return what the worker left with its tensors on the CPU, since a launcher must not use CUDA; None when nothing was left."""
-        packed = self._left()
+        if self._memory.seek(0, os.SEEK_END) == 0:
+            return None
+        self._memory.seek(0)
         # What is unpickled comes from a fork of this process, through memory that no other has.
-        return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False) if packed else None
+        return torch.load(self._memory, map_location="cpu", weights_only=False)
 
     def failure(self) -> Failure | None:
         """Return the failure that the worker left, None when it was killed before or while it wrote."""
+        self._memory.seek(0)
         try:
-            return Failure(**json.loads(self._left()))
+            return Failure(**json.loads(self._memory.read()))
         except ValueError:
             return None
 
     def close(self) -> None:
         """Give the memory back."""
         self._memory.close()
-
-    def _left(self) -> bytes:
-        self._memory.seek(0)
-        return self._memory.read()
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:

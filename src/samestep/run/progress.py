@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
     from samestep.config import Config
     from samestep.data.batch import Batch
     from samestep.data.streams import LaneStream
-    from samestep.run.stop import StopRequest
     from samestep.record import Record
+    from samestep.run.stop import StopRequest
     from samestep.snapshot.keeper import Keeper
     from samestep.snapshot.read import Snapshot
     from samestep.step.backward import Lanes
@@ -56,7 +59,7 @@ class Progress:
         self.epoch = 0
         self.positions: dict[str, Position] = {}
         self.streams: dict[str, dict[int, LaneStream]] = {}
-        self.optimizer_seconds = 0.0
+        self._optimizer_seconds = 0.0
         self._config, self._record, self._keeper, self._stop, self._lanes = config, record, keeper, stop, lanes
         self._open: OpenStep | None = None
         self._seconds: dict[str, float] = {}
@@ -137,16 +140,30 @@ class Progress:
             self._record.timing(self.step - 1, [note["seconds"] for note in notes])
             self._seconds = {}
 
+    def time_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the time of an optimizer's steps count as such."""
+        started = 0.0
+
+        def start(*_: Any) -> None:
+            nonlocal started
+            started = time.perf_counter()
+
+        def stop(*_: Any) -> None:
+            self._optimizer_seconds += time.perf_counter() - started
+
+        optimizer.register_step_pre_hook(start)
+        optimizer.register_step_post_hook(stop)
+
     def _note_seconds(self, batch: Batch) -> None:
         lanes = self._lanes
         self._seconds = {
             "data": batch.data_seconds,
             "compute": lanes.compute_seconds,
             "exchange": lanes.exchange_seconds,
-            "optimizer": self.optimizer_seconds,
+            "optimizer": self._optimizer_seconds,
             "snapshot": self._keeper.stall_seconds,
         }
-        lanes.compute_seconds = lanes.exchange_seconds = self.optimizer_seconds = self._keeper.stall_seconds = 0.0
+        lanes.compute_seconds = lanes.exchange_seconds = self._optimizer_seconds = self._keeper.stall_seconds = 0.0
 
     def _keep(self) -> None:
         run = {

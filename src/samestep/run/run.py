@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
@@ -21,16 +20,16 @@ from samestep.data.batches import plan_batches
 from samestep.data.plan import GroupedPlan, ShuffledPlan
 from samestep.data.seeds import key, set_generators
 from samestep.data.streams import LaneStream, stream_batches
-from samestep.errors import ConfigError, DataError, ModelError, SnapshotError
+from samestep.errors import ConfigError, DataError, ModelError
 from samestep.evaluate import Evaluation
 from samestep.launch.place import find_place
-from samestep.run.stop import StopRequest
 from samestep.record import open_record
 from samestep.run.images import pixels
 from samestep.run.loops import PlannedLoop, run_loop
 from samestep.run.progress import Position, Progress
+from samestep.run.start import agree_on_lanes, find_snapshot, set_up_device
+from samestep.run.stop import StopRequest
 from samestep.snapshot.keeper import Keeper
-from samestep.snapshot.read import find_newest, load
 from samestep.step.backward import Lanes
 from samestep.step.clip import gradient_norm, scale_gradients
 from samestep.step.means import Means
@@ -42,14 +41,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
+    from typing_extensions import Self
+
     from samestep.config import Config
     from samestep.data.batch import Batch
     from samestep.data.plan import GroupBy, Plan
     from samestep.launch.place import Place
-    from samestep.record import Record
     from samestep.snapshot.read import Snapshot
     from samestep.step.backward import Count, LossFn
-    from samestep.world import World
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -74,12 +73,12 @@ class Run:
     def __init__(self, config: Config, place: Place) -> None:
         self.rank, self.workers, self.is_main = place.rank, place.workers, place.rank == 0
         self.dir = config.dir
-        self.device = _set_up_device(config, place)
+        self.device = set_up_device(config, place)
         self._config = config
         self._world = connect(place.workers, config, cuda=self.device.type == "cuda")
         self._record = open_record(config.dir, writes=self.is_main)
-        resumed = _find_snapshot(config, self._world, self._record)
-        self.lanes = _agree_on_lanes(config, place.workers, resumed)
+        resumed = find_snapshot(config, self._world, self._record)
+        self.lanes = agree_on_lanes(config, place.workers, resumed)
         attempt = self._world.broadcast_object(uuid.uuid4().hex[:8], "starting")
         self._lanes = Lanes(self._world, config, self.lanes, self.device)
         self._keeper = Keeper(config, self._world, self._record, attempt, resumed)
@@ -168,7 +167,7 @@ class Run:
         )
         return PlannedLoop(self._progress, name, plan, batches, epochs=epochs, steps=steps)
 
-    def _plan(self, size: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool, group_by: GroupBy | None) -> Plan:  # noqa: FBT001, PLR0913
+    def _plan(self, size: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool, group_by: GroupBy | None) -> Plan:  # noqa: FBT001
         if group_by is None:
             return ShuffledPlan(size, batch_size, self.lanes, seed, shuffle=shuffle, drop_last=drop_last)
         if drop_last:
@@ -258,7 +257,9 @@ class Run:
         everyone = self._world.all_gather_object(dict(values), "reducing a dict")
         for rank, other in enumerate(everyone):
             if other.keys() != everyone[0].keys():
-                raise DataError(f"reduce_dict got {sorted(everyone[0])} on worker 0 and {sorted(other)} on worker {rank}; expected the same names")
+                raise DataError(
+                    f"reduce_dict got {sorted(everyone[0])} on worker 0 and {sorted(other)} on worker {rank}; expected the same names"
+                )
         return {name: sum(other[name] for other in everyone) / (self.workers if average else 1) for name in everyone[0]}
 
     def barrier(self, what: str) -> None:
@@ -288,26 +289,13 @@ class Run:
             shard = next((shard for shard in self._lanes.shards if shard.optimizer is item), None)
             self._keeper.tracked.add(name, item, shard)
             if isinstance(item, torch.optim.Optimizer):
-                self._time_steps(item)
-
-    def _time_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        started = 0.0
-
-        def start(*_: Any) -> None:
-            nonlocal started
-            started = time.perf_counter()
-
-        def stop(*_: Any) -> None:
-            self._progress.optimizer_seconds += time.perf_counter() - started
-
-        optimizer.register_step_pre_hook(start)
-        optimizer.register_step_post_hook(stop)
+                self._progress.time_steps(item)
 
     def snapshot(self, *, score: float | None = None) -> None:
         """Take a snapshot of what is tracked; inside a loop's body, at the end of the step. The highest scores are kept."""
         self._progress.snapshot(score)
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -331,48 +319,3 @@ class Run:
         self._record.close()
         self._stop.close()
         self._world.close()
-
-
-def _set_up_device(config: Config, place: Place) -> torch.device:
-    cuda = config.device != "cpu" and torch.cuda.is_available()
-    if config.device == "cuda" and not cuda:
-        raise ConfigError("device='cuda' was given, and torch finds no GPU; expected one: check the driver and CUDA_VISIBLE_DEVICES")
-    if not cuda:
-        torch.set_num_threads(config.threads)
-        return torch.device("cpu")
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(mode=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def _find_snapshot(config: Config, world: World, record: Record) -> Snapshot | None:
-    """Load the snapshot that the run resumes from; rank 0 chooses it."""
-    if config.resume == "never" or (config.resume == "auto" and config.dir is None):
-        return None
-    found: Path | SnapshotError | None = None
-    if world.rank == 0:
-        try:
-            found = find_newest(config.dir, record.event) if config.resume == "auto" else Path(config.resume)  # type: ignore[arg-type]
-        except SnapshotError as error:
-            found = error
-    found = world.broadcast_object(found, "choosing a snapshot")
-    if isinstance(found, SnapshotError):
-        raise found
-    return None if found is None else load(found)
-
-
-def _agree_on_lanes(config: Config, workers: int, resumed: Snapshot | None) -> int:
-    """Return the number of lanes: as given, as in the snapshot, or one a worker."""
-    if resumed is None:
-        return config.lanes or workers
-    lanes, seed = int(resumed.info["lanes"]), int(resumed.info["seed"])
-    for name, given, kept in (("lanes", config.lanes or lanes, lanes), ("seed", config.seed, seed)):
-        if given != kept:
-            raise ConfigError(f"{name}={given} was given, and the run in the snapshot has {name}={kept}; it is fixed: give it, or use resume='never'")
-    if workers > lanes:
-        raise ConfigError(f"the run in the snapshot has {lanes} lanes, and {workers} workers were started; expected at most a worker a lane")
-    return lanes

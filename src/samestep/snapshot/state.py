@@ -131,7 +131,7 @@ def restore(plain: Plain, tensor: Callable[[str], torch.Tensor]) -> Any:
     """
     try:
         return _decode(plain, tensor)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error) as error:
         raise SnapshotError(f"the plain state is not what a snapshot holds ({type(error).__name__}: {error})") from error
 
 

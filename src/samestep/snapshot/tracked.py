@@ -54,7 +54,9 @@ class Tracked:
         try:
             tracked.load_state_dict(self._snapshot.state.pop(name))
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
-            raise SnapshotError(f"the snapshot of step {self._snapshot.step} does not fit {name!r} ({type(item).__name__}): {error}") from error
+            raise SnapshotError(
+                f"the snapshot of step {self._snapshot.step} does not fit {name!r} ({type(item).__name__}): {error}"
+            ) from error
 
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the states that all workers hold alike, and those of which this worker holds its slices."""

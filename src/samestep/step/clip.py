@@ -41,7 +41,7 @@ def scale_gradients(holders: Sequence[torch.Tensor], norm: torch.Tensor, max_nor
     for dtype in {holder.dtype for holder in holders}:
         gradients = [holder.grad for holder in holders if holder.dtype == dtype and holder.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, coefficient.to(dtype))  # noqa: SLF001  the fast path of torch.optim has no public name
+            torch._foreach_mul_(gradients, coefficient.to(dtype))
 
 
 def _whole_rows(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -64,4 +64,5 @@ def _sharded_rows(block: Block, world: World) -> Rows:
 
 def _row_squares(flat: torch.Tensor) -> torch.Tensor:
     accumulate = torch.promote_types(flat.dtype, torch.float32)
-    return torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=accumulate).double().square()
+    norms: torch.Tensor = torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=accumulate)
+    return norms.double().square()

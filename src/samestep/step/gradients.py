@@ -38,7 +38,7 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     """Return left + right, in the memory of `left` where it has any."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])  # noqa: SLF001  the fast path of torch.optim has no public name
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     if len(both) == len(left):
         return left
     return [_plus_zeros(a if b is None else b) if a is None or b is None else a for a, b in zip(left, right, strict=True)]
@@ -106,7 +106,7 @@ def copy_gradients(views: Sequence[torch.Tensor], gradients: Gradients) -> None:
     """Copy gradients into views of flat storage, zeros for missing ones."""
     pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
     if pairs:
-        torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])  # noqa: SLF001
+        torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
     for view, gradient in zip(views, gradients, strict=True):
         if gradient is None:
             view.zero_()

@@ -25,7 +25,7 @@ class TensorSlice:
 
 def storage_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the dims of `tensor` from the slowest to the fastest, or plain order where it is not dense."""
-    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim)))
+    order = tuple(sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True))
     return order if tensor.permute(order).is_contiguous() else tuple(range(tensor.ndim))
 
 

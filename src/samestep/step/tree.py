@@ -14,8 +14,10 @@ So the order of additions never depends on the number of workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Value = TypeVar("Value")
 Span = tuple[int, int]

@@ -47,7 +47,7 @@ def main(options: argparse.Namespace) -> int:
         traces[f"n={n}"] = job.trace(n)
     columns = [f"n={n}" for n in workers]
     if options.kill:
-        name, trace = job.trace_with_kill(max(workers), min(workers), random.Random(options.seed))  # noqa: S311
+        name, trace = job.trace_with_kill(max(workers), min(workers), random.Random(options.seed))
         traces[name] = trace
         columns.append(name)
     return report({column: traces[column] for column in columns}, job.lanes or 0)
@@ -113,7 +113,9 @@ class Job:
             tail = "\n".join(output.read_text(errors="replace").splitlines()[-30:])
             raise VerifyError(f"the script failed at {workers} workers with status {process.returncode}:\n{tail}")
         if not list_snapshots(directory):
-            raise VerifyError("the script left nothing to compare: it must track its model and optimizer (run.track) and train at least a step")
+            raise VerifyError(
+                "the script left nothing to compare: it must track its model and optimizer (run.track) and train at least a step"
+            )
 
     def _start(self, workers: int, directory: Path, resume: str, output: Path) -> subprocess.Popen[bytes]:
         flags = ["--dir", str(directory), "--resume", resume, "--snapshot-every", "1", "--stop-after", str(self._steps)]
@@ -161,14 +163,14 @@ def usual_cause(name: str) -> str:
     """Say what usually makes this the first thing that differs."""
     if name.startswith("metric "):
         return (
-            "the forward pass: a random generator of the script's own (samestep keys those of Python, NumPy and torch), data that depends on "
-            "the rank, or another number of threads a worker"
+            "the forward pass: a random generator of the script's own (samestep keys those of Python, NumPy and torch), "
+            "data that depends on the rank, or another number of threads a worker"
         )
     if any(word in name for word in ("running_", "num_batches")):
         return "a layer that exchanges statistics between workers by itself, such as SyncBatchNorm with more lanes than workers"
     if name.startswith("plain state"):
         return "a tracked object that counts what one worker did, or keeps a time or a path"
     return (
-        "the gradient or the update: a kernel that is not deterministic, a model built from unkeyed random numbers, state kept outside of lanes, "
-        "or gradients changed by one worker only"
+        "the gradient or the update: a kernel that is not deterministic, a model built from unkeyed random numbers, "
+        "state kept outside of lanes, or gradients changed by one worker only"
     )

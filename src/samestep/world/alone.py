@@ -18,17 +18,17 @@ class Alone(World):
     rank = 0
     size = 1
 
-    def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:  # noqa: ARG002
+    def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
         return [data]
 
-    def gather_bytes(self, data: bytes, what: str) -> list[bytes] | None:  # noqa: ARG002
+    def gather_bytes(self, data: bytes, what: str) -> list[bytes] | None:
         return [data]
 
-    def all_gather(self, out: torch.Tensor, own: torch.Tensor, what: str) -> None:  # noqa: ARG002
+    def all_gather(self, out: torch.Tensor, own: torch.Tensor, what: str) -> None:
         if out.data_ptr() != own.data_ptr():
             out.copy_(own)
 
-    def all_to_all(self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str) -> None:  # noqa: ARG002
+    def all_to_all(self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str) -> None:
         out.copy_(own)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
@@ -40,14 +40,14 @@ class Alone(World):
     def close(self) -> None:
         pass
 
-    def all_gather_json(self, value: Any, what: str) -> list[Any]:  # noqa: ARG002
+    def all_gather_json(self, value: Any, what: str) -> list[Any]:
         return [value]
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:  # noqa: ARG002
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
         return [value]
 
-    def gather_object(self, value: Any, what: str) -> list[Any] | None:  # noqa: ARG002
+    def gather_object(self, value: Any, what: str) -> list[Any] | None:
         return [value]
 
-    def broadcast_object(self, value: Any, what: str) -> Any:  # noqa: ARG002
+    def broadcast_object(self, value: Any, what: str) -> Any:
         return value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -26,10 +28,10 @@ class Distributed(World):
 
     def __init__(self, *, cuda: bool, timeout_seconds: float) -> None:
         timeout = timedelta(seconds=timeout_seconds)
-        store, self.rank, self.size = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(f"samestep/{next(_worlds_formed)}", store)
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         with self._answering("forming the world"):
+            store = dist.PrefixStore(f"samestep/{next(_worlds_formed)}", _store(timeout))
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         self._capacity = 1024
 
@@ -39,9 +41,10 @@ class Distributed(World):
         try:
             yield
         except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
             raise WorldError(
                 f"worker {self.rank} got no answer from the others while {what}; usually another worker failed: "
-                f"look for the first error of the run ({str(error).strip().splitlines()[0]})",
+                f"look for the first error of the run ({reason})",
             ) from error
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
@@ -91,3 +94,11 @@ class Distributed(World):
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+@cache
+def _store(timeout: timedelta) -> dist.Store:
+    """Return where this process's worlds find each other; rank 0 serves it to the end, or the next world would meet a closing one."""
+    store: dist.Store
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return store

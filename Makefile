@@ -1,0 +1,38 @@
+# A fresh machine needs Python, git and make; everything else goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help demo test check clean
+.NOTPARALLEL:
+
+help:
+	@echo 'make demo    train a ViT on two workers, evaluate it, and prove that one worker does the same'
+	@echo 'make test    run all tests'
+	@echo 'make check   run all checks of style, types, imports, links and public names'
+	@echo 'make clean   remove .venv and all caches'
+
+demo: .venv/ready-vit
+	$(BIN)/samestep run -n 2 recipes/vit/train.py recipes/vit/digits.yaml --demo
+
+test: .venv/ready-dev
+	$(BIN)/pytest --numprocesses 2 --dist worksteal
+
+check: .venv/ready-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/vulture
+	$(BIN)/pytest tests/house
+
+clean:
+	rm -rf .venv build dist runs .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# .venv/ready-EXTRA: samestep is installed with that extra of pyproject.toml.
+.venv/ready-%: pyproject.toml constraints.txt
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	@echo 'installing samestep[$*] into .venv: about a minute'
+	@$(PIP) --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""The ViT job, written for each peer as its documentation teaches."""

@@ -1,0 +1,1 @@
+"""Real jobs that use only the public interface of samestep."""

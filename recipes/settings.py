@@ -1,0 +1,214 @@
+"""Typed settings of a recipe: defaults < base file < file < command line.
+
+A recipe writes its settings as frozen dataclasses, one inside another, with `setting` for each field. A file is YAML;
+its key `base` names a file that it extends. On the command line `key=value` sets one setting and `section.key=value`
+one inside a section.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import typing
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+S = TypeVar("S")
+Schema = dict[str, "Leaf"]
+
+
+class SettingsError(ValueError):
+    """A setting is unknown or of the wrong type, or a file cannot be read."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One setting, by its dotted key: `kind` is the type it must have."""
+
+    key: str
+    kind: Any
+    default: Any
+    description: str
+
+
+def setting(default: Any, description: str) -> Any:
+    """Make a field that says what it does; `--help` prints `description`."""
+    return field(default=default, metadata={"description": description})
+
+
+def parser(kind: type, description: str) -> argparse.ArgumentParser:
+    """Make a parser whose `settings` takes files and `key=value`, and whose `--help` lists every setting of `kind`."""
+    made = argparse.ArgumentParser(description=description, epilog=describe(kind), formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("settings", nargs="*", metavar="FILE.yaml|key=value", help="files and settings; the last one wins")
+    return made
+
+
+def read(kind: type[S], given: Iterable[str]) -> S:
+    """Read settings from files and then from `key=value` texts; what comes later wins. Raises `SettingsError`."""
+    schema = {leaf.key: leaf for leaf in _leaves(kind)}
+    values: dict[str, Any] = {}
+    for text in sorted(given, key=lambda text: not _is_file(text)):  # the sort is stable
+        values |= _from_file(schema, Path(text), extended_by=()) if _is_file(text) else _from_argument(schema, text)
+    return _build(kind, values)
+
+
+def to_yaml(settings: Any) -> str:
+    """Write settings as YAML that `read` takes back to an equal value."""
+    return yaml.safe_dump(_plain(asdict(settings)), sort_keys=False, allow_unicode=True)
+
+
+def describe(kind: type) -> str:
+    """List every setting of `kind` with its default, type and description."""
+    lines = ["settings (defaults < base file < file < command line):"]
+    for leaf in _leaves(kind):
+        default = yaml.safe_dump(_plain(leaf.default), default_flow_style=True).removesuffix("\n...\n").strip()
+        lines += [f"  {leaf.key}={default}", f"      {leaf.description} ({_words(leaf.kind)})"]
+    return "\n".join(lines)
+
+
+# The settings that exist
+
+
+def _leaves(kind: Any, prefix: str = "") -> Iterator[Leaf]:
+    hints = typing.get_type_hints(kind)
+    for one in fields(kind):
+        hint = hints[one.name]
+        if is_dataclass(hint):
+            yield from _leaves(hint, f"{prefix}{one.name}.")
+        else:
+            yield Leaf(prefix + one.name, hint, one.default, one.metadata["description"])
+
+
+def _build(kind: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
+    hints = typing.get_type_hints(kind)
+    sections = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    arguments = {name: values[prefix + name] for name in hints if prefix + name in values}
+    return kind(**arguments, **{name: _build(hint, values, f"{prefix}{name}.") for name, hint in sections.items()})
+
+
+# Reading a file or an argument
+
+
+def _is_file(text: str) -> bool:
+    return text.endswith((".yaml", ".yml"))
+
+
+def _from_argument(schema: Schema, text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise SettingsError(f"{text!r} was given; expected a file that ends in .yaml, or key=value")
+    leaf = _known(schema, key, source=text)
+    try:
+        # A text stays as it was typed: YAML would make a number of name=5.
+        return {key: _convert(value if _takes_text(leaf.kind) else yaml.safe_load(value), leaf.kind)}
+    except (ValueError, yaml.YAMLError):
+        raise SettingsError(f"{text}: expected {_words(leaf.kind)} for {key}{_near_choice(value, leaf.kind)}") from None
+
+
+def _from_file(schema: Schema, path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
+    path = path.resolve()
+    if path in extended_by:
+        raise SettingsError("base files form a cycle: " + " -> ".join(str(p) for p in (*extended_by, path)))
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path} cannot be read as YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise SettingsError(f"{path} holds {content!r}; expected settings such as 'epochs: 10'")
+    base = content.pop("base", None)
+    values = {} if base is None else _from_file(schema, path.parent / str(base), (*extended_by, path))
+    for key, value in _flat(schema, content):
+        leaf = _known(schema, key, source=f"{path}: {key}")
+        try:
+            values[key] = _convert(value, leaf.kind)
+        except ValueError:
+            near = _near_choice(str(value), leaf.kind)
+            raise SettingsError(f"{path}: {key}={value!r}: expected {_words(leaf.kind)}{near}") from None
+    return values
+
+
+def _flat(schema: Schema, content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and any(known.startswith(key + ".") for known in schema):
+            yield from _flat(schema, value, key + ".")
+        else:
+            yield key, value
+
+
+def _known(schema: Schema, key: str, source: str) -> Leaf:
+    if key in schema:
+        return schema[key]
+    inside = [known for known in schema if known.startswith(key + ".")]
+    if inside:
+        raise SettingsError(f"{source}: {key} is a section; set one of {', '.join(inside)}")
+    # depth=6 means model.depth=6: the last part of a key counts as much as the whole.
+    last_parts = {known.rpartition(".")[2]: known for known in reversed(schema)}
+    near = difflib.get_close_matches(key, schema, n=1) or [
+        last_parts[part] for part in difflib.get_close_matches(key.rpartition(".")[2], last_parts, n=1)
+    ]
+    hint = f"did you mean {near[0]}?" if near else "--help lists every setting"
+    raise SettingsError(f"{source}: {key} is no setting; {hint}")
+
+
+# Types
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    """Return `value` as `kind`, or raise `ValueError`."""
+    if isinstance(kind, UnionType):
+        if value in (None, "none", "null"):
+            value, kind = None, NoneType
+        else:
+            (kind,) = (one for one in typing.get_args(kind) if one is not NoneType)
+    if typing.get_origin(kind) is tuple and isinstance(value, (list, tuple)):
+        return tuple(_convert(one, typing.get_args(kind)[0]) for one in value)
+    if typing.get_origin(kind) is Literal and value in typing.get_args(kind):
+        return value
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    # YAML 1.1 reads 1e-3 as text: its numbers with an exponent need a point.
+    if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(kind, type) and type(value) is kind:
+        return value
+    raise ValueError(value)
+
+
+def _takes_text(kind: Any) -> bool:
+    if isinstance(kind, UnionType):
+        return any(_takes_text(one) for one in typing.get_args(kind))
+    return kind in {str, Path} or typing.get_origin(kind) is Literal
+
+
+def _words(kind: Any) -> str:
+    if isinstance(kind, UnionType):
+        return " or ".join(_words(one) for one in typing.get_args(kind))
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return f"a list, each {_words(typing.get_args(kind)[0])}"
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path", NoneType: "none"}[kind]
+
+
+def _near_choice(text: str, kind: Any) -> str:
+    kinds = typing.get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    choices = [choice for one in kinds if typing.get_origin(one) is Literal for choice in typing.get_args(one)]
+    near = difflib.get_close_matches(text, choices, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` in YAML's own types."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value

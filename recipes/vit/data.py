@@ -1,0 +1,241 @@
+"""Labelled images: a folder in ImageNet's layout, scikit-learn's digits, or Fashion-MNIST.
+
+Each data set gives pairs of an image, float32 [channels, size, size], and a class index. Random draws come from the
+global generators of Python and torch, which samestep keys for each lane batch.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import random
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from recipes.vit.config import DataSettings, ModelSettings
+
+SUFFIXES = {".jpeg", ".jpg", ".png", ".webp"}
+MODES = {1: "L", 3: "RGB"}
+HELD_OUT_ONE_IN = 5
+
+
+class ImageError(ValueError):
+    """Images cannot be found or read, or do not fit the model."""
+
+
+class Split(NamedTuple):
+    """The images to train on, those held out, and how many classes they have."""
+
+    train: Dataset[tuple[Tensor, int]]
+    test: Dataset[tuple[Tensor, int]]
+    classes: int
+
+
+def open_images(data: DataSettings, model: ModelSettings) -> Split:
+    """Open the data set that `data.source` names. Raises `ImageError` when it does not fit the model."""
+    if model.channels not in MODES:
+        raise ImageError(f"model.channels={model.channels} was given; images have 1 (grey) or 3 (colour)")
+    if not len(data.mean) == len(data.std) == model.channels:
+        raise ImageError(f"data.mean={data.mean} and data.std={data.std} were given; expected one number for each of {model.channels} channels")
+    split = {"digits": _digits, "fashion-mnist": _fashion_mnist, "folder": _folder}[data.source](data, model)
+    if split.classes != model.classes:
+        raise ImageError(f"{data.source} has {split.classes} classes; set model.classes={split.classes} (it is {model.classes})")
+    return split
+
+
+# A folder of image files
+
+
+class ImageFolder(Dataset[tuple[Tensor, int]]):
+    """Images in `root/CLASS/*`, decoded when they are asked for. Raises `ImageError` that names what cannot be read."""
+
+    def __init__(self, root: Path, class_names: Sequence[str], mode: str, transform: Callable[[Image.Image], Tensor]) -> None:
+        files = [(path, label) for label, name in enumerate(class_names) for path in sorted((root / name).glob("*"))]
+        self.items = [(path, label) for path, label in files if path.suffix.lower() in SUFFIXES]
+        if not self.items:
+            raise ImageError(f"{root} has no images; expected {root}/CLASS/*.jpg (or .png, .webp)")
+        self.mode = mode
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path, label = self.items[index]
+        try:
+            with Image.open(path) as file:
+                image = file.convert(self.mode)
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise ImageError(f"{path} cannot be read as an image: {error}") from error
+        return self.transform(image), label
+
+
+def _folder(data: DataSettings, model: ModelSettings) -> Split:
+    root = _given(data)
+    names = {part: sorted(folder.name for folder in (root / part).glob("*") if folder.is_dir()) for part in ("train", "val")}
+    untrained = sorted(set(names["val"]) - set(names["train"]))
+    if untrained:
+        raise ImageError(f"{root}/val has classes that {root}/train has not: {', '.join(untrained[:8])}")
+    tensor = partial(image_tensor, mean=data.mean, std=data.std)
+    crop = partial(center_crop, size=model.image_size, part=data.center_crop)
+    train_crop = partial(random_crop_and_flip, size=model.image_size, least=data.crop_least) if data.augment else crop
+    mode = MODES[model.channels]
+    return Split(
+        ImageFolder(root / "train", names["train"], mode, lambda image: tensor(train_crop(image))),
+        ImageFolder(root / "val", names["train"], mode, lambda image: tensor(crop(image))),
+        len(names["train"]),
+    )
+
+
+def random_crop_and_flip(image: Image.Image, size: int, least: float) -> Image.Image:
+    """Resize a random part of at least `least` of the area to `size` pixels a side (Szegedy et al. 2015), and flip every other."""
+    width, height = image.size
+    for _ in range(10):
+        area = random.uniform(least, 1) * width * height
+        ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+        crop_width, crop_height = math.sqrt(area * ratio), math.sqrt(area / ratio)
+        if crop_width <= width and crop_height <= height:
+            break
+    else:
+        crop_width = crop_height = min(width, height)
+    left, top = random.uniform(0, width - crop_width), random.uniform(0, height - crop_height)
+    box = (left, top, left + crop_width, top + crop_height)
+    image = image.resize((size, size), Image.Resampling.BICUBIC, box)
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if random.random() < 1 / 2 else image
+
+
+def center_crop(image: Image.Image, size: int, part: float) -> Image.Image:
+    """Resize the square in the centre, of `part` of the shorter side, to `size` pixels a side."""
+    width, height = image.size
+    half = min(width, height) * part / 2
+    box = (width / 2 - half, height / 2 - half, width / 2 + half, height / 2 + half)
+    return image.resize((size, size), Image.Resampling.BICUBIC, box)
+
+
+def image_tensor(image: Image.Image, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Return pixels as float32 [channels, height, width], normalised."""
+    pixels = torch.from_numpy(np.array(image)).reshape(image.height, image.width, -1).permute(2, 0, 1)
+    return normalised(pixels / 255, mean, std).contiguous()
+
+
+def normalised(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Subtract the mean from and divide by the standard deviation each channel of [..., channels, height, width]."""
+    return (images - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+
+
+# Images in memory
+
+
+class ImageTensors(Dataset[tuple[Tensor, int]]):
+    """Images [samples, channels, size, size] in memory, changed by `transform` a whole batch at a time."""
+
+    def __init__(self, images: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.images = images
+        self.labels = labels
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+        """Return the samples of a batch; torch's loader calls this."""
+        images = self.images[indices]
+        if self.transform is not None:
+            images = self.transform(images)
+        return list(zip(images, self.labels[indices].tolist(), strict=True))
+
+
+def jitter(images: Tensor, *, pixels: float, degrees: float, scale: float, flip: bool = False) -> Tensor:
+    """Shift, rotate and scale half of the images [batch, channels, size, size] by up to so much, and flip half of all."""
+    batch, _, size, _ = images.shape
+    # The other half stays sharp: small images lose much in resampling, and evaluation sees them sharp.
+    chosen = torch.rand(batch, 1) < 1 / 2
+    shift, turn, zoom = ((torch.rand(3, batch, 2) * 2 - 1) * chosen).unbind()  # in [-1, 1)
+    angle = turn[:, 0] * math.radians(degrees)
+    factor = 1 + zoom[:, 0] * scale
+    mirror = torch.where(torch.rand(batch) < 1 / 2, -1.0, 1.0) if flip else torch.ones(batch)
+    cos, sin = angle.cos() * factor, angle.sin() * factor
+    linear = torch.stack([cos * mirror, -sin, sin * mirror, cos], dim=1).view(batch, 2, 2)
+    # affine_grid's coordinates run from -1 to 1 over an image, so a pixel is 2 / size of them.
+    affine = torch.cat([linear, shift[:, :, None] * (2 * pixels / size)], dim=2)  # [batch, 2, 3]
+    grid = F.affine_grid(affine, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def held_out_fifth(labels: Tensor) -> Tensor:
+    """Mark samples 0, 5, 10, … of each class, counted in data set order: a bool for each sample."""
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        held_out[(labels == label).nonzero()[::HELD_OUT_ONE_IN]] = True
+    return held_out
+
+
+def _digits(data: DataSettings, model: ModelSettings) -> Split:
+    from sklearn.datasets import load_digits  # noqa: PLC0415  takes a second, and only this data set needs it
+
+    digits = load_digits()
+    images = torch.from_numpy(digits.images).float()[:, None] / 16
+    labels = torch.from_numpy(digits.target)
+    held_out = held_out_fifth(labels)
+    change = partial(jitter, pixels=1, degrees=10, scale=0.1)
+    return _in_memory((images[~held_out], labels[~held_out]), (images[held_out], labels[held_out]), data, model, change)
+
+
+def _fashion_mnist(data: DataSettings, model: ModelSettings) -> Split:
+    root = _given(data)
+    parts = [(read_idx(root / f"{part}-images-idx3-ubyte.gz"), read_idx(root / f"{part}-labels-idx1-ubyte.gz")) for part in ("train", "t10k")]
+    train, test = ((torch.from_numpy(images)[:, None] / 255, torch.from_numpy(labels).long()) for images, labels in parts)
+    return _in_memory(train, test, data, model, partial(jitter, pixels=2, degrees=5, scale=0.1, flip=True))
+
+
+def _in_memory(
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    data: DataSettings,
+    model: ModelSettings,
+    change: Callable[[Tensor], Tensor],
+) -> Split:
+    shape = (model.channels, model.image_size, model.image_size)
+    if train[0].shape[1:] != shape:
+        channels, size, _ = train[0].shape[1:]
+        raise ImageError(f"{data.source} needs model.channels={channels} and model.image_size={size}, and the settings say {shape[:2]}")
+    train_images, test_images = (normalised(images, data.mean, data.std) for images, _ in (train, test))
+    return Split(
+        ImageTensors(train_images, train[1], change if data.augment else None),
+        ImageTensors(test_images, test[1]),
+        classes=len(train[1].unique()),
+    )
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """Read a gzipped file of unsigned bytes in MNIST's IDX format (http://yann.lecun.com/exdb/mnist). Raises `ImageError`."""
+    try:
+        content = gzip.decompress(path.read_bytes())
+        zeros, kind, dimensions = int.from_bytes(content[:2], "big"), content[2], content[3]
+        shape = np.frombuffer(content, dtype=">u4", count=dimensions, offset=4)
+        pixels = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * dimensions).reshape(shape)
+    except (OSError, EOFError, IndexError, ValueError) as error:
+        raise ImageError(f"{path} cannot be read as a gzipped IDX file: {error}") from error
+    if (zeros, kind) != (0, 8):
+        raise ImageError(f"{path} holds IDX type {kind}; expected 8 (unsigned bytes)")
+    return pixels.copy()
+
+
+def _given(data: DataSettings) -> Path:
+    if data.path is None:
+        raise ImageError(f"data.source={data.source} needs data.path")
+    return data.path

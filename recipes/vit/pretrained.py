@@ -1,0 +1,182 @@
+"""Start a ViT from the parameters of another run, of timm, plain PyTorch or PaddleViT.
+
+Files from elsewhere are data, never code: .safetensors holds none, .pth is read with `weights_only`, and .pdparams,
+which is a pickle, by a reader that makes arrays and nothing else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEAD = ("head.weight", "head.bias")
+POSITIONS = "pos_embed"
+WRAPPERS = ("state_dict", "model")  # where training scripts keep a state dict beside other things
+AVERAGE_PREFIX = "module."  # of torch's AveragedModel and DistributedDataParallel
+AVERAGE_COUNT = "n_averaged"
+PADDLE_NAME_TABLE = "StructuredToParameterName@@"
+PADDLE_NAMES = (  # in both generations of PaddleViT's ViT
+    (r"patch_embedding\.patch_embedding\.", "patch_embed.proj."),
+    (r"(patch_embedding\.)?position_embeddings?$", POSITIONS),
+    (r"(patch_embedding\.)?cls_token$", "cls_token"),
+    (r"encoder\.layers\.", "blocks."),
+    (r"encoder\.encoder_norm\.", "norm."),
+    (r"(blocks\.\d+)\.attn_norm\.", r"\1.norm1."),
+    (r"(blocks\.\d+)\.mlp_norm\.", r"\1.norm2."),
+    (r"(blocks\.\d+\.attn)\.out\.", r"\1.proj."),
+    (r"classifier\.", "head."),
+)
+
+
+class PretrainedError(ValueError):
+    """A file cannot be read, holds something besides tensors, or does not fit the model."""
+
+
+def load_pretrained(model: nn.Module, path: Path) -> str:
+    """Load the parameters in a file into a ViT and return what was done, in a line.
+
+    The position embedding is resized to the model's image size. A head that is missing or has another number of classes
+    is left as it is. Raises `PretrainedError` that lists every other parameter that is missing, left over or of another shape.
+    """
+    given, own = read_parameters(path), model.state_dict()
+    done = [f"loaded {path}"]
+    if POSITIONS in given and given[POSITIONS].shape[1] != own[POSITIONS].shape[1]:
+        done.append(f"position embedding resized from {given[POSITIONS].shape[1]} to {own[POSITIONS].shape[1]} tokens")
+        given[POSITIONS] = resized_positions(given[POSITIONS], own[POSITIONS].shape[1])
+    if any(name not in given or len(given[name]) != len(own[name]) for name in HEAD):
+        classes = f"{len(given[HEAD[0]])} classes" if HEAD[0] in given else "none"
+        done.append(f"head left at its initial values, for {len(own[HEAD[0]])} classes: the file has {classes}")
+        given |= {name: own[name] for name in HEAD}
+    differences = _differences(given, own)
+    if differences:
+        raise PretrainedError(f"{path} does not fit the model:\n  " + "\n  ".join(differences))
+    model.load_state_dict(given)
+    return "; ".join(done)
+
+
+def read_parameters(path: Path) -> dict[str, Tensor]:
+    """Read a file's parameters, under timm's names. Raises `PretrainedError`."""
+    readers = {".safetensors": load_file, ".pdparams": _read_paddle, **dict.fromkeys((".pth", ".pt", ".bin", ".tar"), _read_torch)}
+    if path.suffix not in readers:
+        raise PretrainedError(f"{path} was given; expected a file that ends in one of {', '.join(readers)}")
+    try:
+        content = readers[path.suffix](path)
+    except Exception as error:  # a damaged file can fail in any way
+        raise PretrainedError(f"{path} cannot be read as {path.suffix}: {error}") from error
+    for wrapper in WRAPPERS:
+        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
+            content = content[wrapper]
+    if not isinstance(content, Mapping):
+        raise PretrainedError(f"{path} holds {type(content).__name__}; expected parameters by name")
+    if path.suffix == ".pdparams":
+        content = _from_paddle(content)
+    named = {str(name).removeprefix(AVERAGE_PREFIX): value for name, value in content.items() if name != AVERAGE_COUNT}
+    strange = [name for name, value in named.items() if not isinstance(value, Tensor)]
+    if strange:
+        raise PretrainedError(f"{path} holds {', '.join(strange[:8])}, which are no tensors; expected parameters by name")
+    return named
+
+
+def resized_positions(positions: Tensor, tokens: int) -> Tensor:
+    """Resize a position embedding [1, 1 + height * width, features] to `tokens` tokens; the class token's, which is first, stays.
+
+    Bicubic over the grid of patches, as Dosovitskiy et al. 2021 do for finer images. Raises `PretrainedError` for no square.
+    """
+    old, new = (math.isqrt(count - 1) for count in (positions.shape[1], tokens))
+    if old**2 + 1 != positions.shape[1] or new**2 + 1 != tokens:
+        raise PretrainedError(f"position embeddings of {positions.shape[1]} and {tokens} tokens; expected a class token and a square each")
+    grid = positions[:, 1:].float().unflatten(1, (old, old)).permute(0, 3, 1, 2)  # [1, features, old, old]
+    grid = F.interpolate(grid, size=(new, new), mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([positions[:, :1].float(), grid.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
+
+
+def _differences(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    left_over = sorted(given.keys() - own.keys())
+    lines = []
+    for name in own:
+        if name not in given:
+            near = difflib.get_close_matches(name, left_over, n=1)
+            lines.append(f"{name} is missing" + (f"; the nearest name in the file is {near[0]}" if near else ""))
+        elif given[name].shape != own[name].shape:
+            lines.append(f"{name} has shape {tuple(given[name].shape)}; the model's has {tuple(own[name].shape)}")
+    for name in left_over:
+        near = difflib.get_close_matches(name, own, n=1)
+        lines.append(f"{name} is not in the model" + (f"; the nearest name there is {near[0]}" if near else ""))
+    return lines
+
+
+# Files that may be pickles
+
+
+def _read_torch(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # Torch's own message tells how to run whatever the file holds.
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        what = refused[1] if refused else "something besides tensors"
+        raise PretrainedError(f"it asks for {what}, which is refused; expected tensors and plain values") from None
+
+
+def _read_paddle(path: Path) -> Any:
+    with path.open("rb") as file:
+        return ArrayReader(file).load()
+
+
+class ArrayReader(pickle.Unpickler):
+    """Reads a pickle of NumPy arrays in plain containers, as `paddle.save` writes; raises `UnpicklingError` on anything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in PICKLED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is refused; expected NumPy arrays in plain containers")
+        return PICKLED[module, name]
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """Stand in for `_codecs.encode`, by which protocol 2 writes bytes."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it asks for the encoding {encoding}; expected latin1")
+    return text.encode(encoding)
+
+
+_reconstruct = np.empty(0).__reduce__()[0]
+PICKLED = {
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("_codecs", "encode"): _latin1,
+    # A tensor inside of nested containers is written as tuple((name, array)).
+    ("builtins", "tuple"): tuple,
+    ("__builtin__", "tuple"): tuple,
+}
+
+
+def _from_paddle(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Paddle's arrays as tensors under timm's names; Paddle keeps the weights of linear layers transposed."""
+    named = {}
+    for name, value in content.items():
+        if name == PADDLE_NAME_TABLE:
+            continue
+        array = value[1] if isinstance(value, tuple) else value
+        new_name = name
+        for pattern, replacement in PADDLE_NAMES:
+            new_name = re.sub(f"^{pattern}", replacement, new_name)
+        is_array = isinstance(array, np.ndarray) and array.dtype != object
+        named[new_name] = torch.from_numpy(array.T.copy() if array.ndim == 2 else array.copy()) if is_array else value  # noqa: PLR2004
+    return named

@@ -1,0 +1,170 @@
+"""Train or evaluate a Vision Transformer on images.
+
+samestep run -n 2 recipes/vit/train.py recipes/vit/digits.yaml --dir runs/digits
+samestep run -n 2 recipes/vit/train.py --eval --dir runs/digits
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds only its neighbours by itself
+
+import samestep as ss
+from recipes.settings import SettingsError, parser, read, to_yaml
+from recipes.vit.config import Settings
+from recipes.vit.data import open_images
+from recipes.vit.model import VisionTransformer
+from recipes.vit.optimizer import describe_scaling, make_optimizer, make_scheduler
+from recipes.vit.pretrained import load_pretrained
+from recipes.vit.progress import Progress
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from recipes.vit.data import Split
+
+SETTINGS_FILE = "settings.yaml"
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
+    """Train or evaluate as `arguments` (default: the process's) say; return the scores on the held-out images."""
+    flags, settings = read_arguments(arguments)
+    with ss.init(dir=flags.dir, lanes=settings.lanes, seed=settings.seed, precision=settings.precision) as run:
+        images = open_images(settings.data, settings.model)
+        models = make_models(run, settings)
+        if not flags.eval:
+            return train(run, settings, models, images)
+        if run.step == 0 and settings.pretrained is None:
+            raise SettingsError(f"--eval found no snapshot in {run.dir}; give a run's --dir, or --pretrained FILE")
+        run.track(**models)
+        scores = evaluate(run, settings, models, images)
+        run.print(f"step {run.step}: {shown(scores)}")
+        return scores
+
+
+def train(run: ss.Run, settings: Settings, models: dict[str, nn.Module], images: Split) -> dict[str, float]:
+    """Train from where the run stands to the last epoch."""
+    model, ema = models["model"], models.get("ema")
+    steps_per_epoch = math.ceil(len(images.train) / settings.batch_size)
+    steps, warmup_steps = settings.epochs * steps_per_epoch, round(settings.optimizer.warmup_epochs * steps_per_epoch)
+    optimizer = make_optimizer(model, settings.optimizer, settings.batch_size)
+    if settings.optimizer.shard:
+        optimizer = run.shard(optimizer)
+    scheduler = make_scheduler(optimizer, settings.optimizer, steps, warmup_steps)
+    run.track(**models, optimizer=optimizer, scheduler=scheduler)
+    run.print(describe_scaling(settings.optimizer, settings.batch_size))
+    write_settings(run, settings)
+    loss_fn = partial(training_loss, mixup=settings.mixup, label_smoothing=settings.label_smoothing)
+    batches = run.batches(images.train, settings.batch_size, epochs=settings.epochs, loader_workers=settings.data.loader_workers)
+    progress = Progress(run, steps, steps_per_epoch)
+    scores: dict[str, float] = {}
+
+    model.train()
+    for batch in batches:
+        means = run.backward(loss_fn, model, batch)
+        if settings.optimizer.clip_norm is not None:
+            run.clip_grad_norm(model, settings.optimizer.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if ema is not None:
+            ema.update_parameters(model)
+        run.log(means, learning_rate=scheduler.get_last_lr()[0])
+        scheduler.step()
+        progress.update(means, images=sum(batch.counts))
+
+        epochs_done, steps_over = divmod(run.step + 1, steps_per_epoch)
+        if steps_over == 0 and (epochs_done % settings.evaluate_every == 0 or epochs_done == settings.epochs):
+            scores = evaluate(run, settings, models, images)
+            run.log(**scores)
+            run.snapshot(score=scores["model_top1"])
+            progress.say(f"epoch {epochs_done}: {shown(scores)}")
+    progress.close()
+    return scores or evaluate(run, settings, models, images)
+
+
+def training_loss(model: nn.Module, batch: tuple[Tensor, Tensor], *, mixup: float, label_smoothing: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the cross entropy of a lane's images, mixed in pairs when `mixup` is above 0 (Zhang et al. 2018), and top-1."""
+    images, labels = batch
+    if mixup == 0:
+        logits = model(images)
+        loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+    else:
+        share = torch.distributions.Beta(mixup, mixup).sample().item()
+        share = max(share, 1 - share)  # as likely, since pairs come in both orders; so `labels` are those of the larger share
+        partners = torch.randperm(len(images)).to(images.device)
+        logits = model(share * images + (1 - share) * images[partners])
+        losses = [F.cross_entropy(logits, target, label_smoothing=label_smoothing) for target in (labels, labels[partners])]
+        loss = share * losses[0] + (1 - share) * losses[1]
+    return loss, {"top1": (logits.argmax(1) == labels).float().mean()}
+
+
+def score(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Return the loss, top-1 and top-5 of some held-out images."""
+    images, labels = batch
+    logits = model(images).float()
+    hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]  # [batch, 5], best first
+    return {"loss": F.cross_entropy(logits, labels), "top1": hits[:, 0].double().mean(), "top5": hits.any(1).double().mean()}
+
+
+def evaluate(run: ss.Run, settings: Settings, models: Mapping[str, nn.Module], images: Split) -> dict[str, float]:
+    """Return the scores of each model over all held-out images, as `model_top1` and so on."""
+    scores = {}
+    for name, model in models.items():
+        means = run.evaluate(score, model, images.test, settings.batch_size, loader_workers=settings.data.loader_workers)
+        scores |= {f"{name}_{key}": value for key, value in means.items()}
+    return scores
+
+
+def shown(scores: Mapping[str, float]) -> str:
+    """Return scores as a person reads them."""
+    names = dict.fromkeys(key.partition("_")[0] for key in scores)
+    return "; ".join(
+        f"{name} top-1 {scores[f'{name}_top1']:.2%}, top-5 {scores[f'{name}_top5']:.2%}, loss {scores[f'{name}_loss']:.4f}" for name in names
+    )
+
+
+def make_models(run: ss.Run, settings: Settings) -> dict[str, nn.Module]:
+    """Make the model and, where settings ask for it, the average of its parameters."""
+    model = VisionTransformer(settings.model)
+    if settings.pretrained is not None and run.step == 0:  # a run that resumes has its own parameters
+        run.print(load_pretrained(model, settings.pretrained))
+    models: dict[str, nn.Module] = {"model": run.replicate(model)}
+    if settings.ema_decay is not None:
+        models["ema"] = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema_decay))
+    return models
+
+
+def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
+    """Return the flags and the settings that were given."""
+    flags_parser = parser(Settings, "Train or evaluate a Vision Transformer on images.")
+    flags_parser.add_argument("--dir", type=Path, metavar="DIR", help="of the run: settings, record, snapshots; a run there is continued")
+    flags_parser.add_argument("--eval", action="store_true", help="evaluate the newest snapshot in DIR, or else the pretrained FILE")
+    flags_parser.add_argument("--pretrained", metavar="FILE", help="as pretrained=FILE")
+    flags = flags_parser.parse_intermixed_args(arguments)
+    given = [*flags.settings, *([f"pretrained={flags.pretrained}"] if flags.pretrained else [])]
+    if flags.eval and flags.dir and not flags.settings:
+        given.append(str(flags.dir / SETTINGS_FILE))
+    return flags, read(Settings, given)
+
+
+def write_settings(run: ss.Run, settings: Settings) -> None:
+    """Write the settings into the run's directory, as a file that gives the same run again."""
+    if run.is_main and run.dir is not None:
+        (run.dir / SETTINGS_FILE).write_text(to_yaml(replace(settings, lanes=run.lanes)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

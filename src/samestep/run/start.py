@@ -1,0 +1,69 @@
+"""What a run settles before its first step: the device, the snapshot it continues from, the number of lanes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from samestep.errors import ConfigError, SnapshotError
+from samestep.snapshot.read import find_newest, load
+
+if TYPE_CHECKING:
+    from samestep.config import Config
+    from samestep.launch.place import Place
+    from samestep.record import Record
+    from samestep.snapshot.read import Snapshot
+    from samestep.world import World
+
+
+def set_up_device(config: Config, place: Place) -> torch.device:
+    """Return the worker's device, with threads or deterministic kernels as configured. Raises `ConfigError` without the GPU asked for."""
+    cuda = config.device != "cpu" and torch.cuda.is_available()
+    if config.device == "cuda" and not cuda:
+        raise ConfigError("device='cuda' was given, and torch finds no GPU; expected one: check the driver and CUDA_VISIBLE_DEVICES")
+    if not cuda:
+        torch.set_num_threads(config.threads)
+        return torch.device("cpu")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(mode=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def find_snapshot(config: Config, world: World, record: Record) -> Snapshot | None:
+    """Load the snapshot that the run resumes from; rank 0 chooses it."""
+    if config.resume == "never" or (config.resume == "auto" and config.dir is None):
+        return None
+    found: Path | SnapshotError | None = None
+    if world.rank == 0:
+        try:
+            found = find_newest(config.dir, record.event) if config.resume == "auto" else Path(config.resume)  # type: ignore[arg-type]
+        except SnapshotError as error:
+            found = error
+    found = world.broadcast_object(found, "choosing a snapshot")
+    if isinstance(found, SnapshotError):
+        raise found
+    return None if found is None else load(found)
+
+
+def agree_on_lanes(config: Config, workers: int, resumed: Snapshot | None) -> int:
+    """Return the number of lanes: as given, as in the snapshot, or one a worker."""
+    if resumed is None:
+        return config.lanes or workers
+    lanes, seed = int(resumed.info["lanes"]), int(resumed.info["seed"])
+    for name, given, kept in (("lanes", config.lanes or lanes, lanes), ("seed", config.seed, seed)):
+        if given != kept:
+            raise ConfigError(
+                f"{name}={given} was given, and the run in the snapshot has {name}={kept}; it is fixed: give it, or use resume='never'"
+            )
+    if workers > lanes:
+        raise ConfigError(
+            f"the run in the snapshot has {lanes} lanes, and {workers} workers were started; expected at most a worker a lane"
+        )
+    return lanes

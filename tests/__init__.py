@@ -1,0 +1,1 @@
+"""The tests mirror `src/samestep`; `house/` tests the project itself."""

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.data.permutation import Permutation
+from samestep.data.seeds import key
+from samestep.errors import DataError
+
+KEYS = [key(7, "epoch", epoch) for epoch in range(6000)]  # fixed, so that a statistic is the same in every run
+Z = 4.75  # a standard normal variable exceeds this once in a million
+
+
+def chi_square_bounds(freedom):
+    """Return values that a chi-square variable leaves once in a million each (Wilson and Hilferty, PNAS 1931)."""
+    spread = 2 / (9 * freedom)
+    return freedom * max(0.0, 1 - spread - Z * spread**0.5) ** 3, freedom * (1 - spread + Z * spread**0.5) ** 3
+
+
+def assert_uniform(counts, freedom, variance_factor=1.0):
+    """Check that counts of equally likely outcomes are as uneven as chance makes them, and not less."""
+    expected = counts.sum() / counts.size
+    statistic = variance_factor * float(((counts - expected) ** 2 / expected).sum())
+    low, high = chi_square_bounds(freedom)
+    assert low <= statistic <= high, f"chi-square {statistic:.1f} is outside {low:.1f} to {high:.1f} at {freedom} degrees of freedom"
+
+
+def in_bins(values, size, bins):
+    return np.asarray(values) * bins // size
+
+
+def test_every_size_gives_a_bijection():
+    for size in range(1, 700):
+        assert np.array_equal(np.sort(Permutation(size, size)[np.arange(size)]), np.arange(size))
+
+
+@given(size=st.integers(1, 100_000), permutation_key=st.integers(0, 2**63 - 1))
+def test_any_size_and_key_give_a_bijection(size, permutation_key):
+    values = Permutation(size, permutation_key)[np.arange(size)]
+    assert values.dtype == np.int64
+    assert np.array_equal(np.bincount(values, minlength=size), np.ones(size, dtype=np.int64))
+
+
+@pytest.mark.parametrize("size", [10**9, 10**12, 2**62])
+def test_huge_sizes_are_injective_within_range_and_take_no_memory(size):
+    rng = np.random.default_rng(size)
+    positions = np.unique(np.concatenate([rng.integers(0, size, 50_000), np.arange(1000), np.arange(size - 1000, size)]))
+    tracemalloc.start()
+    values = Permutation(size, 11)[positions]
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 4 * 2**20
+    assert values.min() >= 0
+    assert values.max() < size
+    assert len(np.unique(values)) == len(positions)
+    assert_uniform(np.bincount(in_bins(values // 2**20, size // 2**20 + 1, 64), minlength=64), 63)
+
+
+@given(size=st.integers(1, 5000), data=st.data())
+def test_positions_may_come_in_any_shape_and_order(size, data):
+    permutation = Permutation(size, 3)
+    whole = permutation[np.arange(size)]
+    positions = np.asarray(data.draw(st.lists(st.integers(0, size - 1), max_size=12)), dtype=np.int64)
+    shaped = positions[: len(positions) // 2 * 2].reshape(2, -1)
+    assert np.array_equal(permutation[positions], whole[positions])
+    assert np.array_equal(permutation[list(positions)], whole[positions])
+    assert np.array_equal(permutation[shaped], whole[shaped])
+    assert permutation[size - 1].shape == ()
+    assert int(permutation[size - 1]) == whole[-1]
+    assert len(permutation) == size
+
+
+def test_what_is_outside_is_refused():
+    permutation = Permutation(10, 0)
+    for outside in (10, -1, [0, 10], [-1, 5], np.uint64(2**63)):
+        with pytest.raises(IndexError, match="of a permutation of 10 items"):
+            permutation[outside]
+    for size in (0, -1, 2**62 + 1):
+        with pytest.raises(DataError, match=f"a permutation of {size} items"):
+            Permutation(size, 0)
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    orders = {Permutation(20, permutation_key)[np.arange(20)].tobytes() for permutation_key in KEYS}
+    assert len(orders) == len(KEYS)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 10, 33])
+def test_every_value_comes_as_often_at_every_position(size):
+    """The covariance of a random permutation's matrix makes the sum of squares (size - 1)² degrees of freedom over size - 1."""
+    counts = np.zeros((size, size))
+    for permutation_key in KEYS:
+        counts[np.arange(size), Permutation(size, permutation_key)[np.arange(size)]] += 1
+    assert_uniform(counts, (size - 1) ** 2, variance_factor=(size - 1) / size)
+
+
+@pytest.mark.parametrize("size", [3, 5, 10, 33])
+def test_every_pair_of_neighbours_comes_as_often(size):
+    for position in (0, size // 2 - 1, size - 2):
+        counts = np.zeros((size, size))
+        for permutation_key in KEYS:
+            counts[tuple(Permutation(size, permutation_key)[[position, position + 1]])] += 1
+        assert not np.diag(counts).any()
+        assert_uniform(counts[~np.eye(size, dtype=bool)], size * (size - 1) - 1)
+
+
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_every_order_comes_as_often(size):
+    _, counts = np.unique([Permutation(size, permutation_key)[np.arange(size)] for permutation_key in KEYS], axis=0, return_counts=True)
+    orders = {3: 6, 4: 24, 5: 120}[size]
+    assert len(counts) == orders
+    assert_uniform(counts, orders - 1)
+
+
+@pytest.mark.parametrize("size", [100, 1000, 1009, 65_536, 1_281_167])
+def test_large_sizes_are_uniform_over_epochs(size):
+    """Values at some positions, and the distance to the next position's value, in 50 bins."""
+    for position in (0, 1, size // 2, size - 2):
+        values = np.array([Permutation(size, permutation_key)[[position, position + 1]] for permutation_key in KEYS[:4000]])
+        assert_uniform(np.bincount(in_bins(values[:, 0], size, 50), minlength=50), 49)
+        distances = (values[:, 1] - values[:, 0]) % size  # never 0
+        assert_uniform(np.bincount(in_bins(distances - 1, size - 1, 49 if size == 100 else 50)), 48 if size == 100 else 49)
+
+
+@pytest.mark.parametrize("size", [10_000, 99_991, 1_000_000])
+def test_neighbours_within_an_epoch_are_independent(size):
+    for permutation_key in KEYS[:3]:
+        values = Permutation(size, permutation_key)[np.arange(size)]
+        for lag in (1, 2, 32, 1000):
+            pairs = in_bins(values[:-lag], size, 20) * 20 + in_bins(values[lag:], size, 20)
+            assert_uniform(np.bincount(pairs, minlength=400), 19**2)

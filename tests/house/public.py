@@ -1,0 +1,67 @@
+"""What users of samestep rely on: its public names and its command line, as lines of text.
+
+`python -m tests.house.public` writes them to `public.txt`; `test_public.py` compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import samestep
+from samestep import cli
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FROZEN = Path(__file__).with_name("public.txt")
+
+
+def described() -> str:
+    """Return a line for each public name and each flag of each command."""
+    return "\n".join([*_package(), *_run(), *_commands()]) + "\n"
+
+
+def _package() -> Iterator[str]:
+    for name in sorted(samestep.__all__):
+        member = getattr(samestep, name)
+        if isinstance(member, type) and issubclass(member, Exception):
+            yield f"samestep.{name}({', '.join(base.__name__ for base in member.__bases__)})"
+        else:
+            yield f"samestep.{name}{_parameters(member) if inspect.isfunction(member) else ''}"
+
+
+def _run() -> Iterator[str]:
+    with samestep.init() as run:
+        for name in sorted(name for name in dir(run) if not name.startswith("_")):
+            static = inspect.getattr_static(run, name)
+            yield f"run.{name}{_parameters(getattr(run, name)) if inspect.isroutine(static) else ''}"
+
+
+def _commands() -> Iterator[str]:
+    for command in cli.COMMANDS:
+        yield f"samestep {command}"
+        options = re.findall(r"^ +(-.*?)(?:  |$)", _help(command), re.MULTILINE)
+        flags = {flag for option in options for flag in re.findall(r"(?<![\w-])--?\w[\w-]*", option)}
+        yield from (f"samestep {command} {flag}" for flag in sorted(flags - {"-h", "--help"}))
+
+
+def _parameters(function: Any) -> str:
+    signature = inspect.signature(function)
+    parameters = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+
+
+def _help(command: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        cli.main([command, "--help"])
+    return printed.getvalue()
+
+
+if __name__ == "__main__":
+    FROZEN.write_text(described())

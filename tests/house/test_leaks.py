@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests.leaks import SHARED_MEMORY, LeakError, nothing_left
+from tests.needs import needs
+
+
+def test_what_is_cleaned_up_is_no_leak(monkeypatch):
+    with nothing_left(grace_seconds=0), monkeypatch.context() as patch:
+        patch.setenv("SAMESTEP_SEED", "1")
+        subprocess.run(["true"], check=True)
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+
+
+def test_a_process_left_behind_is_found_and_killed():
+    sleeper = None
+    with pytest.raises(LeakError, match=r"process \d+: sleep 30"), nothing_left(grace_seconds=0.1):
+        sleeper = subprocess.Popen(["sleep", "30"])
+    assert sleeper.wait() == -9
+
+
+def test_an_orphan_is_found():
+    with pytest.raises(LeakError, match=r"process \d+: sleep 31"), nothing_left(grace_seconds=0.1):
+        subprocess.run(["sh", "-c", "sleep 31 &"], check=True)
+
+
+def test_a_process_that_ends_in_time_is_no_leak():
+    with nothing_left(grace_seconds=20):
+        late = subprocess.Popen([sys.executable, "-c", "pass"])
+    late.wait()
+
+
+def test_a_thread_left_behind_is_found():
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="forgotten")
+    with pytest.raises(LeakError, match="thread forgotten"), nothing_left(grace_seconds=0):
+        thread.start()
+    stop.set()
+    thread.join()
+
+
+def test_a_file_in_shared_memory_left_behind_is_found():
+    needs("/dev/shm", found=SHARED_MEMORY.is_dir())
+    file = SHARED_MEMORY / f"samestep-test-{secrets.token_hex(8)}"
+    with pytest.raises(LeakError, match=f"file {file}"), nothing_left(grace_seconds=0):
+        file.touch()
+    file.unlink()
+
+
+@pytest.mark.parametrize("change", [lambda: os.environ.update(SAMESTEP_A="2"), lambda: os.environ.pop("SAMESTEP_A")])
+def test_a_changed_environment_variable_is_found(monkeypatch, change):
+    monkeypatch.setenv("SAMESTEP_A", "1")
+    with pytest.raises(LeakError, match="environment variable SAMESTEP_A"), nothing_left(grace_seconds=0):
+        change()
+
+
+def test_every_test_is_watched(request):
+    assert "_nothing_left" in request.fixturenames

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.needs import needs
+
+
+def test_what_is_there_lets_the_test_go_on():
+    needs("sh")
+    needs("the Moon", found=True)
+
+
+def test_a_missing_component_skips_the_test_of_a_user_and_fails_that_of_ci(monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="no-such-command is missing"):
+        needs("no-such-command")
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="the Moon is missing"):
+        needs("the Moon", found=False)

@@ -1,0 +1,45 @@
+"""What tests of the launcher see of processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+SOON_SECONDS = 5.0
+
+
+def rank():
+    """Return the rank of the worker that asks."""
+    return int(os.environ["RANK"])
+
+
+def for_ever():
+    """Wait without end, in a way that signals interrupt."""
+    threading.Event().wait()
+
+
+def end_soon(pids):
+    """Tell whether all processes end within SOON_SECONDS; one that nobody has waited for yet has ended too."""
+    deadline = time.monotonic() + SOON_SECONDS
+    while any(_runs(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def listening(pid):
+    """Return the local addresses, in hexadecimal, and ports on which a process listens."""
+    links = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    inodes = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
+    rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    return {tuple(row[1].split(":")) for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def _runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import atexit
+import errno
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from samestep.errors import ConfigError, LaunchError, WorkerError, WorldError
+from samestep.launch import find_place, launch
+from tests.launch.processes import SOON_SECONDS, end_soon, for_ever, listening, rank
+
+FORK = multiprocessing.get_context("fork")
+
+
+def on_rank_one(action, others=lambda: None):
+    """Return a body that does `action` on rank 1 and `others` elsewhere."""
+    return lambda: action() if rank() == 1 else others()
+
+
+def raise_(error):
+    raise error
+
+
+def wait_in_a_collective():
+    dist.init_process_group("gloo")
+    dist.barrier()
+
+
+def ignoring_sigterm():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for_ever()
+
+
+def signal_handlers():
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+def open_files():
+    gc.collect()
+    return {path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+
+
+def test_the_result_is_that_of_rank_0():
+    assert launch(lambda: {"rank": rank(), "tensor": torch.arange(3)}["rank"], workers=3) == 0
+    assert torch.equal(launch(lambda: torch.arange(1_000_000)), torch.arange(1_000_000))
+
+
+def test_closures_and_arguments_need_no_pickling():
+    lock = threading.Lock()  # cannot be pickled
+    assert launch(lambda given: given is lock, lock) is True
+
+
+def test_workers_meet_without_further_help():
+    def body():
+        dist.init_process_group("gloo")
+        total = torch.tensor(rank() + 1)
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return int(total), find_place(os.environ)
+
+    total, place = launch(body, workers=3)
+    assert total == 6
+    assert (place.rank, place.workers, place.local_rank, place.local_workers) == (0, 3, 0, 3)
+    assert (place.address, place.started_by) == ("127.0.0.1", "samestep")
+
+
+def test_one_worker_is_a_process_of_its_own():
+    assert launch(os.getpid, workers=1) != os.getpid()
+
+
+def test_options_reach_the_workers_and_win_over_the_environment(monkeypatch):
+    monkeypatch.setenv("SAMESTEP_LANES", "3")
+    names = ["SAMESTEP_LANES", "SAMESTEP_DETERMINISTIC", "SAMESTEP_SNAPSHOT_EVERY", "SAMESTEP_DIR"]
+    options = {"lanes": 8, "deterministic": False, "snapshot_every": None, "dir": Path("runs/one")}
+    assert launch(lambda: [os.environ[name] for name in names], **options) == ["8", "false", "none", "runs/one"]
+    assert os.environ["SAMESTEP_LANES"] == "3"
+
+
+@pytest.mark.parametrize(("options", "threads"), [({}, 1), ({"threads": 2}, 2)])
+def test_threads_are_set_whatever_the_launcher_has(options, threads):
+    assert launch(torch.get_num_threads, workers=1, **options) == threads
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lane": 8}, "lane is no option of samestep; did you mean lanes"),
+        ({"lanes": "8"}, "lanes='8' was given; expected a whole number"),
+        ({"lanes": 0}, "lanes=0 was given; expected at least 1"),
+    ],
+)
+def test_a_wrong_option_is_told_before_anything_starts(monkeypatch, options, message):
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a worker was started"))
+    with pytest.raises(ConfigError, match=message):
+        launch(rank, **options)
+
+
+def test_a_wrong_variable_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a worker was started"))
+    monkeypatch.setenv("SAMESTEP_LANES", "many")
+    with pytest.raises(ConfigError, match="SAMESTEP_LANES='many' was given"):
+        launch(rank)
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_at_least_one_worker_is_asked_for(workers):
+    with pytest.raises(LaunchError, match=f"workers={workers} was given; expected at least 1"):
+        launch(rank, workers=workers)
+
+
+def test_cuda_in_use_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a worker was started"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(LaunchError, match="CUDA is in use in this process"):
+        launch(rank)
+
+
+def test_workers_that_cannot_all_be_started_are_ended(monkeypatch):
+    fork, forks = os.fork, iter(range(9))
+
+    def failing_fork():
+        if next(forks) == 1:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork()
+
+    monkeypatch.setattr(os, "fork", failing_fork)
+    with pytest.raises(LaunchError, match=r"workers could not be started.*temporarily unavailable"):
+        launch(for_ever)
+    assert multiprocessing.active_children() == []
+
+
+def test_the_first_failure_is_raised_with_the_workers_own_traceback():
+    def fail():
+        dist.init_process_group("gloo")
+        raise ValueError("lost")
+
+    with pytest.raises(WorkerError, match="worker 1 failed first: ValueError: lost") as caught:
+        launch(on_rank_one(fail, others=wait_in_a_collective))
+    assert caught.value.rank == 1
+    first, frame, _, *_, last = caught.value.traceback.splitlines()
+    assert first.startswith("Traceback")
+    assert frame.endswith("in <lambda>")  # the traceback starts with the user's code
+    assert last == "ValueError: lost"
+
+
+def test_of_failures_at_once_the_earliest_counts():
+    told = FORK.Event()
+
+    class FirstError(Exception):
+        def __str__(self):
+            told.set()
+            return "lost"
+
+    def rank_0():
+        told.wait()
+        raise ValueError("later")
+
+    with pytest.raises(WorkerError, match="worker 1 failed first: FirstError: lost"):
+        launch(on_rank_one(lambda: raise_(FirstError()), others=rank_0))
+
+
+def test_an_error_because_of_others_gives_way_to_one_that_comes_late():
+    met = FORK.Event()
+
+    def rank_0():
+        met.wait()
+        raise WorldError("the others are gone")
+
+    def rank_1():
+        try:
+            raise ValueError("the cause")
+        finally:
+            met.set()
+            time.sleep(0.5)  # what leaving a run may take
+
+    with pytest.raises(WorkerError, match="worker 1 failed first: ValueError: the cause"):
+        launch(on_rank_one(rank_1, others=rank_0))
+
+
+@pytest.mark.parametrize("others", [wait_in_a_collective, for_ever])
+def test_a_killed_worker_is_named(others):
+    def die():
+        if others is wait_in_a_collective:
+            dist.init_process_group("gloo")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(WorkerError, match=r"^worker 1 failed first: killed by SIGKILL$") as caught:
+        launch(on_rank_one(die, others))
+    assert (caught.value.rank, caught.value.traceback) == (1, "")
+
+
+def test_a_worker_without_last_words_is_named_with_its_status():
+    with pytest.raises(WorkerError, match=r"^worker 1 failed first: exited with status 7$"):
+        launch(on_rank_one(lambda: os._exit(7)))
+
+
+def test_a_result_that_cannot_be_pickled_is_the_workers_error():
+    with pytest.raises(WorkerError, match=r"worker 0 failed first: .*[Pp]ickle"):
+        launch(lambda: lambda: None)
+
+
+@pytest.mark.parametrize("code", [0, None, False])
+def test_a_quiet_exit_is_a_success(code):
+    assert launch(lambda: sys.exit(code)) is None
+    assert launch(lambda: sys.exit(code) if rank() == 1 else "result") == "result"
+
+
+@pytest.mark.parametrize("code", [3, "out of ideas"])
+def test_a_loud_exit_is_a_failure(code):
+    with pytest.raises(WorkerError, match=f"worker 1 failed first: exited with status {code}"):
+        launch(on_rank_one(lambda: sys.exit(code)))
+
+
+@pytest.mark.parametrize("others", [for_ever, ignoring_sigterm, wait_in_a_collective])
+def test_others_end_soon_after_a_failure(others):
+    failed_at = FORK.Value("d")
+
+    def fail():
+        failed_at.value = time.monotonic()
+        raise ValueError("lost")
+
+    with pytest.raises(WorkerError, match="worker 1"):
+        launch(on_rank_one(fail, others))
+    assert time.monotonic() - failed_at.value < SOON_SECONDS
+
+
+def test_what_a_failed_worker_started_ends_with_it():
+    child = FORK.Value("i")
+
+    def fail():
+        child.value = os.fork()
+        if child.value == 0:
+            ignoring_sigterm()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(WorkerError, match="worker 1"):
+        launch(on_rank_one(fail))
+    assert end_soon([child.value])
+
+
+def test_a_worker_leads_a_session_so_that_a_terminal_interrupts_the_launcher_alone():
+    assert launch(lambda: os.getsid(0) == os.getpid()) is True
+
+
+def test_signals_are_those_of_a_fresh_process_in_workers():
+    def handlers():
+        return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        assert launch(lambda: [str(handler) for handler in handlers()]) == [
+            str(handler) for handler in (signal.SIG_DFL, signal.default_int_handler, signal.SIG_IGN)
+        ]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGHUP, ignored)
+
+
+def test_exit_functions_of_a_worker_run_in_it_and_those_of_the_launcher_do_not(tmp_path):
+    atexit.register(launchers := (tmp_path / "launcher").touch)
+    try:
+        launch(lambda: atexit.register((tmp_path / "worker").touch) and None, workers=1)
+    finally:
+        atexit.unregister(launchers)
+    assert [path.name for path in tmp_path.iterdir()] == ["worker"]
+
+
+@pytest.mark.parametrize("body", [rank, on_rank_one(lambda: raise_(ValueError("lost")))])
+def test_nothing_stays_behind_in_the_launcher(body):
+    def state():
+        folders = {
+            path.name for path in Path(tempfile.gettempdir()).iterdir() if path.name.startswith(("torch", "pytorch", "samestep", "pymp"))
+        }
+        return dict(os.environ), signal_handlers(), threading.enumerate(), multiprocessing.active_children(), folders
+
+    def attempt():
+        try:
+            launch(body)
+        except WorkerError as error:
+            assert error.rank == 1  # noqa: PT017  one of the two bodies fails
+
+    attempt()  # what torch keeps for itself from the first time is no leak
+    before, files = state(), open_files()
+    attempt()
+    assert state() == before
+    assert open_files() == files
+
+
+def test_launching_from_another_thread_works():
+    results = []
+    thread = threading.Thread(target=lambda: results.append(launch(rank)))
+    thread.start()
+    thread.join()
+    assert results == [0]
+
+
+def test_workers_listen_on_the_loopback_alone():
+    def body():
+        dist.init_process_group("gloo")
+        dist.barrier()
+        found = {pid: listening(pid) for pid in (os.getpid(), os.getppid())}
+        dist.barrier()
+        dist.destroy_process_group()
+        return list(found.values())
+
+    worker, launcher = launch(body)
+    assert worker
+    assert launcher
+    assert {address for address, _ in worker | launcher} == {"0100007F"}  # 127.0.0.1

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import math
+import resource
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.errors import RecordError
+from samestep.record.events import EventFile, read_events
+
+TEXTS_LIKE_NUMBERS = st.sampled_from(["nan", "inf", "-inf", "\\nan", "\\\\-inf", "NaN", "-nan", "inf\n"])
+TEXTS = TEXTS_LIKE_NUMBERS | st.text(st.characters(exclude_categories=[]))
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | TEXTS
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=10)
+EVENTS = st.dictionaries(TEXTS, VALUES)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return tmp_path_factory.mktemp("record") / "events.jsonl"
+
+
+def write(file, events):
+    file.unlink(missing_ok=True)
+    append(file, events)
+
+
+def append(file, events):
+    opened = EventFile(file)
+    for event in events:
+        opened.append(event)
+    opened.close()
+
+
+def same(one, other):
+    """Tell whether two values are equal and of the same types, where nan equals nan and 0.0 differs from -0.0."""
+    return repr(one) == repr(other)
+
+
+@given(st.lists(EVENTS, max_size=4))
+def test_events_come_back_as_they_were_written(file, events):
+    write(file, events)
+    assert same(list(read_events(file)), events)
+
+
+@given(st.lists(EVENTS, min_size=1, max_size=4))
+def test_every_line_is_json_for_any_reader(file, events):
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    write(file, events)
+    lines = file.read_bytes().splitlines()
+    assert len(lines) == len(events)
+    for line in lines:
+        json.loads(line.decode("ascii"), parse_constant=refuse)
+
+
+@given(st.lists(EVENTS, max_size=4), st.data())
+def test_a_file_cut_anywhere_reads_as_a_prefix_and_goes_on_whole(file, events, data):
+    write(file, events)
+    whole = file.read_bytes()
+    size = data.draw(st.integers(0, len(whole)))
+    file.write_bytes(whole[:size])
+    kept = list(read_events(file))
+    assert same(kept, events[: len(kept)])
+    assert len(kept) >= whole[:size].count(b"\n")
+    append(file, [{"event": "resumed"}])
+    assert same(list(read_events(file)), [*kept, {"event": "resumed"}])
+
+
+def test_opening_again_appends(tmp_path):
+    file = tmp_path / "run" / "events.jsonl"
+    append(file, [{"step": 1}])
+    before = file.read_bytes()
+    append(file, [{"step": 2}])
+    assert file.read_bytes().startswith(before)
+    assert [event["step"] for event in read_events(tmp_path / "run")] == [1, 2]
+
+
+def test_lines_that_are_no_events_are_passed_over(tmp_path):
+    file = tmp_path / "events.jsonl"
+    file.write_bytes(b'{"step": 1}\n{"st\n\n7\n\xff\xfe\n\x00\x00\n{"step": 2}\n')
+    assert list(read_events(file)) == [{"step": 1}, {"step": 2}]
+
+
+def test_numbers_beyond_json_keep_their_place(tmp_path):
+    file = tmp_path / "events.jsonl"
+    append(file, [{"loss": math.inf, "name": "inf"}])
+    assert json.loads(file.read_text()) == {"loss": "inf", "name": "\\inf"}
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes"])
+def test_what_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path, value):
+    file = EventFile(tmp_path / "events.jsonl")
+    with pytest.raises(RecordError, match="give numbers, texts"):
+        file.append({"value": value})
+    file.close()
+    assert (tmp_path / "events.jsonl").read_bytes() == b""
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(RecordError, match=r"taken.*events\.jsonl.*choose a directory"):
+        EventFile(tmp_path / "taken" / "events.jsonl")
+
+
+def test_a_record_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(RecordError, match=r"no record can be read at .*events\.jsonl"):
+        list(read_events(tmp_path))
+
+
+def test_a_full_disk_is_told_and_does_not_spoil_what_follows(tmp_path):
+    path = tmp_path / "events.jsonl"
+    file = EventFile(path)
+    file.append({"step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
+    try:
+        with pytest.raises(RecordError, match=r"events\.jsonl took 5 of 11 bytes.*disk full"):
+            file.append({"step": 2})
+        with pytest.raises(RecordError, match=r"events\.jsonl cannot be written"):
+            file.append({"step": 3})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    file.append({"step": 4})
+    file.close()
+    assert list(read_events(path)) == [{"step": 1}, {"step": 4}]

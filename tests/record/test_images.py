@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from samestep.errors import RecordError
+from samestep.record.images import safe_name, write_image
+
+RANDOM = np.random.default_rng(0)
+SHAPES = [(1, 1), (5, 3), (5, 3, 1), (5, 3, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("arranged", [np.ascontiguousarray, np.asfortranarray, lambda pixels: pixels[::-1]])
+def test_pixels_come_back_from_the_file(tmp_path, shape, arranged):
+    pixels = arranged(RANDOM.integers(0, 256, shape, np.uint8))
+    path, width, height = write_image(tmp_path, 3, "sample", pixels)
+    assert (height, width) == shape[:2]
+    with Image.open(tmp_path / path) as image:
+        assert np.array_equal(np.asarray(image), pixels.squeeze(-1) if shape[2:] == (1,) else pixels)
+
+
+@pytest.mark.parametrize(
+    "pixels",
+    [
+        np.zeros((4, 4), np.float32),
+        np.zeros((4, 4), bool),
+        np.zeros((4, 4, 4), np.uint8),
+        np.zeros((2, 4, 4, 3), np.uint8),
+        np.zeros(4, np.uint8),
+        np.zeros((0, 4), np.uint8),
+        [[0, 255]],
+        None,
+    ],
+)
+def test_what_is_no_image_is_refused_with_what_was_expected(tmp_path, pixels):
+    with pytest.raises(RecordError, match=r"'sample'.*expected.*uint8.*\[H, W, 3\]"):
+        write_image(tmp_path, 0, "sample", pixels)
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(st.text() | st.sampled_from(["../../x", "/etc/passwd", "<script>", "", ".", "..", "a/b", "C:\\x", "a\0b", "x" * 300, "-rf"]))
+def test_no_name_leaves_the_folder(name):
+    path = Path("/run/images") / f"{safe_name(name)}-00000000.png"
+    assert path.resolve().parent == Path("/run/images")
+    assert path.name.isascii()
+    assert len(path.name) < 255
+    assert not set(path.name) & set("/\\<>:\"'&%?# \0\n")
+
+
+@given(st.lists(st.text("ab/._-", max_size=4), min_size=2, unique=True))
+def test_different_names_have_different_files(names):
+    assert len({safe_name(name) for name in names}) == len(names)
+
+
+def test_a_plain_name_stays_itself():
+    assert safe_name("val_faces-2") == "val_faces-2"
+
+
+@pytest.mark.parametrize("name", ["../../x", "<script>alert(1)</script>"])
+def test_a_hostile_name_is_written_inside(tmp_path, name):
+    run = tmp_path / "deep" / "run"
+    run.mkdir(parents=True)
+    path, _, _ = write_image(run, 0, name, np.zeros((2, 2), np.uint8))
+    assert [file.relative_to(run) for file in tmp_path.rglob("*") if file.is_file()] == [Path(path)]
+
+
+def test_an_image_written_again_leaves_one_whole_file(tmp_path):
+    for value in (0, 255):
+        path, _, _ = write_image(tmp_path, 0, "sample", np.full((2, 2), value, np.uint8))
+    assert [file.name for file in (tmp_path / "images").iterdir()] == ["sample-00000000.png"]
+    with Image.open(tmp_path / path) as image:
+        assert image.getpixel((0, 0)) == 255
+
+
+def test_without_pillow_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(RecordError, match=r"pip install .samestep\[images\]"):
+        write_image(tmp_path, 0, "sample", np.zeros((2, 2), np.uint8))
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "images").write_text("a file")
+    with pytest.raises(RecordError, match=r"images/sample-00000000\.png cannot be written"):
+        write_image(tmp_path, 0, "sample", np.zeros((2, 2), np.uint8))

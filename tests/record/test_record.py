@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+
+from samestep.errors import RecordError
+from samestep.record import FileRecord, NoRecord, open_record, read_events
+
+
+@pytest.fixture
+def record(tmp_path):
+    opened = open_record(tmp_path / "run", writes=True)
+    yield opened
+    opened.close()
+
+
+def events_of(tmp_path):
+    return [{name: value for name, value in event.items() if name != "time"} for event in read_events(tmp_path / "run")]
+
+
+def test_an_event_has_its_kind_its_time_and_its_fields(record, tmp_path):
+    before = time.time()
+    record.event("started", workers=2, names=["a", "b"])
+    (event,) = read_events(tmp_path / "run")
+    assert before <= event.pop("time") <= time.time()
+    assert event == {"event": "started", "workers": 2, "names": ["a", "b"]}
+
+
+def test_scalars_are_floats_with_the_lowest_and_highest_worker(record, tmp_path):
+    record.scalars(3, 1, {"loss": np.float32(0.5), "accuracy": 1}, {"loss": 0.25}, {"loss": math.inf})
+    record.scalars(4, 1, {"loss": -math.inf})
+    assert events_of(tmp_path) == [
+        {
+            "event": "scalars",
+            "step": 3,
+            "epoch": 1,
+            "values": {"loss": 0.5, "accuracy": 1.0},
+            "low": {"loss": 0.25},
+            "high": {"loss": math.inf},
+        },
+        {"event": "scalars", "step": 4, "epoch": 1, "values": {"loss": -math.inf}, "low": {}, "high": {}},
+    ]
+
+
+def test_timing_is_by_worker_and_part(record, tmp_path):
+    record.timing(7, [{"data": 0.5, "compute": 1}, {"data": 0.25}])
+    assert events_of(tmp_path) == [{"event": "timing", "step": 7, "workers": [{"data": 0.5, "compute": 1.0}, {"data": 0.25}]}]
+
+
+@pytest.mark.parametrize("field", ["time", "event"])
+def test_the_fields_of_every_event_cannot_be_given(record, field):
+    with pytest.raises(RecordError, match=f"{field}.*rename"):
+        record.event("started", **{field: 1})
+
+
+def test_an_image_is_told_after_it_is_whole(record, tmp_path):
+    record.image(12, "faces", np.zeros((4, 6, 3), np.uint8))
+    (event,) = events_of(tmp_path)
+    assert event == {"event": "image", "name": "faces", "step": 12, "path": "images/faces-00000012.png", "width": 6, "height": 4}
+    assert (tmp_path / "run" / event["path"]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("directory", "writes"), [(None, True), ("run", False)])
+def test_who_does_not_write_gets_a_record_that_does_nothing(tmp_path, directory, writes):
+    record = open_record(directory and tmp_path / directory, writes=writes)
+    assert isinstance(record, NoRecord)
+    record.event("started")
+    record.scalars(0, 0, {"loss": 1.0})
+    record.timing(0, [])
+    record.image(0, "not even an image", None)
+    record.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_does_not_write_answers_to_the_same_calls():
+    def calls(kind):
+        return {name for name in dir(kind) if not name.startswith("_")}
+
+    assert calls(NoRecord) == calls(FileRecord)

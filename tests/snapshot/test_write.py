@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.errors import RecordError, SnapshotError
+from samestep.snapshot import SnapshotWriter, check, find_newest, list_snapshots, load
+from samestep.snapshot.manifest import NAME
+from samestep.step.slices import flattened
+from tests.faults import full_disk
+from tests.snapshot.exact import exact, states, tensors
+from tests.snapshot.saving import NO_INFO, save, save_once, sliced, small_state, team
+from tests.workers import run_workers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MEBIBYTE = 2**20
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def ignore(kind: str, **fields: Any) -> None:
+    pass
+
+
+@given(shared=st.dictionaries(st.text(max_size=3), states, max_size=3), workers=st.integers(1, 4))
+def test_any_number_of_workers_writes_the_same_state(tmp_path_factory, shared, workers):
+    directory = tmp_path_factory.mktemp("run")
+    save_once(directory, 7, shared, workers)
+    assert exact(load(directory / "step-00000007").state) == exact(shared)
+
+
+@st.composite
+def sharded_tensors(draw, workers):
+    """Tensors in any memory order, each with the cuts between its workers' slices."""
+    found = draw(st.lists(tensors(), min_size=1, max_size=4))
+    cuts = [sorted(draw(st.lists(st.integers(0, t.numel()), min_size=workers - 1, max_size=workers - 1))) for t in found]
+    return [(tensor, [0, *inner, tensor.numel()]) for tensor, inner in zip(found, cuts, strict=True)]
+
+
+@given(st.data(), st.integers(1, 4))
+def test_slices_of_any_memory_order_make_whole_tensors(tmp_path_factory, data, workers):
+    sharded = data.draw(sharded_tensors(workers))
+    own = [
+        {"optimizer": {"state": {i: {"exp_avg": sliced(t, cuts[rank], cuts[rank + 1])} for i, (t, cuts) in enumerate(sharded)}}}
+        for rank in range(workers)
+    ]
+    directory = tmp_path_factory.mktemp("run")
+    with team(directory, workers) as (writers, _):
+        save(writers, 1, {"model": {"weight": torch.ones(70)}}, own)
+    whole = load(directory / "step-00000001").state["optimizer"]["state"]
+    assert exact(whole) == exact({i: {"exp_avg": tensor} for i, (tensor, _) in enumerate(sharded)})
+    for i, (tensor, _) in enumerate(sharded):
+        assert exact(flattened(whole[i]["exp_avg"])) == exact(flattened(tensor))
+
+
+def test_channels_last_comes_back_as_channels_last(tmp_path):
+    tensor = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    with team(tmp_path, 2) as (writers, _):
+        save(writers, 1, {"a": tensor}, [{"b": sliced(tensor, 0, 64)}, {"b": sliced(tensor, 64, 120)}])
+    state = load(tmp_path / "step-00000001").state
+    for name in ("a", "b"):
+        assert torch.equal(state[name], tensor)
+        assert state[name].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_each_worker_gives_what_it_alone_has(tmp_path):
+    own = [{"streams": {rank: {"position": rank, "cache": torch.full((3,), float(rank))}}} for rank in range(3)]
+    with team(tmp_path, 3) as (writers, _):
+        save(writers, 1, {"model": {"weight": torch.ones(2)}, "streams": {"count": 3}}, own, {"lanes": 3}, 0.5)
+    snapshot = load(tmp_path / "step-00000001")
+    assert exact(snapshot.state["streams"]) == exact({"count": 3} | own[0]["streams"] | own[1]["streams"] | own[2]["streams"])
+    assert (snapshot.step, snapshot.info, snapshot.score) == (1, {"lanes": 3}, 0.5)
+
+
+def test_what_several_workers_hold_alike_is_kept_once(tmp_path):
+    own = {"optimizer": {"param_groups": [{"lr": torch.tensor(0.1), "params": [0, 1]}], "empty": torch.empty(0)}}
+    with team(tmp_path, 3) as (writers, _):
+        save(writers, 1, {}, [own, own, own])
+    assert exact(load(tmp_path / "step-00000001").state) == exact(own)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ([{"a": torch.ones(2)}, {"a": torch.zeros(2)}], "worker 1 holds other values of tensor a"),
+        ([{"a": torch.ones(2)}, {"a": torch.ones(2, 1)}], r"worker 1 holds tensor a as \['float32', \[2, 1\]"),
+        ([{"a": {"b": 1}}, {"a": {"b": 2}}], "workers hold different values of a/b: 1 and 2"),
+        (
+            [{"a": sliced(torch.ones(9), 0, 3)}, {"a": sliced(torch.ones(9), 5, 9)}],
+            "tensor a is not whole: elements 3 to 5 of 9 .* missing",
+        ),
+        ([{"a": sliced(torch.ones(9), 0, 6)}, {"a": sliced(torch.ones(9), 5, 9)}], "tensor a is not whole: elements 5 to 6 of 9 .* twice"),
+    ],
+)
+def test_workers_that_disagree_are_told_so(tmp_path, own, message):
+    with team(tmp_path, 2) as (writers, _), pytest.raises(SnapshotError, match=message):
+        save(writers, 1, {}, own)
+    assert find_newest(tmp_path, ignore) is None
+
+
+def test_a_tensor_is_either_shared_or_own(tmp_path):
+    with team(tmp_path) as ((writer,), _):
+        with pytest.raises(SnapshotError, match="tensor a/b was given as shared by all workers and as this worker's own"):
+            writer.save(1, {"a": {"b": torch.ones(1)}}, {"a": {"b": torch.ones(1)}}, NO_INFO)
+        with pytest.raises(SnapshotError, match="tensor a was given as shared by all workers and is a slice"):
+            writer.save(1, {"a": sliced(torch.ones(4), 0, 4)}, {}, NO_INFO)
+
+
+def _save_as_a_process(directory: Path, workers: int) -> None:
+    rank = int(os.environ["RANK"])
+    writer = SnapshotWriter(directory, rank=rank, workers=workers, attempt="processes", keep_last=2, keep_best=0, report=ignore)
+    for step in range(1, 5):
+        writer.save(step, small_state(step), {"own": {rank: torch.full((9,), float(step))}}, NO_INFO)
+    writer.wait()
+    writer.close()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_processes_save_together(tmp_path, workers):
+    run_workers(_save_as_a_process, workers, tmp_path, workers)
+    assert names_in(tmp_path) == ["step-00000003", "step-00000004"]
+    own = {rank: torch.full((9,), 4.0) for rank in range(workers)}
+    assert exact(load(tmp_path / "step-00000004").state) == exact({**small_state(4), "own": own})
+
+
+def test_training_goes_on_while_a_snapshot_is_written(tmp_path):
+    weight = torch.ones(1000)
+    free = threading.Event()
+    with team(tmp_path) as ((writer,), reports):
+        writer._go_on = lambda: free.wait(20)
+        writer.save(1, {"weight": weight}, {}, NO_INFO)
+        weight.zero_()
+        writer.raise_if_failed()
+        assert not reports
+        free.set()
+        writer.wait()
+    assert torch.equal(load(tmp_path / "step-00000001").state["weight"], torch.ones(1000))
+
+
+def test_what_is_reported(tmp_path):
+    with team(tmp_path, keep_last=1) as (writers, reports):
+        save(writers, 1, small_state(1))
+        save(writers, 2, small_state(2), score=1.5)
+    (first, _), (second, fields), (removed, old) = reports
+    assert (first, second, removed) == ("snapshot", "snapshot", "snapshot_removed")
+    path = tmp_path / "step-00000002"
+    seconds = {"stall_seconds": fields.pop("stall_seconds"), "seconds": fields.pop("seconds")}
+    assert fields == {"step": 2, "path": str(path), "bytes": sum(f.stat().st_size for f in path.glob("tensors*")), "score": 1.5}
+    assert all(value > 0 for value in seconds.values())
+    assert old == {"path": str(tmp_path / "step-00000001")}
+
+
+def test_only_what_the_manifest_names_stays(tmp_path):
+    directory = tmp_path / "step-00000001"
+    directory.mkdir()
+    for leftover in ("tensors-old-0-of-1.safetensors", "part-old-0.json", "failed-old-0.txt", ".manifest.json.1.tmp"):
+        (directory / leftover).write_bytes(b"half")
+    save_once(tmp_path, 1, small_state(1), 2)
+    assert names_in(directory) == [NAME, "tensors-first.1-0-of-2.safetensors", "tensors-first.1-1-of-2.safetensors"]
+    save_once(tmp_path, 1, small_state(2), 1, attempt="second")
+    assert names_in(directory) == [NAME, "tensors-second.1-0-of-1.safetensors"]
+    assert exact(load(directory).state) == exact(small_state(2))
+
+
+def test_a_step_may_be_saved_twice(tmp_path):
+    with team(tmp_path, 2) as (writers, _):
+        save(writers, 1, small_state(1))
+        save(writers, 1, small_state(2), score=1.0)
+    assert exact(load(tmp_path / "step-00000001").state) == exact(small_state(2))
+
+
+def test_an_attempt_is_part_of_file_names(tmp_path):
+    with pytest.raises(SnapshotError, match="attempt='a/b' was given; expected letters"), team(tmp_path, attempt="a/b"):
+        pass
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_all_workers_learn_of_a_failure(tmp_path, failing):
+    with team(tmp_path, 3) as (writers, reports):
+        save(writers, 1, small_state(1))
+        writers[failing]._go_on = full
+        for writer in writers:
+            writer.save(2, small_state(2), {}, NO_INFO)
+        for writer in writers:
+            with pytest.raises(
+                SnapshotError,
+                match=rf"step-00000002 could not be written: worker {failing}: .*No space left.*; free some space there.*"
+                r"The newest whole snapshot is step-00000001",
+            ):
+                writer.wait()
+            writer.wait()
+        assert names_in(tmp_path / "step-00000002") == sorted({f"failed-first.2-{rank}.txt" for rank in (0, failing)})
+        assert [kind for kind, _ in reports] == ["snapshot", "snapshot_failed"]
+        del writers[failing]._go_on
+        save(writers, 3, small_state(3))
+    assert names_in(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_a_worker_that_could_not_say_why_failed_too(tmp_path):
+    with team(tmp_path, 2) as ((writer, _), _):
+        (tmp_path / "step-00000001").mkdir()
+        (tmp_path / "step-00000001" / "failed-first.1-1.txt").touch()
+        writer.save(1, small_state(1), {}, NO_INFO)
+        with pytest.raises(SnapshotError, match="worker 1 could not write its part of snapshot step-00000001, nor why"):
+            writer.wait()
+
+
+def test_a_worker_that_never_comes_is_named(tmp_path):
+    with team(tmp_path, 3, timeout_seconds=0.02) as ((writer, _, last), _):
+        writer.save(1, small_state(1), {}, NO_INFO)
+        with pytest.raises(SnapshotError, match=r"worker 1, 2 did not write its part within 0.02 seconds. There is no whole snapshot yet"):
+            writer.wait()
+        last.save(1, small_state(1), {}, NO_INFO)
+        with pytest.raises(SnapshotError, match="worker 1, 2 did not write its part"):
+            last.wait()
+        assert names_in(tmp_path / "step-00000001") == ["failed-first.1-0.txt"]
+
+
+def test_a_manifest_that_never_comes_is_told(tmp_path):
+    with team(tmp_path, 2, timeout_seconds=0.02) as ((_, writer), _):
+        writer.save(1, small_state(1), {}, NO_INFO)
+        with pytest.raises(SnapshotError, match="worker 1: worker 0 did not write the manifest within"):
+            writer.wait()
+        assert not any(name.startswith("failed") for name in names_in(tmp_path / "step-00000001"))
+
+
+def test_close_gives_up_what_cannot_become_whole(tmp_path):
+    with team(tmp_path, 2) as ((writer, _), reports):
+        writer.save(1, small_state(1), {}, NO_INFO)
+        writer.close(grace_seconds=0.0)
+    ((kind, fields),) = reports
+    assert kind == "snapshot_failed"
+    assert "this worker stopped" in fields["reason"]
+    assert find_newest(tmp_path, ignore) is None
+
+
+def test_close_lets_what_is_under_way_become_whole(tmp_path):
+    with team(tmp_path) as ((writer,), reports):
+        writer.save(1, small_state(1), {}, NO_INFO)
+        writer.close(grace_seconds=20.0)
+    assert reports[0][0] == "snapshot"
+    check(tmp_path / "step-00000001")
+
+
+def test_the_directory_may_be_removed(tmp_path):
+    with team(tmp_path / "run") as ((writer,), _):
+        writer._go_on = lambda: shutil.rmtree(tmp_path / "run")
+        writer.save(1, small_state(1), {}, NO_INFO)
+        with pytest.raises(SnapshotError, match=r"No such file.*leave the run's directory in place.*There is no whole snapshot yet"):
+            writer.wait()
+
+
+def test_a_name_that_is_taken_is_told(tmp_path):
+    (tmp_path / "step-00000001").touch()
+    with team(tmp_path) as (writers, _), pytest.raises(SnapshotError, match=r"step-00000001 could not be written: .*File exists"):
+        save(writers, 1, small_state(1))
+
+
+def test_a_record_that_cannot_be_written_hides_no_failure(tmp_path):
+    def report(kind: str, **fields: Any) -> None:
+        raise RecordError("full")
+
+    writer = SnapshotWriter(tmp_path, rank=0, workers=1, attempt="a", keep_last=1, keep_best=0, report=report)
+    writer._go_on = full
+    writer.save(1, small_state(1), {}, NO_INFO)
+    with pytest.raises(SnapshotError, match="No space left"):
+        writer.wait()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_leaves_the_former_snapshot_whole(workers):
+    big = {"weight": torch.arange(MEBIBYTE / 4)}
+    bigger = {"weight": torch.arange(MEBIBYTE)}
+    with full_disk(3 * MEBIBYTE) as disk, team(disk, workers) as (writers, _):
+        save(writers, 1, big)
+        for writer in writers:
+            writer.save(2, bigger, {}, NO_INFO)
+        for writer in writers:
+            with pytest.raises(SnapshotError, match=r"No space left.*free some space there.*newest whole snapshot is step-00000001"):
+                writer.wait()
+        assert not list(disk.glob("step-00000002/tensors*"))
+        assert find_newest(disk, ignore) == disk / "step-00000001"
+        save(writers, 3, big)
+        assert list_snapshots(disk)[-1] == disk / "step-00000003"
+        assert exact(load(disk / "step-00000003").state) == exact(big)
+
+
+@given(cut=st.integers(0, 40))
+def test_a_disk_that_fills_up_anywhere_never_leaves_half_a_snapshot_for_whole(cut):
+    with full_disk(4096 * (cut + 2)) as disk:
+        try:
+            save_once(disk, 1, {"weight": torch.arange(10_000.0)}, 2)
+        except SnapshotError:
+            assert find_newest(disk, ignore) is None
+        else:
+            assert exact(load(disk / "step-00000001").state) == exact({"weight": torch.arange(10_000.0)})

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from samestep import cli
+from samestep.config import Config
+from samestep.errors import SnapshotError
+from samestep.launch import command
+
+HELP_WITHOUT_TORCH = """
+import sys
+from samestep.cli import main
+try:
+    main({arguments})
+finally:
+    assert "torch" not in sys.modules
+"""
+
+
+def exit_status(*arguments):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    return caught.value.code
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Collect what would be run."""
+    collected = []
+    monkeypatch.setattr(command, "run_script", lambda *arguments, **named: collected.append((*arguments, named)))
+    return collected
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"]])
+def test_help_comes_without_torch(arguments):
+    program = HELP_WITHOUT_TORCH.format(arguments=arguments)
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "samestep" in shown.stdout
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help_that_starts_with_what_it_does(name, capsys):
+    assert exit_status(name, "--help") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith(f"usage: samestep {name}")
+    assert cli.COMMANDS[name].summary[1:] in shown
+
+
+def test_run_has_a_flag_for_every_option(runs):
+    text = {"lanes": "8", "dir": "runs/one", "deterministic": "false", "timeout_seconds": "2.5", "snapshot_every": "none"}
+    flags = [part for option in fields(Config) for part in ("--" + option.name.replace("_", "-"), text.get(option.name, "1"))]
+    assert cli.main(["run", *flags, "train.py"]) == 0
+    options = runs[0][3]
+    assert options.keys() == {option.name for option in fields(Config)}
+    assert [options[name] for name in text] == [8, Path("runs/one"), False, 2.5, None]
+
+
+def test_what_follows_the_script_belongs_to_it(runs):
+    assert cli.main(["run", "-n", "2", "--lanes", "8", "train.py", "--lanes", "3", "-n", "5", "--", "x"]) == 0
+    assert runs == [("train.py", ["--lanes", "3", "-n", "5", "--", "x"], 2, {"lanes": 8}, {"as_module": False})]
+
+
+def test_a_module_may_be_run(runs):
+    cli.main(["run", "-m", "recipes.vit", "--help"])
+    assert runs == [("recipes.vit", ["--help"], 1, {}, {"as_module": True})]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "arguments are required"),
+        (["rum"], "invalid choice: 'rum'"),
+        (["run"], "arguments are required: script"),
+        (["run", "--lane", "8", "train.py"], "unrecognized arguments: --lane"),
+        (["run", "-n", "two", "train.py"], "invalid int value: 'two'"),
+    ],
+)
+def test_wrong_use_is_told(arguments, message, capsys):
+    assert exit_status(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--lanes", "many", "train.py"], 2, "samestep: error: --lanes='many' was given; expected a whole number or none"),
+        (["no-such-script.py"], 2, "samestep: error: script 'no-such-script.py' was given"),
+        (["-n", "0", cli.__file__], 1, "samestep: error: workers=0 was given; expected at least 1"),
+    ],
+)
+def test_errors_are_one_line_with_a_status(arguments, status, message, capfd):
+    assert cli.main(["run", *arguments]) == status
+    printed = capfd.readouterr().err
+    assert printed.startswith(message)
+    assert printed.count("\n") == 1
+
+
+def test_the_first_failure_of_a_run_is_printed_once(tmp_path, capfd):
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('lost')")
+    assert cli.main(["run", "-n", "2", str(script)]) == 1
+    printed = capfd.readouterr().err
+    assert printed.startswith("samestep: error: worker ")
+    assert printed.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(("error", "status"), [(SnapshotError("torn"), 1), (KeyboardInterrupt(), 130)])
+def test_every_command_ends_in_the_same_way(monkeypatch, error, status):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr(command, "main", fail)
+    assert cli.main(["run", "train.py"]) == status
+
+
+def test_an_installed_version_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "version", lambda name: f"1.2.3 of {name}")
+    assert exit_status("--version") == 0
+    assert capsys.readouterr().out == "samestep 1.2.3 of samestep\n"
+
+
+def test_python_m_samestep_is_samestep():
+    shown = subprocess.run([sys.executable, "-m", "samestep", "--help"], capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("usage: samestep ")

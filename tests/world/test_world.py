@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import functools
+import math
+import os
+import time
+
+import pytest
+import torch
+
+from samestep.config import Config
+from samestep.errors import ConfigError, WorldError
+from samestep.world import Alone, connect
+from samestep.world.distributed import Distributed
+from tests.workers import run_workers, try_workers
+from tests.worlds import in_processes, in_threads
+
+FIRST_CAPACITY = 1024 - 8  # bytes that fit the first message of `Distributed`
+LENGTHS = [0, 1, FIRST_CAPACITY - 1, FIRST_CAPACITY, FIRST_CAPACITY + 1, 20_000, 3, 200_000, 0]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
+
+
+def conforms(world):
+    """Check every call of a world against what its docstring promises."""
+    assert 0 <= world.rank < world.size
+    for check in (bytes_of_any_length, json_keeps_bits, objects, tensors_are_gathered, parts_go_to_their_ranks, rank_zero_is_copied):
+        check(world)
+    world.barrier("waiting")
+    return world.rank
+
+
+def bytes_of_any_length(world):
+    for length in LENGTHS:
+        for own in (length * (world.rank + 1), length if world.rank == world.size - 1 else 2):
+            data = bytes([65 + world.rank]) * own
+            lengths = world.all_gather_object(own, "telling lengths")
+            expected = [bytes([65 + rank]) * lengths[rank] for rank in range(world.size)]
+            assert world.all_gather_bytes(data, "gathering bytes") == expected
+            gathered = world.gather_bytes(data, "gathering bytes")
+            assert gathered == (expected if world.rank == 0 else None)
+
+
+def json_keeps_bits(world):
+    value = {"rank": world.rank, "floats": [0.1, 5e-324, 1.7976931348623157e308, -0.0, math.inf, -math.inf, math.nan], "text": "\u20ac\x00"}
+    everyone = world.all_gather_json(value, "gathering JSON")
+    assert [repr(other) for other in everyone] == [repr({**value, "rank": rank}) for rank in range(world.size)]
+
+
+def objects(world):
+    own = {world.rank: (1, {2}, b"3"), "tensor": torch.full((2, 3), world.rank)}
+    for everyone in (world.all_gather_object(own, "gathering objects"), world.gather_object(own, "gathering objects")):
+        if everyone is None:
+            assert world.rank > 0
+            continue
+        for rank, other in enumerate(everyone):
+            assert other[rank] == (1, {2}, b"3")
+            assert torch.equal(other["tensor"], torch.full((2, 3), rank))
+    assert world.broadcast_object(f"from {world.rank}", "sharing an object") == "from 0"
+    assert world.broadcast_object("x" * 5000 if world.rank == 0 else None, "sharing an object") == "x" * 5000
+
+
+def tensors_are_gathered(world):
+    for dtype in DTYPES:
+        for size in (0, 1, 1000):
+            own = torch.full((size,), world.rank % 2, dtype=dtype)
+            out = torch.full((world.size * size,), 3, dtype=dtype)
+            expected = torch.cat([torch.full((size,), rank % 2, dtype=dtype) for rank in range(world.size)])
+            world.all_gather(out, own, "gathering tensors")
+            assert torch.equal(out, expected)
+            out[: world.rank * size], out[(world.rank + 1) * size :] = 3, 3
+            world.all_gather(out, out[world.rank * size : (world.rank + 1) * size], "gathering tensors in place")
+            assert torch.equal(out, expected)
+
+
+def parts_go_to_their_ranks(world):
+    def part(sender, receiver, scale):
+        return torch.full((scale * ((sender + 2 * receiver) % 3),), 10.0 * sender + receiver)
+
+    ranks = range(world.size)
+    for scale in (0, 1, 700):
+        sent = [part(world.rank, rank, scale) for rank in ranks]
+        expected = [part(rank, world.rank, scale) for rank in ranks]
+        out = torch.empty(sum(map(len, expected)))
+        world.all_to_all(out, list(map(len, expected)), torch.cat(sent), list(map(len, sent)), "exchanging parts")
+        assert torch.equal(out, torch.cat(expected))
+
+
+def rank_zero_is_copied(world):
+    for dtype in DTYPES:
+        tensor = torch.full((3, 5), 1 if world.rank == 0 else 0, dtype=dtype)
+        world.broadcast(tensor, "copying")
+        assert torch.equal(tensor, torch.ones(3, 5, dtype=dtype))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("launch", [in_processes, in_threads])
+def test_every_world_conforms(launch, workers):
+    assert launch(workers, conforms) == list(range(workers))
+
+
+def test_connect_gives_the_world_that_fits():
+    assert isinstance(connect(1, Config(), cuda=False), Alone)
+    with pytest.raises(ConfigError, match="lanes=2 was given for 3 workers"):
+        connect(3, Config(lanes=2), cuda=False)
+
+
+def calls(world):
+    tensor = torch.zeros(world.size)
+    return {
+        "all_gather_bytes": functools.partial(world.all_gather_bytes, b"data"),
+        "gather_bytes": functools.partial(world.gather_bytes, b"data"),
+        "all_gather": functools.partial(world.all_gather, tensor, tensor[:1]),
+        "all_to_all": functools.partial(world.all_to_all, tensor.clone(), [1] * world.size, tensor, [1] * world.size),
+        "broadcast": functools.partial(world.broadcast, tensor),
+        "barrier": world.barrier,
+        "broadcast_object": functools.partial(world.broadcast_object, None),
+    }
+
+
+def test_a_lost_worker_is_an_error_on_the_others_within_seconds():
+    """After the first error every further call fails too, at once."""
+
+    def body():
+        world = connect(3, Config(lanes=3, timeout_seconds=300), cuda=False)
+        world.barrier("starting")
+        if world.rank == 1:
+            os._exit(7)
+        started = time.monotonic()
+        told = {}
+        for name, call in calls(world).items():
+            with pytest.raises(WorldError) as caught:
+                call(f"making the call {name}")
+            told[name] = str(caught.value)
+        world.close()
+        return time.monotonic() - started, told
+
+    outcomes = try_workers(body, 3)
+    assert [outcome.exitcode for outcome in outcomes] == [0, 7, 0]
+    for outcome in (outcomes[0], outcomes[2]):
+        seconds, told = outcome.value
+        assert seconds < 10
+        for name, message in told.items():
+            assert f"worker {outcome.rank} got no answer from the others while making the call {name}" in message
+
+
+def test_a_worker_that_never_comes_is_an_error_after_the_timeout():
+    def body():
+        if os.environ["RANK"] == "0":
+            return
+        with pytest.raises(WorldError, match="worker 1 got no answer from the others while forming the world"):
+            Distributed(cuda=False, timeout_seconds=1)
+
+    assert [outcome.exitcode for outcome in try_workers(body, 2)] == [0, 0]
+
+
+def test_a_process_can_form_one_world_after_another():
+    def body():
+        totals = []
+        for _ in range(3):
+            world = Distributed(cuda=False, timeout_seconds=30)
+            totals.append(sum(world.all_gather_object(world.rank, "adding")))
+            world.close()
+        return totals
+
+    assert run_workers(body, 2) == [[1, 1, 1], [1, 1, 1]]
