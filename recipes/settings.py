@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import typing
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def describe(kind: type) -> str:
     """List every setting of `kind` with its default, type and description."""
     lines = ["settings (defaults < base file < file < command line):"]
     for leaf in _leaves(kind):
-        default = yaml.safe_dump(_plain(leaf.default), default_flow_style=True).removesuffix("\n...\n").strip()
+        default = "none" if leaf.default is None else json.dumps(_plain(leaf.default)).strip('"')
         lines += [f"  {leaf.key}={default}", f"      {leaf.description} ({_words(leaf.kind)})"]
     return "\n".join(lines)
 

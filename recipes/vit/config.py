@@ -46,7 +46,7 @@ class DataSettings:
 class OptimizerSettings:
     """How parameters are updated. Learning rates are those at the reference batch size."""
 
-    name: Literal["adamw", "sgd"] = setting("adamw", "SGD has Nesterov's momentum off")
+    name: Literal["adamw", "sgd"] = setting("adamw", "AdamW (Loshchilov and Hutter 2019), or SGD with momentum")
     learning_rate: float = setting(1e-3, "peak, at the reference batch size")
     reference_batch_size: int | None = setting(None, "learning rates grow with batch_size / this (Goyal et al. 2017); none: they do not")
     warmup_epochs: float = setting(5.0, "of linear growth from 0 to the peak")

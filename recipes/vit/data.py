@@ -10,7 +10,6 @@ import gzip
 import math
 import random
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from recipes.vit.config import DataSettings, ModelSettings
 
@@ -47,7 +47,7 @@ def open_images(data: DataSettings, model: ModelSettings) -> Split:
     if model.channels not in MODES:
         raise ImageError(f"model.channels={model.channels} was given; images have 1 (grey) or 3 (colour)")
     if not len(data.mean) == len(data.std) == model.channels:
-        raise ImageError(f"data.mean={data.mean} and data.std={data.std} were given; expected one number for each of {model.channels} channels")
+        raise ImageError(f"data.mean={data.mean} and data.std={data.std} were given; expected {model.channels} numbers each, one a channel")
     split = {"digits": _digits, "fashion-mnist": _fashion_mnist, "folder": _folder}[data.source](data, model)
     if split.classes != model.classes:
         raise ImageError(f"{data.source} has {split.classes} classes; set model.classes={split.classes} (it is {model.classes})")
@@ -197,8 +197,10 @@ def _digits(data: DataSettings, model: ModelSettings) -> Split:
 
 def _fashion_mnist(data: DataSettings, model: ModelSettings) -> Split:
     root = _given(data)
-    parts = [(read_idx(root / f"{part}-images-idx3-ubyte.gz"), read_idx(root / f"{part}-labels-idx1-ubyte.gz")) for part in ("train", "t10k")]
-    train, test = ((torch.from_numpy(images)[:, None] / 255, torch.from_numpy(labels).long()) for images, labels in parts)
+    train, test = (
+        (read_idx(root / f"{part}-images-idx3-ubyte.gz")[:, None] / 255, read_idx(root / f"{part}-labels-idx1-ubyte.gz").long())
+        for part in ("train", "t10k")
+    )
     return _in_memory(train, test, data, model, partial(jitter, pixels=2, degrees=5, scale=0.1, flip=True))
 
 
@@ -221,7 +223,7 @@ def _in_memory(
     )
 
 
-def read_idx(path: Path) -> np.ndarray:
+def read_idx(path: Path) -> Tensor:
     """Read a gzipped file of unsigned bytes in MNIST's IDX format (http://yann.lecun.com/exdb/mnist). Raises `ImageError`."""
     try:
         content = gzip.decompress(path.read_bytes())
@@ -232,7 +234,7 @@ def read_idx(path: Path) -> np.ndarray:
         raise ImageError(f"{path} cannot be read as a gzipped IDX file: {error}") from error
     if (zeros, kind) != (0, 8):
         raise ImageError(f"{path} holds IDX type {kind}; expected 8 (unsigned bytes)")
-    return pixels.copy()
+    return torch.from_numpy(pixels.copy())
 
 
 def _given(data: DataSettings) -> Path:

@@ -95,7 +95,9 @@ def train(run: ss.Run, settings: Settings, models: dict[str, nn.Module], images:
     return scores or evaluate(run, settings, models, images)
 
 
-def training_loss(model: nn.Module, batch: tuple[Tensor, Tensor], *, mixup: float, label_smoothing: float) -> tuple[Tensor, dict[str, Tensor]]:
+def training_loss(
+    model: nn.Module, batch: tuple[Tensor, Tensor], *, mixup: float, label_smoothing: float
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the cross entropy of a lane's images, mixed in pairs when `mixup` is above 0 (Zhang et al. 2018), and top-1."""
     images, labels = batch
     if mixup == 0:
@@ -130,10 +132,7 @@ def evaluate(run: ss.Run, settings: Settings, models: Mapping[str, nn.Module], i
 
 def shown(scores: Mapping[str, float]) -> str:
     """Return scores as a person reads them."""
-    names = dict.fromkeys(key.partition("_")[0] for key in scores)
-    return "; ".join(
-        f"{name} top-1 {scores[f'{name}_top1']:.2%}, top-5 {scores[f'{name}_top5']:.2%}, loss {scores[f'{name}_loss']:.4f}" for name in names
-    )
+    return "  ".join(f"{name} {value:.4f}" if name.endswith("loss") else f"{name} {value:.2%}" for name, value in scores.items())
 
 
 def make_models(run: ss.Run, settings: Settings) -> dict[str, nn.Module]:

@@ -25,7 +25,6 @@ from samestep.errors import (
     WorkerError,
     WorldError,
 )
-
 from samestep.launch import launch  # at once: the sub-package of the same name would take its place later
 
 if TYPE_CHECKING:

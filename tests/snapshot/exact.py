@@ -16,7 +16,7 @@ from samestep.snapshot.state import DTYPES
 INFINITE = [float("nan"), float("inf"), -float("inf"), -0.0, 5e-324, struct.unpack(">d", bytes.fromhex("fff8000000000001"))[0]]
 
 
-def exact(value: Any) -> Any:  # noqa: PLR0911  one a kind of value
+def exact(value: Any) -> Any:
     """Return something that is equal for two values if, and only if, they are equal in types, order and bits."""
     kind = type(value)
     if isinstance(value, torch.Tensor):

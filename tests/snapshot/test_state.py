@@ -196,12 +196,12 @@ def test_restoring_garbage_fails_as_it_should(plain):
 
 @given(st.dictionaries(st.integers(0, 9), st.dictionaries(st.text(max_size=2), st.integers())), st.data())
 def test_merge_puts_together_what_was_taken_apart(state, data):
-    first, second = {}, {}
+    parts = [{key: {} for key in state}, {key: {} for key in state}]
     for key, inner in state.items():
-        sides = data.draw(st.lists(st.sampled_from([(first,), (second,), (first, second)]), min_size=len(inner), max_size=len(inner)))
-        for target in (first, second):
-            target[key] = {name: value for (name, value), held in zip(inner.items(), sides, strict=True) if target in held}
-    merged = restore(merge(flatten(first)[0], flatten(second)[0]), {}.__getitem__)
+        for name, value in inner.items():
+            for part in data.draw(st.sampled_from([parts[:1], parts[1:], parts])):
+                part[key][name] = value
+    merged = restore(merge(*(flatten(part)[0] for part in parts)), {}.__getitem__)
     assert merged == state
     assert type(merged) is dict
 

@@ -129,13 +129,17 @@ def _members(groups: GroupBy, size: int) -> list[Indices]:
     """Return the sample indices of each group, groups in the order of their first sample."""
     if callable(groups):
         labels = [groups(index) for index in range(size)]
-    else:  # tensors and arrays as plain values: a tensor's elements would each be a group of their own
+    else:
         labels = groups.tolist() if hasattr(groups, "tolist") else list(groups)
     if len(labels) != size:
         raise DataError(f"group_by has {len(labels)} entries for {size} samples; expected one a sample, or a function of the index")
     members: dict[Hashable, list[int]] = {}
     for index, label in enumerate(labels):
-        members.setdefault(label, []).append(index)
+        group = label.tolist() if hasattr(label, "tolist") else label  # a plain value: each tensor would be a group of its own
+        try:
+            members.setdefault(group, []).append(index)
+        except TypeError:
+            raise DataError(f"group_by gives {group!r} for sample {index}; expected what can be a key of a dict") from None
     return [np.asarray(indices, dtype=np.int64) for indices in members.values()]
 
 

@@ -82,6 +82,7 @@ def run_loop(batches: Iterator[Batch], progress: Progress, complete: Callable[[]
             raise
         batch.load()
         progress.end_step()
+    progress.end_loop()
 
 
 def _check_end(name: str, value: int | None) -> None:

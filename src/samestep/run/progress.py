@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from samestep.snapshot.keeper import Keeper
     from samestep.snapshot.read import Snapshot
     from samestep.step.backward import Lanes
+
+
+NOTHING: Final = (0, False)  # no signal came, and no snapshot is due
 
 
 @dataclass
@@ -63,7 +66,7 @@ class Progress:
         self._config, self._record, self._keeper, self._stop, self._lanes = config, record, keeper, stop, lanes
         self._open: OpenStep | None = None
         self._seconds: dict[str, float] = {}
-        self._agreed = {"stop": 0, "due": False}
+        self._agreed = NOTHING
         self._wanted = False
         self._score: float | None = None
         if resumed is not None:
@@ -73,6 +76,8 @@ class Progress:
 
     def begin_step(self, batch: Batch, complete: Callable[[], None]) -> None:
         """Say that the body of a loop starts on a batch; `complete` moves the loop's position on."""
+        if self._is_last(self.step):
+            self._stop_here()
         self.epoch = batch.epoch
         self._open = OpenStep(batch, complete)
         self._stop.deferring = self._keeper.keeps
@@ -91,16 +96,17 @@ class Progress:
         self._open = None
         self._stop.deferring = False
         self.step += 1
-        stopping = self.step == self._config.stop_after or self._agreed["stop"]
-        due = self._keeper.is_due(self.step) or self._agreed["due"]
-        if self._wanted or due or stopping:
+        (signal, due), self._agreed = self._agreed, NOTHING
+        if self._keeper.is_due(self.step) or due or self._wanted:
             self._keep()
-        if self._agreed["stop"]:
-            self._finish("stopped", signal=self._agreed["stop"])
-            self._stop.act(self._agreed["stop"])
-        if stopping:
-            self._finish("stopped", after=self.step)
-            raise SystemExit(0)
+        if signal or self._is_last(self.step):
+            self._stop_here(signal)
+
+    def end_loop(self) -> None:
+        """Say that a loop has no more steps. A signal that came too late for the last one's note is agreed upon here."""
+        signals = self._lanes.world.all_gather_json(self._stop.received, "ending a loop")
+        if any(signals):
+            self._stop_here(next(filter(None, signals)))
 
     def settle(self) -> None:
         """Count a step that was left by break after an update as done."""
@@ -135,7 +141,7 @@ class Progress:
 
     def agree(self, notes: list[dict[str, Any]]) -> None:
         """Take what all workers told; rank 0's clock decides, and the first signal does."""
-        self._agreed = {"stop": next((note["stop"] for note in notes if note["stop"]), 0), "due": notes[0]["due"]}
+        self._agreed = next((note["stop"] for note in notes if note["stop"]), 0), notes[0]["due"]
         if self._seconds:
             self._record.timing(self.step - 1, [note["seconds"] for note in notes])
             self._seconds = {}
@@ -164,6 +170,16 @@ class Progress:
             "snapshot": self._keeper.stall_seconds,
         }
         lanes.compute_seconds = lanes.exchange_seconds = self._optimizer_seconds = self._keeper.stall_seconds = 0.0
+
+    def _is_last(self, step: int) -> bool:
+        return self._config.stop_after is not None and step >= self._config.stop_after
+
+    def _stop_here(self, signal: int = 0) -> NoReturn:
+        self._keep()
+        self._finish("stopped", signal=signal)
+        if signal:
+            self._stop.act(signal)
+        raise SystemExit(0)
 
     def _keep(self) -> None:
         run = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -25,7 +25,7 @@ class StopRequest:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._former[number] = signal.signal(number, self._handle)
 
-    def act(self, number: int) -> None:
+    def act(self, number: int) -> NoReturn:
         """Raise what a signal asks for: KeyboardInterrupt, or SystemExit with status 128 + its number."""
         if number == signal.SIGINT:
             raise KeyboardInterrupt

@@ -1,0 +1,111 @@
+"""Savers that are ended by SIGKILL, at everything that they do to the file system."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from samestep.errors import SnapshotError
+from samestep.snapshot import SnapshotWriter, find_newest, list_snapshots, load, part
+from samestep.snapshot.manifest import NAME
+from samestep.snapshot.read import fault
+from tests.snapshot.exact import exact
+from tests.snapshot.saving import NO_INFO, save_once, small_state
+from tests.workers import run_workers, try_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TOUCHING = {"open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir"}
+
+
+class Death:
+    """Counts what this process does to the file system from now on, and ends it by SIGKILL just before number `point`."""
+
+    def __init__(self, point: int | None, writer: SnapshotWriter) -> None:
+        self.count = 0
+        self._point = point
+        part.CHUNK_BYTES = 256
+        writer._go_on = self._before(writer._go_on)
+        os.fsync = self._before(os.fsync)
+        sys.addaudithook(lambda event, _: self._pass() if event in TOUCHING else None)
+
+    def _before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def dying(*args: Any) -> Any:
+            self._pass()
+            return function(*args)
+
+        return dying
+
+    def _pass(self) -> None:
+        if self.count == self._point:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.count += 1
+
+
+def _save_twice(directory: Path, workers: int, victim: int, point: int | None, keep_last: int) -> int:
+    """Save steps 1 and 2; the victim dies in the second. Return how many points there were."""
+    rank = int(os.environ["RANK"])
+    writer = SnapshotWriter(
+        directory,
+        rank=rank,
+        workers=workers,
+        attempt="first",
+        keep_last=keep_last,
+        keep_best=0,
+        report=lambda *_, **__: None,
+        timeout_seconds=20.0 if point is None else 0.5,
+    )
+    writer.save(1, small_state(1), {}, NO_INFO)
+    writer.wait()
+    death = Death(point if rank == victim else None, writer)
+    writer.save(2, small_state(2), {}, NO_INFO)
+    writer.wait()
+    return death.count
+
+
+def newest_after(directory: Path) -> str:
+    """Return the newest whole snapshot, after making sure that it is what was saved and that nothing else passes for whole."""
+    rejected = {}
+    newest = find_newest(directory, lambda _, path, reason: rejected.update({path: reason}))
+    assert newest is not None
+    assert exact(load(newest).state) == exact(small_state(int(newest.name[-1])))
+    assert set(rejected) == {str(path) for path in list_snapshots(directory) if path > newest}
+    for path in list_snapshots(directory):
+        assert fault(path) is None or not (path / NAME).exists()
+    return newest.name
+
+
+@pytest.mark.parametrize("keep_last", [1, 3])
+def test_a_save_that_is_killed_anywhere_is_never_taken_for_whole(tmp_path, keep_last):
+    (points,) = run_workers(_save_twice, 1, tmp_path / "undisturbed", 1, 0, None, keep_last)
+    newest = []
+    for point in range(points):
+        directory = tmp_path / str(point)
+        (outcome,) = try_workers(_save_twice, 1, directory, 1, 0, point, keep_last)
+        assert outcome.exitcode == -signal.SIGKILL
+        newest.append(newest_after(directory))
+        save_once(directory, 2, small_state(2), attempt="second")
+        assert newest_after(directory) == "step-00000002"
+        assert len(list((directory / "step-00000002").iterdir())) == 2
+    commit = newest.index("step-00000002")
+    assert 10 < commit < points - 2
+    assert newest == ["step-00000001"] * commit + ["step-00000002"] * (points - commit)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_of_two_workers_may_be_killed_anywhere(tmp_path, victim):
+    points = run_workers(_save_twice, 2, tmp_path / "undisturbed", 2, victim, None, 3)[victim]
+    for point in range(0, points, 3):
+        directory = tmp_path / str(point)
+        outcomes = try_workers(_save_twice, 2, directory, 2, victim, point, 3)
+        assert outcomes[victim].exitcode in {-signal.SIGKILL, 0}  # the number of polls differs from run to run
+        newest = newest_after(directory)
+        if newest == "step-00000001":
+            assert outcomes[victim].exitcode == -signal.SIGKILL
+            assert isinstance(outcomes[1 - victim].error, SnapshotError)

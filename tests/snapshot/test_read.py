@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from samestep.errors import SnapshotError
+from samestep.snapshot import check, find_newest, list_snapshots, load
+from samestep.snapshot.manifest import LARGEST_BYTES, NAME
+from samestep.snapshot.read import fault, inspect
+from samestep.snapshot.state import canonical
+from tests.faults import cut, flip_byte
+from tests.snapshot.exact import exact
+from tests.snapshot.saving import save, save_once, small_state, team
+from tests.snapshot.test_state import tagged_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[str, bytes]:
+    """The files of a small snapshot that two workers wrote."""
+    directory = tmp_path_factory.mktemp("run")
+    save_once(directory, 2, small_state(2), 2)
+    return {path.name: path.read_bytes() for path in (directory / "step-00000002").iterdir()}
+
+
+@pytest.fixture
+def snapshot(tmp_path, whole) -> Path:
+    return put(tmp_path / "step-00000002", whole)
+
+
+def put(path: Path, contents: dict[str, bytes]) -> Path:
+    path.mkdir(exist_ok=True)
+    for name, content in contents.items():
+        (path / name).write_bytes(content)
+    return path
+
+
+def signed(body: dict[str, Any]) -> bytes:
+    """Return a manifest whose checksum is right, whatever it says."""
+    body = {name: value for name, value in body.items() if name != "sha256"}
+    return canonical({**body, "sha256": hashlib.sha256(canonical(body).encode()).hexdigest()}).encode()
+
+
+def rejected_by(examine: Callable[[Path], object], path: Path) -> str:
+    """Return why a snapshot is rejected; any other error than `SnapshotError` fails the test."""
+    with pytest.raises(SnapshotError) as caught:
+        examine(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_whole_snapshot_passes(snapshot):
+    assert check(snapshot).step == 2
+    assert exact(load(snapshot).state) == exact(small_state(2))
+
+
+def test_every_flipped_byte_of_every_file_is_found(snapshot, whole):
+    for name, content in whole.items():
+        for index in range(len(content)):
+            flip_byte(snapshot / name, index)
+            assert fault(snapshot), (name, index)
+            (snapshot / name).write_bytes(content)
+    assert fault(snapshot) is None
+
+
+def test_a_cut_at_any_byte_of_any_file_is_found(snapshot, whole):
+    for name, content in whole.items():
+        for size in range(len(content)):
+            cut(snapshot / name, size)
+            assert fault(snapshot), (name, size)
+            (snapshot / name).write_bytes(content)
+    assert fault(snapshot) is None
+
+
+@given(data=st.data())
+def test_any_change_of_bytes_is_found(tmp_path_factory, whole, data):
+    name = data.draw(st.sampled_from(sorted(whole)))
+    content = whole[name]
+    start = data.draw(st.integers(0, len(content)))
+    stop = data.draw(st.integers(start, min(start + 8, len(content))))
+    changed = content[:start] + data.draw(st.binary(max_size=8)) + content[stop:]
+    path = put(tmp_path_factory.mktemp("run") / "step-00000002", {**whole, name: changed})
+    assert (fault(path) is None) == (changed == content)
+
+
+def test_a_missing_file_is_named(snapshot, whole):
+    for name in whole:
+        (snapshot / name).unlink()
+        assert name in rejected_by(check, snapshot)
+        (snapshot / name).write_bytes(whole[name])
+
+
+def test_no_manifest_no_snapshot(tmp_path, snapshot):
+    (snapshot / NAME).unlink()
+    assert f"snapshot {snapshot} has no manifest.json: it was never finished" == rejected_by(check, snapshot)
+    assert f"there is no snapshot {tmp_path / 'none'}" == rejected_by(check, tmp_path / "none")
+
+
+@pytest.mark.parametrize("examine", [check, load])
+def test_what_is_no_regular_file_is_not_waited_for(snapshot, whole, examine):
+    for name in whole:
+        (snapshot / name).unlink()
+        os.mkfifo(snapshot / name)
+        assert "not a regular file" in rejected_by(examine, snapshot)
+        (snapshot / name).unlink()
+        (snapshot / name).mkdir()
+        assert "not a regular file" in rejected_by(examine, snapshot)
+        (snapshot / name).rmdir()
+        (snapshot / name).symlink_to(name)
+        assert rejected_by(examine, snapshot)
+        (snapshot / name).unlink()
+        (snapshot / name).write_bytes(whole[name])
+
+
+def test_a_manifest_that_is_too_large_is_not_read(snapshot):
+    os.truncate(snapshot / NAME, LARGEST_BYTES + 1)
+    assert f"expected at most {LARGEST_BYTES}" in rejected_by(inspect, snapshot)
+
+
+def test_another_format_is_told(snapshot, whole):
+    put(snapshot, {NAME: signed({**json.loads(whole[NAME]), "format": 2})})
+    assert "is of format 2; expected 1: read it with the samestep that wrote it" in rejected_by(check, snapshot)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "", ".", "..", ".hidden", "a\0b", "a\n", 7, None])
+def test_no_path_leaves_the_directory(snapshot, whole, name):
+    body = json.loads(whole[NAME])
+    body["files"][0][0] = name
+    put(snapshot, {NAME: signed(body)})
+    assert "manifest.json does not describe a snapshot" in rejected_by(load, snapshot)
+
+
+def test_a_tensor_larger_than_its_file_is_never_allocated(snapshot, whole):
+    body = json.loads(whole[NAME])
+    body["tensors"]["model/weight"] = [["float32", [2**50], [0]], [[0, 0, 2**50]]]
+    put(snapshot, {NAME: signed(body)})
+    assert "is said to hold" in rejected_by(load, snapshot)
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield (container, key) of every value inside JSON."""
+    for key, inner in list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []:
+        yield value, key
+        yield from places(inner)
+
+
+@given(data=st.data())
+def test_a_manifest_that_lies_is_refused_or_read_but_does_no_harm(tmp_path_factory, whole, data):
+    body = json.loads(whole[NAME])
+    for _ in range(data.draw(st.integers(1, 3))):
+        container, key = data.draw(st.sampled_from(list(places(body))))
+        container[key] = data.draw(tagged_values | st.integers(-2, 2**70) | st.sampled_from(["complex64", "bool", "model/bias"]))
+    path = put(tmp_path_factory.mktemp("run") / "step-00000002", {**whole, NAME: signed(body)})
+    try:
+        load(path)
+    except SnapshotError as error:
+        assert str(path) in str(error)  # noqa: PT017  nothing else may come out, but a lie may also have a meaning
+
+
+@given(data=st.data())
+@example(data=None)
+def test_a_data_file_that_lies_is_refused_or_read_but_does_no_harm(tmp_path_factory, whole, data):
+    body = json.loads(whole[NAME])
+    name = body["files"][0][0]
+    if data is None:
+        content = (2**63 - 1).to_bytes(8, "little") + whole[name][8:]
+    else:
+        start = data.draw(st.integers(0, len(whole[name])))
+        content = whole[name][:start] + data.draw(st.binary(max_size=20)) + whole[name][data.draw(st.integers(start, len(whole[name]))) :]
+    body["files"][0][1:] = [len(content), hashlib.sha256(content).hexdigest()]
+    path = put(tmp_path_factory.mktemp("run") / "step-00000002", {**whole, name: content, NAME: signed(body)})
+    try:
+        load(path)
+    except SnapshotError as error:
+        assert str(path) in str(error)  # noqa: PT017  nothing else may come out, but changed values are values
+
+
+@given(garbage=st.binary() | tagged_values.map(lambda value: canonical(value).encode()) | st.just(b"[" * 100_000) | st.just(b"9" * 10_000))
+def test_garbage_is_no_manifest(tmp_path_factory, garbage):
+    rejected_by(check, put(tmp_path_factory.mktemp("run") / "step-00000002", {NAME: garbage}))
+
+
+def test_a_piece_is_not_stretched(snapshot, whole):
+    """A stored piece of one element must not fill a tensor of many."""
+    header = json.dumps({"a[0:64]": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    content = len(header).to_bytes(8, "little") + header + b"\0"
+    body = json.loads(whole[NAME])
+    body["files"] = [["data.safetensors", len(content), hashlib.sha256(content).hexdigest()]]
+    body["tensors"] = {"a": [["uint8", [64], [0]], [[0, 0, 64]]]}
+    body["state"] = {"dict": [["a", {"tensor": "a"}]]}
+    put(snapshot, {"data.safetensors": content, NAME: signed(body)})
+    assert "a[0:64] has 1 bytes in data.safetensors; expected 64" in rejected_by(load, snapshot)
+
+
+def test_the_newest_whole_snapshot_is_found_and_the_others_are_named(tmp_path):
+    with team(tmp_path) as (writers, _):
+        for step in (1, 2, 30):
+            save(writers, step, small_state(step))
+    (tmp_path / "step-00000040").mkdir()
+    flip_byte(next((tmp_path / "step-00000030").glob("tensors*")), -1)
+    reports = []
+    assert find_newest(tmp_path, lambda kind, **fields: reports.append((kind, fields))) == tmp_path / "step-00000002"
+    assert [(kind, fields["path"]) for kind, fields in reports] == [
+        ("snapshot_rejected", str(tmp_path / "step-00000040")),
+        ("snapshot_rejected", str(tmp_path / "step-00000030")),
+    ]
+    assert "never finished" in reports[0][1]["reason"]
+    assert "damaged" in reports[1][1]["reason"]
+
+
+def test_without_snapshots_none_is_found(tmp_path):
+    assert find_newest(tmp_path, print) is None
+    assert find_newest(tmp_path / "none", print) is None
+
+
+def test_snapshots_are_listed_in_order_of_steps(tmp_path):
+    for name in ("step-99999999", "step-100000000", "step-00000007", "step-7", "step-000000008", "step-0000000a", "other"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in list_snapshots(tmp_path)] == ["step-00000007", "step-99999999", "step-100000000"]
+
+
+def test_one_object_is_loaded_alone(snapshot):
+    assert exact(load(snapshot, ["scheduler"]).state) == exact({"scheduler": small_state(2)["scheduler"]})
+    assert rejected_by(lambda path: load(path, ["optimizer"]), snapshot).endswith("it holds no optimizer; it holds model, scheduler")
+
+
+def test_tensors_are_independent_of_the_files(snapshot, whole):
+    state = load(snapshot).state
+    for name in whole:
+        (snapshot / name).write_bytes(bytes(len(whole[name])))
+    state["model"]["bias"] += 1
+    assert torch.equal(state["model"]["weight"], small_state(2)["model"]["weight"])

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.snapshot import list_snapshots
+from samestep.snapshot.manifest import NAME
+from samestep.snapshot.read import step_of
+from tests.faults import cut, flip_byte
+from tests.snapshot.saving import save, save_once, small_state, team
+
+
+def steps_in(directory):
+    return [step_of(path) for path in list_snapshots(directory)]
+
+
+@given(
+    scores=st.lists(st.none() | st.just(math.nan) | st.integers(0, 3) | st.just(-math.inf), min_size=1, max_size=8),
+    keep_last=st.integers(1, 3),
+    keep_best=st.integers(0, 3),
+)
+def test_the_newest_and_the_best_stay(tmp_path_factory, scores, keep_last, keep_best):
+    directory = tmp_path_factory.mktemp("run")
+    stay: set[int] = set()
+    with team(directory, keep_last=keep_last, keep_best=keep_best) as (writers, _):
+        for step, score in enumerate(scores):
+            save(writers, step, {"step": step}, score=score)
+            there = {*stay, step}
+            scored = [s for s in there if scores[s] is not None and not math.isnan(scores[s])]
+            best = sorted(scored, key=lambda s: (scores[s], s), reverse=True)[:keep_best]
+            stay = {*sorted(there)[-keep_last:], *best}
+            assert steps_in(directory) == sorted(stay)
+
+
+def test_a_damaged_snapshot_is_not_counted(tmp_path):
+    with team(tmp_path) as (writers, _):
+        for step in range(1, 6):
+            save(writers, step, small_state(step), score=-float(step))
+    flip_byte(next((tmp_path / "step-00000005").glob("tensors*")), -1)
+    cut(next((tmp_path / "step-00000004").glob("tensors*")), 10)
+    cut(tmp_path / "step-00000001" / NAME, 10)
+    with team(tmp_path, attempt="second", keep_last=3, keep_best=1) as (writers, _):
+        save(writers, 6, small_state(6))
+    assert steps_in(tmp_path) == [2, 3, 4, 5, 6]
+    with team(tmp_path, attempt="third", keep_last=1, keep_best=1) as (writers, _):
+        save(writers, 7, small_state(7))
+    assert steps_in(tmp_path) == [2, 7]
+
+
+def test_leftovers_go_and_later_steps_and_links_stay(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    save_once(elsewhere, 2, small_state(2))
+    run = tmp_path / "run"
+    save_once(run, 9, small_state(9))
+    for leftover in (1, 3):
+        (run / f"step-{leftover:08d}").mkdir()
+        (run / f"step-{leftover:08d}" / "tensors-old-0-of-1.safetensors").write_bytes(b"half")
+    (run / "step-00000002").symlink_to(elsewhere / "step-00000002")
+    (run / "notes").mkdir()
+    with team(run, attempt="second", keep_last=1) as (writers, reports):
+        save(writers, 4, small_state(4))
+    assert steps_in(run) == [2, 4, 9]
+    assert (elsewhere / "step-00000002" / NAME).exists()
+    assert (run / "notes").exists()
+    assert [fields["path"][-1] for kind, fields in reports if kind == "snapshot_removed"] == ["3", "1"]
+
+
+def test_what_cannot_be_removed_is_reported_and_the_new_snapshot_is_whole(tmp_path, monkeypatch):
+    def busy(path):
+        raise OSError(16, "Device or resource busy", str(path))
+
+    with team(tmp_path, keep_last=1) as (writers, reports):
+        save(writers, 1, small_state(1))
+        monkeypatch.setattr("samestep.snapshot.retention.remove", busy)
+        save(writers, 2, small_state(2))
+    assert [kind for kind, _ in reports] == ["snapshot", "snapshot", "snapshot_not_removed"]
+    assert "busy" in reports[-1][1]["reason"]
+    assert steps_in(tmp_path) == [1, 2]
