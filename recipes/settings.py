@@ -47,7 +47,7 @@ def setting(default: Any, description: str) -> Any:
 def parser(kind: type, description: str) -> argparse.ArgumentParser:
     """Make a parser whose `settings` takes files and `key=value`, and whose `--help` lists every setting of `kind`."""
     made = argparse.ArgumentParser(description=description, epilog=describe(kind), formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("settings", nargs="*", metavar="FILE.yaml|key=value", help="files and settings; the last one wins")
+    made.add_argument("settings", nargs="*", metavar="FILE.yaml|key=value", help="files, and settings over them; of each the last wins")
     return made
 
 
@@ -62,7 +62,7 @@ def read(kind: type[S], given: Iterable[str]) -> S:
 
 def to_yaml(settings: Any) -> str:
     """Write settings as YAML that `read` takes back to an equal value."""
-    return yaml.safe_dump(_plain(asdict(settings)), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(_plain(asdict(settings)), sort_keys=False)
 
 
 def describe(kind: type) -> str:

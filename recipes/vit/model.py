@@ -53,7 +53,7 @@ class VisionTransformer(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + patches, width))
         self.pos_drop = nn.Dropout(settings.dropout)
-        drop_paths = torch.linspace(0, settings.drop_path, depth).tolist()
+        drop_paths = [settings.drop_path * index / max(1, depth - 1) for index in range(depth)]
         self.blocks = nn.Sequential(*(Block(width, heads, settings, drop_path) for drop_path in drop_paths))
         self.norm = nn.LayerNorm(width, eps=NORM_EPSILON)
         self.head = nn.Linear(width, settings.classes)

@@ -52,7 +52,7 @@ class Evaluation:
         if len(dataset) == 0:
             raise DataError("the data set to evaluate has no samples; expected at least 1: check its path and filters")
         self._lanes, self._dataset, self._collate_fn, self._loader_workers = lanes, dataset, collate_fn, loader_workers
-        self._block_size = -(-batch_size // lanes.lanes)  # a lane's share, so that memory is that of training
+        self._block_size = batch_size  # of nothing else, so that the same bits come out at any number of lanes, too
         blocks, rank, workers = -(-len(dataset) // self._block_size), lanes.world.rank, lanes.world.size
         self._own = range(-(-rank * blocks // workers), -(-(rank + 1) * blocks // workers))  # rank 0 always has block 0
 

@@ -84,7 +84,7 @@ def test_wrong_use(directory, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(-3, "0 s"), (59, "59 s"), (60, "1 min"), (5400, "90 min"), (7200, "2 h"), (86400 * 3, "3 d")]
+    ("seconds", "text"), [(-3, "0 s"), (119, "119 s"), (120, "2 min"), (5400, "90 min"), (7200, "2 h"), (86400 * 3, "3 d")]
 )
 def test_ages(seconds, text):
     assert command._age(seconds) == text

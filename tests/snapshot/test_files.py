@@ -15,17 +15,22 @@ def test_a_file_appears_whole(tmp_path):
         temporary.write_bytes(b"new")
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
-    assert os.listdir(tmp_path) == ["a"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_block_that_fails_leaves_what_was_there(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt), files.appearing(path) as temporary:
-        temporary.write_bytes(b"half")
-        raise KeyboardInterrupt
+
+    def interrupted():
+        with files.appearing(path) as temporary:
+            temporary.write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["a"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_data_is_durable_before_it_has_its_name(tmp_path, monkeypatch):

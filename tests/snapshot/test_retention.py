@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.snapshot import list_snapshots
@@ -21,6 +21,7 @@ def steps_in(directory):
     keep_last=st.integers(1, 3),
     keep_best=st.integers(0, 3),
 )
+@settings(max_examples=40)
 def test_the_newest_and_the_best_stay(tmp_path_factory, scores, keep_last, keep_best):
     directory = tmp_path_factory.mktemp("run")
     stay: set[int] = set()

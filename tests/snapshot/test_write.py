@@ -217,8 +217,19 @@ def test_a_worker_that_could_not_say_why_failed_too(tmp_path):
         (tmp_path / "step-00000001").mkdir()
         (tmp_path / "step-00000001" / "failed-first.1-1.txt").touch()
         writer.save(1, small_state(1), {}, NO_INFO)
-        with pytest.raises(SnapshotError, match="worker 1 could not write its part of snapshot step-00000001, nor why"):
+        with pytest.raises(SnapshotError, match=r"worker 1 could not write its part of snapshot .*step-00000001, nor why"):
             writer.wait()
+
+
+def test_a_disk_without_room_for_words_still_tells_of_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr("samestep.snapshot.write.write_whole", full)
+    with team(tmp_path, 2) as (writers, _):
+        for writer in writers:
+            writer.save(1, small_state(1), {}, NO_INFO)
+        for writer in writers:
+            with pytest.raises(SnapshotError, match="No space left"):
+                writer.wait()
+        assert {path.stat().st_size for path in (tmp_path / "step-00000001").glob("failed-*")} == {0}
 
 
 def test_a_worker_that_never_comes_is_named(tmp_path):
@@ -263,6 +274,22 @@ def test_the_directory_may_be_removed(tmp_path):
         writer._go_on = lambda: shutil.rmtree(tmp_path / "run")
         writer.save(1, small_state(1), {}, NO_INFO)
         with pytest.raises(SnapshotError, match=r"No such file.*leave the run's directory in place.*There is no whole snapshot yet"):
+            writer.wait()
+
+
+def test_the_directory_may_be_removed_while_a_worker_waits(tmp_path, monkeypatch):
+    asked = []
+
+    def removing(path):
+        if not asked:
+            shutil.rmtree(path.parent)
+        asked.append(path.name)
+        return False
+
+    with team(tmp_path, 2) as ((_, writer), _):
+        monkeypatch.setattr(type(tmp_path), "exists", removing)
+        writer.save(1, small_state(1), {}, NO_INFO)
+        with pytest.raises(SnapshotError, match="worker 1: its files were removed"):
             writer.wait()
 
 

@@ -30,21 +30,18 @@ class Batch:
 
     def lane_batches(self) -> Iterator[tuple[int, Any]]:
         """Yield (lane, lane batch), loading what was not loaded before."""
-        yield from self._loaded
-        for lane in self._waiting():
-            started = time.perf_counter()
-            data = next(self.source)
-            self.data_seconds += time.perf_counter() - started
-            self._loaded.append((lane, data))
-            yield lane, data
+        lanes_with_samples = [lane for lane in self.lanes if self.counts is None or self.counts[lane]]
+        for number, lane in enumerate(lanes_with_samples):
+            if number == len(self._loaded):
+                started = time.perf_counter()
+                self._loaded.append((lane, next(self.source)))
+                self.data_seconds += time.perf_counter() - started
+            yield self._loaded[number]
 
     def load(self) -> None:
         """Load what nobody iterated, so that the source stands at the next step."""
         for _ in self.lane_batches():
             pass
-
-    def _waiting(self) -> list[int]:
-        return [lane for lane in self.lanes if self.counts is None or self.counts[lane]][len(self._loaded) :]
 
 
 def items_in(batch: Any) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,20 +80,30 @@ def load(
         pin_memory=pin_memory,
         generator=torch.Generator(),  # the loader draws a base seed: not from the generator that user code draws from
     )
+    batches = _iter(loader)
+    try:
+        yield from batches
+    except (RuntimeError, OSError, EOFError) as error:  # what a data set raises arrives as LoaderError
+        reason = str(error).partition("\n")[0]
+        raise LoaderError(
+            f"a loader process died ({type(error).__name__}: {reason}); usually it ran out of memory or shared memory, "
+            "or native code in the data set crashed: try loader_workers=0 to see which sample it was"
+        ) from error
+    finally:
+        if loader_workers > 0:
+            batches._shutdown_workers()  # noqa: SLF001  torch leaves it to the garbage collector, and an error's traceback delays that
+
+
+def _iter(loader: DataLoader[Any]) -> Any:
+    """Start iterating without torch's handler of SIGCHLD: it raises in whatever runs when a loader process dies, be it an exchange.
+
+    Without it the iterator finds a dead process within five seconds.
+    """
+    former = signal.getsignal(signal.SIGCHLD)
     batches = iter(loader)
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise LoaderError(
-                f"a loader process died ({str(error).splitlines()[0]}); usually it ran out of memory or shared memory, "
-                "or native code in the data set crashed: try loader_workers=0 to see which sample it was"
-            ) from error
-        yield batch
+    if former is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, former)
+    return batches
 
 
 class _Sampler(torch.utils.data.Sampler[Any]):

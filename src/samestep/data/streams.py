@@ -53,6 +53,7 @@ class LaneStream:
                 next(self)
         else:
             self._source.load_state_dict(state["source"])
+            self._items = iter(self._source)  # many sources look at their state only when an iteration starts
             self._given = state["given"]
 
 

@@ -6,7 +6,6 @@ import atexit
 import ctypes
 import os
 import signal
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,26 +30,23 @@ class Job:
     threads: int
     reports: Sequence[Report]
     signals: StopSignals
-    launcher: int  # process id
+    launcher_pid: int
 
     def work(self) -> NoReturn:
         """Be a worker: run the body, leave its result or failure to the launcher, and end."""
-        rank = int(os.environ["RANK"])
-        code = 1
+        atexit._clear()  # noqa: SLF001  the launcher's exit functions are the launcher's
         try:
-            self._settle()
-            code = self._run(rank)
+            code = self._run(rank=int(os.environ["RANK"]))
         finally:
             atexit._run_exitfuncs()  # noqa: SLF001  forked processes run none by themselves
         # Elastic takes SystemExit(0) for a return and would then wait for others; without a code it is let through.
         raise SystemExit(code or None)
 
     def _settle(self) -> None:
-        """Become a process of its own: its own threads, signals, session, exit functions and environment."""
+        """Become a process of its own: its own threads, session, environment and signals."""
         torch.set_num_threads(self.threads)  # first: inherited pools of threads have no threads after a fork
-        _end_with(self.launcher)
+        _end_with(self.launcher_pid)
         os.setsid()  # Ctrl-C reaches the launcher alone, which passes it on once; and one kill reaches all that a worker started
-        atexit._clear()  # noqa: SLF001  the launcher's are the launcher's
         os.environ.update(self.environment)
         os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
         self.signals.as_usual()
@@ -58,6 +54,7 @@ class Job:
     def _run(self, rank: int) -> int:
         report = self.reports[rank]
         try:
+            self._settle()
             result = self.body()
             if rank == 0:
                 report.leave_result(result)
@@ -69,9 +66,8 @@ class Job:
         return 0
 
 
-def _end_with(launcher: int) -> None:
+def _end_with(launcher_pid: int) -> None:
     """Die at once when the launcher is gone; a worker that went on would meet the next attempt's workers in its files."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher_pid:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -233,6 +233,7 @@ class Run:
     ) -> Any:
         """Return the means of what `fn(model, batch)` gives over all samples of a data set, each used once.
 
+        A worker evaluates `batch_size` consecutive samples at a time; who takes which never shows in the result.
         `fn` returns what a loss function returns, or a dict of scalars and torchmetrics objects, which are merged. With
         `gather`, it returns an output a sample (a tensor, a list, or a dict or tuple of them), and rank 0 gets them in
         data set order (None elsewhere). The model is in evaluation mode and no gradients are kept.

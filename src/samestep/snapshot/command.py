@@ -102,7 +102,7 @@ def _say(line: str) -> None:
 
 def _age(seconds: float) -> str:
     for unit, length in _UNITS:
-        if seconds >= length:
+        if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
 

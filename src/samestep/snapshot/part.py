@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from samestep.snapshot.state import Plain, Tensors
 
 # Other dtypes are stored as bytes: not every safetensors reader knows them, and the manifest tells what they are.
-_STORED = {
+_STORED: Final = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
 }  # fmt: skip
@@ -89,9 +89,10 @@ class Part:
 
 
 def contribution(shared: Mapping[str, Any], own: Mapping[str, Any], rank: int, workers: int) -> tuple[Contribution, list[torch.Tensor]]:
-    """Return what a worker contributes, its share of the tensors that all hold alike and all that it alone holds, and its pieces' values.
+    """Return what a worker contributes, and the values of its pieces: 1-D, in storage order, not copied.
 
-    Values are 1-D, in storage order, and not copied. Raises `SnapshotError` with the path of what cannot be held.
+    That is its share of the tensors that all workers hold alike, and all that is its own.
+    Raises `SnapshotError` with the path of what cannot be held.
     """
     shared_state, shared_tensors = flatten(dict(shared))
     own_state, held = flatten(dict(own))
@@ -100,10 +101,9 @@ def contribution(shared: Mapping[str, Any], own: Mapping[str, Any], rank: int, w
         raise SnapshotError(f"tensor {both[0]} was given as shared by all workers and as this worker's own; expected one of the two")
     pairs = sorted([*_shared_pieces(whole, rank, workers), *_held_pieces(held)], key=_descending_element_size)
     pieces = [piece for piece, _ in pairs]
-    # Rank 0 tells of every shared tensor, the others of what they write.
-    told = {**held, **(whole if rank == 0 else {piece.tensor: whole[piece.tensor] for piece in pieces if piece.tensor in whole})}
-    state = merge(shared_state, own_state) if rank == 0 else own_state
-    return Contribution(state, {name: _form(tensor) for name, tensor in told.items()}, pieces), [values for _, values in pairs]
+    told = whole.keys() if rank == 0 else whole.keys() & {piece.tensor for piece in pieces}
+    forms = {name: _form(tensor) for name, tensor in {**whole, **held}.items() if name in told or name in held}
+    return Contribution(merge(shared_state, own_state) if rank == 0 else own_state, forms, pieces), [values for _, values in pairs]
 
 
 def _whole(name: str, tensor: torch.Tensor | TensorSlice) -> torch.Tensor:

@@ -29,6 +29,7 @@ Tensors: TypeAlias = dict[str, torch.Tensor | TensorSlice]
 Keys: TypeAlias = tuple[str, ...]
 
 DEEPEST: Final = 100  # levels; Python's own JSON ends in a RecursionError at about three times as many
+SHORT: Final = 60  # letters of a value in an error
 _DTYPE_NAMES: Final = (
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
     "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
@@ -290,4 +291,4 @@ def _pairs(plain: Any, tag: str) -> list[tuple[Plain, Plain]]:
 
 def _short(plain: Plain) -> str:
     text = canonical(plain)
-    return text if len(text) <= 60 else f"{text[:60]}..."  # noqa: PLR2004
+    return text if len(text) <= SHORT else f"{text[:SHORT]}..."

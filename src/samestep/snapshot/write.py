@@ -1,14 +1,4 @@
-"""Write snapshots beside training. Workers meet in the file system alone.
-
-    every worker    copies its pieces of tensors, which is all that training waits for
-                    writes tensors-<attempt>-<rank>-of-<workers>.safetensors, then part-<attempt>-<rank>.json
-    rank 0          waits for all parts, writes manifest.json: now, and only now, the snapshot exists
-                    removes the parts, then older snapshots
-    other ranks     wait until their part is gone
-
-A worker whose part will never come leaves failed-<attempt>-<rank>.txt instead. So no manifest can follow where there is
-one, and whoever sees it may remove its files. A worker that has given its part leaves its files to rank 0.
-"""
+"""Write snapshots beside training: what training waits for is the copy of this worker's pieces of tensors to host memory."""
 
 from __future__ import annotations
 
@@ -23,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import SamestepError, SnapshotError
 from samestep.snapshot.commit import combined
-from samestep.snapshot.files import write_whole
+from samestep.snapshot.files import sync, write_whole
 from samestep.snapshot.manifest import NAME, Manifest
-from samestep.snapshot.part import Contribution, Part, Staging, contribution, write_part
+from samestep.snapshot.meeting import Meeting, ToldError
+from samestep.snapshot.part import Contribution, Staging, contribution, write_part
 from samestep.snapshot.read import directory_name, fault, inspect, list_snapshots
 from samestep.snapshot.retention import Retention
 from samestep.snapshot.state import copy_plain
@@ -36,9 +27,8 @@ if TYPE_CHECKING:
 
 Event = tuple[str, dict[str, Any]]
 
-FIRST_PAUSE_SECONDS: Final = 0.005
-LONGEST_PAUSE_SECONDS: Final = 0.25
-_ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+GIVING_UP_SECONDS: Final = 2.0
+_ATTEMPT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ADVICE: Final = {
     errno.ENOSPC: "free some space there, or lower keep_last and keep_best",
     errno.EDQUOT: "free some of the quota there, or lower keep_last and keep_best",
@@ -53,28 +43,13 @@ _ADVICE: Final = {
 class _Save:
     """One snapshot that is being written by this worker."""
 
-    directory: Path
     step: int
-    attempt: str
-    workers: int
+    meeting: Meeting
     mine: Contribution
     data: memoryview
     info: Mapping[str, Any]
     score: float | None
     stall_seconds: float
-
-    def data_path(self, rank: int) -> Path:
-        return self.directory / f"tensors-{self.attempt}-{rank}-of-{self.workers}.safetensors"
-
-    def part_path(self, rank: int) -> Path:
-        return self.directory / f"part-{self.attempt}-{rank}.json"
-
-    def failed_path(self, rank: int) -> Path:
-        return self.directory / f"failed-{self.attempt}-{rank}.txt"
-
-
-class _ToldError(SnapshotError):
-    """A failure of another worker, in its own words."""
 
 
 class SnapshotWriter:
@@ -129,10 +104,15 @@ class SnapshotWriter:
         stall_seconds = time.perf_counter() - started
         self._saves += 1  # a step that is saved again gets files of its own
         save = _Save(
-            directory=self._directory / directory_name(step),
             step=step,
-            attempt=f"{self._attempt}.{self._saves}",
-            workers=self._workers,
+            meeting=Meeting(
+                directory=self._directory / directory_name(step),
+                attempt=f"{self._attempt}.{self._saves}",
+                rank=self._rank,
+                workers=self._workers,
+                timeout_seconds=self._timeout_seconds,
+                given_up=self._given_up,
+            ),
             mine=mine,
             data=data,
             info=copy_plain(dict(info), "info"),
@@ -140,7 +120,7 @@ class SnapshotWriter:
             stall_seconds=stall_seconds,
         )
         self._pending = Future()
-        self._thread = threading.Thread(target=self._run, args=(save, self._pending), name=f"write {save.directory.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(save, self._pending), name=f"write {directory_name(step)}", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -162,12 +142,16 @@ class SnapshotWriter:
             self._report(kind, **fields)
 
     def close(self, grace_seconds: float = 5.0) -> None:
-        """Give a save that is under way `grace_seconds` to become whole, then give it up; no save may follow."""
+        """Give a save that is under way `grace_seconds` to become whole, then give it up; no save may follow.
+
+        What hangs even then, in a file system that does not answer, ends with the process and harms no snapshot.
+        """
         if self._thread is not None:
             self._thread.join(grace_seconds)
-        self._given_up.set()
+            self._given_up.set()
+            self._thread.join(GIVING_UP_SECONDS)
         with suppress(SnapshotError):  # it was reported
-            self.wait()
+            self.raise_if_failed()
 
     def _run(self, save: _Save, pending: Future[list[Event]]) -> None:
         try:
@@ -176,105 +160,55 @@ class SnapshotWriter:
             pending.set_exception(error)
 
     def _write(self, save: _Save) -> list[Event]:
+        """Write this worker's part, and return what to report once the snapshot is whole. Raises `SnapshotError`."""
         started = time.perf_counter()
+        meeting = save.meeting
         try:
-            save.directory.mkdir(parents=True, exist_ok=True)
-            part = write_part(save.data_path(self._rank), save.mine, save.data, self._go_on)
-            write_whole(save.part_path(self._rank), part.to_bytes())
+            meeting.directory.mkdir(parents=True, exist_ok=True)
+            meeting.give(write_part(meeting.data_path, save.mine, save.data, meeting.go_on))
             manifest = self._commit(save) if self._rank == 0 else None
         except Exception as error:
-            failure = self._failure(save, error)
-            self._discard(save)
-            with suppress(OSError):
-                save.failed_path(self._rank).write_text(str(failure))
+            failure = self._failure(meeting, error)
+            meeting.fail(failure)
             raise failure from error
         if manifest is None:
-            self._wait_for_commit(save)
+            try:
+                meeting.wait_for_commit()
+            except Exception as error:
+                raise self._failure(meeting, error) from error
             return []
-        event = {"step": save.step, "path": str(save.directory), "bytes": manifest.size, "score": save.score}
         seconds = {"stall_seconds": save.stall_seconds, "seconds": time.perf_counter() - started}
-        return [("snapshot", {**event, **seconds}), *self._tidy(save, manifest)]
+        event = {"step": save.step, "path": str(meeting.directory), "bytes": manifest.size, "score": save.score, **seconds}
+        return [("snapshot", event), *self._tidy(meeting.directory, manifest)]
 
     def _commit(self, save: _Save) -> Manifest:
-        """Wait for all parts and write the manifest."""
-        parts = {save.part_path(rank).name: rank for rank in range(self._workers)}
-
-        def missing() -> str:
-            late = [rank for name, rank in parts.items() if name not in self._present(save)]
-            return f"worker {', '.join(map(str, late))} did not write its part" if late else ""
-
-        self._wait_until_nothing_is(missing)
-        manifest = combined(
-            [Part.from_bytes(save.part_path(rank).read_bytes()) for rank in range(self._workers)],
-            step=save.step,
-            attempt=save.attempt,
-            info=save.info,
-            score=save.score,
-        )
-        write_whole(save.directory / NAME, manifest.to_bytes())
+        meeting = save.meeting
+        manifest = combined(meeting.parts(), step=save.step, attempt=meeting.attempt, info=save.info, score=save.score)
+        write_whole(meeting.directory / NAME, manifest.to_bytes())
+        sync(self._directory)
         return manifest
 
-    def _wait_for_commit(self, save: _Save) -> None:
-        own_part = save.part_path(self._rank).name
-        try:
-            self._wait_until_nothing_is(lambda: "worker 0 did not write the manifest" if own_part in self._present(save) else "")
-        except _ToldError:
-            self._discard(save)
-            raise
-        except Exception as error:
-            raise self._failure(save, error) from error
-
-    def _tidy(self, save: _Save, manifest: Manifest) -> list[Event]:
+    def _tidy(self, directory: Path, manifest: Manifest) -> list[Event]:
         """Remove what the new manifest does not name, then older snapshots once the new one was seen whole."""
         named = {NAME, *(file.name for file in manifest.files)}
         try:
-            for path in save.directory.iterdir():
+            for path in directory.iterdir():
                 if path.name not in named:
                     path.unlink()
-            inspect(save.directory)
-            return [("snapshot_removed", {"path": str(path)}) for path in self._retention.apply(save.directory)]
+            inspect(directory)
+            return [("snapshot_removed", {"path": str(path)}) for path in self._retention.apply(directory)]
         except (OSError, SnapshotError) as error:
             return [("snapshot_not_removed", {"reason": str(error)})]
 
-    def _present(self, save: _Save) -> set[str]:
-        """Return the names of the files in the snapshot's directory. Raises the failure that another worker left there."""
-        present = {path.name for path in save.directory.iterdir()}
-        for rank in range(self._workers):
-            if save.failed_path(rank).name in present:
-                told = save.failed_path(rank).read_text()
-                raise _ToldError(told or f"worker {rank} could not write its part of snapshot {save.directory.name}, nor why")
-        return present
-
-    def _wait_until_nothing_is(self, missing: Callable[[], str]) -> None:
-        """Poll until `missing` says nothing. Raises `SnapshotError` with what it says when time is up."""
-        deadline = time.monotonic() + self._timeout_seconds
-        pause = FIRST_PAUSE_SECONDS
-        while what := missing():
-            if self._given_up.wait(pause):
-                raise SnapshotError(f"{what} before this worker stopped")
-            if time.monotonic() > deadline:
-                raise SnapshotError(f"{what} within {self._timeout_seconds:g} seconds")
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-
-    def _go_on(self) -> None:
-        if self._given_up.is_set():
-            raise SnapshotError("this worker stopped")
-
-    def _discard(self, save: _Save) -> None:
-        """Remove this worker's files of a failed save; rank 0, which will not commit it, everybody's."""
-        for rank in range(self._workers) if self._rank == 0 else [self._rank]:
-            for path in (save.part_path(rank), save.data_path(rank)):
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
-
-    def _failure(self, save: _Save, error: Exception) -> SnapshotError:
-        if isinstance(error, _ToldError):
+    def _failure(self, meeting: Meeting, error: Exception) -> SnapshotError:
+        """Say which snapshot could not be written, why, what to do, and which one there is."""
+        if isinstance(error, ToldError):
             return error
         reason = str(error) if isinstance(error, (OSError, SnapshotError)) else f"{type(error).__name__}: {error}"
         advice = _ADVICE.get(error.errno or 0) if isinstance(error, OSError) else None
         newest = next((path.name for path in reversed(list_snapshots(self._directory)) if not fault(path, inspect)), None)
         return SnapshotError(
-            f"snapshot {save.directory} could not be written: worker {self._rank}: {reason}"
+            f"snapshot {meeting.directory} could not be written: worker {self._rank}: {reason}"
             + (f"; {advice}" if advice else "")
             + (f". The newest whole snapshot is {newest}: the run can resume from it" if newest else ". There is no whole snapshot yet")
         )

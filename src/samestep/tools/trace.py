@@ -39,7 +39,10 @@ class StepTrace:
 
 def read_traces(directory: Path) -> list[StepTrace]:
     """Return the traces of the steps that a run directory holds snapshots of, in order."""
-    metrics = {event["step"] + 1: _plain(event["values"]) for event in read_events(directory) if event["event"] == "scalars"}
+    metrics: dict[int, dict[str, float]] = {}
+    for event in read_events(directory):
+        if event["event"] == "scalars":
+            metrics.setdefault(event["step"] + 1, {}).update(_plain(event["values"]))
     traces = []
     for path in list_snapshots(directory):
         snapshot = load(path)

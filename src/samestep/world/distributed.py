@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from samestep.errors import WorldError
 from samestep.world.base import World
@@ -31,7 +33,7 @@ class Distributed(World):
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         with self._answering("forming the world"):
-            store = dist.PrefixStore(f"samestep/{next(_worlds_formed)}", _store(timeout))
+            store = PrefixStore(f"samestep/{next(_worlds_formed)}", _store(timeout))
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         self._capacity = 1024
 
@@ -97,8 +99,7 @@ class Distributed(World):
 
 
 @cache
-def _store(timeout: timedelta) -> dist.Store:
-    """Return where this process's worlds find each other; rank 0 serves it to the end, or the next world would meet a closing one."""
-    store: dist.Store
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+def _store(timeout: timedelta) -> Store:
+    """Return where this process's worlds form; it stays open, because the next world's workers may come before it had closed."""
+    store: Store = next(rendezvous("env://", timeout=timeout))[0]
     return store

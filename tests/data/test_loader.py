@@ -1,0 +1,147 @@
+# ruff: noqa: NPY002  user code draws from NumPy's global generator
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from samestep.data.loader import Request, load
+from samestep.errors import LoaderError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
+
+class Augmented:
+    """Each sample has random numbers of all generators beside its index."""
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return {"index": index, "draws": torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)}
+
+
+class InOneGo(Augmented):
+    def __getitem__(self, index):
+        raise AssertionError("__getitems__ is to be used")
+
+    def __getitems__(self, indices):
+        assert isinstance(indices, list)
+        return [Augmented.__getitem__(self, index) for index in indices]
+
+
+class TooManyArgumentsError(Exception):
+    """An error that pickle cannot make again."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+class Broken:
+    """The sample 13 fails in a way of choice."""
+
+    def __init__(self, fail):
+        self.fail = fail
+
+    def __getitem__(self, index):
+        if index == 13:
+            self.fail()
+        return torch.tensor([index, os.getpid()])
+
+
+class TooFew(Broken):
+    def __getitems__(self, indices):
+        return [torch.tensor(index) for index in indices if index != 13]
+
+
+def requests_of(*batches):
+    return [Request(f"request {number}", indices, 1000 + number) for number, indices in enumerate(batches)]
+
+
+def loaded(dataset, requests, loader_workers, collate_fn=None):
+    return list(load(dataset, requests, collate_fn=collate_fn, loader_workers=loader_workers, pin_memory=False))
+
+
+def raise_too_many():
+    raise TooManyArgumentsError("bad", "worse")
+
+
+def test_batches_and_their_random_numbers_do_not_depend_on_who_loads_them():
+    requests = requests_of([3, 1, 4], [1], [5, 9, 2, 6], [], [5, 3])
+    calls = []
+
+    def collate(samples):
+        calls.append(len(samples))
+        return [(sample["index"], *sample["draws"].tolist(), random.random()) for sample in samples]
+
+    torch.manual_seed(1)
+    expected = loaded(Augmented(), requests, 0, collate)
+    assert [[sample[0] for sample in batch] for batch in expected] == [list(request.indices) for request in requests]
+    assert calls == [3, 1, 4, 0, 2]
+    assert len({number for batch in expected for sample in batch for number in sample[1:]}) == 4 * 10
+    for dataset in (Augmented(), InOneGo()):
+        for loader_workers in (0, 2):
+            torch.rand(7), random.random(), np.random.rand()  # user code draws as it likes
+            assert loaded(dataset, requests, loader_workers, collate) == expected
+    assert loaded(Augmented(), requests[2:], 0, collate) == expected[2:]
+
+
+def test_samples_are_collated_as_torch_does_and_generators_are_left_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    for loader_workers in (0, 2):
+        torch.manual_seed(3)
+        first, second = loaded(Augmented(), requests_of([3, 1], [7]), loader_workers)
+        assert first["index"].tolist() == [3, 1]
+        assert first["draws"].shape == (2, 3)
+        assert second["index"].tolist() == [7]
+        assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("loader_workers", [0, 2])
+def test_an_error_says_where_and_what(loader_workers):
+    def endless():
+        raise StopIteration
+
+    failures = [
+        (Broken(raise_too_many), "TooManyArgumentsError: bad and worse", "in raise_too_many"),
+        (Broken(endless), "StopIteration", "in endless"),
+        (TooFew(None), "DataError: __getitems__ returned 2 samples for 3 indices", "in _samples"),
+    ]
+    for dataset, error, line in failures:
+        batches = load(dataset, requests_of([1, 2], [12, 13, 14]), collate_fn=None, loader_workers=loader_workers, pin_memory=False)
+        next(batches)
+        with pytest.raises(LoaderError) as caught:
+            next(batches)
+        for expected in ("loading request 1 failed", error, "sample indices [12, 13, 14]", line):
+            assert expected in str(caught.value)
+    with pytest.raises(LoaderError, match=r"loading request 0 failed: ValueError: no\nsample indices \[0, 1, .*, 15, …\]"):
+        loaded(Augmented(), requests_of(range(40)), loader_workers, refuse)
+
+
+def refuse(samples):
+    raise ValueError("no")
+
+
+@pytest.mark.parametrize("end", [lambda: os._exit(0), lambda: os.kill(os.getpid(), signal.SIGKILL)], ids=["exit", "kill"])
+def test_a_loader_process_that_dies_is_an_error_within_seconds(end):
+    started = time.monotonic()
+    with pytest.raises(LoaderError, match="a loader process died"):
+        loaded(Broken(end), requests_of(*[[index] for index in range(20)]), 2)
+    assert time.monotonic() - started < 20
+
+
+def test_a_dead_loader_process_is_told_by_the_next_batch_and_never_in_between():
+    """An error in the middle of user code, or of an exchange with other workers, would be taken for theirs."""
+    batches = load(Broken(None), requests_of(*[[index] for index in range(12)]), collate_fn=None, loader_workers=2, pin_memory=False)
+    process = int(next(batches)[0, 1])
+    os.kill(process, signal.SIGKILL)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    sum(number for number in range(1000))  # here Python handles the signal
+    with pytest.raises(LoaderError, match="a loader process died"):
+        list(batches)

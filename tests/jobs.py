@@ -1,0 +1,147 @@
+"""Small jobs for tests of whole runs, and a hash by name of everything that a run leaves behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo  # noqa: F401  the first optimizer imports it: once here, before workers are forked, not in each of them
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import samestep as ss
+from tests.workers import run_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    # Builds, tracks and trains with the public interface; returns what it tracks, by name.
+    Job = Callable[[ss.Run], dict[str, Any]]
+
+
+def images(size: int) -> TensorDataset:
+    """Return `size` random images [1, 8, 8] of ten classes, always the same."""
+    generator = torch.Generator().manual_seed(7)
+    return TensorDataset(torch.randn(size, 1, 8, 8, generator=generator), torch.randint(10, (size,), generator=generator))
+
+
+class Net(nn.Module):
+    """A small classifier with BatchNorm, dropout and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten())
+        self.first = nn.Linear(36, 36)
+        self.second = nn.Linear(36, 36)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(36, 10)
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(F.gelu(self.first(self.features(pictures)))))
+
+
+def classify(model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss and the accuracy of a classifier."""
+    pictures, labels = batch
+    logits = model(pictures)
+    return F.cross_entropy(logits, labels), {"accuracy": (logits.argmax(1) == labels).float().mean()}
+
+
+def fit(
+    run: ss.Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Any,
+    *,
+    loss_fn: Callable[[Any, Any], Any] = classify,
+    batch_size: int = 32,
+    epochs: int = 2,
+    max_norm: float | None = None,
+    count: Callable[[Any], int] | None = None,
+    after_step: Callable[[ss.Means], object] = lambda means: None,
+    tracked: dict[str, Any] | None = None,
+    **batches: Any,
+) -> dict[str, Any]:
+    """Train, by the usual loop of a job; `batches` are further options of `run.batches`."""
+    tracked = {"model": model, "optimizer": optimizer, **(tracked or {})}
+    run.track(**tracked)
+    for batch in run.batches(dataset, batch_size, epochs=epochs, **batches):
+        means = run.backward(loss_fn, model, batch, count=count)
+        if max_norm is not None:
+            means = {**means, "norm": float(run.clip_grad_norm(model, max_norm))}
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step(means)
+        run.log(means)
+    return tracked
+
+
+def image_job(run: ss.Run, **options: Any) -> dict[str, Any]:
+    """Train `Net` on 101 images in batches of 32, with SGD and a schedule."""
+    model = run.replicate(Net())
+    optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+    return fit(run, model, optimizer, images(101), tracked={"schedule": schedule}, after_step=lambda _: schedule.step(), **options)
+
+
+def left_by(job: Job, directory: Path, workers: int, *, timeout: float = 60.0, **options: Any) -> dict[str, str]:
+    """Run a job to its end at `workers` workers; return a hash by name of its metrics at each step and of all it tracked."""
+    held = run_workers(_modules_left_by, workers, job, directory, options, timeout=timeout)
+    left = left_in(job, directory, **options)
+    assert all(there == held[0] for there in held)
+    assert held[0].items() <= left.items()
+    return left
+
+
+def left_in(job: Job, directory: Path, **options: Any) -> dict[str, str]:
+    """Return the same hashes of a job that has ended; its last snapshot is loaded by one worker, which finds nothing left to do."""
+    with ss.init(dir=directory, **options) as run:
+        steps = run.step
+        tracked = job(run)
+        assert run.step == steps > 0
+        states = {name: item.state_dict() for name, item in tracked.items()}
+    return {**fingerprint(states), **logged(directory)}
+
+
+def _modules_left_by(job: Job, directory: Path, options: dict[str, Any]) -> dict[str, str]:
+    with ss.init(dir=directory, **options) as run:
+        return fingerprint({name: item.state_dict() for name, item in job(run).items() if isinstance(item, nn.Module)})
+
+
+def logged(directory: Path) -> dict[str, str]:
+    """Return every scalar of a run's record by its name and step; of a step that was made twice, both values if they differ."""
+    found: dict[str, list[str]] = {}
+    for event in events(directory, "scalars"):
+        for name, value in event["values"].items():
+            values = found.setdefault(f"{name} at step {event['step']}", [])
+            values += [] if str(value) in values else [str(value)]
+    return {name: " or ".join(values) for name, values in found.items()}
+
+
+def events(directory: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Return the events of a run's record, or those of one kind."""
+    lines = (directory / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if kind in {None, event["event"]}]
+
+
+def fingerprint(state: Any, path: str = "") -> dict[str, str]:
+    """Return nested state as one flat dict: hashes of tensors and texts of plain values by their paths."""
+    return dict(_leaves(state, path))
+
+
+def _leaves(state: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(state, torch.Tensor):
+        bits = state.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        yield path, f"{state.dtype} {tuple(state.shape)} {hashlib.sha256(bits).hexdigest()[:16]}"
+    elif isinstance(state, dict):
+        for name, value in state.items():
+            yield from _leaves(value, f"{path}/{name}")
+    elif isinstance(state, (list, tuple)):
+        for index, value in enumerate(state):
+            yield from _leaves(value, f"{path}/{index}")
+    else:
+        yield path, repr(state)

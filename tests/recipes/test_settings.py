@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.settings import SettingsError, parser, read, setting, to_yaml
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float = setting(0.5, "a rate")
+    shape: tuple[int, ...] = setting((1, 2), "a shape")
+    kind: Literal["fast", "slow"] = setting("fast", "a kind")
+
+
+@dataclass(frozen=True)
+class Outer:
+    steps: int = setting(10, "how many")
+    limit: float | None = setting(None, "a limit")
+    loud: bool = setting(False, "a switch")
+    title: str = setting("none", "a title")
+    folder: Path | None = setting(None, "a folder")
+    inner: Inner = field(default_factory=Inner)
+    other: Inner = field(default_factory=Inner)
+
+
+KEYS = {
+    "steps": 3,
+    "limit": 0.25,
+    "loud": True,
+    "title": "17",
+    "folder": Path("a/b"),
+    **{f"{section}.{name}": value for section in ("inner", "other") for name, value in (("rate", 2.0), ("shape", (3,)), ("kind", "slow"))},
+}
+
+floats = st.floats(allow_nan=False)
+inners = st.builds(Inner, rate=floats, shape=st.lists(st.integers()).map(tuple), kind=st.sampled_from(["fast", "slow"]))
+outers = st.builds(
+    Outer,
+    steps=st.integers(),
+    limit=st.none() | floats,
+    loud=st.booleans(),
+    title=st.text(),
+    folder=st.none() | st.from_regex(r"[a-z0-9. /-]+", fullmatch=True).map(Path).filter(lambda path: str(path) not in {"none", "null"}),
+    inner=inners,
+    other=inners,
+)
+
+
+def value_of(settings, key):
+    for name in key.split("."):
+        settings = getattr(settings, name)
+    return settings
+
+
+def nested(key, value):
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def plain(value):
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+
+
+def write(path, content):
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+@given(settings=outers)
+def test_written_settings_are_read_back_equal(settings, tmp_path_factory):
+    file = tmp_path_factory.getbasetemp() / "written.yaml"
+    file.write_text(to_yaml(settings), encoding="utf-8")
+
+    assert read(Outer, [str(file)]) == settings
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_is_set_in_a_file_or_an_argument_alone(key, tmp_path):
+    in_file = read(Outer, [write(tmp_path / "a.yaml", nested(key, plain(KEYS[key])))])
+    in_argument = read(Outer, [f"{key}={yaml.safe_dump(plain(KEYS[key]), default_flow_style=True).splitlines()[0].strip(chr(39))}"])
+
+    assert in_file == in_argument
+    assert value_of(in_file, key) == KEYS[key]
+    assert {other for other in KEYS if value_of(in_file, other) != value_of(Outer(), other)} == {key}
+
+
+@given(layers=st.sets(st.sampled_from(["grand base", "base", "file", "argument"])))
+def test_the_nearest_layer_wins(layers, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layers")
+    values = {"grand base": 1, "base": 2, "file": 3, "argument": 4}
+    chain = {"grand base": {}, "base": {"base": "../layers/grand base.yaml"}, "file": {"base": "base.yaml"}}
+    (folder / "layers").mkdir()
+    for layer, content in chain.items():
+        own = {"steps": values[layer]} if layer in layers else {}
+        write(folder / "layers" / f"{layer}.yaml", content | own | {"inner": {"rate": 7}})
+    arguments = ["steps=4"] if "argument" in layers else []
+
+    settings = read(Outer, [*arguments, str(folder / "layers" / "file.yaml")])  # arguments win wherever they stand
+
+    assert settings.steps == max((values[layer] for layer in layers), default=10)
+    assert settings.inner == Inner(rate=7.0)
+
+
+@given(key=st.sampled_from(sorted(KEYS)), data=st.data())
+def test_a_misspelt_key_is_named_with_its_source_and_the_right_one(key, data, tmp_path_factory):
+    start = key.rfind(".") + 1
+    at = data.draw(st.integers(start, len(key) - 1))
+    wrong = key[:at] + "x" + key[at:]
+    file = write(tmp_path_factory.getbasetemp() / "wrong.yaml", nested(wrong, 1))
+
+    for source, given_text in ((f"{wrong}=1", f"{wrong}=1"), (file, file)):
+        with pytest.raises(SettingsError) as caught:
+            read(Outer, [given_text])
+        assert source in str(caught.value)
+        assert f"{wrong} is no setting; did you mean {key}?" in str(caught.value)
+
+
+def test_a_key_without_its_section_finds_the_section():
+    with pytest.raises(SettingsError, match=r"rate is no setting; did you mean inner\.rate\?"):
+        read(Outer, ["rate=3"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("steps=1.5", "expected a whole number for steps"),
+        ("steps=true", "expected a whole number for steps"),
+        ("steps=none", "expected a whole number for steps"),
+        ("loud=1", "expected true or false for loud"),
+        ("limit=high", "expected a number or none for limit"),
+        ("inner.shape=[1, a]", "expected a list, each a whole number for inner.shape"),
+        ("inner.shape=[1, ", "expected a list, each a whole number for inner.shape"),
+        ("inner.kind=fats", "expected one of fast, slow for inner.kind; did you mean fast?"),
+        ("inner=3", "inner is a section; set one of inner.rate, inner.shape, inner.kind"),
+        ("steps", "expected a file that ends in .yaml, or key=value"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_was_expected(text, expected):
+    with pytest.raises(SettingsError) as caught:
+        read(Outer, [text])
+    assert text in str(caught.value)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", [{"steps": "3"}, {"loud": "yes please"}, {"limit": [1]}, {"inner": 3}, {"inner": {"kind": 1}}, [1], {3: 4}]
+)
+def test_a_wrong_value_in_a_file_is_named_with_the_file(content, tmp_path):
+    file = write(tmp_path / "wrong.yaml", content)
+    with pytest.raises(SettingsError) as caught:
+        read(Outer, [file])
+    assert file in str(caught.value)
+    assert any(str(key) in str(caught.value) for key in (content if isinstance(content, dict) else "1"))
+
+
+def test_numbers_with_an_exponent_are_numbers(tmp_path):
+    (tmp_path / "a.yaml").write_text("limit: 1e-3\ninner: {rate: .inf}\n")
+
+    settings = read(Outer, [str(tmp_path / "a.yaml"), "other.rate=5e2"])
+
+    assert (settings.limit, settings.inner.rate, settings.other.rate) == (1e-3, math.inf, 500.0)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_base_files_that_form_a_cycle_are_an_error(length, tmp_path):
+    for number in range(length):
+        write(tmp_path / f"{number}.yaml", {"base": f"{(number + 1) % length}.yaml"})
+    with pytest.raises(SettingsError, match=r"cycle: .*0\.yaml -> .*0\.yaml"):
+        read(Outer, [str(tmp_path / "0.yaml")])
+
+
+def test_a_file_that_is_not_there_or_no_yaml_is_named(tmp_path):
+    (tmp_path / "torn.yaml").write_text("steps: [1,")
+    for name in ("missing.yaml", "torn.yaml"):
+        with pytest.raises(SettingsError, match=f"{name} cannot be read as YAML"):
+            read(Outer, [str(tmp_path / name)])
+    with pytest.raises(SettingsError, match=r"missing\.yaml cannot be read as YAML"):
+        read(Outer, [write(tmp_path / "a.yaml", {"base": "missing.yaml"})])
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    (tmp_path / "empty.yaml").write_text("")
+    assert read(Outer, [str(tmp_path / "empty.yaml")]) == Outer()
+
+
+def test_help_lists_every_setting_with_default_type_and_description():
+    shown = parser(Outer, "A test.").format_help()
+
+    for key in KEYS:
+        assert f"  {key}=" in shown
+    assert "steps=10\n      how many (a whole number)" in shown
+    assert "limit=none\n      a limit (a number or none)" in shown
+    assert "inner.shape=[1, 2]\n      a shape (a list, each a whole number)" in shown
+    assert "inner.kind=fast\n      a kind (one of fast, slow)" in shown

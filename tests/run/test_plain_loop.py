@@ -1,0 +1,116 @@
+"""One lane on one worker is the loop that a person would write in plain PyTorch, bit for bit."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import samestep as ss
+from tests.jobs import Net, classify, fingerprint, images
+
+OPTIMIZERS = {
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adam": partial(torch.optim.Adam, lr=0.01),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, fused=False),
+    "fused-adamw": partial(torch.optim.AdamW, lr=0.01, fused=True),
+}
+ORDERED = images(101)
+
+
+class Sometimes(nn.Module):
+    """A classifier with a frozen layer and a layer that only some batches use."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(64, 20).requires_grad_(requires_grad=False)
+        self.always, self.sometimes, self.never = (nn.Linear(20, 10) for _ in range(3))
+
+    def forward(self, pictures):
+        features = self.frozen(pictures.flatten(1)).relu()
+        return self.always(features) + (self.sometimes(features) if len(pictures) < 32 else 0)
+
+
+def made(make_model, make_optimizer):
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    return model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+
+
+def left(model, optimizer, losses):
+    return fingerprint({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses})
+
+
+def plain(make_model, make_optimizer, max_norm):
+    model, optimizer, schedule = made(make_model, make_optimizer)
+    losses = []
+    for _ in range(2):
+        for batch in DataLoader(ORDERED, batch_size=32):
+            loss, _ = classify(model, batch)
+            loss.backward()
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            losses.append(loss.item())
+    return left(model, optimizer, losses)
+
+
+def with_samestep(make_model, make_optimizer, max_norm, *, sharded):
+    with ss.init(lanes=1) as run:
+        model, optimizer, schedule = made(make_model, make_optimizer)
+        run.replicate(model)
+        if sharded:
+            run.shard(optimizer)
+        losses = []
+        for batch in run.batches(ORDERED, 32, epochs=2, shuffle=False):
+            means = run.backward(classify, model, batch)
+            if max_norm is not None:
+                run.clip_grad_norm(model, max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            losses.append(means["loss"])
+    return left(model, optimizer, losses)
+
+
+def without_dropout():
+    model = Net()
+    model.features[3].p = 0.0  # a step's random numbers are its own
+    return model
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("make_model", [without_dropout, Sometimes])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_one_lane_is_the_plain_loop(make_model, optimizer, max_norm, sharded):
+    given = make_model, OPTIMIZERS[optimizer], max_norm
+    assert with_samestep(*given, sharded=sharded) == plain(*given)
+
+
+def test_gradients_add_up_as_in_the_plain_loop():
+    def penalty(model, _):
+        return model.weight.square().mean()
+
+    def gradients(backward):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 10)
+        for pictures, labels in DataLoader(ORDERED, batch_size=32):
+            backward(lambda model, batch: F.cross_entropy(model(batch[0].flatten(1)), batch[1]), model, (pictures, labels))
+            backward(penalty, model, (pictures, labels))
+        return fingerprint({"weight": model.weight.grad, "bias": model.bias.grad})
+
+    def with_run(loss_fn, model, batch):
+        run.backward(loss_fn, run.replicate(model), batch)
+
+    with ss.init(lanes=1) as run:
+        batches = iter(run.batches(ORDERED, 32, shuffle=False))
+        added = gradients(lambda loss_fn, model, _: run.backward(loss_fn, model, next(batches)))
+    assert added == gradients(lambda loss_fn, model, batch: loss_fn(model, batch).backward())
