@@ -3,17 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test check clean
+.PHONY: help demo test check bench clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo    train a ViT on two workers, evaluate it, and prove that one worker does the same'
 	@echo 'make test    run all tests'
 	@echo 'make check   run all checks of style, types, imports, links and public names'
+	@echo 'make bench   measure beside DistributedDataParallel and torchrun: about five minutes on two cores'
 	@echo 'make clean   remove .venv and all caches'
 
 demo: .venv/ready-vit
-	$(BIN)/samestep run -n 2 recipes/vit/train.py recipes/vit/digits.yaml --demo
+	$(BIN)/python recipes/vit/demo.py
 
 test: .venv/ready-dev
 	$(BIN)/pytest --numprocesses 2 --dist worksteal
@@ -25,6 +26,9 @@ check: .venv/ready-dev
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/vulture
 	$(BIN)/pytest tests/house
+
+bench: .venv/ready-vit
+	$(BIN)/python -m benchmarks.versus_ddp
 
 clean:
 	rm -rf .venv build dist runs .hypothesis .mypy_cache .pytest_cache .ruff_cache

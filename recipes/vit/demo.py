@@ -5,6 +5,7 @@ python recipes/vit/demo.py [key=value ...]
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-HERE = Path(__file__).parent
-SCRIPT, SETTINGS = str(HERE / "train.py"), str(HERE / "digits.yaml")
+HERE = Path(__file__).resolve().parent
 SHADES = " ░▒▓█"
 SHOWN = 8
 IN_A_ROW = 4
@@ -36,14 +36,15 @@ IN_A_ROW = 4
 def main(changes: Sequence[str]) -> None:
     """Run the demonstration with changed settings, in a new directory under runs/."""
     directory = Path("runs") / time.strftime("digits-%Y%m%d-%H%M%S")
-    given = [SETTINGS, *changes]
+    script, settings = (os.path.relpath(HERE / name) for name in ("train.py", "digits.yaml"))
+    given = [settings, *changes]
 
-    tell("Train a Vision Transformer on two workers.", f"samestep run -n 2 {SCRIPT} {' '.join(given)} --dir {directory}")
+    tell("Train a Vision Transformer on two workers.", f"samestep run -n 2 {script} {' '.join(given)} --dir {directory}")
     began = time.perf_counter()
     trained = ss.launch(train.main, [*given, "--dir", str(directory)], workers=2)
     print(f"trained in {time.perf_counter() - began:.0f} s")
 
-    tell("Evaluate it exactly, on one worker.", f"samestep run -n 1 {SCRIPT} --eval --dir {directory}")
+    tell("Evaluate it exactly, on one worker.", f"samestep run -n 1 {script} --eval --dir {directory}")
     evaluated = ss.launch(train.main, ["--eval", "--dir", str(directory)], workers=1)
     if evaluated != trained:
         raise SystemExit(f"two workers found {trained} and one worker {evaluated}; expected the same")
@@ -54,9 +55,9 @@ def main(changes: Sequence[str]) -> None:
 
     tell(
         "Prove it: train with one worker and with two, and compare every bit.",
-        f"samestep verify -n 1,2 --steps 3 {SCRIPT} {' '.join(given)}",
+        f"samestep verify -n 1,2 --steps 3 {script} {' '.join(given)}",
     )
-    subprocess.run([sys.executable, "-m", "samestep", "verify", "-n", "1,2", "--steps", "3", SCRIPT, *given], check=True)  # noqa: S603
+    subprocess.run([sys.executable, "-m", "samestep", "verify", "-n", "1,2", "--steps", "3", script, *given], check=True)  # noqa: S603
     print(f"\nAll of this run is in {directory}.")
 
 

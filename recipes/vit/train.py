@@ -132,7 +132,8 @@ def evaluate(run: ss.Run, settings: Settings, models: Mapping[str, nn.Module], i
 
 def shown(scores: Mapping[str, float]) -> str:
     """Return scores as a person reads them."""
-    return "  ".join(f"{name} {value:.4f}" if name.endswith("loss") else f"{name} {value:.2%}" for name, value in scores.items())
+    words = {name: name.replace("_", " ") for name in scores}
+    return "  ".join(f"{words[name]} {value:.4f}" if "loss" in name else f"{words[name]} {value:.2%}" for name, value in scores.items())
 
 
 def make_models(run: ss.Run, settings: Settings) -> dict[str, nn.Module]:

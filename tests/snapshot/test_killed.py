@@ -12,6 +12,7 @@ import pytest
 from samestep.errors import SnapshotError
 from samestep.snapshot import SnapshotWriter, find_newest, list_snapshots, load, part
 from samestep.snapshot.manifest import NAME
+from samestep.snapshot.meeting import Meeting
 from samestep.snapshot.read import fault
 from tests.snapshot.exact import exact
 from tests.snapshot.saving import NO_INFO, save_once, small_state
@@ -27,11 +28,11 @@ TOUCHING = {"open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdi
 class Death:
     """Counts what this process does to the file system from now on, and ends it by SIGKILL just before number `point`."""
 
-    def __init__(self, point: int | None, writer: SnapshotWriter) -> None:
+    def __init__(self, point: int | None) -> None:
         self.count = 0
         self._point = point
         part.CHUNK_BYTES = 256
-        writer._go_on = self._before(writer._go_on)
+        Meeting.go_on = self._before(Meeting.go_on)
         os.fsync = self._before(os.fsync)
         sys.addaudithook(lambda event, _: self._pass() if event in TOUCHING else None)
 
@@ -63,7 +64,7 @@ def _save_twice(directory: Path, workers: int, victim: int, point: int | None, k
     )
     writer.save(1, small_state(1), {}, NO_INFO)
     writer.wait()
-    death = Death(point if rank == victim else None, writer)
+    death = Death(point if rank == victim else None)
     writer.save(2, small_state(2), {}, NO_INFO)
     writer.wait()
     return death.count

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from samestep.errors import RecordError, SnapshotError
 from samestep.snapshot import SnapshotWriter, check, find_newest, list_snapshots, load
 from samestep.snapshot.manifest import NAME
+from samestep.snapshot.meeting import Meeting
 from samestep.step.slices import flattened
 from tests.faults import full_disk
 from tests.snapshot.exact import exact, states, tensors
@@ -135,11 +136,11 @@ def test_processes_save_together(tmp_path, workers):
     assert exact(load(tmp_path / "step-00000004").state) == exact({**small_state(4), "own": own})
 
 
-def test_training_goes_on_while_a_snapshot_is_written(tmp_path):
+def test_training_goes_on_while_a_snapshot_is_written(tmp_path, monkeypatch):
     weight = torch.ones(1000)
     free = threading.Event()
+    monkeypatch.setattr(Meeting, "go_on", lambda _: free.wait(20))
     with team(tmp_path) as ((writer,), reports):
-        writer._go_on = lambda: free.wait(20)
         writer.save(1, {"weight": weight}, {}, NO_INFO)
         weight.zero_()
         writer.raise_if_failed()
@@ -191,10 +192,10 @@ def full(*_: object) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_all_workers_learn_of_a_failure(tmp_path, failing):
+def test_all_workers_learn_of_a_failure(tmp_path, monkeypatch, failing):
     with team(tmp_path, 3) as (writers, reports):
         save(writers, 1, small_state(1))
-        writers[failing]._go_on = full
+        monkeypatch.setattr(Meeting, "go_on", lambda meeting: full() if meeting.rank == failing else None)
         for writer in writers:
             writer.save(2, small_state(2), {}, NO_INFO)
         for writer in writers:
@@ -207,7 +208,7 @@ def test_all_workers_learn_of_a_failure(tmp_path, failing):
             writer.wait()
         assert names_in(tmp_path / "step-00000002") == sorted({f"failed-first.2-{rank}.txt" for rank in (0, failing)})
         assert [kind for kind, _ in reports] == ["snapshot", "snapshot_failed"]
-        del writers[failing]._go_on
+        monkeypatch.undo()
         save(writers, 3, small_state(3))
     assert names_in(tmp_path) == ["step-00000001", "step-00000003"]
 
@@ -222,7 +223,7 @@ def test_a_worker_that_could_not_say_why_failed_too(tmp_path):
 
 
 def test_a_disk_without_room_for_words_still_tells_of_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr("samestep.snapshot.write.write_whole", full)
+    monkeypatch.setattr("samestep.snapshot.meeting.write_whole", full)
     with team(tmp_path, 2) as (writers, _):
         for writer in writers:
             writer.save(1, small_state(1), {}, NO_INFO)
@@ -269,9 +270,9 @@ def test_close_lets_what_is_under_way_become_whole(tmp_path):
     check(tmp_path / "step-00000001")
 
 
-def test_the_directory_may_be_removed(tmp_path):
+def test_the_directory_may_be_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(Meeting, "go_on", lambda _: shutil.rmtree(tmp_path / "run"))
     with team(tmp_path / "run") as ((writer,), _):
-        writer._go_on = lambda: shutil.rmtree(tmp_path / "run")
         writer.save(1, small_state(1), {}, NO_INFO)
         with pytest.raises(SnapshotError, match=r"No such file.*leave the run's directory in place.*There is no whole snapshot yet"):
             writer.wait()
@@ -299,12 +300,12 @@ def test_a_name_that_is_taken_is_told(tmp_path):
         save(writers, 1, small_state(1))
 
 
-def test_a_record_that_cannot_be_written_hides_no_failure(tmp_path):
+def test_a_record_that_cannot_be_written_hides_no_failure(tmp_path, monkeypatch):
     def report(kind: str, **fields: Any) -> None:
         raise RecordError("full")
 
     writer = SnapshotWriter(tmp_path, rank=0, workers=1, attempt="a", keep_last=1, keep_best=0, report=report)
-    writer._go_on = full
+    monkeypatch.setattr(Meeting, "go_on", full)
     writer.save(1, small_state(1), {}, NO_INFO)
     with pytest.raises(SnapshotError, match="No space left"):
         writer.wait()

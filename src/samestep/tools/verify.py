@@ -122,7 +122,7 @@ class Job:
         flags += ["--keep-last", str(self._steps)]
         flags += [] if self.lanes is None else ["--lanes", str(self.lanes)]
         command = [sys.executable, "-m", "samestep", "run", "-n", str(workers), *flags, *self._command]
-        print(f"running at {workers} workers …", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"running at {workers} worker{'s' * (workers > 1)} …", file=sys.stderr, flush=True)  # noqa: T201
         with output.open("ab") as file:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
 

@@ -235,5 +235,5 @@ def test_a_folder_without_images_is_named(tmp_path):
 
 def test_a_held_out_class_that_was_never_trained_is_named(folder):
     paint(folder / "val" / "fox" / "a.png", (1, 2, 3))
-    with pytest.raises(ImageError, match="has classes that .*train has not: fox"):
+    with pytest.raises(ImageError, match=r"has classes that .*train has not: fox"):
         open_images(DataSettings(path=folder), FOLDER_MODEL)

@@ -11,14 +11,9 @@ from recipes.vit.model import Attention, DropPath, VisionTransformer
 SMALL = ModelSettings(size="tiny", width=16, depth=2, heads=4, image_size=8, patch_size=2, channels=1, classes=10)
 
 # The keys of timm 1.0's VisionTransformer with global_pool="token" and depth 2.
-TIMM_KEYS = """
-cls_token pos_embed patch_embed.proj.weight patch_embed.proj.bias
-blocks.0.norm1.weight blocks.0.norm1.bias blocks.0.attn.qkv.weight blocks.0.attn.qkv.bias blocks.0.attn.proj.weight blocks.0.attn.proj.bias
-blocks.0.norm2.weight blocks.0.norm2.bias blocks.0.mlp.fc1.weight blocks.0.mlp.fc1.bias blocks.0.mlp.fc2.weight blocks.0.mlp.fc2.bias
-blocks.1.norm1.weight blocks.1.norm1.bias blocks.1.attn.qkv.weight blocks.1.attn.qkv.bias blocks.1.attn.proj.weight blocks.1.attn.proj.bias
-blocks.1.norm2.weight blocks.1.norm2.bias blocks.1.mlp.fc1.weight blocks.1.mlp.fc1.bias blocks.1.mlp.fc2.weight blocks.1.mlp.fc2.bias
-norm.weight norm.bias head.weight head.bias
-""".split()
+TIMM_BLOCK = ["norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2"]
+TIMM_LAYERS = ["patch_embed.proj", *[f"blocks.{block}.{layer}" for block in range(2) for layer in TIMM_BLOCK], "norm", "head"]
+TIMM_KEYS = ["cls_token", "pos_embed", *[f"{layer}.{kind}" for layer in TIMM_LAYERS for kind in ("weight", "bias")]]
 
 
 def test_parameters_have_the_names_of_timm():

@@ -1,0 +1,173 @@
+"""Real runs of the recipe on the digits, small enough for seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import sklearn.datasets  # noqa: F401  imported here once, not in each forked worker
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import recipes.vit
+import samestep as ss
+from recipes.settings import SettingsError, read
+from recipes.vit import demo
+from recipes.vit.config import Settings
+from recipes.vit.train import SETTINGS_FILE, main, score, training_loss
+from samestep.snapshot.export import export
+from samestep.snapshot.read import list_snapshots, load
+from tests.jobs import events, fingerprint, logged
+from tests.workers import WorkerFailedError, run_workers
+
+RECIPE = Path(recipes.vit.__file__).parent
+SMALL = [
+    str(RECIPE / "digits.yaml"),
+    *("epochs=2", "batch_size=400", "lanes=4", "evaluate_every=1"),
+    *("model.depth=2", "model.width=16", "model.dropout=0.1", "model.attention_dropout=0.1", "model.drop_path=0.1"),
+    *("mixup=0.2", "ema_decay=0.5", "optimizer.learning_rate=0.01", "optimizer.warmup_epochs=0.5"),
+]
+VARIANTS = {
+    "whole": [],
+    "sharded": ["optimizer.shard=true"],
+    "sgd without clipping": ["optimizer.name=sgd", "optimizer.clip_norm=none", "optimizer.shard=true", "ema_decay=none"],
+    "bfloat16, loader processes": ["precision=bfloat16", "data.loader_workers=1", "mixup=0"],
+}
+
+
+def train(workers, directory, *changes):
+    """Return the scores of a run and all that it left, by name."""
+    scores = run_workers(main, workers, [*SMALL, "--dir", str(directory), *changes], timeout=110)
+    assert all(others == scores[0] for others in scores)
+    return {**scores[0], **fingerprint(load(list_snapshots(directory)[-1]).state), **logged(directory)}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs") / "trained"
+    return directory, train(1, directory)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_number_of_workers_changes_nothing(variant, tmp_path):
+    alone = train(1, tmp_path / "alone", *VARIANTS[variant])
+    for workers in (2, 3):
+        assert train(workers, tmp_path / str(workers), *VARIANTS[variant]) == alone
+
+
+def test_a_run_that_stopped_goes_on_as_if_it_had_not(trained, tmp_path):
+    environment = {"SAMESTEP_STOP_AFTER": "5"}  # in the middle of the second epoch
+    run_workers(main, 2, [*SMALL, "--dir", str(tmp_path)], timeout=110, environment=environment)
+    assert [event["step"] for event in events(tmp_path, "stopped")] == [5]
+
+    assert train(3, tmp_path) == trained[1]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_evaluation_as_a_command_gives_the_same_numbers(trained, workers):
+    directory, left = trained
+    for scores in run_workers(main, workers, ["--eval", "--dir", str(directory)]):
+        assert scores.keys() == {f"{model}_{name}" for model in ("model", "ema") for name in ("loss", "top1", "top5")}
+        assert scores.items() <= left.items()
+
+
+def test_an_exported_model_gives_the_same_numbers(trained, tmp_path):
+    directory, left = trained
+    for name in ("model", "ema"):
+        export(list_snapshots(directory)[-1], tmp_path / f"{name}.safetensors", name)
+        (scores,) = run_workers(main, 1, [*SMALL, "--eval", "--pretrained", str(tmp_path / f"{name}.safetensors")])
+        assert scores == {f"model_{key}": left[f"{name}_{key}"] for key in ("loss", "top1", "top5")}
+
+
+def test_a_written_settings_file_gives_the_same_run(trained, tmp_path):
+    directory, left = trained
+    assert read(Settings, [str(directory / SETTINGS_FILE)]) == read(Settings, SMALL)
+    (scores,) = run_workers(main, 1, [str(directory / SETTINGS_FILE), "--dir", str(tmp_path)])
+    assert scores.items() <= left.items()
+
+
+def test_lanes_are_written_as_they_were(tmp_path):
+    run_workers(main, 2, [*SMALL, "lanes=none", "epochs=1", "--dir", str(tmp_path)])
+    assert read(Settings, [str(tmp_path / SETTINGS_FILE)]).lanes == 2
+
+
+def test_fine_tuning_starts_from_a_file_and_goes_on_from_its_own_snapshots(trained, tmp_path):
+    export(list_snapshots(trained[0])[-1], tmp_path / "model.safetensors")
+    arguments = [*SMALL, "--pretrained", str(tmp_path / "model.safetensors"), "--dir", str(tmp_path / "run")]
+    (first,) = run_workers(main, 1, [*arguments, "epochs=3"])
+    (again,) = run_workers(main, 1, [*arguments, "epochs=3"])
+    assert first["model_loss"] < trained[1]["model_loss"]
+    assert again == first
+
+
+def test_evaluation_without_parameters_is_an_error(tmp_path):
+    with pytest.raises(WorkerFailedError, match="--eval found no snapshot in") as caught:
+        run_workers(main, 1, [*SMALL, "--eval", "--dir", str(tmp_path)])
+    assert isinstance(caught.value.__cause__, SettingsError)
+    assert list_snapshots(tmp_path) == []
+
+
+def test_the_demonstration_ends_well(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    demo.main([change for change in SMALL if "=" in change])
+    shown = capfd.readouterr().out
+    for line in ("the same numbers, to the last bit", "taken for", "the same at every step: n=1, n=2"):
+        assert line in shown
+
+
+# The loss
+
+
+class Linear(nn.Linear):
+    def forward(self, images):
+        return super().forward(images.flatten(1))
+
+
+@given(size=st.integers(1, 9), mixup=st.floats(0.1, 3), seed=st.integers(0, 2**32))
+def test_mixup_mixes_targets_as_images(size, mixup, seed):
+    torch.manual_seed(seed)
+    model, images, labels = Linear(4, 3), torch.randn(size, 1, 2, 2), torch.arange(size) % 3
+    seen = []
+    model.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+
+    loss, _ = training_loss(model, (images, labels), mixup=mixup, label_smoothing=0.1)
+
+    # Mixing is linear, so the share of each image is found by least squares, and the loss is that of the targets so mixed.
+    torch.testing.assert_close(seen[0].mean(0), images.mean(0))
+    shares = torch.linalg.lstsq(images.flatten(1).T.double(), seen[0].flatten(1).T.double()).solution.T if size <= 4 else None
+    if shares is not None:
+        targets = shares.float() @ (nn.functional.one_hot(labels, 3).float() * 0.9 + 0.1 / 3)
+        torch.testing.assert_close(loss, nn.functional.cross_entropy(model(seen[0]), targets), rtol=1e-3, atol=1e-3)
+
+
+def test_without_mixup_nothing_is_drawn():
+    model, images, labels = Linear(4, 3), torch.randn(5, 1, 2, 2), torch.arange(5) % 3
+    state = torch.get_rng_state()
+    loss, means = training_loss(model, (images, labels), mixup=0.0, label_smoothing=0.0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert loss.item() == pytest.approx(score(model, (images, labels))["loss"].item())
+    assert means["top1"].item() == pytest.approx(score(model, (images, labels))["top1"].item())
+
+
+@pytest.mark.parametrize(("classes", "top5"), [(3, 1.0), (7, 0.5)])
+def test_top5_counts_a_label_among_the_five_likeliest(classes, top5):
+    logits = torch.arange(float(classes)).repeat(2, 1)
+    means = score(lambda _: logits, (None, torch.tensor([0, classes - 1])))
+    assert (means["top1"].item(), means["top5"].item()) == (0.5, top5)
+
+
+# The files
+
+
+@pytest.mark.parametrize("file", sorted(RECIPE.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_settings_file_can_be_read(file):
+    settings = read(Settings, [str(file)])
+    if settings.lanes is not None:
+        assert settings.batch_size % settings.lanes == 0
+
+
+def test_recipes_launch_from_python(tmp_path):
+    scores = ss.launch(main, [*SMALL, "epochs=1", "--dir", str(tmp_path)], workers=2)
+    assert scores.keys() >= {"model_top1", "ema_top1"}

@@ -1,0 +1,89 @@
+"""The gradient is that of the mean over all items of the global batch, however many items each lane has."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import samestep as ss
+from tests.workers import run_workers
+
+
+def regress(model, batch):
+    """Return the mean over the lane's items, which is NaN over none."""
+    inputs, targets = batch
+    return (model(inputs) - targets).square().mean()
+
+
+def items(lane, number):
+    """Return the inputs and targets of a lane; targets differ from lane to lane, so that a mean of means would show."""
+    generator = torch.Generator().manual_seed(lane)
+    return torch.randn(number, 3, generator=generator), torch.randn(number, 1, generator=generator) + 3 * lane
+
+
+def make_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def check(run, batch, inputs, targets, count):
+    """Assert that a batch has the loss and the gradient, to rounding, of the mean over all `inputs` and `targets` in float64."""
+    reference = make_model().double()
+    loss = regress(reference, (inputs.double(), targets.double()))
+    loss.backward()
+    model = run.replicate(make_model())
+    means = run.backward(regress, model, batch, count=count)
+    assert math.isclose(means["loss"], loss.item(), rel_tol=1e-5)
+    found, expected = (torch.cat([parameter.grad.double().flatten() for parameter in some.parameters()]) for some in (model, reference))
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+def check_lanes(run, sizes, count):
+    lanes = [items(lane, size) for lane, size in enumerate(sizes)]
+    batch = next(run.streams(lambda lane: iter([lanes[lane]]), name=f"{sizes} {count}"))
+    check(run, batch, *map(torch.cat, zip(*lanes, strict=True)), count)
+
+
+def count_items(batch):
+    return len(batch[0])
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any))
+@settings(max_examples=50)
+def test_a_counted_gradient_is_that_of_the_mean_over_all_items(sizes):
+    with ss.init(lanes=len(sizes)) as run:
+        check_lanes(run, sizes, count_items)
+
+
+@given(size=st.integers(1, 60), batch_size=st.integers(1, 70), lanes=st.integers(1, 9))
+@settings(max_examples=50)
+def test_the_gradient_of_a_short_batch_is_that_of_the_mean_over_its_samples(size, batch_size, lanes):
+    inputs, targets = items(1, size)
+    with ss.init(lanes=lanes) as run:
+        for number, batch in enumerate(run.batches(TensorDataset(inputs, targets), batch_size, shuffle=False)):
+            samples = slice(number * batch_size, (number + 1) * batch_size)
+            check(run, batch, inputs[samples], targets[samples], None)
+    assert number == (size - 1) // batch_size
+
+
+def test_counts_hold_across_workers():
+    def body():
+        with ss.init(lanes=7) as run:
+            for sizes in ([0, 0, 0, 0, 0, 0, 2], [5, 0, 0, 3, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7], [40, 0, 1, 1, 0, 33, 2]):
+                check_lanes(run, sizes, count_items)
+                check_lanes(run, sizes, None)
+
+    run_workers(body, 3)
+
+
+def test_a_batch_without_items_leaves_no_gradient():
+    with ss.init(lanes=2) as run:
+        model = run.replicate(make_model())
+        means = run.backward(regress, model, next(run.streams(lambda lane: iter([items(lane, 0)]), name="empty")))
+    assert list(means) == []
+    assert [parameter.grad for parameter in model.parameters()] == [None] * 4
