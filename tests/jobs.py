@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo  # noqa: F401  the first optimizer imports it: once here, before workers are forked, not in each of them
+import torch._dynamo  # the first optimizer imports it: once here, before workers are forked, not in each of them
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     # Builds, tracks and trains with the public interface; returns what it tracks, by name.
     Job = Callable[[ss.Run], dict[str, Any]]
+
+
+STEPS = 8  # of `image_job`
 
 
 def images(size: int) -> TensorDataset:
@@ -80,18 +83,29 @@ def fit(
     return tracked
 
 
-def image_job(run: ss.Run, **options: Any) -> dict[str, Any]:
-    """Train `Net` on 101 images in batches of 32, with SGD and a schedule."""
+def image_job(run: ss.Run, *, hook: Callable[[int], object] = lambda step: None, size: int = 101, **options: Any) -> dict[str, Any]:
+    """Train `Net` on 101 images in batches of 32 for 8 steps, with SGD and a schedule; `hook` is called in the body of each step."""
     model = run.replicate(Net())
     optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
-    return fit(run, model, optimizer, images(101), tracked={"schedule": schedule}, after_step=lambda _: schedule.step(), **options)
+
+    def after_step(_: ss.Means) -> None:
+        schedule.step()
+        hook(run.step)
+
+    return fit(run, model, optimizer, images(size), tracked={"schedule": schedule}, after_step=after_step, **options)
+
+
+def train(job: Job, directory: Path | None, options: dict[str, Any] | None = None) -> None:
+    """Run a job as a worker, with a snapshot after every step."""
+    with ss.init(dir=directory, **{"lanes": 8, "snapshot_every": 1, **(options or {})}) as run:
+        job(run)
 
 
 def left_by(job: Job, directory: Path, workers: int, *, timeout: float = 60.0, **options: Any) -> dict[str, str]:
     """Run a job to its end at `workers` workers; return a hash by name of its metrics at each step and of all it tracked."""
     held = run_workers(_modules_left_by, workers, job, directory, options, timeout=timeout)
-    left = left_in(job, directory, **options)
+    left = left_in(job, directory, **{**options, "resume": "auto"})
     assert all(there == held[0] for there in held)
     assert held[0].items() <= left.items()
     return left
@@ -126,6 +140,16 @@ def events(directory: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """Return the events of a run's record, or those of one kind."""
     lines = (directory / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if kind in {None, event["event"]}]
+
+
+def snapshots(directory: Path) -> list[str]:
+    """Return the names of the snapshots in a run's directory."""
+    return sorted(path.name for path in directory.glob("step-*"))
+
+
+def steps_of(*numbers: int) -> list[str]:
+    """Return the names that snapshots of these steps have."""
+    return [f"step-{number:08d}" for number in numbers]
 
 
 def fingerprint(state: Any, path: str = "") -> dict[str, str]:

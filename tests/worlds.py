@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._dynamo  # optimizers import it at their first step: once here, and not in every worker
 
 from samestep.errors import WorldError
 from samestep.world import Alone, World

@@ -177,10 +177,10 @@ def jitter(images: Tensor, *, pixels: float, degrees: float, scale: float, flip:
 
 
 def held_out_fifth(labels: Tensor) -> Tensor:
-    """Mark samples 0, 5, 10, … of each class, counted in data set order: a bool for each sample."""
+    """Mark every fifth sample of each class, counted in data set order: a bool for each sample."""
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
-        held_out[(labels == label).nonzero()[::HELD_OUT_ONE_IN]] = True
+        held_out[(labels == label).nonzero()[HELD_OUT_ONE_IN - 1 :: HELD_OUT_ONE_IN]] = True
     return held_out
 
 

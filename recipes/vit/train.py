@@ -47,8 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         models = make_models(run, settings)
         if not flags.eval:
             return train(run, settings, models, images)
-        if run.step == 0 and settings.pretrained is None:
-            raise SettingsError(f"--eval found no snapshot in {run.dir}; give a run's --dir, or --pretrained FILE")
+        if run.step == 0:
+            if settings.pretrained is None:
+                raise SettingsError("--eval found no snapshot and no pretrained file; expected a run's --dir, or --pretrained FILE")
+            models.pop("ema", None)  # of a pretrained file there is no average
         run.track(**models)
         scores = evaluate(run, settings, models, images)
         run.print(f"step {run.step}: {shown(scores)}")
@@ -151,13 +153,14 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace,
     """Return the flags and the settings that were given."""
     flags_parser = parser(Settings, "Train or evaluate a Vision Transformer on images.")
     flags_parser.add_argument("--dir", type=Path, metavar="DIR", help="of the run: settings, record, snapshots; a run there is continued")
-    flags_parser.add_argument("--eval", action="store_true", help="evaluate the newest snapshot in DIR, or else the pretrained FILE")
+    flags_parser.add_argument("--eval", action="store_true", help="evaluate the newest snapshot in DIR, or the pretrained FILE")
     flags_parser.add_argument("--pretrained", metavar="FILE", help="as pretrained=FILE")
     flags = flags_parser.parse_intermixed_args(arguments)
-    given = [*flags.settings, *([f"pretrained={flags.pretrained}"] if flags.pretrained else [])]
-    if flags.eval and flags.dir and not flags.settings:
-        given.append(str(flags.dir / SETTINGS_FILE))
-    return flags, read(Settings, given)
+    if flags.eval and flags.dir and flags.pretrained:
+        flags_parser.error("--eval takes --dir or --pretrained, not both")
+    from_run = [str(flags.dir / SETTINGS_FILE)] if flags.eval and flags.dir else []
+    from_flags = [f"pretrained={flags.pretrained}"] if flags.pretrained else []
+    return flags, read(Settings, [*from_run, *flags.settings, *from_flags])
 
 
 def write_settings(run: ss.Run, settings: Settings) -> None:

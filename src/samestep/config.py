@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PREFIX = "SAMESTEP_"
 PRECISIONS = ("float32", "bfloat16")
+MOST_SECONDS = 10**9  # clocks count nanoseconds in 64 bits
 
 
 def option(default: Any, description: str) -> Any:
@@ -59,9 +60,9 @@ class Config:
         if self.seed >= 2**63:
             raise ConfigError(f"seed={self.seed} was given; expected at most 2**63 - 1")
         if self.devices != 1:
-            raise ConfigError(f"devices={self.devices} was given; this version drives 1 device a worker: start more workers")
-        if not self.timeout_seconds > 0:
-            raise ConfigError(f"timeout_seconds={self.timeout_seconds} was given; expected a number above 0")
+            raise ConfigError(f"devices={self.devices} was given; expected 1: this version drives a device a worker, so start more workers")
+        if not 0 < self.timeout_seconds <= MOST_SECONDS:
+            raise ConfigError(f"timeout_seconds={self.timeout_seconds} was given; expected a number above 0 and at most {MOST_SECONDS}")
         self.snapshot_steps, self.snapshot_seconds  # noqa: B018  a wrong value is found here, not at the first snapshot
 
     @property
@@ -80,7 +81,8 @@ def merge(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = 
     values = {name: _checked(name, value) for name, value in arguments.items()}
     for name, text in (os.environ if environment is None else environment).items():
         if name.startswith(PREFIX) and not name.startswith(PREFIX + "INTERNAL_"):
-            values[_known(name.removeprefix(PREFIX).lower(), name)] = parse(name.removeprefix(PREFIX).lower(), text, name)
+            option_name = _known(name.removeprefix(PREFIX).lower(), name)
+            values[option_name] = parse(option_name, text, name)
     return Config(**values)
 
 
@@ -105,7 +107,7 @@ def _checked(name: str, value: Any) -> Any:
     if name in {"snapshot_every", "resume"} and isinstance(value, (int, os.PathLike)) and not isinstance(value, bool):
         return str(value)
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return value
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise ConfigError(f"{name}={value!r} was given; expected {_type_words(kinds)}")
     return value
@@ -148,7 +150,7 @@ def _one_of(config: Config, name: str, choices: tuple[str, ...]) -> None:
 def _interval(text: str | None) -> tuple[int | None, float | None]:
     if text is None:
         return None, None
-    match = re.fullmatch(r"\s*(\d+)\s*(min)?\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,18})\s*(min)?\s*", text)
     if match is None or int(match[1]) == 0:
         raise ConfigError(f'snapshot_every={text!r} was given; expected steps such as "500", minutes such as "10min", or none')
     return (None, 60.0 * int(match[1])) if match[2] else (int(match[1]), None)

@@ -110,12 +110,12 @@ class Evaluation:
 
     @staticmethod
     def _merge(blocks: Sequence[BlockResult], metrics: Mapping[str, Any]) -> dict[str, Any] | EvaluationError:
-        try:
-            values: dict[str, Any] = dict(Means([LaneResult(block.number, 0, block.count, block.means) for block in blocks if block.count]))
-            for name, metric in metrics.items():
-                values[name] = merged_metric(metric, [block.states[name] for block in blocks if name in block.states])
-        except EvaluationError as error:
-            return error  # it is raised on every worker, not on this one alone
+        results = [LaneResult(block.number, 0, block.count, block.means) for block in blocks if block.count]
+        if not results:  # the error is raised on every worker, not on this one alone
+            return EvaluationError("count gave 0 items for all of the data set; expected at least one item to evaluate")
+        values: dict[str, Any] = dict(Means(results))
+        for name, metric in metrics.items():
+            values[name] = merged_metric(metric, [block.states[name] for block in blocks if name in block.states])
         return values
 
 

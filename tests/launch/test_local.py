@@ -278,6 +278,29 @@ def test_exit_functions_of_a_worker_run_in_it_and_those_of_the_launcher_do_not(t
     assert [path.name for path in tmp_path.iterdir()] == ["worker"]
 
 
+def test_what_the_launcher_has_not_collected_is_not_collected_by_workers():
+    collected_by = FORK.Value("i")
+
+    class Garbage:
+        def __init__(self):
+            self.cycle = self
+
+        def __del__(self):
+            collected_by.value = os.getpid()
+
+    gc.disable()
+    try:
+        Garbage()
+        launch(gc.collect)
+        assert collected_by.value == 0
+        assert not gc.isenabled()
+        assert launch(gc.isenabled)
+    finally:
+        gc.enable()
+        gc.collect()
+    assert collected_by.value == os.getpid()
+
+
 @pytest.mark.parametrize("body", [rank, on_rank_one(lambda: raise_(ValueError("lost")))])
 def test_nothing_stays_behind_in_the_launcher(body, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -162,6 +162,11 @@ def test_a_wrong_value_in_a_file_is_named_with_the_file(content, tmp_path):
     assert any(str(key) in str(caught.value) for key in (content if isinstance(content, dict) else "1"))
 
 
+@pytest.mark.parametrize(("word", "meant"), [("true", True), ("yes", True), ("off", False), ("false", False)])
+def test_a_switch_takes_the_words_of_yaml(word, meant):
+    assert read(Outer, [f"loud={word}"]).loud is meant
+
+
 def test_numbers_with_an_exponent_are_numbers(tmp_path):
     (tmp_path / "a.yaml").write_text("limit: 1e-3\ninner: {rate: .inf}\n")
 

@@ -73,7 +73,7 @@ def small_state(step: int) -> dict[str, Any]:
     """Return a state that differs from step to step."""
     generator = torch.Generator().manual_seed(step)
     return {
-        "model": {"weight": torch.rand(5, 40, generator=generator), "bias": torch.rand(3, dtype=torch.float64, generator=generator)},
+        "model": {"weight": torch.rand(2, 40, generator=generator), "bias": torch.rand(3, dtype=torch.float64, generator=generator)},
         "scheduler": {"last_epoch": step, "milestones": (1, 2.5, None)},
     }
 

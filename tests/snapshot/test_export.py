@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel
@@ -39,6 +39,7 @@ def test_a_model_is_exported_under_its_usual_names(tmp_path, workers):
 
 
 @given(tensor=tensors().filter(lambda tensor: tensor.dtype not in UNKNOWN_TO_SAFETENSORS))
+@settings(max_examples=50)
 def test_tensors_are_exported_exactly(tmp_path_factory, tensor):
     directory = tmp_path_factory.mktemp("run")
     save_once(directory, 1, {"model": {"weight": tensor}})

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.snapshot import list_snapshots
 from samestep.snapshot.manifest import NAME
-from samestep.snapshot.read import step_of
+from samestep.snapshot.read import fault, step_of
+from samestep.snapshot.retention import remove
 from tests.faults import cut, flip_byte
 from tests.snapshot.saving import save, save_once, small_state, team
 
@@ -54,6 +56,7 @@ def test_leftovers_go_and_later_steps_and_links_stay(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     save_once(elsewhere, 2, small_state(2))
     run = tmp_path / "run"
+    save_once(run, 8, small_state(8))
     save_once(run, 9, small_state(9))
     for leftover in (1, 3):
         (run / f"step-{leftover:08d}").mkdir()
@@ -62,7 +65,7 @@ def test_leftovers_go_and_later_steps_and_links_stay(tmp_path):
     (run / "notes").mkdir()
     with team(run, attempt="second", keep_last=1) as (writers, reports):
         save(writers, 4, small_state(4))
-    assert steps_in(run) == [2, 4, 9]
+    assert steps_in(run) == [2, 4, 8, 9]
     assert (elsewhere / "step-00000002" / NAME).exists()
     assert (run / "notes").exists()
     assert [fields["path"][-1] for kind, fields in reports if kind == "snapshot_removed"] == ["3", "1"]
@@ -79,3 +82,14 @@ def test_what_cannot_be_removed_is_reported_and_the_new_snapshot_is_whole(tmp_pa
     assert [kind for kind, _ in reports] == ["snapshot", "snapshot", "snapshot_not_removed"]
     assert "busy" in reports[-1][1]["reason"]
     assert steps_in(tmp_path) == [1, 2]
+
+
+def test_what_is_removed_by_half_is_no_snapshot(tmp_path, monkeypatch):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    save_once(tmp_path, 1, small_state(1))
+    monkeypatch.setattr("shutil.rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        remove(tmp_path / "step-00000001")
+    assert "never finished" in fault(tmp_path / "step-00000001")

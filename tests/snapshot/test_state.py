@@ -194,6 +194,11 @@ def test_restoring_garbage_fails_as_it_should(plain):
         assert str(error)  # noqa: PT017  nothing else may come out, but garbage may also have a meaning
 
 
+def test_a_key_is_there_once():
+    with pytest.raises(SnapshotError, match="a key is there twice"):
+        restore({"dict": [[1, "a"], [True, "b"]]}, {}.__getitem__)
+
+
 @given(st.dictionaries(st.integers(0, 9), st.dictionaries(st.text(max_size=2), st.integers())), st.data())
 def test_merge_puts_together_what_was_taken_apart(state, data):
     parts = [{key: {} for key in state}, {key: {} for key in state}]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.errors import RecordError, SnapshotError
@@ -36,6 +36,7 @@ def ignore(kind: str, **fields: Any) -> None:
 
 
 @given(shared=st.dictionaries(st.text(max_size=3), states, max_size=3), workers=st.integers(1, 4))
+@settings(max_examples=50)
 def test_any_number_of_workers_writes_the_same_state(tmp_path_factory, shared, workers):
     directory = tmp_path_factory.mktemp("run")
     save_once(directory, 7, shared, workers)
@@ -51,6 +52,7 @@ def sharded_tensors(draw, workers):
 
 
 @given(st.data(), st.integers(1, 4))
+@settings(max_examples=50)
 def test_slices_of_any_memory_order_make_whole_tensors(tmp_path_factory, data, workers):
     sharded = data.draw(sharded_tensors(workers))
     own = [
@@ -241,6 +243,17 @@ def test_a_worker_that_never_comes_is_named(tmp_path):
         last.save(1, small_state(1), {}, NO_INFO)
         with pytest.raises(SnapshotError, match="worker 1, 2 did not write its part"):
             last.wait()
+        assert names_in(tmp_path / "step-00000001") == ["failed-first.1-0.txt"]
+
+
+def test_rank_0_frees_what_a_worker_that_is_gone_had_written(tmp_path):
+    with team(tmp_path, 3) as ((writer, gone, _), _):
+        gone.save(1, small_state(1), {}, NO_INFO)
+        while not (tmp_path / "step-00000001" / "part-first.1-1.json").exists():
+            gone.raise_if_failed()
+        gone.close(grace_seconds=0.0)
+        writer.save(1, small_state(1), {}, NO_INFO)
+        writer.close(grace_seconds=0.0)
         assert names_in(tmp_path / "step-00000001") == ["failed-first.1-0.txt"]
 
 

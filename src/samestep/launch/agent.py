@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -33,6 +34,16 @@ LOOK_SECONDS: Final = 0.1
 FAREWELL_SECONDS: Final = 2.0  # after a failure, for others to fail by themselves, and again after SIGTERM
 SNAPSHOT_SECONDS: Final = 30.0  # after a signal to the launcher, for workers to snapshot and end
 SIGNALS_VARIABLE: Final = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+def run(job: Job) -> dict[int, Failure]:
+    """Run a job's workers to their end; return by rank how those that failed did.
+
+    The agent ends here, and its store with it, so that no traceback keeps them.
+    """
+    agent = Agent(job)
+    agent.run()
+    return agent.failures
 
 
 class Agent(LocalElasticAgent):
@@ -69,7 +80,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         before = multiprocessing.active_children()
         try:
-            with _variable(SIGNALS_VARIABLE, ""):  # elastic's handlers would stay behind, and raise wherever the launcher is
+            # Elastic's handlers would stay behind, and raise wherever the launcher is.
+            with _variable(SIGNALS_VARIABLE, ""), _no_collection():
                 pids: dict[int, Any] = super()._start_workers(worker_group)
         except OSError as error:
             for process in multiprocessing.active_children():
@@ -195,6 +207,18 @@ def _variable(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep garbage as it is while workers are forked; each freezes what it inherits before it collects again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _send(process: BaseProcess, number: signal.Signals) -> None:

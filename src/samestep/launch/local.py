@@ -39,22 +39,22 @@ def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any)
 def _run(body: Callable[[], Any], workers: int, environment: Mapping[str, str], threads: int) -> Any:
     import torch  # noqa: PLC0415  the command line prints its help without it
 
-    from samestep.launch.agent import Agent, quiet_elastic  # noqa: PLC0415
+    from samestep.launch.agent import quiet_elastic, run  # noqa: PLC0415
     from samestep.launch.report import Report  # noqa: PLC0415
     from samestep.launch.worker import Job  # noqa: PLC0415
 
     if torch.cuda.is_initialized():
         raise LaunchError("CUDA is in use in this process, and forked workers could not use it: launch before the first use of a GPU")
+    signals = StopSignals()
     reports = [Report() for _ in range(workers)]
+    job = Job(body, {STARTED_BY: "samestep", **LOOPBACK_ONLY, **environment}, threads, reports, signals, os.getpid())
     try:
-        signals = StopSignals()
         with quiet_elastic(), signals.noted():
-            agent = Agent(Job(body, {STARTED_BY: "samestep", **LOOPBACK_ONLY, **environment}, threads, reports, signals, os.getpid()))
-            agent.run()
+            failures = run(job)
         if signals.received:
             _stop_as_asked(signals.received[0])
-        if agent.failures:
-            rank, failure = min(agent.failures.items(), key=lambda item: (item[1].because_of_others, item[1].at))
+        if failures:
+            rank, failure = min(failures.items(), key=lambda item: (item[1].because_of_others, item[1].at))
             raise WorkerError(rank, failure.summary, failure.traceback)
         return reports[0].result()
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import os
 import signal
 from dataclasses import dataclass
@@ -34,7 +35,11 @@ class Job:
 
     def work(self) -> NoReturn:
         """Be a worker: run the body, leave its result or failure to the launcher, and end."""
-        atexit._clear()  # noqa: SLF001  the launcher's exit functions are the launcher's
+        # What the launcher would do at its exit, and what it has not collected yet, is the launcher's: its objects may have threads,
+        # and an end of theirs that waited for threads would wait for ever here, where there are none of them.
+        atexit._clear()  # noqa: SLF001
+        gc.freeze()
+        gc.enable()
         try:
             code = self._run(rank=int(os.environ["RANK"]))
         finally:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class PlannedLoop:
     """The batches of a data set from where the loop stands to its end; `len()` is the number of steps left.
 
-    With neither `epochs` nor `steps` the end is that of the epoch.
+    With neither `epochs` nor `steps` the end is that of the epoch, each time it is iterated.
     """
 
     def __init__(
@@ -34,12 +34,11 @@ class PlannedLoop:
     ) -> None:
         _check_end("epochs", epochs)
         _check_end("steps", steps)
+        progress.settle()
         self._progress, self._plan, self._batches = progress, plan, batches
         self._position = progress.positions.setdefault(name, Position())
         self._take_plan(plan.describe())
         self._epochs, self._steps = epochs, steps
-        if epochs is None and steps is None:
-            self._epochs = self._position.epoch + 1
 
     def _take_plan(self, plan: dict[str, Any]) -> None:
         at = self._position
@@ -53,15 +52,18 @@ class PlannedLoop:
         at.plan = plan
 
     def _positions(self) -> Iterator[tuple[int, int]]:
-        at = Position(**asdict(self._position))
-        while (self._epochs is None or at.epoch < self._epochs) and (self._steps is None or at.done < self._steps):
+        at, end = Position(**asdict(self._position)), self._end_epoch()
+        while (end is None or at.epoch < end) and (self._steps is None or at.done < self._steps):
             yield at.epoch, at.step
             at.advance(self._plan.steps_per_epoch)
 
+    def _end_epoch(self) -> int | None:
+        return self._position.epoch + 1 if self._epochs is None and self._steps is None else self._epochs
+
     def __len__(self) -> int:
-        at, ends = self._position, []
-        if self._epochs is not None:
-            ends.append((self._epochs - at.epoch) * self._plan.steps_per_epoch - at.step)
+        at, end, ends = self._position, self._end_epoch(), []
+        if end is not None:
+            ends.append((end - at.epoch) * self._plan.steps_per_epoch - at.step)
         if self._steps is not None:
             ends.append(self._steps - at.done)
         return max(0, min(ends))
@@ -71,7 +73,7 @@ class PlannedLoop:
         return run_loop(self._batches(self._positions), self._progress, lambda: self._position.advance(self._plan.steps_per_epoch))
 
 
-def run_loop(batches: Iterator[Batch], progress: Progress, complete: Callable[[], None]) -> Iterator[Batch]:
+def run_loop(batches: Iterator[Batch], progress: Progress, complete: Callable[[], int]) -> Iterator[Batch]:
     """Yield batches, and say when each step begins and ends."""
     for batch in batches:
         progress.begin_step(batch, complete)

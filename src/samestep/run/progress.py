@@ -6,6 +6,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from samestep.errors import DataError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -33,12 +35,13 @@ class Position:
     done: int = 0
     plan: dict[str, Any] = field(default_factory=dict)
 
-    def advance(self, steps_per_epoch: int | None) -> None:
-        """Count one step as done; streams have no epochs (None)."""
+    def advance(self, steps_per_epoch: int | None) -> int:
+        """Count one step as done and return the epoch of the next; streams have no epochs (None)."""
         self.done += 1
         self.step += 1
         if self.step == steps_per_epoch:
             self.epoch, self.step = self.epoch + 1, 0
+        return self.epoch
 
 
 @dataclass
@@ -46,7 +49,7 @@ class OpenStep:
     """A step whose body runs, or was left by break (`left`) and may count as done once `updates` were made in it."""
 
     batch: Batch
-    complete: Callable[[], None]
+    complete: Callable[[], int]
     updates: int = 0
     left: bool = False
 
@@ -74,8 +77,16 @@ class Progress:
             self.step, self.epoch = state["step"], state["epoch"]
             self.positions = {name: Position(**position) for name, position in state["positions"].items()}
 
-    def begin_step(self, batch: Batch, complete: Callable[[], None]) -> None:
-        """Say that the body of a loop starts on a batch; `complete` moves the loop's position on."""
+    def begin_step(self, batch: Batch, complete: Callable[[], int]) -> None:
+        """Say that the body of a loop starts on a batch; `complete` moves the loop's position on and returns the epoch there.
+
+        Raises `DataError` in the body of another loop.
+        """
+        if self._open is not None and not self._open.left:
+            raise DataError(
+                "a batch was taken from one loop in the body of another; expected one loop at a time, since every batch is a step: "
+                "put what a step needs into one data set or stream"
+            )
         if self._is_last(self.step):
             self._stop_here()
         self.epoch = batch.epoch
@@ -91,7 +102,7 @@ class Progress:
         """Say that the body came to its end: the boundary between two steps."""
         if self._open is None:
             return
-        self._open.complete()
+        self.epoch = self._open.complete()
         self._note_seconds(self._open.batch)
         self._open = None
         self._stop.deferring = False
@@ -104,9 +115,12 @@ class Progress:
 
     def end_loop(self) -> None:
         """Say that a loop has no more steps. A signal that came too late for the last one's note is agreed upon here."""
-        signals = self._lanes.world.all_gather_json(self._stop.received, "ending a loop")
-        if any(signals):
-            self._stop_here(next(filter(None, signals)))
+        self._exchange_notes("ending a loop")
+        (signal, due), self._agreed = self._agreed, NOTHING
+        if due:
+            self._keep()
+        if signal:
+            self._stop_here(signal)
 
     def settle(self) -> None:
         """Count a step that was left by break after an update as done."""
@@ -193,5 +207,10 @@ class Progress:
         self._wanted, self._score = False, None
 
     def _finish(self, event: str, **fields: Any) -> None:
+        self._exchange_notes("ending the run")
         self._keeper.finish()
         self._record.event(event, step=self.step, time_of_day=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **fields)
+
+    def _exchange_notes(self, what: str) -> None:
+        """Exchange the notes that no later step will carry."""
+        self.agree(self._lanes.world.all_gather_json(self.note(), what))

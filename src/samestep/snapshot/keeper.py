@@ -24,7 +24,7 @@ class Keeper:
     def __init__(self, config: Config, world: World, record: Record, attempt: str, resumed: Snapshot | None) -> None:
         self.tracked = Tracked(resumed)
         self.stall_seconds = 0.0
-        self._config = config
+        self._config, self._world = config, world
         self._kept_step = None if resumed is None else resumed.step
         self._kept_time = time.monotonic()
         self._writer: SnapshotWriter | None = None
@@ -37,6 +37,7 @@ class Keeper:
                 keep_last=config.keep_last,
                 keep_best=config.keep_best,
                 report=record.event,
+                timeout_seconds=config.timeout_seconds,
             )
 
     @property
@@ -65,6 +66,8 @@ class Keeper:
         forgotten = ", ".join(sorted(self.tracked.forgotten()))
         if forgotten:
             raise SnapshotError(f"the run resumed from a snapshot that also holds {forgotten}; track it too, so that nothing is lost")
+        # Workers meet in the file system from here on, where one that is gone would be waited for in vain.
+        self._world.barrier("starting a snapshot")
         started = time.perf_counter()
         tracked_shared, tracked_own = self.tracked.states()
         info = {"lanes": shared["run"]["lanes"], "seed": self._config.seed, "epoch": shared["run"]["epoch"]}

@@ -144,7 +144,7 @@ class Lanes:
 
     def _targets_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[Target]:
         """Divide parameters into those of each sharded block, and the rest by dtype; made once for each set of parameters."""
-        cache_key = tuple(map(id, parameters))
+        cache_key = (len(self.shards), *map(id, parameters))
         if cache_key not in self._targets:
             number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
             targets = []
@@ -233,7 +233,7 @@ class LaneWork:
         if self._count is None:
             return items_in(batch) if self._counts is None else self._counts[lane]
         count = self._count(batch)
-        if int(count) != count or count < 0:
+        if not math.isfinite(count) or int(count) != count or count < 0:
             raise DataError(f"count returned {count!r} for lane {lane}; expected a whole number of items, 0 or more")
         return int(count)
 

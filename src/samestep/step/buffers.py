@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from samestep.step.tree import Span
     from samestep.world import World
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+
 
 class Buffers:
     """The buffers of all replicated modules, as lanes come and go."""
@@ -47,11 +49,11 @@ class Buffers:
     def end_lane(self, lane: int) -> None:
         """Keep what this lane wrote, and put the start values back for the next one.
 
-        Values are compared, because BatchNorm's kernels write without counting the tensor's version up.
+        Bits are compared, because BatchNorm's kernels write without counting the tensor's version up.
         """
         written = self._written[lane] = {}
         for number, (start, buffer) in enumerate(zip(self._start, self._current(), strict=True)):
-            if not torch.equal(start, buffer):
+            if not _same_bits(start, buffer):
                 written[number] = buffer.detach().clone()
                 buffer.data.copy_(start)
 
@@ -113,3 +115,9 @@ class Buffers:
 
     def _current(self) -> list[torch.Tensor]:
         return [owner._buffers[name] for owner, name in self._homes]  # type: ignore[misc]  # noqa: SLF001  as the module sees them now
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Compare as integers: a NaN is equal to itself, and 0.0 differs from -0.0."""
+    words = INTEGERS[min(left.element_size(), 8)]
+    return torch.equal(left.reshape(-1).view(words), right.reshape(-1).view(words))

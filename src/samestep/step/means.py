@@ -20,11 +20,7 @@ class Mean:
     @classmethod
     def of(cls, means: Sequence[tuple[float, int]]) -> Mean:
         """Merge (mean, count) pairs. The sum is exact before its one rounding, so no order of merging shows."""
-        try:
-            total = math.fsum(mean * count for mean, count in means)
-        except (OverflowError, ValueError):  # infinities of both signs, or a sum past the largest float
-            total = sum(mean * count for mean, count in means)
-        return cls(total, sum(count for _, count in means))
+        return cls(_exact_sum([mean * count for mean, count in means]), sum(count for _, count in means))
 
     @property
     def value(self) -> float:
@@ -76,3 +72,14 @@ class Means(Mapping[str, float]):
     @staticmethod
     def _mean(name: str, results: Sequence[LaneResult]) -> Mean:
         return Mean.of([(result.metrics[name], result.count) for result in results if name in result.metrics])
+
+
+def _exact_sum(values: Sequence[float]) -> float:
+    """Return the sum of values, rounded once."""
+    infinite = [value for value in values if not math.isfinite(value)]
+    if infinite:
+        return sum(infinite)
+    try:
+        return math.fsum(values)
+    except OverflowError:  # on the way, if not in the end
+        return math.fsum(value * 2.0**-64 for value in values) * 2.0**64

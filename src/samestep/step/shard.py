@@ -81,6 +81,7 @@ class Shard:
     def __init__(self, optimizer: optim.Optimizer, lanes: int, world: World) -> None:
         self.optimizer = optimizer
         self._world = world
+        born_with = optimizer.state_dict()  # Adagrad's state is there before the first step
         self._parameters: list[torch.nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         dtypes = dict.fromkeys(parameter.dtype for parameter in self._parameters)
@@ -90,6 +91,8 @@ class Shard:
         for group, size in zip(optimizer.param_groups, self._group_sizes, strict=True):
             group["params"] = [own[i] for i in range(index, index + size) if i in own]
             index += size
+        if born_with["state"]:
+            self.load_state_dict(born_with)
         optimizer.register_step_post_hook(self._gather)
 
     def _own_pieces(self) -> list[tuple[int, Piece, torch.nn.Parameter]]:
@@ -143,7 +146,7 @@ def check_shardable(optimizer: optim.Optimizer) -> None:
             f"{name} cannot be sharded: only optimizers whose update of an element depends on that element alone can "
             f"({', '.join(kind.__name__ for kind in ELEMENTWISE)} of torch.optim); use it without run.shard"
         )
-    if optimizer.state:
+    if any(float(values.get("step", 1)) for values in optimizer.state.values()):
         raise OptimizerError(f"this {name} has state already; shard it before its first step, and load its state by run.track")
     devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
     if len(devices) > 1:

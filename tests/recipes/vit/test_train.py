@@ -52,9 +52,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_number_of_workers_changes_nothing(variant, tmp_path):
-    alone = train(1, tmp_path / "alone", *VARIANTS[variant])
-    for workers in (2, 3):
-        assert train(workers, tmp_path / str(workers), *VARIANTS[variant]) == alone
+    assert train(3, tmp_path / "3", *VARIANTS[variant]) == train(1, tmp_path / "1", *VARIANTS[variant])
 
 
 def test_a_run_that_stopped_goes_on_as_if_it_had_not(trained, tmp_path):
@@ -103,10 +101,19 @@ def test_fine_tuning_starts_from_a_file_and_goes_on_from_its_own_snapshots(train
 
 
 def test_evaluation_without_parameters_is_an_error(tmp_path):
-    with pytest.raises(WorkerFailedError, match="--eval found no snapshot in") as caught:
-        run_workers(main, 1, [*SMALL, "--eval", "--dir", str(tmp_path)])
-    assert isinstance(caught.value.__cause__, SettingsError)
-    assert list_snapshots(tmp_path) == []
+    for arguments, message in (
+        (["--eval"], "--eval found no snapshot and no pretrained file"),
+        (["--eval", "--dir", str(tmp_path)], f"{SETTINGS_FILE} cannot be read"),
+    ):
+        with pytest.raises(WorkerFailedError, match=message) as caught:
+            run_workers(main, 1, [*SMALL, *arguments])
+        assert isinstance(caught.value.__cause__, SettingsError)
+
+
+def test_evaluation_takes_one_place_for_parameters(capsys):
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--eval", "--dir", "a", "--pretrained", "b.pth"])
+    assert "--eval takes --dir or --pretrained, not both" in capsys.readouterr().err
 
 
 def test_the_demonstration_ends_well(tmp_path, monkeypatch, capfd):

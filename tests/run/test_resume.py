@@ -1,0 +1,237 @@
+"""A run that was killed, stopped or moved to another number of workers ends with the bits of one that never was."""
+
+from __future__ import annotations
+
+import random
+import signal
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import samestep as ss
+from tests.faults import cut, flip_byte, kill_at
+from tests.jobs import STEPS, Net, classify, events, image_job, images, left_by, left_in, snapshots, steps_of, train
+from tests.run.kinds import streams_job
+from tests.workers import run_workers, try_workers
+
+
+@pytest.fixture
+def undisturbed(tmp_path):
+    return left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
+
+
+@pytest.mark.parametrize(("before", "after", "seed"), [(2, 1, 0), (2, 3, 1), (4, 2, 2), (3, 4, 3)])
+def test_a_killed_run_resumes_at_another_number_of_workers(before, after, seed, undisturbed, tmp_path):
+    draw = random.Random(seed)
+    step, rank, every = draw.randint(1, STEPS - 1), draw.randrange(before), draw.randint(1, 2)
+    job = partial(image_job, hook=kill_at(step, rank))
+    outcomes = try_workers(train, before, job, tmp_path, {"snapshot_every": every})
+    assert outcomes[rank].exitcode == -signal.SIGKILL
+    assert all(isinstance(outcome.error, ss.WorldError) for outcome in outcomes if outcome.rank != rank)
+    newest = max((int(path.parent.name.removeprefix("step-")) for path in tmp_path.glob("*/manifest.json")), default=0)
+    assert step - 2 * every <= newest <= step
+    assert left_by(image_job, tmp_path, after, lanes=8) == undisturbed
+    assert [event["step"] for event in events(tmp_path) if event["event"] in {"started", "resumed"}] == [0, newest, STEPS]
+
+
+def test_a_run_resumes_from_each_of_its_steps(undisturbed, tmp_path):
+    run_workers(train, 2, image_job, tmp_path / "whole", {"keep_last": STEPS})
+    assert snapshots(tmp_path / "whole") == steps_of(*range(1, STEPS + 1))
+
+    def resume(steps):
+        for step in steps:
+            train(image_job, tmp_path / f"from-{step}", {"resume": tmp_path / "whole" / f"step-{step:08d}"})
+
+    run_workers(resume, 3, range(1, STEPS, 2))
+    run_workers(resume, 1, range(2, STEPS, 2))
+    for step in range(1, STEPS):
+        left = left_in(image_job, tmp_path / f"from-{step}")
+        assert left.items() <= undisturbed.items()
+        assert len(left) == len(undisturbed) - 2 * step  # the loss and accuracy of the steps before
+    assert left_in(image_job, tmp_path / "whole") == undisturbed
+
+
+@pytest.mark.parametrize("steps", [3, 6])
+def test_streams_go_on_where_they_were(steps, tmp_path):
+    whole = left_by(streams_job, tmp_path / "whole", 1, lanes=8)
+    run_workers(train, 2, streams_job, tmp_path / "parts", {"stop_after": steps})
+    assert left_by(streams_job, tmp_path / "parts", 3) == whole
+
+
+def own_epochs_job(run, leave_at=None):
+    """Train with an epoch loop of one's own; once `leave_at` steps are made, leave it by break."""
+
+    def batches():
+        for epoch in range(run.epoch, 3):
+            assert run.epoch == epoch
+            yield from run.batches(images(50), 16)
+
+    model = run.replicate(Net())
+    optimizer = run.shard(torch.optim.Adam(model.parameters()))
+    run.track(model=model, optimizer=optimizer)
+    for batch in batches():
+        run.log(run.backward(classify, model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        if run.step + 1 == leave_at:
+            break
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_an_epoch_loop_of_ones_own_resumes(tmp_path):
+    whole = left_by(own_epochs_job, tmp_path / "whole", 2, lanes=8)
+    assert "loss at step 11" in whole
+    assert "loss at step 12" not in whole
+    for leave_at in (3, 4, 5, 8):
+        directory = tmp_path / str(leave_at)
+        train(partial(own_epochs_job, leave_at=leave_at), directory, {"snapshot_every": None})
+        assert snapshots(directory) == steps_of(leave_at)
+        assert left_by(own_epochs_job, directory, 2) == whole
+
+
+def test_a_snapshot_that_is_asked_for_in_the_body_is_taken_at_the_end_of_the_step(undisturbed, tmp_path):
+    def job(run):
+        return image_job(run, hook=lambda step: run.snapshot() if step == 4 else None)
+
+    run_workers(train, 2, job, tmp_path, {"snapshot_every": None, "stop_after": 6})
+    assert snapshots(tmp_path) == steps_of(5, 6)
+    (tmp_path / "step-00000006" / "manifest.json").unlink()
+    assert left_by(image_job, tmp_path, 3, snapshot_every=None) == undisturbed
+    assert events(tmp_path, "resumed")[0]["step"] == 5
+
+
+@pytest.fixture
+def stopped_at(tmp_path):
+    """Return the directory of a run that stopped after some steps."""
+
+    def run_to(step):
+        with pytest.raises(SystemExit):
+            train(image_job, tmp_path / "stopped", {"stop_after": step})
+        return tmp_path / "stopped"
+
+    return run_to
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"lanes": 4}, ss.ConfigError, "lanes=4 was given.*lanes=8"),
+        ({"seed": 1}, ss.ConfigError, "seed=1 was given.*seed=0"),
+    ],
+)
+def test_what_is_fixed_for_a_run_may_not_change(options, error, words, stopped_at):
+    with pytest.raises(error, match=words):
+        train(image_job, stopped_at(2), options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"size": 100}, "step 2 of epoch 0.*samples=101.*samples=100"),
+        ({"batch_size": 16}, "step 2 of epoch 0.*batch_size=32.*batch_size=16"),
+        ({"shuffle": False}, "shuffle=True.*shuffle=False"),
+        ({"drop_last": True}, "drop_last=False.*drop_last=True"),
+    ],
+)
+def test_the_data_may_change_only_between_epochs(changed, words, stopped_at):
+    with pytest.raises(ss.DataError, match=words):
+        train(partial(image_job, **changed), stopped_at(2))
+
+
+def test_between_epochs_the_batch_size_may_change(stopped_at, tmp_path):
+    directory = stopped_at(4)
+    train(partial(image_job, batch_size=16), directory)
+    assert events(directory, "finished")[-1]["step"] == 4 + 7
+
+
+def test_lanes_come_from_the_snapshot_and_bound_the_workers(stopped_at):
+    directory = stopped_at(2)
+    with ss.init(dir=directory) as run:
+        assert (run.lanes, run.step) == (8, 2)
+    outcomes = try_workers(train, 3, image_job, directory, {"lanes": None, "resume": stopped_with_two_lanes(directory.parent)})
+    assert {type(outcome.error) for outcome in outcomes} == {ss.ConfigError}
+    assert "2 lanes, and 3 workers" in str(outcomes[0].error)
+
+
+def stopped_with_two_lanes(folder):
+    with pytest.raises(SystemExit):
+        train(image_job, folder / "two", {"lanes": 2, "stop_after": 1})
+    return folder / "two" / "step-00000001"
+
+
+def test_what_the_snapshot_does_not_hold_is_named(stopped_at):
+    with ss.init(dir=stopped_at(2)) as run, pytest.raises(ss.SnapshotError, match="holds model, optimizer, schedule, but no 'averaged'"):
+        run.track(averaged=nn.Linear(2, 2))
+
+
+def test_what_is_not_tracked_again_is_named_before_it_is_lost(stopped_at):
+    def job(run):
+        model = run.replicate(Net())
+        run.track(model=model)
+        for batch in run.batches(images(101), 32, epochs=2):
+            run.backward(classify, model, batch)
+
+    with pytest.raises(ss.SnapshotError, match="also holds optimizer, schedule"):
+        train(job, stopped_at(2))
+
+
+def test_a_model_that_the_snapshot_does_not_fit_is_named(stopped_at):
+    with ss.init(dir=stopped_at(2)) as run, pytest.raises(ss.SnapshotError, match=r"(?s)does not fit 'model' \(Linear\).*Missing key"):
+        run.track(model=nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["run", "streams", "model"])
+def test_a_name_is_taken_once(name):
+    with ss.init() as run:
+        run.track(model=nn.Linear(2, 2))
+        with pytest.raises(ss.SnapshotError, match=f"'{name}', which is taken"):
+            run.track(**{name: nn.Linear(2, 2)})
+
+
+def test_what_has_no_state_cannot_be_tracked():
+    with ss.init() as run, pytest.raises(ss.SnapshotError, match="'history' is list"):
+        run.track(history=[])
+
+
+@pytest.mark.parametrize("damage", [lambda path: flip_byte(path, -1), lambda path: cut(path, 100), lambda path: path.unlink()])
+def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(damage, undisturbed, stopped_at):
+    directory = stopped_at(6)
+    damage(next((directory / "step-00000006").glob("*.safetensors")))
+    assert left_by(image_job, directory, 2) == undisturbed
+    assert [event["path"] for event in events(directory, "snapshot_rejected")] == [str(directory / "step-00000006")]
+    assert events(directory, "resumed")[0]["step"] == 5
+
+
+@pytest.mark.parametrize("resume", ["step-00000009", "nowhere"])
+def test_a_snapshot_that_is_not_there_is_an_error_on_every_worker(resume, stopped_at):
+    directory = stopped_at(2)
+    outcomes = try_workers(train, 2, image_job, directory, {"resume": directory / resume})
+    assert [type(outcome.error) for outcome in outcomes] == [ss.SnapshotError] * 2
+    assert f"there is no snapshot {directory / resume}" in str(outcomes[1].error)
+
+
+def test_never_starts_anew(undisturbed, stopped_at):
+    directory = stopped_at(6)
+    assert left_by(image_job, directory, 2, resume="never", lanes=8) == undisturbed
+    assert [event["step"] for event in events(directory, "started")] == [0, 0]
+
+
+def test_the_newest_and_the_best_snapshots_stay(tmp_path):
+    def job(run):
+        scores = [1, 5, 2, 5, 3, 0, -1, float("nan")]
+        return image_job(run, hook=lambda step: run.snapshot(score=scores[step]))
+
+    run_workers(train, 2, job, tmp_path, {"keep_last": 2, "keep_best": 2})
+    assert snapshots(tmp_path) == steps_of(2, 4, 7, 8)
+    assert {event["path"] for event in events(tmp_path, "snapshot_removed")} == {str(tmp_path / name) for name in steps_of(1, 3, 5, 6)}
+
+
+def test_a_snapshot_after_the_loop_takes_a_score(tmp_path):
+    def job(run):
+        image_job(run)
+        run.snapshot(score=0.5)
+
+    train(job, tmp_path, {"snapshot_every": None})
+    assert [(event["step"], event["score"]) for event in events(tmp_path, "snapshot")] == [(STEPS, 0.5)]

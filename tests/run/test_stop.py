@@ -1,0 +1,102 @@
+"""Runs that stop by themselves, by a signal or by break: the last step is kept, and the next start goes on from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+
+import pytest
+
+import samestep as ss
+from tests.jobs import STEPS, Net, classify, events, image_job, images, left_by, snapshots, steps_of, train
+from tests.workers import run_workers, try_workers
+
+
+@pytest.fixture
+def undisturbed(tmp_path):
+    return left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
+
+
+def signal_at(step, number):
+    """Return a hook that sends this worker a signal at a step, on rank 1 or alone."""
+
+    def hook(now):
+        if now == step and os.environ.get("RANK", "1") == "1":
+            os.kill(os.getpid(), number)
+
+    return hook
+
+
+def test_a_run_that_stops_after_some_steps_goes_on_later(undisturbed, tmp_path):
+    for workers, stop_after in ((1, 1), (2, 4), (3, 7)):
+        run_workers(train, workers, image_job, tmp_path, {"stop_after": stop_after, "snapshot_every": None})
+        assert events(tmp_path, "stopped")[-1]["step"] == stop_after
+    assert left_by(image_job, tmp_path, 2) == undisturbed
+
+
+@pytest.mark.parametrize("step", [0, 3, STEPS - 1])
+def test_sigterm_to_one_worker_stops_all_after_a_snapshot(step, undisturbed, tmp_path):
+    job = partial(image_job, hook=signal_at(step, signal.SIGTERM))
+    outcomes = try_workers(train, 2, job, tmp_path, {"snapshot_every": None})
+    assert [outcome.exitcode for outcome in outcomes] == [128 + signal.SIGTERM] * 2
+    stopped = events(tmp_path, "stopped")[-1]
+    assert stopped["signal"] == signal.SIGTERM
+    assert step < stopped["step"] <= step + 2
+    assert snapshots(tmp_path) == steps_of(stopped["step"])
+    assert left_by(image_job, tmp_path, 3) == undisturbed
+
+
+def test_ctrl_c_stops_after_a_snapshot_and_a_second_one_at_once(undisturbed, tmp_path):
+    once = partial(image_job, hook=signal_at(3, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        train(once, tmp_path / "once", {"snapshot_every": None})
+    assert snapshots(tmp_path / "once") == steps_of(5)
+    assert left_by(image_job, tmp_path / "once", 2) == undisturbed
+
+    def twice(run):
+        return image_job(run, hook=lambda step: [signal_at(3, signal.SIGINT)(step) for _ in range(2)])
+
+    with pytest.raises(KeyboardInterrupt):
+        train(twice, tmp_path / "twice", {"snapshot_every": None})
+    assert snapshots(tmp_path / "twice") == []
+
+
+def test_without_a_directory_a_signal_acts_at_once():
+    job = partial(image_job, hook=signal_at(3, signal.SIGTERM))
+    with pytest.raises(SystemExit) as caught, ss.init(lanes=8) as run:
+        job(run)
+    assert caught.value.code == 143
+    assert run.step == 3
+
+
+def test_a_process_has_its_signal_handlers_back_after_a_run():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with ss.init() as run:
+        assert run.workers == 1
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] != before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_a_loop_that_is_made_once_gives_an_epoch_each_time(tmp_path):
+    with ss.init(lanes=2) as run:
+        loop = run.batches(images(10), 4)
+        assert [(len(loop), [sum(batch.counts) for batch in loop]) for _ in range(3)] == [(3, [4, 4, 2])] * 3
+        assert run.step == 9
+
+
+def test_break_counts_a_step_that_was_updated_and_no_other(tmp_path):
+    with ss.init(lanes=2, dir=tmp_path) as run:
+        model = run.replicate(Net())
+        run.track(model=model)
+        for batch in run.batches(images(10), 4, name="updated"):
+            run.backward(classify, model, batch)
+            break
+        run.snapshot()
+        for _ in run.batches(images(10), 4, name="looked at"):
+            break
+        run.snapshot()
+        assert len(run.batches(images(10), 4, name="updated")) == 2
+        assert len(run.batches(images(10), 4, name="looked at")) == 3
+        assert run.step == 1
+    assert snapshots(tmp_path) == steps_of(1)

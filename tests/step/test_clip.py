@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samestep.step.clip import gradient_norm, scale_gradients
+from samestep.step.gradients import copy_gradients
+from samestep.step.shard import Block
+from tests.bits import bits
+from tests.worlds import in_processes, in_threads
+
+LANES = 8
+SHAPES = [(3, 7), (64,), (2, 5, 4, 4), (129,), (), (1000,), (0,), (65, 2), (5,)]
+
+
+def parameters_with_gradients(seed, dtype=torch.float32):
+    """Return parameters of several shapes, some without a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = []
+    for shape in SHAPES:
+        parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+        if len(shape) == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        if torch.rand((), generator=generator) < 0.8:
+            scale = 10.0 ** torch.randint(-3, 3, shape, generator=generator)
+            parameter.grad = torch.empty_like(parameter).copy_(torch.randn(shape, generator=generator) * scale)
+        parameters.append(parameter)
+    return parameters
+
+
+def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32):
+    """Return the bits of the norm of the `chosen` parameters, and of all gradients after clipping; `sharded` ones live in slices."""
+    parameters = parameters_with_gradients(seed, dtype)
+    block = None
+    if sharded:
+        in_block = [parameters[number] for number in sharded]
+        present = [parameter.grad is not None for parameter in in_block]
+        gradients = [parameter.grad for parameter in in_block]
+        block = Block.of(in_block, LANES, world)
+        flat = block.exchange.storage()
+        copy_gradients(block.exchange.views(flat), gradients)
+        size = block.exchange.layout.slice_size
+        block.set_gradients(flat[world.rank * size : (world.rank + 1) * size], present)
+        for parameter in in_block:
+            parameter.grad = None
+    own = [parameters[number] for number in chosen]
+    blocks = [] if block is None else [block]
+    norm = gradient_norm(own, blocks, world)
+    scale_gradients([*own, *(piece for some in blocks for piece in some.own_of(set(map(id, own))))], norm, max_norm)
+    if block is not None:
+        world.all_gather(flat, flat[world.rank * size : (world.rank + 1) * size].clone(), "gathering gradients")
+        for parameter, view, there in zip(in_block, block.exchange.views(flat), present, strict=True):
+            parameter.grad = view if there else None
+    return bits(norm), [None if parameter.grad is None else bits(parameter.grad) for parameter in parameters]
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(1, 6), st.integers(0, 10**6), st.sampled_from([1e-3, 1.0, 1e4, 1e9]))
+def test_whole_and_sharded_gradients_are_clipped_to_the_same_bits(data, workers, seed, max_norm):
+    numbers = st.sets(st.integers(0, len(SHAPES) - 1)).map(sorted)
+    sharded, chosen = data.draw(numbers), data.draw(numbers.filter(bool))
+    expected = clipped(in_threads(1, lambda world: world)[0], seed, max_norm, [], chosen)
+    assert in_threads(workers, clipped, seed, max_norm, sharded, chosen) == [expected] * workers
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_processes_clip_to_the_same_bits(workers):
+    def body(world):
+        everything = range(len(SHAPES))
+        return [
+            [clipped(world, seed, 1.0, sharded, everything, dtype) for sharded in ([], everything, everything[::2])]
+            for dtype in (torch.float32, torch.float64, torch.bfloat16)
+            for seed in range(5)
+        ]
+
+    for worker in in_processes(workers, body):
+        assert worker == [[found[0]] * 3 for found in in_processes(1, body)[0]]
+
+
+@given(st.integers(0, 10**6), st.sampled_from([1e-3, 1.0, 1e9]), st.sampled_from([torch.float32, torch.float64]))
+def test_it_is_close_to_what_torch_does(seed, max_norm, dtype):
+    ours, theirs = (parameters_with_gradients(seed, dtype) for _ in range(2))
+    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    norm = gradient_norm(ours, [], in_threads(1, lambda world: world)[0])
+    scale_gradients(ours, norm, max_norm)
+    torch.testing.assert_close(norm.to(dtype), expected)
+    for our, their in zip(ours, theirs, strict=True):
+        assert (our.grad is None) == (their.grad is None)
+        torch.testing.assert_close(our.grad, their.grad)
+
+
+@pytest.mark.parametrize(("value", "norm"), [(math.inf, math.inf), (math.nan, math.nan), (0.0, 0.0), (3e-20, 3e-19), (1e18, 1e19)])
+def test_special_gradients(value, norm):
+    parameter = torch.nn.Parameter(torch.zeros(100))
+    parameter.grad = torch.full((100,), value)
+    alone = in_threads(1, lambda world: world)[0]
+    found = gradient_norm([parameter], [], alone)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, torch.tensor(norm, dtype=torch.float64), equal_nan=True)
+    scale_gradients([parameter], torch.tensor(5.0, dtype=torch.float64), max_norm=10.0)
+    assert bits(parameter.grad) == bits(torch.full((100,), value))

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import optim
+
+from samestep.errors import OptimizerError
+from samestep.step.gradients import copy_gradients
+from samestep.step.shard import ELEMENTWISE, SCALAR_STATE, Shard, check_shardable
+from samestep.step.slices import TensorSlice
+from tests.bits import bits, digest
+from tests.worlds import in_processes
+
+LANES = 8
+STEPS = 5
+KEPT_AT = 3  # steps before the state is taken
+VARIANTS = [
+    (optim.SGD, {}),
+    (optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (optim.SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True, "foreach": True}),
+    (optim.SGD, {"momentum": 0.9, "fused": True}),
+    (optim.Adam, {"weight_decay": 0.1}),
+    (optim.Adam, {"amsgrad": True, "foreach": True}),
+    (optim.Adam, {"amsgrad": True, "fused": True}),
+    (optim.AdamW, {}),
+    (optim.AdamW, {"amsgrad": True}),
+    (optim.AdamW, {"fused": True}),
+    (optim.AdamW, {"foreach": True, "maximize": True}),
+    (optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    (optim.RAdam, {}),
+    (optim.Adamax, {}),
+    (optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    (optim.Adagrad, {"fused": True}),
+    (optim.Adadelta, {}),
+    (optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    (optim.Rprop, {}),
+    (optim.ASGD, {"t0": 2}),
+]
+SHAPES = [(65, 3), (64,), (7,), (), (2, 3, 4, 4), (500,), (11,)]
+ABSENT = {1: {0, 1}, 3: {2}, 5: set(range(STEPS))}  # parameter: steps in which it has no gradient
+
+
+class Job:
+    """An optimizer of two groups, a scheduler, and gradients that depend on the step alone; sharded where there are workers."""
+
+    def __init__(self, world, kind, options):
+        generator = torch.Generator().manual_seed(1)
+        dtypes = [torch.float32] * (len(SHAPES) - 1) + [torch.float64]
+        self.parameters = [
+            torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape, dtype in zip(SHAPES, dtypes, strict=True)
+        ]
+        self.parameters[4].data = self.parameters[4].data.contiguous(memory_format=torch.channels_last)
+        groups = [{"params": self.parameters[:3]}, {"params": self.parameters[3:], "lr": 0.02}]
+        self.optimizer = kind(groups, lr=0.01, **options)
+        self.world = world
+        check_shardable(self.optimizer)
+        self.shard = Shard(self.optimizer, LANES, world) if world.size > 1 else None
+        self.scheduler = optim.lr_scheduler.ExponentialLR(self.optimizer, 0.7)
+
+    def lacks(self, index, number):
+        """Tell whether a parameter has no gradient in a step; torch's fused SGD fails where one gets its first later than others."""
+        fused_sgd = isinstance(self.optimizer, optim.SGD) and self.optimizer.defaults["fused"]
+        return number in ABSENT.get(index, ()) and not (fused_sgd and index == 1)
+
+    def step(self, number):
+        generator = torch.Generator().manual_seed(100 + number)
+        gradients = []
+        for index, parameter in enumerate(self.parameters):
+            gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+            gradients.append(None if self.lacks(index, number) else torch.empty_like(parameter).copy_(gradient))
+        if self.shard is None:
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+        else:
+            of = dict(zip(self.parameters, gradients, strict=True))
+            for block in self.shard.blocks:
+                give(block, [of[parameter] for parameter in block.exchange.parameters], self.world.rank)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+    def state(self):
+        part = self.optimizer.state_dict() if self.shard is None else self.shard.state_dict()
+        return {"parameters": [parameter.detach().clone() for parameter in self.parameters], "part": copied(part)}
+
+    def load(self, parameters, state, scheduler):
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, parameters, strict=True):
+                parameter.copy_(value)
+        (self.optimizer if self.shard is None else self.shard).load_state_dict(copied(state))
+        self.scheduler.load_state_dict(scheduler)
+
+
+def give(block, gradients, rank):
+    """Set a block's gradients as the exchange does, from whole ones."""
+    flat = block.exchange.storage()
+    copy_gradients(block.exchange.views(flat), gradients)
+    size = block.exchange.layout.slice_size
+    block.set_gradients(flat[rank * size : (rank + 1) * size], [gradient is not None for gradient in gradients])
+
+
+def copied(part):
+    if isinstance(part, torch.Tensor):
+        return part.clone()
+    if isinstance(part, TensorSlice):
+        return TensorSlice(part.values.clone(), part.shape, part.start, part.order)
+    if isinstance(part, dict):
+        return {name: copied(value) for name, value in part.items()}
+    return [copied(value) for value in part] if isinstance(part, list) else part
+
+
+def trained(world, kept=None):
+    """Return for each variant what its steps gave, its state in the middle, and what steps from a state that was kept gave."""
+    found = []
+    for number, (kind, options) in enumerate(VARIANTS):
+        job = Job(world, kind, options)
+        history, middle, scheduler = [], None, None
+        for step in range(STEPS):
+            if step == KEPT_AT:
+                middle, scheduler = job.state(), job.scheduler.state_dict()
+            job.step(step)
+            history.append(digest(job.parameters))
+        continued = None
+        if kept is not None:
+            other = Job(world, kind, options)
+            other.load(kept[number]["parameters"], kept[number]["part"], scheduler)
+            for step in range(KEPT_AT, STEPS):
+                other.step(step)
+            continued = digest(other.parameters)
+        found.append({"history": history, "middle": middle, "continued": continued})
+    return found
+
+
+def whole(parts):
+    """Put the workers' parts of an optimizer's state together: what each has of a tensor, and what any has of the rest."""
+    state = {}
+    for part in parts:
+        for index, values in part["state"].items():
+            target = state.setdefault(index, {})
+            for name, value in values.items():
+                if isinstance(value, TensorSlice):
+                    storage, covered = target.setdefault(name, (empty_in_order(value), torch.zeros(torch.Size(value.shape).numel())))
+                    flat = storage.permute(value.order).view(-1)
+                    flat[value.start : value.start + len(value.values)] = value.values
+                    covered[value.start : value.start + len(value.values)] += 1
+                else:
+                    assert name not in target
+                    target[name] = value
+    for values in state.values():
+        for name, value in values.items():
+            if isinstance(value, tuple):
+                assert (value[1] == 1).all()
+                values[name] = value[0]
+    return {"state": state, "param_groups": parts[0]["param_groups"]}
+
+
+def empty_in_order(part):
+    order = part.order
+    return part.values.new_empty([part.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
+
+
+def comparable(state):
+    """Return a state with bits for tensors."""
+    if isinstance(state, torch.Tensor):
+        return (str(state.dtype), tuple(state.shape), bits(state))
+    if isinstance(state, dict):
+        return {name: comparable(value) for name, value in state.items()}
+    return [comparable(value) for value in state] if isinstance(state, (list, tuple)) else state
+
+
+def test_sharded_optimizers_give_the_bits_of_whole_ones():
+    (plain,) = in_processes(1, trained)
+    kept = [one["middle"] for one in plain]
+    (alone,) = in_processes(1, trained, kept)
+    for variant, one in zip(VARIANTS, alone, strict=True):
+        exact = variant[0] is not optim.NAdam  # its load_state_dict rounds mu_product to the dtype of the parameter
+        assert (one["continued"] == one["history"][-1]) == exact, variant
+        assert len(set(one["history"])) == STEPS, variant
+    for workers in (2, 3):
+        everyone = in_processes(workers, trained, kept)
+        for number, variant in enumerate(VARIANTS):
+            mine = [worker[number] for worker in everyone]
+            for worker in mine:
+                assert worker["history"] == plain[number]["history"], variant
+                assert worker["continued"] == alone[number]["continued"], variant
+                assert digest(worker["middle"]["parameters"]) == digest(kept[number]["parameters"]), variant
+            assert comparable(whole([worker["middle"]["part"] for worker in mine])) == comparable(kept[number]["part"]), variant
+
+
+def test_every_optimizer_of_the_list_is_tried():
+    assert {kind for kind, _ in VARIANTS} == set(ELEMENTWISE)
+
+
+def test_scalar_state_is_what_torch_keeps_once_a_parameter():
+    for kind, options in VARIANTS:
+        parameter = torch.nn.Parameter(torch.ones(5))
+        optimizer = kind([parameter], **options)
+        for _ in range(3):
+            parameter.grad = torch.ones(5)
+            optimizer.step()
+        for name, value in optimizer.state[parameter].items():
+            once = not isinstance(value, torch.Tensor) or value.ndim == 0
+            assert once == (name in SCALAR_STATE), (kind, name)
+
+
+def test_a_worker_without_pieces_takes_part():
+    def body(world):
+        parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(0))]
+        optimizer = optim.AdamW(parameters, lr=0.1, fused=True)
+        shard = Shard(optimizer, LANES, world)
+        give(shard.blocks[0], [torch.ones(3), torch.zeros(0)], world.rank)
+        optimizer.step()
+        return parameters[0].tolist(), len(shard.state_dict()["state"])
+
+    first, second, third = in_processes(3, body)
+    assert first[0] == second[0] == third[0]
+    assert first[0] != [1, 1, 1]
+    assert (first[1], second[1], third[1]) == (1, 0, 0)
+
+
+def used_adam():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = optim.Adam([parameter])
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    return optimizer
+
+
+class OwnAdam(optim.Adam):
+    """A subclass may do anything in its step."""
+
+
+def test_what_cannot_be_sharded_is_refused():
+    parameters = [torch.nn.Parameter(torch.ones(2, 2))]
+    for optimizer in (optim.LBFGS(parameters), optim.Adafactor(parameters), OwnAdam(parameters), optim.SparseAdam(parameters)):
+        name = type(optimizer).__name__
+        with pytest.raises(OptimizerError, match=rf"{name} cannot be sharded: .*AdamW.*; use it without run.shard"):
+            check_shardable(optimizer)
+    with pytest.raises(OptimizerError, match="this Adam has state already; shard it before its first step"):
+        check_shardable(used_adam())
+    elsewhere = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, device="meta"))]
+    with pytest.raises(OptimizerError, match=r"this SGD has parameters on \['cpu', 'meta'\]; expected one device"):
+        check_shardable(optim.SGD(elsewhere, lr=0.1))
