@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import ConfigError
-from samestep.launch.place import STARTED_BY, VARIABLES, Place, find_place
+from samestep.launch.place import NEEDED, STARTED_BY, VARIABLES, Place, find_place
 
 SECOND_OF_FOUR = {
     "RANK": "1",
@@ -26,13 +26,17 @@ def test_the_place_is_read_as_torchrun_sets_it(extra, started_by):
     assert find_place({**SECOND_OF_FOUR, **extra}) == Place(1, 4, 1, 2, "10.0.0.7", 29500, started_by)
 
 
-@given(st.sets(st.sampled_from(VARIABLES), min_size=1, max_size=len(VARIABLES) - 1))
+def test_without_local_variables_all_workers_are_on_one_host():
+    assert find_place({name: SECOND_OF_FOUR[name] for name in NEEDED}) == Place(1, 4, 1, 4, "10.0.0.7", 29500, "torchrun")
+
+
+@given(st.sets(st.sampled_from(VARIABLES), min_size=1).filter(lambda names: not names.issuperset(NEEDED)))
 def test_a_part_of_the_variables_is_an_error_that_names_those_set_and_those_missing(given_names):
     with pytest.raises(ConfigError, match="unset all to run one worker alone") as caught:
         find_place({name: SECOND_OF_FOUR[name] for name in given_names})
     was_set, _, missing = str(caught.value).split(";")[0].partition(" is set and ")
     assert was_set == ", ".join(f"{name}={SECOND_OF_FOUR[name]}" for name in VARIABLES if name in given_names)
-    assert missing == ", ".join(name for name in VARIABLES if name not in given_names) + " is not"
+    assert missing == ", ".join(name for name in NEEDED if name not in given_names) + " is not"
 
 
 @pytest.mark.parametrize("name", [name for name in VARIABLES if name != "MASTER_ADDR"])

@@ -10,9 +10,11 @@ from samestep.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NEEDED: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOCAL: Final = {"LOCAL_RANK": "RANK", "LOCAL_WORLD_SIZE": "WORLD_SIZE"}  # where not set, all workers are on one host
+VARIABLES: Final = (*NEEDED, *LOCAL)
 STARTED_BY: Final = "SAMESTEP_INTERNAL_STARTED_BY"
-WHAT_TO_DO: Final = f"set all of {', '.join(VARIABLES)} as torchrun does, or unset all to run one worker alone"
+WHAT_TO_DO: Final = f"set all of {', '.join(NEEDED)} as torchrun does, or unset all to run one worker alone"
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,12 @@ def find_place(environment: Mapping[str, str]) -> Place:
     Raises `ConfigError` when some are missing, are no numbers, or contradict each other.
     """
     given = [f"{name}={environment[name]}" for name in VARIABLES if name in environment]
-    missing = [name for name in VARIABLES if name not in environment]
+    missing = [name for name in NEEDED if name not in environment]
     if not given:
         return Place(rank=0, workers=1, local_rank=0, local_workers=1, address="127.0.0.1", port=0, started_by="alone")
     if missing:
         raise ConfigError(f"{', '.join(given)} is set and {', '.join(missing)} is not; {WHAT_TO_DO}")
+    environment = {**{name: environment[default] for name, default in LOCAL.items()}, **environment}
     place = Place(
         rank=_number(environment, "RANK"),
         workers=_number(environment, "WORLD_SIZE"),

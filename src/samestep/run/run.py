@@ -27,7 +27,7 @@ from samestep.record import open_record
 from samestep.run.images import pixels
 from samestep.run.loops import PlannedLoop, run_loop
 from samestep.run.progress import Position, Progress
-from samestep.run.start import agree_on_lanes, find_snapshot, set_up_device
+from samestep.run.start import agree_on_lanes, find_snapshot, set_aside, set_up_device
 from samestep.run.stop import StopRequest
 from samestep.snapshot.keeper import Keeper
 from samestep.step.backward import Lanes
@@ -80,6 +80,8 @@ class Run:
         resumed = find_snapshot(config, self._world, self._record)
         self.lanes = agree_on_lanes(config, place.workers, resumed)
         attempt = self._world.broadcast_object(uuid.uuid4().hex[:8], "starting")
+        if self.is_main:
+            set_aside(config, resumed, attempt, self._record)
         self._lanes = Lanes(self._world, config, self.lanes, self.device)
         self._keeper = Keeper(config, self._world, self._record, attempt, resumed)
         self._stop = StopRequest()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from samestep.errors import ConfigError, SnapshotError
-from samestep.snapshot.read import find_newest, load
+from samestep.snapshot.read import find_newest, list_snapshots, load, step_of
 
 if TYPE_CHECKING:
     from samestep.config import Config
@@ -50,6 +50,23 @@ def find_snapshot(config: Config, world: World, record: Record) -> Snapshot | No
     if isinstance(found, SnapshotError):
         raise found
     return None if found is None else load(found)
+
+
+def set_aside(config: Config, resumed: Snapshot | None, attempt: str, record: Record) -> None:
+    """Move snapshots of later steps, which a run that was told where to start leaves behind, to a directory of their own.
+
+    Otherwise the next `resume="auto"` would take one of them: the newest, but of another history.
+    """
+    if config.dir is None or config.resume == "auto":
+        return
+    start = -1 if resumed is None else resumed.step
+    later = [path for path in list_snapshots(config.dir) if (step_of(path) or 0) > start]
+    aside = config.dir / f"superseded-{attempt}"
+    for path in later:
+        aside.mkdir(exist_ok=True)
+        path.rename(aside / path.name)
+    if later:
+        record.event("snapshots_set_aside", path=str(aside), snapshots=[path.name for path in later])
 
 
 def agree_on_lanes(config: Config, workers: int, resumed: Snapshot | None) -> int:
