@@ -77,6 +77,7 @@ def comparable(values):
     return {name: bits(value) if isinstance(value, torch.Tensor) else float(value).hex() for name, value in values.items()}
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # that of loader processes, from Python 3.12 on
 def test_means_have_the_same_bits_at_any_number_of_workers():
     def body(world):
         model = Model()

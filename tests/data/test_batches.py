@@ -10,7 +10,7 @@ from samestep.data.plan import GroupedPlan, ShuffledPlan
 from samestep.errors import LoaderError
 from samestep.step.tree import carried
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # that of loader processes, from Python 3.12 on
 LANES = 5
 
 
@@ -54,6 +54,7 @@ def lane_batches(plan, lanes, positions, loader_workers=0):
     [ShuffledPlan(23, 8, LANES, 1), ShuffledPlan(3, 2, LANES, 1), GroupedPlan([index % 3 for index in range(14)], 14, 7, LANES, 1)],
     ids=["short last batch", "fewer samples than lanes", "grouped"],
 )
+@forks
 def test_a_lane_batch_does_not_depend_on_workers_loaders_or_where_the_loop_began(plan):
     positions = every_step(plan, epochs=2)
     whole = lane_batches(plan, range(LANES), positions)
@@ -80,6 +81,7 @@ def test_lanes_that_nobody_iterates_shift_nothing():
             assert some == [whole[epoch, step, lane] for lane in range(take)]
 
 
+@forks
 @pytest.mark.parametrize("loader_workers", [0, 2])
 def test_an_error_names_step_lane_and_samples(loader_workers):
     plan = ShuffledPlan(20, 6, 3, 1)

@@ -13,7 +13,7 @@ import torch
 from samestep.data.loader import Request, load
 from samestep.errors import LoaderError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # that of loader processes, from Python 3.12 on
 
 
 class Augmented:
@@ -71,6 +71,7 @@ def raise_too_many():
     raise TooManyArgumentsError("bad", "worse")
 
 
+@forks
 def test_batches_and_their_random_numbers_do_not_depend_on_who_loads_them():
     requests = requests_of([3, 1, 4], [1], [5, 9, 2, 6], [], [5, 3])
     calls = []
@@ -91,6 +92,7 @@ def test_batches_and_their_random_numbers_do_not_depend_on_who_loads_them():
     assert loaded(Augmented(), requests[2:], 0, collate) == expected[2:]
 
 
+@forks
 def test_samples_are_collated_as_torch_does_and_generators_are_left_alone():
     torch.manual_seed(3)
     expected = torch.rand(3)
@@ -103,6 +105,7 @@ def test_samples_are_collated_as_torch_does_and_generators_are_left_alone():
         assert torch.equal(torch.rand(3), expected)
 
 
+@forks
 @pytest.mark.parametrize("loader_workers", [0, 2])
 def test_an_error_says_where_and_what(loader_workers):
     def endless():
@@ -129,6 +132,7 @@ def refuse(samples):
 
 
 @pytest.mark.parametrize("end", [lambda: os._exit(0), lambda: os.kill(os.getpid(), signal.SIGKILL)], ids=["exit", "kill"])
+@forks
 def test_a_loader_process_that_dies_is_an_error_within_seconds(end):
     started = time.monotonic()
     with pytest.raises(LoaderError, match="a loader process died"):
@@ -136,6 +140,7 @@ def test_a_loader_process_that_dies_is_an_error_within_seconds(end):
     assert time.monotonic() - started < 20
 
 
+@forks
 def test_a_dead_loader_process_is_told_by_the_next_batch_and_never_in_between():
     """An error in the middle of user code, or of an exchange with other workers, would be taken for theirs."""
     batches = load(Broken(None), requests_of(*[[index] for index in range(12)]), collate_fn=None, loader_workers=2, pin_memory=False)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import tracemalloc
 
 import numpy as np
@@ -140,3 +141,10 @@ def test_neighbours_within_an_epoch_are_independent(size):
         for lag in (1, 2, 32, 1000):
             pairs = in_bins(values[:-lag], size, 20) * 20 + in_bins(values[lag:], size, 20)
             assert_uniform(np.bincount(pairs, minlength=400), 19**2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_all_orders_of_a_few_items_are_equally_likely(size):
+    _, counts = np.unique(orders(size), axis=0, return_counts=True)
+    assert counts.size == math.factorial(size)
+    assert_uniform(counts, counts.size - 1)

@@ -46,9 +46,11 @@ class Reader(Counter):
     """Looks at its position when an iteration begins, as data loaders with state do."""
 
     def __iter__(self):
-        for number in itertools.count(self.position + 1):
-            self.position = number
-            yield self.lane, self.start, number, draws()
+        return self._from(self.position + 1)
+
+    def _from(self, first):
+        for self.position in itertools.count(first):
+            yield self.lane, self.start, self.position, draws()
 
 
 SOURCES = pytest.mark.parametrize("source", [generator, Counter, Reader])

@@ -283,7 +283,7 @@ def test_what_the_launcher_has_not_collected_is_not_collected_by_workers():
 
     class Garbage:
         def __init__(self):
-            self.cycle = self
+            vars(self)["itself"] = self  # a cycle, which only a collection ends
 
         def __del__(self):
             collected_by.value = os.getpid()

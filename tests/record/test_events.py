@@ -14,8 +14,8 @@ from samestep.record.events import EventFile, read_events
 TEXTS_LIKE_NUMBERS = st.sampled_from(["nan", "inf", "-inf", "\\nan", "\\\\-inf", "NaN", "-nan", "inf\n"])
 TEXTS = TEXTS_LIKE_NUMBERS | st.text(st.characters(exclude_categories=[]))
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | TEXTS
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=10)
-EVENTS = st.dictionaries(TEXTS, VALUES)
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3), max_leaves=5)
+EVENTS = st.dictionaries(TEXTS, VALUES, max_size=3)
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,13 @@ def same(one, other):
     return repr(one) == repr(other)
 
 
-@given(st.lists(EVENTS, max_size=4))
+@given(st.lists(EVENTS, max_size=3))
 def test_events_come_back_as_they_were_written(file, events):
     write(file, events)
     assert same(list(read_events(file)), events)
 
 
-@given(st.lists(EVENTS, min_size=1, max_size=4))
+@given(st.lists(EVENTS, min_size=1, max_size=3))
 def test_every_line_is_json_for_any_reader(file, events):
     def refuse(constant):
         raise AssertionError(constant)
@@ -58,7 +58,7 @@ def test_every_line_is_json_for_any_reader(file, events):
         json.loads(line.decode("ascii"), parse_constant=refuse)
 
 
-@given(st.lists(EVENTS, max_size=4), st.data())
+@given(st.lists(EVENTS, max_size=3), st.data())
 def test_a_file_cut_anywhere_reads_as_a_prefix_and_goes_on_whole(file, events, data):
     write(file, events)
     whole = file.read_bytes()

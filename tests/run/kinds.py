@@ -137,7 +137,8 @@ class Experts(nn.Module):
     def __init__(self):
         super().__init__()
         self.frozen = nn.Linear(64, 8).requires_grad_(requires_grad=False)
-        self.always, self.by_lane, self.by_step, self.never = (nn.Linear(8, 10) for _ in range(4))
+        self.always, self.by_lane, self.by_step = (nn.Linear(8, 10) for _ in range(3))
+        self.add_module("never", nn.Linear(8, 10))
 
 
 def experts_job(run):

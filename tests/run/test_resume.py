@@ -212,10 +212,15 @@ def test_a_snapshot_that_is_not_there_is_an_error_on_every_worker(resume, stoppe
     assert f"there is no snapshot {directory / resume}" in str(outcomes[1].error)
 
 
-def test_never_starts_anew(undisturbed, stopped_at):
+@pytest.mark.parametrize(("start", "aside"), [(0, (4, 5, 6)), (4, (5, 6))])
+def test_a_run_that_is_told_to_start_earlier_sets_later_snapshots_aside(start, aside, undisturbed, stopped_at):
     directory = stopped_at(6)
-    assert left_by(image_job, directory, 2, resume="never", lanes=8) == undisturbed
-    assert [event["step"] for event in events(directory, "started")] == [0, 0]
+    resume = directory / steps_of(start)[0] if start else "never"
+    run_workers(train, 2, image_job, directory, {"resume": resume, "stop_after": start + 1})
+    assert snapshots(next(directory.glob("superseded-*"))) == steps_of(*aside)
+    assert left_by(image_job, directory, 1, lanes=8) == undisturbed
+    starts = [event["step"] for event in events(directory) if event["event"] in {"started", "resumed"}]
+    assert starts == [0, start, start + 1, STEPS]
 
 
 def test_the_newest_and_the_best_snapshots_stay(tmp_path):

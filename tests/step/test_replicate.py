@@ -23,8 +23,7 @@ class Model(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.head = nn.Linear(4, 5, bias=False)
         self.head.weight = self.embedding.weight
-        self.half = nn.Linear(2, 2, dtype=torch.bfloat16)
-        self.precise = nn.Linear(2, 2, dtype=torch.float64)
+        self.mixed = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2, dtype=torch.float64))
         self.scale = nn.Parameter(torch.randn(()))
         self.empty = nn.Parameter(torch.randn(0, 3))
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
@@ -82,11 +81,21 @@ def in_order():
 
 
 DIFFERENCES = {
-    r"'0.weight' is torch.float32 \(2, 3\) on worker 0 and torch.float32 \(2, 4\) on worker 1": (linear, lambda: linear(in_features=4)),
-    r"'0.bias' is torch.float32 \(2,\) on worker 0 and missing on worker 1": (linear, lambda: linear(bias=False)),
-    r"'0.bias' is missing on worker 0 and torch.float32 \(2,\) on worker 1": (lambda: linear(bias=False), linear),
-    r"'0.weight' is torch.float32 \(2, 3\) on worker 0 and torch.float64 \(2, 3\)": (linear, lambda: linear(dtype=torch.float64)),
+    r"'0.weight' is torch.float32 \(2, 3\), trained on worker 0 and torch.float32 \(2, 4\), trained on worker 1": (
+        linear,
+        lambda: linear(in_features=4),
+    ),
+    r"'0.bias' is torch.float32 \(2,\), trained on worker 0 and missing on worker 1": (linear, lambda: linear(bias=False)),
+    r"'0.bias' is missing on worker 0 and torch.float32 \(2,\), trained on worker 1": (lambda: linear(bias=False), linear),
+    r"'0.weight' is torch.float32 \(2, 3\), trained on worker 0 and torch.float64 \(2, 3\), trained": (
+        linear,
+        lambda: linear(dtype=torch.float64),
+    ),
     r"'1.running_mean' is torch.float32 \(2,\) on worker 0 and missing on worker 1": (linear, lambda: linear()[:1].append(nn.LayerNorm(2))),
+    r"'0.weight' is torch.float32 \(2, 3\), trained on worker 0 and torch.float32 \(2, 3\) on worker 1": (
+        linear,
+        lambda: linear().requires_grad_(requires_grad=False),
+    ),
     r"worker 1 has its parameters in another order than worker 0": (in_order, in_another_order),
 }
 

@@ -4,16 +4,18 @@ import functools
 import math
 import os
 import time
+from multiprocessing import get_context
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from samestep.config import Config
 from samestep.errors import ConfigError, WorldError
 from samestep.world import Alone, connect
 from samestep.world.distributed import Distributed
 from tests.workers import run_workers, try_workers
-from tests.worlds import in_processes, in_threads
+from tests.worlds import TIMEOUT_SECONDS, in_processes, in_threads
 
 FIRST_CAPACITY = 1024 - 8  # bytes that fit the first message of `Distributed`
 LENGTHS = [0, 1, FIRST_CAPACITY - 1, FIRST_CAPACITY, FIRST_CAPACITY + 1, 20_000, 3, 200_000, 0]
@@ -154,12 +156,23 @@ def test_a_worker_that_never_comes_is_an_error_after_the_timeout():
 
 
 def test_a_process_can_form_one_world_after_another():
-    def body():
-        totals = []
-        for _ in range(3):
-            world = Distributed(cuda=False, timeout_seconds=30)
-            totals.append(sum(world.all_gather_object(world.rank, "adding")))
-            world.close()
-        return totals
+    """Also when rank 0 leaves the first one only after another worker has come for the second."""
+    come = get_context("fork").Event()
+    form = dist.init_process_group
 
-    assert run_workers(body, 2) == [[1, 1, 1], [1, 1, 1]]
+    def tell_and_form(*args, **options):
+        come.set()
+        form(*args, **options)
+
+    def body():
+        world = Distributed(cuda=False, timeout_seconds=TIMEOUT_SECONDS)
+        if world.rank == 0:
+            come.wait()
+        dist.init_process_group = tell_and_form
+        world.close()
+        second = Distributed(cuda=False, timeout_seconds=TIMEOUT_SECONDS)
+        total = sum(second.all_gather_object(second.rank, "adding"))
+        second.close()
+        return total
+
+    assert run_workers(body, 2) == [1, 1]

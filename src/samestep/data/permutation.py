@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 ROUNDS: Final = 8
+SMALL: Final = 1024  # up to here a table costs little, and a network would not make all orders equally likely
 
 
 class Permutation:
@@ -21,7 +22,8 @@ class Permutation:
 
     A generalised Feistel network over Z_a x Z_b with cycle walking (Black and Rogaway, "Ciphers with
     arbitrary finite domains", CT-RSA 2002). a and b are near the root of `size`, so that the domain
-    exceeds `size` by less than a and a walk of more than one cycle is rare. `size` is 1 to 2**62.
+    exceeds `size` by less than a and a walk of more than one cycle is rare. `size` is 1 to 2**62; small ones are
+    sorted by random numbers.
     """
 
     def __init__(self, size: int, key: int) -> None:
@@ -32,6 +34,7 @@ class Permutation:
         self._b = np.uint64(-(-size // int(self._a)))
         words = hashlib.blake2b(str(key).encode(), digest_size=8 * ROUNDS).digest()
         self._round_keys = np.frombuffer(words, dtype=np.uint64)
+        self._table = np.argsort(_mix(np.arange(size, dtype=np.uint64), self._round_keys[0])) if size <= SMALL else None
 
     def __len__(self) -> int:
         return self.size
@@ -41,6 +44,8 @@ class Permutation:
         at = np.asarray(positions)
         if at.size and (at.min() < 0 or at.max() >= self.size):
             raise IndexError(f"positions {at.min()} to {at.max()} of a permutation of {self.size} items")
+        if self._table is not None:
+            return self._table[at.astype(np.intp)]
         values = self._network(np.atleast_1d(at).astype(np.uint64))
         while (outside := values >= self.size).any():
             values[outside] = self._network(values[outside])

@@ -20,7 +20,7 @@ from samestep.data.batches import plan_batches
 from samestep.data.plan import GroupedPlan, ShuffledPlan
 from samestep.data.seeds import key, set_generators
 from samestep.data.streams import LaneStream, stream_batches
-from samestep.errors import ConfigError, DataError, ModelError
+from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
 from samestep.launch.place import find_place
 from samestep.record import open_record
@@ -86,6 +86,7 @@ class Run:
         self._keeper = Keeper(config, self._world, self._record, attempt, resumed)
         self._stop = StopRequest()
         self._progress = Progress(config, self._record, self._keeper, self._stop, self._lanes, resumed)
+        self._sharded: dict[int, torch.nn.Parameter] = {}  # by id, which is theirs as long as they are here
         self._resumed_streams: dict[str, dict[int, Any]] = {} if resumed is None else resumed.state.get("streams", {})
         set_generators(config.seed)
         self._tell_start(attempt, resumed)
@@ -127,11 +128,16 @@ class Run:
         """Let each worker update its slice of the optimizer's parameters; returns the same optimizer.
 
         Its parameters' gradients then live in slices, and their `.grad` stays None. Call it before the first step.
-        Raises `OptimizerError` for optimizers that are not elementwise.
+        Raises `OptimizerError` for optimizers that are not elementwise, and for parameters that are sharded already.
         """
         check_shardable(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not self._sharded.keys().isdisjoint(map(id, parameters)):
+            raise OptimizerError(f"this {type(optimizer).__name__} has parameters that were sharded before; shard a parameter once")
         if self.workers > 1:
             self._lanes.shards.append(Shard(optimizer, self.lanes, self._world))
+            parameters += [piece for group in optimizer.param_groups for piece in group["params"]]
+        self._sharded.update((id(parameter), parameter) for parameter in parameters)
         return optimizer
 
     def batches(
@@ -154,7 +160,8 @@ class Run:
         and over every call with this name; with neither, at the end of the epoch. `group_by` (a group a sample, or a
         function of the index) fills lane batches with samples of one group. `loader_workers` processes load ahead.
         """
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # these may say a length
+        if iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise DataError(f"{type(dataset).__name__} has no length or no __getitem__; for iterable data use run.streams")
         plan = self._plan(len(dataset), batch_size, key(self._config.seed, f"order {name}"), shuffle, drop_last, group_by)
         batches = partial(
@@ -179,6 +186,7 @@ class Run:
     def streams(self, make_stream: Callable[[int], Any], *, name: str) -> Iterator[Batch]:
         """Return endless batches, one a step: each lane's next item of its own source `make_stream(lane)`.
 
+        A lane's items are counted by its batch's first tensor; where batches are lists, give `count` to `backward`.
         A source with `state_dict` and `load_state_dict` continues by them after a resume; any other is read again from its start.
         """
         self._progress.settle()
@@ -304,11 +312,18 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             if kind is None:
-                self._progress.end_run()
+                self._end()
             elif not issubclass(kind, (SystemExit, KeyboardInterrupt)):
                 self._tell_failure(error)
         finally:
             self.close()
+
+    def _end(self) -> None:
+        try:
+            self._progress.end_run()
+        except Exception as error:
+            self._tell_failure(error)
+            raise
 
     def _tell_failure(self, error: BaseException | None) -> None:
         with suppress(Exception):  # the error that is on its way matters more than its record
@@ -318,7 +333,7 @@ class Run:
 
     def close(self) -> None:
         """Leave the world and put the process back as it was."""
+        self._world.close()  # first: after a failure, others wait for this worker until it has left
         self._keeper.close()
         self._record.close()
         self._stop.close()
-        self._world.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import torch
+
 from samestep.errors import SnapshotError
-from samestep.step.shard import Shard
+from samestep.step.shard import Shard, load_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +54,11 @@ class Tracked:
                 "or start anew with resume='never' and another dir"
             )
         try:
-            tracked.load_state_dict(self._snapshot.state.pop(name))
+            state = self._snapshot.state.pop(name)
+            if isinstance(tracked, torch.optim.Optimizer):
+                load_optimizer(tracked, state)
+            else:
+                tracked.load_state_dict(state)
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise SnapshotError(
                 f"the snapshot of step {self._snapshot.step} does not fit {name!r} ({type(item).__name__}): {error}"

@@ -240,7 +240,7 @@ class LaneWork:
 
 def split_loss(returned: Any, lane: int) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return (loss, metrics) from what a loss function returned. Raises `LossError` unless the loss is a scalar with a gradient."""
-    loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})  # noqa: PLR2004  (loss, dict)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{type(loss).__name__}"
         raise LossError(f"the loss function returned {given} in lane {lane}; expected a scalar tensor: the mean over the lane's items")
@@ -255,7 +255,12 @@ def split_loss(returned: Any, lane: int) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def _detached(name: str, value: Any) -> torch.Tensor:
-    tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+    if not isinstance(value, torch.Tensor):
+        try:
+            value = torch.tensor(float(value), dtype=torch.float64)
+        except (TypeError, ValueError):
+            raise LossError(f"metric {name!r} is {type(value).__name__}; expected a scalar: the mean over the lane's items") from None
+    tensor: torch.Tensor = value.detach()
     if tensor.numel() != 1:
         raise LossError(f"metric {name!r} has shape {tuple(tensor.shape)}; expected a scalar: the mean over the lane's items")
     return tensor

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def replicate(module: torch.nn.Module, device: torch.device, world: World) -> None:
     """Move a module to `device` and overwrite its parameters and buffers with rank 0's.
 
-    Names, shapes and dtypes are compared first; raises `ModelError` that names the first difference, on all workers.
+    Names, shapes, dtypes and what requires a gradient are compared first; raises `ModelError` that names the first
+    difference, on all workers.
     """
     if not isinstance(module, torch.nn.Module):
         raise ModelError(f"run.replicate was given {type(module).__name__}; expected a torch.nn.Module")
@@ -26,7 +27,7 @@ def replicate(module: torch.nn.Module, device: torch.device, world: World) -> No
         raise ModelError(f"parameter {lazy[0]!r} has no shape yet; run the model once on a sample before run.replicate")
     module.to(device)
     tensors = dict(chain(module.named_parameters(), module.named_buffers()))
-    _compare({name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}, world)
+    _compare({name: [list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in tensors.items()}, world)
     with torch.no_grad():
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
             of_dtype = [tensor for tensor in tensors.values() if tensor.dtype == dtype]
@@ -50,4 +51,7 @@ def _compare(signature: dict[str, list[object]], world: World) -> None:
 
 
 def _words(entry: list[object] | None) -> str:
-    return "missing" if entry is None else f"{entry[1]} {tuple(entry[0])}"  # type: ignore[arg-type]
+    if entry is None:
+        return "missing"
+    shape, dtype, requires_grad = entry
+    return f"{dtype} {tuple(shape)}{', trained' if requires_grad else ''}"  # type: ignore[arg-type]

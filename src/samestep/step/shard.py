@@ -107,7 +107,7 @@ class Shard:
 
     def _gather(self, *_: object) -> None:
         for block in self.blocks:
-            self._world.all_gather(block.flat, block.own, "gathering parameters")
+            block.exchange.complete(block.flat, block.own, "gathering parameters")
             take_gradients(block.own_parameters)  # used up: model.zero_grad() would not reach the pieces
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,7 +135,19 @@ class Shard:
             if index in state["state"]
         }
         groups = [{**group, "params": [number_of[i] for i in group["params"] if i in number_of]} for group in state["param_groups"]]
-        self.optimizer.load_state_dict({"state": values, "param_groups": groups})
+        load_optimizer(self.optimizer, {"state": values, "param_groups": groups})
+
+
+def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a `state_dict`, and keep the dtype of numbers that are one a parameter: torch casts them to the parameter's."""
+    optimizer.load_state_dict(dict(state))
+    for group, loaded in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], loaded["params"], strict=True):
+            values = state["state"].get(number, {})
+            for name in SCALAR_STATE & values.keys():
+                if isinstance(values[name], torch.Tensor):
+                    kept = optimizer.state[parameter]
+                    kept[name] = values[name].to(kept[name].device, copy=True)
 
 
 def check_shardable(optimizer: optim.Optimizer) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from samestep.errors import VerifyError
+from samestep.errors import RecordError, VerifyError
 from samestep.record import read_events
 from samestep.snapshot.read import list_snapshots, load
 from samestep.snapshot.state import flatten
@@ -57,10 +57,10 @@ def read_traces(directory: Path) -> list[StepTrace]:
 
 def read_start(directory: Path) -> dict[str, Any]:
     """Return the event with which the newest attempt of a run started. Raises `VerifyError` where there is none."""
-    starts = [event for event in read_events(directory) if event["event"] in {"started", "resumed"}]
-    if not starts:
-        raise VerifyError("the script started no run: it never called samestep.init")
-    return starts[-1]
+    try:
+        return [event for event in read_events(directory) if event["event"] in {"started", "resumed"}][-1]
+    except (RecordError, IndexError):
+        raise VerifyError("the script started no run: it never called samestep.init") from None
 
 
 def _plain(values: Mapping[str, float]) -> dict[str, float]:

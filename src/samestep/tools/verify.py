@@ -18,7 +18,7 @@ from samestep.tools.trace import read_start, read_traces
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from samestep.tools.trace import StepTrace
 
@@ -112,6 +112,7 @@ class Job:
         if process.returncode != 0:
             tail = "\n".join(output.read_text(errors="replace").splitlines()[-30:])
             raise VerifyError(f"the script failed at {workers} workers with status {process.returncode}:\n{tail}")
+        read_start(directory)
         if not list_snapshots(directory):
             raise VerifyError(
                 "the script left nothing to compare: it must track its model and optimizer (run.track) and train at least a step"
@@ -143,20 +144,27 @@ def report(traces: dict[str, list[StepTrace]], lanes: int) -> int:
     print("  ".join(["step", *(column.ljust(width) for column, width in zip(columns, widths, strict=True))]))  # noqa: T201
     difference: str | None = None
     for step in steps:
-        row = [by_step[column].get(step) for column in columns]
-        cells = [trace.digest() if trace else "-" for trace in row]
+        row = {column: by_step[column].get(step) for column in columns}
+        cells = [trace.digest() if trace else "-" for trace in row.values()]
         print("  ".join([str(step).rjust(4), *(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))]))  # noqa: T201
-        there = [(column, trace) for column, trace in zip(columns, row, strict=True) if trace]
-        first_column, first = there[0]
-        for column, trace in there[1:]:
-            name = first.first_difference(trace)
-            if name is not None and difference is None:
-                difference = f"step {step}: {name!r} differs between {first_column} and {column}\nUsual cause: {usual_cause(name)}"
+        difference = difference or first_difference(step, row)
     if difference is None:
         print(f"the same at every step: {', '.join(columns)}")  # noqa: T201
         return 0
     print(f"DIFFERENT, first at {difference}")  # noqa: T201
     return 1
+
+
+def first_difference(step: int, row: Mapping[str, StepTrace | None]) -> str | None:
+    """Say which run did not make a step that another made, or what differs first after it, and the usual cause."""
+    there = {column: trace for column, trace in row.items() if trace is not None}
+    if missing := [column for column in row if column not in there]:
+        return f"step {step}: {', '.join(missing)} did not make it\nUsual cause: a number of steps that depends on the number of workers"
+    (first_column, first), *others = there.items()
+    for column, trace in others:
+        if name := first.first_difference(trace):
+            return f"step {step}: {name!r} differs between {first_column} and {column}\nUsual cause: {usual_cause(name)}"
+    return None
 
 
 def usual_cause(name: str) -> str:

@@ -7,6 +7,8 @@ import pickle
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from samestep.errors import WorldError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -39,6 +41,10 @@ class World(ABC):
     def all_to_all(self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str) -> None:
         """Send consecutive parts of `own` (1-D, `own_sizes[r]` elements to rank r) and receive in the same way into `out`."""
 
+    def shared(self, nbytes: int) -> list[torch.Tensor] | None:
+        """Return a buffer of every worker by rank, uint8 [nbytes], in memory that all see; None where workers share none."""
+        return None
+
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
         """Overwrite `tensor` with rank 0's."""
@@ -52,8 +58,20 @@ class World(ABC):
         """Leave the world; no call may follow."""
 
     def all_gather_json(self, value: Any, what: str) -> list[Any]:
-        """Return every worker's JSON value by rank. Floats keep their bits, NaN and infinities too."""
-        return [json.loads(data) for data in self.all_gather_bytes(json.dumps(value).encode(), what)]
+        """Return every worker's JSON value by rank. Floats keep their bits, NaN and infinities too.
+
+        Raises `WorldError` where another worker made another call.
+        """
+        values = []
+        for rank, data in enumerate(self.all_gather_bytes(json.dumps([what, value]).encode(), what)):
+            told, other = _read(data)
+            if told != what:
+                raise WorldError(
+                    f"worker {self.rank} was {what} while worker {rank} was {told}; expected the same calls in the same order on every "
+                    "worker: look for a loop or a condition that depends on the rank or on a worker's own data"
+                )
+            values.append(other)
+        return values
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """Return every worker's object by rank. Pickle here travels between the workers of one run only."""
@@ -67,3 +85,11 @@ class World(ABC):
     def broadcast_object(self, value: Any, what: str) -> Any:
         """Return rank 0's object."""
         return pickle.loads(self.all_gather_bytes(pickle.dumps(value) if self.rank == 0 else b"", what)[0])  # noqa: S301
+
+
+def _read(data: bytes) -> tuple[str, Any]:
+    try:
+        what, value = json.loads(data)
+    except (TypeError, ValueError):
+        return "doing something else", None
+    return what, value

@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from samestep.errors import WorldError
 from samestep.world.base import World
+from samestep.world.shared import map_shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -86,6 +87,9 @@ class Distributed(World):
     def all_to_all(self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str) -> None:
         with self._answering(what):
             dist.all_to_all_single(out, own, list(out_sizes), list(own_sizes))
+
+    def shared(self, nbytes: int) -> list[torch.Tensor] | None:
+        return map_shared(self, nbytes)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
         with self._answering(what):

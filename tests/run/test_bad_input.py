@@ -1,0 +1,233 @@
+"""What cannot be trained is a clear error: the right type, and the words that say what was given and what to do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import samestep as ss
+from samestep.cli import main
+from tests.jobs import Net, classify, images
+from tests.workers import run_workers, try_workers
+
+
+def one_step(run, loss_fn=classify, model=None, dataset=None, *, batch_size=4, update=None, count=None, **batches):
+    """Make the first step of a loop over a data set."""
+    model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)) if model is None else model)
+    for batch in run.batches(images(8) if dataset is None else dataset, batch_size, **batches):
+        run.backward(loss_fn, model, batch, update=update, count=count)
+        break
+
+
+def fails_with(error, words, body):
+    with pytest.raises(error, match=words), ss.init(lanes=2) as run:
+        body(run)
+
+
+def step_fails_with(error, words, *args, **options):
+    fails_with(error, words, lambda run: one_step(run, *args, **options))
+
+
+def errors_of(workers, body, **options):
+    """Return the error of each of several workers."""
+
+    def work():
+        with ss.init(**{"lanes": 4, **options}) as run:
+            body(run)
+
+    return [outcome.error for outcome in try_workers(work, workers)]
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(1)
+
+    def __len__(self):
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda loss: loss.repeat(3), r"a tensor of shape \(3,\) in lane 0; expected a scalar"),
+        (lambda loss: loss.detach(), "lane 0 has no gradient"),
+        (lambda loss: loss.item(), "returned float in lane 0"),
+        (lambda loss: None, "returned NoneType in lane 0"),
+        (lambda loss: (loss, 3), "int beside the loss; expected a dict"),
+        (lambda loss: (loss, {}, {}), "returned tuple in lane 0"),
+        (lambda loss: (loss, {"scores": torch.zeros(2)}), r"metric 'scores' has shape \(2,\)"),
+        (lambda loss: (loss, {"best": "cat"}), "metric 'best' is str; expected a scalar"),
+    ],
+)
+def test_a_loss_is_a_scalar_with_a_gradient_and_a_dict_of_scalars(returned, words):
+    step_fails_with(ss.LossError, words, lambda model, batch: returned(classify(model, batch)[0]))
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, "32", 2.0, True, None])
+def test_a_batch_size_is_a_whole_number_of_samples(batch_size):
+    step_fails_with(ss.ConfigError, f"batch_size={batch_size!r} was given", batch_size=batch_size)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (images(0), "has no samples"),
+        (Endless(), "Endless.*use run.streams"),
+        (DataLoader(images(8)), "DataLoader.*no __getitem__"),
+        (iter([]), "list_iterator has no length"),
+    ],
+)
+def test_a_data_set_has_a_length_and_items(dataset, words):
+    step_fails_with(ss.DataError, words, dataset=dataset)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"steps": -1}, ss.ConfigError, "steps=-1"),
+        ({"batch_size": 9, "drop_last": True}, ss.ConfigError, "leaves none of 8 samples"),
+        ({"group_by": [0, 1]}, ss.DataError, "2 entries for 8 samples"),
+        ({"group_by": [0] * 8, "drop_last": True}, ss.ConfigError, "drop_last was given with group_by"),
+        ({"count": lambda batch: 0.5}, ss.DataError, "count returned 0.5 for lane 0"),
+        ({"count": lambda batch: -1}, ss.DataError, "count returned -1 for lane 0"),
+        ({"update": "head"}, ss.ModelError, "update str; expected a torch.nn.Module"),
+        ({"update": nn.Linear(2, 2)}, ss.ModelError, "Linear has parameters that are not replicated"),
+        ({"model": Net().requires_grad_(requires_grad=False)}, ss.ModelError, "Net has no parameter that requires a gradient"),
+        ({"model": nn.LazyLinear(2)}, ss.ModelError, "'weight' has no shape yet"),
+        ({"model": "a model"}, ss.ModelError, "was given str; expected a torch.nn.Module"),
+    ],
+)
+def test_a_wrong_argument_is_named(options, error, words):
+    step_fails_with(error, words, **options)
+
+
+def test_sparse_gradients_are_refused():
+    def loss_fn(model, batch):
+        return model(batch[0]).sum()
+
+    words = TensorDataset(torch.arange(8))
+    step_fails_with(ss.LossError, r"shape \(9, 2\) has a sparse gradient.*sparse=False", loss_fn, nn.Embedding(9, 2, sparse=True), words)
+
+
+def test_a_model_that_was_not_replicated_is_named():
+    def body(run):
+        run.backward(classify, Net(), next(iter(run.batches(images(8), 8))))
+
+    fails_with(ss.ModelError, "Net has parameters that are not replicated: pass it through run.replicate first", body)
+
+
+def test_one_loop_is_advanced_at_a_time():
+    def body(run):
+        list(zip(run.batches(images(8), 4, name="one"), run.batches(images(8), 4, name="other"), strict=True))
+
+    fails_with(ss.DataError, "in the body of another", body)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (torch.optim.LBFGS, "LBFGS cannot be sharded: only optimizers.*AdamW"),
+        (torch.optim.Adafactor, "Adafactor cannot be sharded"),
+        (type("Own", (torch.optim.SGD,), {}), "Own cannot be sharded"),
+    ],
+)
+def test_an_optimizer_that_is_not_elementwise_is_refused(make, words):
+    fails_with(ss.OptimizerError, words, lambda run: run.shard(make(run.replicate(Net()).parameters())))
+
+
+def test_an_optimizer_is_sharded_before_its_first_step():
+    def body(run):
+        model = run.replicate(nn.Linear(64, 10))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.zeros(64)).sum().backward()
+        optimizer.step()
+        run.shard(optimizer)
+
+    fails_with(ss.OptimizerError, "has state already", body)
+
+
+@pytest.mark.parametrize("again", [lambda optimizer: optimizer, lambda optimizer: torch.optim.SGD(optimizer.param_groups[0]["params"])])
+def test_a_parameter_is_sharded_once(again):
+    def body(run):
+        run.shard(again(run.shard(torch.optim.SGD(run.replicate(Net()).parameters()))))
+
+    words = "SGD has parameters that were sharded before"
+    fails_with(ss.OptimizerError, words, body)
+    assert [words in str(error) for error in errors_of(2, body)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lane": 8}, "lane is no option of samestep; did you mean lanes"),
+        ({"lanes": 0}, "lanes=0 was given; expected at least 1"),
+        ({"lanes": "8"}, "lanes='8' was given; expected a whole number"),
+        ({"precision": "bfloat"}, "precision='bfloat'.*did you mean bfloat16"),
+        ({"device": "cuda"}, "finds no GPU"),
+    ],
+)
+def test_a_wrong_option_is_named(options, words):
+    with pytest.raises(ss.ConfigError, match=words):
+        ss.init(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("SAMESTEP_LANES", "many", "SAMESTEP_LANES='many' was given; expected a whole number"),
+        ("SAMESTEP_LANS", "8", "SAMESTEP_LANS is no option of samestep; did you mean lanes"),
+        ("SAMESTEP_NONFINITE_LOSS", "go", "nonfinite_loss='go' was given; expected one of stop, continue"),
+        ("RANK", "0", "RANK=0 is set and WORLD_SIZE"),
+    ],
+)
+def test_a_wrong_variable_is_named(name, value, words, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ss.ConfigError, match=words):
+        ss.init()
+
+
+def test_a_wrong_flag_is_named(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('it was started')")
+    assert main(["run", "--keep-last", "few", str(script)]) == 2
+    assert "--keep-last='few' was given; expected a whole number" in capsys.readouterr().err
+
+
+def test_more_workers_than_lanes_are_refused_on_every_worker():
+    errors = errors_of(3, lambda run: None, lanes=2)
+    assert {str(error) for error in errors} == {"lanes=2 was given for 3 workers; expected at least a lane a worker: raise lanes"}
+    assert {type(error) for error in errors} == {ss.ConfigError}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda rank: nn.Linear(4, 2 + rank), r"'weight' is torch.float32 \(2, 4\) on worker 0 and torch.float32 \(3, 4\) on worker 1"),
+        (lambda rank: nn.Linear(4, 2, bias=rank == 0), r"'bias' is torch.float32 \(2,\) on worker 0 and missing on worker 1"),
+        (lambda rank: nn.Linear(4, 2, dtype=(torch.float32, torch.float64)[rank]), "torch.float32.*torch.float64"),
+        (lambda rank: nn.ModuleDict({name: nn.Linear(2, 2) for name in ["ab", "ba"][rank]}), "in another order"),
+    ],
+)
+def test_models_that_differ_between_workers_are_refused(make, words):
+    for error in errors_of(2, lambda run: run.replicate(make(run.rank))):
+        assert isinstance(error, ss.ModelError)
+        assert re.search(f"^models differ between workers: .*{words}", str(error))
+
+
+def test_values_that_differ_between_workers_become_equal():
+    def body():
+        with ss.init(lanes=2) as run:
+            torch.manual_seed(run.rank)
+            model = Net()
+            before = model.head.weight.detach().clone()
+            assert run.replicate(model) is model
+            return before, model.head.weight.detach()
+
+    (first, first_after), (second, second_after) = run_workers(body, 2)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, first_after)
+    assert torch.equal(first, second_after)

@@ -1,0 +1,191 @@
+"""What fails in the middle of a run stops all workers soon, says what and where, and harms nothing that was kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import samestep as ss
+from tests.faults import full_disk
+from tests.jobs import events, fit, image_job, left_by, snapshots, train
+from tests.workers import try_workers
+
+SOON_SECONDS = 10.0
+
+
+class Numbers(Dataset):
+    """The numbers 0 to 31, as images that are all of one value; `bad` is called before one is read."""
+
+    def __init__(self, bad=lambda number: None):
+        self.bad = bad
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, number):
+        self.bad(number)
+        return torch.full((1, 8, 8), float(number))
+
+
+def fit_numbers(run, loss_fn=lambda model, numbers: model(numbers).mean(), dataset=None, **options):
+    """Train a step on each eight numbers in their order; with four lanes, 21 is in lane 2 of step 2, which is worker 1's of two."""
+    model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    return fit(run, model, optimizer, dataset or Numbers(), loss_fn=loss_fn, batch_size=8, epochs=1, shuffle=False, **options)
+
+
+def ends_of(workers, job, directory=None, **options):
+    return try_workers(train, workers, job, directory, {"lanes": 4, **options})
+
+
+def made(value):
+    """Return a loss function that gives `value` for the number 21, and as a metric for 5."""
+
+    def loss_fn(model, numbers):
+        loss = model(numbers).mean()
+        return loss * value if 21 in numbers else loss, {"odd": value if 5 in numbers else 1.0}
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_loss_that_is_not_finite_stops_every_worker(value, tmp_path):
+    ends = ends_of(2, lambda run: fit_numbers(run, made(value)), tmp_path)
+    assert [type(end.error) for end in ends] == [ss.NonFiniteLossError] * 2
+    for end in ends:
+        assert re.match(r"the loss is (nan|-?inf) at step 2 in lane 2 \(worker 1\); expected a finite one", str(end.error))
+    assert snapshots(tmp_path) == ["step-00000001", "step-00000002"]
+    failed = events(tmp_path, "failed")
+    assert sorted(event["rank"] for event in failed) == [0, 1]
+    assert all(event["step"] == 2 and "NonFiniteLossError" in event["error"] for event in failed)
+
+
+def test_a_run_may_go_on_after_a_loss_that_is_not_finite(tmp_path):
+    ends = ends_of(2, lambda run: fit_numbers(run, made(float("nan"))), tmp_path, nonfinite_loss="continue")
+    assert [end.exitcode for end in ends] == [0, 0]
+    losses = [event["values"]["loss"] for event in events(tmp_path, "scalars")]
+    assert [loss == "nan" for loss in losses] == [False, False, True, True]
+    assert [event["values"]["odd"] for event in events(tmp_path, "scalars")] == ["nan", 1.0, 1.0, 1.0]
+
+
+def test_a_worker_that_fails_stops_the_others(tmp_path):
+    def job(run):
+        return fit_numbers(run, after_step=lambda _: 1 // (run.rank != 1 or run.step != 2))
+
+    first, second = ends_of(2, job, tmp_path)
+    assert isinstance(first.error, ss.WorldError)
+    assert "worker 0 got no answer from the others while" in str(first.error)
+    assert isinstance(second.error, ZeroDivisionError)
+    assert first.failed_at - second.failed_at < SOON_SECONDS
+    failed = {event["rank"]: event for event in events(tmp_path, "failed")}
+    assert failed[1]["step"] == 2
+    assert "ZeroDivisionError" in failed[1]["traceback"]
+
+
+class Unsaved:
+    """What cannot be saved."""
+
+    def state_dict(self):
+        return {"lock": threading.Lock()}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+def test_a_snapshot_that_fails_at_the_end_is_a_failure_of_the_run(tmp_path):
+    ends = ends_of(2, lambda run: run.track(unsaved=Unsaved()), tmp_path)
+    assert "unsaved/lock is a _thread.lock, which a snapshot cannot hold" in str(ends[0].error)
+    assert {event["event"] for event in events(tmp_path)} == {"started", "failed"}
+
+
+def test_a_launch_tells_the_first_failure_soon():
+    def body():
+        with ss.init() as run:
+            fit_numbers(run, after_step=lambda _: 1 // (run.rank != 1 or run.step != 2))
+
+    started = time.monotonic()
+    with pytest.raises(ss.WorkerError, match=r"(?s)^worker 1 failed first: ZeroDivisionError.*after_step") as caught:
+        ss.launch(body, workers=2, lanes=4)
+    assert caught.value.rank == 1
+    assert time.monotonic() - started < SOON_SECONDS
+
+
+def test_workers_that_leave_their_loops_at_different_steps_are_told():
+    def job(run):
+        model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 1)))
+        for batch in run.batches(Numbers(), 8):
+            if run.rank == 1 and run.step == 2:
+                break
+            run.backward(lambda model, numbers: model(numbers).mean(), model, batch)
+
+    ends = ends_of(2, job)
+    assert [type(end.error) for end in ends] == [ss.WorldError] * 2
+    assert "worker 0 was exchanging losses while worker 1 was ending the run; expected the same calls" in str(ends[0].error)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/samestep"])
+def test_a_directory_that_cannot_be_written_is_named(place, workers, tmp_path):
+    (tmp_path / "file").touch()
+    directory = tmp_path / place
+    error = ends_of(workers, image_job, directory)[0].error
+    assert isinstance(error, ss.RecordError)
+    assert str(directory) in str(error)
+    assert "choose a directory that can be written" in str(error)
+
+
+class Ballast:
+    """What makes a snapshot large."""
+
+    def state_dict(self):
+        return {"values": torch.zeros(100_000)}
+
+    def load_state_dict(self, state):
+        assert len(state["values"]) == 100_000
+
+
+def heavy_job(run):
+    run.track(ballast=Ballast())
+    return image_job(run)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_stops_the_run_and_spares_the_snapshot_before(workers, tmp_path):
+    with full_disk(700_000) as disk:
+        ends = ends_of(workers, heavy_job, disk / "run", lanes=8, keep_last=1)
+        told = [str(end.error) for end in ends if isinstance(end.error, ss.SnapshotError)]
+        assert all(isinstance(end.error, (ss.SnapshotError, ss.WorldError)) for end in ends)
+        assert told
+        assert "step-00000002 could not be written" in told[0]
+        assert "The newest whole snapshot is step-00000001" in told[0]
+        left = left_by(heavy_job, tmp_path / "resumed", 1, lanes=8, resume=disk / "run" / "step-00000001")
+    assert left.items() <= left_by(heavy_job, tmp_path / "undisturbed", 1, lanes=8).items()
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_a_sample_that_cannot_be_read_is_named(loader_workers):
+    job = lambda run: fit_numbers(run, dataset=Numbers(lambda number: 1 // (21 - number)), loader_workers=loader_workers)  # noqa: E731
+    (end,) = ends_of(1, job)
+    assert isinstance(end.error, ss.LoaderError)
+    assert "loading lane 2 of step 2 in epoch 0 failed: ZeroDivisionError" in str(end.error)
+    assert "sample indices [20, 21]" in str(end.error)
+    assert "lambda number: 1 // (21 - number)" in str(end.error)
+
+
+def test_a_loader_process_that_dies_is_told():
+    def die(number):
+        if number == 21:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    (end,) = ends_of(1, lambda run: fit_numbers(run, dataset=Numbers(die), loader_workers=1))
+    assert isinstance(end.error, ss.LoaderError)
+    assert "a loader process died" in str(end.error)
+    assert "try loader_workers=0" in str(end.error)

@@ -1,0 +1,41 @@
+"""A training script that is good, or bad in the way that its argument names."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import samestep as ss
+
+
+def train(run: ss.Run, way: str) -> None:
+    """Train a linear model on 20 random points in batches of 8."""
+    own = torch.Generator()
+    own.seed()  # from the operating system: another one in every process
+
+    def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        points = batch[0] + (torch.rand(64, generator=own) if way == "draws" else torch.rand(64))
+        return F.cross_entropy(model(points), points.long()[:, 0].clamp(0, 9))
+
+    points = TensorDataset(torch.randn(20, 64, generator=torch.Generator().manual_seed(1)))
+    model = run.replicate(nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if way != "does not track":
+        run.track(model=model, optimizer=optimizer)
+    for batch in run.batches(points, 8, steps=2 if way == "ends early" and run.workers > 1 else 9):
+        run.log(run.backward(loss_fn, model, batch))
+        if way == "depends on the rank" and run.step == 1 and run.rank == 1:
+            model.weight.grad.mul_(2)
+        if way == "fails" and run.step == 1:
+            raise RuntimeError("no more memory")
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+if __name__ == "__main__" and sys.argv[1] != "does not start":
+    with ss.init(seed=5) as run:
+        train(run, sys.argv[1])
