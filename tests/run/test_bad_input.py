@@ -206,9 +206,13 @@ def test_more_workers_than_lanes_are_refused_on_every_worker():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda rank: nn.Linear(4, 2 + rank), r"'weight' is torch.float32 \(2, 4\) on worker 0 and torch.float32 \(3, 4\) on worker 1"),
-        (lambda rank: nn.Linear(4, 2, bias=rank == 0), r"'bias' is torch.float32 \(2,\) on worker 0 and missing on worker 1"),
-        (lambda rank: nn.Linear(4, 2, dtype=(torch.float32, torch.float64)[rank]), "torch.float32.*torch.float64"),
+        (lambda rank: nn.Linear(4, 2 + rank), r"'weight' is .*\(2, 4\).* on worker 0 and .*\(3, 4\).* on worker 1"),
+        (lambda rank: nn.Linear(4, 2, bias=rank == 0), r"'bias' is .*\(2,\).* on worker 0 and missing on worker 1"),
+        (lambda rank: nn.Linear(4, 2, dtype=(torch.float32, torch.float64)[rank]), "torch.float32.* and torch.float64"),
+        (
+            lambda rank: nn.Linear(4, 2).requires_grad_(requires_grad=rank == 0),
+            r"\(2, 4\), trained on worker 0 and torch.float32 \(2, 4\) on worker 1",
+        ),
         (lambda rank: nn.ModuleDict({name: nn.Linear(2, 2) for name in ["ab", "ba"][rank]}), "in another order"),
     ],
 )
