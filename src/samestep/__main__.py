@@ -1,7 +1,5 @@
-"""`python -m samestep` is `samestep`."""
+"""`python -m samestep`: the command line."""
 
-import sys
+from samestep.cli import main_and_exit
 
-from samestep.cli import main
-
-sys.exit(main())
+main_and_exit()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import os
 import sys
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from samestep.errors import ConfigError, SamestepError
 
@@ -31,6 +33,7 @@ COMMANDS: Final = {
 EXIT_FAILURE: Final = 1
 EXIT_WRONG_USE: Final = 2  # as argparse has it
 EXIT_INTERRUPTED: Final = 130  # as a shell reports SIGINT
+EXIT_BROKEN_PIPE: Final = 141  # and SIGPIPE: whoever reads the output has seen enough
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return status
+
+
+def main_and_exit() -> NoReturn:
+    """Run the command and end the process at once: taking torch apart, as Python does at its end, takes half a second."""
+    try:
+        status = main()
+        atexit._run_exitfuncs()  # noqa: SLF001  they are run, and only what comes after them is left out
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        status = EXIT_BROKEN_PIPE
+    os._exit(status)
 
 
 def _parser() -> argparse.ArgumentParser:

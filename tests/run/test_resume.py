@@ -201,6 +201,14 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(damage, undistur
     damage(next((directory / "step-00000006").glob("*.safetensors")))
     assert left_by(image_job, directory, 2) == undisturbed
     assert [event["path"] for event in events(directory, "snapshot_rejected")] == [str(directory / "step-00000006")]
+
+
+def test_a_snapshot_that_is_passed_over_is_told_at_once(stopped_at, caplog):
+    directory = stopped_at(3)
+    cut(directory / "step-00000003" / "manifest.json", 100)
+    with ss.init(dir=directory) as run:
+        assert run.step == 2
+    assert f"{directory / 'step-00000003'} is passed over" in caplog.text
     assert events(directory, "resumed")[0]["step"] == 5
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,13 +45,19 @@ def find_snapshot(config: Config, world: World, record: Record) -> Snapshot | No
     found: Path | SnapshotError | None = None
     if world.rank == 0:
         try:
-            found = find_newest(config.dir, record.event) if config.resume == "auto" else Path(config.resume)  # type: ignore[arg-type]
+            found = find_newest(config.dir, partial(_tell_rejected, record)) if config.resume == "auto" else Path(config.resume)  # type: ignore[arg-type]
         except SnapshotError as error:
             found = error
     found = world.broadcast_object(found, "choosing a snapshot")
     if isinstance(found, SnapshotError):
         raise found
     return None if found is None else load(found)
+
+
+def _tell_rejected(record: Record, kind: str, **fields: str) -> None:
+    """Record that a snapshot is passed over, and say so at once."""
+    record.event(kind, **fields)
+    logging.getLogger("samestep").warning("snapshot %s is passed over: %s", fields["path"], fields["reason"])
 
 
 def set_aside(config: Config, resumed: Snapshot | None, attempt: str, record: Record) -> None:
