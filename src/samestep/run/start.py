@@ -57,7 +57,7 @@ def find_snapshot(config: Config, world: World, record: Record) -> Snapshot | No
 def _tell_rejected(record: Record, kind: str, **fields: str) -> None:
     """Record that a snapshot is passed over, and say so at once."""
     record.event(kind, **fields)
-    logging.getLogger("samestep").warning("snapshot %s is passed over: %s", fields["path"], fields["reason"])
+    logging.getLogger("samestep").warning("passed over: %s", fields["reason"])
 
 
 def set_aside(config: Config, resumed: Snapshot | None, attempt: str, record: Record) -> None:
