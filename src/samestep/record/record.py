@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from samestep.errors import RecordError
 from samestep.record.events import FILE_NAME, EventFile
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Record(Protocol):
+class Record:
     """A run's record. Every call adds to it, and none rewrites what is there."""
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -51,33 +51,11 @@ def open_record(directory: Path | None, *, writes: bool) -> Record:
     return NoRecord() if directory is None or not writes else FileRecord(directory)
 
 
-class NoRecord:
-    """The record of workers that do not write."""
-
-    def event(self, kind: str, **fields: Any) -> None:
-        pass
-
-    def scalars(
-        self,
-        step: int,
-        epoch: int,
-        values: Mapping[str, float],
-        low: Mapping[str, float] | None = None,
-        high: Mapping[str, float] | None = None,
-    ) -> None:
-        pass
-
-    def timing(self, step: int, workers: Sequence[Mapping[str, float]]) -> None:
-        pass
-
-    def image(self, step: int, name: str, pixels: Any) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+class NoRecord(Record):
+    """The record of workers that do not write: its calls do nothing."""
 
 
-class FileRecord:
+class FileRecord(Record):
     """A record in a directory: events.jsonl, and images/ beside it."""
 
     def __init__(self, directory: Path) -> None:

@@ -209,7 +209,7 @@ class Progress:
     def _finish(self, event: str, **fields: Any) -> None:
         self._exchange_notes("ending the run")
         self._keeper.finish()
-        self._record.event(event, step=self.step, time_of_day=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **fields)
+        self._record.event(event, step=self.step, **fields)
 
     def _exchange_notes(self, what: str) -> None:
         """Exchange the notes that no later step will carry."""

@@ -14,7 +14,7 @@ from samestep.data.batch import items_in, to_device
 from samestep.data.seeds import key, keyed
 from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
 from samestep.step.buffers import Buffers
-from samestep.step.gradients import Exchange, Gradients, add_gradients, take_gradients
+from samestep.step.gradients import Exchange, Gradients, add_gradients, set_gradients_aside, take_gradients
 from samestep.step.means import LaneResult
 from samestep.step.tree import Span, carried, subtrees, tree_sum
 
@@ -89,8 +89,8 @@ class Lanes:
         started = time.perf_counter()
         data_before = batch.data_seconds
         parameters = self._trainable(update)
-        earlier = [take_gradients(parameters), *(block.take_gradients() for block in self.blocks())]
-        earlier[0] = [None if gradient is None else gradient.clone() for gradient in earlier[0]]
+        holders = [parameters, *(block.own_parameters for block in self.blocks())]
+        earlier = [set_gradients_aside(some) for some in holders]
         work = LaneWork(self, loss_fn, model, batch, parameters, count, seed)
         own = work.run()
         self.compute_seconds += time.perf_counter() - started - (batch.data_seconds - data_before)
@@ -103,7 +103,7 @@ class Lanes:
         written = sorted({number for report, _ in reports for number in report["buffers"]})
         self.buffers.end_step(written, [result.lane for result in results])
         self._exchange(parameters, own, present, work.scale(results))
-        self._add_earlier(parameters, earlier)
+        _add_earlier(holders, earlier)
         self.exchange_seconds += time.perf_counter() - started
         return Answer(results, [worker_note for _, worker_note in reports])
 
@@ -160,13 +160,13 @@ class Lanes:
             self._targets[cache_key] = targets
         return self._targets[cache_key]
 
-    def _add_earlier(self, parameters: Sequence[torch.nn.Parameter], earlier: Sequence[Gradients]) -> None:
-        """Accumulate onto gradients that stood there before, as backward does in plain PyTorch."""
-        holders = [parameters, *(block.own_parameters for block in self.blocks())]
-        for some, gradients in zip(holders, earlier, strict=True):
-            for holder, gradient in zip(some, gradients, strict=True):
-                if gradient is not None:
-                    holder.grad = gradient if holder.grad is None else gradient.add_(holder.grad)
+
+def _add_earlier(holders: Sequence[Sequence[torch.Tensor]], earlier: Sequence[Gradients]) -> None:
+    """Accumulate onto gradients that stood there before, as backward does in plain PyTorch."""
+    for some, gradients in zip(holders, earlier, strict=True):
+        for holder, gradient in zip(some, gradients, strict=True):
+            if gradient is not None:
+                holder.grad = gradient if holder.grad is None else gradient.add_(holder.grad)
 
 
 class LaneWork:
@@ -186,7 +186,7 @@ class LaneWork:
         self._parameters, self._count, self._seed = parameters, count, seed
         self._counts = batch.counts
         self._total = sum(batch.counts) if count is None and batch.counts is not None else None
-        self._batches = dict(batch.lane_batches()) if lanes.own else {}
+        self._batches = dict(batch.lane_batches())
         self._results: list[tuple[int, int, dict[str, torch.Tensor]]] = []
 
     def run(self) -> list[Gradients]:

@@ -34,6 +34,11 @@ def take_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
     return gradients
 
 
+def set_gradients_aside(parameters: Sequence[torch.Tensor]) -> Gradients:
+    """Return copies of the parameters' gradients and leave none behind; the memory they were in may be that of an exchange."""
+    return [None if gradient is None else gradient.clone() for gradient in take_gradients(parameters)]
+
+
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     """Return left + right, in the memory of `left` where it has any."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]

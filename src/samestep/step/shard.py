@@ -20,7 +20,6 @@ from samestep.step.slices import TensorSlice, storage_order
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from samestep.step.gradients import Gradients
     from samestep.step.layout import Piece
     from samestep.world import World
 
@@ -56,10 +55,6 @@ class Block:
     @staticmethod
     def _parts(own_slice: torch.Tensor, pieces: Iterable[Piece]) -> list[torch.Tensor]:
         return [own_slice[piece.offset : piece.offset + piece.stop - piece.start] for piece in pieces]
-
-    def take_gradients(self) -> Gradients:
-        """Return the gradients that stand in this worker's pieces, and leave none behind."""
-        return [None if gradient is None else gradient.clone() for gradient in take_gradients(self.own_parameters)]
 
     def own_of(self, ids: set[int]) -> list[torch.nn.Parameter]:
         """Return this worker's pieces of the parameters with these ids."""
