@@ -33,7 +33,7 @@ def is_usable(config):
         assert value is None or (type(value) is int and value >= 1)
     assert 0 <= config.seed < 2**63
     assert config.keep_best >= 0
-    assert config.devices == 1
+    assert config.devices in range(1, 1001) or {name.partition(":")[0] for name in config.devices} in ({"cpu"}, {"cuda"})
     assert config.dir is None or isinstance(config.dir, Path)
     assert isinstance(config.resume, str)
     assert type(config.deterministic) is bool
@@ -121,7 +121,13 @@ def test_snapshot_every_is_in_steps_or_minutes():
         ({"dir": 3}, {}, "dir=3 was given; expected a path or none"),
         ({}, {"SAMESTEP_LANES": "eight"}, "SAMESTEP_LANES='eight' was given; expected a whole number or none"),
         ({}, {"SAMESTEP_TIMEOUT_SECONDS": "long"}, "SAMESTEP_TIMEOUT_SECONDS='long' was given; expected a number"),
-        ({"devices": 2}, {}, "devices=2 was given; expected 1: this version drives a device a worker"),
+        ({"devices": 0}, {}, "devices=0 was given; expected at least 1"),
+        ({"devices": 1001}, {}, "devices=1001 was given; expected at most 1000"),
+        ({"devices": ["cpu", "cuda:0"]}, {}, "devices=cpu,cuda:0 was given; expected a number, or names of one kind such as"),
+        ({"devices": ["cpu", "gpu"]}, {}, "devices=cpu,gpu was given; expected a number, or names of one kind such as"),
+        ({"devices": []}, {}, "devices= was given; expected a number, or names of one kind such as"),
+        ({"devices": ["cpu"], "device": "cuda"}, {}, "devices=cpu was given with device='cuda'; give one of the two"),
+        ({}, {"SAMESTEP_DEVICES": "cuda:0,"}, "devices=cuda:0, was given; expected a number, or names of one kind such as"),
         ({"snapshot_every": "10 hours"}, {}, "snapshot_every='10 hours' was given; expected steps such as"),
     ],
 )

@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def evaluation(world, dataset, batch_size=8, *, collate_fn=None, loader_workers=0, **options):
-    lanes = Lanes(world, Config(**options), LANES, torch.device("cpu"))
+    lanes = Lanes(world, Config(**options), LANES, [torch.device("cpu")])
     return Evaluation(lanes, dataset, batch_size, collate_fn=collate_fn, loader_workers=loader_workers)
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PREFIX = "SAMESTEP_"
 PRECISIONS = ("float32", "bfloat16")
 MOST_SECONDS = 10**9  # clocks count nanoseconds in 64 bits
+MOST_DEVICES = 1000
 
 
 def option(default: Any, description: str) -> Any:
@@ -41,7 +42,7 @@ class Config:
     resume: str = option("auto", "auto (newest whole snapshot in dir), never, or the path of a snapshot")
     precision: str = option("float32", "float32, or bfloat16 for autocast in forward passes")
     device: str = option("auto", "auto (a GPU a worker when there are any), cpu or cuda")
-    devices: int = option(1, "devices that one worker drives")
+    devices: int | tuple[str, ...] = option(1, "devices that one worker drives: how many, or their names, as in cuda:0,cuda:1")
     threads: int = option(1, "intra-op threads a worker on CPU; bits depend on it")
     snapshot_every: str | None = option("10min", 'steps ("500") or minutes ("10min") between snapshots, or none')
     keep_last: int = option(3, "newest snapshots that are kept")
@@ -52,18 +53,31 @@ class Config:
     stop_after: int | None = option(None, "steps after which the run snapshots and exits with status 0")
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "lanes", "devices", "threads", "keep_last", "stop_after")
+        _at_least(self, 1, "lanes", "threads", "keep_last", "stop_after")
         _at_least(self, 0, "seed", "keep_best")
         _one_of(self, "precision", PRECISIONS)
         _one_of(self, "device", ("auto", "cpu", "cuda"))
         _one_of(self, "nonfinite_loss", ("stop", "continue"))
         if self.seed >= 2**63:
             raise ConfigError(f"seed={self.seed} was given; expected at most 2**63 - 1")
-        if self.devices != 1:
-            raise ConfigError(f"devices={self.devices} was given; expected 1: this version drives a device a worker, so start more workers")
+        self._check_devices()
         if not 0 < self.timeout_seconds <= MOST_SECONDS:
             raise ConfigError(f"timeout_seconds={self.timeout_seconds} was given; expected a number above 0 and at most {MOST_SECONDS}")
         self.snapshot_steps, self.snapshot_seconds  # noqa: B018  a wrong value is found here, not at the first snapshot
+
+    def _check_devices(self) -> None:
+        if isinstance(self.devices, int):
+            _at_least(self, 1, "devices")
+            if self.devices > MOST_DEVICES:
+                raise ConfigError(f"devices={self.devices} was given; expected at most {MOST_DEVICES}")
+            return
+        kinds = {name.partition(":")[0] for name in self.devices}
+        if len(kinds) != 1 or not all(re.fullmatch(r"cpu|cuda:\d{1,3}", name) for name in self.devices):
+            raise ConfigError(
+                f"devices={','.join(self.devices)} was given; expected a number, or names of one kind such as cuda:0,cuda:1 or cpu,cpu"
+            )
+        if self.device not in {"auto", *kinds}:
+            raise ConfigError(f"devices={','.join(self.devices)} was given with device={self.device!r}; give one of the two")
 
     @property
     def snapshot_steps(self) -> int | None:
@@ -93,6 +107,8 @@ def parse(option_name: str, text: str, given_as: str) -> Any:
         return None
     kind = next(k for k in kinds if k is not NoneType)
     try:
+        if tuple in kinds and not text.strip().isdigit():
+            return tuple(part.strip() for part in text.split(","))
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.strip().lower()]
         return kind(text)
@@ -104,6 +120,8 @@ def _checked(name: str, value: Any) -> Any:
     kinds = _kinds(_known(name, name))
     if Path in kinds and isinstance(value, (str, os.PathLike)):
         return Path(value)
+    if tuple in kinds and isinstance(value, (list, tuple)):
+        return tuple(map(str, value))  # torch.device, too
     if name in {"snapshot_every", "resume"} and isinstance(value, (int, os.PathLike)) and not isinstance(value, bool):
         return str(value)
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
@@ -124,11 +142,20 @@ def _known(name: str, given_as: str) -> str:
 
 def _kinds(name: str) -> tuple[type, ...]:
     hint = typing.get_type_hints(Config)[name]
-    return typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return tuple(typing.get_origin(kind) or kind for kind in kinds)
 
 
 def _type_words(kinds: tuple[type, ...]) -> str:
-    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path", NoneType: "none"}
+    words = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        Path: "a path",
+        NoneType: "none",
+        tuple: "names",
+    }
     return " or ".join(words[kind] for kind in kinds)
 
 

@@ -7,8 +7,8 @@ gives never depends on who computes it, and blocks are merged in their order at 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,21 +22,22 @@ from samestep.step.means import LaneResult, Means
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from samestep.step.backward import Count, Lanes
+    from samestep.step.backward import Lanes
+    from samestep.step.lanework import Count
 
 
 @dataclass(frozen=True)
 class BlockResult:
-    """What the samples of one block gave."""
+    """What the samples of one block gave; its means are read when all blocks are under way."""
 
     number: int
     count: int
-    means: dict[str, float]
+    means: dict[str, Any]
     states: dict[str, dict[str, Any]]
 
 
 class Evaluation:
-    """One pass of a model over a data set; `blocks` of this worker of all."""
+    """One pass of a model over a data set: this worker's blocks of all, which its devices take in turns."""
 
     def __init__(
         self,
@@ -54,16 +55,15 @@ class Evaluation:
         self._lanes, self._dataset, self._collate_fn, self._loader_workers = lanes, dataset, collate_fn, loader_workers
         self._block_size = batch_size  # of nothing else, so that the same bits come out at any number of lanes, too
         blocks, rank, workers = -(-len(dataset) // self._block_size), lanes.world.rank, lanes.world.size
+        self._metrics: dict[str, Any] = {}
         self._own = range(-(-rank * blocks // workers), -(-(rank + 1) * blocks // workers))  # rank 0 always has block 0
 
     def means(self, fn: Callable[[Any, Any], Any], model: Any, count: Count | None) -> dict[str, float]:
         """Return the means of what `fn` gives over all samples (or items that `count` counts), and merged metric objects' values."""
-        metrics: dict[str, Any] = {}
-        own = [
-            self._result(number, samples, batch, returned, metrics, count) for number, samples, batch, returned in self._outputs(fn, model)
-        ]
+        blocks = [self._result(number, samples, batch, returned, count) for number, samples, batch, returned in self._outputs(fn, model)]
+        own = [replace(block, means={name: float(value) for name, value in block.means.items()}) for block in blocks]
         gathered = self._lanes.world.gather_object(own, "gathering results of an evaluation")
-        found = None if gathered is None else self._merge(list(chain.from_iterable(gathered)), metrics)
+        found = None if gathered is None else self._merge(list(chain.from_iterable(gathered)), self._metrics)
         values = self._lanes.world.broadcast_object(found, "sharing results of an evaluation")
         if isinstance(values, EvaluationError):
             raise values
@@ -71,7 +71,9 @@ class Evaluation:
 
     def outputs(self, fn: Callable[[Any, Any], Any], model: Any) -> Any:
         """Return each sample's own output in data set order on rank 0, None elsewhere."""
-        own = [_checked(to_device(returned, "cpu"), samples) for _, samples, _, returned in self._outputs(fn, model)]
+        own, under_way = [], self._outputs(fn, model)
+        while some := list(islice(under_way, len(self._lanes.devices))):  # each device has a block before one is waited for
+            own += [_checked(to_device(returned, "cpu"), samples) for _, samples, _, returned in some]
         gathered = self._lanes.world.gather_object(own, "gathering outputs of an evaluation")
         return None if gathered is None else _joined(list(chain.from_iterable(gathered)))
 
@@ -86,25 +88,31 @@ class Evaluation:
             requests,
             collate_fn=self._collate_fn,
             loader_workers=self._loader_workers,
-            pin_memory=self._lanes.device.type == "cuda",
+            pin_memory=self._lanes.devices[0].type == "cuda",
         )
+        replicas = self._lanes.replicas
+        replicas.refresh()
         with evaluating(model), torch.no_grad():
+            in_turns = cycle(replicas.holding(model))
             for (number, span), loaded in zip(spans.items(), batches, strict=True):
-                batch = to_device(loaded, self._lanes.device)
-                with keyed(key(seed, "evaluate", number)), self._lanes.autocast():
+                replica = next(in_turns)
+                batch = to_device(loaded, replica.device)
+                if len(replicas.all) > 1:
+                    for metric in self._metrics.values():
+                        metric.to(replica.device)
+                with replicas.on(replica), keyed(key(seed, "evaluate", number)), self._lanes.autocast():
                     returned = fn(model, batch)
                 yield number, len(span), batch, returned
 
-    @staticmethod
-    def _result(number: int, samples: int, batch: Any, returned: Any, metrics: dict[str, Any], count: Count | None) -> BlockResult:
+    def _result(self, number: int, samples: int, batch: Any, returned: Any, count: Count | None) -> BlockResult:
         means, states = {}, {}
         for name, value in _named(returned).items():
             if not hasattr(value, "compute"):
-                means[name] = _number(name, value)
+                means[name] = _scalar(name, value)
                 continue
             for metric_name, metric in value.items() if hasattr(value, "items") else [(name, value)]:  # a MetricCollection has items
-                metrics[metric_name] = metric
-                states[metric_name] = {state: _copied(tensor) for state, tensor in metric.metric_state.items()}
+                self._metrics[metric_name] = metric
+                states[metric_name] = {name: _copied(state, self._lanes.devices[0]) for name, state in metric.metric_state.items()}
             value.reset()
         return BlockResult(number, samples if count is None else int(count(batch)), means, states)
 
@@ -160,14 +168,14 @@ def _named(returned: Any) -> dict[str, Any]:
     return {"loss": returned}
 
 
-def _number(name: str, value: Any) -> float:
+def _scalar(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise EvaluationError(
             f"{name!r} is a tensor of shape {tuple(value.shape)}; expected a scalar, the mean over the block's samples, "
             "or gather=True for an output a sample"
         )
     try:
-        return float(value)
+        return value.detach().clone() if isinstance(value, torch.Tensor) else float(value)
     except (TypeError, ValueError):
         raise EvaluationError(f"{name!r} is {type(value).__name__}; expected a scalar or a torchmetrics object") from None
 
@@ -178,8 +186,8 @@ def _plain(value: Any) -> Any:
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _copied(state: Any) -> Any:
-    return [part.clone() for part in state] if isinstance(state, list) else state.clone()
+def _copied(state: Any, device: torch.device) -> Any:
+    return [part.to(device, copy=True) for part in state] if isinstance(state, list) else state.to(device, copy=True)
 
 
 def _checked(output: Any, samples: int) -> Any:

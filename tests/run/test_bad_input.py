@@ -167,7 +167,8 @@ def test_a_parameter_is_sharded_once(again):
         ({"lanes": 0}, "lanes=0 was given; expected at least 1"),
         ({"lanes": "8"}, "lanes='8' was given; expected a whole number"),
         ({"precision": "bfloat"}, "precision='bfloat'.*did you mean bfloat16"),
-        ({"device": "cuda"}, "finds no GPU"),
+        ({"device": "cuda"}, "device='cuda' was given, and torch finds no GPU"),
+        ({"devices": ["cuda:0", "cuda:1"]}, "devices=cuda:0,cuda:1 was given, and torch finds no GPU"),
     ],
 )
 def test_a_wrong_option_is_named(options, words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,6 +80,45 @@ def test_counts_hold_across_workers():
                 check_lanes(run, sizes, None)
 
     run_workers(body, 3)
+
+
+def weigh(model, batch):
+    """Return a sum over the lane's boxes, and a loss of its background, which is there without boxes, too."""
+    inputs, boxes = batch
+    outputs = model(inputs)
+    return outputs.square().sum() + (outputs[:, 0] * boxes).sum(), {"boxes": boxes.sum()}
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=9))
+@settings(max_examples=50)
+def test_a_sum_is_divided_by_the_items_of_all_lanes_and_lanes_without_items_take_part(boxes):
+    inputs = [torch.randn(len(some), 3, generator=torch.Generator().manual_seed(lane)) for lane, some in enumerate(boxes)]
+    lanes = [(some, torch.tensor(numbers)) for some, numbers in zip(inputs, boxes, strict=True)]
+    total = max(1, sum(map(sum, boxes)))
+    reference = make_model().double()
+    loss = weigh(reference, (torch.cat(inputs).double(), torch.cat([numbers for _, numbers in lanes])))[0] / total
+    loss.backward()
+    with ss.init(lanes=len(boxes)) as run:
+        model = run.replicate(make_model())
+        batch = next(run.streams(lambda lane: iter([lanes[lane]]), name="boxes"))
+        means = run.backward(weigh, model, batch, count=lambda batch: int(batch[1].sum()), reduction="sum")
+    assert math.isclose(means["loss"], loss.item(), rel_tol=1e-5)
+    assert means["boxes"] == (1.0 if any(map(sum, boxes)) else 0.0)
+    found, expected = (torch.cat([parameter.grad.double().flatten() for parameter in some.parameters()]) for some in (model, reference))
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_a_sum_over_samples_is_divided_by_their_number():
+    inputs, targets = items(1, 7)
+    with ss.init(lanes=3) as run:
+        (batch,) = run.batches(TensorDataset(inputs, targets), 7)
+        model, reference = run.replicate(make_model()), run.replicate(make_model())
+        sums = run.backward(lambda model, batch: regress(model, batch) * len(batch[0]), model, batch, reduction="sum")
+        means = run.backward(regress, reference, batch)
+        assert math.isclose(sums["loss"], means["loss"], rel_tol=1e-6)
+        assert torch.allclose(model[0].weight.grad, reference[0].weight.grad, rtol=1e-5)
+        with pytest.raises(ss.ConfigError, match="reduction='none' was given; expected 'mean' or 'sum'"):
+            run.backward(regress, model, batch, reduction="none")
 
 
 def test_a_batch_without_items_leaves_no_gradient():

@@ -47,7 +47,7 @@ def test_a_run_tells_of_its_start_its_snapshots_and_its_end(directory):
     assert (kinds[0], kinds[-1]) == ("started", "finished")
     assert {*kinds} == {"started", "scalars", "timing", "snapshot", "image", "finished"}
     (started,) = events(directory, "started")
-    assert (started["step"], started["lanes"], started["device"], started["torch"]) == (0, 4, "cpu", torch.__version__)
+    assert (started["step"], started["lanes"], started["devices"], started["torch"]) == (0, 4, ["cpu"], torch.__version__)
     assert [(worker["rank"], worker["host"]) for worker in started["workers"]] == [(0, socket.gethostname()), (1, socket.gethostname())]
     assert len({worker["pid"] for worker in started["workers"]}) == 2
     assert [started["config"][name] for name in ("lanes", "seed", "snapshot_every")] == [4, 0, "2"]

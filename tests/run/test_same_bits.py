@@ -1,4 +1,4 @@
-"""One hash of parameters, buffers, optimizer state and metrics at 1, 2, 3 and 4 workers, for many kinds of jobs."""
+"""One hash of parameters, buffers, optimizer state and metrics at any number of workers and devices, for many kinds of jobs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from tests.jobs import events, image_job, left_by
 from tests.needs import needs
 from tests.run import kinds
 
-WORKERS = (1, 2, 3, 4)
+WORKERS = ((1, 1), (2, 1), (3, 1), (4, 1))
+DEVICES = ((1, 3), (2, 2))
 
 
-def one_left_by(job, folder, *, workers=WORKERS, **options):
-    """Return what a job left, after asserting that it left the same at all numbers of workers."""
-    first, *others = (left_by(job, folder / f"{n}-workers", n, **{"lanes": 8, **options}) for n in workers)
-    for n, other in zip(workers[1:], others, strict=True):
-        assert other == first, f"{n} workers"
+def one_left_by(job, folder, *, sizes=WORKERS, **options):
+    """Return what a job left, after asserting that it left the same at all sizes: numbers of workers, and of devices of each."""
+    first, *others = (
+        left_by(job, folder / f"{workers}x{devices}", workers, **{"lanes": 8, "devices": ["cpu"] * devices, **options})
+        for workers, devices in sizes
+    )
+    for size, other in zip(sizes[1:], others, strict=True):
+        assert other == first, size
     return first
 
 
@@ -38,15 +42,15 @@ def one_left_by(job, folder, *, workers=WORKERS, **options):
         kinds.float64_job,
     ],
 )
-def test_every_number_of_workers_leaves_the_same(job, tmp_path):
-    assert len(one_left_by(job, tmp_path)) > 10
+def test_every_number_of_workers_and_devices_leaves_the_same(job, tmp_path):
+    assert len(one_left_by(job, tmp_path, sizes=(*WORKERS, *DEVICES))) > 10
 
 
 @pytest.mark.parametrize("job", [kinds.adversarial_job, kinds.mixed_dtypes_job])
 def test_workers_that_share_no_memory_leave_the_same(job, tmp_path, monkeypatch):
     sharing = left_by(job, tmp_path / "sharing", 2, lanes=8)
     monkeypatch.delattr("os.memfd_create")
-    assert one_left_by(job, tmp_path, workers=(2, 3)) == sharing
+    assert one_left_by(job, tmp_path, sizes=((2, 1), (3, 1))) == sharing
 
 
 def test_bfloat16_autocast_leaves_the_same(tmp_path):
@@ -54,12 +58,13 @@ def test_bfloat16_autocast_leaves_the_same(tmp_path):
 
 
 def test_sharded_or_not_a_vit_with_mixup_clipping_and_ema_leaves_the_same(tmp_path):
-    whole, sharded = (one_left_by(kinds.vit_job(sharded=sharded), tmp_path / str(sharded)) for sharded in (False, True))
+    sizes = (*WORKERS, *DEVICES)
+    whole, sharded = (one_left_by(kinds.vit_job(sharded=sharded), tmp_path / str(sharded), sizes=sizes) for sharded in (False, True))
     assert sharded == whole
 
 
 def test_lanes_need_not_be_a_power_of_two(tmp_path):
-    assert one_left_by(image_job, tmp_path / "7", workers=(1, 3), lanes=7) != left_by(image_job, tmp_path / "8", 1, lanes=8)
+    assert one_left_by(image_job, tmp_path / "7", sizes=((1, 1), (3, 1), (2, 3)), lanes=7) != left_by(image_job, tmp_path / "8", 1, lanes=8)
 
 
 def test_another_seed_leaves_something_else(tmp_path):
@@ -89,4 +94,4 @@ def test_a_parameter_that_no_lane_used_is_left_alone(tmp_path):
 def test_a_compiled_model_leaves_the_same(backend, tmp_path):
     if backend == "inductor":
         needs("g++")
-    one_left_by(kinds.compiled_job(backend), tmp_path, workers=(1, 2), timeout=100)
+    one_left_by(kinds.compiled_job(backend), tmp_path, sizes=((1, 1), (2, 1), (1, 2)), timeout=100)

@@ -9,7 +9,8 @@ from torch import nn
 from samestep.config import Config
 from samestep.data.batch import Batch
 from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
-from samestep.step.backward import Lanes, split_loss
+from samestep.step.backward import Lanes
+from samestep.step.lanework import Loss, split_loss
 from samestep.step.replicate import replicate
 from samestep.step.shard import Shard
 from samestep.world import Alone
@@ -44,7 +45,7 @@ def loss_fn(model, batch):
 
 
 def backward(lanes, model, *, step=0, update=None, count=None, loss_fn=loss_fn, note=None, planned=True):
-    return lanes.backward(loss_fn, model, batch_of(lanes, step, planned=planned), update or model, count, (step, 0), note)
+    return lanes.backward(Loss(loss_fn, model, count), batch_of(lanes, step, planned=planned), update or model, (step, 0), note)
 
 
 def gradients(model):
@@ -52,12 +53,12 @@ def gradients(model):
 
 
 def alone(**options):
-    return Lanes(Alone(), Config(**options), LANES, CPU)
+    return Lanes(Alone(), Config(**options), LANES, [CPU])
 
 
 def everything(world):
     """Return what backward leaves: for the whole model and a part of it, twice without clearing, and with notes."""
-    lanes = Lanes(world, Config(), LANES, CPU)
+    lanes = Lanes(world, Config(), LANES, [CPU])
     model = model_of(lanes)
     found = []
     answer = backward(lanes, model, note={"from": world.rank})
@@ -88,7 +89,7 @@ def test_every_number_of_workers_leaves_the_same_gradients():
 
 def test_an_optimizer_may_be_sharded_after_the_first_gradients():
     def body(world):
-        lanes = Lanes(world, Config(), LANES, CPU)
+        lanes = Lanes(world, Config(), LANES, [CPU])
         model = model_of(lanes)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         backward(lanes, model)
@@ -136,11 +137,11 @@ def test_a_loss_that_is_not_finite_names_step_lane_and_worker_on_every_worker(wo
         return loss * math.nan if len(batch) == COUNTS[3] else loss
 
     def body(world):
-        lanes = Lanes(world, Config(), LANES, CPU)
+        lanes = Lanes(world, Config(), LANES, [CPU])
         model = model_of(lanes)
         with pytest.raises(NonFiniteLossError) as caught:
             backward(lanes, model, step=8, loss_fn=diverging)
-        going_on = Lanes(world, Config(nonfinite_loss="continue"), LANES, CPU)
+        going_on = Lanes(world, Config(nonfinite_loss="continue"), LANES, [CPU])
         answer = backward(going_on, model_of(going_on), loss_fn=diverging)
         assert [math.isnan(result.metrics["loss"]) for result in answer.results] == [False, False, True, False]
         return str(caught.value)

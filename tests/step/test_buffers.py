@@ -11,6 +11,7 @@ from samestep.step.tree import carried, tree_sum
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads
 
+CPU = torch.device("cpu")
 MASK = torch.triu(torch.full((3, 3), -math.inf), diagonal=1)
 GAPS = torch.tensor([0.1, math.nan, -0.0, math.inf], dtype=torch.float64)
 
@@ -54,7 +55,7 @@ def after_a_step(world, lanes, writes):
     """Return the bits of all buffers after two equal steps; `writes` has names for each lane with samples, None for the others."""
     model = Model()
     carriers = [carried(rank, world.size, lanes) for rank in range(world.size)]
-    buffers = Buffers(carriers[world.rank], lanes, world, carriers)
+    buffers = Buffers(carriers[world.rank], lanes, world, carriers, [CPU])
     buffers.add(model)
     buffers.add(model.tied)
     for _ in range(2):
@@ -144,7 +145,7 @@ def test_batch_norm_over_lanes():
     def body(world):
         norm = torch.nn.BatchNorm1d(5)
         carriers = [carried(rank, world.size, 4) for rank in range(world.size)]
-        buffers = Buffers(carriers[world.rank], 4, world, carriers)
+        buffers = Buffers(carriers[world.rank], 4, world, carriers, [CPU])
         buffers.add(norm)
         buffers.begin_step()
         for lane in carriers[world.rank]:

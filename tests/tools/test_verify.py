@@ -24,15 +24,15 @@ def verify(capsys):
 
 
 def test_a_good_script_passes_also_when_a_worker_is_killed(verify):
-    status, printed = verify("-n", "1,2", "--lanes", "4", "--steps", "4", "--kill", way="is good")
+    status, printed = verify("-n", "1,2,1x2", "--lanes", "4", "--steps", "4", "--kill", way="is good")
     assert status == 0
     table = [line.split() for line in printed.splitlines() if re.match(r" +\d+  ", line)]
     assert [row[0] for row in table] == ["1", "2", "3", "4"]
     assert [len({*hashes}) for _, *hashes in table] == [1] * 4
-    assert [len(hashes) for _, *hashes in table] == [3] * 4
+    assert [len(hashes) for _, *hashes in table] == [4] * 4
     assert len({hashes[0] for _, *hashes in table}) == 4
     assert "4 lanes" in printed
-    assert re.search(r"the same at every step: n=1, n=2, n=2, worker [01] killed, n=1 from step [0-3]", printed)
+    assert re.search(r"the same at every step: n=1, n=2, n=1x2, n=1x2, worker 0 killed, n=1 from step [0-3]", printed)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_bad_script_fails_where_it_first_differs(way, first, cause, verify):
     [
         ("does not track", "left nothing to compare: it must track its model and optimizer"),
         ("does not start", "never called samestep.init"),
-        ("fails", r"failed at 1 workers with status 1:(?s:.*)RuntimeError: no more memory"),
+        ("fails", r"failed at n=1 with status 1:(?s:.*)RuntimeError: no more memory"),
     ],
 )
 def test_a_script_that_cannot_be_verified_is_told(way, words, verify):
@@ -71,6 +71,7 @@ def test_a_script_that_cannot_be_verified_is_told(way, words, verify):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["-n", "2x"], "-n 2x was given; expected numbers of workers such as 1,2,4, or 1x2"),
         (["-n", "1,x"], "-n 1,x was given; expected numbers of workers"),
         (["-n", "0"], "-n 0 was given"),
         (["--steps", "0"], "--steps 0 was given; expected at least 1"),

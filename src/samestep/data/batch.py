@@ -58,7 +58,7 @@ def items_in(batch: Any) -> int:
 def to_device(batch: Any, device: Any) -> Any:
     """Return a collated batch with every tensor in it on `device`; containers keep their types."""
     if hasattr(batch, "to"):
-        return batch.to(device, non_blocking=True)
+        return batch.to(device, non_blocking=str(device) != "cpu")  # on its way to the CPU it would be read before it has arrived
     if isinstance(batch, dict):
         return type(batch)((name, to_device(value, device)) for name, value in batch.items())
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -7,12 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 from samestep.config import Config, parse
+from samestep.errors import ConfigError
 from samestep.launch.script import run_script
 
 EXAMPLES = """\
 examples:
   samestep run -n 2 train.py --epochs 10
   samestep run -n 4 --lanes 8 --dir runs/one -m recipes.vit
+  samestep run -n 4 --mode dp train.py
   samestep run -n 3 --dir runs/one --resume runs/one/step-00001200 train.py
 
 The script calls samestep.init(); options given here have the last word over its arguments. What follows the script belongs to it.
@@ -26,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLES
     parser.add_argument("-n", "--workers", type=int, default=1, metavar="N", help="workers to start on this machine (default: 1)")
+    parser.add_argument(
+        "--mode",
+        choices=("ddp", "dp"),
+        default="ddp",
+        help="ddp: N workers with a device each (default); dp: one worker with N devices, as by -n 1 --devices N",
+    )
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module, as in python -m")
     add_options(parser)
     parser.add_argument("script", help="a Python script, or with -m a module")
@@ -48,7 +56,12 @@ def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the script; return the exit status."""
-    run_script(arguments.script, arguments.arguments, arguments.workers, given_options(arguments), as_module=arguments.module)
+    workers, options = arguments.workers, given_options(arguments)
+    if arguments.mode == "dp":
+        if "devices" in options:
+            raise ConfigError("--devices was given with --mode dp, where -n is the number of devices; give one of the two")
+        workers, options["devices"] = 1, arguments.workers
+    run_script(arguments.script, arguments.arguments, workers, options, as_module=arguments.module)
     return 0
 
 

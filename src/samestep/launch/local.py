@@ -64,6 +64,8 @@ def _run(body: Callable[[], Any], workers: int, environment: Mapping[str, str], 
 
 def _as_text(value: Any) -> str:
     """Write an option as `samestep.config.parse` reads it."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 

@@ -34,7 +34,8 @@ class Failure:
         """Tell an exception that just reached the end of a worker, from the first line of the user's own code on."""
         at = time.monotonic()
         if isinstance(error, SystemExit):
-            return cls(at, because_of_others=False, summary=f"exited with status {error.code}", traceback="")
+            summary = error.code if isinstance(error.code, str) else f"exited with status {error.code}"
+            return cls(at, because_of_others=False, summary=summary, traceback="")
         lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
         summary = f"{type(error).__name__}: {error}".removesuffix(": ")
         return cls(at, because_of_others=isinstance(error, WorldError), summary=summary, traceback="".join(lines))

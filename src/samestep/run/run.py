@@ -8,7 +8,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,11 +27,12 @@ from samestep.record import open_record
 from samestep.run.images import pixels
 from samestep.run.loops import PlannedLoop, run_loop
 from samestep.run.progress import Position, Progress
-from samestep.run.start import agree_on_lanes, find_snapshot, set_aside, set_up_device
+from samestep.run.start import agree_on_lanes, find_snapshot, set_aside, set_up_devices
 from samestep.run.stop import StopRequest
 from samestep.snapshot.keeper import Keeper
 from samestep.step.backward import Lanes
 from samestep.step.clip import gradient_norm, scale_gradients
+from samestep.step.lanework import Loss
 from samestep.step.means import Means
 from samestep.step.replicate import replicate
 from samestep.step.shard import Shard, check_shardable
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from samestep.data.plan import GroupBy, Plan
     from samestep.launch.place import Place
     from samestep.snapshot.read import Snapshot
-    from samestep.step.backward import Count, LossFn
+    from samestep.step.lanework import Count, LossFn, Reduction
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -67,22 +68,24 @@ def init(**options: Any) -> Run:
 class Run:
     """One training job, as one of its workers sees it.
 
-    Attributes: `rank` of `workers`; `is_main`, true on rank 0; `lanes`; `device`; `dir`, the output directory or None.
+    Attributes: `rank` of `workers`; `is_main`, true on rank 0; `lanes`; `device`, and all `devices` of this worker; `dir`, the output
+    directory or None; `config`, every option as it was given and settled.
     """
 
     def __init__(self, config: Config, place: Place) -> None:
         self.rank, self.workers, self.is_main = place.rank, place.workers, place.rank == 0
         self.dir = config.dir
-        self.device = set_up_device(config, place)
-        self._config = config
+        self.devices = set_up_devices(config, place)
+        self.device = self.devices[0]
         self._world = connect(place.workers, config, cuda=self.device.type == "cuda")
         self._record = open_record(config.dir, writes=self.is_main)
         resumed = find_snapshot(config, self._world, self._record)
-        self.lanes = agree_on_lanes(config, place.workers, resumed)
+        self.lanes = agree_on_lanes(config, place.workers, len(self.devices), resumed)
+        self.config = replace(config, lanes=self.lanes)
         attempt = self._world.broadcast_object(uuid.uuid4().hex[:8], "starting")
         if self.is_main:
             set_aside(config, resumed, attempt, self._record)
-        self._lanes = Lanes(self._world, config, self.lanes, self.device)
+        self._lanes = Lanes(self._world, config, self.lanes, self.devices)
         self._keeper = Keeper(config, self._world, self._record, attempt, resumed)
         self._stop = StopRequest()
         self._progress = Progress(config, self._record, self._keeper, self._stop, self._lanes, resumed)
@@ -93,14 +96,14 @@ class Run:
 
     def _tell_start(self, attempt: str, resumed: Snapshot | None) -> None:
         workers = self._world.all_gather_json({"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}, "starting")
-        options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self._config).items()}
+        options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self.config).items()}
         self._record.event(
             "started" if resumed is None else "resumed",
             attempt=attempt,
             step=self.step,
             lanes=self.lanes,
             workers=workers,
-            device=str(self.device),
+            devices=[str(device) for device in self.devices],
             torch=torch.__version__,
             config=options,
         )
@@ -116,7 +119,7 @@ class Run:
         return self._progress.epoch
 
     def replicate(self, module: Module) -> Module:
-        """Move a module to the device and make it equal everywhere, as rank 0 has it; returns the same module.
+        """Move a module to the worker's devices and make it equal everywhere, as rank 0 has it; returns the same module.
 
         Raises `ModelError` when names, shapes or dtypes differ between workers.
         """
@@ -163,13 +166,13 @@ class Run:
         iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # these may say a length
         if iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise DataError(f"{type(dataset).__name__} has no length or no __getitem__; for iterable data use run.streams")
-        plan = self._plan(len(dataset), batch_size, key(self._config.seed, f"order {name}"), shuffle, drop_last, group_by)
+        plan = self._plan(len(dataset), batch_size, key(self.config.seed, f"order {name}"), shuffle, drop_last, group_by)
         batches = partial(
             plan_batches,
             plan,
             dataset,
             self._lanes.own,
-            seed=key(self._config.seed, f"fetch {name}"),
+            seed=key(self.config.seed, f"fetch {name}"),
             collate_fn=collate_fn,
             loader_workers=loader_workers,
             pin_memory=self.device.type == "cuda",
@@ -190,7 +193,7 @@ class Run:
         A source with `state_dict` and `load_state_dict` continues by them after a resume; any other is read again from its start.
         """
         self._progress.settle()
-        streams = {lane: LaneStream(make_stream, name, lane, self._config.seed) for lane in self._lanes.own}
+        streams = {lane: LaneStream(make_stream, name, lane, self.config.seed) for lane in self._lanes.own}
         for lane, stream in streams.items():
             if lane in self._resumed_streams.get(name, {}):
                 stream.load_state_dict(self._resumed_streams[name][lane])
@@ -199,21 +202,33 @@ class Run:
         return run_loop(stream_batches(streams, self._lanes.own), self._progress, lambda: position.advance(None))
 
     def backward(
-        self, loss_fn: LossFn, model: Any, batch: Batch, *, update: torch.nn.Module | None = None, count: Count | None = None
+        self,
+        loss_fn: LossFn,
+        model: Any,
+        batch: Batch,
+        *,
+        update: torch.nn.Module | None = None,
+        count: Count | None = None,
+        reduction: Reduction = "mean",
     ) -> Means:
         """Run every lane of a batch and leave the gradient of the mean over all its items in `.grad`; returns the global means.
 
         `loss_fn(model, lane_batch)` returns a scalar loss, the mean over the lane's items, or (loss, dict of scalars).
         `update` is the module whose parameters get gradients (default `model`). `count(lane_batch)` gives the number of
-        items a lane's mean is over (default: its samples). Like backward in PyTorch, it adds to gradients that are there.
+        items a lane's mean is over (default: its samples). With `reduction="sum"` the loss and the scalars are sums, which the
+        items of all lanes divide (1 where there are none); lanes without items are run then, too. Like backward in PyTorch, it
+        adds to gradients that are there.
         Raises `LossError` for a loss that is no scalar or has no gradient, `NonFiniteLossError` for NaN and infinity.
         """
         update = model if update is None else update
         if not isinstance(update, torch.nn.Module):
             raise ModelError(f"backward was to update {type(update).__name__}; expected a torch.nn.Module: name it with update=")
-        answer = self._lanes.backward(loss_fn, model, batch, update, count, self._progress.next_call(), self._progress.note())
+        if reduction not in {"mean", "sum"}:
+            raise ConfigError(f"reduction={reduction!r} was given; expected 'mean' or 'sum'")
+        loss = Loss(loss_fn, model, count, reduction)
+        answer = self._lanes.backward(loss, batch, update, self._progress.next_call(), self._progress.note())
         self._progress.agree(answer.notes)
-        return Means(answer.results)
+        return Means(answer.results, reduction)
 
     def clip_grad_norm(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Scale the gradients of a model so that their 2-norm is at most `max_norm`; returns the norm before, a scalar tensor.

@@ -21,21 +21,39 @@ if TYPE_CHECKING:
     from samestep.world import World
 
 
-def set_up_device(config: Config, place: Place) -> torch.device:
-    """Return the worker's device, with threads or deterministic kernels as configured. Raises `ConfigError` without the GPU asked for."""
-    cuda = config.device != "cpu" and torch.cuda.is_available()
-    if config.device == "cuda" and not cuda:
-        raise ConfigError("device='cuda' was given, and torch finds no GPU; expected one: check the driver and CUDA_VISIBLE_DEVICES")
+def set_up_devices(config: Config, place: Place) -> list[torch.device]:
+    """Return the worker's devices, with threads or deterministic kernels as configured. Raises `ConfigError` without the GPUs asked for."""
+    names = config.devices if isinstance(config.devices, tuple) else None
+    wants_cuda = config.device == "cuda" or (names is not None and names[0] != "cpu")
+    cuda = torch.cuda.is_available() and config.device != "cpu" and (names is None or wants_cuda)
+    if wants_cuda and not cuda:
+        given = "device='cuda'" if names is None else f"devices={','.join(names)}"
+        raise ConfigError(f"{given} was given, and torch finds no GPU; expected one: check the driver and CUDA_VISIBLE_DEVICES")
     if not cuda:
         torch.set_num_threads(config.threads)
-        return torch.device("cpu")
+        return [torch.device("cpu")] * (config.devices if isinstance(config.devices, int) else len(config.devices))
+    devices = _gpus(config.devices, place, torch.cuda.device_count())
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(mode=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    torch.cuda.set_device(devices[0])
+    return devices
+
+
+def _gpus(asked: int | tuple[str, ...], place: Place, there: int) -> list[torch.device]:
+    """Return the GPUs of one worker of a host that has `there` of them."""
+    if isinstance(asked, tuple):
+        given = f"devices={','.join(asked)} was given"
+        if place.local_workers > 1:
+            raise ConfigError(f"{given} to {place.local_workers} workers of one host, which would share them; expected a number")
+        devices = [torch.device(name) for name in asked]
+        if len(set(devices)) < len(devices) or max(device.index for device in devices) >= there:
+            raise ConfigError(f"{given}, and this host has {there} GPUs; expected different ones of them")
+        return devices
+    if asked > there:
+        raise ConfigError(f"devices={asked} was given, and this host has {there} GPUs; expected at most as many")
+    return [torch.device("cuda", (place.local_rank * asked + number) % there) for number in range(asked)]
 
 
 def find_snapshot(config: Config, world: World, record: Record) -> Snapshot | None:
@@ -77,18 +95,22 @@ def set_aside(config: Config, resumed: Snapshot | None, attempt: str, record: Re
         record.event("snapshots_set_aside", path=str(aside), snapshots=[path.name for path in later])
 
 
-def agree_on_lanes(config: Config, workers: int, resumed: Snapshot | None) -> int:
-    """Return the number of lanes: as given, as in the snapshot, or one a worker."""
+def agree_on_lanes(config: Config, workers: int, devices: int, resumed: Snapshot | None) -> int:
+    """Return the number of lanes: as given, as in the snapshot, or one a device of each of `workers`, which have `devices` each."""
     if resumed is None:
-        return config.lanes or workers
+        lanes = config.lanes or workers * devices
+        if workers * devices > lanes:
+            raise ConfigError(f"lanes={lanes} was given for {workers * devices} devices; expected at least a lane a device: raise lanes")
+        return lanes
     lanes, seed = int(resumed.info["lanes"]), int(resumed.info["seed"])
     for name, given, kept in (("lanes", config.lanes or lanes, lanes), ("seed", config.seed, seed)):
         if given != kept:
             raise ConfigError(
                 f"{name}={given} was given, and the run in the snapshot has {name}={kept}; it is fixed: give it, or use resume='never'"
             )
-    if workers > lanes:
+    if workers * devices > lanes:
         raise ConfigError(
-            f"the run in the snapshot has {lanes} lanes, and {workers} workers were started; expected at most a worker a lane"
+            f"the run in the snapshot has {lanes} lanes, and {workers} workers with {devices} device{'s' * (devices > 1)} each were "
+            "started; expected at most a device a lane"
         )
     return lanes

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from samestep.data.batch import items_in, to_device
-from samestep.data.seeds import key, keyed
-from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
+from samestep.errors import ModelError, NonFiniteLossError
 from samestep.step.buffers import Buffers
-from samestep.step.gradients import Exchange, Gradients, add_gradients, set_gradients_aside, take_gradients
+from samestep.step.gradients import Exchange, Gradients, set_gradients_aside
+from samestep.step.lanework import LaneWork
 from samestep.step.means import LaneResult
-from samestep.step.tree import Span, carried, subtrees, tree_sum
+from samestep.step.replicas import Replicas
+from samestep.step.tree import carried
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from samestep.config import Config
     from samestep.data.batch import Batch
+    from samestep.step.lanework import Loss
     from samestep.step.shard import Block, Shard
     from samestep.world import World
-
-LossFn = Callable[[Any, Any], Any]
-Count = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -54,13 +51,14 @@ class Lanes:
     world: World
     config: Config
     lanes: int
-    device: torch.device
+    devices: Sequence[torch.device]
     shards: list[Shard] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.carriers = [carried(rank, self.world.size, self.lanes) for rank in range(self.world.size)]
         self.own = self.carriers[self.world.rank]
-        self.buffers = Buffers(self.own, self.lanes, self.world, self.carriers)
+        self.replicas = Replicas(self.devices, self.own)
+        self.buffers = Buffers(self.own, self.lanes, self.world, self.carriers, self.devices)
         self.compute_seconds = 0.0
         self.exchange_seconds = 0.0
         self._known: set[int] = set()
@@ -69,6 +67,7 @@ class Lanes:
     def add(self, module: torch.nn.Module) -> None:
         """Let a replicated module be trained."""
         self._known.update(id(parameter) for parameter in module.parameters())
+        self.replicas.add(module)
         self.buffers.add(module)
 
     def blocks(self) -> list[Block]:
@@ -77,11 +76,9 @@ class Lanes:
 
     def autocast(self) -> torch.autocast:
         """Return the context in which user code computes losses and outputs."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16")
+        return torch.autocast(self.devices[0].type, torch.bfloat16, enabled=self.config.precision == "bfloat16")
 
-    def backward(
-        self, loss_fn: LossFn, model: Any, batch: Batch, update: torch.nn.Module, count: Count | None, seed: tuple[int, ...], note: Any
-    ) -> Answer:
+    def backward(self, loss: Loss, batch: Batch, update: torch.nn.Module, seed: tuple[int, ...], note: Any) -> Answer:
         """Leave the gradient of the mean loss over all items of the global batch in `.grad` of `update`'s parameters.
 
         `seed` numbers this call within the run; `note` is JSON that reaches every worker with the same message.
@@ -91,7 +88,7 @@ class Lanes:
         parameters = self._trainable(update)
         holders = [parameters, *(block.own_parameters for block in self.blocks())]
         earlier = [set_gradients_aside(some) for some in holders]
-        work = LaneWork(self, loss_fn, model, batch, parameters, count, seed)
+        work = LaneWork(self, loss, batch, parameters, seed)
         own = work.run()
         self.compute_seconds += time.perf_counter() - started - (batch.data_seconds - data_before)
 
@@ -167,104 +164,3 @@ def _add_earlier(holders: Sequence[Sequence[torch.Tensor]], earlier: Sequence[Gr
         for holder, gradient in zip(some, gradients, strict=True):
             if gradient is not None:
                 holder.grad = gradient if holder.grad is None else gradient.add_(holder.grad)
-
-
-class LaneWork:
-    """The forward and backward passes of one worker's lanes for one global batch."""
-
-    def __init__(
-        self,
-        lanes: Lanes,
-        loss_fn: LossFn,
-        model: Any,
-        batch: Batch,
-        parameters: Sequence[torch.nn.Parameter],
-        count: Count | None,
-        seed: tuple[int, ...],
-    ) -> None:
-        self._lanes, self._loss_fn, self._model = lanes, loss_fn, model
-        self._parameters, self._count, self._seed = parameters, count, seed
-        self._counts = batch.counts
-        self._total = sum(batch.counts) if count is None and batch.counts is not None else None
-        self._batches = dict(batch.lane_batches())
-        self._results: list[tuple[int, int, dict[str, torch.Tensor]]] = []
-
-    def run(self) -> list[Gradients]:
-        """Return the gradients of this worker's subtrees of lanes, in lane order."""
-        self._lanes.buffers.begin_step()
-
-        def gradients(span: Span) -> Gradients | None:
-            return self._lane(span[0]) if span[1] - span[0] == 1 else None
-
-        return [tree_sum(span, gradients, add_gradients) for span in subtrees(self._lanes.own, self._lanes.lanes)]
-
-    def scale(self, results: Iterable[LaneResult]) -> float:
-        """Return what the sum of gradients is still to be multiplied with to be that of the mean."""
-        if self._total is not None or self._lanes.lanes == 1:
-            return 1.0
-        return 1.0 / max(1, sum(result.count for result in results))
-
-    def report(self, own: Sequence[Gradients]) -> dict[str, Any]:
-        """Return, as JSON, the results of lanes, which parameters have a gradient, and which buffers were written."""
-        return {
-            "lanes": [[lane, count, _floats(metrics)] for lane, count, metrics in self._results],
-            "present": [int(any(gradient is not None for gradient in some)) for some in zip(*own, strict=True)],
-            "buffers": self._lanes.buffers.written(),
-        }
-
-    def _lane(self, lane: int) -> Gradients:
-        if lane not in self._batches:
-            return [None] * len(self._parameters)
-        batch = to_device(self._batches[lane], self._lanes.device)
-        count = self._count_of(batch, lane)
-        if count == 0:
-            return [None] * len(self._parameters)
-        with keyed(key(self._lanes.config.seed, "lane", *self._seed, lane)):
-            with self._lanes.autocast():
-                loss, metrics = split_loss(self._loss_fn(self._model, batch), lane)
-            weight = None if self._lanes.lanes == 1 else torch.full_like(loss, count / (self._total or 1))
-            torch.autograd.backward(loss, weight, inputs=self._parameters)
-        if self._lanes.lanes > 1:
-            self._lanes.buffers.end_lane(lane)
-        self._results.append((lane, count, {"loss": loss.detach(), **metrics}))
-        return take_gradients(self._parameters)
-
-    def _count_of(self, batch: Any, lane: int) -> int:
-        if self._count is None:
-            return items_in(batch) if self._counts is None else self._counts[lane]
-        count = self._count(batch)
-        if not math.isfinite(count) or int(count) != count or count < 0:
-            raise DataError(f"count returned {count!r} for lane {lane}; expected a whole number of items, 0 or more")
-        return int(count)
-
-
-def split_loss(returned: Any, lane: int) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return (loss, metrics) from what a loss function returned. Raises `LossError` unless the loss is a scalar with a gradient."""
-    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})  # noqa: PLR2004  (loss, dict)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{type(loss).__name__}"
-        raise LossError(f"the loss function returned {given} in lane {lane}; expected a scalar tensor: the mean over the lane's items")
-    if not loss.requires_grad:
-        raise LossError(
-            f"the loss of lane {lane} has no gradient; expected one that depends on a parameter: is the model frozen, "
-            "or the loss detached or computed under no_grad?"
-        )
-    if not isinstance(metrics, Mapping):
-        raise LossError(f"the loss function returned {type(metrics).__name__} beside the loss; expected a dict of scalars by name")
-    return loss, {name: _detached(name, value) for name, value in metrics.items()}
-
-
-def _detached(name: str, value: Any) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        try:
-            value = torch.tensor(float(value), dtype=torch.float64)
-        except (TypeError, ValueError):
-            raise LossError(f"metric {name!r} is {type(value).__name__}; expected a scalar: the mean over the lane's items") from None
-    tensor: torch.Tensor = value.detach()
-    if tensor.numel() != 1:
-        raise LossError(f"metric {name!r} has shape {tuple(tensor.shape)}; expected a scalar: the mean over the lane's items")
-    return tensor
-
-
-def _floats(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}

@@ -24,10 +24,11 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 class Buffers:
     """The buffers of all replicated modules, as lanes come and go."""
 
-    def __init__(self, own: range, lanes: int, world: World, carriers: Sequence[range]) -> None:
+    def __init__(self, own: range, lanes: int, world: World, carriers: Sequence[range], devices: Sequence[torch.device]) -> None:
         self._own, self._lanes, self._world, self._carriers = own, lanes, world, carriers
         self._homes: list[tuple[torch.nn.Module, str]] = []
-        self._start: list[torch.Tensor] = []
+        self._starts: list[tuple[torch.device, list[torch.Tensor]]] = [(device, []) for device in devices]
+        self._start = self._starts[0][1]
         self._written: dict[int, dict[int, torch.Tensor]] = {}
 
     def add(self, module: torch.nn.Module) -> None:
@@ -38,27 +39,34 @@ class Buffers:
                 if id(buffer) not in known:
                     known.add(id(buffer))
                     self._homes.append((owner, name))
-                    self._start.append(buffer.detach().clone())
+                    for device, start in self._starts:
+                        start.append(buffer.detach().to(device, copy=True))
 
     def begin_step(self) -> None:
         """Take what stands in the buffers now as the value every lane starts from."""
         self._written = {}
-        for start, buffer in zip(self._start, self._current(), strict=True):
-            start.copy_(buffer.detach())
+        current = self._current()
+        for _, starts in self._starts:
+            for start, buffer in zip(starts, current, strict=True):
+                start.copy_(buffer.detach())
 
-    def end_lane(self, lane: int) -> None:
-        """Keep what this lane wrote, and put the start values back for the next one.
+    def end_lane(self, lane: int, device: int = 0) -> None:
+        """Keep what this lane wrote on the worker's device of this number, and put the start values back for its next one.
 
-        Bits are compared, because BatchNorm's kernels write without counting the tensor's version up.
+        Bits are compared, because BatchNorm's kernels write without counting the tensor's version up. On a GPU that waits
+        until all lanes are under way.
         """
         written = self._written[lane] = {}
-        for number, (start, buffer) in enumerate(zip(self._start, self._current(), strict=True)):
-            if not _same_bits(start, buffer):
+        for number, (start, buffer) in enumerate(zip(self._starts[device][1], self._current(), strict=True)):
+            if start.is_cuda or not _same_bits(start, buffer):
                 written[number] = buffer.detach().clone()
                 buffer.data.copy_(start)
 
     def written(self) -> list[int]:
         """Return the numbers of the buffers that a lane of this worker wrote."""
+        for lane, kept in self._written.items():
+            on_first_device = {number: value.to(self._start[number].device) for number, value in kept.items()}
+            self._written[lane] = {n: value for n, value in on_first_device.items() if not _same_bits(self._start[n], value)}
         return sorted({number for lane in self._written.values() for number in lane})
 
     def end_step(self, written: Sequence[int], lanes_with_items: Sequence[int]) -> None:

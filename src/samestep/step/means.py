@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from samestep.errors import EvaluationError
 
@@ -32,7 +33,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class LaneResult:
-    """What one lane (or block of an evaluation) reports: the items it is over and the mean of each metric."""
+    """What one lane (or block of an evaluation) reports: the items it is over and the mean, or sum, of each metric."""
 
     lane: int
     rank: int
@@ -43,8 +44,8 @@ class LaneResult:
 class Means(Mapping[str, float]):
     """Global means by name, `"loss"` first; computed when they are read. The same bits at any number of workers."""
 
-    def __init__(self, results: Sequence[LaneResult]) -> None:
-        self._results = results
+    def __init__(self, results: Sequence[LaneResult], reduction: Literal["mean", "sum"] = "mean") -> None:
+        self._results, self._sums = results, reduction == "sum"
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
@@ -69,9 +70,11 @@ class Means(Mapping[str, float]):
         ranks = sorted({result.rank for result in self._results if name in result.metrics})
         return [self._mean(name, [result for result in self._results if result.rank == rank]).value for rank in ranks]
 
-    @staticmethod
-    def _mean(name: str, results: Sequence[LaneResult]) -> Mean:
-        return Mean.of([(result.metrics[name], result.count) for result in results if name in result.metrics])
+    def _mean(self, name: str, results: Sequence[LaneResult]) -> Mean:
+        values = [(result.metrics[name], result.count) for result in results if name in result.metrics]
+        if self._sums:  # of no items, the sum itself: an image without boxes has a loss, too
+            return Mean(_exact_sum([value for value, _ in values]), max(1, sum(count for _, count in values)))
+        return Mean.of(values)
 
 
 def _exact_sum(values: Sequence[float]) -> float:

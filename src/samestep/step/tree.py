@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
 Value = TypeVar("Value")
 Span = tuple[int, int]
@@ -56,9 +56,21 @@ def tree_sum(span: Span, known: Callable[[Span], Value | None], add: Callable[[V
     `known` gives the value of a span, or None for one that is to be added up from its halves; it is asked for
     spans from left to right, so it may compute a lane's value when it is asked. `add` may reuse its first argument.
     """
+    steps = tree_steps(span, known, add)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:  # noqa: PERF203  that is where a generator says what it returned
+            total: Value = end.value
+            return total
+
+
+def tree_steps(span: Span, known: Callable[[Span], Value | None], add: Callable[[Value, Value], Value]) -> Generator[None, None, Value]:
+    """Add as `tree_sum` does, and pause after each value that was known, so that several sums can take turns."""
     value = known(span)
     if value is not None:
+        yield
         return value
     left, right = halves(span)
-    total = tree_sum(left, known, add)
-    return add(total, tree_sum(right, known, add))
+    total = yield from tree_steps(left, known, add)
+    return add(total, (yield from tree_steps(right, known, add)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from samestep.errors import VerifyError
 from samestep.snapshot.read import list_snapshots
@@ -25,9 +26,20 @@ if TYPE_CHECKING:
 KILL_TRIES = 5
 
 
+class Size(NamedTuple):
+    """How many devices a run has: `workers`, each with `devices`; written as 4, or 1x2."""
+
+    workers: int
+    devices: int = 1
+
+    def __str__(self) -> str:
+        return str(self.workers) if self.devices == 1 else f"{self.workers}x{self.devices}"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("-n", "--workers", default="1,2", metavar="N,N,…", help="numbers of workers to compare (default: 1,2)")
+    sizes = "numbers of workers to compare (default: 1,2); 1x2 is one worker with 2 devices"
+    parser.add_argument("-n", "--workers", default="1,2", metavar="N,N,…", help=sizes)
     parser.add_argument("--steps", type=int, default=5, help="steps to compare (default: 5)")
     parser.add_argument("--lanes", type=int, help="lanes of every run (default: the script's own, or the largest number of workers)")
     parser.add_argument("--kill", action="store_true", help="also kill a worker in the middle, resume, and compare")
@@ -38,29 +50,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Run the comparison; returns 0 when all steps are the same everywhere, 1 when any differs."""
-    workers = _numbers(options.workers)
+    sizes = _sizes(options.workers)
     if options.steps < 1 or (options.kill and options.steps < 2):  # noqa: PLR2004  a kill falls between two steps
         raise VerifyError(f"--steps {options.steps} was given; expected at least 1, and 2 with --kill")
     job = Job([options.script, *options.arguments], options.steps, options.lanes)
     traces: dict[str, list[StepTrace]] = {}
-    for n in sorted(workers, reverse=True):  # the largest first: where the script leaves lanes open, it fixes them for all
-        traces[f"n={n}"] = job.trace(n)
-    columns = [f"n={n}" for n in workers]
+    by_devices = sorted(sizes, key=lambda size: size.workers * size.devices)
+    for size in reversed(by_devices):  # the largest first: where the script leaves lanes open, it fixes them for all
+        traces[f"n={size}"] = job.trace(size)
+    columns = [f"n={size}" for size in sizes]
     if options.kill:
-        name, trace = job.trace_with_kill(max(workers), min(workers), random.Random(options.seed))
+        name, trace = job.trace_with_kill(by_devices[-1], by_devices[0], random.Random(options.seed))
         traces[name] = trace
         columns.append(name)
     return report({column: traces[column] for column in columns}, job.lanes or 0)
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise VerifyError(f"-n {text} was given; expected numbers of workers such as 1,2,4")
-    return numbers
+def _sizes(text: str) -> list[Size]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,2})?", part) for part in parts):
+        raise VerifyError(f"-n {text} was given; expected numbers of workers such as 1,2,4, or 1x2 for one worker with 2 devices")
+    return list(dict.fromkeys(Size(*map(int, part.split("x"))) for part in parts))
 
 
 class Job:
@@ -70,30 +80,30 @@ class Job:
         self.lanes = lanes
         self._command, self._steps = list(command), steps
 
-    def trace(self, workers: int) -> list[StepTrace]:
+    def trace(self, size: Size) -> list[StepTrace]:
         """Run to the end and return what each step left."""
         with tempfile.TemporaryDirectory(prefix="samestep-verify-") as name:
             directory = Path(name)
-            self._finish(workers, directory, "never")
+            self._finish(size, directory, "never")
             self._fix_lanes(directory)
             return read_traces(directory)
 
-    def trace_with_kill(self, workers: int, workers_after: int, draw: random.Random) -> tuple[str, list[StepTrace]]:
-        """Kill a worker after some step, resume at another number of workers; return what was done and what each step left."""
+    def trace_with_kill(self, size: Size, size_after: Size, draw: random.Random) -> tuple[str, list[StepTrace]]:
+        """Kill a worker after some step, resume at another size; return what was done and what each step left."""
         for _ in range(KILL_TRIES):
             with tempfile.TemporaryDirectory(prefix="samestep-verify-") as name:
-                directory, step, rank = Path(name), draw.randint(1, self._steps - 1), draw.randrange(workers)
-                if not self._kill(workers, directory, step, rank):
+                directory, step, rank = Path(name), draw.randint(1, self._steps - 1), draw.randrange(size.workers)
+                if not self._kill(size, directory, step, rank):
                     continue
-                self._finish(workers_after, directory, "auto")
+                self._finish(size_after, directory, "auto")
                 resumed_at = read_start(directory)["step"]
-                title = f"n={workers}, worker {rank} killed, n={workers_after} from step {resumed_at}"
+                title = f"n={size}, worker {rank} killed, n={size_after} from step {resumed_at}"
                 return title, read_traces(directory)
         raise VerifyError(f"the job ended before a worker could be killed, {KILL_TRIES} times: give more --steps")
 
-    def _kill(self, workers: int, directory: Path, step: int, rank: int) -> bool:
+    def _kill(self, size: Size, directory: Path, step: int, rank: int) -> bool:
         """Start, kill a worker once the snapshot of `step` is there; tell whether that ended the job."""
-        with self._start(workers, directory, "never", directory / "output.txt") as process:
+        with self._start(size, directory, "never", directory / "output.txt") as process:
             while process.poll() is None and not any(path.name == f"step-{step:08d}" for path in list_snapshots(directory)):
                 time.sleep(0.002)
             if process.poll() is None:
@@ -105,25 +115,26 @@ class Job:
                     return False
             return process.wait() != 0
 
-    def _finish(self, workers: int, directory: Path, resume: str) -> None:
+    def _finish(self, size: Size, directory: Path, resume: str) -> None:
         output = directory / "output.txt"
-        with self._start(workers, directory, resume, output) as process:
+        with self._start(size, directory, resume, output) as process:
             process.wait()
         if process.returncode != 0:
             tail = "\n".join(output.read_text(errors="replace").splitlines()[-30:])
-            raise VerifyError(f"the script failed at {workers} workers with status {process.returncode}:\n{tail}")
+            raise VerifyError(f"the script failed at n={size} with status {process.returncode}:\n{tail}")
         read_start(directory)
         if not list_snapshots(directory):
             raise VerifyError(
                 "the script left nothing to compare: it must track its model and optimizer (run.track) and train at least a step"
             )
 
-    def _start(self, workers: int, directory: Path, resume: str, output: Path) -> subprocess.Popen[bytes]:
+    def _start(self, size: Size, directory: Path, resume: str, output: Path) -> subprocess.Popen[bytes]:
         flags = ["--dir", str(directory), "--resume", resume, "--snapshot-every", "1", "--stop-after", str(self._steps)]
         flags += ["--keep-last", str(self._steps)]
         flags += [] if self.lanes is None else ["--lanes", str(self.lanes)]
-        command = [sys.executable, "-m", "samestep", "run", "-n", str(workers), *flags, *self._command]
-        print(f"running at {workers} worker{'s' * (workers > 1)} …", file=sys.stderr, flush=True)  # noqa: T201
+        flags += [] if size.devices == 1 else ["--devices", str(size.devices)]
+        command = [sys.executable, "-m", "samestep", "run", "-n", str(size.workers), *flags, *self._command]
+        print(f"running at n={size} …", file=sys.stderr, flush=True)  # noqa: T201
         with output.open("ab") as file:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
 

@@ -1,0 +1,150 @@
+"""One worker with several devices: what it computes where, and how it is started."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+
+import samestep as ss
+from samestep.cli import main
+from tests.jobs import Net, classify, events, image_job, images, left_by
+from tests.workers import run_workers
+
+
+def test_each_device_computes_its_lanes_with_its_own_parameters_and_buffers():
+    ran = []
+
+    def loss_fn(model, batch):
+        ran.append((len(batch[0]), model.head.weight.data_ptr(), model.features[1].running_mean.data_ptr()))
+        return classify(model, batch)
+
+    with ss.init(devices=["cpu", "cpu", "cpu"], lanes=4) as run:
+        model = run.replicate(Net())
+        own = model.head.weight.data_ptr()
+        run.backward(loss_fn, model, next(iter(run.batches(images(10), 10))))
+        assert len({weight for _, weight, _ in ran}) == len({mean for _, _, mean in ran}) == 3
+        assert [weight for _, weight, _ in ran].count(own) == 1
+        # Lanes have 2, 3, 2 and 3 of 10 samples; the devices carry one, one and two of them, and take turns.
+        assert [samples for samples, _, _ in ran] == [2, 3, 2, 3]
+        assert [weight for _, weight, _ in ran][2] == [weight for _, weight, _ in ran][3]
+        assert model.head.weight.data_ptr() == own
+        assert model.head.weight.grad is not None
+
+
+def test_a_module_held_in_a_closure_computes_on_the_device_too():
+    def trained(devices):
+        with ss.init(devices=["cpu"] * devices, lanes=2) as run:
+            torch.manual_seed(0)
+            nets = {"student": run.replicate(Net()), "teacher": run.replicate(Net())}
+            optimizer = torch.optim.SGD(nets["student"].parameters(), lr=0.1)
+            seen = set()
+
+            def loss_fn(student, batch):
+                seen.add(nets["teacher"].head.weight.data_ptr())
+                return (student(batch[0]) - nets["teacher"](batch[0]).detach()).square().mean()
+
+            for batch in run.batches(images(32), 8):
+                run.backward(loss_fn, nets["student"], batch)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert len(seen) == devices
+            return [parameter.detach().clone() for parameter in nets["student"].parameters()]
+
+    assert all(torch.equal(one, two) for one, two in zip(trained(1), trained(2), strict=True))
+
+
+def test_a_frozen_discriminator_is_frozen_on_every_device():
+    with ss.init(devices=2, lanes=2) as run:
+        body, judge = run.replicate(nn.Linear(2, 2)), run.replicate(nn.Linear(2, 1))
+        judge.requires_grad_(requires_grad=False)
+        frozen = []
+
+        def loss_fn(models, batch):
+            frozen.append(not judge.weight.requires_grad)
+            return judge(body(batch)).mean()
+
+        run.backward(loss_fn, None, next(run.streams(lambda lane: iter([torch.ones(3, 2)]), name="ones")), update=body)
+        assert frozen == [True, True]
+        assert judge.weight.grad is None
+
+
+def evaluated(devices):
+    """Return means, a merged metric and outputs of an evaluation, and on how many replicas it ran."""
+    with ss.init(devices=["cpu"] * devices, lanes=8) as run:
+        torch.manual_seed(0)
+        model, metric, seen = run.replicate(Net()), torchmetrics.classification.MulticlassConfusionMatrix(10), set()
+        average = nn.Linear(64, 10)  # was not replicated
+
+        def score(model, batch):
+            seen.add(model.head.weight.data_ptr())
+            metric.update(model(batch[0]), batch[1])
+            return {"loss": classify(model, batch)[0], "counts": metric}
+
+        means = run.evaluate(score, model, images(37), 5)
+        outputs = run.evaluate(lambda model, batch: model(batch[0]), model, images(37), 5, gather=True)
+        others = run.evaluate(lambda model, batch: model(batch[0].flatten(1)).mean(), average, images(37), 5)
+        return {**means, "outputs": outputs, "others": others}, len(seen)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_evaluation_is_the_same_on_any_number_of_devices(workers):
+    (expected, one) = evaluated(1)
+    found, several = run_workers(evaluated, workers, 3)[0]
+    assert (one, several) == (1, 3)
+    assert torch.equal(found["outputs"], expected["outputs"])
+    assert torch.equal(found["counts"], expected["counts"])
+    assert found["loss"] == expected["loss"]
+    assert found["others"] == expected["others"]
+
+
+def test_a_run_continues_on_another_number_of_devices(tmp_path):
+    expected = left_by(image_job, tmp_path / "straight", 1, lanes=8)
+    with ss.init(dir=tmp_path / "parted", lanes=8, devices=["cpu", "cpu"], stop_after=3) as run, pytest.raises(SystemExit):
+        image_job(run)
+    assert left_by(image_job, tmp_path / "parted", 2, devices=["cpu"] * 3) == expected
+    assert [event["devices"] for event in events(tmp_path / "parted")[:1]] == [["cpu", "cpu"]]
+
+
+def test_lanes_are_by_default_one_a_device():
+    with ss.init(devices=3) as run:
+        assert (run.lanes, run.workers, run.devices) == (3, 1, [torch.device("cpu")] * 3)
+
+
+def test_more_devices_than_lanes_are_refused(tmp_path):
+    with pytest.raises(ss.ConfigError, match="lanes=3 was given for 4 devices; expected at least a lane a device"):
+        ss.init(lanes=3, devices=4)
+    left_by(image_job, tmp_path, 1, lanes=2)
+    with pytest.raises(ss.ConfigError, match="has 2 lanes, and 1 workers with 3 devices each were started"):
+        ss.init(dir=tmp_path, devices=3)
+
+
+def test_launched_workers_get_their_devices():
+    def devices():
+        with ss.init() as run:
+            return run.workers, len(run.devices), run.lanes
+
+    assert ss.launch(devices, workers=2, devices=["cpu", "cpu"], lanes=5) == (2, 2, 5)
+
+
+TELL = """
+import samestep as ss
+with ss.init() as run:
+    run.print(run.workers, len(run.devices))
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"), [([], "3 1"), (["--mode", "ddp"], "3 1"), (["--mode", "dp"], "1 3"), (["--devices", "cpu,cpu"], "3 2")]
+)
+def test_a_mode_says_who_has_the_devices(flags, told, tmp_path, capfd):
+    (script := tmp_path / "tell.py").write_text(TELL)
+    assert main(["run", "-n", "3", *flags, str(script)]) == 0
+    assert capfd.readouterr().out.splitlines() == [told]
+
+
+def test_a_mode_beside_devices_is_refused(tmp_path, capsys):
+    (script := tmp_path / "tell.py").write_text(TELL)
+    assert main(["run", "--mode", "dp", "--devices", "2", str(script)]) == 2
+    assert "--devices was given with --mode dp" in capsys.readouterr().err
