@@ -10,18 +10,22 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import typing
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import yaml
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    import samestep as ss
 
 S = TypeVar("S")
+SETTINGS_FILE: Final = "settings.yaml"
 Schema = dict[str, "Leaf"]
 
 
@@ -44,9 +48,17 @@ def setting(default: Any, description: str) -> Any:
     return field(default=default, metadata={"description": description})
 
 
-def parser(kind: type, description: str) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser whose help and errors come once a run, not once a worker."""
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super()._print_message(message, file)
+
+
+def parser(kind: type, description: str) -> Parser:
     """Make a parser whose `settings` takes files and `key=value`, and whose `--help` lists every setting of `kind`."""
-    made = argparse.ArgumentParser(description=description, epilog=describe(kind), formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = Parser(description=description, epilog=describe(kind), formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("settings", nargs="*", metavar="FILE.yaml|key=value", help="files, and settings over them; of each the last wins")
     return made
 
@@ -63,6 +75,21 @@ def read(kind: type[S], given: Iterable[str]) -> S:
 def to_yaml(settings: Any) -> str:
     """Write settings as YAML that `read` takes back to an equal value."""
     return yaml.safe_dump(_plain(asdict(settings)), sort_keys=False)
+
+
+def write_settings(run: ss.Run, settings: Any) -> None:
+    """Write settings into the run's directory, as a file that makes the same run again; what the run decided itself is in it."""
+    if run.is_main and run.dir is not None:
+        as_run = replace(settings, lanes=run.lanes, seed=run.config.seed, precision=run.config.precision)
+        (run.dir / SETTINGS_FILE).write_text(to_yaml(as_run), encoding="utf-8")
+
+
+def run_script(main: Callable[[], object]) -> None:
+    """Call the `main` of a script; a wrong setting ends the process with its message alone."""
+    try:
+        main()
+    except SettingsError as error:
+        raise SystemExit(str(error)) from None
 
 
 def describe(kind: type) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +34,14 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             watch.step()
-        run.print(f"samples_a_second={watch.samples_a_second():.2f}")
+        speed = watch.samples_a_second()
+        run.print(f"samples_a_second={speed:.2f} memory_megabytes={run.reduce_dict({'own': memory()}, average=False)['own']:.0f}")
+
+
+def memory() -> float:
+    """Return this process's memory in megabytes; of what it shares, its part."""
+    found = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(encoding="ascii"), re.MULTILINE)
+    return int(found[1]) / 1024 if found else math.nan
 
 
 if __name__ == "__main__":

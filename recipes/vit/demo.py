@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds o
 import sklearn.datasets  # noqa: F401  workers are forked from this process, and so need not import it themselves
 
 import samestep as ss
-from recipes.settings import read
+from recipes.settings import SETTINGS_FILE, read
 from recipes.vit import train
 from recipes.vit.config import Settings
 from recipes.vit.data import open_images
@@ -68,7 +68,7 @@ def tell(what: str, command: str = "") -> None:
 
 def show(directory: Path) -> None:
     """Draw some held-out digits with what the model in a run's directory takes them for."""
-    settings = read(Settings, [str(directory / train.SETTINGS_FILE)])
+    settings = read(Settings, [str(directory / SETTINGS_FILE)])
     with ss.init(dir=directory, lanes=settings.lanes, seed=settings.seed) as run:
         images = open_images(settings.data, settings.model)
         models = train.make_models(run, settings)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,13 +19,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds only its neighbours by itself
 
 import samestep as ss
-from recipes.settings import SettingsError, parser, read, to_yaml
+from recipes.progress import Progress
+from recipes.settings import SETTINGS_FILE, SettingsError, parser, read, run_script, write_settings
 from recipes.vit.config import Settings
 from recipes.vit.data import open_images
 from recipes.vit.model import VisionTransformer
 from recipes.vit.optimizer import describe_scaling, make_optimizer, make_scheduler
 from recipes.vit.pretrained import load_pretrained
-from recipes.vit.progress import Progress
 
 if TYPE_CHECKING:
     import argparse
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from recipes.vit.data import Split
-
-SETTINGS_FILE = "settings.yaml"
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
@@ -85,7 +82,7 @@ def train(run: ss.Run, settings: Settings, models: dict[str, nn.Module], images:
             ema.update_parameters(model)
         run.log(means, learning_rate=scheduler.get_last_lr()[0])
         scheduler.step()
-        progress.update(means, images=sum(batch.counts))
+        progress.update(means, sum(batch.counts))
 
         epochs_done, steps_over = divmod(run.step + 1, steps_per_epoch)
         if steps_over == 0 and (epochs_done % settings.evaluate_every == 0 or epochs_done == settings.epochs):
@@ -163,11 +160,5 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace,
     return flags, read(Settings, [*from_run, *flags.settings, *from_flags])
 
 
-def write_settings(run: ss.Run, settings: Settings) -> None:
-    """Write the settings into the run's directory, as a file that gives the same run again."""
-    if run.is_main and run.dir is not None:
-        (run.dir / SETTINGS_FILE).write_text(to_yaml(replace(settings, lanes=run.lanes)), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    run_script(main)
