@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.settings import SettingsError, parser, read, setting, to_yaml
+from recipes.settings import SettingsError, parser, read, run_script, setting, to_yaml
 
 
 @dataclass(frozen=True)
@@ -206,3 +206,17 @@ def test_help_lists_every_setting_with_default_type_and_description():
     assert "limit=none\n      a limit (a number or none)" in shown
     assert "inner.shape=[1, 2]\n      a shape (a list, each a whole number)" in shown
     assert "inner.kind=fast\n      a kind (one of fast, slow)" in shown
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])
+def test_help_and_errors_of_arguments_come_once_a_run(rank, told, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    for arguments in (["--help"], ["--unknown"]):
+        with pytest.raises(SystemExit):
+            parser(Outer, "Do something.").parse_args(arguments)
+        assert any(capsys.readouterr()) is told
+
+
+def test_a_wrong_setting_ends_a_script_with_its_message_alone():
+    with pytest.raises(SystemExit, match=r"^setps=3: setps is no setting; did you mean steps\?$"):
+        run_script(lambda: read(Outer, ["setps=3"]))

@@ -86,9 +86,10 @@ def test_a_written_settings_file_gives_the_same_run(trained, tmp_path):
     assert scores.items() <= left.items()
 
 
-def test_lanes_are_written_as_they_were(tmp_path):
-    run_workers(main, 2, [*SMALL, "lanes=none", "epochs=1", "--dir", str(tmp_path)])
-    assert read(Settings, [str(tmp_path / SETTINGS_FILE)]).lanes == 2
+def test_what_the_run_decided_is_written(tmp_path):
+    run_workers(main, 2, [*SMALL, "lanes=none", "epochs=1", "--dir", str(tmp_path)], environment={"SAMESTEP_SEED": "7"})
+    written = read(Settings, [str(tmp_path / SETTINGS_FILE)])
+    assert (written.lanes, written.seed, written.precision) == (2, 7, "float32")
 
 
 def test_fine_tuning_starts_from_a_file_and_goes_on_from_its_own_snapshots(trained, tmp_path):
