@@ -1,0 +1,1 @@
+"""Stain translation and segmentation of tissue."""

@@ -1,0 +1,216 @@
+"""Real runs of the recipe with real emulators, small enough for seconds."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import recipes.atari
+from recipes.atari import train as recipe
+from recipes.atari.config import GameSettings, OptimizerSettings, Settings
+from recipes.atari.lane import LaneBatch, exploration_after
+from recipes.atari.model import QNetwork
+from recipes.atari.play import play_games
+from recipes.atari.replay import Samples
+from recipes.settings import SettingsError, read
+from samestep.cli import main as samestep
+from samestep.snapshot.read import list_snapshots, load
+from tests.faults import kill_at
+from tests.jobs import events, fingerprint, logged
+from tests.workers import WorkerFailedError, run_workers
+
+RECIPE = Path(recipes.atari.__file__).parent
+LANES, UPDATES = 4, 6
+SMALL = [
+    *(f"updates={UPDATES}", "batch_size=16", f"lanes={LANES}", "model.channels=[4,4,8]", "model.features=16"),
+    *("game.name=BreakoutNoFrameskip-v4", "game.frame_size=36", "game.frame_skip=40"),  # so that games end within a few actions
+    *("collect.environments=4", "collect.steps=3", "collect.updates=2", "collect.warmup_steps=60", "collect.exploration_decay=50"),
+    *("replay.size=88", "replay.prioritised=true", "optimizer.target_every=2", "optimizer.learning_rate=0.01"),
+    *("evaluation.every=6", "evaluation.games=3", "evaluation.block=2", "evaluation.exploration=0.3"),
+]
+PLAIN = ["replay.prioritised=false", "model.dueling=false", "optimizer.double=false", "optimizer.loss=squared", "optimizer.clip_norm=none"]
+VARIANTS = {"plain Q-learning": PLAIN, "bfloat16": ["precision=bfloat16"]}
+
+
+def train(workers, directory, *changes):
+    """Return the scores of a run and all that it left, by name: networks, optimizer, emulators, replays, what it logged."""
+    scores = run_workers(recipe.main, workers, [*SMALL, "--dir", str(directory), *changes], timeout=100)
+    assert all(others == scores[0] for others in scores)
+    return {**scores[0], **fingerprint(state_left(directory)), **logged(directory)}
+
+
+def state_left(directory):
+    return load(list_snapshots(directory)[-1]).state
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs") / "trained"
+    return directory, train(1, directory)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_number_of_workers_changes_nothing(workers, trained, tmp_path):
+    assert train(workers, tmp_path) == trained[1]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nor_does_it_with_other_settings(variant, tmp_path):
+    changes = [*VARIANTS[variant], "updates=3", "evaluation.games=1"]
+    assert train(3, tmp_path / "3", *changes) == train(1, tmp_path / "1", *changes)
+
+
+def test_two_devices_of_one_worker_change_nothing(trained, tmp_path, monkeypatch):
+    monkeypatch.setenv("SAMESTEP_DEVICES", "cpu,cpu")
+    assert train(1, tmp_path) == trained[1]
+
+
+def test_lanes_play_games_of_their_own(trained):
+    lanes = [lane["source"] for lane in state_left(trained[0])["streams"]["games"].values()]
+    assert len(lanes) == LANES
+    for one, other in itertools.combinations(lanes, 2):
+        for name in ("frames", "actions", "priorities"):
+            assert not torch.equal(one["replay"][name], other["replay"][name])
+        assert not torch.equal(one["games"][0]["emulator"], other["games"][0]["emulator"])
+
+
+def test_every_lane_fills_its_share_of_the_replay(trained):
+    warmup, collected = 60 // LANES, 3 * UPDATES // 2
+    lanes = [lane["source"] for lane in state_left(trained[0])["streams"]["games"].values()]
+    for lane in lanes:
+        replay = lane["replay"]
+        assert replay["count"] == warmup + collected + 1 > replay["rows"] == 88 // LANES
+        assert replay["ends"].any()
+    assert any(lane["returns"] for lane in lanes)  # games ended, and others began
+    last = [event["values"] for event in events(trained[0], "scalars") if "environment_steps" in event["values"]][-1]
+    assert last["environment_steps"] == LANES * (warmup + collected)
+    assert last["exploration"] == pytest.approx(exploration_after(LANES * (warmup + collected), read(Settings, SMALL).collect))
+
+
+def killed_at(arguments, step, rank):
+    """Train, and end the worker of `rank` by SIGKILL in the body of `step`."""
+    hook = kill_at(step, rank)
+
+    class Progress(recipe.Progress):
+        def update(self, means, items):
+            hook(self.run.step)
+            super().update(means, items)
+
+    recipe.Progress = Progress  # in this worker alone, which is a process of its own
+    recipe.main(arguments)
+
+
+def test_a_run_that_was_killed_goes_on_at_another_number_of_workers(trained, tmp_path):
+    with pytest.raises(WorkerFailedError, match="worker 1 ended with exit code -9"):
+        run_workers(killed_at, 2, [*SMALL, "--dir", str(tmp_path)], 4, 1, timeout=60, environment={"SAMESTEP_SNAPSHOT_EVERY": "1"})
+    assert 0 < load(list_snapshots(tmp_path)[-1]).step < UPDATES
+
+    assert train(4, tmp_path) == trained[1]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_evaluation_as_a_command_gives_the_same_returns(workers, trained, capfd):
+    directory, left = trained
+    for scores in run_workers(recipe.main, workers, ["--eval", "--dir", str(directory)]):
+        assert scores.keys() == {"return", "return_deviation", "actions"}
+        assert scores.items() <= left.items()
+    assert capfd.readouterr().out.count("random play: return") == 1
+
+
+def test_a_game_of_an_evaluation_is_the_same_beside_any_others():
+    network = QNetwork(read(Settings, SMALL).model, GameSettings(frame_size=36), 6)
+
+    def play(*numbers, seed=0):
+        played = play_games(network, torch.tensor(numbers), settings=GameSettings(frame_size=36), seed=seed, exploration=1.0)
+        return list(zip(*(values.tolist() for values in played.values()), strict=True))
+
+    together = play(3, 4, 5)
+    assert len(set(together)) == 3
+    assert play(5, 3) == [together[2], together[0]]
+    assert play(4, seed=1) != [together[1]]
+
+
+def test_samestep_verify_finds_every_step_the_same(capsys):
+    assert samestep(["verify", "-n", "2,1x2", "--steps", "2", str(RECIPE / "train.py"), *SMALL]) == 0
+    assert "the same at every step: n=2, n=1x2" in capsys.readouterr().out
+
+
+# The loss
+
+
+class Table(nn.Module):
+    """Values of actions [observations, actions], looked up by an observation's first pixel."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.values = nn.Parameter(torch.tensor(values))
+
+    def forward(self, observations):
+        return self.values[observations[:, 0, 0, 0].long()]
+
+
+@pytest.mark.parametrize(("double", "next_value"), [(True, 10.0), (False, 20.0)])
+@pytest.mark.parametrize("loss", ["huber", "squared"])
+def test_the_loss_is_that_of_the_temporal_differences(double, next_value, loss):
+    networks = {"online": Table([[1.0, 0.0], [0.0, 5.0]]), "target": Table([[0.0, 0.0], [20.0, 10.0]])}
+    seen, after = torch.zeros(2, 1, 1, 1, dtype=torch.uint8), torch.ones(2, 1, 1, 1, dtype=torch.uint8)
+    told = []
+    gains, discounts, weights = torch.tensor([2.0, 0.5]), torch.tensor([0.5, 0.0]), torch.tensor([1.0, 3.0])
+    samples = Samples(seen, torch.tensor([0, 1]), gains, after, discounts, weights, told.append)
+
+    batch = LaneBatch(samples, environment_steps=7, exploration=0.1, recent_return=None)
+    got, metrics = recipe.td_loss(networks, batch, settings=OptimizerSettings(double=double, loss=loss))
+    got.backward()
+
+    errors = torch.tensor([2 + 0.5 * next_value - 1.0, 0.5])
+    losses = errors**2 if loss == "squared" else torch.tensor([errors[0] - 0.5, 0.125])
+    assert torch.equal(told[0], errors)
+    assert got.item() == pytest.approx((losses * weights).mean().item())
+    assert metrics["value"].item() == 1.0
+    assert "training_return" not in metrics
+    slopes = 2 * errors if loss == "squared" else torch.tensor([1.0, 0.5])
+    assert torch.equal(networks["online"].values.grad, torch.stack([-slopes * weights / 2, torch.zeros(2)]))
+    assert networks["target"].values.grad is None
+
+
+def test_advantages_have_no_mean():
+    network = QNetwork(read(Settings, SMALL).model, GameSettings(frame_size=36), 5)
+    observations = torch.randint(256, (3, 4, 36, 36), dtype=torch.uint8)
+    torch.testing.assert_close(network(observations).mean(1, keepdim=True), network.value(network.encoder(observations / 255)))
+
+
+def test_exploration_falls_by_the_steps_of_all_lanes():
+    settings = read(Settings, ["collect.exploration_decay=100", "collect.exploration_start=0.9", "collect.exploration_end=0.1"]).collect
+    assert exploration_after(0, settings) == pytest.approx(0.9)
+    assert exploration_after(100, settings) == pytest.approx(0.1 + 0.8 / torch.e)
+    assert exploration_after(10_000, settings) == pytest.approx(0.1)
+
+
+# Settings
+
+
+@pytest.mark.parametrize("file", sorted(RECIPE.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_settings_file_can_be_read(file):
+    settings = read(Settings, [str(file)])
+    recipe.check(settings, settings.lanes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["batch_size=6"], "batch_size=6 was given for 4 lanes; expected a multiple of 4"),
+        (["collect.environments=3"], r"collect\.environments=3 was given for 4 lanes"),
+        (["evaluation.every=0"], r"evaluation\.every=0 was given; expected at least 1"),
+        (["game.frame_skip=0"], r"BreakoutNoFrameskip-v4 cannot be played .*frame"),
+        (["model.channels=[4,4]"], r"model\.channels=\[4, 4\] was given; expected three numbers"),
+        (["game.frame_size=35"], r"game\.frame_size=35 was given; expected at least 36"),
+        (["--eval"], "--eval found no snapshot"),
+    ],
+)
+def test_wrong_settings_are_named(arguments, message):
+    with pytest.raises(SettingsError, match=message):
+        recipe.main([*SMALL, *arguments])

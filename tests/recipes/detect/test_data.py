@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from faster_coco_eval.core import mask as rle
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from recipes.detect import make_data
+from recipes.detect.coco import AnnotationError, decoded, encoded, read_annotations
+from recipes.detect.config import DataSettings
+from recipes.detect.data import boxes_in, collate, new_size, open_images
+from recipes.settings import SettingsError
+
+SQUARE = [2, 1, 6, 1, 6, 4, 2, 4]  # x from 2 to 6, y from 1 to 4
+
+
+def entry(**changes):
+    return {"id": 1, "image_id": 7, "category_id": 3, "bbox": [2, 1, 4, 3], "segmentation": [SQUARE], "area": 12, "iscrowd": 0, **changes}
+
+
+def write(directory, *annotations, part="train", **lists):
+    """Write an annotation file of one image of 10 x 8 pixels, and the image."""
+    image = {"id": 7, "file_name": "a.png", "width": 10, "height": 8}
+    categories = [{"id": 3, "name": "square"}, {"id": 1, "name": "round"}]
+    (directory / part).mkdir(parents=True, exist_ok=True)
+    pixels = np.arange(240, dtype=np.uint8).reshape(8, 10, 3)
+    Image.fromarray(pixels).save(directory / part / "a.png")
+    file = directory / f"{part}.json"
+    file.write_text(json.dumps({"images": [image], "annotations": list(annotations), "categories": categories} | lists))
+    return file
+
+
+def settings(directory, **changes):
+    return DataSettings(path=directory, flip=0.0, mean=(0, 0, 0), std=(1, 1, 1), **changes)
+
+
+def open_one(directory, *annotations, **changes):
+    write(directory, *annotations)
+    write(directory, part="val")
+    return open_images(settings(directory, **changes)).train
+
+
+# Annotation files
+
+
+def test_polygons_and_both_kinds_of_run_lengths_give_the_same_mask(tmp_path):
+    square = np.zeros((8, 10), dtype=np.uint8)
+    square[1:4, 2:6] = 1
+    runs = np.diff(np.flatnonzero(np.diff(np.concatenate([[2], square.T.ravel(), [2]])))).tolist()
+    kinds = ([SQUARE], {"size": [8, 10], "counts": runs}, encoded(square))
+    file = write(tmp_path, *(entry(segmentation=kind) for kind in kinds))
+
+    (image,) = read_annotations(file).images
+
+    assert [np.array_equal(decoded(instance), square) for instance in image.instances] == [True] * 3
+    assert [instance.label for instance in image.instances] == [1] * 3  # labels are in the order of ids
+    assert [instance.area for instance in image.instances] == [12.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"image_id": 8}, "annotations[1] (id 1) has image_id 8; expected the id of one of the 1 images"),
+        ({"image_id": "7"}, "annotations[1] (id 1) has image_id '7'; expected a whole number"),
+        ({"category_id": 2}, "annotations[1] (id 1) has category_id 2; expected one of [1, 3]"),
+        ({"bbox": [1, 2, 3]}, "has bbox [1, 2, 3]; expected x, y, width and height"),
+        ({"bbox": [1, 2, -3, 4]}, "has bbox [1, 2, -3, 4]"),
+        ({"bbox": [1, 2, float("nan"), 4]}, "has bbox [1, 2, nan, 4]"),
+        ({"bbox": None}, "has bbox None"),
+        ({"area": "large"}, "has area 'large'"),
+        ({"segmentation": None}, "has no mask that can be read"),
+        ({"segmentation": []}, "has no mask that can be read"),
+        ({"segmentation": [[1, 2, 3, 4]]}, "has no mask that can be read"),
+        ({"segmentation": [[1, 2, 3, 4, 5, 6, 7]]}, "has no mask that can be read"),
+        ({"segmentation": {"size": [10, 8], "counts": [80]}}, "has a mask of size [10, 8]; expected [8, 10]"),
+        ({"segmentation": {"size": [8, 10], "counts": [79]}}, "whose counts do not cover its 8 x 10 pixels"),
+    ],
+)
+def test_a_wrong_annotation_is_named_with_its_file(change, expected, tmp_path):
+    file = write(tmp_path, entry(), entry(**change))
+    with pytest.raises(AnnotationError) as caught:
+        read_annotations(file)
+    assert str(caught.value).startswith(f"{file}: annotations[1]")
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lists", "expected"),
+    [
+        ({"images": {}}, "has no list 'images'"),
+        ({"categories": []}, "has no categories"),
+        ({"annotations": [3]}, "annotations[0] is 3; expected an object"),
+        ({"categories": [{"id": 3}]}, "categories[0] (id 3) has name None; expected text"),
+        ({"categories": [{"id": 3, "name": "a"}, {"id": 3, "name": "b"}]}, "categories has the id 3 2 times"),
+        ({"images": [{"id": 1, "file_name": "a.png", "width": 0, "height": 8}]}, "images[0] (id 1) has width 0 and height 8"),
+        ({"images": [{"file_name": "a.png", "width": 1, "height": 8}]}, "images[0] has id None; expected a whole number"),
+    ],
+)
+def test_a_wrong_list_is_named_with_its_file(lists, expected, tmp_path):
+    file = write(tmp_path, **lists)
+    with pytest.raises(AnnotationError) as caught:
+        read_annotations(file)
+    assert str(file) in str(caught.value)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\xff"])
+def test_what_is_no_annotation_file_is_named(content, tmp_path):
+    file = tmp_path / "train.json"
+    file.write_text(content, encoding="latin1")
+    with pytest.raises(AnnotationError, match=str(file)):
+        read_annotations(file)
+
+
+# Samples
+
+
+def test_boxes_are_cut_to_the_image_and_crowds_left_out(tmp_path):
+    images = open_one(tmp_path, entry(bbox=[-3, 2, 20, 99]), entry(iscrowd=1), entry(bbox=[4, 4, 0, 2]), entry(bbox=[10, 0, 3, 3]))
+    sample = images[0]
+    assert sample.boxes.tolist() == [[0, 2, 10, 8]]
+    assert sample.labels.tolist() == [1]
+    assert sample.masks.shape == (1, 8, 10)
+    torch.testing.assert_close(sample.image, torch.arange(240).view(8, 10, 3).permute(2, 0, 1) / 255)
+
+
+def test_an_image_without_objects_is_a_sample(tmp_path):
+    sample = open_one(tmp_path)[0]
+    assert (sample.boxes.shape, sample.labels.shape, sample.masks.shape) == ((0, 4), (0,), (0, 8, 10))
+
+
+def test_resizing_and_mirroring_keep_boxes_around_masks(tmp_path):
+    images = open_one(tmp_path, entry(), short_sides=(16, 32))
+    images.settings = settings(tmp_path, short_sides=(16, 32)).__class__(**{**vars(images.settings), "flip": 0.5})
+    random.seed(1)
+    seen = set()
+    for _ in range(20):
+        sample = images[0]
+        rows, columns = (torch.nonzero(sample.masks[0].amax(axis))[:, 0] for axis in (1, 0))
+        assert sample.boxes.tolist() == [[int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1]]
+        seen.add((sample.image.shape[1], bool(sample.image[0, 0, 0] > sample.image[0, 0, -1])))
+    assert seen == {(16, False), (16, True), (32, False), (32, True)}
+
+
+def test_held_out_images_are_never_mirrored_and_have_the_last_size(tmp_path):
+    write(tmp_path)
+    write(tmp_path, entry(), part="val")
+    images = open_images(DataSettings(path=tmp_path, flip=1.0, short_sides=(32, 16))).val
+    sample = images[0]
+    assert sample.image.shape == (3, 16, 20)
+    assert sample.boxes.tolist() == [[4, 2, 12, 8]]
+
+
+@pytest.mark.parametrize(("sides", "size"), [((100, None), (8, 10)), ((100, 16), (16, 20)), ((15, 16), (12, 15))])
+def test_the_longer_side_limits_the_shorter(sides, size, tmp_path):
+    write(tmp_path)
+    longest, short = sides
+    assert new_size(read_annotations(tmp_path / "train.json").images[0], short, longest) == size
+
+
+def test_a_batch_is_padded_to_its_largest_image(digits):
+    train = open_images(DataSettings(path=digits)).train
+    samples = [train[index] for index in range(4)]
+    batch = collate(samples, multiple=16)
+
+    height, width = batch.images.shape[2:]
+    assert (height % 16, width % 16) == (0, 0)
+    assert height - 16 < max(sample.image.shape[1] for sample in samples) <= height
+    assert width - 16 < max(sample.image.shape[2] for sample in samples) <= width
+    for number, sample in enumerate(samples):
+        own_height, own_width = batch.sizes[number]
+        assert torch.equal(batch.images[number, :, :own_height, :own_width], sample.image)
+        assert torch.equal(batch.masks[number][:, :own_height, :own_width], sample.masks)
+        assert batch.images[number].count_nonzero() == sample.image.count_nonzero()
+        assert batch.masks[number].shape[1:] == (height, width)
+    assert boxes_in(batch) == sum(len(sample.boxes) for sample in samples)
+
+
+def test_groups_are_those_of_aspect(digits):
+    train = open_images(DataSettings(path=digits)).train
+    groups = train.groups()
+    assert set(groups) == {False, True}
+    assert groups == [train.read(index).width >= train.read(index).height for index in range(len(train))]
+
+
+# What is missing or broken
+
+
+def test_missing_data_is_named(tmp_path):
+    with pytest.raises(SettingsError, match=r"data\.path is missing"):
+        open_images(DataSettings())
+    with pytest.raises(SettingsError, match=f"{tmp_path}/train.json does not exist"):
+        open_images(DataSettings(path=tmp_path))
+    write(tmp_path)
+    with pytest.raises(SettingsError, match=f"{tmp_path}/val.json does not exist"):
+        open_images(DataSettings(path=tmp_path))
+
+
+def test_paths_of_their_own_stand_for_the_folder(tmp_path):
+    write(tmp_path, entry(), part="images2017")
+    file, folder = tmp_path / "images2017.json", tmp_path / "images2017"
+    images = open_images(DataSettings(train_annotations=file, train_images=folder, val_annotations=file, val_images=folder))
+    assert len(images.train) == len(images.val) == 1
+
+
+def test_categories_must_agree(tmp_path):
+    write(tmp_path)
+    write(tmp_path, part="val", categories=[{"id": 3, "name": "square"}])
+    with pytest.raises(AnnotationError, match="has other categories"):
+        open_images(settings(tmp_path))
+
+
+def test_broken_images_and_masks_are_named(tmp_path):
+    images = open_one(tmp_path, entry(segmentation={"size": [8, 10], "counts": "012"}))
+    with pytest.raises(AnnotationError, match=r"train\.json: a mask of image 7 cannot be decoded"):
+        images[0]
+    Image.new("RGB", (9, 8)).save(tmp_path / "train" / "a.png")
+    with pytest.raises(AnnotationError, match=r"a\.png has 9 x 8 pixels, but .*train\.json says 10 x 8"):
+        images[0]
+    (tmp_path / "train" / "a.png").write_bytes(b"no image")
+    with pytest.raises(AnnotationError, match=r"a\.png cannot be read as an image"):
+        images[0]
+
+
+# The digits
+
+
+def test_the_made_set_is_the_same_each_time_and_other_with_another_seed(digits, tmp_path):
+    make_data.main([str(tmp_path / "again"), "--train", "13", "--val", "5"])
+    make_data.main([str(tmp_path / "other"), "--train", "13", "--val", "5", "--seed", "1"])
+    files = sorted(path.relative_to(digits) for path in digits.rglob("*") if path.is_file())
+    assert len(files) == 13 + 5 + 2
+    assert all((digits / file).read_bytes() == (tmp_path / "again" / file).read_bytes() for file in files)
+    assert all((digits / file).read_bytes() != (tmp_path / "other" / file).read_bytes() for file in files)
+
+
+def test_the_made_set_has_what_it_promises(tmp_path):
+    make_data.main([str(tmp_path), "--train", "60", "--val", "1"])
+    images = read_annotations(tmp_path / "train.json").images
+    counts = [len(image.instances) for image in images]
+    assert 0 in counts
+    assert max(counts) > 3
+    overlapping = 0
+    for image in images:
+        masks = [decoded(instance) for instance in image.instances]
+        if masks:
+            assert np.sum(masks, axis=0).max() == 1  # each pixel is of the uppermost digit
+        for mask, instance in zip(masks, image.instances, strict=True):
+            assert instance.box == tuple(rle.toBbox(instance.mask))
+            assert instance.area == mask.sum() > 0
+        boxes = np.array([[x, y, x + w, y + h] for x, y, w, h in (instance.box for instance in image.instances)]).reshape(-1, 4)
+        low, high = np.maximum(boxes[:, None, :2], boxes[:, :2]), np.minimum(boxes[:, None, 2:], boxes[:, 2:])
+        overlapping += ((high > low).all(2).sum() > len(boxes)).item()
+    assert overlapping > 5
+
+
+def test_held_out_digits_are_seen_in_no_training_image(tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr(make_data, "write", lambda directory, part, images, digits, labels, draw: given.update({part: digits}))
+    make_data.main([str(tmp_path)])
+    train, val = ({digit.tobytes() for digit in given[part]} for part in ("train", "val"))
+    assert not train & val
+    assert len(train | val) == len({digit.tobytes() for digit in load_digits().images / 16})
+
+
+@pytest.mark.parametrize("wrong", [["--train", "0"], ["--val", "-1"], ["--seed", "-1"]])
+def test_wrong_numbers_are_refused(wrong, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        make_data.main([str(tmp_path), *wrong])
+    assert "must be at least" in capsys.readouterr().err

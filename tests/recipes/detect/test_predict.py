@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.detect.coco import Annotations, ImageEntry
+from recipes.detect.config import DataSettings, LossSettings, ModelSettings, PredictSettings
+from recipes.detect.data import collate, open_images
+from recipes.detect.evaluate import average_precision
+from recipes.detect.losses import assign
+from recipes.detect.model import Detector
+from recipes.detect.picture import picture
+from recipes.detect.predict import predict, whole_mask
+
+SMALL = ModelSettings(
+    blocks=(1, 1), widths=(8, 8), bottleneck=1, stem_width=8, stem_pool=False, strides=(4, 8), width=8, tower=1, mask_width=8
+)
+
+
+@pytest.fixture(scope="module")
+def val(digits):
+    return open_images(DataSettings(path=digits)).val
+
+
+def truth_of(val):
+    """Return what a perfect detector would predict."""
+    categories = val.annotations.categories
+    return [
+        [
+            {
+                "image_id": image.number,
+                "category_id": categories[one.label][0],
+                "bbox": list(one.box),
+                "score": 1.0,
+                "segmentation": {**one.mask, "counts": one.mask["counts"].decode()},
+            }
+            for one in image.instances
+        ]
+        for image in val.annotations.images
+    ]
+
+
+# Average precision
+
+
+def test_the_truth_scores_one_and_nothing_scores_zero(val):
+    truth = truth_of(val)
+    scores = average_precision(val.annotations, truth)
+    assert {name: scores[name] for name in ("box_ap", "box_ap75", "mask_ap", "mask_ap50", "mask_ap_small")} == pytest.approx(
+        {"box_ap": 1, "box_ap75": 1, "mask_ap": 1, "mask_ap50": 1, "mask_ap_small": 1}
+    )
+    empty = average_precision(val.annotations, [[] for _ in truth])
+    assert empty["box_ap"] == empty["mask_ap"] == 0
+
+
+def test_boxes_and_masks_are_scored_by_themselves(val):
+    truth = truth_of(val)
+    for some in truth:
+        for prediction in some:
+            prediction["bbox"] = [0, 0, 1, 1]
+    scores = average_precision(val.annotations, truth)
+    assert (scores["box_ap"], scores["mask_ap"]) == (0, pytest.approx(1))
+
+
+def test_a_class_or_an_image_that_is_wrong_costs(val):
+    for key in ("category_id", "image_id"):
+        truth = truth_of(val)
+        numbers = sorted({prediction[key] for some in truth for prediction in some})
+        for some in truth:
+            for prediction in some:
+                prediction[key] = numbers[(numbers.index(prediction[key]) + 1) % len(numbers)]
+        assert average_precision(val.annotations, truth)["box_ap"] < 0.5
+
+
+def test_without_any_object_there_is_no_score(val):
+    images = [ImageEntry(image.number, image.file_name, image.width, image.height) for image in val.annotations.images]
+    annotations = Annotations(images, val.annotations.categories)
+    assert average_precision(annotations, [[] for _ in annotations.images])["box_ap"] == -1
+
+
+# Predictions
+
+
+class Oracle(Detector):
+    """Says the true boxes and classes of a batch, at the locations that would learn them."""
+
+    def __init__(self, batch, classes):
+        super().__init__(SMALL, classes)
+        self.batch = batch
+
+    def forward(self, images):
+        outputs = super().forward(images)
+        points, strides = outputs.points, outputs.strides
+        class_logits, distances = torch.full_like(outputs.class_logits, -9), torch.ones_like(outputs.distances)
+        for image, (boxes, labels) in enumerate(zip(self.batch.boxes, self.batch.labels, strict=True)):
+            learnt = assign(points, strides, boxes, LossSettings())
+            (where,) = (learnt >= 0).nonzero(as_tuple=True)
+            class_logits[image, where, labels[learnt[where]]] = 9
+            goals = boxes[learnt[where]]
+            distances[image, where] = torch.cat([points[where] - goals[:, :2], goals[:, 2:] - points[where]], dim=1)
+        return outputs._replace(class_logits=class_logits, distances=distances, centerness=torch.full_like(outputs.centerness, 9))
+
+
+@torch.no_grad()
+def test_a_model_that_knows_the_truth_scores_one(digits):
+    for short_sides in ((), (60,)):  # also when images are resized on their way into the model
+        val = open_images(DataSettings(path=digits, short_sides=short_sides, longest_side=400)).val
+        found = []
+        for index in range(len(val)):
+            batch = collate([val[index]], multiple=4)
+            model = Oracle(batch, classes=10)
+            found += predict(model, batch, categories=val.annotations.categories, settings=PredictSettings())
+        assert average_precision(val.annotations, found)["box_ap"] > 0.9
+        assert [len(some) for some in found] == [len(image.instances) for image in val.annotations.images]
+
+
+@torch.no_grad()
+def test_predictions_are_the_likeliest_within_limits(val):
+    torch.manual_seed(0)
+    model = Detector(SMALL, classes=10)
+    torch.nn.init.normal_(model.class_head.weight, std=3)
+    batch = collate([val[index] for index in range(len(val))], multiple=4)
+    for most, least in ((3, 0.0), (100, 0.4)):
+        settings = PredictSettings(most=most, least_score=least, candidates=200)
+        for entry, some in zip(batch.entries, predict(model, batch, categories=val.annotations.categories, settings=settings), strict=True):
+            scores = [prediction["score"] for prediction in some]
+            assert scores == sorted(scores, reverse=True)
+            assert len(some) <= most
+            assert min(scores, default=1) >= least
+            for prediction in some:
+                x, y, width, height = prediction["bbox"]
+                assert min(x, y, width, height) >= 0
+                assert x + width <= entry.width + 1e-3
+                assert y + height <= entry.height + 1e-3
+                assert prediction["segmentation"]["size"] == [entry.height, entry.width]
+
+
+def test_whole_masks_are_cut_and_resized():
+    logits = torch.full((4, 6), -1.0)
+    logits[:2, :3] = 1.0
+    mask = whole_mask(logits, stride=2, size=(7, 9), original=(14, 18))
+    assert mask.shape == (14, 18)
+    assert mask[:7, :11].all()
+    assert not mask[9:].any()
+    assert not mask[:, 13:].any()
+
+
+# The picture
+
+
+def test_the_picture_shows_what_was_found(val):
+    images = [val.read(index) for index in range(len(val))]
+    names = dict(val.annotations.categories)
+    truth = truth_of(val)
+    shown = picture(images, truth, names)
+    plain = picture(images, [[] for _ in images], names)
+    assert shown.dtype == np.uint8
+    assert shown.shape == plain.shape
+    assert shown.shape[2] == 3
+    assert (shown != plain).any()
+    faint = [[{**prediction, "score": 0.1} for prediction in some] for some in truth]
+    assert np.array_equal(picture(images, faint, names), plain)

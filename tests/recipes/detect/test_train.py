@@ -1,0 +1,213 @@
+"""Real runs of the recipe on a few digits, small enough for seconds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import recipes.detect
+from recipes.detect import train as script
+from recipes.detect.config import Settings
+from recipes.detect.data import open_images
+from recipes.detect.train import PREDICTIONS_FILE, main
+from recipes.settings import SETTINGS_FILE, SettingsError, read
+from samestep.data.plan import GroupedPlan
+from samestep.snapshot.read import list_snapshots, load
+from tests.jobs import events, fingerprint, logged
+from tests.workers import WorkerFailedError, run_workers
+
+RECIPE = Path(recipes.detect.__file__).parent
+SMALL = [
+    *("batch_size=4", "lanes=4", "evaluate_every=3"),
+    *("model.blocks=[1, 1]", "model.widths=[8, 8]", "model.bottleneck=1", "model.stem_width=8", "model.stem_pool=false"),
+    *("model.strides=[4, 8]", "model.width=8", "model.tower=1", "model.mask_width=8"),
+    *("data.mean=[0.5, 0.5, 0.5]", "data.std=[0.3, 0.3, 0.3]", "predict.least_score=0.02", "predict.most=5"),
+    *("optimizer.steps=6", "optimizer.reference_batch_size=4", "optimizer.warmup_steps=2", "optimizer.decay_steps=[4]"),
+    *("optimizer.name=adamw", "optimizer.learning_rate=0.01", "optimizer.clip_norm=5"),
+]
+OTHERWISE = [
+    *("optimizer.name=sgd", "optimizer.shard=true", "optimizer.clip_norm=none", "precision=bfloat16"),
+    *("data.short_sides=[48, 64]", "data.longest_side=80", "data.loader_workers=1"),
+]
+
+
+def train(workers, directory, data, *changes, **environment):
+    """Return the scores of a run and all that it left, by name."""
+    arguments = [*SMALL, f"data.path={data}", "--dir", str(directory), *changes]
+    scores = run_workers(main, workers, arguments, timeout=110, environment=environment)
+    assert all(others == scores[0] for others in scores)
+    predictions = (directory / PREDICTIONS_FILE).read_text() if (directory / PREDICTIONS_FILE).exists() else ""
+    state = fingerprint(load(list_snapshots(directory)[-1]).state)
+    return {**scores[0], **state, **logged(directory), "predictions": predictions}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, digits):
+    directory = tmp_path_factory.mktemp("runs") / "trained"
+    return directory, train(1, directory, digits)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_number_of_workers_changes_nothing(workers, trained, digits, tmp_path):
+    left = train(workers, tmp_path, digits)
+    assert left == trained[1]
+    assert json.loads(left["predictions"])
+
+
+def test_nor_does_it_with_sharded_sgd_bfloat16_loader_processes_and_sizes_that_are_drawn(digits, tmp_path):
+    assert train(3, tmp_path / "3", digits, *OTHERWISE) == train(1, tmp_path / "1", digits, *OTHERWISE)
+
+
+def test_nor_do_several_devices_of_one_worker(trained, digits, tmp_path):
+    assert train(1, tmp_path, digits, SAMESTEP_DEVICES="cpu,cpu") == trained[1]
+
+
+def test_a_run_that_stopped_in_an_epoch_goes_on_as_if_it_had_not(trained, digits, tmp_path):
+    stopped_at, steps_per_epoch = 2, steps_of(digits)
+    assert 0 < stopped_at < steps_per_epoch
+    arguments = [*SMALL, f"data.path={digits}", "--dir", str(tmp_path)]
+    run_workers(main, 2, arguments, timeout=110, environment={"SAMESTEP_STOP_AFTER": str(stopped_at)})
+    assert [event["step"] for event in events(tmp_path, "stopped")] == [stopped_at]
+
+    assert train(3, tmp_path, digits) == trained[1]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_evaluation_as_a_command_gives_the_same_predictions(workers, trained, tmp_path):
+    directory, left = tmp_path / "run", trained[1]
+    shutil.copytree(trained[0], directory)
+    (directory / PREDICTIONS_FILE).unlink()
+    for scores in run_workers(main, workers, ["--eval", "--dir", str(directory)]):
+        assert scores.items() <= left.items()
+    assert (directory / PREDICTIONS_FILE).read_text() == left["predictions"]
+
+
+def test_predictions_are_by_image_in_coco_format(trained, digits):
+    predictions = json.loads(trained[1]["predictions"])
+    images = open_images(read(Settings, [f"data.path={digits}"]).data).val.annotations.images
+    numbers = [prediction["image_id"] for prediction in predictions]
+    assert numbers == sorted(numbers)
+    sizes = {image.number: [image.height, image.width] for image in images}
+    for prediction in predictions:
+        assert prediction.keys() == {"image_id", "category_id", "bbox", "score", "segmentation"}
+        assert prediction["segmentation"]["size"] == sizes[prediction["image_id"]]
+    assert max(Counter(numbers).values()) <= 5
+
+
+def test_the_record_has_each_loss_and_a_picture(trained):
+    scalars = events(trained[0], "scalars")
+    assert {"loss", "class", "box", "centerness", "mask", "learning_rate"} <= scalars[0]["values"].keys()
+    assert {event["step"] for event in events(trained[0], "image")} == {2, 5}
+
+
+# Every image once
+
+
+def steps_of(data):
+    train_images = open_images(read(Settings, [f"data.path={data}"]).data).train
+    return GroupedPlan(train_images.groups(), len(train_images), 4, 4, seed=0).steps_per_epoch
+
+
+def seen_by(arguments):
+    """Train, and return the ids of the images that this worker computed losses of."""
+    seen, loss = [], script.detection_loss
+
+    def spy(model, batch, *, settings):
+        seen.extend(entry.number for entry in batch.entries)
+        return loss(model, batch, settings=settings)
+
+    script.detection_loss = spy  # in this forked worker alone
+    main(arguments)
+    return seen
+
+
+@pytest.mark.parametrize(("workers", "epochs"), [(1, 1), (3, 2)])
+def test_every_image_is_used_once_an_epoch(workers, epochs, digits):
+    steps = epochs * steps_of(digits)
+    seen = run_workers(seen_by, workers, [*SMALL, f"data.path={digits}", f"optimizer.steps={steps}"], timeout=110)
+    assert Counter(number for some in seen for number in some) == dict.fromkeys(range(1, 14), epochs)
+
+
+# Few images and no boxes
+
+
+def keep(data, directory, part, numbers):
+    """Copy some images of a set, with their annotations."""
+    content = json.loads((data / f"{part}.json").read_text())
+    content["images"] = [image for image in content["images"] if image["id"] in numbers]
+    content["annotations"] = [entry for entry in content["annotations"] if entry["image_id"] in numbers]
+    directory.mkdir(exist_ok=True)
+    (directory / f"{part}.json").write_text(json.dumps(content))
+    (directory / part).symlink_to(data / part)
+
+
+def by_emptiness(data):
+    content = json.loads((data / "train.json").read_text())
+    with_boxes = {entry["image_id"] for entry in content["annotations"]}
+    return sorted(with_boxes), sorted({image["id"] for image in content["images"]} - with_boxes)
+
+
+@pytest.mark.parametrize("with_boxes", [0, 1])
+def test_more_workers_than_images_and_images_without_boxes_are_no_trouble(with_boxes, digits, tmp_path):
+    data, (full, empty) = tmp_path / "data", by_emptiness(digits)
+    keep(digits, data, "train", {*full[:with_boxes], *empty[:2]})
+    keep(digits, data, "val", {1})
+
+    left = train(4, tmp_path / "4", data, "optimizer.steps=3")
+    assert left == train(1, tmp_path / "1", data, "optimizer.steps=3")
+
+
+# Settings
+
+
+def test_a_written_settings_file_gives_the_same_run(trained, digits):
+    assert read(Settings, [str(trained[0] / SETTINGS_FILE)]) == read(Settings, [*SMALL, f"data.path={digits}"])
+
+
+def test_evaluation_without_parameters_is_an_error(tmp_path, digits, capsys):
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--eval"])
+    assert "--eval needs --dir" in capsys.readouterr().err
+    with pytest.raises(SettingsError, match=f"{SETTINGS_FILE} cannot be read"):
+        main(["--eval", "--dir", str(tmp_path)])
+    (tmp_path / SETTINGS_FILE).write_text(f"data: {{path: {digits}}}")
+    with pytest.raises(WorkerFailedError, match="--eval found no snapshot"):
+        run_workers(main, 1, [*SMALL, "--eval", "--dir", str(tmp_path)])
+
+
+@pytest.mark.parametrize("file", sorted(RECIPE.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_settings_file_can_be_read(file):
+    settings = read(Settings, [str(file)])
+    assert settings.batch_size % (settings.lanes or 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model.strides=[8, 16]", "expected one of"),
+        ("model.strides=[4, 16]", "each twice"),
+        ("model.widths=[8]", "expected one each a stage"),
+    ],
+)
+def test_levels_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(SettingsError, match=message):
+        script.Detector(read(Settings, [*SMALL, change]).model, classes=2)
+
+
+def test_one_image_gives_outputs_of_every_level():
+    torch.manual_seed(0)
+    settings = read(
+        Settings, [*SMALL, "model.strides=[4, 8, 16, 32]", "model.widths=[8, 20]", "model.stem_pool=true", "model.bottleneck=4"]
+    )
+    model = script.Detector(read(Settings, [*SMALL, "model.strides=[4, 8, 16]"]).model, classes=3)
+    outputs = model(torch.rand(2, 3, 24, 40))
+    cells = [6 * 10, 3 * 5, 2 * 3]
+    assert outputs.strides.tolist() == [4.0] * cells[0] + [8.0] * cells[1] + [16.0] * cells[2]
+    assert outputs.class_logits.shape == (2, sum(cells), 3)
+    assert outputs.mask_features.shape == (2, 8, 6, 10)
+    assert script.Detector(settings.model, classes=1).multiple == 8

@@ -1,0 +1,220 @@
+"""Real runs of the recipe on real tissue, small enough for seconds."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import samestep as ss
+from recipes.settings import SETTINGS_FILE, SettingsError, read
+from recipes.stain import test, train
+from recipes.stain.config import Settings
+from recipes.stain.data import open_strips
+from recipes.stain.losses import Losses
+from recipes.stain.model import Networks
+from recipes.stain.validation import evaluate
+from samestep.cli import main
+from samestep.snapshot.read import list_snapshots, load
+from tests.jobs import events, fingerprint, logged
+from tests.recipes.stain.strips import SMALL, make_strips
+from tests.workers import WorkerFailedError, run_workers
+
+VARIANTS = {
+    "linear": [],
+    "sharded, step, bfloat16": ["optimizer.shard=true", "optimizer.policy=step", "optimizer.step_epochs=1", "precision=bfloat16"],
+    "plateau, loader processes": ["optimizer.policy=plateau", "optimizer.patience=0", "data.loader_workers=1", "model.norm=instance"],
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_strips(tmp_path_factory.mktemp("strips"))
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs") / "trained"
+    return directory, run_to_end(1, directory, data)
+
+
+def run_to_end(workers, directory, *changes, **environment):
+    """Return the scores of a run and all that it left, by name."""
+    scores = run_workers(train.main, workers, [*SMALL, "--dir", str(directory), *changes], environment=environment)
+    assert all(others == scores[0] for others in scores)
+    return {**scores[0], **fingerprint(load(list_snapshots(directory)[-1]).state), **logged(directory)}
+
+
+# The same at any number of workers
+
+
+@pytest.mark.parametrize(("workers", "devices"), [(2, "1"), (4, "1"), (1, "cpu,cpu")])
+def test_the_number_of_workers_and_devices_changes_nothing(workers, devices, trained, data, tmp_path):
+    assert run_to_end(workers, tmp_path, data, SAMESTEP_DEVICES=devices) == trained[1]
+
+
+def test_samestep_verify_finds_every_step_the_same(data, capsys):
+    script = str(Path(train.__file__))
+    assert main(["verify", "-n", "2,1x2", "--steps", "2", script, *SMALL, data]) == 0
+    assert "the same at every step: n=2, n=1x2" in capsys.readouterr().out
+
+
+def test_what_is_compared_holds_every_network_and_both_optimizers_after_updates(trained, data):
+    settings = read(Settings, [*SMALL, "modalities=[hematoxylin, dab]"])
+    with ss.init(lanes=settings.lanes, seed=settings.seed):
+        networks = Networks(settings)
+    for kind in ("generators", "discriminators"):
+        blank = fingerprint(getattr(networks, kind).state_dict(), f"/{kind}")
+        assert {"/".join(name.split("/")[2].split(".")[:2]) for name in blank} == {
+            *(f"translation/{number}" for number in range(2)),
+            *(f"segmentation/{number}" for number in range(3)),
+        }
+        assert all(trained[1][name] != value for name, value in blank.items())
+        for number, _ in enumerate(getattr(networks, kind).parameters()):
+            assert f"/{kind}_optimizer/state/{number}/exp_avg_sq" in trained[1]
+        assert f"/{kind}_scheduler/last_epoch" in trained[1]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_that_stopped_goes_on_as_if_it_had_not_at_another_number_of_workers(variant, data, trained, tmp_path):
+    changes = [data, *VARIANTS[variant]]
+    whole = run_to_end(1, tmp_path / "whole", *changes) if VARIANTS[variant] else trained[1]
+    stopped = [*SMALL, *changes, "--dir", str(tmp_path / "stopped")]
+    run_workers(train.main, 2, stopped, environment={"SAMESTEP_STOP_AFTER": "3"})  # in the middle of the second epoch
+    assert [event["step"] for event in events(tmp_path / "stopped", "stopped")] == [3]
+
+    assert run_to_end(3, tmp_path / "stopped", *changes, "--continue") == whole
+
+
+def test_a_run_is_continued_with_its_own_settings(data, tmp_path):
+    run_workers(train.main, 1, [*SMALL, data, "--dir", str(tmp_path)], environment={"SAMESTEP_STOP_AFTER": "1"})
+    before = read(Settings, [str(tmp_path / SETTINGS_FILE)])
+    run_workers(train.main, 1, ["--continue", "--dir", str(tmp_path), "epochs=1"])
+    after = read(Settings, [str(tmp_path / SETTINGS_FILE), "epochs=2"])
+    assert before == after == read(Settings, [str(train.HERE / "tissue.yaml"), *SMALL, data])
+    assert [event["step"] for event in events(tmp_path, "finished")] == [2]
+
+
+def test_there_must_be_a_run_to_continue(data, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--continue", "--dir", str(tmp_path)])
+    assert f"--continue found no {tmp_path / SETTINGS_FILE}" in capsys.readouterr().err
+    (tmp_path / SETTINGS_FILE).write_text(f"data: {{path: {data.partition('=')[2]}}}\n")
+    for command, message in ((train.main, "--continue was given, and .* has no snapshot"), (test.main, "has no snapshot to test")):
+        with pytest.raises(SettingsError, match=message):
+            command(["--continue", "--dir", str(tmp_path)] if command is train.main else ["--dir", str(tmp_path)])
+
+
+# What a step does
+
+
+def test_the_record_has_the_means_over_all_workers_as_a_plain_step_has_them(data, tmp_path):
+    """A step of two workers, five lanes of 3, 3, 2, 2 and 2 strips, beside one of plain PyTorch on all 12 strips at once."""
+    changes = ["lanes=5", "batch_size=12", "epochs=1", "model.norm=instance", "model.dropout=0", "data.crop_size=16", "data.flip=false"]
+    run_workers(train.main, 2, [*SMALL, data, *changes, "--dir", str(tmp_path)])
+    (recorded,) = (event["values"] for event in events(tmp_path, "scalars") if "generators_loss" in event["values"])
+
+    settings = read(Settings, [str(tmp_path / SETTINGS_FILE)])
+    with ss.init(lanes=5, seed=settings.seed):
+        networks = Networks(settings)
+    strips = torch.stack(list(open_strips(settings).train))
+    expected = {"generators_learning_rate": settings.optimizer.generator_learning_rate, "discriminators_learning_rate": 2e-4}
+    for kind in ("discriminators", "generators"):
+        optimizer = torch.optim.Adam(getattr(networks, kind).parameters(), lr=expected[f"{kind}_learning_rate"], betas=(0.5, 0.999))
+        loss, parts = getattr(Losses(settings), kind)(networks, strips)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected |= {f"{kind}_{name}": value.item() for name, value in {"loss": loss.detach(), **parts}.items()}
+
+    assert recorded == pytest.approx(expected, rel=1e-4)
+    of_one_worker, _ = Losses(settings).discriminators(Networks(settings), strips[:8])
+    assert of_one_worker.item() != pytest.approx(expected["discriminators_loss"], rel=1e-4)
+
+
+def test_each_call_updates_its_own_networks_alone(data):
+    settings = read(Settings, [str(train.HERE / "tissue.yaml"), *SMALL, data])
+    losses = Losses(settings)
+    with ss.init(lanes=2, seed=0) as run:
+        networks = run.replicate(Networks(settings))
+        for batch in run.batches(open_strips(settings).train, 4, steps=1):
+            for kind, other in (("discriminators", "generators"), ("generators", "discriminators")):
+                run.backward(getattr(losses, kind), networks, batch, update=getattr(networks, kind))
+                assert all(parameter.grad is not None for parameter in getattr(networks, kind).parameters())
+                assert all(parameter.grad is None for parameter in getattr(networks, other).parameters())
+                networks.zero_grad()
+
+
+def test_training_improves_on_a_blank_start(data, tmp_path):
+    changes = [data, "epochs=8", "evaluate_every=8", "optimizer.generator_learning_rate=0.01", "model.dropout=0"]
+    (scores,) = run_workers(train.main, 1, [*SMALL, *changes, "--dir", str(tmp_path)])
+    settings = read(Settings, [str(tmp_path / SETTINGS_FILE)])
+    with ss.init(lanes=settings.lanes, seed=settings.seed) as run:
+        networks = run.replicate(Networks(settings))
+        blank = evaluate(run, settings, networks.generators, open_strips(settings).val)
+    assert scores["l1"] < 0.7 * blank["l1"]
+    assert scores["hematoxylin_psnr"] > blank["hematoxylin_psnr"] + 1
+    assert scores["dice_positive"] > blank["dice_positive"] + 0.2
+
+
+# What is written, and by whom
+
+
+def files_written(command, arguments, directory):
+    """Run a command; return the files under `directory` that this process opened for writing."""
+    written = set()
+
+    def watch(event, details):
+        if event == "open" and isinstance(details[0], (str, os.PathLike)) and details[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            path = Path(details[0])
+            if path.is_relative_to(directory):
+                written.add(str(path.relative_to(directory)))
+
+    sys.addaudithook(watch)
+    command(arguments)
+    return written
+
+
+def test_only_the_main_worker_writes(data, tmp_path):
+    arguments = [*SMALL, data, "--dir", str(tmp_path)]
+    first, second = run_workers(files_written, 2, train.main, arguments, tmp_path)
+    images = {f"images/val-row032-column000-{step:08}.png.unfinished" for step in (1, 3)}
+    assert {name for name in first if not name.startswith("step-")} == {SETTINGS_FILE, "events.jsonl", *images}
+    assert all(name.startswith("step-") for name in second)  # its part of a snapshot
+
+    first, second = run_workers(files_written, 2, test.main, ["--dir", str(tmp_path), "--out", str(tmp_path / "out")], tmp_path)
+    names = {f"out/row032-column{column:03}-{kind}.png" for column in range(0, 96, 16) for kind in ("hematoxylin", "dab", "seg", "sheet")}
+    assert {name for name in first if name != "events.jsonl"} == names
+    assert second == set()
+
+
+def test_the_same_images_and_scores_come_from_any_number_of_workers(trained, tmp_path):
+    directory, left = trained
+    for workers in (1, 2):
+        for scores in run_workers(test.main, workers, ["--dir", str(directory), "--out", str(tmp_path / str(workers))]):
+            assert scores.items() <= left.items()
+    files = sorted(path.name for path in (tmp_path / "1").iterdir())
+    assert len(files) == 6 * 4
+    assert all((tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes() for name in files)
+
+
+def test_a_sheet_has_the_truth_above_what_was_made(trained, data, tmp_path):
+    run_workers(test.main, 1, ["--dir", str(trained[0]), "--out", str(tmp_path)])
+    truth = np.asarray(Image.open(Path(data.partition("=")[2]) / "val" / "row032-column016.png")).reshape(16, 4, 16, 3)
+    sheet = np.asarray(Image.open(tmp_path / "row032-column016-sheet.png")).reshape(2, 20, 4, 20, 3)[:, 4:, :, 4:]
+    assert np.array_equal(sheet[0], truth)
+    assert (sheet[1, :, 0] == 255).all()
+    for number, name in enumerate(("hematoxylin", "dab", "seg"), start=1):
+        assert np.array_equal(sheet[1, :, number], np.asarray(Image.open(tmp_path / f"row032-column016-{name}.png")))
+
+
+def test_a_wrong_strip_stops_the_run_with_its_name(data, tmp_path):
+    make_strips(tmp_path)
+    Image.new("RGB", (50, 16)).save(tmp_path / "val" / "zzz.png")
+    with pytest.raises(WorkerFailedError, match=r"val/zzz\.png is 50 x 16 pixels; expected a width of 4 times the height"):
+        run_workers(train.main, 2, [*SMALL, f"data.path={tmp_path}"])
