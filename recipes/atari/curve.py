@@ -30,7 +30,7 @@ def main() -> None:
         axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
     if options.random is not None:
         axes.axhline(options.random, color="grey", linestyle="--", label="random play")
-    axes.set(xlabel="environment steps", ylabel="return of an evaluation: mean ± deviation of games")
+    axes.set(xlabel="environment steps", ylabel="points in a game: mean ± deviation")
     axes.legend(frameon=False)
     figure.savefig(options.out, dpi=100)
 
