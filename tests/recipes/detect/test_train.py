@@ -16,6 +16,7 @@ from recipes.detect.config import Settings
 from recipes.detect.data import open_images
 from recipes.detect.train import PREDICTIONS_FILE, main
 from recipes.settings import SETTINGS_FILE, SettingsError, read
+from samestep.cli import main as samestep
 from samestep.data.plan import GroupedPlan
 from samestep.snapshot.read import list_snapshots, load
 from tests.jobs import events, fingerprint, logged
@@ -50,6 +51,11 @@ def train(workers, directory, data, *changes, **environment):
 def trained(tmp_path_factory, digits):
     directory = tmp_path_factory.mktemp("runs") / "trained"
     return directory, train(1, directory, digits)
+
+
+def test_samestep_verify_finds_every_step_the_same(digits, capsys):
+    assert samestep(["verify", "-n", "2,1x2", "--steps", "2", str(RECIPE / "train.py"), *SMALL, f"data.path={digits}"]) == 0
+    assert "the same at every step: n=2, n=1x2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("workers", [2, 4])

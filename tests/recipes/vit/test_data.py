@@ -185,8 +185,8 @@ def test_fashion_mnist_is_read_from_its_files(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (20, 28, 28), dtype=np.uint8)
     labels = (np.arange(20) % 10).astype(np.uint8)
     for part in ("train", "t10k"):
-        (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(pixels)))
-        (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
+        (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(pixels), mtime=0))
+        (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels), mtime=0))
     settings = DataSettings(source="fashion-mnist", path=tmp_path, mean=(0.0,), std=(1.0,))
 
     split = open_images(settings, replace(DIGITS_MODEL, image_size=28))
@@ -196,7 +196,10 @@ def test_fashion_mnist_is_read_from_its_files(tmp_path):
     torch.testing.assert_close(image[0], torch.from_numpy(pixels[13]) / 255)
 
 
-@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(b""), gzip.compress(idx(np.zeros((2, 3), np.uint8))[:-1])])
+# mtime: with the time in it, the test would have another name in each process of pytest-xdist.
+@pytest.mark.parametrize(
+    "content", [b"", b"no gzip", gzip.compress(b"", mtime=0), gzip.compress(idx(np.zeros((2, 3), np.uint8))[:-1], mtime=0)]
+)
 def test_a_damaged_idx_file_is_named(tmp_path, content):
     (tmp_path / "a.gz").write_bytes(content)
     with pytest.raises(ImageError, match=r"a\.gz cannot be read as a gzipped IDX file"):
