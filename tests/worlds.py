@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo  # optimizers import it at their first step: once here, and not in every worker
 
 from samestep.errors import WorldError
+from samestep.launch.place import find_place
 from samestep.world import Alone, World
 from samestep.world.distributed import Distributed
+from samestep.world.formation import form
+from samestep.world.shared import Shared
 from tests.workers import run_workers
 
 if TYPE_CHECKING:
@@ -21,8 +27,13 @@ TIMEOUT_SECONDS = 30.0
 
 
 def in_processes(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return what `body(world, *args)` returned by rank, each worker a process; one worker is this process, alone."""
-    return [body(Alone(), *args)] if workers == 1 else run_workers(_joined, workers, body, *args)
+    """Return what `body(world, *args)` returned by rank, each worker a process that shares memory with the others; one is alone."""
+    return [body(Alone(), *args)] if workers == 1 else run_workers(_joined, workers, shared_world, body, *args)
+
+
+def on_hosts(hosts: int, workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return the same of workers that talk through torch.distributed, as many on each of several hosts."""
+    return run_workers(_joined, workers, partial(distributed_world, hosts=hosts), body, *args)
 
 
 def in_threads(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -46,8 +57,23 @@ def in_threads(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     return [future.result() for future in futures]
 
 
-def _joined(body: Callable[..., Any], *args: Any) -> Any:
-    world = Distributed(cuda=False, timeout_seconds=TIMEOUT_SECONDS)
+def shared_world(timeout_seconds: float = TIMEOUT_SECONDS) -> Shared:
+    """Return the world of this worker and the others of its host."""
+    formation = form(find_place(os.environ), timeout_seconds, share=True)
+    assert formation.mesh is not None
+    return Shared(formation.mesh)
+
+
+def distributed_world(timeout_seconds: float = TIMEOUT_SECONDS, hosts: int = 1) -> Distributed:
+    """Return the world of this worker on one of several hosts: it is placed as if its host ended where it does not."""
+    place = find_place(os.environ)
+    workers = place.workers // hosts
+    place = replace(place, local_rank=place.rank % workers, local_workers=workers)
+    return Distributed(form(place, timeout_seconds, share=True), cuda=False)
+
+
+def _joined(join: Callable[[], World], body: Callable[..., Any], *args: Any) -> Any:
+    world = join()
     value = body(world, *args)
     world.close()
     return value
@@ -66,6 +92,7 @@ class Threaded(World):
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size = rank, len(meeting.table)
+        self.hosts = [range(self.size)]
         self._meeting = meeting
 
     def _meet(self, given: Any, take: Callable[[list[Any]], Any]) -> Any:
@@ -77,7 +104,11 @@ class Threaded(World):
             self._meeting.barrier.wait(TIMEOUT_SECONDS)
         except threading.BrokenBarrierError as error:
             raise WorldError("another thread failed") from error
+        self.meetings += 1
         return taken
+
+    def shared(self, nbytes: int) -> list[torch.Tensor]:
+        return self._meet(torch.zeros(nbytes, dtype=torch.uint8), list)
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
         return self._meet(data, list)

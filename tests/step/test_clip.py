@@ -40,7 +40,7 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32):
         in_block = [parameters[number] for number in sharded]
         present = [parameter.grad is not None for parameter in in_block]
         gradients = [parameter.grad for parameter in in_block]
-        block = Block.of(in_block, LANES, world)
+        block = Block(in_block, LANES, world, torch.optim.SGD(in_block, lr=0.1))
         flat = block.exchange.storage()
         copy_gradients(block.exchange.views(flat), gradients)
         size = block.exchange.layout.slice_size
@@ -50,7 +50,8 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32):
     own = [parameters[number] for number in chosen]
     blocks = [] if block is None else [block]
     norm = gradient_norm(own, blocks, world)
-    scale_gradients([*own, *(piece for some in blocks for piece in some.own_of(set(map(id, own))))], norm, max_norm)
+    whole = [parameter.grad for parameter in own if parameter.grad is not None]
+    scale_gradients([*whole, *(part for some in blocks for part in some.gradients_of(set(map(id, own))))], norm, max_norm)
     if block is not None:
         world.all_gather(flat, flat[world.rank * size : (world.rank + 1) * size].clone(), "gathering gradients")
         for parameter, view, there in zip(in_block, block.exchange.views(flat), present, strict=True):
@@ -86,7 +87,7 @@ def test_it_is_close_to_what_torch_does(seed, max_norm, dtype):
     ours, theirs = (parameters_with_gradients(seed, dtype) for _ in range(2))
     expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     norm = gradient_norm(ours, [], in_threads(1, lambda world: world)[0])
-    scale_gradients(ours, norm, max_norm)
+    scale_gradients([parameter.grad for parameter in ours if parameter.grad is not None], norm, max_norm)
     torch.testing.assert_close(norm.to(dtype), expected)
     for our, their in zip(ours, theirs, strict=True):
         assert (our.grad is None) == (their.grad is None)
@@ -101,5 +102,5 @@ def test_special_gradients(value, norm):
     found = gradient_norm([parameter], [], alone)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, torch.tensor(norm, dtype=torch.float64), equal_nan=True)
-    scale_gradients([parameter], torch.tensor(5.0, dtype=torch.float64), max_norm=10.0)
+    scale_gradients([parameter.grad], torch.tensor(5.0, dtype=torch.float64), max_norm=10.0)
     assert bits(parameter.grad) == bits(torch.full((100,), value))

@@ -1,117 +1,11 @@
 from __future__ import annotations
 
-from functools import reduce
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from samestep.errors import LossError
-from samestep.step.gradients import Exchange, add_gradients, take_gradients
-from samestep.step.slices import flattened
-from samestep.step.tree import carried, subtrees, tree_sum
+from samestep.step.gradients import add_gradients, take_gradients
 from tests.bits import bits
-from tests.worlds import in_processes, in_threads
-
-LANES = 8
-
-
-def parameters_of(dtype):
-    """Return parameters of every kind of shape and storage, more of them than fit evenly on any number of workers."""
-    tensors = [
-        torch.zeros(3, 7),
-        torch.zeros(()),
-        torch.zeros(0),
-        torch.zeros(64),
-        torch.zeros(2, 5, 4, 4).contiguous(memory_format=torch.channels_last),
-        torch.zeros(9, 5).T,
-        torch.zeros(4, 6)[:, ::2],
-        torch.zeros(333),
-        torch.zeros(1),
-    ]
-    return [torch.nn.Parameter(tensor.to(dtype)) for tensor in tensors]
-
-
-def lane_gradients(parameters, lane, seed):
-    """Return gradients of all magnitudes, so that the order of additions shows, some of them missing or -0.0."""
-    generator = torch.Generator().manual_seed(1000 * seed + lane)
-    gradients = []
-    for parameter in parameters:
-        scale = 10.0 ** torch.randint(-3, 4, parameter.shape, generator=generator)
-        gradient = torch.randn(parameter.shape, generator=generator) * scale
-        gradient[torch.rand(parameter.shape, generator=generator) < 0.1] = -0.0
-        present = torch.rand((), generator=generator) < 0.7
-        gradients.append(gradient.to(parameter.dtype) if present else None)
-    return gradients
-
-
-def subtree_sums(parameters, own, lanes, seed):
-    def leaf(span):
-        return lane_gradients(parameters, span[0], seed) if span[1] - span[0] == 1 else None
-
-    return [tree_sum(span, leaf, add_gradients) for span in subtrees(own, lanes)]
-
-
-def exchanged(world, lanes, dtypes, seeds):
-    """Return the bits of every gradient that the workers find for each dtype and seed, by the same exchange."""
-    found = []
-    for dtype in dtypes:
-        parameters = parameters_of(dtype)
-        exchange = Exchange(parameters, lanes, world)
-        for seed in seeds:
-            total = exchange.gather(exchange.sum(subtree_sums(parameters, carried(world.rank, world.size, lanes), lanes, seed)))
-            for gradient, parameter in zip(total, parameters, strict=True):
-                assert gradient.shape == parameter.shape
-                assert gradient.numel() < 2 or gradient.stride() == torch.empty_like(parameter).stride()
-            found.append([bits(gradient) for gradient in total])
-    return found
-
-
-def expected_of(lanes, dtypes, seeds):
-    """Return what `exchanged` should, by a local sum; a parameter that no lane used has zeros there."""
-    expected = []
-    for dtype in dtypes:
-        parameters = parameters_of(dtype)
-        for seed in seeds:
-            (total,) = subtree_sums(parameters, range(lanes), lanes, seed)
-            whole = [torch.zeros_like(parameter) if one is None else one for one, parameter in zip(total, parameters, strict=True)]
-            expected.append([bits(gradient) for gradient in whole])
-    return expected
-
-
-@settings(max_examples=40)
-@given(workers=st.integers(1, 7), more_lanes=st.integers(0, 9), seed=st.integers(0, 1000))
-def test_the_exchange_is_the_local_tree_sum(workers, more_lanes, seed):
-    arguments = (workers + more_lanes, [torch.float32], [seed, seed + 1])
-    expected = expected_of(*arguments)
-    assert in_threads(workers, exchanged, *arguments) == [expected] * workers
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-def test_the_exchange_of_processes_is_the_local_tree_sum(workers):
-    arguments = (LANES, [torch.float32, torch.float64, torch.bfloat16, torch.float16], range(4))
-    expected = expected_of(*arguments)
-    assert len({b"".join(total) for total in expected}) == len(expected)
-    assert in_processes(workers, exchanged, *arguments) == [expected] * workers
-
-
-def test_nothing_but_empty_parameters_can_be_exchanged():
-    def body(world):
-        parameters = [torch.nn.Parameter(torch.zeros(0)), torch.nn.Parameter(torch.zeros(3, 0))]
-        exchange = Exchange(parameters, 4, world)
-        own = [[torch.zeros(0), None] for _ in subtrees(carried(world.rank, world.size, 4), 4)]
-        return [gradient.shape for gradient in exchange.gather(exchange.sum(own))]
-
-    assert in_processes(2, body) == [[(0,), (3, 0)]] * 2
-
-
-def test_the_order_of_additions_shows_in_these_gradients():
-    """Otherwise the tests above could not fail."""
-    parameters = parameters_of(torch.float32)
-    lanes = [lane_gradients(parameters, lane, seed=0)[7] for lane in range(LANES)]
-    present = [gradient for gradient in lanes if gradient is not None]
-    assert bits(reduce(torch.add, present)) != bits(reduce(torch.add, reversed(present)))
 
 
 def test_missing_gradients_count_as_zeros():
@@ -134,18 +28,3 @@ def test_gradients_are_taken_and_none_is_left():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(LossError, match=r"a parameter of shape \(4, 2\) has a sparse gradient; expected dense ones"):
         take_gradients([embedding.weight])
-
-
-def test_views_of_flat_storage_do_not_overlap():
-    parameters = parameters_of(torch.float32)
-    exchange = Exchange(parameters, LANES, in_threads(1, lambda world: world)[0])
-    flat = exchange.storage()
-    views = exchange.views(flat)
-    for number, view in enumerate(views, start=1):
-        assert not view.any()
-        view.fill_(number)
-    for number, (view, parameter) in enumerate(zip(views, parameters, strict=True), start=1):
-        assert (view == number).all()
-        assert flattened(view).data_ptr() == view.data_ptr()
-        assert view.shape == parameter.shape
-    assert flat.count_nonzero() == sum(parameter.numel() for parameter in parameters)

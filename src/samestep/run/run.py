@@ -26,6 +26,7 @@ from samestep.launch.place import find_place
 from samestep.record import open_record
 from samestep.run.images import pixels
 from samestep.run.loops import PlannedLoop, run_loop
+from samestep.run.memory import keep_freed_memory, return_freed_memory
 from samestep.run.progress import Position, Progress
 from samestep.run.start import agree_on_lanes, find_snapshot, set_aside, set_up_devices
 from samestep.run.stop import StopRequest
@@ -77,7 +78,9 @@ class Run:
         self.dir = config.dir
         self.devices = set_up_devices(config, place)
         self.device = self.devices[0]
-        self._world = connect(place.workers, config, cuda=self.device.type == "cuda")
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self._world = connect(place, config, cuda=self.device.type == "cuda")
         self._record = open_record(config.dir, writes=self.is_main)
         resumed = find_snapshot(config, self._world, self._record)
         self.lanes = agree_on_lanes(config, place.workers, len(self.devices), resumed)
@@ -241,7 +244,8 @@ class Run:
         ids = set(map(id, parameters))
         blocks = [block for block in self._lanes.blocks() if ids.intersection(map(id, block.exchange.parameters))]
         norm = gradient_norm(parameters, blocks, self._world)
-        scale_gradients([*parameters, *(own for block in blocks for own in block.own_of(ids))], norm, max_norm)
+        whole = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        scale_gradients([*whole, *(part for block in blocks for part in block.gradients_of(ids))], norm, max_norm)
         return norm.float()
 
     def evaluate(
@@ -352,3 +356,5 @@ class Run:
         self._keeper.close()
         self._record.close()
         self._stop.close()
+        if self.device.type == "cpu":
+            return_freed_memory()

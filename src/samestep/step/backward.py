@@ -11,17 +11,20 @@ import torch
 
 from samestep.errors import ModelError, NonFiniteLossError
 from samestep.step.buffers import Buffers
-from samestep.step.gradients import Exchange, Gradients, set_gradients_aside
+from samestep.step.exchange import Exchange
+from samestep.step.gradients import set_gradients_aside
 from samestep.step.lanework import LaneWork
 from samestep.step.means import LaneResult
+from samestep.step.parameters import ModuleParameters
 from samestep.step.replicas import Replicas
 from samestep.step.tree import carried
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from samestep.config import Config
     from samestep.data.batch import Batch
+    from samestep.step.gradients import Gradients
     from samestep.step.lanework import Loss
     from samestep.step.shard import Block, Shard
     from samestep.world import World
@@ -43,6 +46,25 @@ class Target:
     numbers: list[int | None]  # None: a parameter of a sharded optimizer that is not updated now
     block: Block | None
 
+    def put(self, own: Sequence[Gradients]) -> None:
+        """Give the gradients of this worker's subtrees to the exchange."""
+        if self.block is not None:
+            self.block.set_aside()
+        self.exchange.put([[None if n is None else gradients[n] for n in self.numbers] for gradients in own])
+
+    def finish(self, parameters: Sequence[torch.nn.Parameter], missing: Collection[int], scale: float) -> None:
+        """Leave the global gradient, multiplied with `scale`, in `.grad` of all that are not `missing`, or of their segments."""
+        total = self.exchange.sum()
+        if scale != 1.0:
+            total.mul_(scale)
+        present = [n is not None and n not in missing for n in self.numbers]
+        if self.block is not None:
+            self.block.set_gradients(total, present)
+            return
+        for n, gradient, there in zip(self.numbers, self.exchange.gather(), present, strict=True):
+            if there:
+                parameters[n].grad = gradient  # type: ignore[index]
+
 
 @dataclass
 class Lanes:
@@ -62,6 +84,7 @@ class Lanes:
         self.compute_seconds = 0.0
         self.exchange_seconds = 0.0
         self._known: set[int] = set()
+        self._parameters: dict[int, ModuleParameters] = {}  # by the id of their module, which they keep alive
         self._targets: dict[tuple[int, ...], list[Target]] = {}
 
     def add(self, module: torch.nn.Module) -> None:
@@ -86,29 +109,37 @@ class Lanes:
         started = time.perf_counter()
         data_before = batch.data_seconds
         parameters = self._trainable(update)
-        holders = [parameters, *(block.own_parameters for block in self.blocks())]
-        earlier = [set_gradients_aside(some) for some in holders]
+        earlier = set_gradients_aside(parameters)
         work = LaneWork(self, loss, batch, parameters, seed)
         own = work.run()
         self.compute_seconds += time.perf_counter() - started - (batch.data_seconds - data_before)
 
         started = time.perf_counter()
-        reports = self.world.all_gather_json([work.report(own), note], "exchanging losses")
+        targets = self._targets_of(parameters) if self.world.size > 1 else []
+        for target in targets:
+            target.put(own)
+        reports = self.world.all_gather_json([work.report(own), note], "exchanging losses")  # where all workers meet
         results = [LaneResult(lane, rank, *result) for rank, (report, _) in enumerate(reports) for lane, *result in report["lanes"]]
         self._check_finite(results, seed[0])
-        present = [any(flags) for flags in zip(*(report["present"] for report, _ in reports), strict=True)]
         written = sorted({number for report, _ in reports for number in report["buffers"]})
         self.buffers.end_step(written, [result.lane for result in results])
-        self._exchange(parameters, own, present, work.scale(results))
-        _add_earlier(holders, earlier)
+        if targets:
+            missing = set.intersection(*(set(report["missing"]) for report, _ in reports))
+            for target in targets:
+                target.finish(parameters, missing, work.scale(results))
+        else:
+            _set_gradients(parameters, own[0], work.scale(results))
+        _add_earlier(parameters, earlier)
         self.exchange_seconds += time.perf_counter() - started
         return Answer(results, [worker_note for _, worker_note in reports])
 
     def _trainable(self, update: torch.nn.Module) -> list[torch.nn.Parameter]:
-        parameters = [parameter for parameter in update.parameters() if parameter.requires_grad]
+        if id(update) not in self._parameters:
+            self._parameters[id(update)] = ModuleParameters(update)
+        parameters = self._parameters[id(update)].trainable()
         if not parameters:
             raise ModelError(f"{type(update).__name__} has no parameter that requires a gradient: nothing to update")
-        if not all(id(parameter) in self._known for parameter in parameters):
+        if not self._known.issuperset(map(id, parameters)):
             raise ModelError(f"{type(update).__name__} has parameters that are not replicated: pass it through run.replicate first")
         return parameters
 
@@ -121,23 +152,6 @@ class Lanes:
                     f"the loss is {result.metrics['loss']} at step {step} in lane {result.lane} (worker {result.rank}); expected a "
                     "finite one: lower the learning rate, clip gradients, or go on with nonfinite_loss='continue'"
                 )
-
-    def _exchange(self, parameters: Sequence[torch.nn.Parameter], own: Sequence[Gradients], present: Sequence[bool], scale: float) -> None:
-        if self.world.size == 1:
-            for parameter, gradient in zip(parameters, own[0], strict=True):
-                parameter.grad = gradient if gradient is None or scale == 1.0 else gradient.mul_(scale)
-            return
-        for target in self._targets_of(parameters):
-            total = target.exchange.sum([[None if n is None else gradients[n] for n in target.numbers] for gradients in own])
-            if scale != 1.0:
-                total.mul_(scale)
-            there = [n is not None and present[n] for n in target.numbers]
-            if target.block is not None:
-                target.block.set_gradients(total, there)
-                continue
-            for n, gradient in zip(target.numbers, target.exchange.gather(total), strict=True):
-                if n is not None and present[n]:
-                    parameters[n].grad = gradient
 
     def _targets_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[Target]:
         """Divide parameters into those of each sharded block, and the rest by dtype; made once for each set of parameters."""
@@ -158,9 +172,13 @@ class Lanes:
         return self._targets[cache_key]
 
 
-def _add_earlier(holders: Sequence[Sequence[torch.Tensor]], earlier: Sequence[Gradients]) -> None:
+def _set_gradients(parameters: Sequence[torch.nn.Parameter], gradients: Gradients, scale: float) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient if gradient is None or scale == 1.0 else gradient.mul_(scale)
+
+
+def _add_earlier(parameters: Sequence[torch.nn.Parameter], earlier: Gradients) -> None:
     """Accumulate onto gradients that stood there before, as backward does in plain PyTorch."""
-    for some, gradients in zip(holders, earlier, strict=True):
-        for holder, gradient in zip(some, gradients, strict=True):
-            if gradient is not None:
-                holder.grad = gradient if holder.grad is None else gradient.add_(holder.grad)
+    for parameter, gradient in zip(parameters, earlier, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

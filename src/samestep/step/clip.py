@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from samestep.step.gradients import copy_gradients
 from samestep.step.layout import ALIGNMENT
 from samestep.step.slices import flattened
 
@@ -35,13 +34,11 @@ def gradient_norm(parameters: Sequence[torch.nn.Parameter], blocks: Sequence[Blo
     return torch.cat([rows[id(parameter)] for parameter in parameters]).sum().sqrt()
 
 
-def scale_gradients(holders: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Multiply the gradients of `holders` by min(1, max_norm / norm), as `torch.nn.utils.clip_grad_norm_` does."""
+def scale_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Multiply gradients by min(1, max_norm / norm), as `torch.nn.utils.clip_grad_norm_` does."""
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for dtype in {holder.dtype for holder in holders}:
-        gradients = [holder.grad for holder in holders if holder.dtype == dtype and holder.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, coefficient.to(dtype))
+    for dtype in {gradient.dtype for gradient in gradients}:
+        torch._foreach_mul_([gradient for gradient in gradients if gradient.dtype == dtype], coefficient.to(dtype))
 
 
 def _whole_rows(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -54,8 +51,9 @@ def _whole_rows(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def _sharded_rows(block: Block, world: World) -> Rows:
     own = torch.zeros_like(block.own)
-    parts = [own[piece.offset : piece.offset + piece.stop - piece.start] for piece in block.pieces]
-    copy_gradients(parts, [parameter.grad for parameter in block.own_parameters])
+    for segment in block.segments:
+        if segment.parameter.grad is not None:
+            own[segment.start : segment.start + segment.parameter.numel()].copy_(segment.parameter.grad)
     rows = own.new_empty(block.exchange.layout.flat_size // ALIGNMENT, dtype=torch.float64)
     world.all_gather(rows, _row_squares(own), "adding up the gradient norm")
     offsets = [offset // ALIGNMENT for offset in block.exchange.layout.offsets]

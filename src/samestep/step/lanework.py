@@ -77,10 +77,10 @@ class LaneWork:
         return 1.0 / max(1, sum(result.count for result in results))
 
     def report(self, own: Sequence[Gradients]) -> dict[str, Any]:
-        """Return, as JSON, the results of lanes, which parameters have a gradient, and which buffers were written."""
+        """Return, as JSON, the results of lanes, the numbers of parameters without a gradient, and which buffers were written."""
         return {
             "lanes": [[lane, count, _floats(metrics)] for lane, count, metrics in sorted(self._results, key=lambda result: result[0])],
-            "present": [int(any(gradient is not None for gradient in some)) for some in zip(*own, strict=True)],
+            "missing": sorted(set.intersection(*({n for n, gradient in enumerate(some) if gradient is None} for some in own))),
             "buffers": self._lanes.buffers.written(),
         }
 

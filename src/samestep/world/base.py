@@ -14,16 +14,27 @@ if TYPE_CHECKING:
 
     import torch
 
+FORMING = "forming the world"
+
 
 class World(ABC):
     """The workers of a run and the ways they talk; `rank` of `size`.
 
+    `hosts` are the ranks that see each other's memory, a range a host, in the order of ranks. Where nothing is shared each worker is
+    a host of its own. `meetings` counts the calls in which every worker waited for all others: a barrier, and whatever gathers.
     `what` names the reason of a call: it stands in the error when another worker does not answer.
     Raises `WorldError` when a worker is gone or late.
     """
 
     rank: int
     size: int
+    hosts: Sequence[range]
+    meetings: int = 0
+
+    @property
+    def host(self) -> range:
+        """The ranks that see this worker's memory, its own among them."""
+        return next(host for host in self.hosts if self.rank in host)
 
     @abstractmethod
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
@@ -41,9 +52,9 @@ class World(ABC):
     def all_to_all(self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str) -> None:
         """Send consecutive parts of `own` (1-D, `own_sizes[r]` elements to rank r) and receive in the same way into `out`."""
 
-    def shared(self, nbytes: int) -> list[torch.Tensor] | None:
-        """Return a buffer of every worker by rank, uint8 [nbytes], in memory that all see; None where workers share none."""
-        return None
+    @abstractmethod
+    def shared(self, nbytes: int) -> list[torch.Tensor]:
+        """Return a buffer of every worker of this host, in the order of ranks: uint8 [nbytes], zeros, in memory that all of them see."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
@@ -66,10 +77,7 @@ class World(ABC):
         for rank, data in enumerate(self.all_gather_bytes(json.dumps([what, value]).encode(), what)):
             told, other = _read(data)
             if told != what:
-                raise WorldError(
-                    f"worker {self.rank} was {what} while worker {rank} was {told}; expected the same calls in the same order on every "
-                    "worker: look for a loop or a condition that depends on the rank or on a worker's own data"
-                )
+                raise another_call(self.rank, what, rank, told)
             values.append(other)
         return values
 
@@ -85,6 +93,22 @@ class World(ABC):
     def broadcast_object(self, value: Any, what: str) -> Any:
         """Return rank 0's object."""
         return pickle.loads(self.all_gather_bytes(pickle.dumps(value) if self.rank == 0 else b"", what)[0])  # noqa: S301
+
+
+def no_answer(rank: int, what: str, reason: str) -> WorldError:
+    """Return the error of worker `rank` whose call was not answered, for `reason`."""
+    return WorldError(
+        f"worker {rank} got no answer from the others while {what}; usually another worker failed: "
+        f"look for the first error of the run ({reason})"
+    )
+
+
+def another_call(rank: int, what: str, other: int, told: str) -> WorldError:
+    """Return the error of worker `rank` that was doing `what` while worker `other` said to be doing something else."""
+    return WorldError(
+        f"worker {rank} was {what} while worker {other} was {told}; expected the same calls in the same order on every worker: "
+        "look for a loop or a condition that depends on the rank or on a worker's own data"
+    )
 
 
 def _read(data: bytes) -> tuple[str, Any]:

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
-from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
-from samestep.errors import WorldError
-from samestep.world.base import World
-from samestep.world.shared import map_shared
+from samestep.world.base import FORMING, World, no_answer
+from samestep.world.memory import share
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from samestep.world.formation import Formation
+
 HEADER_BYTES = 8
-_worlds_formed = count()  # a store prefix of its own for each world that this process forms
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
 class Distributed(World):
-    """A world over torch.distributed's default process group, formed from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    """A world over torch.distributed's default process group; workers of one host share memory over their mesh."""
 
-    def __init__(self, *, cuda: bool, timeout_seconds: float) -> None:
-        timeout = timedelta(seconds=timeout_seconds)
-        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        with self._answering("forming the world"):
-            store = PrefixStore(f"samestep/{next(_worlds_formed)}", _store(timeout))
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
+    def __init__(self, formation: Formation, *, cuda: bool) -> None:
+        self.rank, self.size, self.hosts = formation.rank, formation.size, formation.hosts
+        self._mesh = formation.mesh
         self._capacity = 1024
+        timeout = timedelta(seconds=formation.timeout_seconds)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        with self._answering(FORMING):
+            dist.init_process_group(backend, store=formation.store, rank=self.rank, world_size=self.size, timeout=timeout)
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
@@ -44,11 +39,7 @@ class Distributed(World):
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise WorldError(
-                f"worker {self.rank} got no answer from the others while {what}; usually another worker failed: "
-                f"look for the first error of the run ({reason})",
-            ) from error
+            raise no_answer(self.rank, what, str(error).strip().partition("\n")[0]) from error
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
         """One collective while messages fit the capacity, which grows alike on all workers when they do not."""
@@ -60,6 +51,7 @@ class Distributed(World):
             rows = out.view(self.size, self._capacity).numpy()
             lengths = [int.from_bytes(row[:HEADER_BYTES].tobytes(), "little") for row in rows]
             if max(lengths) + HEADER_BYTES <= self._capacity:
+                self.meetings += 1
                 return [row[HEADER_BYTES : HEADER_BYTES + n].tobytes() for row, n in zip(rows, lengths, strict=True)]
             self._capacity = 2 * (max(lengths) + HEADER_BYTES)
 
@@ -83,13 +75,15 @@ class Distributed(World):
     def all_gather(self, out: torch.Tensor, own: torch.Tensor, what: str) -> None:
         with self._answering(what):
             _all_gather_flat(out, own)
+        self.meetings += 1
 
     def all_to_all(self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str) -> None:
         with self._answering(what):
             dist.all_to_all_single(out, own, list(out_sizes), list(own_sizes))
+        self.meetings += 1
 
-    def shared(self, nbytes: int) -> list[torch.Tensor] | None:
-        return map_shared(self, nbytes)
+    def shared(self, nbytes: int) -> list[torch.Tensor]:
+        return [torch.zeros(nbytes, dtype=torch.uint8)] if self._mesh is None else share(self._mesh, nbytes)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
         with self._answering(what):
@@ -99,11 +93,6 @@ class Distributed(World):
         self.all_gather_bytes(b"", what)
 
     def close(self) -> None:
+        if self._mesh is not None:
+            self._mesh.close()
         dist.destroy_process_group()
-
-
-@cache
-def _store(timeout: timedelta) -> Store:
-    """Return where this process's worlds form; it stays open, because the next world's workers may come before it had closed."""
-    store: Store = next(rendezvous("env://", timeout=timeout))[0]
-    return store
