@@ -9,13 +9,14 @@ from torch import nn
 from samestep.config import Config
 from samestep.data.batch import Batch
 from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
+from samestep.step import exchange
 from samestep.step.backward import Lanes
 from samestep.step.lanework import Loss, split_loss
 from samestep.step.replicate import replicate
 from samestep.step.shard import Shard
 from samestep.world import Alone
 from tests.bits import bits
-from tests.worlds import in_processes
+from tests.worlds import in_processes, on_hosts
 
 LANES = 5
 CPU = torch.device("cpu")
@@ -56,8 +57,10 @@ def alone(**options):
     return Lanes(Alone(), Config(**options), LANES, [CPU])
 
 
-def everything(world):
+def everything(world, bucket_bytes=None):
     """Return what backward leaves: for the whole model and a part of it, twice without clearing, and with notes."""
+    if bucket_bytes is not None:
+        exchange.BUCKET_BYTES = bucket_bytes
     lanes = Lanes(world, Config(), LANES, [CPU])
     model = model_of(lanes)
     found = []
@@ -85,6 +88,37 @@ def test_every_number_of_workers_leaves_the_same_gradients():
     assert len({first["head.weight"], twice["head.weight"], head["head.weight"], counted["head.weight"]}) == 4
     for workers in (2, 3):
         assert in_processes(workers, everything) == [expected] * workers
+        assert on_hosts(workers, workers, everything, 300) == [expected] * workers
+
+
+def test_gradients_are_on_their_way_to_other_hosts_while_backward_runs():
+    def body(world, bucket_bytes):
+        exchange.BUCKET_BYTES = bucket_bytes
+        lanes = Lanes(world, Config(), world.size, [CPU])
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 8))
+        replicate(model, CPU, world)
+        lanes.add(model)
+        told = []
+        for number, layer in enumerate(model):
+            layer.weight.register_hook(lambda gradient, number=number: told.append(number))
+        begin = world.begin_all_to_all
+        world.begin_all_to_all = lambda *arguments: (told.append("exchange"), begin(*arguments))[1]
+
+        def loss_fn(model, batch):
+            used = model[:-1] if world.rank == 1 else model  # worker 1 never reaches the last bucket, which starts first
+            return used(batch).square().mean()
+
+        for _ in range(2):
+            samples = torch.randn(3, 8, generator=torch.Generator().manual_seed(world.rank))
+            lanes.backward(Loss(loss_fn, model), Batch(0, lanes.own, [3] * world.size, iter([samples])), model, (0, 0), None)
+        return told, gradients(model)
+
+    (first, whole), (second, same) = on_hosts(2, 2, body, 2 * 9 * 8 * 4 + 1)
+    assert whole == same
+    assert first == [4, "exchange", 3, 2, "exchange", 1, 0, "exchange"] * 2
+    assert second == [3, 2, 1, 0, "exchange", "exchange", "exchange"] * 2
+    (_, expected), _ = in_processes(2, body, 2 * 9 * 8 * 4 + 1)
+    assert whole == expected
 
 
 def test_an_optimizer_may_be_sharded_after_the_first_gradients():

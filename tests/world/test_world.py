@@ -8,26 +8,29 @@ from multiprocessing import get_context
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from samestep.config import Config
-from samestep.errors import ConfigError, WorldError
-from samestep.world import Alone, connect
-from samestep.world.distributed import Distributed
+from samestep.errors import WorldError
+from samestep.world import formation
+from samestep.world.shared import INLINE_BYTES
 from tests.workers import run_workers, try_workers
-from tests.worlds import TIMEOUT_SECONDS, in_processes, in_threads
+from tests.worlds import distributed_world, in_processes, in_threads, on_hosts, shared_world
 
 FIRST_CAPACITY = 1024 - 8  # bytes that fit the first message of `Distributed`
-LENGTHS = [0, 1, FIRST_CAPACITY - 1, FIRST_CAPACITY, FIRST_CAPACITY + 1, 20_000, 3, 200_000, 0]
+LENGTHS = [0, 1, FIRST_CAPACITY - 1, FIRST_CAPACITY, FIRST_CAPACITY + 1, INLINE_BYTES, INLINE_BYTES + 1, 3, 200_000, 0]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
 
 
 def conforms(world):
     """Check every call of a world against what its docstring promises."""
     assert 0 <= world.rank < world.size
-    for check in (bytes_of_any_length, json_keeps_bits, objects, tensors_are_gathered, parts_go_to_their_ranks, rank_zero_is_copied):
+    for check in CHECKS:
+        before = world.meetings
         check(world)
+        assert world.meetings > before or check is rank_zero_is_copied  # where rank 0 need not wait for anyone
+    meetings = world.meetings
     world.barrier("waiting")
+    assert world.meetings == meetings + 1
+    assert set(world.all_gather_json(meetings, "comparing meetings")) == {meetings}
     return world.rank
 
 
@@ -94,16 +97,45 @@ def rank_zero_is_copied(world):
         assert torch.equal(tensor, torch.ones(3, 5, dtype=dtype))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+def memory_is_shared_inside_hosts(world):
+    assert [rank for host in world.hosts for rank in host] == list(range(world.size))
+    assert world.rank in world.host
+    assert world.host in world.hosts
+    for nbytes in (0, 1, 100_000):
+        buffers = world.shared(nbytes)
+        own = buffers[world.host.index(world.rank)]
+        assert [(buffer.dtype, buffer.shape, int(buffer.sum())) for buffer in buffers] == [(torch.uint8, (nbytes,), 0)] * len(world.host)
+        world.barrier("reading zeros")
+        own.fill_(world.rank + 1)
+        world.barrier("writing")
+        assert [buffer.tolist() for buffer in buffers] == [[rank + 1] * nbytes for rank in world.host]
+        world.barrier("reading")
+
+
+CHECKS = (
+    bytes_of_any_length,
+    json_keeps_bits,
+    objects,
+    tensors_are_gathered,
+    parts_go_to_their_ranks,
+    rank_zero_is_copied,
+    memory_is_shared_inside_hosts,
+)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("launch", [in_processes, in_threads])
 def test_every_world_conforms(launch, workers):
     assert launch(workers, conforms) == list(range(workers))
 
 
-def test_connect_gives_the_world_that_fits():
-    assert isinstance(connect(1, Config(), cuda=False), Alone)
-    with pytest.raises(ConfigError, match="lanes=2 was given for 3 workers"):
-        connect(3, Config(lanes=2), cuda=False)
+@pytest.mark.parametrize(("hosts", "workers"), [(1, 2), (2, 2), (2, 4)])
+def test_a_world_of_several_hosts_conforms(hosts, workers):
+    def body(world):
+        assert len(world.hosts) == hosts
+        return conforms(world)
+
+    assert on_hosts(hosts, workers, body) == list(range(workers))
 
 
 def calls(world):
@@ -119,11 +151,12 @@ def calls(world):
     }
 
 
-def test_a_lost_worker_is_an_error_on_the_others_within_seconds():
+@pytest.mark.parametrize("join", [shared_world, distributed_world])
+def test_a_lost_worker_is_an_error_on_the_others_within_seconds(join):
     """After the first error every further call fails too, at once."""
 
     def body():
-        world = connect(3, Config(lanes=3, timeout_seconds=300), cuda=False)
+        world = join(timeout_seconds=300)
         world.barrier("starting")
         if world.rank == 1:
             os._exit(7)
@@ -145,32 +178,24 @@ def test_a_lost_worker_is_an_error_on_the_others_within_seconds():
             assert f"worker {outcome.rank} got no answer from the others while making the call {name}" in message
 
 
-def test_a_worker_that_never_comes_is_an_error_after_the_timeout():
-    def body():
-        if os.environ["RANK"] == "0":
-            return
-        with pytest.raises(WorldError, match="worker 1 got no answer from the others while forming the world"):
-            Distributed(cuda=False, timeout_seconds=1)
-
-    assert [outcome.exitcode for outcome in try_workers(body, 2)] == [0, 0]
-
-
-def test_a_process_can_form_one_world_after_another():
+@pytest.mark.parametrize("join", [shared_world, distributed_world])
+def test_a_process_can_form_one_world_after_another(join):
     """Also when rank 0 leaves the first one only after another worker has come for the second."""
     come = get_context("fork").Event()
-    form = dist.init_process_group
 
-    def tell_and_form(*args, **options):
+    def tell_and_host(place):
         come.set()
-        form(*args, **options)
+        return host(place)
+
+    host = formation._host
 
     def body():
-        world = Distributed(cuda=False, timeout_seconds=TIMEOUT_SECONDS)
+        world = join()
         if world.rank == 0:
             come.wait()
-        dist.init_process_group = tell_and_form
+        formation._host = tell_and_host
         world.close()
-        second = Distributed(cuda=False, timeout_seconds=TIMEOUT_SECONDS)
+        second = join()
         total = sum(second.all_gather_object(second.rank, "adding"))
         second.close()
         return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,11 @@ import torch
 
 from samestep.errors import ModelError, NonFiniteLossError
 from samestep.step.buffers import Buffers
-from samestep.step.exchange import Exchange
+from samestep.step.exchange import Exchange, buckets
 from samestep.step.gradients import set_gradients_aside
 from samestep.step.lanework import LaneWork
 from samestep.step.means import LaneResult
+from samestep.step.overlap import Overlap
 from samestep.step.parameters import ModuleParameters
 from samestep.step.replicas import Replicas
 from samestep.step.tree import carried
@@ -46,10 +48,13 @@ class Target:
     numbers: list[int | None]  # None: a parameter of a sharded optimizer that is not updated now
     block: Block | None
 
-    def put(self, own: Sequence[Gradients]) -> None:
-        """Give the gradients of this worker's subtrees to the exchange."""
+    def set_aside(self) -> None:
+        """Move gradients of an earlier call that nobody has used up out of the way."""
         if self.block is not None:
             self.block.set_aside()
+
+    def put(self, own: Sequence[Gradients]) -> None:
+        """Give the gradients of this worker's subtrees to the exchange."""
         self.exchange.put([[None if n is None else gradients[n] for n in self.numbers] for gradients in own])
 
     def finish(self, parameters: Sequence[torch.nn.Parameter], missing: Collection[int], scale: float) -> None:
@@ -86,6 +91,7 @@ class Lanes:
         self._known: set[int] = set()
         self._parameters: dict[int, ModuleParameters] = {}  # by the id of their module, which they keep alive
         self._targets: dict[tuple[int, ...], list[Target]] = {}
+        self._overlaps: dict[int, Overlap] = {}  # by the id of their targets
 
     def add(self, module: torch.nn.Module) -> None:
         """Let a replicated module be trained."""
@@ -109,14 +115,19 @@ class Lanes:
         started = time.perf_counter()
         data_before = batch.data_seconds
         parameters = self._trainable(update)
+        targets = self._targets_of(parameters) if self.world.size > 1 else []
         earlier = set_gradients_aside(parameters)
-        work = LaneWork(self, loss, batch, parameters, seed)
+        for target in targets:
+            target.set_aside()
+        overlap = self._overlap_of(targets, parameters)
+        work = LaneWork(self, loss, batch, parameters, seed, nullcontext if overlap is None else overlap.watching)
         own = work.run()
         self.compute_seconds += time.perf_counter() - started - (batch.data_seconds - data_before)
 
         started = time.perf_counter()
-        targets = self._targets_of(parameters) if self.world.size > 1 else []
-        for target in targets:
+        if overlap is not None:
+            overlap.finish(own)
+        for target in targets if overlap is None else ():
             target.put(own)
         reports = self.world.all_gather_json([work.report(own), note], "exchanging losses")  # where all workers meet
         results = [LaneResult(lane, rank, *result) for rank, (report, _) in enumerate(reports) for lane, *result in report["lanes"]]
@@ -154,7 +165,7 @@ class Lanes:
                 )
 
     def _targets_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[Target]:
-        """Divide parameters into those of each sharded block, and the rest by dtype; made once for each set of parameters."""
+        """Divide parameters into those of each sharded block, and the rest by dtype and bucket; once for each set of parameters."""
         cache_key = (len(self.shards), *map(id, parameters))
         if cache_key not in self._targets:
             number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -163,13 +174,21 @@ class Lanes:
                 numbers = [number_of.pop(id(parameter), None) for parameter in block.exchange.parameters]
                 if any(number is not None for number in numbers):
                     targets.append(Target(block.exchange, numbers, block))
-            rest = list(number_of.values())
-            for dtype in dict.fromkeys(parameters[n].dtype for n in rest):
-                numbers_of_dtype: list[int | None] = [n for n in rest if parameters[n].dtype == dtype]
-                exchange = Exchange([parameters[n] for n in rest if parameters[n].dtype == dtype], self.lanes, self.world)
-                targets.append(Target(exchange, numbers_of_dtype, None))
+            rest = dict(number_of)
+            targets += [
+                Target(Exchange(bucket, self.lanes, self.world), [rest[id(parameter)] for parameter in bucket], None)
+                for bucket in buckets([parameters[n] for n in rest.values()], self.world)
+            ]
             self._targets[cache_key] = targets
         return self._targets[cache_key]
+
+    def _overlap_of(self, targets: list[Target], parameters: Sequence[torch.nn.Parameter]) -> Overlap | None:
+        """Return what exchanges while backward runs: where each worker has one lane on one device and no other's memory to read."""
+        if not targets or self.lanes > self.world.size or not all(target.exchange.between_hosts_only for target in targets):
+            return None
+        if id(targets) not in self._overlaps:
+            self._overlaps[id(targets)] = Overlap(targets, parameters)
+        return self._overlaps[id(targets)]
 
 
 def _set_gradients(parameters: Sequence[torch.nn.Parameter], gradients: Gradients, scale: float) -> None:

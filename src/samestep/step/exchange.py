@@ -6,7 +6,8 @@ are; a host adds what its own workers have before it sends sums of its subtrees 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -16,11 +17,33 @@ from samestep.step.slices import flattened
 from samestep.step.tree import carried, halves, subtrees, tree_sum
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from samestep.step.gradients import Gradients
     from samestep.step.tree import Span
     from samestep.world import World
+
+
+BUCKET_BYTES: Final = 8 << 20  # of gradients that travel together: the network is busy while the others are computed
+
+
+def buckets(parameters: Sequence[torch.nn.Parameter], world: World) -> list[list[torch.nn.Parameter]]:
+    """Divide parameters into those that are exchanged together: of one dtype, and of no more than `BUCKET_BYTES` between hosts alone.
+
+    Where memory is shared one exchange is best, since nothing is gained while all cores compute.
+    """
+    most = math.inf if any(len(host) > 1 for host in world.hosts) else BUCKET_BYTES
+    together = []
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        bucket: list[torch.nn.Parameter] = []
+        for parameter in parameters:
+            if parameter.dtype == dtype:
+                if bucket and sum(one.nbytes for one in bucket) + parameter.nbytes > most:
+                    together.append(bucket)
+                    bucket = []
+                bucket.append(parameter)
+        together.append(bucket)
+    return together
 
 
 class Exchange:
@@ -39,6 +62,12 @@ class Exchange:
         self._own = self._sums[self._route.place]
         self._own_views = [self.views(flat) for flat in self._own[: len(self._spans[self._route.place])]]
         self._summed_at = -1
+        self._received: Callable[[], dict[Span, torch.Tensor]] | None = None  # of an exchange that has begun
+
+    @property
+    def between_hosts_only(self) -> bool:
+        """Whether nobody shares memory, so that an exchange may start when this worker alone has put its gradients."""
+        return not self._route.shares_memory
 
     @property
     def place(self) -> int:
@@ -76,10 +105,15 @@ class Exchange:
         for views, gradients in zip(self._own_views, own, strict=True):
             copy_gradients(views, gradients)
 
+    def start(self) -> None:
+        """Begin to exchange sums with other hosts; all workers of this host have put theirs."""
+        self._received = self._begin()
+
     def sum(self) -> torch.Tensor:
         """Return this worker's slice, 1-D, of the sum over all lanes."""
+        received, self._received = self._received or self._begin(), None
         rank = self._world.rank
-        known = {**self._here(rank), **(self._from_other_hosts() if self._route.others else {})}
+        known = {**self._here(rank), **received()}
         self._summed_at = self._world.meetings
         if (0, self._lanes) in known:
             return known[0, self._lanes]
@@ -94,22 +128,29 @@ class Exchange:
             for span, flat in zip(spans, flats, strict=False)
         }
 
-    def _from_other_hosts(self) -> dict[Span, torch.Tensor]:
-        """Return the other hosts' sums of this worker's slice, and send its partners there what this host has of theirs."""
+    def _begin(self) -> Callable[[], dict[Span, torch.Tensor]]:
+        """Send partners on other hosts what this host has of their slices; return what waits for their sums of this worker's slice."""
+        if not self._route.others:
+            return dict
         size, own_spans = self.layout.slice_size, self._spans_of(self._route.host)
         served = self._route.brings[self._world.rank]
         parts = [_add_up(span, known) for known in map(self._here, served) for span in own_spans]
         spans_from = {partner: self._spans_of(host) for partner, host in zip(self._route.partners, self._route.others, strict=True)}
         spans = [span for some in spans_from.values() for span in some]
         out = self._own[0].new_empty((len(spans), size))
-        self._world.all_to_all(
+        wait = self._world.begin_all_to_all(
             out.view(-1),
             [size * len(spans_from.get(rank, ())) for rank in range(self._world.size)],
             torch.cat(parts) if parts else out.new_empty(0),
             [size * len(own_spans) * (rank in served) for rank in range(self._world.size)],
             "exchanging gradients",
         )
-        return dict(zip(spans, out, strict=True))
+
+        def received() -> dict[Span, torch.Tensor]:
+            wait()
+            return dict(zip(spans, out, strict=True))
+
+        return received
 
     def _spans_of(self, host: range) -> list[Span]:
         lanes = [carried(rank, self._world.size, self._lanes) for rank in (host[0], host[-1])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,8 +43,16 @@ class Loss:
 class LaneWork:
     """The forward and backward passes of one worker's lanes for one global batch."""
 
-    def __init__(self, lanes: Lanes, loss: Loss, batch: Batch, parameters: Sequence[torch.nn.Parameter], seed: tuple[int, ...]) -> None:
-        self._lanes, self._loss, self._parameters, self._seed = lanes, loss, parameters, seed
+    def __init__(
+        self,
+        lanes: Lanes,
+        loss: Loss,
+        batch: Batch,
+        parameters: Sequence[torch.nn.Parameter],
+        seed: tuple[int, ...],
+        watching: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._lanes, self._loss, self._parameters, self._seed, self._watching = lanes, loss, parameters, seed, watching
         self._counts = batch.counts
         self._total = sum(batch.counts) if loss.count is None and batch.counts is not None else None
         self._batches = dict(batch.lane_batches())
@@ -95,7 +104,8 @@ class LaneWork:
         with self._lanes.replicas.on(replica), keyed(key(self._lanes.config.seed, "lane", *self._seed, lane)):
             with self._lanes.autocast():
                 loss, metrics = split_loss(self._loss.fn(self._loss.model, batch), lane)
-            torch.autograd.backward(loss, self._weight(loss, count), inputs=parameters)
+            with self._watching():
+                torch.autograd.backward(loss, self._weight(loss, count), inputs=parameters)
             if self._lanes.lanes > 1:
                 self._lanes.buffers.end_lane(lane, replica.number)
         self._results.append((lane, count, {"loss": loss.detach(), **metrics}))

@@ -15,7 +15,7 @@ import torch
 from torch import optim
 
 from samestep.errors import OptimizerError
-from samestep.step.exchange import Exchange
+from samestep.step.exchange import Exchange, buckets
 from samestep.step.layout import ALIGNMENT
 from samestep.step.slices import TensorSlice, storage_order
 
@@ -47,7 +47,7 @@ class Segment:
 
 
 class Block:
-    """The parameters of one dtype of an optimizer, in flat storage; of this worker's slice the optimizer gets segments.
+    """Parameters of one dtype of an optimizer, in flat storage; of this worker's slice the optimizer gets segments.
 
     Neighbours share a segment while their sizes are multiples of 64 elements, so that no kernel's tail moves, while they are of one
     group of the optimizer, and while each had a gradient whenever the others had one.
@@ -151,8 +151,7 @@ class Shard:
         self._parameters: list[torch.nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
-        dtypes = dict.fromkeys(parameter.dtype for parameter in self._parameters)
-        self.blocks = [Block([p for p in self._parameters if p.dtype == dtype], lanes, world, optimizer) for dtype in dtypes]
+        self.blocks = [Block(bucket, lanes, world, optimizer) for bucket in buckets(self._parameters, world)]
         firsts = {self._index(block, segment.pieces[0]): segment.parameter for block in self.blocks for segment in block.segments}
         index = 0
         for group, size in zip(optimizer.param_groups, self._group_sizes, strict=True):

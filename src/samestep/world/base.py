@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.errors import WorldError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -51,6 +51,13 @@ class World(ABC):
     @abstractmethod
     def all_to_all(self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str) -> None:
         """Send consecutive parts of `own` (1-D, `own_sizes[r]` elements to rank r) and receive in the same way into `out`."""
+
+    def begin_all_to_all(
+        self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str
+    ) -> Callable[[], None]:
+        """Begin an `all_to_all` and return the call that ends it; until then `out` and `own` are in use. Worlds may do it all at once."""
+        self.all_to_all(out, out_sizes, own, own_sizes, what)
+        return lambda: None
 
     @abstractmethod
     def shared(self, nbytes: int) -> list[torch.Tensor]:

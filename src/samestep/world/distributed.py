@@ -13,7 +13,7 @@ from samestep.world.base import FORMING, World, no_answer
 from samestep.world.memory import share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from samestep.world.formation import Formation
 
@@ -78,9 +78,21 @@ class Distributed(World):
         self.meetings += 1
 
     def all_to_all(self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str) -> None:
+        self.begin_all_to_all(out, out_sizes, own, own_sizes, what)()
+
+    def begin_all_to_all(
+        self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str
+    ) -> Callable[[], None]:
         with self._answering(what):
-            dist.all_to_all_single(out, own, list(out_sizes), list(own_sizes))
+            work = dist.all_to_all_single(out, own, list(out_sizes), list(own_sizes), async_op=True)
         self.meetings += 1
+
+        def end(kept: torch.Tensor = own) -> None:  # the sender's memory has to stay until all is sent
+            with self._answering(what):
+                work.wait()
+            del kept
+
+        return end
 
     def shared(self, nbytes: int) -> list[torch.Tensor]:
         return [torch.zeros(nbytes, dtype=torch.uint8)] if self._mesh is None else share(self._mesh, nbytes)

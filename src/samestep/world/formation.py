@@ -54,8 +54,9 @@ def form(place: Place, timeout_seconds: float, *, share: bool) -> Formation:
         offers = _exchange_offers(store, place, {"host": host, "member": asdict(door.member) if door else None})
         hosts = _hosts([offer["host"] for offer in offers])
         own = next(ranks for ranks in hosts if place.rank in ranks)
-        alone = door is None or len(own) == 1
-        mesh = None if alone else door.connect(place.rank, {rank: Member(**offers[rank]["member"]) for rank in own}, timeout_seconds)
+        mesh = None
+        if door and len(own) > 1:
+            mesh = door.connect(place.rank, {rank: Member(**offers[rank]["member"]) for rank in own}, timeout_seconds)
     return Formation(place.rank, place.workers, hosts, mesh, store, timeout_seconds)
 
 

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+
+from samestep.errors import WorldError
+from samestep.world.door import Door
+from tests.workers import run_workers, try_workers
+from tests.worlds import in_processes, shared_world
+
+
+def met_until_error(world, what):
+    """Meet the others again and again; return the error that ended it."""
+    while True:
+        try:
+            world.barrier(what)
+        except WorldError as error:
+            return str(error)
+
+
+def state_of(pid):
+    """Return the state of a process: R, S, T when it is stopped, Z when it has ended."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_worker_that_dies_is_named_while_the_others_wait_for_it():
+    def body():
+        world = shared_world(timeout_seconds=300)
+        pids = world.all_gather_json(os.getpid(), "telling pids")
+        if world.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        message = met_until_error(world, "waiting")
+        assert f"worker {world.rank} got no answer from the others while waiting" in message
+        assert f"worker 3 (process {pids[3]})" in message
+        assert "before that all were telling pids" in message
+        assert state_of(pids[3]) == "Z"
+
+    assert [outcome.exitcode for outcome in try_workers(body, 4)] == [0, 0, 0, -signal.SIGKILL]
+
+
+def test_a_death_is_seen_at_once_where_a_forked_process_lives_on_with_the_connection(tmp_path):
+    def body():
+        world = shared_world(timeout_seconds=300)
+        child = 0
+        if world.rank == 1:
+            child = os.fork()
+            if child == 0:
+                os.setpgid(0, 0)
+                signal.pause()
+        world.all_gather_json(child, "forking")
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        # The test's own process adopts the child when its parent has gone, and ends it below.
+        (tmp_path / "child").write_text(str(world.all_gather_json))
+        return met_until_error(world, "waiting")
+
+    first, second = try_workers(body, 2)
+    assert "gone: worker 1 " in first.value
+    assert second.exitcode == -signal.SIGKILL
+
+
+def test_a_worker_that_leaves_is_noticed_by_those_who_go_on():
+    def body():
+        world = shared_world(timeout_seconds=300)
+        world.barrier("meeting")
+        if world.rank == 1:
+            world.close()
+            with pytest.raises(WorldError, match="this worker has left the world"):
+                world.barrier("meeting again")
+            return ""
+        return met_until_error(world, "meeting again")
+
+    told = run_workers(body, 3)
+    assert all("worker 1 (process" in message for message in (told[0], told[2]))
+
+
+def test_a_worker_that_was_stopped_is_named_after_the_timeout():
+    def body():
+        world = shared_world(timeout_seconds=1)
+        pids = world.all_gather_json(os.getpid(), "telling pids")
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return None
+        started = time.monotonic()
+        message = met_until_error(world, "waiting")
+        assert time.monotonic() - started >= 1
+        assert state_of(pids[1]) == "T"
+        with pytest.raises(WorldError, match="while waiting again"):
+            world.barrier("waiting again")
+        if world.rank == 0:
+            os.kill(pids[1], signal.SIGCONT)
+        return message
+
+    first, _, third = run_workers(body, 3)
+    for rank, message in ((0, first), (2, third)):
+        assert re.search(
+            rf"worker {rank} got no answer .* \(worker 1 \(process \d+\) did not come within 1 s; before that all were", message
+        )
+
+
+def test_workers_that_make_different_calls_are_told():
+    def body(world):
+        mine, other = ("sending", "receiving")[:: 1 if world.rank == 0 else -1]
+        with pytest.raises(
+            WorldError, match=f"worker {world.rank} was {mine} while worker {1 - world.rank} was {other}; expected the same calls"
+        ):
+            world.barrier(mine)
+        with pytest.raises(WorldError, match=f"an earlier call failed, while {mine}"):
+            world.barrier("going on")
+
+    in_processes(2, body)
+
+
+def test_a_signal_breaks_no_call():
+    def body(world):
+        handled = []
+        signal.signal(signal.SIGUSR1, lambda *_: handled.append(1))
+        pids = world.all_gather_json(os.getpid(), "telling pids")
+        for turn in range(20):
+            if world.rank == 0:
+                while state_of(pids[1]) != "S":  # it waits for this worker
+                    os.sched_yield()
+                os.kill(pids[1], signal.SIGUSR1)
+            assert world.all_gather_json([turn, world.rank], "meeting") == [[turn, 0], [turn, 1]]
+        world.barrier("ending")
+        return len(handled) > 0
+
+    assert in_processes(2, body) == [False, True]
+
+
+def test_a_handler_that_raises_ends_the_world_and_no_later_call_reads_what_was_left():
+    def body(world):
+        signal.signal(signal.SIGUSR1, signal.default_int_handler)
+        pids = world.all_gather_json(os.getpid(), "telling pids")
+        if world.rank == 0:
+            while state_of(pids[1]) != "S":
+                os.sched_yield()
+            os.kill(pids[1], signal.SIGUSR1)
+            assert "gone: worker 1 " in met_until_error(world, "meeting")
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                met_until_error(world, "meeting")
+            with pytest.raises(WorldError, match="an earlier call failed, while meeting"):
+                world.barrier("going on")
+
+    in_processes(2, body)
+
+
+def test_strangers_are_refused_and_the_world_forms_all_the_same(monkeypatch):
+    """Strangers call at every door before it is told to anyone."""
+    strangers = []
+
+    def opened(door):
+        made(door)
+        for _ in range(20):
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stranger.connect("\0" + door.member.address)
+            stranger.send(b"forming the world\0")
+            strangers.append(stranger)
+
+    def body(world):
+        others = world.all_gather_json(world.rank, "meeting")
+        for stranger in strangers:
+            with pytest.raises(ConnectionResetError):
+                stranger.recv(1)
+            stranger.close()
+        return others
+
+    made = Door.__init__
+    monkeypatch.setattr(Door, "__init__", opened)
+    assert in_processes(3, body) == [[0, 1, 2]] * 3
+
+
+def test_nobody_connects_to_a_process_that_listens_in_the_place_of_another():
+    listening, ended = get_context("fork").Pipe(), get_context("fork").Event()
+    with Door() as door:
+        member = door.member
+
+        def body():
+            with Door() as own, pytest.raises(WorldError, match=f"process {os.getppid()} listens where process {os.getpid()} should"):
+                own.connect(1, {0: type(member)(os.getpid(), member.address), 1: own.member}, timeout_seconds=30)
+
+        assert [outcome.exitcode for outcome in try_workers(body, 1)] == [0]
+
+
+def open_files():
+    return sorted(os.readlink(f"/proc/self/fd/{file}") for file in os.listdir("/proc/self/fd"))
+
+
+def test_nothing_stays_open_or_behind():
+    def body():
+        shared_world().close()  # the store stays open for further worlds
+        before = len(open_files()), set(Path("/dev/shm").iterdir())
+        world = shared_world()
+        world.shared(1000)
+        tensor = torch.zeros(5_000_000)
+        world.broadcast(tensor, "copying")
+        within = set(Path("/dev/shm").iterdir())
+        world.close()
+        maps = Path("/proc/self/maps").read_text()
+        del world
+        return (len(open_files()), within) == before, "memfd" in maps
+
+    assert run_workers(body, 3) == [(True, False)] * 3
