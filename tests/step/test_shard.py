@@ -40,8 +40,8 @@ VARIANTS = [
     (optim.Rprop, {}),
     (optim.ASGD, {"t0": 2}),
 ]
-SHAPES = [(65, 5), (64,), (7,), (), (2, 3, 4, 4), (500,), (11,)]
-ABSENT = {1: {0, 1}, 3: {2}, 2: set(range(STEPS))}  # parameter: steps in which it has no gradient
+SHAPES = [(65, 5), (64,), (7,), (), (2, 3, 4, 4), (500,), (64, 2), (128,), (192,), (11,)]
+ABSENT = {1: {0, 1}, 3: {2}, 2: set(range(STEPS)), 7: {1, 4}}  # parameter: steps in which it has no gradient
 
 
 class Job:
@@ -175,6 +175,27 @@ def test_sharded_optimizers_give_the_bits_of_whole_ones():
                 assert worker["continued"] == alone[number]["continued"], variant
                 assert digest(worker["middle"]["parameters"]) == digest(kept[number]["parameters"]), variant
             assert comparable(whole([worker["middle"]["part"] for worker in mine])) == comparable(kept[number]["part"]), variant
+
+
+def test_neighbours_share_a_segment_while_nothing_keeps_them_apart():
+    def body(world):
+        job = Job(world, optim.AdamW, {"fused": True})
+
+        def shared():
+            segments = [segment for block in job.shard.blocks for segment in block.segments]
+            assert [segment.parameter for segment in segments] == [p for group in job.optimizer.param_groups for p in group["params"]]
+            return [[piece.index for piece in segment.pieces] for segment in segments]
+
+        found = [shared()]
+        for step in range(3):
+            job.step(step)
+            found.append(shared())
+        return found
+
+    first, second = in_processes(2, body)
+    together, apart = [[0], [1, 2], [3], [4], [5], [0]], [[0], [1], [2], [3], [4], [5], [0]]
+    assert first == [together, together, together, apart]
+    assert [segments[1:] for segments in second] == [[[6, 7, 8]]] * 2 + [[[6], [7], [8]]] * 2
 
 
 def test_every_optimizer_of_the_list_is_tried():

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import TCPStore
 
 from samestep.config import Config
 from samestep.errors import ConfigError, WorldError
@@ -14,7 +16,7 @@ from samestep.world import Alone, connect, formation
 from samestep.world.distributed import Distributed
 from samestep.world.shared import Shared
 from tests.workers import run_workers, try_workers
-from tests.worlds import distributed_world, shared_world
+from tests.worlds import shared_world
 
 
 def connected():
@@ -71,32 +73,32 @@ def test_hosts_are_the_runs_of_ranks_with_one_name(names):
     assert [rank for host in hosts for rank in host] == list(range(len(names)))
     for host in hosts:
         assert len(host) == 1 or {names[rank] for rank in host} in [{"a"}, {"b"}]
-    for left, right in zip(hosts, hosts[1:], strict=False):
+    for left, right in pairwise(hosts):
         assert names[left[0]] != names[right[0]] or names[left[0]] is None
 
 
-@pytest.mark.parametrize("join", [shared_world, distributed_world])
-def test_a_worker_that_never_comes_is_an_error_after_the_timeout(join):
-    def body(missing):
-        rank = int(os.environ["RANK"])
-        if rank == missing:
-            return
-        named = "" if missing == 0 else f".*worker {missing} did not come"  # rank 0 is the one who would know the others
-        with pytest.raises(WorldError, match=f"worker {rank} got no answer from the others while forming the world{named}"):
-            join(timeout_seconds=1)
-
-    for missing in (0, 1):
-        assert [outcome.exitcode for outcome in try_workers(body, 2, missing)] == [0, 0]
-
-
-def test_a_worker_that_comes_and_does_not_connect_is_named():
+def test_a_worker_that_never_comes_is_an_error_after_the_timeout():
     def body():
-        if os.environ["RANK"] == "1":
-            formation.Door.connect = lambda *args: None
-            with pytest.raises(AssertionError):
-                shared_world()
+        if os.environ["RANK"] == "0":
             return
-        with pytest.raises(WorldError, match=r"while forming the world.*\(worker 1 \(process \d+\) did not come\)"):
+        with pytest.raises(WorldError, match="worker 1 got no answer from the others while forming the world"):
             shared_world(timeout_seconds=1)
 
     assert [outcome.exitcode for outcome in try_workers(body, 2)] == [0, 0]
+
+
+def test_it_is_named_where_the_store_is_the_launcher_s():
+    """A launcher's store answers before all workers have come, and serves one world after another."""
+
+    def body():
+        shared_world().close()
+        world = shared_world()
+        world.close()
+        if world.rank == 1:
+            return
+        with pytest.raises(WorldError, match=r"worker 0 got no answer from the others while forming the world.*worker 1 did not come"):
+            shared_world(timeout_seconds=1)
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    assert run_workers(body, 2, environment=environment) == [None, None]

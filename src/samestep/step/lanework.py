@@ -87,8 +87,10 @@ class LaneWork:
 
     def report(self, own: Sequence[Gradients]) -> dict[str, Any]:
         """Return, as JSON, the results of lanes, the numbers of parameters without a gradient, and which buffers were written."""
+        numbers = iter(_numbers([value for _, _, metrics in self._results for value in metrics.values()]))
+        results = [(lane, count, {name: next(numbers) for name in metrics}) for lane, count, metrics in self._results]
         return {
-            "lanes": [[lane, count, _floats(metrics)] for lane, count, metrics in sorted(self._results, key=lambda result: result[0])],
+            "lanes": sorted(results, key=lambda result: result[0]),
             "missing": sorted(set.intersection(*({n for n, gradient in enumerate(some) if gradient is None} for some in own))),
             "buffers": self._lanes.buffers.written(),
         }
@@ -155,5 +157,10 @@ def _detached(name: str, value: Any) -> torch.Tensor:
     return tensor
 
 
-def _floats(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}
+def _numbers(scalars: Sequence[torch.Tensor]) -> list[float]:
+    """Return the values of scalar tensors. Those of one device arrive together: reading each would wait for the device each time."""
+    values: dict[int, float] = {}
+    for device in dict.fromkeys(scalar.device for scalar in scalars):
+        there = {n: scalar.double().reshape(()) for n, scalar in enumerate(scalars) if scalar.device == device}
+        values.update(zip(there, torch.stack(list(there.values())).tolist(), strict=True))
+    return [values[n] for n in range(len(scalars))]
