@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -31,7 +32,9 @@ def job(run):
         run.log(means, rate=0.5)
         run.log(other=torch.tensor(math.nan))
     run.log_image("grey", torch.linspace(0, 1, 6).view(1, 1, 6))
-    run.log_image("color", torch.zeros(4, 5, 3, dtype=torch.uint8))
+    color = np.zeros((4, 5, 3), dtype=np.uint8)
+    color.flags.writeable = False  # as images that were decoded are
+    run.log_image("color", color)
     run.print("printed at", run.step, end="!\n")
 
 
