@@ -28,10 +28,11 @@ from samestep.errors import (
 from samestep.launch import launch  # at once: the sub-package of the same name would take its place later
 
 if TYPE_CHECKING:
+    from samestep.data.packed import Packed
     from samestep.run import Run, init
     from samestep.step.means import Means
 
-_HOME = {"Means": "samestep.step.means", "Run": "samestep.run", "init": "samestep.run"}
+_HOME = {"Means": "samestep.step.means", "Packed": "samestep.data.packed", "Run": "samestep.run", "init": "samestep.run"}
 
 __all__ = [
     "ConfigError",
@@ -44,6 +45,7 @@ __all__ = [
     "ModelError",
     "NonFiniteLossError",
     "OptimizerError",
+    "Packed",
     "RecordError",
     "Run",
     "SamestepError",

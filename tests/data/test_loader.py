@@ -1,6 +1,7 @@
 # ruff: noqa: NPY002  user code draws from NumPy's global generator
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -9,6 +10,9 @@ import time
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset, default_collate
 
 from samestep.data.loader import Request, load
 from samestep.errors import LoaderError
@@ -103,6 +107,81 @@ def test_samples_are_collated_as_torch_does_and_generators_are_left_alone():
         assert first["draws"].shape == (2, 3)
         assert second["index"].tolist() == [7]
         assert torch.equal(torch.rand(3), expected)
+
+
+def assert_same_batches(dataset, indices):
+    """Check that samples taken at once are what torch makes of them one by one."""
+    (taken,) = loaded(dataset, requests_of(indices), 0)
+    collated = default_collate([dataset[index] for index in indices])
+    assert type(taken) is type(collated)
+    for ours, theirs in zip(taken, collated, strict=True):
+        assert torch.equal(ours, theirs)
+        assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
+
+
+@given(
+    shape=st.lists(st.integers(1, 3), max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]),
+    indices=st.lists(st.integers(0, 6), min_size=1, max_size=9),
+)
+def test_tensors_are_indexed_as_a_whole_with_the_same_result(shape, dtype, indices):
+    tensor = torch.arange(7 * 3 ** len(shape)).reshape(7, *[3] * len(shape))[(slice(None), *map(slice, shape))].contiguous().to(dtype)
+    assert_same_batches(TensorDataset(tensor, torch.arange(7)), indices)
+
+
+def test_tensors_are_not_looked_up_one_by_one(monkeypatch):
+    dataset = TensorDataset(torch.arange(5))
+    monkeypatch.delattr(TensorDataset, "__getitem__")
+    (batch,) = loaded(dataset, requests_of([3, 1]), 0)
+    assert batch[0].tolist() == [3, 1]
+
+
+def test_tensors_of_other_layouts_are_collated_as_they_were():
+    plain, images = torch.rand(6, 4), torch.rand(6, 3, 4, 4)
+    for tensor in (plain.T.contiguous().T, images.to(memory_format=torch.channels_last), plain.expand(2, 6, 4)[0]):
+        assert_same_batches(TensorDataset(tensor, torch.arange(6)), [4, 0, 4])
+    (batch,) = loaded(TensorDataset(plain.clone().requires_grad_()), requests_of([1, 2]), 0)
+    assert batch[0].requires_grad
+
+
+@forks
+def test_tensors_come_from_loader_processes_and_through_a_collate_function_too():
+    dataset = TensorDataset(torch.rand(6, 4), torch.arange(6))
+    requests = requests_of([5, 1], [2, 2, 0])
+    for loader_workers in (0, 2):
+        for batch, request in zip(loaded(dataset, requests, loader_workers), requests, strict=True):
+            assert torch.equal(batch[0], dataset.tensors[0][request.indices])
+        assert loaded(dataset, requests, loader_workers, collate_fn=len) == [2, 3]
+
+
+@forks
+def test_lists_of_objects_give_loader_processes_what_they_give_others():
+    records = [{"path": f"{index}.png", "label": index} for index in range(50)]
+    requests = requests_of([3, 1], [49, 0, 7])
+    assert loaded(records, requests, 2, collate_fn=list) == loaded(records, requests, 0, collate_fn=list)
+    assert loaded(tuple(records), requests, 2, collate_fn=list) == [[records[3], records[1]], [records[49], records[0], records[7]]]
+
+
+class FrozenObjects(Broken):
+    def __getitem__(self, index):
+        return gc.get_freeze_count()
+
+
+@forks
+def test_the_garbage_collector_of_a_loader_process_leaves_alone_what_was_there():
+    before = gc.get_freeze_count()
+    assert loaded(FrozenObjects(None), requests_of([0]), 1)[0][0] > 10_000
+    assert gc.get_freeze_count() == before
+
+
+@forks
+def test_loader_processes_are_as_many_requests_ahead_as_is_asked_for():
+    taken = []
+    requests = (taken.append(request) or request for request in requests_of(*[[index] for index in range(60)]))
+    batches = load(Broken(None), requests, collate_fn=None, loader_workers=2, pin_memory=False, ahead=13)
+    next(batches)
+    batches.close()
+    assert 13 <= len(taken) <= 16
 
 
 @forks

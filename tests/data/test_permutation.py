@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.permutation import Permutation
+from samestep.data.permutation import BLOCK, BLOCKS_KEPT, TABULATED, Permutation
 from samestep.data.seeds import key
 from samestep.errors import DataError
 
@@ -82,11 +82,65 @@ def test_positions_may_come_in_any_shape_and_order(size, data):
     assert len(permutation) == size
 
 
+SPANNED = st.one_of(
+    st.integers(1, 5 * BLOCK),
+    st.integers(1, 2**62),
+    st.sampled_from([BLOCK, BLOCK + 1, TABULATED, TABULATED + 1, 2**62]),
+)
+
+
+@given(size=SPANNED, permutation_key=st.integers(0, 2**63 - 1), data=st.data())
+def test_a_span_is_what_its_positions_are(size, permutation_key, data):
+    permutation, single = Permutation(size, permutation_key), Permutation(size, permutation_key)
+    for _ in range(4):
+        start = data.draw(st.one_of(st.integers(0, size), st.integers(max(0, size - 3), size)))
+        stop = min(size, start + data.draw(st.one_of(st.integers(0, 300), st.integers(BLOCK - 1, 2 * BLOCK + 1))))
+        values = permutation.span(start, stop)
+        assert values.dtype == np.int64
+        assert np.array_equal(values, single[np.arange(start, stop)])
+
+
+def evaluations(monkeypatch):
+    """Return the list of what will be evaluated: the first position of each call."""
+    found, evaluate = [], Permutation._evaluate
+    monkeypatch.setattr(Permutation, "_evaluate", lambda self, x, rounds: found.append(int(x[0])) or evaluate(self, x, rounds))
+    return found
+
+
+def test_two_walks_through_one_order_evaluate_each_block_once(monkeypatch):
+    """One fetches ahead of the other."""
+    size, ahead = 20 * BLOCK, (BLOCKS_KEPT - 2) * BLOCK
+    permutation, evaluated = Permutation(size, 1), evaluations(monkeypatch)
+    for position in range(0, size - 100, 100):
+        permutation.span(position, position + 100)
+        permutation.span(max(0, position - ahead), max(0, position - ahead) + 100)
+    assert evaluated == list(range(0, size, BLOCK))
+
+
+def test_a_walk_takes_no_memory():
+    permutation = Permutation(10**9, 1)
+    tracemalloc.start()
+    for block in range(3 * BLOCKS_KEPT):
+        permutation.span(block * BLOCK, block * BLOCK + 1)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 4 * 2**20
+
+
+def test_kept_values_cannot_be_written_to():
+    for size in (10, 10_000):
+        with pytest.raises(ValueError, match="read-only"):
+            Permutation(size, 0).span(0, 5)[0] = 1
+
+
 def test_what_is_outside_is_refused():
     permutation = Permutation(10, 0)
     for outside in (10, -1, [0, 10], [-1, 5], np.uint64(2**63)):
         with pytest.raises(IndexError, match="of a permutation of 10 items"):
             permutation[outside]
+    for start, stop in ((-1, 3), (0, 11), (5, 4), (11, 12)):
+        with pytest.raises(IndexError, match=f"positions {start} to {stop - 1} of a permutation of 10 items"):
+            permutation.span(start, stop)
     for size in (0, -1, 2**62 + 1):
         with pytest.raises(DataError, match=f"a permutation of {size} items"):
             Permutation(size, 0)

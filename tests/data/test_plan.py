@@ -88,6 +88,31 @@ def test_other_epochs_and_seeds_have_other_orders():
     assert len(orders(lambda seed: GroupedPlan([index % 3 for index in range(30)], 30, 4, 2, seed, shuffle=False))) == 1
 
 
+@pytest.mark.parametrize(
+    ("size", "step", "expected"),
+    [
+        (1000, 2, [202, 825, 531, 561]),
+        (10**6, 1953, [470285, 834215, 448720, 747902]),
+        (10**9, 1953125, [128724754, 716348057, 44521923, 545959489]),
+        (10**12, 1953125000, [869581140230, 332772446937, 391331637911, 170776296713]),
+    ],
+)
+def test_an_order_never_changes(size, step, expected):
+    """A run that resumes under another version must find the order it began with."""
+    assert ShuffledPlan(size, 256, 4, seed=7).indices(3, step, 2)[:4].tolist() == expected
+
+
+def test_a_grouped_order_never_changes():
+    plan = GroupedPlan(np.arange(20_000) % 7, 20_000, 64, 4, seed=7)
+    assert plan.indices(3, 100, 2)[:4].tolist() == [11463, 3476, 4890, 802]
+
+
+def test_counts_may_be_written_to():
+    plan = ShuffledPlan(10, 4, 2, 0)
+    plan.counts(0, 0).clear()
+    assert plan.counts(0, 0) == [2, 2]
+
+
 def test_a_plan_of_any_size_takes_no_memory():
     plan = ShuffledPlan(10**12, 4096, 8, seed=1)
     indices = np.concatenate([plan.indices(0, step, lane) for step in (0, plan.steps_per_epoch - 1) for lane in range(8)])

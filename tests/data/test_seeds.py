@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.seeds import key, keyed, set_generators
+from samestep.data.seeds import generators_kept, key, keyed, set_generators
 
 WORDS = st.text(st.characters(blacklist_characters=","), max_size=5)
 
@@ -51,6 +51,40 @@ def test_keyed_depends_on_the_key_alone_and_puts_states_back():
             raise KeyError
         assert [first, second, draws()] == undisturbed
     assert draws() == expected
+
+
+def test_states_kept_once_serve_several_parts():
+    alone = []
+    for value in (1, 2, 3):
+        with keyed(value):
+            alone.append(draws())
+    set_generators(5)
+    expected = [draws(), draws()]
+
+    set_generators(5)
+    assert draws() == expected[0]
+    with suppress(KeyError), generators_kept():
+        for value in (3, 1):
+            set_generators(value)
+            assert draws() == alone[value - 1]
+        with keyed(2):
+            assert draws() == alone[1]
+        raise KeyError
+    assert draws() == expected[1]
+
+
+def test_a_bit_generator_of_the_users_choice_is_put_back():
+    own, chosen = np.random.get_bit_generator(), np.random.PCG64(3)
+    expected = np.random.RandomState(np.random.PCG64(3)).rand(2)
+    np.random.set_bit_generator(chosen)
+    try:
+        first = np.random.rand()
+        with keyed(1):
+            np.random.rand()
+        assert [first, np.random.rand()] == expected.tolist()
+        assert np.random.get_bit_generator() is chosen
+    finally:
+        np.random.set_bit_generator(own)
 
 
 def test_half_a_pair_of_normal_variables_is_put_back_too():

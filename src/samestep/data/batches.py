@@ -38,7 +38,8 @@ def plan_batches(
                     where = f"lane {lane} of step {step} in epoch {epoch}"
                     yield Request(where, plan.indices(epoch, step, lane).tolist(), key(seed, "fetch", epoch, step, lane))
 
-    source = load(dataset, requests(), collate_fn=collate_fn, loader_workers=loader_workers, pin_memory=pin_memory)
+    two_steps = 2 * len(lanes)  # one to compute on while the other is loaded
+    source = load(dataset, requests(), collate_fn=collate_fn, loader_workers=loader_workers, pin_memory=pin_memory, ahead=two_steps)
     for epoch, step in positions():
         batch = Batch(epoch, lanes, plan.counts(epoch, step), source)
         yield batch

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from samestep.data.packed import packed_where_it_pays
 from samestep.data.seeds import keyed
 from samestep.errors import DataError, LoaderError
 
@@ -26,7 +28,7 @@ class Request(NamedTuple):
 
 
 class Fetcher(torch.utils.data.Dataset[Any]):
-    """Answers requests from a map-style data set, by `__getitems__` where it has that.
+    """Answers requests from a map-style data set: tensors are indexed as a whole, others by `__getitems__` where they have that.
 
     Raises `LoaderError` that says where, with the traceback of what failed.
     """
@@ -34,9 +36,13 @@ class Fetcher(torch.utils.data.Dataset[Any]):
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn or default_collate
+        self._tensors = dataset.tensors if collate_fn is None and _is_tensors(dataset) else None
 
     def __getitem__(self, request: Request) -> Any:
         try:
+            if self._tensors is not None:  # nothing is drawn here
+                indices = torch.tensor(request.indices, dtype=torch.int64)
+                return [tensor.index_select(0, indices) for tensor in self._tensors]
             with keyed(request.key):
                 return self.collate_fn(self._samples(request))
         except Exception as error:
@@ -55,6 +61,18 @@ class Fetcher(torch.utils.data.Dataset[Any]):
         return list(samples)
 
 
+def _is_tensors(dataset: Any) -> bool:
+    """Tell whether default_collate would give what indexing the tensors gives, to the bit and the stride."""
+    return type(dataset) is TensorDataset and all(
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+        for tensor in dataset.tensors
+    )
+
+
 def load(
     dataset: Any,
     requests: Iterable[Request],
@@ -62,12 +80,13 @@ def load(
     collate_fn: Callable[[list[Any]], Any] | None,
     loader_workers: int,
     pin_memory: bool,
+    ahead: int = 2,
 ) -> Iterator[Any]:
-    """Yield the collated batch of each request, in order; `loader_workers` processes fetch ahead.
+    """Yield the collated batch of each request, in order; `loader_workers` processes fetch `ahead` requests ahead, and at least two each.
 
     Raises `LoaderError` when fetching fails or a loader process dies.
     """
-    fetcher = Fetcher(dataset, collate_fn)
+    fetcher = Fetcher(packed_where_it_pays(dataset) if loader_workers > 0 else dataset, collate_fn)
     if loader_workers == 0 and not pin_memory:
         yield from (fetcher[request] for request in requests)
         return
@@ -78,6 +97,8 @@ def load(
         collate_fn=_as_it_is,
         num_workers=loader_workers,
         pin_memory=pin_memory,
+        prefetch_factor=max(2, -(-ahead // loader_workers)) if loader_workers > 0 else None,
+        worker_init_fn=_begin_process,
         generator=torch.Generator(),  # the loader draws a base seed: not from the generator that user code draws from
     )
     batches = _iter(loader)
@@ -104,6 +125,11 @@ def _iter(loader: DataLoader[Any]) -> Any:
     if former is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, former)
     return batches
+
+
+def _begin_process(_: int) -> None:
+    """Keep the garbage collector from writing to every object that was there before, which would copy its page."""
+    gc.freeze()
 
 
 class _Sampler(torch.utils.data.Sampler[Any]):

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from math import isqrt
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from samestep.errors import DataError
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
 
 ROUNDS: Final = 8
 SMALL: Final = 1024  # up to here a table costs little, and a network would not make all orders equally likely
+BLOCK: Final = 8192  # positions that `span` evaluates at once: enough for NumPy's arithmetic to outweigh its calls
+BLOCKS_KEPT: Final = 4
+TABULATED: Final = 2**32  # up to here tables of all rounds fit 4 MiB
+
+Values = NDArray[np.int64]
+Round = Callable[[Values], Values]  # what is added to one half, as a function of the other
 
 
 class Permutation:
@@ -30,40 +39,79 @@ class Permutation:
         if not 1 <= size <= 2**62:
             raise DataError(f"a permutation of {size} items was asked for; expected 1 to 2**62")
         self.size = size
-        self._a = np.uint64(isqrt(size - 1) + 1)
-        self._b = np.uint64(-(-size // int(self._a)))
+        self._a = isqrt(size - 1) + 1
+        self._b = -(-size // self._a)
         words = hashlib.blake2b(str(key).encode(), digest_size=8 * ROUNDS).digest()
-        self._round_keys = np.frombuffer(words, dtype=np.uint64)
-        self._table = np.argsort(_mix(np.arange(size, dtype=np.uint64), self._round_keys[0])) if size <= SMALL else None
+        round_keys = np.frombuffer(words, dtype=np.uint64)
+        self._rounds = [partial(_round, round_key, (self._a, self._b)[number % 2]) for number, round_key in enumerate(round_keys)]
+        self._table = np.argsort(_mix(np.arange(size), round_keys[0])) if size <= SMALL else None
+        self._blocks: dict[int, Values] = {}
 
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, positions: ArrayLike) -> NDArray[np.int64]:
+    def __getitem__(self, positions: ArrayLike) -> Values:
         """Return the values at `positions`, each in [0, size); raises IndexError outside."""
         at = np.asarray(positions)
         if at.size and (at.min() < 0 or at.max() >= self.size):
             raise IndexError(f"positions {at.min()} to {at.max()} of a permutation of {self.size} items")
         if self._table is not None:
             return self._table[at.astype(np.intp)]
-        values = self._network(np.atleast_1d(at).astype(np.uint64))
-        while (outside := values >= self.size).any():
-            values[outside] = self._network(values[outside])
-        return values.astype(np.int64).reshape(at.shape)
+        return self._evaluate(np.atleast_1d(at).astype(np.int64), self._rounds).reshape(at.shape)
 
-    def _network(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        left, right = x // self._b, x % self._b
-        for number, round_key in enumerate(self._round_keys):
+    def span(self, start: int, stop: int) -> Values:
+        """Return the values at positions [start, stop), read-only; raises IndexError outside [0, size].
+
+        Whole blocks are evaluated and the last ones kept, so that spans near each other cost a fraction of `permutation[positions]`.
+        """
+        if not 0 <= start <= stop <= self.size:
+            raise IndexError(f"positions {start} to {stop - 1} of a permutation of {self.size} items")
+        first, last = start // BLOCK, max(start, stop - 1) // BLOCK
+        values = self._block(first) if first == last else np.concatenate([self._block(number) for number in range(first, last + 1)])
+        return values[start - first * BLOCK : stop - first * BLOCK]
+
+    def _block(self, number: int) -> Values:
+        block = self._blocks.get(number)
+        if block is None:
+            positions = np.arange(number * BLOCK, min((number + 1) * BLOCK, self.size))
+            block = self._evaluate(positions, self._tables) if SMALL < self.size <= TABULATED else self[positions]
+            block.flags.writeable = False
+            if len(self._blocks) == BLOCKS_KEPT:
+                self._blocks.pop(next(iter(self._blocks)))
+            self._blocks[number] = block
+        return block
+
+    @cached_property
+    def _tables(self) -> list[Round]:
+        """The rounds as tables of O(sqrt(size)) values, which are looked up faster than computed."""
+        return [one_round(np.arange((self._b, self._a)[number % 2])).__getitem__ for number, one_round in enumerate(self._rounds)]
+
+    def _evaluate(self, x: Values, rounds: Sequence[Round]) -> Values:
+        values = self._network(x, rounds)
+        while (outside := values >= self.size).any():
+            values[outside] = self._network(values[outside], rounds)
+        return values
+
+    def _network(self, x: Values, rounds: Sequence[Round]) -> Values:
+        left = x // self._b
+        right = x - left * self._b
+        for number, one_round in enumerate(rounds):
             if number % 2 == 0:
-                left = (left + _mix(right, round_key) % self._a) % self._a
+                left += one_round(right)
+                left -= self._a * (left >= self._a)
             else:
-                right = (right + _mix(left, round_key) % self._b) % self._b
+                right += one_round(left)
+                right -= self._b * (right >= self._b)
         return left * self._b + right
 
 
-def _mix(x: NDArray[np.uint64], round_key: np.uint64) -> NDArray[np.uint64]:
+def _round(round_key: np.uint64, modulus: int, half: Values) -> Values:
+    return (_mix(half, round_key) % np.uint64(modulus)).astype(np.int64)
+
+
+def _mix(x: Values, round_key: np.uint64) -> NDArray[np.uint64]:
     """Hash 64 bits with a key: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
-    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ round_key
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: NDArray[np.uint64] = (x.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ round_key
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

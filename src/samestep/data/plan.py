@@ -28,7 +28,7 @@ class Plan(Protocol):
         """Return the number of samples of each lane; `step` counts within the epoch."""
 
     def indices(self, epoch: int, step: int, lane: int) -> Indices:
-        """Return the sample indices of a lane, int64."""
+        """Return the sample indices of a lane, int64, not to be written to; lanes and steps near each other are cheap in turn."""
 
     def describe(self) -> dict[str, int | bool]:
         """Return what must be equal for two plans to be the same."""
@@ -47,16 +47,20 @@ class ShuffledPlan:
         self.steps_per_epoch = size // batch_size if drop_last else -(-size // batch_size)
         if self.steps_per_epoch == 0:
             raise ConfigError(f"batch_size={batch_size} with drop_last leaves none of {size} samples: lower it or keep the last batch")
+        self._full_counts = self._deal(batch_size)
 
     def counts(self, epoch: int, step: int) -> list[int]:
-        batch = min(self.batch_size, self.size - step * self.batch_size)
+        left = self.size - step * self.batch_size
+        return self._full_counts.copy() if left >= self.batch_size else self._deal(left)
+
+    def _deal(self, batch: int) -> list[int]:
         return [(lane + 1) * batch // self.lanes - lane * batch // self.lanes for lane in range(self.lanes)]
 
     def indices(self, epoch: int, step: int, lane: int) -> Indices:
-        start = step * self.batch_size
-        batch = min(self.batch_size, self.size - start)
-        positions = np.arange(start + lane * batch // self.lanes, start + (lane + 1) * batch // self.lanes)
-        return self._permutation(epoch)[positions] if self.shuffle else positions
+        first = step * self.batch_size
+        batch = min(self.batch_size, self.size - first)
+        start, stop = first + lane * batch // self.lanes, first + (lane + 1) * batch // self.lanes
+        return _epoch_order(self.size, self.seed, epoch).span(start, stop) if self.shuffle else np.arange(start, stop)
 
     def describe(self) -> dict[str, int | bool]:
         return {
@@ -67,9 +71,6 @@ class ShuffledPlan:
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
         }
-
-    def _permutation(self, epoch: int) -> Permutation:
-        return _permutation(self.size, key(self.seed, "epoch", epoch))
 
 
 class GroupedPlan:
@@ -85,7 +86,8 @@ class GroupedPlan:
         self._members = _members(groups, size)
         self._chunk = -(-batch_size // lanes)
         self._chunks_per_step = batch_size // self._chunk
-        self._first_chunk = np.cumsum([0] + [-(-len(members) // self._chunk) for members in self._members])
+        self._sizes = np.asarray([len(members) for members in self._members])
+        self._first_chunk = np.concatenate([[0], np.cumsum(-(-self._sizes // self._chunk))])  # of each group, and the end
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -93,18 +95,26 @@ class GroupedPlan:
         return -(-int(self._first_chunk[-1]) // self._chunks_per_step)
 
     def counts(self, epoch: int, step: int) -> list[int]:
-        return [len(self.indices(epoch, step, lane)) for lane in range(self.lanes)]
+        groups, starts = self._chunks(epoch, step)
+        counts: list[int] = np.minimum(self._sizes[groups] - starts, self._chunk).tolist()
+        return counts + [0] * (self.lanes - len(counts))
 
     def indices(self, epoch: int, step: int, lane: int) -> Indices:
-        position = step * self._chunks_per_step + lane
-        if lane >= self._chunks_per_step or position >= self._first_chunk[-1]:
+        groups, starts = self._chunks(epoch, step)
+        if lane >= len(groups):
             return np.empty(0, dtype=np.int64)
-        chunk = int(self._order(int(self._first_chunk[-1]), "chunks", epoch, position))
-        group = int(np.searchsorted(self._first_chunk, chunk, side="right")) - 1
-        start = (chunk - int(self._first_chunk[group])) * self._chunk
+        group, start = int(groups[lane]), int(starts[lane])
         members = self._members[group]
         positions = np.arange(start, min(start + self._chunk, len(members)))
-        return members[self._order(len(members), f"group {group}", epoch, positions)]
+        return members[_group_order(len(members), self.seed, group, epoch)[positions] if self.shuffle else positions]
+
+    def _chunks(self, epoch: int, step: int) -> tuple[Indices, Indices]:
+        """Return the group of each chunk of a step, and where in the group it starts."""
+        chunks = int(self._first_chunk[-1])
+        start, stop = step * self._chunks_per_step, min((step + 1) * self._chunks_per_step, chunks)
+        taken = _chunk_order(chunks, self.seed, epoch).span(start, stop) if self.shuffle else np.arange(start, stop)
+        groups = np.searchsorted(self._first_chunk, taken, side="right") - 1
+        return groups, (taken - self._first_chunk[groups]) * self._chunk
 
     def describe(self) -> dict[str, int | bool]:
         return {
@@ -116,13 +126,20 @@ class GroupedPlan:
             "groups": len(self._members),
         }
 
-    def _order(self, size: int, scope: str, epoch: int, positions: Indices | int) -> Indices:
-        return _permutation(size, key(self.seed, scope, epoch))[positions] if self.shuffle else np.asarray(positions)
+
+@lru_cache(maxsize=4)  # orders that are walked hold tables and blocks of a few MiB
+def _epoch_order(size: int, seed: int, epoch: int) -> Permutation:
+    return Permutation(size, key(seed, "epoch", epoch))
+
+
+@lru_cache(maxsize=4)
+def _chunk_order(size: int, seed: int, epoch: int) -> Permutation:
+    return Permutation(size, key(seed, "chunks", epoch))
 
 
 @lru_cache(maxsize=64)
-def _permutation(size: int, permutation_key: int) -> Permutation:
-    return Permutation(size, permutation_key)
+def _group_order(size: int, seed: int, group: int, epoch: int) -> Permutation:
+    return Permutation(size, key(seed, f"group {group}", epoch))
 
 
 def _members(groups: GroupBy, size: int) -> list[Indices]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from samestep.data.batch import items_in, to_device
-from samestep.data.seeds import key, keyed
+from samestep.data.seeds import generators_kept, key, set_generators
 from samestep.errors import DataError, LossError
 from samestep.step.gradients import Gradients, add_gradients, take_gradients
 from samestep.step.tree import Span, subtrees, tree_steps, tree_sum
@@ -64,8 +64,9 @@ class LaneWork:
         replicas = self._lanes.replicas
         replicas.refresh()
         sums: dict[Span, Gradients] = {}
-        for _ in zip_longest(*(self._on(replica, sums) for replica in replicas.all)):
-            pass  # devices take turns, a lane each: so all of them have work soon
+        with generators_kept():
+            for _ in zip_longest(*(self._on(replica, sums) for replica in replicas.all)):
+                pass  # devices take turns, a lane each: so all of them have work soon
         first = replicas.all[0].device
         moved = {span: [None if gradient is None else gradient.to(first) for gradient in some] for span, some in sums.items()}
         return [tree_sum(span, moved.get, add_gradients) for span in subtrees(self._lanes.own, self._lanes.lanes)]
@@ -103,7 +104,8 @@ class LaneWork:
         if count == 0 and self._loss.reduction == "mean":
             return [None] * len(self._parameters)
         parameters = replica.of(self._parameters)
-        with self._lanes.replicas.on(replica), keyed(key(self._lanes.config.seed, "lane", *self._seed, lane)):
+        with self._lanes.replicas.on(replica):
+            set_generators(key(self._lanes.config.seed, "lane", *self._seed, lane))
             with self._lanes.autocast():
                 loss, metrics = split_loss(self._loss.fn(self._loss.model, batch), lane)
             with self._watching():
