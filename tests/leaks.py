@@ -19,8 +19,8 @@ GRACE_SECONDS = 6.0  # a loader process looks every five seconds whether its par
 SHARED_MEMORY = Path("/dev/shm")
 # multiprocessing keeps one such process for the life of the program.
 KEPT_PROCESS = "multiprocessing.resource_tracker"
-# pytest sets the first at each phase of a test, scikit-learn the others when it is imported.
-KEPT_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+# pytest sets the first at each phase of a test, torch._dynamo the second and scikit-learn the others when they are imported.
+KEPT_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 
 
 class LeakError(Exception):

@@ -36,7 +36,7 @@ def runs(monkeypatch):
     return collected
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["verify", "--help"]])
 def test_help_comes_without_torch(arguments):
     program = HELP_WITHOUT_TORCH.format(arguments=arguments)
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -43,7 +43,7 @@ class Config:
     precision: str = option("float32", "float32, or bfloat16 for autocast in forward passes")
     device: str = option("auto", "auto (a GPU a worker when there are any), cpu or cuda")
     devices: int | tuple[str, ...] = option(1, "devices that one worker drives: how many, or their names, as in cuda:0,cuda:1")
-    threads: int = option(1, "intra-op threads a worker on CPU; bits depend on it")
+    threads: int = option(1, "intra-op threads a worker on its CPU; bits depend on it")
     snapshot_every: str | None = option("10min", 'steps ("500") or minutes ("10min") between snapshots, or none')
     keep_last: int = option(3, "newest snapshots that are kept")
     keep_best: int = option(1, "snapshots of the highest score that are kept besides")

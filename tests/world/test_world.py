@@ -12,6 +12,7 @@ import torch
 from samestep.errors import WorldError
 from samestep.world import formation
 from samestep.world.shared import INLINE_BYTES
+from samestep.world.staged import Staged
 from tests.workers import run_workers, try_workers
 from tests.worlds import distributed_world, in_processes, in_threads, on_hosts, shared_world
 
@@ -127,6 +128,11 @@ CHECKS = (
 @pytest.mark.parametrize("launch", [in_processes, in_threads])
 def test_every_world_conforms(launch, workers):
     assert launch(workers, conforms) == list(range(workers))
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_world_through_host_memory_conforms(workers):
+    assert in_processes(workers, lambda world: conforms(Staged(world))) == list(range(workers))
 
 
 @pytest.mark.parametrize(("hosts", "workers"), [(1, 2), (2, 2), (2, 4)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import os
@@ -20,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from samestep.errors import LaunchError
+from samestep.launch.preload import no_collection
 from samestep.launch.report import Failure
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class Agent(LocalElasticAgent):
         before = multiprocessing.active_children()
         try:
             # Elastic's handlers would stay behind, and raise wherever the launcher is.
-            with _variable(SIGNALS_VARIABLE, ""), _no_collection():
+            # Garbage stays as it is: each worker freezes what it inherits before it collects again.
+            with _variable(SIGNALS_VARIABLE, ""), no_collection():
                 pids: dict[int, Any] = super()._start_workers(worker_group)
         except OSError as error:
             for process in multiprocessing.active_children():
@@ -207,18 +208,6 @@ def _variable(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep garbage as it is while workers are forked; each freezes what it inherits before it collects again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _send(process: BaseProcess, number: signal.Signals) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from samestep.config import PREFIX, merge
 from samestep.errors import LaunchError, WorkerError
 from samestep.launch.place import STARTED_BY
+from samestep.launch.preload import preload
 from samestep.launch.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any)
 
 
 def _run(body: Callable[[], Any], workers: int, environment: Mapping[str, str], threads: int) -> Any:
+    preload()
     import torch  # noqa: PLC0415  the command line prints its help without it
 
     from samestep.launch.agent import quiet_elastic, run  # noqa: PLC0415

@@ -19,7 +19,7 @@ def pixels(image: Any) -> NDArray[Any]:
     """Return an image as uint8 [H, W] or [H, W, 3]. Raises `RecordError` for other shapes and dtypes."""
     if not isinstance(image, torch.Tensor):
         image = torch.from_numpy(np.array(image))  # a copy: torch warns of arrays it may not write
-    tensor = image.detach().cpu()
+    tensor: torch.Tensor = image.detach().cpu()
     if tensor.ndim == 3 and tensor.shape[0] in CHANNELS and tensor.shape[-1] not in CHANNELS:  # noqa: PLR2004  [C, H, W]
         tensor = tensor.permute(1, 2, 0)
     if tensor.ndim == 3 and tensor.shape[-1] == 1:  # noqa: PLR2004

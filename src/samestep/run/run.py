@@ -28,7 +28,7 @@ from samestep.run.images import pixels
 from samestep.run.loops import PlannedLoop, run_loop
 from samestep.run.memory import keep_freed_memory, return_freed_memory
 from samestep.run.progress import Position, Progress
-from samestep.run.start import agree_on_lanes, find_snapshot, set_aside, set_up_devices
+from samestep.run.start import agree_on_lanes, find_snapshot, set_aside, set_up_devices, share_gpus
 from samestep.run.stop import StopRequest
 from samestep.snapshot.keeper import Keeper
 from samestep.step.backward import Lanes
@@ -80,7 +80,7 @@ class Run:
         self.device = self.devices[0]
         if self.device.type == "cpu":
             keep_freed_memory()
-        self._world = connect(place, config, cuda=self.device.type == "cuda")
+        self._world = connect(place, config, cuda=self.device.type == "cuda", gpus_are_shared=share_gpus(self.devices, place))
         self._record = open_record(config.dir, writes=self.is_main)
         resumed = find_snapshot(config, self._world, self._record)
         self.lanes = agree_on_lanes(config, place.workers, len(self.devices), resumed)

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 def set_up_devices(config: Config, place: Place) -> list[torch.device]:
     """Return the worker's devices, with threads or deterministic kernels as configured. Raises `ConfigError` without the GPUs asked for."""
+    if config.device != "cpu" and torch.cuda._is_in_bad_fork():  # noqa: SLF001  torch would just say that there is no GPU
+        raise ConfigError(
+            "CUDA was in use in the process that this worker was forked from; expected a launch before that"
+        )
+    torch.set_num_threads(config.threads)
     names = config.devices if isinstance(config.devices, tuple) else None
     wants_cuda = config.device == "cuda" or (names is not None and names[0] != "cpu")
     cuda = torch.cuda.is_available() and config.device != "cpu" and (names is None or wants_cuda)
@@ -30,12 +35,12 @@ def set_up_devices(config: Config, place: Place) -> list[torch.device]:
         given = "device='cuda'" if names is None else f"devices={','.join(names)}"
         raise ConfigError(f"{given} was given, and torch finds no GPU; expected one: check the driver and CUDA_VISIBLE_DEVICES")
     if not cuda:
-        torch.set_num_threads(config.threads)
         return [torch.device("cpu")] * (config.devices if isinstance(config.devices, int) else len(config.devices))
     devices = _gpus(config.devices, place, torch.cuda.device_count())
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(mode=True)
+        torch.backends.cudnn.benchmark = False  # it chooses kernels by their speed at the moment
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.cuda.set_device(devices[0])
     return devices
@@ -54,6 +59,11 @@ def _gpus(asked: int | tuple[str, ...], place: Place, there: int) -> list[torch.
     if asked > there:
         raise ConfigError(f"devices={asked} was given, and this host has {there} GPUs; expected at most as many")
     return [torch.device("cuda", (place.local_rank * asked + number) % there) for number in range(asked)]
+
+
+def share_gpus(devices: list[torch.device], place: Place) -> bool:
+    """Tell whether several workers of this host use one GPU."""
+    return devices[0].type == "cuda" and len(devices) * place.local_workers > torch.cuda.device_count()
 
 
 def find_snapshot(config: Config, world: World, record: Record) -> Snapshot | None:

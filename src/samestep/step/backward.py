@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -103,9 +103,9 @@ class Lanes:
         """Return the flat storage of every sharded optimizer."""
         return [block for shard in self.shards for block in shard.blocks]
 
-    def autocast(self) -> torch.autocast:
-        """Return the context in which user code computes losses and outputs."""
-        return torch.autocast(self.devices[0].type, torch.bfloat16, enabled=self.config.precision == "bfloat16")
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which user code computes losses and outputs; in float32 one that it entered itself stays."""
+        return torch.autocast(self.devices[0].type, torch.bfloat16) if self.config.precision == "bfloat16" else nullcontext()
 
     def backward(self, loss: Loss, batch: Batch, update: torch.nn.Module, seed: tuple[int, ...], note: Any) -> Answer:
         """Leave the gradient of the mean loss over all items of the global batch in `.grad` of `update`'s parameters.
@@ -122,6 +122,7 @@ class Lanes:
         overlap = self._overlap_of(targets, parameters)
         work = LaneWork(self, loss, batch, parameters, seed, nullcontext if overlap is None else overlap.watching)
         own = work.run()
+        report = work.report(own)  # reads losses, so what a GPU computes has ended
         self.compute_seconds += time.perf_counter() - started - (batch.data_seconds - data_before)
 
         started = time.perf_counter()
@@ -129,7 +130,7 @@ class Lanes:
             overlap.finish(own)
         for target in targets if overlap is None else ():
             target.put(own)
-        reports = self.world.all_gather_json([work.report(own), note], "exchanging losses")  # where all workers meet
+        reports = self.world.all_gather_json([report, note], "exchanging losses")  # where all workers meet
         results = [LaneResult(lane, rank, *result) for rank, (report, _) in enumerate(reports) for lane, *result in report["lanes"]]
         self._check_finite(results, seed[0])
         written = sorted({number for report, _ in reports for number in report["buffers"]})

@@ -46,9 +46,8 @@ class Buffers:
         """Take what stands in the buffers now as the value every lane starts from."""
         self._written = {}
         current = self._current()
-        for _, starts in self._starts:
-            for start, buffer in zip(starts, current, strict=True):
-                start.copy_(buffer.detach())
+        for _, starts in self._starts if current else ():
+            torch._foreach_copy_(starts, [buffer.detach() for buffer in current])
 
     def end_lane(self, lane: int, device: int = 0) -> None:
         """Keep what this lane wrote on the worker's device of this number, and put the start values back for its next one.

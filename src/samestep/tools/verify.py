@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from samestep.errors import VerifyError
-from samestep.snapshot.read import list_snapshots
-from samestep.tools.trace import read_start, read_traces
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from samestep.tools.trace import StepTrace
-
-KILL_TRIES = 5
 
 
 class Size(NamedTuple):
@@ -53,6 +42,8 @@ def main(options: argparse.Namespace) -> int:
     sizes = _sizes(options.workers)
     if options.steps < 1 or (options.kill and options.steps < 2):  # noqa: PLR2004  a kill falls between two steps
         raise VerifyError(f"--steps {options.steps} was given; expected at least 1, and 2 with --kill")
+    from samestep.tools.job import Job  # noqa: PLC0415  it needs torch, and the command line prints its help without it
+
     job = Job([options.script, *options.arguments], options.steps, options.lanes)
     traces: dict[str, list[StepTrace]] = {}
     by_devices = sorted(sizes, key=lambda size: size.workers * size.devices)
@@ -71,78 +62,6 @@ def _sizes(text: str) -> list[Size]:
     if not all(re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,2})?", part) for part in parts):
         raise VerifyError(f"-n {text} was given; expected numbers of workers such as 1,2,4, or 1x2 for one worker with 2 devices")
     return list(dict.fromkeys(Size(*map(int, part.split("x"))) for part in parts))
-
-
-class Job:
-    """A script that is run for some steps, each time in a directory of its own."""
-
-    def __init__(self, command: Sequence[str], steps: int, lanes: int | None) -> None:
-        self.lanes = lanes
-        self._command, self._steps = list(command), steps
-
-    def trace(self, size: Size) -> list[StepTrace]:
-        """Run to the end and return what each step left."""
-        with tempfile.TemporaryDirectory(prefix="samestep-verify-") as name:
-            directory = Path(name)
-            self._finish(size, directory, "never")
-            self._fix_lanes(directory)
-            return read_traces(directory)
-
-    def trace_with_kill(self, size: Size, size_after: Size, draw: random.Random) -> tuple[str, list[StepTrace]]:
-        """Kill a worker after some step, resume at another size; return what was done and what each step left."""
-        for _ in range(KILL_TRIES):
-            with tempfile.TemporaryDirectory(prefix="samestep-verify-") as name:
-                directory, step, rank = Path(name), draw.randint(1, self._steps - 1), draw.randrange(size.workers)
-                if not self._kill(size, directory, step, rank):
-                    continue
-                self._finish(size_after, directory, "auto")
-                resumed_at = read_start(directory)["step"]
-                title = f"n={size}, worker {rank} killed, n={size_after} from step {resumed_at}"
-                return title, read_traces(directory)
-        raise VerifyError(f"the job ended before a worker could be killed, {KILL_TRIES} times: give more --steps")
-
-    def _kill(self, size: Size, directory: Path, step: int, rank: int) -> bool:
-        """Start, kill a worker once the snapshot of `step` is there; tell whether that ended the job."""
-        with self._start(size, directory, "never", directory / "output.txt") as process:
-            while process.poll() is None and not any(path.name == f"step-{step:08d}" for path in list_snapshots(directory)):
-                time.sleep(0.002)
-            if process.poll() is None:
-                pid = next(worker["pid"] for worker in read_start(directory)["workers"] if worker["rank"] == rank)
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    process.wait()
-                    return False
-            return process.wait() != 0
-
-    def _finish(self, size: Size, directory: Path, resume: str) -> None:
-        output = directory / "output.txt"
-        with self._start(size, directory, resume, output) as process:
-            process.wait()
-        if process.returncode != 0:
-            tail = "\n".join(output.read_text(errors="replace").splitlines()[-30:])
-            raise VerifyError(f"the script failed at n={size} with status {process.returncode}:\n{tail}")
-        read_start(directory)
-        if not list_snapshots(directory):
-            raise VerifyError(
-                "the script left nothing to compare: it must track its model and optimizer (run.track) and train at least a step"
-            )
-
-    def _start(self, size: Size, directory: Path, resume: str, output: Path) -> subprocess.Popen[bytes]:
-        flags = ["--dir", str(directory), "--resume", resume, "--snapshot-every", "1", "--stop-after", str(self._steps)]
-        flags += ["--keep-last", str(self._steps)]
-        flags += [] if self.lanes is None else ["--lanes", str(self.lanes)]
-        flags += [] if size.devices == 1 else ["--devices", str(size.devices)]
-        command = [sys.executable, "-m", "samestep", "run", "-n", str(size.workers), *flags, *self._command]
-        print(f"running at n={size} …", file=sys.stderr, flush=True)  # noqa: T201
-        with output.open("ab") as file:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
-
-    def _fix_lanes(self, directory: Path) -> None:
-        lanes = read_start(directory)["lanes"]
-        if self.lanes not in {None, lanes}:
-            raise VerifyError(f"the runs had {self.lanes} and {lanes} lanes; expected the same: fix them in the script or by --lanes")
-        self.lanes = lanes
 
 
 def report(traces: dict[str, list[StepTrace]], lanes: int) -> int:

@@ -9,6 +9,7 @@ from samestep.world.alone import Alone
 from samestep.world.distributed import Distributed
 from samestep.world.formation import form
 from samestep.world.shared import Shared
+from samestep.world.staged import Staged
 
 if TYPE_CHECKING:
     from samestep.config import Config
@@ -16,16 +17,18 @@ if TYPE_CHECKING:
     from samestep.world.base import World
 
 
-def connect(place: Place, config: Config, *, cuda: bool) -> World:
+def connect(place: Place, config: Config, *, cuda: bool, gpus_are_shared: bool = False) -> World:
     """Return the world of a worker at `place`; the others must make the same call. Raises `WorldError`.
 
-    Workers that all share memory need nothing else; others talk through torch.distributed.
+    CPU workers that all share memory need nothing else; others talk through torch.distributed. With `cuda` GPUs exchange by NCCL, unless
+    several workers use one.
     """
     if config.lanes is not None and place.workers > config.lanes:
         raise ConfigError(f"lanes={config.lanes} was given for {place.workers} workers; expected at least a lane a worker: raise lanes")
     if place.workers == 1:
         return Alone()
-    formation = form(place, config.timeout_seconds, share=not cuda)
-    if formation.mesh is not None and len(formation.hosts) == 1:
-        return Shared(formation.mesh)
-    return Distributed(formation, cuda=cuda)
+    nccl = cuda and not gpus_are_shared
+    formation = form(place, config.timeout_seconds, share=not nccl)
+    on_one_host = formation.mesh is not None and len(formation.hosts) == 1
+    world = Shared(formation.mesh) if on_one_host else Distributed(formation, cuda=nccl)  # type: ignore[arg-type]
+    return Staged(world) if gpus_are_shared else world

@@ -1,0 +1,186 @@
+"""Everything that a machine with NVIDIA GPUs can show, in less than ten minutes: the same bits, and the speed.
+
+usage: python -m benchmarks.gpu [--rounds 3] [--minutes 9] [--into docs/gpu.md] [--quick] [--device cpu]
+
+First `samestep verify` proves the guarantee on the GPUs; then contenders take turns, all with the same batch, the largest that fits.
+No round begins that would not end in time. The results are printed, and put into their place in a file. Exits with status 1
+where something failed, or there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks.gpu_results import ProofResult, Speeds, insert, markdown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+SAMESTEP = [sys.executable, "-m", "samestep"]
+JOB = str(Path(__file__).with_name("gpu_samestep.py"))
+LIMIT_SECONDS = 180  # for one command
+LARGEST_BATCH, SMALLEST_BATCH = 256, 8
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A comparison by `samestep verify` with these arguments, where there are enough `gpus`; the job gets `flags`."""
+
+    title: str
+    arguments: Sequence[str]
+    flags: Sequence[str] = ()
+    gpus: int = 1
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Who trains: a module of benchmarks, or for `samestep run` its options; the job gets `flags`."""
+
+    title: str
+    module: str = "gpu_samestep"
+    options: Sequence[str] = ()
+    flags: Sequence[str] = ()
+
+    def command(self, flags: Sequence[str]) -> list[str]:
+        """Return the command that trains."""
+        start = [*SAMESTEP, "run", *self.options] if self.module == "gpu_samestep" else [sys.executable]
+        return [*start, "-m", f"benchmarks.{self.module}", *flags, *self.flags]
+
+
+KILLED = ["-n", "1", "--kill"]
+SHARING = Proof("two workers share a GPU, 4 lanes", ["-n", "1,2", "--lanes", "4"])
+PROOFS = [
+    *(Proof(f"killed and resumed, lanes={lanes}", [*KILLED, "--lanes", str(lanes)]) for lanes in (1, 2, 4)),
+    SHARING,
+    Proof("killed and resumed, lanes=2, bfloat16", [*KILLED, "--lanes", "2"], ["--precision", "bfloat16"]),
+    Proof("killed and resumed, lanes=2, torch.compile", [*KILLED, "--lanes", "2"], ["--compiled", "default"]),
+    Proof("one and two workers with a GPU each, one worker with two, 4 lanes", ["-n", "1,2,1x2", "--lanes", "4"], gpus=2),
+]
+PLAIN = Contender("plain PyTorch", "gpu_plain")
+EAGER = [
+    PLAIN,
+    Contender("Accelerate", "gpu_accelerate"),
+    Contender("samestep"),
+    Contender("samestep, deterministic=False", options=["--deterministic", "false"]),
+    Contender("samestep, 4 lanes", options=["--lanes", "4"]),
+]
+COMPILED = [
+    Contender(f"{who}, {words}", module, flags=["--compiled", mode])
+    for mode, words in (("default", "torch.compile"), ("reduce-overhead", "CUDA graphs"))
+    for who, module in (("plain PyTorch", "gpu_plain"), ("samestep", "gpu_samestep"))
+]
+
+
+def main() -> int:
+    """Run all of it; return the exit status."""
+    options = _options()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no GPU: torch finds none here; --device cpu --quick tries this benchmark without one", file=sys.stderr)
+        return 1
+    ends = time.monotonic() + 60 * options.minutes
+    proofs = prove(options.device, quick=options.quick)
+    speeds = measure(options.device, options.rounds, ends, quick=options.quick)
+    text = markdown(_machine(options.device), proofs, speeds)
+    print(text)
+    if options.into is not None:
+        insert(text, options.into)
+    return int(any(proof.failed for proof in proofs) or any(some.failed for some in speeds))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender at the most (default: 3)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="in which rounds must end, proofs included (default: 9)")
+    parser.add_argument("--into", type=Path, help="the file with a place for the results, such as docs/gpu.md")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one round: tries the benchmark itself")
+    return parser.parse_args()
+
+
+def prove(device: str, *, quick: bool) -> list[ProofResult]:
+    """Run the proofs for which there are devices enough."""
+    gpus = torch.cuda.device_count() if device == "cuda" else 1
+    job = ["--model", "tiny" if quick else "ViT-Ti/16", "--device", device]
+    return [_proved(proof, job) for proof in ([SHARING] if quick else PROOFS) if proof.gpus <= gpus]
+
+
+def _proved(proof: Proof, job: Sequence[str]) -> ProofResult:
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # alone to be seen, it is shared by all workers
+    seen = {"CUDA_VISIBLE_DEVICES": first} if proof.gpus == 1 else {}
+    done = run([*SAMESTEP, "verify", "--steps", "3", *proof.arguments, JOB, *job, *proof.flags], seen)
+    verdict = [line for line in done.stdout.splitlines() if line.startswith(("the same at every step", "DIFFERENT"))]
+    return ProofResult(proof.title, verdict[-1] if verdict else last_line(done), failed=done.returncode != 0)
+
+
+def measure(device: str, rounds: int, ends: float, *, quick: bool) -> list[Speeds]:
+    """Let the contenders of each model take turns, for as many rounds as end in time, and for one at least."""
+    peers = [contender for contender in EAGER if contender.module != "gpu_accelerate" or find_spec("accelerate")]
+    models = {"tiny": peers[:3]} if quick else {"ViT-Ti/16": [*peers, *COMPILED], "ViT-S/16": peers}
+    timed = ["--seconds", "0.2"] if quick else ["--seconds", "2", "--loader-workers", "4"]
+    flags = {model: ["--model", model, "--device", device, "--precision", "bfloat16", *timed] for model in models}
+    batches = {model: 32 if quick else largest_batch(flags[model]) for model in models}
+    all_speeds = {model: Speeds(f"{model}, batch {batches[model]}, bfloat16", PLAIN.title) for model in models}
+    for number in range(1 if quick else rounds):
+        began = time.monotonic()
+        for model, contenders in models.items():
+            first = number % len(contenders)
+            for contender in [*contenders[first:], *contenders[:first]]:
+                done = run(contender.command([*flags[model], "--batch-size", str(batches[model])]))
+                all_speeds[model].add(contender.title, done.stdout, "" if done.returncode == 0 else last_line(done))
+        if time.monotonic() + (time.monotonic() - began) > ends:
+            break
+    return list(all_speeds.values())
+
+
+def largest_batch(flags: Sequence[str]) -> int:
+    """Return the batch that the plain loop can train with in the GPU's memory: 256, or what halving it comes to."""
+    size = LARGEST_BATCH
+    while size > SMALLEST_BATCH:
+        done = run(PLAIN.command([*flags, "--seconds", "0", "--batch-size", str(size)]))
+        if "out of memory" not in done.stderr:
+            break
+        size //= 2
+    return size
+
+
+def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, and say so; one that takes too long has failed."""
+    print(f"$ {' '.join(command[1:])}", file=sys.stderr, flush=True)
+    with subprocess.Popen(
+        command, env={**os.environ, **(environment or {})}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # a launcher ends its workers then
+            stdout, stderr = process.communicate()
+            stderr += f"\nstill ran after {LIMIT_SECONDS} seconds"
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    """Return what a failed command said last."""
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return said[-1] if said else f"ended with status {done.returncode}"
+
+
+def _machine(device: str) -> str:
+    if device == "cpu":
+        return f"{platform.machine()} CPU, torch {torch.__version__}"
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return f"{len(names)} x {names[0]}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,91 @@
+"""The results of the GPU benchmark as Markdown, and their place in a file."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
+
+
+@dataclass(frozen=True)
+class ProofResult:
+    """What a proof found, in words."""
+
+    title: str
+    verdict: str
+    failed: bool
+
+
+@dataclass
+class Speeds:
+    """What contenders reached in the rounds that they all took part in; the one named `floor` is what others are compared with."""
+
+    title: str
+    floor: str
+    rounds: dict[str, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
+    complaints: dict[str, str] = field(default_factory=dict)
+
+    def add(self, contender: str, printed: str, complaint: str) -> None:
+        """Take what a contender printed, or its complaint."""
+        if complaint:
+            self.complaints[contender] = complaint
+        self.rounds[contender].append({name: float(value) for name, value in re.findall(r"(\w+)=([\d.]+)", printed)})
+
+    @property
+    def failed(self) -> bool:
+        """Whether any contender failed."""
+        return bool(self.complaints)
+
+    def rows(self) -> list[str]:
+        """Return a row of a table a contender."""
+        return [f"| {name} | {self._complaint(name) or self._figures(name)} |" for name in self.rounds]
+
+    def _complaint(self, name: str) -> str:
+        failed = name if name in self.complaints else self.floor if self.floor in self.complaints else None
+        return f"failed: {cell(self.complaints[failed])} | |" if failed else ""
+
+    def _figures(self, name: str) -> str:
+        runs, floor = self.rounds[name], self.rounds[self.floor]
+        ratios = [run["images_a_second"] / beside["images_a_second"] for run, beside in zip(runs, floor, strict=True)]
+        gigabytes = max(run["gigabytes"] for run in runs)
+        return f"{spread([run['images_a_second'] for run in runs], 0)} | {spread(ratios, 2)} | {gigabytes:.2f}"
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Return a median with the lowest and highest."""
+    median, low, high = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
+    return f"{median} ({low} to {high})"
+
+
+def cell(text: str) -> str:
+    """Return text that fits into a cell of a table."""
+    return text.replace("|", "/")
+
+
+def markdown(machine: str, proofs: Sequence[ProofResult], speeds: Sequence[Speeds]) -> str:
+    """Return all results as tables."""
+    lines = [f"{machine}.", "", "| proof | outcome |", "|---|---|"]
+    lines += [f"| {proof.title} | {'**failed**: ' if proof.failed else ''}{cell(proof.verdict)} |" for proof in proofs]
+    for some in speeds:
+        rounds = max(map(len, some.rounds.values()))
+        lines += ["", f"{some.title}; median of {rounds} rounds (lowest to highest), ratios of neighbouring runs.", ""]
+        lines += [f"| contender | images a second | of {some.floor} | GB at the most |", "|---|---|---|---|", *some.rows()]
+    return "\n".join([*lines, ""])
+
+
+def insert(text: str, into: Path) -> None:
+    """Put results into their place in a file, instead of what is there. Raises `SystemExit` where there is no such place."""
+    page = into.read_text(encoding="utf-8")
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"{into} has no place for results: a line {BEGIN.strip()} and after it a line {END.strip()}")
+    into.write_text(f"{before}{begin}{text}{end}{after}", encoding="utf-8")

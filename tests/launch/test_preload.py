@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from samestep.launch.preload import no_collection
+
+LOADED_BEFORE_THE_FORK = """
+import sys
+import samestep
+
+assert "torch" not in sys.modules
+found = samestep.launch(lambda: [name in sys.modules for name in ("torch", "torch._dynamo", "samestep.run")], workers=1)
+assert found == [True, True, True], found
+"""
+# What a torch that was built for GPUs asks them by, as far as imports could.
+ASKS_NO_GPU_AND_STARTS_NO_THREAD = """
+import os
+import sys
+import torch
+
+asked = []
+for name in ("_cuda_getDeviceCount", "_cuda_init", "_cuda_getCurrentRawStream"):
+    setattr(torch._C, name, lambda *_, name=name: asked.append(name) or 0)
+threads = os.listdir("/proc/self/task")
+from samestep.launch.preload import preload
+
+preload()
+assert "torch._dynamo" in sys.modules
+assert os.listdir("/proc/self/task") == threads
+assert not asked, asked
+torch.cuda.is_available()
+assert asked  # so it would have been seen
+"""
+
+
+@pytest.mark.parametrize("program", [LOADED_BEFORE_THE_FORK, ASKS_NO_GPU_AND_STARTS_NO_THREAD])
+def test_what_is_loaded_before_the_fork_leaves_a_process_that_can_fork(program):
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collection_is_as_it_was_after_a_block_without_it(enabled):
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with no_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
