@@ -10,7 +10,7 @@ help:
 	@echo 'make demo    train a ViT on two workers, evaluate it, and prove that one worker does the same'
 	@echo 'make test    run all tests'
 	@echo 'make check   run all checks of style, types, imports, links and public names'
-	@echo 'make bench   measure beside DistributedDataParallel and torchrun: about ten minutes on two cores'
+	@echo 'make bench   measure four jobs beside seven ways to train them: about fifteen minutes on two cores'
 	@echo 'make clean   remove .venv and all caches'
 
 demo: .venv/ready-vit
@@ -27,9 +27,8 @@ check: .venv/ready-dev
 	$(BIN)/vulture
 	$(BIN)/pytest tests/house
 
-bench: .venv/ready-vit
-	$(BIN)/python -m benchmarks.versus_ddp
-	$(BIN)/python -m benchmarks.modes
+bench: .venv/ready-bench
+	$(BIN)/python -m benchmarks.table --picture docs/benchmarks.svg
 
 clean:
 	rm -rf .venv build dist runs .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,1 +1,1 @@
-"""samestep beside its peers, one command each: `python -m benchmarks.versus_ddp`."""
+"""samestep beside its peers, one command each; `make bench` runs `python -m benchmarks.table`."""

@@ -8,32 +8,39 @@ Runs take turns; every ratio is of runs of one round. Memory is that of all work
 from __future__ import annotations
 
 import argparse
+import sys
+from functools import partial
 
-from benchmarks.measure import SAMESTEP, figures, spread
+from benchmarks.measure import figures, spread
+from benchmarks.turns import in_turn
 
-JOB = ["-m", "benchmarks.vit.with_samestep"]
-MODES = {
-    "--mode ddp": [*SAMESTEP, *JOB],
-    "--mode dp": [*SAMESTEP, "--mode", "dp", *JOB],
-    "one device": [*SAMESTEP[:-1], "1", "--lanes", "2", *JOB],
+JOB = ["-m", "benchmarks.contenders", "samestep", "vit"]
+MODES = {  # how many workers each comes to, and its options
+    "--mode ddp": (2, ["-n", "2"]),
+    "--mode dp": (1, ["-n", "2", "--mode", "dp"]),
+    "one device": (1, ["-n", "1", "--lanes", "2"]),
 }
 
 
 def main() -> None:
     """Run the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.modes", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each mode (default: 5)")
     rounds = parser.parse_args().rounds
-    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
-    for number in range(rounds):
-        for mode in list(MODES)[:: 1 if number % 2 == 0 else -1]:
-            found[mode].append(figures(MODES[mode]))
+    found = in_turn({mode: partial(measure, mode) for mode in MODES}, rounds)
     print(f"ViT-Ti/8, global batch 64, AdamW, 2 lanes, {rounds} rounds")
     first = found[next(iter(MODES))]
     for mode, runs in found.items():
         for figure, unit in (("samples_a_second", "samples/s"), ("memory_megabytes", "MB")):
             ratios = [run[figure] / beside[figure] for run, beside in zip(runs, first, strict=True)]
             print(f"  {mode:11} {spread([run[figure] for run in runs])} {unit}, ratio {spread(ratios)}")
+
+
+def measure(mode: str) -> dict[str, float]:
+    """Run the job once; returns its figures, with the memory of all workers."""
+    workers, options = MODES[mode]
+    found = figures([sys.executable, "-m", "samestep", "run", *options, *JOB])
+    return {**found, "memory_megabytes": workers * found["memory_megabytes"]}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-import hashlib
+import errno
+import fcntl
+import mmap
 import os
 
 import pytest
@@ -41,11 +43,94 @@ def test_data_is_durable_before_it_has_its_name(tmp_path, monkeypatch):
     assert synced == [(f".a.{os.getpid()}.tmp", False), (tmp_path.name, True)]
 
 
-@pytest.mark.parametrize("size", [0, 1, files.CHUNK_BYTES, files.CHUNK_BYTES + 1])
-def test_checksums_cover_the_whole_file(tmp_path, size):
+def test_a_checksum_is_xxh3_of_128_bits():
+    assert files.checksum(b"") == "99aa06d3014798d86001c324468d497f"  # as every implementation has it
+
+
+def pages(content: bytes) -> memoryview:
+    """Return content in memory that starts at a page, as writing past the cache needs it."""
+    memory = mmap.mmap(-1, max(len(content), 1))
+    memory[: len(content)] = content
+    return memoryview(memory)[: len(content)]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("size", [0, 1, 4096, 8191, 3 * 4096 + 5])
+@pytest.mark.parametrize("segment_bytes", [4096, 8192, 1000])
+def test_a_file_is_written_with_the_checksums_of_its_segments(tmp_path, monkeypatch, size, segment_bytes, cached):
+    if cached:
+        monkeypatch.setattr(files, "UNCACHED", 0)
     content = os.urandom(size)
-    (tmp_path / "a").write_bytes(content)
-    assert files.sha256_of(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+    asked = []
+    checksums = files.write_durably(tmp_path / "a", pages(content), segment_bytes, lambda: asked.append(1))
+    assert (tmp_path / "a").read_bytes() == content
+    segments = [content[start : start + segment_bytes] for start in range(0, size, segment_bytes)]
+    assert list(checksums) == [files.checksum(segment) for segment in segments]
+    assert len(asked) == len(segments)
+
+
+def test_memory_that_starts_within_a_page_is_written(tmp_path):
+    content = os.urandom(3 * 4096)
+    files.write_durably(tmp_path / "a", pages(b"x" + content)[1:], 4096, lambda: None)
+    assert (tmp_path / "a").read_bytes() == content
+
+
+def test_only_the_end_of_a_file_goes_through_the_cache(tmp_path, monkeypatch):
+    """As on a file system that takes whole pages past the cache."""
+    flags, written = [os.O_WRONLY], []
+
+    def control(_: int, command: int, *wanted: int) -> int:
+        flags[:] = wanted if command == fcntl.F_SETFL else flags
+        return flags[0]
+
+    def write(_: int, data: memoryview) -> int:
+        uncached = bool(flags[0] & files.UNCACHED)
+        if uncached and len(data) % mmap.PAGESIZE:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        written.append((len(data), uncached))
+        return len(data)
+
+    monkeypatch.setattr(fcntl, "fcntl", control)
+    monkeypatch.setattr(os, "write", write)
+    files.write_durably(tmp_path / "a", pages(bytes(5 * mmap.PAGESIZE + 7)), 2 * mmap.PAGESIZE, lambda: None)
+    assert written == [(2 * mmap.PAGESIZE, True), (2 * mmap.PAGESIZE, True), (mmap.PAGESIZE + 7, False)]
+
+
+def test_a_file_system_may_refuse_to_write_past_the_cache(tmp_path, monkeypatch):
+    def refuse(descriptor, command, *flags, asked=fcntl.fcntl):
+        if command == fcntl.F_SETFL:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return asked(descriptor, command, *flags)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    files.write_durably(tmp_path / "a", pages(b"abc"), 4096, lambda: None)
+    assert (tmp_path / "a").read_bytes() == b"abc"
+
+
+def test_writes_that_stop_short_are_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "write", lambda descriptor, data, write=os.write: write(descriptor, data[:3]))
+    files.write_durably(tmp_path / "a", pages(b"abcdefgh"), 5, lambda: None)
+    assert (tmp_path / "a").read_bytes() == b"abcdefgh"
+
+
+def test_other_errors_of_writing_are_not_hidden(tmp_path, monkeypatch):
+    def full(descriptor, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_durably(tmp_path / "a", pages(b"abc"), 4096, lambda: None)
+
+
+def test_places_are_filled_in_turn_from_an_offset_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "preadv", lambda file, views, offset, read=os.preadv: read(file, [views[0][:2]], offset))
+    (tmp_path / "a").write_bytes(b"0123456789")
+    places = [bytearray(3), bytearray(), bytearray(4)]
+    with (tmp_path / "a").open("rb") as file:
+        assert files.read_into(file.fileno(), 2, map(memoryview, places)) == files.checksum(b"2345678")
+        assert places == [b"234", b"", b"5678"]
+        with pytest.raises(OSError, match="ends early"):
+            files.read_into(file.fileno(), 8, [memoryview(bytearray(3))])
 
 
 def test_only_regular_files_have_a_size(tmp_path):

@@ -33,7 +33,7 @@ class Death:
         self.count = 0
         self._point = point
         self._sign = sign
-        part.CHUNK_BYTES = 256
+        part.SEGMENT_BYTES = 256
         Meeting.go_on = self._before(Meeting.go_on)
         os.fsync = self._before(os.fsync)
         Path.write_bytes = self._in_the_middle_of(Path.write_bytes)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from samestep.errors import SnapshotError
-from samestep.snapshot import check, find_newest, list_snapshots, load
+from samestep.snapshot import check, files, find_newest, list_snapshots, load, part
+from samestep.snapshot.files import checksum
 from samestep.snapshot.manifest import LARGEST_BYTES, NAME
 from samestep.snapshot.read import fault, inspect
 from samestep.snapshot.state import canonical
@@ -47,8 +47,8 @@ def put(path: Path, contents: dict[str, bytes]) -> Path:
 
 def signed(body: dict[str, Any]) -> bytes:
     """Return a manifest whose checksum is right, whatever it says."""
-    body = {name: value for name, value in body.items() if name != "sha256"}
-    return canonical({**body, "sha256": hashlib.sha256(canonical(body).encode()).hexdigest()}).encode()
+    body = {name: value for name, value in body.items() if name != "checksum"}
+    return canonical({**body, "checksum": checksum(canonical(body).encode())}).encode()
 
 
 def rejected_by(examine: Callable[[Path], object], path: Path) -> str:
@@ -128,8 +128,8 @@ def test_a_manifest_that_is_too_large_is_not_read(snapshot):
 
 
 def test_another_format_is_told(snapshot, whole):
-    put(snapshot, {NAME: signed({**json.loads(whole[NAME]), "format": 2})})
-    assert "is of format 2; expected 1: read it with the samestep that wrote it" in rejected_by(check, snapshot)
+    put(snapshot, {NAME: signed({**json.loads(whole[NAME]), "format": 1})})
+    assert "is of format 1; expected 2: read it with the samestep that wrote it" in rejected_by(check, snapshot)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "", ".", "..", ".hidden", "a\0b", "a\n", 7, None])
@@ -142,9 +142,27 @@ def test_no_path_leaves_the_directory(snapshot, whole, name):
 
 def test_a_tensor_larger_than_its_file_is_never_allocated(snapshot, whole):
     body = json.loads(whole[NAME])
-    body["tensors"]["model/weight"] = [["float32", [2**50], [0]], [[0, 0, 2**50]]]
+    body["tensors"]["model/weight"] = [["float32", [2**50], [0]], [[0, 0, 2**50, 0]]]
     put(snapshot, {NAME: signed(body)})
-    assert "is said to hold" in rejected_by(load, snapshot)
+    assert "is said to hold pieces outside of them" in rejected_by(load, snapshot)
+
+
+def test_pieces_of_a_file_do_not_overlap(snapshot, whole):
+    body = json.loads(whole[NAME])
+    body["tensors"]["model/twin"] = body["tensors"]["model/weight"]
+    put(snapshot, {NAME: signed(body)})
+    assert "is said to hold pieces of tensors that overlap" in rejected_by(load, snapshot)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [(2, 0, "segments of 0 bytes"), (2, 2**40, "segments of 1099511627776 bytes"), (2, 64, "and 1 checksums"), (3, [], "and 0 checksums")],
+)
+def test_every_segment_has_a_checksum(snapshot, whole, field, value, message):
+    body = json.loads(whole[NAME])
+    body["files"][0][field] = value
+    put(snapshot, {NAME: signed(body)})
+    assert message in rejected_by(load, snapshot)
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -177,7 +195,7 @@ def test_a_data_file_that_lies_is_refused_or_read_but_does_no_harm(tmp_path_fact
     else:
         start = data.draw(st.integers(0, len(whole[name])))
         content = whole[name][:start] + data.draw(st.binary(max_size=20)) + whole[name][data.draw(st.integers(start, len(whole[name]))) :]
-    body["files"][0][1:] = [len(content), hashlib.sha256(content).hexdigest()]
+    body["files"][0][1:] = [len(content), len(content) or 1, [checksum(content)]]
     path = put(tmp_path_factory.mktemp("run") / "step-00000002", {**whole, name: content, NAME: signed(body)})
     try:
         load(path)
@@ -190,16 +208,26 @@ def test_garbage_is_no_manifest(tmp_path_factory, garbage):
     rejected_by(check, put(tmp_path_factory.mktemp("run") / "step-00000002", {NAME: garbage}))
 
 
-def test_a_piece_is_not_stretched(snapshot, whole):
-    """A stored piece of one element must not fill a tensor of many."""
-    header = json.dumps({"a[0:64]": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
-    content = len(header).to_bytes(8, "little") + header + b"\0"
-    body = json.loads(whole[NAME])
-    body["files"] = [["data.safetensors", len(content), hashlib.sha256(content).hexdigest()]]
-    body["tensors"] = {"a": [["uint8", [64], [0]], [[0, 0, 64]]]}
-    body["state"] = {"dict": [["a", {"tensor": "a"}]]}
-    put(snapshot, {"data.safetensors": content, NAME: signed(body)})
-    assert "a[0:64] has 1 bytes in data.safetensors; expected 64" in rejected_by(load, snapshot)
+@pytest.mark.parametrize("segment_bytes", [64, 100, 4096])
+@pytest.mark.parametrize("examine", [check, load])
+def test_damage_of_any_segment_is_found_and_named(tmp_path, monkeypatch, segment_bytes, examine):
+    monkeypatch.setattr(part, "SEGMENT_BYTES", segment_bytes)
+    save_once(tmp_path, 2, small_state(2))
+    path = tmp_path / "step-00000002"
+    (data,) = path.glob("tensors*")
+    size = data.stat().st_size
+    for index in range(0, size, 10):
+        flip_byte(data, index)
+        start = index // segment_bytes * segment_bytes
+        assert f"{data.name} is damaged: bytes {start} to {min(start + segment_bytes, size)} do" in rejected_by(examine, path)
+        flip_byte(data, index)
+    assert exact(load(path).state) == exact(small_state(2))
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(snapshot, whole, monkeypatch):
+    monkeypatch.setattr(files, "file_size", lambda path: len(whole[path.name]))
+    cut(next(snapshot.glob("tensors*")), 10)
+    assert "the file ends early" in rejected_by(load, snapshot)
 
 
 def test_the_newest_whole_snapshot_is_found_and_the_others_are_named(tmp_path):

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 import threading
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.errors import RecordError, SnapshotError
-from samestep.snapshot import SnapshotWriter, check, find_newest, list_snapshots, load
+from samestep.snapshot import SnapshotWriter, check, find_newest, list_snapshots, load, part
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.meeting import Meeting
 from samestep.step.slices import flattened
@@ -35,11 +37,12 @@ def ignore(kind: str, **fields: Any) -> None:
     pass
 
 
-@given(shared=st.dictionaries(st.text(max_size=3), states, max_size=3), workers=st.integers(1, 4))
+@given(shared=st.dictionaries(st.text(max_size=3), states, max_size=3), workers=st.integers(1, 4), segment_bytes=st.integers(50, 5000))
 @settings(max_examples=50)
-def test_any_number_of_workers_writes_the_same_state(tmp_path_factory, shared, workers):
+def test_any_number_of_workers_writes_the_same_state(tmp_path_factory, shared, workers, segment_bytes):
     directory = tmp_path_factory.mktemp("run")
-    save_once(directory, 7, shared, workers)
+    with mock.patch.object(part, "SEGMENT_BYTES", segment_bytes):
+        save_once(directory, 7, shared, workers)
     assert exact(load(directory / "step-00000007").state) == exact(shared)
 
 
@@ -182,6 +185,37 @@ def test_a_step_may_be_saved_twice(tmp_path):
         save(writers, 1, small_state(1))
         save(writers, 1, small_state(2), score=1.0)
     assert exact(load(tmp_path / "step-00000001").state) == exact(small_state(2))
+
+
+def test_memory_is_ready_before_the_first_save_and_kept(tmp_path):
+    with team(tmp_path) as ((writer,), _):
+        writer.prepare(small_state(1), {})
+        writer.save(1, small_state(1), {}, NO_INFO)
+        first = writer._staging._memory
+        writer.wait()
+        writer.save(2, small_state(2), {}, NO_INFO)
+        assert writer._staging._memory is first
+        assert first.data_ptr() % mmap.PAGESIZE == 0
+        writer.save(3, {"larger": torch.ones(first.numel())}, {}, NO_INFO)
+        writer.wait()
+    assert exact(load(tmp_path / "step-00000002").state) == exact(small_state(2))
+    assert exact(load(tmp_path / "step-00000003").state) == exact({"larger": torch.ones(first.numel())})
+
+
+def test_what_cannot_be_held_is_told_before_the_first_save(tmp_path):
+    with team(tmp_path) as ((writer,), _), pytest.raises(SnapshotError, match=r"model/weight is a tensor of .*sparse_coo"):
+        writer.prepare({"model": {"weight": torch.ones(2).to_sparse()}}, {})
+
+
+def test_memory_that_cannot_be_had_is_told_by_the_save(tmp_path, monkeypatch):
+    def none_left(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not enough memory")
+
+    with team(tmp_path) as ((writer,), _):
+        monkeypatch.setattr(torch, "empty", none_left)
+        writer.prepare(small_state(1), {})
+        with pytest.raises(RuntimeError, match="not enough memory"):
+            writer.save(1, small_state(1), {}, NO_INFO)
 
 
 def test_an_attempt_is_part_of_file_names(tmp_path):

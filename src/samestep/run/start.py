@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from samestep.errors import ConfigError, SnapshotError
-from samestep.snapshot.read import find_newest, list_snapshots, load, step_of
+from samestep.errors import ConfigError
+from samestep.snapshot.read import list_snapshots, load, step_of
+from samestep.snapshot.resume import load_newest
 
 if TYPE_CHECKING:
     from samestep.config import Config
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
 def set_up_devices(config: Config, place: Place) -> list[torch.device]:
     """Return the worker's devices, with threads or deterministic kernels as configured. Raises `ConfigError` without the GPUs asked for."""
     if config.device != "cpu" and torch.cuda._is_in_bad_fork():  # noqa: SLF001  torch would just say that there is no GPU
-        raise ConfigError(
-            "CUDA was in use in the process that this worker was forked from; expected a launch before that"
-        )
+        raise ConfigError("CUDA was in use in the process that this worker was forked from; expected a launch before that")
     torch.set_num_threads(config.threads)
     names = config.devices if isinstance(config.devices, tuple) else None
     wants_cuda = config.device == "cuda" or (names is not None and names[0] != "cpu")
@@ -67,25 +66,19 @@ def share_gpus(devices: list[torch.device], place: Place) -> bool:
 
 
 def find_snapshot(config: Config, world: World, record: Record) -> Snapshot | None:
-    """Load the snapshot that the run resumes from; rank 0 chooses it."""
-    if config.resume == "never" or (config.resume == "auto" and config.dir is None):
+    """Load the snapshot that the run resumes from: the same on all workers."""
+    if config.resume not in {"auto", "never"}:
+        return load(Path(config.resume))
+    if config.resume == "never" or config.dir is None:
         return None
-    found: Path | SnapshotError | None = None
-    if world.rank == 0:
-        try:
-            found = find_newest(config.dir, partial(_tell_rejected, record)) if config.resume == "auto" else Path(config.resume)  # type: ignore[arg-type]
-        except SnapshotError as error:
-            found = error
-    found = world.broadcast_object(found, "choosing a snapshot")
-    if isinstance(found, SnapshotError):
-        raise found
-    return None if found is None else load(found)
+    return load_newest(config.dir, world, partial(_tell_rejected, record, tells=world.rank == 0))
 
 
-def _tell_rejected(record: Record, kind: str, **fields: str) -> None:
-    """Record that a snapshot is passed over, and say so at once."""
+def _tell_rejected(record: Record, kind: str, *, tells: bool, **fields: str) -> None:
+    """Record that a snapshot is passed over, and have one worker say so at once."""
     record.event(kind, **fields)
-    logging.getLogger("samestep").warning("passed over: %s", fields["reason"])
+    if tells:
+        logging.getLogger("samestep").warning("passed over: %s", fields["reason"])
 
 
 def set_aside(config: Config, resumed: Snapshot | None, attempt: str, record: Record) -> None:

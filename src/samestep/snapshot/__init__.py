@@ -2,6 +2,7 @@
 
 from samestep.snapshot.export import export
 from samestep.snapshot.read import Snapshot, check, find_newest, list_snapshots, load
+from samestep.snapshot.resume import load_newest
 from samestep.snapshot.write import SnapshotWriter
 
-__all__ = ["Snapshot", "SnapshotWriter", "check", "export", "find_newest", "list_snapshots", "load"]
+__all__ = ["Snapshot", "SnapshotWriter", "check", "export", "find_newest", "list_snapshots", "load", "load_newest"]

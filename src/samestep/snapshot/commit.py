@@ -52,10 +52,10 @@ def _pieces(parts: Sequence[Part]) -> dict[str, tuple[Piece, ...]]:
     pieces: dict[str, list[Piece]] = {name: [] for part in parts for name in part.forms}
     digests: dict[tuple[str, int, int], str | None] = {}
     for rank, part in enumerate(parts):
-        for name, start, stop, digest in part.pieces:
+        for name, start, stop, offset, digest in part.pieces:
             known = digests.setdefault((name, start, stop), digest)
             if known != digest:
                 raise SnapshotError(f"worker {rank} holds other values of tensor {name} than a worker before it; expected equal ones")
             if digest is None or not any((piece.start, piece.stop) == (start, stop) for piece in pieces[name]):
-                pieces[name].append(Piece(rank, start, stop))
+                pieces[name].append(Piece(rank, start, stop, offset))
     return {name: tuple(sorted(found, key=lambda piece: piece.start)) for name, found in pieces.items()}

@@ -27,6 +27,7 @@ class Keeper:
         self._config, self._world = config, world
         self._kept_step = None if resumed is None else resumed.step
         self._kept_time = time.monotonic()
+        self._prepared = config.snapshot_every is None
         self._writer: SnapshotWriter | None = None
         if config.dir is not None:
             self._writer = SnapshotWriter(
@@ -51,10 +52,16 @@ class Keeper:
         return self._writer is not None and seconds is not None and time.monotonic() - self._kept_time >= seconds
 
     def is_due(self, step: int) -> bool:
-        """Tell whether the steps between snapshots have passed. Raises `SnapshotError` if the last one failed."""
+        """Tell whether the steps between snapshots have passed. Raises `SnapshotError` if the last one failed.
+
+        Asked for the first time, after a step that gave optimizers their state, it has memory made ready for the first one.
+        """
         if self._writer is None:
             return False
         self._writer.raise_if_failed()
+        if not self._prepared and self.keeps:
+            self._prepared = True
+            self._writer.prepare(*self.tracked.states())
         return self._config.snapshot_steps is not None and step % self._config.snapshot_steps == 0
 
     def save(self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], score: float | None) -> None:

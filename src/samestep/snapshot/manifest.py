@@ -1,43 +1,68 @@
-"""The manifest of a snapshot: what it holds, in which files, with their sizes and checksums. No manifest, no snapshot.
+"""The manifest of a snapshot: what it holds, where in which files, with their sizes and checksums. No manifest, no snapshot.
 
-Its bytes are the canonical JSON of its content and of that content's SHA-256, so a file in which any byte was changed,
+Its bytes are the canonical JSON of its content and of that content's checksum, so a file in which any byte was changed,
 added or lost is not a manifest.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import SnapshotError
+from samestep.snapshot.files import checksum
 from samestep.snapshot.layout import Extent, tiling_fault
 from samestep.snapshot.state import DTYPES, canonical, flatten_plain, no_tensor, restore
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import torch
 
     from samestep.snapshot.state import Plain
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 NAME: Final = "manifest.json"
 LARGEST_BYTES: Final = 2**28
 MOST_DIMS: Final = 64
+LARGEST_SEGMENT_BYTES: Final = 2**28
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """A safetensors file of the snapshot: its plain name, bytes, and SHA-256."""
+    """A safetensors file of the snapshot: its plain name, its bytes, and the checksums of its segments of `segment_bytes`."""
 
     name: str
     size: int
-    sha256: str
+    segment_bytes: int
+    checksums: tuple[str, ...]
+
+    def segments(self) -> Iterator[tuple[int, int, str]]:
+        """Yield (first byte, byte after the last, checksum) of each segment; the last one may be shorter."""
+        for number, expected in enumerate(self.checksums):
+            start = number * self.segment_bytes
+            yield start, min(start + self.segment_bytes, self.size), expected
+
+    def to_json(self) -> list[Any]:
+        """Return the description as JSON; `from_json` is the inverse."""
+        return [self.name, self.size, self.segment_bytes, list(self.checksums)]
+
+    @classmethod
+    def from_json(cls, plain: Any) -> DataFile:
+        """Read a description. Raises `ValueError` or `TypeError` for anything else."""
+        name, size, segment_bytes, checksums = plain
+        if not _FILE_NAME.fullmatch(_typed(name, str)):
+            raise ValueError(f"{name!r} is no plain file name")
+        if not 0 < _typed(segment_bytes, int) <= LARGEST_SEGMENT_BYTES:
+            raise ValueError(f"segments of {segment_bytes} bytes are not read")
+        if len(checksums) != -(-_typed(size, int) // segment_bytes):
+            raise ValueError(f"{name} has {size} bytes and {len(checksums)} checksums")
+        return cls(name, size, segment_bytes, tuple(_typed(one, str) for one in checksums))
 
 
 @dataclass(frozen=True)
@@ -70,16 +95,21 @@ class Form:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a tensor, in the data file of that index."""
+    """Elements [start, stop) of a tensor, in the data file of that index from byte `offset` on."""
 
     file: int
     start: int
     stop: int
+    offset: int
 
+    def to_json(self) -> list[Any]:
+        """Return the piece as JSON; `from_json` is the inverse."""
+        return [self.file, self.start, self.stop, self.offset]
 
-def piece_key(tensor: str, start: int, stop: int) -> str:
-    """Return the name of a piece in its data file."""
-    return f"{tensor}[{start}:{stop}]"
+    @classmethod
+    def from_json(cls, plain: Any) -> Piece:
+        """Read a piece. Raises `TypeError` for anything else."""
+        return cls(*(_typed(number, int) for number in plain))
 
 
 @dataclass(frozen=True)
@@ -116,13 +146,10 @@ class Manifest:
             "score": flatten_plain(self.score, "score"),
             "info": flatten_plain(dict(self.info), "info"),
             "state": self.state,
-            "tensors": {
-                name: [form.to_json(), [[piece.file, piece.start, piece.stop] for piece in self.pieces[name]]]
-                for name, form in self.forms.items()
-            },
-            "files": [[file.name, file.size, file.sha256] for file in self.files],
+            "tensors": {name: [form.to_json(), [piece.to_json() for piece in self.pieces[name]]] for name, form in self.forms.items()},
+            "files": [file.to_json() for file in self.files],
         }
-        data = canonical({**body, "sha256": _checksum(body)}).encode()
+        data = canonical({**body, "checksum": _checksum(body)}).encode()
         if len(data) > LARGEST_BYTES:
             raise SnapshotError(f"the plain state takes {len(data)} bytes; expected at most {LARGEST_BYTES}: keep large data in tensors")
         return data
@@ -131,8 +158,6 @@ class Manifest:
     def from_bytes(cls, data: bytes) -> Manifest:
         """Read the content of manifest.json. Raises `SnapshotError` that says what is wrong with it."""
         body = _parsed(data)
-        if body.get("format") != FORMAT:
-            raise SnapshotError(f"{NAME} is of format {body.get('format')!r}; expected {FORMAT}: read it with the samestep that wrote it")
         try:
             manifest = cls._from_body(body)
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
@@ -152,16 +177,13 @@ class Manifest:
             info=_typed(restore(body["info"], no_tensor), dict),
             state=body["state"],
             forms={name: Form.from_json(form) for name, (form, _) in body["tensors"].items()},
-            pieces={
-                name: tuple(Piece(*(_typed(number, int) for number in piece)) for piece in pieces)
-                for name, (_, pieces) in body["tensors"].items()
-            },
-            files=tuple(DataFile(_file_name(name), _typed(size, int), _typed(sha256, str)) for name, size, sha256 in body["files"]),
+            pieces={name: tuple(map(Piece.from_json, pieces)) for name, (_, pieces) in body["tensors"].items()},
+            files=tuple(map(DataFile.from_json, body["files"])),
         )
 
     def validate(self) -> None:
-        """Raise `SnapshotError` unless the pieces make up each tensor exactly, and fit into their files."""
-        held = [0] * len(self.files)
+        """Raise `SnapshotError` unless the pieces make up each tensor exactly, and lie in their files one beside the other."""
+        held: list[list[tuple[int, int]]] = [[] for _ in self.files]
         for name, form in self.forms.items():
             pieces = self.pieces[name]
             if fault := tiling_fault([(piece.start, piece.stop) for piece in pieces], form.extent.elements):
@@ -169,10 +191,12 @@ class Manifest:
             for piece in pieces:
                 if not 0 <= piece.file < len(held):
                     raise SnapshotError(f"tensor {name} is in file {piece.file} of {len(held)}")
-                held[piece.file] += (piece.stop - piece.start) * form.dtype.itemsize
-        for file, size in zip(self.files, held, strict=True):
-            if size > file.size:
-                raise SnapshotError(f"{file.name} has {file.size} bytes and is said to hold {size}")
+                held[piece.file].append((piece.offset, piece.offset + (piece.stop - piece.start) * form.dtype.itemsize))
+        for file, places in zip(self.files, held, strict=True):
+            if any(start < 0 or stop > file.size for start, stop in places):
+                raise SnapshotError(f"{file.name} has {file.size} bytes and is said to hold pieces outside of them")
+            if any(before > after for (_, before), (after, _) in pairwise(sorted(places))):
+                raise SnapshotError(f"{file.name} is said to hold pieces of tensors that overlap")
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
@@ -180,16 +204,18 @@ def _parsed(data: bytes) -> dict[str, Any]:
         body: dict[str, Any] = json.loads(data)
         if canonical(body).encode() != data:
             raise SnapshotError(f"{NAME} is damaged: its bytes are not those that its content is written as")
-        checksum = body.pop("sha256")
+        if body["format"] != FORMAT:
+            raise SnapshotError(f"{NAME} is of format {body['format']!r}; expected {FORMAT}: read it with the samestep that wrote it")
+        told = body.pop("checksum")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise SnapshotError(f"{NAME} is damaged: {error}") from error
-    if checksum != _checksum(body):
+    if told != _checksum(body):
         raise SnapshotError(f"{NAME} is damaged: its checksum is not that of its content")
     return body
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(canonical(dict(body)).encode()).hexdigest()
+    return checksum(canonical(dict(body)).encode())
 
 
 def _typed(value: Any, kind: type) -> Any:
@@ -200,9 +226,3 @@ def _typed(value: Any, kind: type) -> Any:
 
 def _score(value: Any) -> float | None:
     return None if value is None else float(_typed(value, float))
-
-
-def _file_name(value: Any) -> str:
-    if not _FILE_NAME.fullmatch(_typed(value, str)):
-        raise ValueError(f"{value!r} is no plain file name")
-    return str(value)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from samestep.errors import SnapshotError
-from samestep.snapshot.files import CHUNK_BYTES
-from samestep.snapshot.layout import share
-from samestep.snapshot.manifest import DataFile, Form, piece_key
+from samestep.snapshot.files import checksum, write_durably
+from samestep.snapshot.layout import Extent, share
+from samestep.snapshot.manifest import DataFile, Form
 from samestep.snapshot.state import canonical, flatten, merge
 from samestep.step.slices import TensorSlice, flattened, storage_order
 
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
     from samestep.snapshot.state import Plain, Tensors
 
+SEGMENT_BYTES: Final = 2**22
+ALIGNMENT: Final = 64  # bytes; of the first tensor in its file, for those who map it into memory
 # Other dtypes are stored as bytes: not every safetensors reader knows them, and the manifest tells what they are.
 _STORED: Final = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL",
@@ -46,6 +47,11 @@ class OwnPiece:
         """Bytes of the elements."""
         return (self.stop - self.start) * self.dtype.itemsize
 
+    @property
+    def key(self) -> str:
+        """The name of the piece in its data file."""
+        return f"{self.tensor}[{self.start}:{self.stop}]"
+
 
 @dataclass(frozen=True)
 class Contribution:
@@ -58,11 +64,14 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Part:
-    """A worker's part as the others see it. Pieces are (tensor, start, stop, SHA-256 where others may hold the same)."""
+    """A worker's part as the others see it.
+
+    Pieces are (tensor, start, stop, offset in the file, checksum where others may hold the same).
+    """
 
     state: Plain
     forms: Mapping[str, Form]
-    pieces: Sequence[tuple[str, int, int, str | None]]
+    pieces: Sequence[tuple[str, int, int, int, str | None]]
     file: DataFile
 
     def to_bytes(self) -> bytes:
@@ -72,7 +81,7 @@ class Part:
                 "state": self.state,
                 "forms": {name: form.to_json() for name, form in self.forms.items()},
                 "pieces": [list(piece) for piece in self.pieces],
-                "file": [self.file.name, self.file.size, self.file.sha256],
+                "file": self.file.to_json(),
             }
         ).encode()
 
@@ -83,8 +92,8 @@ class Part:
         return cls(
             state=body["state"],
             forms={name: Form.from_json(form) for name, form in body["forms"].items()},
-            pieces=[(name, start, stop, digest) for name, start, stop, digest in body["pieces"]],
-            file=DataFile(*body["file"]),
+            pieces=[(name, start, stop, offset, digest) for name, start, stop, offset, digest in body["pieces"]],
+            file=DataFile.from_json(body["file"]),
         )
 
 
@@ -114,7 +123,7 @@ def _whole(name: str, tensor: torch.Tensor | TensorSlice) -> torch.Tensor:
 
 def _shared_pieces(whole: Mapping[str, torch.Tensor], rank: int, workers: int) -> Iterator[tuple[OwnPiece, torch.Tensor]]:
     tensors = sorted(whole.items())
-    ranges = share([_form(tensor).extent for _, tensor in tensors], rank, workers)
+    ranges = share([Extent(tensor.numel(), tensor.element_size()) for _, tensor in tensors], rank, workers)
     for (name, tensor), elements in zip(tensors, ranges, strict=True):
         if elements:
             values = flattened(tensor)[elements.start : elements.stop]
@@ -141,43 +150,40 @@ def _form(tensor: torch.Tensor | TensorSlice) -> Form:
 
 
 class Staging:
-    """Host memory that the pieces of each save are copied to. It is kept: fresh pages cost far more time than the copy."""
+    """Host memory in which the data file of each save is put together. It is kept: fresh pages cost far more time than the copy."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, tensors: Sequence[torch.Tensor]) -> memoryview:
-        """Return the bytes of 1-D tensors one after the other; they stay until the next call."""
-        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    def reserve(self, nbytes: int, *, pinned: bool) -> None:
+        """Have `nbytes` of memory that starts at a page and was touched."""
+        if self._memory.numel() < nbytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # first: the old need not stay beside the new
+            room = torch.empty(nbytes + PAGESIZE, dtype=torch.uint8, pin_memory=pinned)
+            self._memory = room[-room.data_ptr() % PAGESIZE :].zero_()
+
+    def copy(self, pieces: Sequence[OwnPiece], tensors: Sequence[torch.Tensor]) -> memoryview:
+        """Return the content of a data file that holds 1-D tensors as these pieces; it stays until the next call."""
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        if self._memory.numel() < sum(sizes):
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=bool(devices))
-        for tensor, place in zip(tensors, self._memory[: sum(sizes)].split(sizes), strict=True):
-            place.copy_(tensor.contiguous().view(torch.uint8), non_blocking=True)
+        header = torch.frombuffer(bytearray(_header(pieces)), dtype=torch.uint8)
+        parts = [header, *(tensor.contiguous().view(torch.uint8) for tensor in tensors)]
+        sizes = [part.numel() for part in parts]
+        self.reserve(sum(sizes), pinned=bool(devices))
+        for part, place in zip(parts, self._memory[: sum(sizes)].split(sizes), strict=True):
+            place.copy_(part, non_blocking=True)
         for device in devices:
             torch.cuda.synchronize(device)
         return self._memory.numpy().data[: sum(sizes)]
 
 
 def write_part(path: Path, mine: Contribution, data: memoryview, go_on: Callable[[], None]) -> Part:
-    """Write the data file at `path`, durably, and return the part that tells of it. `go_on` may raise between chunks."""
-    digest = hashlib.sha256()
-    size = 0
-    with path.open("wb") as file:
-        for chunk in _chunks(_header(mine.pieces), data):
-            go_on()
-            file.write(chunk)
-            digest.update(chunk)
-            size += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return Part(mine.state, mine.forms, _table(mine.pieces, data), DataFile(path.name, size, digest.hexdigest()))
-
-
-def _chunks(header: bytes, data: memoryview) -> Iterator[bytes | memoryview]:
-    yield header
-    for start in range(0, len(data), CHUNK_BYTES):
-        yield data[start : start + CHUNK_BYTES]
+    """Write the data file at `path`, durably, and return the part that tells of it. `go_on` may raise between segments."""
+    checksums = write_durably(path, data, SEGMENT_BYTES, go_on)
+    table = [
+        (piece.tensor, piece.start, piece.stop, start, checksum(data[start:stop]) if piece.repeated else None)
+        for piece, (start, stop) in zip(mine.pieces, _places(mine.pieces, len(data)), strict=True)
+    ]
+    return Part(mine.state, mine.forms, table, DataFile(path.name, len(data), SEGMENT_BYTES, checksums))
 
 
 def _header(pieces: Sequence[OwnPiece]) -> bytes:
@@ -186,22 +192,21 @@ def _header(pieces: Sequence[OwnPiece]) -> bytes:
     Source: https://github.com/huggingface/safetensors#format
     """
     entries: dict[str, Plain] = {}
-    for piece, (start, stop) in zip(pieces, _places(pieces), strict=True):
+    for piece, (start, stop) in zip(pieces, _places(pieces, sum(piece.nbytes for piece in pieces)), strict=True):
         dtype = _STORED.get(piece.dtype)
         count = piece.stop - piece.start if dtype else piece.nbytes
-        key = piece_key(piece.tensor, piece.start, piece.stop)
-        entries[key] = {"dtype": dtype or "U8", "shape": [count], "data_offsets": [start, stop]}
+        entries[piece.key] = {"dtype": dtype or "U8", "shape": [count], "data_offsets": [start, stop]}
     text = canonical(entries).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
-def _table(pieces: Sequence[OwnPiece], data: memoryview) -> list[tuple[str, int, int, str | None]]:
-    return [
-        (piece.tensor, piece.start, piece.stop, hashlib.sha256(data[start:stop]).hexdigest() if piece.repeated else None)
-        for piece, (start, stop) in zip(pieces, _places(pieces), strict=True)
-    ]
+def data_bytes(pieces: Sequence[OwnPiece]) -> int:
+    """Return the size of a data file that holds these pieces."""
+    return len(_header(pieces)) + sum(piece.nbytes for piece in pieces)
 
 
-def _places(pieces: Sequence[OwnPiece]) -> Iterator[tuple[int, int]]:
-    return pairwise(accumulate((piece.nbytes for piece in pieces), initial=0))
+def _places(pieces: Sequence[OwnPiece], end: int) -> Iterator[tuple[int, int]]:
+    """Yield the (first byte, byte after the last) of pieces that lie one after the other up to `end`."""
+    start = end - sum(piece.nbytes for piece in pieces)
+    return pairwise(accumulate((piece.nbytes for piece in pieces), initial=start))

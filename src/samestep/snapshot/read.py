@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import re
-from contextlib import ExitStack, contextmanager
+from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from samestep.errors import SnapshotError
 from samestep.snapshot import files
-from samestep.snapshot.manifest import LARGEST_BYTES, NAME, Manifest, piece_key
+from samestep.snapshot.manifest import LARGEST_BYTES, NAME, Manifest
 from samestep.snapshot.state import restore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
-_DIRECTORY = re.compile(r"step-(\d{8,})")
+    from samestep.snapshot.manifest import DataFile, Form
+
+Place = tuple[int, memoryview]  # from which byte of a file on, and where to
+
+READERS: Final = 2  # threads: one copies and compares while the other waits for the disk or for new pages
+_DIRECTORY: Final = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,7 @@ def check(path: Path) -> Manifest:
     manifest = inspect(path)
     with _faults_of(path):
         for file in manifest.files:
-            if files.sha256_of(path / file.name) != file.sha256:
-                raise SnapshotError(f"{file.name} is damaged: its checksum is not the one in {NAME}")
+            _read(path, file, [])
     return manifest
 
 
@@ -106,10 +112,12 @@ def load(path: Path, objects: Collection[str] | None = None) -> Snapshot:
     Tensors keep the memory order (such as channels last) they had. Raises `SnapshotError` that names the snapshot and
     what is wrong with it.
     """
-    manifest = check(path)
-    with _faults_of(path), ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(path / file.name, framework="pt")) for file in manifest.files]
-        state = _restored(manifest, objects, cache(lambda name: _assembled(name, manifest, opened)))
+    manifest = inspect(path)
+    with _faults_of(path):
+        memory: dict[str, torch.Tensor] = {}
+        state = _restored(manifest, objects, partial(_tensor, memory, manifest.forms))
+        for file, places in zip(manifest.files, _places(manifest, memory), strict=True):
+            _read(path, file, places)
     return Snapshot(path, manifest.step, manifest.info, manifest.score, state)
 
 
@@ -122,20 +130,63 @@ def _restored(manifest: Manifest, objects: Collection[str] | None, tensor: Calla
     return state
 
 
-def _assembled(name: str, manifest: Manifest, opened: list[Any]) -> torch.Tensor:
-    """Put the pieces of a tensor together in storage order, and show them in the tensor's own shape."""
-    form = manifest.forms[name]
-    size = form.dtype.itemsize
-    memory = torch.empty(form.extent.nbytes, dtype=torch.uint8)
-    for piece in manifest.pieces[name]:
-        part = memory[piece.start * size : piece.stop * size]
-        key = piece_key(name, piece.start, piece.stop)
-        stored = opened[piece.file].get_tensor(key).reshape(-1).view(torch.uint8)
-        if stored.shape != part.shape:
-            raise SnapshotError(f"{key} has {stored.numel()} bytes in {manifest.files[piece.file].name}; expected {part.numel()}")
-        part.copy_(stored)
+def _tensor(memory: dict[str, torch.Tensor], forms: Mapping[str, Form], name: str) -> torch.Tensor:
+    """Show memory, which is still to be filled in storage order, in a tensor's own shape."""
+    form = forms[name]
+    if name not in memory:
+        memory[name] = torch.empty(form.extent.nbytes, dtype=torch.uint8)
     stored_shape = [form.shape[dim] for dim in form.order]
-    return memory.view(form.dtype).view(stored_shape).permute([form.order.index(dim) for dim in range(len(form.order))])
+    return memory[name].view(form.dtype).view(stored_shape).permute([form.order.index(dim) for dim in range(len(form.order))])
+
+
+def _places(manifest: Manifest, memory: Mapping[str, torch.Tensor]) -> list[list[Place]]:
+    """Return where the bytes of each data file go, in their order."""
+    places: list[list[Place]] = [[] for _ in manifest.files]
+    for name, whole in memory.items():
+        size, data = manifest.forms[name].dtype.itemsize, whole.numpy().data
+        for piece in manifest.pieces[name]:
+            places[piece.file].append((piece.offset, data[piece.start * size : piece.stop * size]))
+    return [sorted(found, key=_offset) for found in places]
+
+
+def _read(path: Path, file: DataFile, places: Sequence[Place]) -> None:
+    """Read all of a data file, into `places` what belongs there, and compare checksums. Raises `SnapshotError` where they differ."""
+    segments = list(file.segments())
+    share = max(-(-len(segments) // READERS), 1)
+    with ThreadPoolExecutor(READERS) as readers:
+        shares = [segments[start : start + share] for start in range(0, len(segments), share)]
+        list(readers.map(partial(_read_segments, path, file, places), shares))
+
+
+def _read_segments(path: Path, file: DataFile, places: Sequence[Place], segments: Sequence[tuple[int, int, str]]) -> None:
+    spare = memoryview(bytearray(min(file.segment_bytes, file.size)))
+    descriptor = os.open(path / file.name, os.O_RDONLY)
+    try:
+        for start, stop, expected in segments:
+            if files.read_into(descriptor, start, _cover(start, stop, places, spare)) != expected:
+                raise SnapshotError(f"{file.name} is damaged: bytes {start} to {stop} do not have their checksum in {NAME}")
+    finally:
+        os.close(descriptor)
+
+
+def _cover(start: int, stop: int, places: Sequence[Place], spare: memoryview) -> Iterator[memoryview]:
+    """Yield where bytes [start, stop) of a file go: into places, and what lies between these into spare memory."""
+    for index in range(max(bisect_right(places, start, key=_offset) - 1, 0), len(places)):
+        offset, place = places[index]
+        low, high = max(offset, start), min(offset + len(place), stop)
+        if offset >= stop:
+            break
+        if low < high:
+            if start < low:
+                yield spare[: low - start]
+            yield place[low - offset : high - offset]
+            start = high
+    if start < stop:
+        yield spare[: stop - start]
+
+
+def _offset(place: Place) -> int:
+    return place[0]
 
 
 @contextmanager
@@ -143,7 +194,7 @@ def _faults_of(path: Path) -> Iterator[None]:
     """Turn whatever reading a snapshot may raise into a `SnapshotError` that names it."""
     try:
         yield
-    except (LookupError, OSError, RuntimeError, SafetensorError, SnapshotError, TypeError, ValueError) as error:
+    except (LookupError, OSError, RuntimeError, SnapshotError, TypeError, ValueError) as error:
         if not path.is_dir():
             raise SnapshotError(f"there is no snapshot {path}") from error
         if not (path / NAME).exists():

@@ -16,7 +16,7 @@ from samestep.snapshot.commit import combined
 from samestep.snapshot.files import sync, write_whole
 from samestep.snapshot.manifest import NAME, Manifest
 from samestep.snapshot.meeting import Meeting, ToldError
-from samestep.snapshot.part import Contribution, Staging, contribution, write_part
+from samestep.snapshot.part import Contribution, Staging, contribution, data_bytes, write_part
 from samestep.snapshot.read import directory_name, fault, inspect, list_snapshots
 from samestep.snapshot.retention import Retention
 from samestep.snapshot.state import copy_plain
@@ -82,10 +82,26 @@ class SnapshotWriter:
         self._timeout_seconds = timeout_seconds
         self._retention = Retention(directory, keep_last, keep_best)
         self._staging = Staging()
+        self._preparation: threading.Thread | None = None
         self._saves = 0
         self._pending: Future[list[Event]] | None = None
         self._thread: threading.Thread | None = None
         self._given_up = threading.Event()
+
+    def prepare(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Get memory ready, in the background, so that the first `save` of such states need not wait for it.
+
+        Raises `SnapshotError` if a state cannot be held.
+        """
+        mine, values = contribution(shared, own, self._rank, self._workers)
+        pinned = any(tensor.is_cuda for tensor in values)
+
+        def reserve() -> None:
+            with suppress(RuntimeError):  # without enough memory: the save will say so
+                self._staging.reserve(data_bytes(mine.pieces), pinned=pinned)
+
+        self._preparation = threading.Thread(target=reserve, name="prepare snapshots", daemon=True)
+        self._preparation.start()
 
     def save(
         self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], info: Mapping[str, Any], score: float | None = None
@@ -99,8 +115,9 @@ class SnapshotWriter:
         """
         self.wait()
         started = time.perf_counter()
+        self._end_preparation()
         mine, values = contribution(shared, own, self._rank, self._workers)
-        data = self._staging.copy(values)
+        data = self._staging.copy(mine.pieces, values)
         stall_seconds = time.perf_counter() - started
         self._saves += 1  # a step that is saved again gets files of its own
         save = _Save(
@@ -122,6 +139,11 @@ class SnapshotWriter:
         self._pending = Future()
         self._thread = threading.Thread(target=self._run, args=(save, self._pending), name=f"write {directory_name(step)}", daemon=True)
         self._thread.start()
+
+    def _end_preparation(self) -> None:
+        if self._preparation is not None:
+            self._preparation.join()
+            self._preparation = None
 
     def wait(self) -> None:
         """Return when the last save is whole. Raises `SnapshotError`, once, if it failed."""
@@ -146,6 +168,7 @@ class SnapshotWriter:
 
         What hangs even then, in a file system that does not answer, ends with the process and harms no snapshot.
         """
+        self._end_preparation()
         if self._thread is not None:
             self._thread.join(grace_seconds)
             self._given_up.set()

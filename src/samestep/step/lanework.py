@@ -67,9 +67,10 @@ class LaneWork:
         with generators_kept():
             for _ in zip_longest(*(self._on(replica, sums) for replica in replicas.all)):
                 pass  # devices take turns, a lane each: so all of them have work soon
-        first = replicas.all[0].device
-        moved = {span: [None if gradient is None else gradient.to(first) for gradient in some] for span, some in sums.items()}
-        return [tree_sum(span, moved.get, add_gradients) for span in subtrees(self._lanes.own, self._lanes.lanes)]
+        if len(replicas.all) > 1:
+            first = replicas.all[0].device
+            sums = {span: [None if gradient is None else gradient.to(first) for gradient in some] for span, some in sums.items()}
+        return [tree_sum(span, sums.get, add_gradients) for span in subtrees(self._lanes.own, self._lanes.lanes)]
 
     def _on(self, replica: Replica, sums: dict[Span, Gradients]) -> Iterator[None]:
         """Leave in `sums` the gradients of the subtrees of one device's lanes; pauses after each lane."""

@@ -25,10 +25,12 @@ class TensorSlice:
 
 def storage_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the dims of `tensor` from the slowest to the fastest, or plain order where it is not dense."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.ndim))
     order = tuple(sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True))
     return order if tensor.permute(order).is_contiguous() else tuple(range(tensor.ndim))
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` as 1-D in its storage order: a view where it is dense, a copy elsewhere."""
-    return tensor.permute(storage_order(tensor)).reshape(-1).contiguous()
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.permute(storage_order(tensor)).reshape(-1).contiguous()

@@ -1,0 +1,64 @@
+"""Who trains the jobs, each as its own documentation teaches; what is common to all is the job and the stopwatch.
+
+`python -m benchmarks.contenders NAME JOB` is a worker of a contender; `Contender.command` starts all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+from benchmarks import turns
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from benchmarks.jobs import Job
+
+WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Contender:
+    """How a job is trained: by `train` in `module`, with `options`.
+
+    A peer is tuned where it has options that its documentation's first pages do not teach.
+    """
+
+    title: str
+    module: str
+    role: Literal["reference", "peer", "tuned peer", "ours"] = "peer"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def train(self, job: Job) -> dict[str, float]:
+        """Be one of the workers; returns figures."""
+        return self.load().train(job, **self.options)
+
+    def load(self) -> ModuleType:
+        """Import what this contender needs, and nothing of the others."""
+        return import_module(f"{__name__}.{self.module}")
+
+
+CONTENDERS = {
+    "plain": Contender("plain loop, one worker", "with_plain_loop", "reference"),
+    "plain-fused": Contender("plain loop, fused AdamW", "with_plain_loop", "reference", {"fused": True}),
+    "ddp": Contender("DDP", "with_ddp"),
+    "ddp-fused": Contender("DDP, fused AdamW", "with_ddp", "tuned peer", {"fused": True, "gradient_as_bucket_view": True}),
+    "accelerate": Contender("Accelerate", "with_accelerate"),
+    "fabric": Contender("Fabric", "with_fabric"),
+    "ignite": Contender("Ignite", "with_ignite"),
+    "zero1": Contender("ZeRO-1 (torch)", "with_zero"),
+    "all-reduce": Contender("all-reduce per parameter", "with_all_reduce"),
+    "samestep": Contender("samestep", "with_samestep", "ours"),
+}
+
+
+def command(name: str, job: str) -> list[str]:
+    """Return the command that trains a job, by name, with all workers of a contender."""
+    module = [__name__, name, job]
+    role = CONTENDERS[name].role
+    if role == "reference":
+        return [sys.executable, "-m", *module]
+    return turns.samestep(WORKERS, *module) if role == "ours" else turns.torchrun(WORKERS, *module)

@@ -1,0 +1,68 @@
+"""How all contenders are measured: speed between the same two steps, memory after the last, and the last loss."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from benchmarks.jobs import Job
+
+_GROUPS: list[dist.ProcessGroup | None] = []  # kept until the process ends
+
+
+class Stopwatch:
+    """Counts a worker's steps, and times those after the warm-up."""
+
+    def __init__(self, job: Job) -> None:
+        self.steps = job.warmup_steps + job.steps
+        self._job = job
+        self._done = 0
+        self._started = self._seconds = math.nan
+        self._loss = math.nan
+
+    def epochs(self) -> Iterator[int]:
+        """Yield 0, 1, 2, … until all steps are done."""
+        for epoch in count():
+            if self._done == self.steps:
+                return
+            yield epoch
+
+    def step(self, loss: torch.Tensor | float) -> bool:
+        """Count a step that has just ended, with its loss; returns whether it was the last one."""
+        self._done += 1
+        if self._done == self._job.warmup_steps:
+            self._started = time.perf_counter()
+        if self._done == self.steps:
+            self._seconds = time.perf_counter() - self._started
+            self._loss = torch.as_tensor(loss).item()
+        return self._done == self.steps
+
+    def figures(self) -> dict[str, float]:
+        """Return the speed of all workers, this worker's memory, and its loss at the last step."""
+        speed = self._job.steps * self._job.batch_size / self._seconds
+        return {"samples_a_second": speed, "memory_megabytes": memory(), "loss": self._loss}
+
+
+def memory() -> float:
+    """Return this process's memory in megabytes; of what it shares with others, its part."""
+    found = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(encoding="ascii"), re.MULTILINE)
+    return int(found[1]) / 1024 if found else math.nan
+
+
+def over_workers(figures: dict[str, float]) -> dict[str, float]:
+    """Return the means of all workers' figures, by torch.distributed's default group."""
+    # torch 2.13 can hang where a group goes while gloo's thread still lets go of a Python tensor: each waits for the other.
+    _GROUPS.append(dist.group.WORLD)
+    values = torch.tensor(list(figures.values()), dtype=torch.float64)
+    dist.all_reduce(values)
+    return dict(zip(figures, (values / dist.get_world_size()).tolist(), strict=True))

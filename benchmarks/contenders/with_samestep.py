@@ -1,0 +1,31 @@
+"""samestep: docs/training.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+import samestep as ss
+from benchmarks.contenders.stopwatch import Stopwatch
+from benchmarks.jobs.job import LEARNING_RATE
+
+if TYPE_CHECKING:
+    from benchmarks.jobs import Job
+
+
+def train(job: Job) -> dict[str, float]:
+    """Train, and return figures."""
+    with ss.init() as run:  # a lane a worker: what the others compute
+        model, dataset, loss_fn = job.build()
+        model = run.replicate(model)
+        optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
+        run.track(model=model, optimizer=optimizer)
+        watch = Stopwatch(job)
+        for batch in run.batches(dataset, job.batch_size, steps=watch.steps):
+            means = run.backward(loss_fn, model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(means)
+            watch.step(means["loss"])
+        return watch.figures()

@@ -1,0 +1,40 @@
+"""ZeRO-1 as torch has it: https://docs.pytorch.org/tutorials/recipes/zero_redundancy_optimizer.html."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from benchmarks.contenders.stopwatch import Stopwatch
+from benchmarks.jobs.job import LEARNING_RATE
+
+if TYPE_CHECKING:
+    from benchmarks.jobs import Job
+
+
+def train(job: Job) -> dict[str, float]:
+    """Train, and return figures."""
+    dist.init_process_group("gloo")
+    model, dataset, loss_fn = job.build()
+    model = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE)
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=job.batch_size // dist.get_world_size(), sampler=sampler)
+    watch = Stopwatch(job)
+    for epoch in watch.epochs():
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = loss_fn(model, batch)
+            loss.backward()
+            optimizer.step()
+            if watch.step(loss):
+                break
+    figures = watch.figures()
+    dist.destroy_process_group()
+    return figures

@@ -1,0 +1,102 @@
+"""What a step costs as work grows: workers, parameters and samples, each beside the best peer.
+
+usage: python -m benchmarks.growth [workers] [parameters] [samples] [--rounds 3]
+
+Contenders take turns, and every ratio is of runs of one round. The pure step is forward, backward and update of one worker's samples, in
+one process that loads nothing; where workers outnumber cores it counts once for each worker of a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+from benchmarks.turns import Row, figure, in_turn, means, samestep, table, torchrun
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+STEPS, SAMPLES = "benchmarks.growth_steps", "benchmarks.growth_samples"
+FEW_PARAMETERS = 100_000
+PARAMETERS = (100_000, 1_000_000, 25_000_000, 100_000_000)
+WORKERS = (1, 2, 4, 8)
+SIZES = (10**3, 10**5, 10**7, 10**9)
+MOST_LISTED = 10**8
+
+PURE = "pure step"
+PEERS = {"DDP": "ddp", "DDP, ZeroRedundancyOptimizer": "zero"}
+Runs = dict[str, list[dict[str, float]]]
+
+
+def steps(workers: int, parameters: int, peers: Sequence[str], rounds: int) -> Runs:
+    """Return what steps with samestep, with peers, and with nobody else take."""
+    commands = {
+        "samestep": samestep(workers, STEPS, "samestep", str(parameters)),
+        **{peer: torchrun(workers, STEPS, PEERS[peer], str(parameters)) for peer in peers},
+        PURE: [sys.executable, "-m", STEPS, "pure", str(parameters)],
+    }
+    return in_turn({name: partial(means, command) for name, command in commands.items()}, rounds)
+
+
+def grow_workers(rounds: int) -> None:
+    """Print the time of a step of a small network by the number of workers."""
+    found = {workers: steps(workers, FEW_PARAMETERS, ["DDP"], rounds) for workers in WORKERS}
+    taken = {f"{workers}": figure("step_milliseconds", runs) for workers, runs in found.items()}
+    over = {f"{workers}": beyond(runs, workers) for workers, runs in found.items()}
+    print(table("workers: ms a step", taken, aside=[PURE]), end="\n\n")
+    print(table("workers: ms beyond the pure step", over, aside=["DDP"]))
+
+
+def grow_parameters(rounds: int) -> None:
+    """Print the time of a step and the memory of a worker by the size of the network."""
+    found = {f"{size:,}": steps(2, size, list(PEERS), rounds) for size in PARAMETERS}
+    for title, name in (("ms a step", "step_milliseconds"), ("MB a worker", "memory_megabytes")):
+        print(table(f"parameters: {title}", {size: figure(name, runs) for size, runs in found.items()}, aside=[PURE]), end="\n\n")
+    print(table("parameters: ms beyond the pure step", {size: beyond(runs, 2) for size, runs in found.items()}, aside=list(PEERS)))
+
+
+def beyond(found: Runs, workers: int) -> Row:
+    """Return what of a step is not the pure step, in milliseconds; less than nothing where the update is divided among workers."""
+    turns = max(1.0, workers / (os.cpu_count() or 1))
+    taken = figure("step_milliseconds", found)
+    pure = taken.pop(PURE)
+    return {name: [step - turns * floor for step, floor in zip(values, pure, strict=True)] for name, values in taken.items()}
+
+
+def grow_samples(rounds: int) -> None:
+    """Print what batches in random order take by the size of the data set."""
+    found = {}
+    for size in SIZES:
+        ways = {"samestep": "samestep", "DistributedSampler": "sampler"}
+        if size > MOST_LISTED:
+            del ways["DistributedSampler"]
+            print(f"DistributedSampler is left out at {size:,} samples: its list takes 40 bytes of each, {40 * size / 1e9:.0f} GB")
+        commands = {name: [sys.executable, "-m", SAMPLES, way, str(size)] for name, way in ways.items()}
+        found[f"{size:,}"] = in_turn({name: partial(means, command) for name, command in commands.items()}, rounds)
+    for title, name in (
+        ("ms until the first batch", "first_milliseconds"),
+        ("us a batch of 256", "batch_microseconds"),
+        ("MB of the process", "memory_megabytes"),
+    ):
+        print(table(f"samples: {title}", {size: figure(name, runs) for size, runs in found.items()}), end="\n\n")
+
+
+def main() -> None:
+    """Run the comparisons that were asked for."""
+    everything = {"workers": grow_workers, "parameters": grow_parameters, "samples": grow_samples}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("what", nargs="*", metavar="what", help="what grows: workers, parameters, samples (default: each in turn)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender (default: 3)")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.what) - everything.keys():
+        parser.error(f"{', '.join(sorted(unknown))} was given; expected some of {', '.join(everything)}")
+    for name in arguments.what or everything:
+        everything[name](arguments.rounds)
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""One worker of the growing job: square layers with as many parameters as asked for, AdamW, every step timed.
+
+usage: samestep run -n 2 -m benchmarks.growth_steps samestep 100000
+       torchrun --nproc-per-node 2 -m benchmarks.growth_steps ddp 100000
+
+Every worker takes 16 samples a step, so work grows with workers. Prints the median milliseconds of a step and the memory of a
+worker in megabytes, as it is between the optimizer's step and `zero_grad` of the last step; both are means over workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import sys
+import time
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import samestep as ss
+from benchmarks.contenders.stopwatch import memory, over_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SAMPLES = 16  # a worker and step
+FEATURES, CLASSES, LAYERS = 64, 10, 4
+WARMUP_STEPS = 3
+Figures = dict[str, float]
+
+
+def network(parameters: int) -> nn.Sequential:
+    """Return square layers of nearly `parameters` parameters in all, on 64 features, for 10 classes."""
+    torch.manual_seed(0)
+    other = FEATURES + CLASSES + LAYERS + 1  # LAYERS * width**2 + other * width = parameters, nearly
+    width = round((math.sqrt(other**2 + 4 * LAYERS * parameters) - other) / (2 * LAYERS))
+    squares = itertools.chain.from_iterable((nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS))
+    return nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), *squares, nn.Linear(width, CLASSES))
+
+
+def dataset() -> TensorDataset:
+    """Return 4,096 random samples."""
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(4096, FEATURES, generator=generator), torch.randint(CLASSES, (4096,), generator=generator))
+
+
+def steps_for(parameters: int) -> int:
+    """Return a number of steps that takes a few seconds at the most."""
+    return min(200, max(6, 200_000_000 // parameters))
+
+
+def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Return the mean loss of a batch [16, 64], [16]."""
+    features, labels = batch
+    return F.cross_entropy(model(features), labels)
+
+
+def with_samestep(parameters: int, steps: int) -> Figures:
+    """Train with a sharded optimizer; a lane a worker, which is what DDP computes."""
+    with ss.init() as run:
+        model = run.replicate(network(parameters))
+        optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+        watch = Watch(steps)
+        for batch in run.batches(dataset(), SAMPLES * run.workers, steps=steps):
+            run.backward(loss_fn, model, batch)
+            optimizer.step()
+            watch.step()
+            optimizer.zero_grad()
+        return run.reduce_dict(watch.figures())
+
+
+def with_ddp(parameters: int, steps: int) -> Figures:
+    """Train with DistributedDataParallel."""
+    return _with_torch(parameters, steps, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+
+
+def with_zero(parameters: int, steps: int) -> Figures:
+    """Train with DistributedDataParallel and the optimizer state divided among workers (ZeRO-1)."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415  importing it warns, and nobody else needs it
+
+    return _with_torch(parameters, steps, lambda model: ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True))
+
+
+def _with_torch(parameters: int, steps: int, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> Figures:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(network(parameters), gradient_as_bucket_view=True)
+    optimizer = make_optimizer(model)
+    data = dataset()
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, SAMPLES, sampler=sampler)
+    watch = Watch(steps)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        for batch in itertools.islice(loader, steps - watch.steps):
+            loss_fn(model, batch).backward()
+            optimizer.step()
+            watch.step()
+            optimizer.zero_grad()
+        if watch.steps == steps:
+            break
+    return over_workers(watch.figures())
+
+
+def pure(parameters: int, steps: int) -> Figures:
+    """Take the same steps in one process that loads nothing and talks to nobody."""
+    torch.set_num_threads(1)
+    model = network(parameters)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batch = list(dataset()[:SAMPLES])
+    watch = Watch(steps)
+    for _ in range(steps):
+        loss_fn(model, batch).backward()
+        optimizer.step()
+        watch.step()
+        optimizer.zero_grad()
+    return watch.figures()
+
+
+class Watch:
+    """Times steps, and weighs the process in the last one."""
+
+    def __init__(self, steps: int) -> None:
+        self._megabytes = math.nan
+        self._last = steps
+        self._stamps: list[float] = []
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return len(self._stamps)
+
+    def step(self) -> None:
+        """Note that a step is done."""
+        self._stamps.append(time.perf_counter())
+        if self.steps == self._last:
+            self._megabytes = memory()
+
+    def figures(self) -> Figures:
+        """Return the median time of a step after the warm-up, and the weight."""
+        taken = [end - start for start, end in itertools.pairwise(self._stamps[WARMUP_STEPS - 1 :])]
+        return {"step_milliseconds": 1000 * statistics.median(taken), "memory_megabytes": self._megabytes}
+
+
+WAYS = {"samestep": with_samestep, "ddp": with_ddp, "zero": with_zero, "pure": pure}
+
+
+def tell(figures: Figures) -> None:
+    """Print figures, and leave torch's process group, which now and then aborts the process (gloo, torch 2.13)."""
+    for name, value in figures.items():
+        print(f"{name}={value:.4f}", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Train as one worker, and tell what it took."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # those of peers about themselves
+    parameters = int(sys.argv[2])
+    tell(WAYS[sys.argv[1]](parameters, steps_for(parameters)))
+
+
+if __name__ == "__main__":
+    main()

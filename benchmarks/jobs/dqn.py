@@ -1,0 +1,62 @@
+"""The network of Mnih et al. 2015 (Nature 518) on stacks of four frames, with a target network; 1.7 million parameters in ten tensors."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.jobs.job import BATCHES_AN_EPOCH, Job, Parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BATCH_SIZE = 32
+ACTIONS = 6
+DISCOUNT = 0.99
+
+
+class QNetwork(nn.Module):
+    """Values of actions, float32 [batch, actions], of uint8 frames [batch, 4, 84, 84]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convolutions = [nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3, 1), nn.ReLU()]
+        self.layers = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64 * 7 * 7, 512), nn.ReLU(), nn.Linear(512, ACTIONS))
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return self.layers(frames.float() / 255)
+
+
+def td_loss(target: nn.Module, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """Return the mean Huber loss of one-step temporal differences (Mnih et al. 2015, algorithm 1)."""
+    frames, actions, rewards, next_frames, ended = batch
+    with torch.no_grad():
+        values = rewards + DISCOUNT * (1 - ended) * target(next_frames).amax(1)  # [batch]
+    return F.smooth_l1_loss(model(frames).gather(1, actions[:, None])[:, 0], values)
+
+
+def transitions(size: int) -> TensorDataset:
+    """Return random transitions: frames uint8 [4, 84, 84], action, reward, next frames, whether the episode ended as 0.0 or 1.0."""
+    generator = torch.Generator().manual_seed(1)
+    frames = torch.randint(256, (size + 1, 4, 84, 84), dtype=torch.uint8, generator=generator)
+    actions = torch.randint(ACTIONS, (size,), generator=generator)
+    rewards = torch.randn(size, generator=generator)
+    ended = torch.rand(size, generator=generator).lt(0.05).float()
+    return TensorDataset(frames[:-1], actions, rewards, frames[1:], ended)
+
+
+def build(batch_size: int = BATCH_SIZE) -> Parts:
+    """Return the job's parts; the target network stays as it is, as it does for thousands of steps in real training."""
+    torch.manual_seed(0)
+    model = QNetwork()
+    target = copy.deepcopy(model).requires_grad_(requires_grad=False)
+    return Parts(model, transitions(BATCHES_AN_EPOCH * batch_size), partial(td_loss, target))
+
+
+JOB = Job("Nature DQN network, 4x84x84 frames", BATCH_SIZE, steps=40, build=build)

@@ -1,0 +1,134 @@
+"""From the death of a worker to the end of the next step: a worker of 2 is killed with signal 9 after its fifth step.
+
+usage: python -m benchmarks.recovery [--rounds 5]
+
+torchrun restarts its workers by itself (`--max-restarts`) and the script loads the checkpoint it finds, as torchrun's documentation
+teaches. It is told to give restarted workers a store of their own: in the one that they share by default they can find the addresses of
+workers that are gone, and restarts then fail or hang (torch 2.13). A samestep run ends when a worker dies; here its command is given again
+at once and resumes by itself, so that ending and starting are part of the time. Both save after every step. Contenders take turns, and
+every ratio is of runs of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+import samestep as ss
+from benchmarks.start.network import BATCH_SIZE, dataset, network
+from benchmarks.turns import figure, in_turn, printed, samestep, table, torchrun
+
+STEPS = 10
+LAST_STEP = 5  # of the worker that is killed
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+
+
+def loss_fn(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Return the mean loss of a batch."""
+    features, labels = batch
+    return F.cross_entropy(model(features), labels)
+
+
+def with_samestep(directory: Path) -> None:
+    """Train with a snapshot after every step; a resume finds the newest."""
+    with ss.init(dir=directory / "run", snapshot_every=1) as run:
+        again = killed_in(directory)
+        model = run.replicate(network())
+        optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+        run.track(model=model, optimizer=optimizer)
+        for batch in run.batches(dataset(), BATCH_SIZE, steps=STEPS):
+            run.backward(loss_fn, model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            end_step(run.step + 1, run.rank, directory, again=again)
+
+
+def with_ddp(directory: Path) -> None:
+    """Train with a checkpoint after every step, and begin with the one that is there."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    checkpoint, done = directory / "checkpoint.pt", 0
+    again = killed_in(directory)
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done = state["step"]
+    replica = DistributedDataParallel(model)
+    data = dataset()
+    loader = DataLoader(data, BATCH_SIZE // dist.get_world_size(), sampler=DistributedSampler(data))
+    for step, batch in itertools.islice(enumerate(loader, 1), done, STEPS):
+        loss_fn(replica, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, directory / "next.pt")
+            (directory / "next.pt").replace(checkpoint)
+        end_step(step, dist.get_rank(), directory, again=again)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def killed_in(directory: Path) -> bool:
+    """Return whether a worker was killed before this one started."""
+    return (directory / "killed").exists()
+
+
+def end_step(step: int, rank: int, directory: Path, *, again: bool) -> None:
+    """Print when a step of a run that was started `again` ended; in the run before it, kill worker 1 after its last step."""
+    if again:
+        print(f"step_at={time.monotonic():.4f}", flush=True)
+    elif rank == 1 and step == LAST_STEP:
+        (directory / "killed").touch()
+        print(f"killed_at={time.monotonic():.4f}", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+WAYS = {"samestep": with_samestep, "ddp": with_ddp}
+NAMES = {"samestep run, given again": "samestep", "torchrun, DDP": "ddp"}
+
+
+def recovery(way: str) -> dict[str, float]:
+    """Return the seconds from the kill to the end of the next step."""
+    with tempfile.TemporaryDirectory() as directory:
+        module = ["benchmarks.recovery", "--as", way, "--directory", directory]
+        if way == "samestep":
+            told = printed(samestep(2, *module))
+            again = printed(samestep(2, *module))
+        else:
+            told = again = printed(["env", OWN_STORE, *torchrun(2, *module, restarts=1)])
+    if not told["killed_at"] or not again["step_at"]:
+        raise SystemExit(f"{way} made no step after a worker was killed; run it with --as {way} --directory DIR, twice, to see why")
+    return {"seconds": min(again["step_at"]) - told["killed_at"][0]}
+
+
+def main() -> None:
+    """Run the comparison, or one worker of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each contender (default: 5)")
+    parser.add_argument("--as", dest="way", choices=WAYS, help="train as one worker of a contender")
+    parser.add_argument("--directory", type=Path, help="where that worker keeps its state")
+    arguments = parser.parse_args()
+    if arguments.way:
+        WAYS[arguments.way](arguments.directory)
+        return
+    found = in_turn({name: partial(recovery, way) for name, way in NAMES.items()}, arguments.rounds)
+    print(table("seconds", {"kill to next step, 2 workers": figure("seconds", found)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""From the command to the end of the first step, written for each launcher as its documentation teaches."""

@@ -1,0 +1,94 @@
+"""Let contenders take turns, and tell their medians in tables."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from itertools import chain
+from typing import TYPE_CHECKING, TypeVar
+
+from benchmarks.measure import LIMIT_SECONDS, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+Found = TypeVar("Found")
+Row = dict[str, list[float]]  # what every contender's runs gave, a value a round
+
+
+def samestep(workers: int, *module: str) -> list[str]:
+    """Return the command that runs a module with samestep."""
+    return [sys.executable, "-m", "samestep", "run", "-n", str(workers), "-m", *module]
+
+
+def torchrun(workers: int, *module: str, restarts: int = 0) -> list[str]:
+    """Return the command that runs a module with torchrun, on this host alone."""
+    how = ["--standalone", "--nproc-per-node", str(workers), "--max-restarts", str(restarts)]
+    return [sys.executable, "-m", "torch.distributed.run", *how, "-m", *module]
+
+
+def printed(command: Sequence[str]) -> dict[str, list[float]]:
+    """Return everything that the workers of a command print as `name=value`, by name, however the command ends."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            told, _ = process.communicate(timeout=LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # launchers end their workers then
+            raise SystemExit(f"{' '.join(command)} still ran after {LIMIT_SECONDS} seconds") from None
+    values = defaultdict(list)
+    for name, value in re.findall(r"(\w+)=([\d.]+)", told):
+        values[name].append(float(value))
+    return values
+
+
+def means(command: Sequence[str]) -> dict[str, float]:
+    """Return the means over workers of what they print, by name."""
+    found = {name: statistics.fmean(values) for name, values in printed(command).items()}
+    if not found:
+        raise SystemExit(f"{' '.join(command)} told nothing; run it to see why")
+    return found
+
+
+def in_turn(contenders: Mapping[str, Callable[[], Found]], rounds: int) -> dict[str, list[Found]]:
+    """Measure all contenders once a round, each round starting with another one; returns what was found, by name."""
+    names = list(contenders)
+    found: dict[str, list[Found]] = {name: [] for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            found[name].append(contenders[name]())
+    return found
+
+
+def figure(name: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> Row:
+    """Return one figure of every contender's runs."""
+    return {contender: [run[name] for run in runs] for contender, runs in found.items()}
+
+
+def table(title: str, rows: Mapping[str, Row], *, more_is_better: bool = False, aside: Sequence[str] = ()) -> str:
+    """Return medians with the lowest and highest as a table in Markdown: a row a size, a column a contender.
+
+    A last column tells how the first contender stands against its best peer; contenders `aside` are nobody's peers.
+    """
+    names = list(dict.fromkeys(chain.from_iterable(rows.values())))
+    ours, *peers = [name for name in names if name not in aside]
+    lines = [[title, *names], ["---"] * (len(names) + 1)]
+    lines += [[label, *(spread(found[name]).strip() if name in found else "" for name in names)] for label, found in rows.items()]
+    if peers:
+        verdicts = [
+            _verdict(found, ours, [name for name in peers if name in found], more_is_better=more_is_better) for found in rows.values()
+        ]
+        lines = [[*cells, last] for cells, last in zip(lines, [f"{ours} / best peer", "---", *verdicts], strict=True)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _verdict(found: Row, ours: str, peers: Sequence[str], *, more_is_better: bool) -> str:
+    if not peers:
+        return ""
+    best = (max if more_is_better else min)(peers, key=lambda name: statistics.median(found[name]))
+    ratios = [mine / theirs for mine, theirs in zip(found[ours], found[best], strict=True)]
+    loses = (statistics.median(ratios) > 1) != more_is_better
+    return f"{spread(ratios).strip()} of {best}{': loses' if loses else ''}"
