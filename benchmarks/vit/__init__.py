@@ -1,1 +1,0 @@
-"""The ViT job, written for each peer as its documentation teaches."""
