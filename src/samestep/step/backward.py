@@ -7,6 +7,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -89,7 +90,7 @@ class Lanes:
         self.compute_seconds = 0.0
         self.exchange_seconds = 0.0
         self._known: set[int] = set()
-        self._parameters: dict[int, ModuleParameters] = {}  # by the id of their module, which they keep alive
+        self._parameters: WeakKeyDictionary[torch.nn.Module, ModuleParameters] = WeakKeyDictionary()
         self._targets: dict[tuple[int, ...], list[Target]] = {}
         self._overlaps: dict[int, Overlap] = {}  # by the id of their targets
 
@@ -146,9 +147,7 @@ class Lanes:
         return Answer(results, [worker_note for _, worker_note in reports])
 
     def _trainable(self, update: torch.nn.Module) -> list[torch.nn.Parameter]:
-        if id(update) not in self._parameters:
-            self._parameters[id(update)] = ModuleParameters(update)
-        parameters = self._parameters[id(update)].trainable()
+        parameters = self._parameters.setdefault(update, ModuleParameters()).trainable(update)
         if not parameters:
             raise ModelError(f"{type(update).__name__} has no parameter that requires a gradient: nothing to update")
         if not self._known.issuperset(map(id, parameters)):
@@ -175,10 +174,9 @@ class Lanes:
                 numbers = [number_of.pop(id(parameter), None) for parameter in block.exchange.parameters]
                 if any(number is not None for number in numbers):
                     targets.append(Target(block.exchange, numbers, block))
-            rest = dict(number_of)
             targets += [
-                Target(Exchange(bucket, self.lanes, self.world), [rest[id(parameter)] for parameter in bucket], None)
-                for bucket in buckets([parameters[n] for n in rest.values()], self.world)
+                Target(Exchange(bucket, self.lanes, self.world), [number_of[id(parameter)] for parameter in bucket], None)
+                for bucket in buckets([parameters[n] for n in number_of.values()], self.world)
             ]
             self._targets[cache_key] = targets
         return self._targets[cache_key]
