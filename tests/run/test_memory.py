@@ -10,7 +10,7 @@ import torch
 import samestep as ss
 from tests.workers import run_workers
 
-PAGES = 10_000
+PAGES = 50_000  # more than lies free in any process that runs tests
 
 
 def faults_of_fresh_tensors():
