@@ -3,15 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench bench-more clean
 .NOTPARALLEL:
 
 help:
-	@echo 'make demo    train a ViT on two workers, evaluate it, and prove that one worker does the same'
-	@echo 'make test    run all tests'
-	@echo 'make check   run all checks of style, types, imports, links and public names'
-	@echo 'make bench   measure four jobs beside seven ways to train them: about fifteen minutes on two cores'
-	@echo 'make clean   remove .venv and all caches'
+	@echo 'make demo        train a ViT on two workers, evaluate it, and prove that one worker does the same'
+	@echo 'make test        run all tests'
+	@echo 'make check       run all checks of style, types, imports, links and public names'
+	@echo 'make bench       measure four jobs beside seven ways to train them: about fifteen minutes on two cores'
+	@echo 'make bench-more  measure what stands around a step, and how all of it grows: about forty minutes'
+	@echo 'make clean       remove .venv and all caches'
 
 demo: .venv/ready-vit
 	$(BIN)/python recipes/vit/demo.py
@@ -29,6 +30,9 @@ check: .venv/ready-dev
 
 bench: .venv/ready-bench
 	$(BIN)/python -m benchmarks.table --picture docs/benchmarks.svg
+
+bench-more: .venv/ready-bench
+	for part in floor start recovery evaluation growth data snapshots modes; do $(BIN)/python -m benchmarks.$$part; done
 
 clean:
 	rm -rf .venv build dist runs .hypothesis .mypy_cache .pytest_cache .ruff_cache
