@@ -25,7 +25,8 @@ import samestep as ss
 from benchmarks import growth_steps, jobs
 from benchmarks.contenders.stopwatch import over_workers
 from benchmarks.jobs.job import BATCHES_AN_EPOCH
-from benchmarks.turns import figure, in_turn, means, samestep, table, torchrun
+from benchmarks.measure import figures
+from benchmarks.turns import figure, in_turn, samestep, table, torchrun
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,7 +185,7 @@ def main() -> None:
         return
     rows = {}
     for task in TASKS:
-        found = in_turn({TITLES[way]: partial(means, command(way, task)) for way in WAYS}, arguments.rounds)
+        found = in_turn({TITLES[way]: partial(figures, command(way, task)) for way in WAYS}, arguments.rounds)
         rows[TITLES[task]] = figure("samples_a_second", found)
     print(table("samples a second", rows, more_is_better=True))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from benchmarks.measure import values_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,7 @@ class Speeds:
         """Take what a contender printed, or its complaint."""
         if complaint:
             self.complaints[contender] = complaint
-        self.rounds[contender].append({name: float(value) for name, value in re.findall(r"(\w+)=([\d.]+)", printed)})
+        self.rounds[contender].append({name: values[-1] for name, values in values_in(printed).items()})
 
     @property
     def failed(self) -> bool:

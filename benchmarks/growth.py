@@ -14,7 +14,8 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from benchmarks.turns import Row, figure, in_turn, means, samestep, table, torchrun
+from benchmarks.measure import figures
+from benchmarks.turns import Row, figure, in_turn, samestep, table, torchrun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +39,7 @@ def steps(workers: int, parameters: int, peers: Sequence[str], rounds: int) -> R
         **{peer: torchrun(workers, STEPS, PEERS[peer], str(parameters)) for peer in peers},
         PURE: [sys.executable, "-m", STEPS, "pure", str(parameters)],
     }
-    return in_turn({name: partial(means, command) for name, command in commands.items()}, rounds)
+    return in_turn({name: partial(figures, command) for name, command in commands.items()}, rounds)
 
 
 def grow_workers(rounds: int) -> None:
@@ -75,7 +76,7 @@ def grow_samples(rounds: int) -> None:
             del ways["DistributedSampler"]
             print(f"DistributedSampler is left out at {size:,} samples: its list takes 40 bytes of each, {40 * size / 1e9:.0f} GB")
         commands = {name: [sys.executable, "-m", SAMPLES, way, str(size)] for name, way in ways.items()}
-        found[f"{size:,}"] = in_turn({name: partial(means, command) for name, command in commands.items()}, rounds)
+        found[f"{size:,}"] = in_turn({name: partial(figures, command) for name, command in commands.items()}, rounds)
     for title, name in (
         ("ms until the first batch", "first_milliseconds"),
         ("us a batch of 256", "batch_microseconds"),

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from benchmarks.measure import values_in
 from benchmarks.turns import figure, in_turn, table
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def train(contender: str) -> dict[str, float]:
         command = ["nsenter", f"--net=/run/netns/{name}", sys.executable, "-m", "benchmarks.contenders", contender, JOB]
         workers.append(subprocess.Popen(command, env={**os.environ, **place, **meeting}, stdout=subprocess.PIPE, text=True))
     told, _ = [worker.communicate()[0] for worker in workers]
-    return {name: float(value) for name, value in re.findall(r"(\w+)=([\d.]+)", told)}
+    return {name: value for name, (value,) in values_in(told).items()}
 
 
 if __name__ == "__main__":

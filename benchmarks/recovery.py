@@ -27,8 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import samestep as ss
+from benchmarks.measure import printed
 from benchmarks.start.network import BATCH_SIZE, dataset, network
-from benchmarks.turns import figure, in_turn, printed, samestep, table, torchrun
+from benchmarks.turns import figure, in_turn, samestep, table, torchrun
 
 STEPS = 10
 LAST_STEP = 5  # of the worker that is killed

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import statistics
-import subprocess
 import sys
-from collections import defaultdict
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-from benchmarks.measure import LIMIT_SECONDS, spread
+from benchmarks.measure import spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,28 +25,6 @@ def torchrun(workers: int, *module: str, restarts: int = 0) -> list[str]:
     """Return the command that runs a module with torchrun, on this host alone."""
     how = ["--standalone", "--nproc-per-node", str(workers), "--max-restarts", str(restarts)]
     return [sys.executable, "-m", "torch.distributed.run", *how, "-m", *module]
-
-
-def printed(command: Sequence[str]) -> dict[str, list[float]]:
-    """Return everything that the workers of a command print as `name=value`, by name, however the command ends."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            told, _ = process.communicate(timeout=LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # launchers end their workers then
-            raise SystemExit(f"{' '.join(command)} still ran after {LIMIT_SECONDS} seconds") from None
-    values = defaultdict(list)
-    for name, value in re.findall(r"(\w+)=([\d.]+)", told):
-        values[name].append(float(value))
-    return values
-
-
-def means(command: Sequence[str]) -> dict[str, float]:
-    """Return the means over workers of what they print, by name."""
-    found = {name: statistics.fmean(values) for name, values in printed(command).items()}
-    if not found:
-        raise SystemExit(f"{' '.join(command)} told nothing; run it to see why")
-    return found
 
 
 def in_turn(contenders: Mapping[str, Callable[[], Found]], rounds: int) -> dict[str, list[Found]]:

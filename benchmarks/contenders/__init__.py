@@ -49,7 +49,7 @@ CONTENDERS = {
     "accelerate": Contender("Accelerate", "with_accelerate"),
     "fabric": Contender("Fabric", "with_fabric"),
     "ignite": Contender("Ignite", "with_ignite"),
-    "zero1": Contender("ZeRO-1 (torch)", "with_zero"),
+    "zero1": Contender("ZeRO-1 (torch)", "with_ddp", options={"zero": True}),
     "all-reduce": Contender("all-reduce per parameter", "with_all_reduce"),
     "samestep": Contender("samestep", "with_samestep", "ours"),
 }

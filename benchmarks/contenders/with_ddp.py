@@ -1,4 +1,8 @@
-"""torch's DistributedDataParallel: https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html."""
+"""torch's DistributedDataParallel, and its ZeRO-1.
+
+https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
+https://docs.pytorch.org/tutorials/recipes/zero_redundancy_optimizer.html
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,17 @@ if TYPE_CHECKING:
     from benchmarks.jobs import Job
 
 
-def train(job: Job, *, fused: bool | None = None, gradient_as_bucket_view: bool = False) -> dict[str, float]:
-    """Train, and return figures."""
+def train(job: Job, *, fused: bool | None = None, gradient_as_bucket_view: bool = False, zero: bool = False) -> dict[str, float]:
+    """Train, and return figures; with `zero`, the optimizer's state is divided among the workers (ZeRO-1)."""
     dist.init_process_group("gloo")
     model, dataset, loss_fn = job.build()
     model = DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused)
+    if zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415  importing it warns, and nobody else needs it
+
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused)
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=job.batch_size // dist.get_world_size(), sampler=sampler)
     watch = Stopwatch(job)

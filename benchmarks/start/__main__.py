@@ -14,7 +14,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from benchmarks.turns import figure, in_turn, printed, samestep, table, torchrun
+from benchmarks.measure import printed
+from benchmarks.turns import figure, in_turn, samestep, table, torchrun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

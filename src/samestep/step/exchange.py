@@ -32,16 +32,18 @@ def buckets(parameters: Sequence[torch.nn.Parameter], world: World) -> list[list
 
     Where memory is shared one exchange is best, since nothing is gained while all cores compute.
     """
-    most = math.inf if any(len(host) > 1 for host in world.hosts) else BUCKET_BYTES
+    most = math.inf if world.shares_memory else BUCKET_BYTES
     together = []
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         bucket: list[torch.nn.Parameter] = []
+        size = 0
         for parameter in parameters:
             if parameter.dtype == dtype:
-                if bucket and sum(one.nbytes for one in bucket) + parameter.nbytes > most:
+                if bucket and size + parameter.nbytes > most:
                     together.append(bucket)
-                    bucket = []
+                    bucket, size = [], 0
                 bucket.append(parameter)
+                size += parameter.nbytes
         together.append(bucket)
     return together
 
@@ -56,7 +58,7 @@ class Exchange:
         self.parameters = list(parameters)
         self.layout = Layout(tuple(parameter.numel() for parameter in parameters), world.size)
         self._world, self._lanes = world, lanes
-        self._route = Route(world.hosts if self._on_cpu() else [range(rank, rank + 1) for rank in range(world.size)], world.rank)
+        self._route = Route(world.hosts, world.rank)
         self._spans = [subtrees(carried(rank, world.size, lanes), lanes) for rank in self._route.host]
         self._sums = self.shared_storage(max(map(len, self._spans)))
         self._own = self._sums[self._route.place]
@@ -67,15 +69,12 @@ class Exchange:
     @property
     def between_hosts_only(self) -> bool:
         """Whether nobody shares memory, so that an exchange may start when this worker alone has put its gradients."""
-        return not self._route.shares_memory
+        return not self._world.shares_memory
 
     @property
     def place(self) -> int:
         """Where this worker stands among those of its host."""
         return self._route.place
-
-    def _on_cpu(self) -> bool:
-        return self.parameters[0].device.type == "cpu"
 
     def storage(self) -> torch.Tensor:
         """Return flat storage of zeros for this layout."""
@@ -83,9 +82,9 @@ class Exchange:
 
     def shared_storage(self, rows: int) -> list[list[torch.Tensor]]:
         """Return `rows` times flat storage of zeros of every worker of this host, by its place there, in memory that all of them see."""
-        if not self._on_cpu():
-            return [[self.storage() for _ in range(rows)]]
         like, size = self.parameters[0], self.layout.flat_size
+        if like.device.type != "cpu":  # GPUs share no memory: such a worker is a host of its own
+            return [[self.storage() for _ in range(rows)]]
         buffers = self._world.shared(rows * size * like.element_size())
         return [list(buffer.view(like.dtype).view(rows, size).unbind()) for buffer in buffers]
 
@@ -100,7 +99,7 @@ class Exchange:
 
     def put(self, own: Sequence[Gradients]) -> None:
         """Copy the gradients of this worker's subtrees, in lane order, to where they are added; all workers meet before they `sum`."""
-        if self._route.shares_memory and self._world.meetings == self._summed_at:
+        if self._world.shares_memory and self._world.meetings == self._summed_at:
             self._world.barrier("waiting until all have added up the gradients before")  # two backward passes without an update
         for views, gradients in zip(self._own_views, own, strict=True):
             copy_gradients(views, gradients)
@@ -164,7 +163,7 @@ class Exchange:
     def complete(self, flats: Sequence[torch.Tensor], what: str) -> None:
         """Fill the flat storage of this host's workers, each of which has its own slice there, with all workers' slices."""
         rank, own = self._world.rank, flats[self._route.place]
-        if not self._route.shares_memory:
+        if not self._world.shares_memory:
             self._world.all_gather(own, self.slice_of(own, rank), what)
             return
         if self._route.others:
@@ -196,7 +195,6 @@ class Route:
     def __init__(self, hosts: Sequence[range], rank: int) -> None:
         self.host = next(host for host in hosts if rank in host)
         self.place = rank - self.host.start
-        self.shares_memory = any(len(host) > 1 for host in hosts)  # somewhere, if not here: all workers make the same calls
         self.others = [host for host in hosts if host != self.host]
         self.partners = [host[self.place % len(host)] for host in self.others]  # in the order of ranks
         self.brings: dict[int, list[int]] = {worker: [] for worker in self.host}  # whose slices come through a worker of this host

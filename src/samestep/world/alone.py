@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from samestep.world.base import World
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
 Value = TypeVar("Value")
 
@@ -38,9 +38,6 @@ class Alone(World):
         if out.data_ptr() != own.data_ptr():
             out.copy_(own)
         self._met(None)
-
-    def shared(self, nbytes: int) -> list[torch.Tensor]:
-        return [torch.zeros(nbytes, dtype=torch.uint8)]
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
         self._met(None)

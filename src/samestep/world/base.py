@@ -7,12 +7,12 @@ import pickle
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from samestep.errors import WorldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch
 
 FORMING = "forming the world"
 
@@ -35,6 +35,11 @@ class World(ABC):
     def host(self) -> range:
         """The ranks that see this worker's memory, its own among them."""
         return next(host for host in self.hosts if self.rank in host)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether some workers see each other's memory, be it on another host: all workers then make the same calls."""
+        return any(len(host) > 1 for host in self.hosts)
 
     @abstractmethod
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
@@ -59,9 +64,9 @@ class World(ABC):
         self.all_to_all(out, out_sizes, own, own_sizes, what)
         return lambda: None
 
-    @abstractmethod
     def shared(self, nbytes: int) -> list[torch.Tensor]:
         """Return a buffer of every worker of this host, in the order of ranks: uint8 [nbytes], zeros, in memory that all of them see."""
+        return [torch.zeros(nbytes, dtype=torch.uint8)]  # of a worker that is a host of its own
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:

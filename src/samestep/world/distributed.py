@@ -95,7 +95,7 @@ class Distributed(World):
         return end
 
     def shared(self, nbytes: int) -> list[torch.Tensor]:
-        return [torch.zeros(nbytes, dtype=torch.uint8)] if self._mesh is None else share(self._mesh, nbytes)
+        return super().shared(nbytes) if self._mesh is None else share(self._mesh, nbytes)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
         with self._answering(what):

@@ -40,9 +40,6 @@ class Staged(World):
         out.copy_(received)
         self.meetings += 1
 
-    def shared(self, nbytes: int) -> list[torch.Tensor]:
-        return [torch.zeros(nbytes, dtype=torch.uint8)]
-
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
         received = tensor.cpu()
         self._world.broadcast(received, what)
