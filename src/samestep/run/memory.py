@@ -15,7 +15,8 @@ def keep_freed_memory() -> None:
     """Let `free` keep what a step freed, and `malloc` reuse it, until `return_freed_memory`.
 
     Large tensors would otherwise be mapped afresh in every step, and the kernel clears each of their pages: for a network of
-    25 million parameters that takes longer than its forward pass. Only glibc has these settings; elsewhere nothing changes.
+    25 million parameters that takes longer than its forward pass. Only glibc has these settings, and only its main heap keeps tensors
+    above 64 MiB: nothing changes elsewhere, nor for a run that trains in another thread than the first.
     """
     _set(KEPT)
 
