@@ -43,9 +43,12 @@ def measured():
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="only glibc has mallopt")
 def test_memory_that_a_step_freed_is_there_for_the_next_one():
     # In a process of its own: what others did before decides which of malloc's arenas a process takes large tensors from.
-    code = "from tests.run.test_memory import measured; print(*measured())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", __name__], cwd=ROOT, capture_output=True, text=True, check=True)
     usual, kept, given_back = map(int, done.stdout.split())
     assert usual >= 3 * PAGES
     assert kept < PAGES / 100
     assert given_back > 0.9 * PAGES
+
+
+if __name__ == "__main__":
+    sys.stdout.write(" ".join(map(str, measured())))
