@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from samestep.errors import ConfigError, SamestepError
+from samestep.errors import ConfigError, SamestepError, WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,10 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = module.main(parser.parse_args(given.arguments))
     except SamestepError as error:
         sys.stderr.write(f"samestep: error: {error}\n")
-        return EXIT_WRONG_USE if isinstance(error, ConfigError) else EXIT_FAILURE
+        return _status(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return status
+
+
+def _status(error: SamestepError) -> int:
+    if isinstance(error, WorkerError):
+        return error.status
+    return EXIT_WRONG_USE if isinstance(error, ConfigError) else EXIT_FAILURE
 
 
 def main_and_exit() -> NoReturn:

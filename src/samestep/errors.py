@@ -10,6 +10,8 @@
     ├── ModelError        models cannot be replicated, or differ between workers
     ├── LossError         a loss is not a scalar, or has no gradient
     │   └── NonFiniteLossError   a loss is NaN or infinite: step, lane and rank
+    ├── OutOfMemoryError  a lane does not fit the memory of its device (also a MemoryError)
+    ├── DivergenceError   workers' copies of the state differ: step, first tensor and workers
     ├── OptimizerError    an optimizer cannot be sharded
     ├── EvaluationError   results of an evaluation do not fit together
     ├── SnapshotError     a snapshot cannot be written, found, checked or loaded
@@ -37,13 +39,14 @@ class LaunchError(SamestepError):
 class WorkerError(LaunchError):
     """The first worker to fail.
 
-    Attributes: `rank` (int), `traceback` (str, the worker's own).
+    Attributes: `rank` (int), `traceback` (str, the worker's own), `status` (int, the exit status that tells of it).
     """
 
-    def __init__(self, rank: int, summary: str, traceback: str) -> None:
+    def __init__(self, rank: int, summary: str, traceback: str, status: int = 1) -> None:
         super().__init__(f"worker {rank} failed first: {summary}\n{traceback}".rstrip())
         self.rank = rank
         self.traceback = traceback
+        self.status = status
 
 
 class WorldError(SamestepError):
@@ -68,6 +71,14 @@ class LossError(SamestepError):
 
 class NonFiniteLossError(LossError):
     """A loss is NaN or infinite."""
+
+
+class OutOfMemoryError(SamestepError, MemoryError):
+    """A lane does not fit the memory of its device."""
+
+
+class DivergenceError(SamestepError):
+    """Workers' copies of what all of them hold alike differ."""
 
 
 class OptimizerError(SamestepError):

@@ -61,7 +61,7 @@ def test_a_failure_is_told_from_the_scripts_own_line_and_the_workers_are_silent(
         "KeyError: 'lost'",
     ]
     printed = capfd.readouterr()
-    assert sorted(printed.out.splitlines()) == ["worker 0", "worker 1"]
+    assert sorted(printed.out.splitlines()) == ["[1] worker 1", "worker 0"]
     assert printed.err == ""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import LaunchError
-from samestep.launch import agent, launch, signals
+from samestep.launch import launch, signals
 from samestep.launch.signals import StopSignals
 from tests.launch.processes import SOON_SECONDS, end_soon, for_ever, rank
 
@@ -17,7 +17,7 @@ FORK = get_context("fork")
 
 
 @contextmanager
-def launched(body):
+def launched(body, **options):
     """Yield a launcher, a process of its own, and its workers' process ids, while both workers are in `body`."""
     pids, ready = FORK.Array("i", 2), FORK.Barrier(3)
 
@@ -25,7 +25,7 @@ def launched(body):
         pids[rank()] = os.getpid()
         body(ready)
 
-    launcher = FORK.Process(target=launch, args=(work,))
+    launcher = FORK.Process(target=launch, args=(work,), kwargs=options)
     launcher.start()
     try:
         ready.wait(SOON_SECONDS)
@@ -80,9 +80,8 @@ def test_workers_get_a_signal_once_and_time_to_act_on_it(tmp_path):
     }
 
 
-def test_workers_that_outlast_their_time_are_killed(monkeypatch):
-    monkeypatch.setattr(agent, "SNAPSHOT_SECONDS", 0.2)
-    with launched(deaf) as (launcher, _):
+def test_workers_that_outlast_their_time_are_killed():
+    with launched(deaf, grace=0.2) as (launcher, _):
         os.kill(launcher.pid, signal.SIGTERM)
         launcher.join(SOON_SECONDS)
         assert launcher.exitcode == -signal.SIGTERM

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from samestep.config import PREFIX, merge
-from samestep.errors import LaunchError, WorkerError
+from samestep.errors import LaunchError
+from samestep.launch.kept import keep
 from samestep.launch.place import STARTED_BY
 from samestep.launch.preload import preload
 from samestep.launch.signals import StopSignals
@@ -16,7 +17,7 @@ from samestep.launch.signals import StopSignals
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-LOOPBACK_ONLY: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    from samestep.config import Config
 
 
 def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any) -> Any:
@@ -25,43 +26,36 @@ def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any)
     `fn` may be a lambda or a closure; its result must be picklable. `options` are those of `samestep.init`, in its workers they
     have the last word. This process must not have used CUDA, nor more than one thread for a torch operation.
 
-    Raises `ConfigError` for a wrong option and `LaunchError` when workers cannot be started, both before any is; `WorkerError` with
-    the traceback of the first worker that fails, when all have ended. A signal that stops this process stops the workers first, which
-    get 30 seconds to snapshot.
+    A worker that is killed from outside after the run began is replaced, up to `restarts` times in a row without a new step: all workers
+    start again from the state that is kept. Raises `ConfigError` for a wrong option and `LaunchError` when workers cannot be started, both
+    before any is; `WorkerError` with the traceback of the first worker that fails, when all have ended. A signal that stops this process
+    stops the workers first, which get `grace` seconds to snapshot.
     """
     merge(options, {})
     environment = {f"{PREFIX}{name.upper()}": _as_text(value) for name, value in options.items()}
-    threads = merge({}, {**os.environ, **environment}).threads
+    config = merge({}, {**os.environ, **environment})
     if workers < 1:
         raise LaunchError(f"workers={workers} was given; expected at least 1")
-    return _run(partial(fn, *args), workers, environment, threads)
+    return _run(partial(fn, *args), workers, environment, config)
 
 
-def _run(body: Callable[[], Any], workers: int, environment: Mapping[str, str], threads: int) -> Any:
+def _run(body: Callable[[], Any], workers: int, environment: Mapping[str, str], config: Config) -> Any:
     preload()
     import torch  # noqa: PLC0415  the command line prints its help without it
 
-    from samestep.launch.agent import quiet_elastic, run  # noqa: PLC0415
-    from samestep.launch.report import Report  # noqa: PLC0415
+    from samestep.launch.agent import Agent  # noqa: PLC0415
     from samestep.launch.worker import Job  # noqa: PLC0415
 
     if torch.cuda.is_initialized():
         raise LaunchError("CUDA is in use in this process, and forked workers could not use it: launch before the first use of a GPU")
     signals = StopSignals()
-    reports = [Report() for _ in range(workers)]
-    job = Job(body, {STARTED_BY: "samestep", **LOOPBACK_ONLY, **environment}, threads, reports, signals, os.getpid())
-    try:
-        with quiet_elastic(), signals.noted():
-            failures = run(job)
-        if signals.received:
-            _stop_as_asked(signals.received[0])
-        if failures:
-            rank, failure = min(failures.items(), key=lambda item: (item[1].because_of_others, item[1].at))
-            raise WorkerError(rank, failure.summary, failure.traceback)
-        return reports[0].result()
-    finally:
-        for report in reports:
-            report.close()
+    with keep(workers) as kept:
+        job = Job(body, workers, config, {STARTED_BY: "samestep", **kept.environment, **environment}, kept, signals, os.getpid())
+        with signals.noted():
+            result = Agent(job).run()
+    if signals.received:
+        _stop_as_asked(signals.received[0])
+    return result
 
 
 def _as_text(value: Any) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -20,35 +21,58 @@ if TYPE_CHECKING:
 LEADING_MODULES: Final = {"samestep.launch.worker", "samestep.launch.script", "runpy"}
 
 
+# What a program brings upon itself. Any other signal came from outside: a person, a scheduler, a kernel that is out of memory.
+CRASHES: Final = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
+HINTS: Final = {signal.SIGKILL: "by hand, by a scheduler, or by the kernel because memory ran out"}
+
+
 @dataclass(frozen=True)
 class Failure:
-    """How a worker failed. `at` is in seconds of the monotonic clock, which all processes of a host share."""
+    """How a worker failed, with the exit `status` that tells of it.
+
+    `at` is in seconds of the monotonic clock, which all processes of a host share. One `from_outside` says nothing against going on.
+    """
 
     at: float
-    because_of_others: bool
     summary: str
-    traceback: str
+    traceback: str = ""
+    status: int = 1
+    because_of_others: bool = False
+    from_outside: bool = False
+    step: int | None = None
+    host: str = ""
 
     @classmethod
     def of_error(cls, error: BaseException) -> Failure:
         """Tell an exception that just reached the end of a worker, from the first line of the user's own code on."""
         at = time.monotonic()
         if isinstance(error, SystemExit):
-            summary = error.code if isinstance(error.code, str) else f"exited with status {error.code}"
-            return cls(at, because_of_others=False, summary=summary, traceback="")
+            if isinstance(error.code, int):
+                return cls(at, f"exited with status {error.code}", status=error.code)
+            return cls(at, str(error.code))
         lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
         summary = f"{type(error).__name__}: {error}".removesuffix(": ")
-        return cls(at, because_of_others=isinstance(error, WorldError), summary=summary, traceback="".join(lines))
+        return cls(at, summary, "".join(lines), because_of_others=isinstance(error, WorldError))
 
     @classmethod
     def of_exit(cls, code: int, at: float) -> Failure:
-        """Tell an end without last words; a negative `code` is the number of the signal that killed the worker."""
+        """Tell an end without last words; a negative `code` is the number of the signal that ended the worker, or stopped it."""
         if code >= 0:
-            summary = f"exited with status {code}"
-        else:
-            names = {number.value: number.name for number in signal.Signals}
-            summary = f"killed by {names.get(-code, f'signal {-code}')}"
-        return cls(at, because_of_others=False, summary=summary, traceback="")
+            return cls(at, f"exited with status {code}", status=code)
+        try:
+            number = signal.Signals(-code)
+        except ValueError:  # a real-time signal
+            return cls(at, f"killed by signal {-code}", status=128 - code, from_outside=True)
+        verb, hint = "stopped" if number == signal.SIGSTOP else "killed", HINTS.get(number)
+        summary = f"{verb} by {number.name}{f' ({hint})' if hint else ''}"
+        return cls(at, summary, status=128 - code, from_outside=number not in CRASHES)
+
+    def at_step(self, step: int | None) -> Failure:
+        """Return the failure with where the run stood on this host; None before it began."""
+        return replace(self, step=step, host="" if step is None else socket.gethostname())
+
+    def __str__(self) -> str:
+        return self.summary if self.step is None else f"{self.summary} [step {self.step}, host {self.host}]"
 
 
 class Report:

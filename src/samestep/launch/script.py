@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +25,6 @@ def run_script(script: str, arguments: Sequence[str], workers: int, options: Map
 
 
 def _run_as_main(script: str, arguments: Sequence[str], as_module: bool) -> None:  # noqa: FBT001  as launch passes it
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # whole lines of several workers, and none lost when one is killed
     sys.argv = [script, *arguments]
     if as_module:
         sys.path[0] = str(Path.cwd())

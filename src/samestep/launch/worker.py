@@ -8,32 +8,37 @@ import gc
 import os
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
 from samestep.launch.report import Failure, Report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
+    from samestep.config import Config
+    from samestep.launch.crew import Attempt
+    from samestep.launch.kept import Kept
     from samestep.launch.signals import StopSignals
 
-PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>
+ATTEMPT: Final = "SAMESTEP_INTERNAL_ATTEMPT"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of a launch do, and what they share with their launcher."""
+    """What the `workers` of this host do, and what they share with their launcher."""
 
     body: Callable[[], Any]
+    workers: int
+    config: Config
     environment: Mapping[str, str]
-    threads: int
-    reports: Sequence[Report]
+    kept: Kept
     signals: StopSignals
     launcher_pid: int
 
-    def work(self) -> NoReturn:
+    def work(self, attempt: Attempt, local_rank: int, report: Report, take_over: Callable[[], None]) -> NoReturn:
         """Be a worker: run the body, leave its result or failure to the launcher, and end."""
         # What the launcher would do at its exit, and what it has not collected yet, is the launcher's: its objects may have threads,
         # and an end of theirs that waited for threads would wait for ever here, where there are none of them.
@@ -41,33 +46,40 @@ class Job:
         gc.freeze()
         gc.enable()
         try:
-            code = self._run(rank=int(os.environ["RANK"]))
+            take_over()
+            code = self._run(attempt, local_rank, report)
         finally:
             atexit._run_exitfuncs()  # noqa: SLF001  forked processes run none by themselves
-        # Elastic takes SystemExit(0) for a return and would then wait for others; without a code it is let through.
-        raise SystemExit(code or None)
+        raise SystemExit(code)
 
-    def _settle(self) -> None:
+    def _settle(self, attempt: Attempt, local_rank: int) -> None:
         """Become a process of its own: its own threads, session, environment and signals."""
-        torch.set_num_threads(self.threads)  # first: inherited pools of threads have no threads after a fork
+        torch.set_num_threads(self.config.threads)  # first: inherited pools of threads have no threads after a fork
         _end_with(self.launcher_pid)
         os.setsid()  # Ctrl-C reaches the launcher alone, which passes it on once; and one kill reaches all that a worker started
         os.environ.update(self.environment)
-        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+        os.environ.update(attempt.environment)
+        os.environ.update(
+            RANK=str(attempt.first_rank + local_rank),
+            WORLD_SIZE=str(attempt.workers),
+            LOCAL_RANK=str(local_rank),
+            LOCAL_WORLD_SIZE=str(self.workers),
+        )
+        os.environ[ATTEMPT] = str(attempt.number)
         self.signals.as_usual()
 
-    def _run(self, rank: int) -> int:
-        report = self.reports[rank]
+    def _run(self, attempt: Attempt, local_rank: int, report: Report) -> int:
         try:
-            self._settle()
+            self._settle(attempt, local_rank)
             result = self.body()
-            if rank == 0:
+            if attempt.first_rank + local_rank == 0:
                 report.leave_result(result)
         except BaseException as error:  # noqa: BLE001  whatever ends a worker is told
             if isinstance(error, SystemExit) and not error.code:
                 return 0
-            report.leave_failure(Failure.of_error(error))
-            return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+            failure = Failure.of_error(error)
+            report.leave_failure(failure)
+            return failure.status
         return 0
 
 

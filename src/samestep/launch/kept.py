@@ -1,0 +1,76 @@
+"""Memory of the launcher's that outlives its workers: how far their run is, and room for copies of its state."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+VARIABLE: Final = "SAMESTEP_INTERNAL_KEPT"
+SLOTS: Final = 2  # a worker: while one is being written, the other is whole
+_BOARD_BYTES: Final = mmap.PAGESIZE
+_STEP: Final = struct.Struct("<q")  # first on the board; then the path of the run's directory
+_NO_RUN: Final = -1
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Anonymous files of a launcher, open in all workers that it forks: the kernel frees them however all of them end.
+
+    `slots[r]` are those of the host's r-th worker for copies of its state.
+    """
+
+    board: int
+    slots: Sequence[Sequence[int]]
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Kept | None:
+        """Return what the launcher of this process keeps; None where it keeps nothing, or another started this process."""
+        if VARIABLE not in environment:
+            return None
+        board, *slots = map(int, environment[VARIABLE].split(","))
+        return cls(board, [slots[start : start + SLOTS] for start in range(0, len(slots), SLOTS)])
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variable by which workers find it."""
+        return {VARIABLE: ",".join(map(str, [self.board, *(file for pair in self.slots for file in pair)]))}
+
+    def tell_start(self, directory: str, step: int) -> None:
+        """Say that a run began, in a directory ("" for none): from now on it can be taken up again."""
+        os.pwrite(self.board, _STEP.pack(step) + (os.fsencode(Path(directory).resolve()) if directory else b"") + b"\0", 0)
+
+    def tell_step(self, step: int) -> None:
+        """Say how many steps are done."""
+        os.pwrite(self.board, _STEP.pack(step), 0)
+
+    @property
+    def step(self) -> int | None:
+        """How many steps are done, None before the run began."""
+        (step,) = _STEP.unpack(os.pread(self.board, _STEP.size, 0))
+        return None if step == _NO_RUN else step
+
+    @property
+    def directory(self) -> str:
+        """The run's directory, "" for none or before the run began."""
+        return os.fsdecode(os.pread(self.board, _BOARD_BYTES, _STEP.size).partition(b"\0")[0])
+
+
+@contextmanager
+def keep(workers: int) -> Iterator[Kept]:
+    """Yield what outlives so many workers of this host."""
+    files = [os.memfd_create("samestep-kept") for _ in range(1 + SLOTS * workers)]
+    try:
+        board, *slots = files
+        os.pwrite(board, _STEP.pack(_NO_RUN), 0)
+        yield Kept(board, [slots[start : start + SLOTS] for start in range(0, len(slots), SLOTS)])
+    finally:
+        for file in files:
+            os.close(file)

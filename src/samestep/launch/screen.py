@@ -1,0 +1,116 @@
+"""Where a launcher prints: the files of a terminal, or the text streams that a notebook puts in their place."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import select
+import sys
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+WAIT_SECONDS: Final = 0.02  # for a terminal that takes nothing now, since whoever prints has other things to see to
+
+
+class Screen:
+    """One destination of bytes, which knows whether its last line is unfinished.
+
+    Nobody waits here for a terminal that was stopped or a pager that reads no further: what they do not take yet is kept. A destination
+    that fails is given up in silence, since `head` ends when it has enough.
+    """
+
+    def __init__(self, target: Target | None) -> None:
+        self._target = target
+        self._pending = bytearray()
+        self._unfinished = False
+
+    def write(self, data: bytes) -> None:
+        """Print bytes as they are."""
+        if data:
+            self._unfinished = not data.endswith(b"\n")
+            self._pending += data
+            self.flush()
+
+    def write_lines(self, lines: bytes) -> None:
+        """Print whole lines, from the beginning of a line on."""
+        if lines:
+            self.write(b"\n" + lines if self._unfinished else lines)
+
+    def flush(self, wait_seconds: float = 0.0) -> bool:
+        """Print what is kept, and tell whether all of it was taken."""
+        try:
+            while self._pending and self._target and self._target.is_ready(wait_seconds):
+                with memoryview(self._pending) as data:
+                    taken = self._target.write(data)
+                del self._pending[:taken]
+        except (OSError, ValueError):  # a text stream that was closed raises ValueError
+            self._target = None
+        if self._target is None:
+            self._pending.clear()
+        return not self._pending
+
+
+class Target(Protocol):
+    """What takes bytes."""
+
+    def is_ready(self, wait_seconds: float) -> bool:
+        """Tell whether a few bytes would be taken at once, or within that time."""
+
+    def write(self, data: memoryview) -> int:
+        """Take bytes, and tell how many were taken. Raises OSError or ValueError."""
+
+
+class File:
+    """An open file of this process, by its number."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._poll = select.poll()
+        self._poll.register(number, select.POLLOUT)
+
+    def is_ready(self, wait_seconds: float) -> bool:
+        return bool(self._poll.poll(1000 * wait_seconds))
+
+    def write(self, data: memoryview) -> int:
+        return os.write(self._number, data[: select.PIPE_BUF])  # a pipe that can be written takes as much without waiting
+
+
+class Text:
+    """A stream of text, which shows what is no text in UTF-8, and what its own encoding lacks, in other characters."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._encoding = getattr(stream, "encoding", None) or "utf-8"
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def is_ready(self, wait_seconds: float) -> bool:
+        return True
+
+    def write(self, data: memoryview) -> int:
+        text = self._decoder.decode(bytes(data))
+        self._stream.write(text.encode(self._encoding, "backslashreplace").decode(self._encoding))
+        self._stream.flush()
+        return len(data)
+
+
+def standard_screens() -> tuple[Screen, Screen]:
+    """Return where this process prints, and where it prints errors: one and the same where both are one terminal."""
+    out, err = _target(sys.stdout, sys.__stdout__, 1), _target(sys.stderr, sys.__stderr__, 2)
+    screen = Screen(out)
+    same = isinstance(out, File) and isinstance(err, File) and _are_one_file(1, 2)
+    return screen, screen if same else Screen(err)
+
+
+def _target(stream: TextIO | None, original: TextIO | None, number: int) -> Target | None:
+    if stream is None:  # Python found the file closed; its number may by now be that of another
+        return None
+    return File(number) if stream is original else Text(stream)
+
+
+def _are_one_file(one: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:  # one of them is closed
+        return False
