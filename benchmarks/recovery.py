@@ -2,11 +2,11 @@
 
 usage: python -m benchmarks.recovery [--rounds 5]
 
-torchrun restarts its workers by itself (`--max-restarts`) and the script loads the checkpoint it finds, as torchrun's documentation
-teaches. It is told to give restarted workers a store of their own: in the one that they share by default they can find the addresses of
-workers that are gone, and restarts then fail or hang (torch 2.13). A samestep run ends when a worker dies; here its command is given again
-at once and resumes by itself, so that ending and starting are part of the time. Both save after every step. Contenders take turns, and
-every ratio is of runs of one round.
+Both systems restart workers by themselves. With samestep they are forked again from the launcher, and go on from the copy of the state
+that it keeps in memory. With torchrun (`--max-restarts`) the script loads the checkpoint it finds, as torchrun's documentation teaches;
+torchrun is told to give restarted workers a store of their own: in the one that they share by default they can find the addresses of
+workers that are gone, and restarts then fail or hang (torch 2.13). Both save after every step. Contenders take turns, and every ratio is
+of runs of one round.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def loss_fn(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 
 def with_samestep(directory: Path) -> None:
-    """Train with a snapshot after every step; a resume finds the newest."""
-    with ss.init(dir=directory / "run", snapshot_every=1) as run:
+    """Train with a copy of the state in memory after every step."""
+    with ss.init(dir=directory / "run", hot_every=1) as run:
         again = killed_in(directory)
         model = run.replicate(network())
         optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
@@ -100,21 +100,17 @@ def end_step(step: int, rank: int, directory: Path, *, again: bool) -> None:
 
 
 WAYS = {"samestep": with_samestep, "ddp": with_ddp}
-NAMES = {"samestep run, given again": "samestep", "torchrun, DDP": "ddp"}
+NAMES = {"samestep": "samestep", "torchrun, DDP": "ddp"}
 
 
 def recovery(way: str) -> dict[str, float]:
     """Return the seconds from the kill to the end of the next step."""
     with tempfile.TemporaryDirectory() as directory:
         module = ["benchmarks.recovery", "--as", way, "--directory", directory]
-        if way == "samestep":
-            told = printed(samestep(2, *module))
-            again = printed(samestep(2, *module))
-        else:
-            told = again = printed(["env", OWN_STORE, *torchrun(2, *module, restarts=1)])
-    if not told["killed_at"] or not again["step_at"]:
-        raise SystemExit(f"{way} made no step after a worker was killed; run it with --as {way} --directory DIR, twice, to see why")
-    return {"seconds": min(again["step_at"]) - told["killed_at"][0]}
+        told = printed(samestep(2, *module) if way == "samestep" else ["env", OWN_STORE, *torchrun(2, *module, restarts=1)])
+    if not told["killed_at"] or not told["step_at"]:
+        raise SystemExit(f"{way} made no step after a worker was killed; run it with --as {way} --directory DIR to see why")
+    return {"seconds": min(told["step_at"]) - told["killed_at"][0]}
 
 
 def main() -> None:

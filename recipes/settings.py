@@ -11,8 +11,10 @@ import argparse
 import difflib
 import json
 import os
+import reprlib
 import typing
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import IO, TYPE_CHECKING, Any, Final, Literal, TypeVar
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 SETTINGS_FILE: Final = "settings.yaml"
+LARGEST_BYTES: Final = 2**20  # of a file
 Schema = dict[str, "Leaf"]
 
 
@@ -104,8 +107,13 @@ def describe(kind: type) -> str:
 # The settings that exist
 
 
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
 def _leaves(kind: Any, prefix: str = "") -> Iterator[Leaf]:
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     for one in fields(kind):
         hint = hints[one.name]
         if is_dataclass(hint):
@@ -115,7 +123,7 @@ def _leaves(kind: Any, prefix: str = "") -> Iterator[Leaf]:
 
 
 def _build(kind: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     sections = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     arguments = {name: values[prefix + name] for name in hints if prefix + name in values}
     return kind(**arguments, **{name: _build(hint, values, f"{prefix}{name}.") for name, hint in sections.items()})
@@ -135,21 +143,21 @@ def _from_argument(schema: Schema, text: str) -> dict[str, Any]:
     leaf = _known(schema, key, source=text)
     try:
         # A text stays as it was typed: YAML would make a number of name=5.
-        return {key: _convert(value if _takes_text(leaf.kind) else yaml.safe_load(value), leaf.kind)}
-    except (ValueError, yaml.YAMLError):
+        return {key: _convert(value if _takes_text(leaf.kind) else _yaml(value), leaf.kind)}
+    except ValueError:
         raise SettingsError(f"{text}: expected {_words(leaf.kind)} for {key}{_near_choice(value, leaf.kind)}") from None
 
 
 def _from_file(schema: Schema, path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
-    path = path.resolve()
+    try:
+        path = path.resolve()
+        content = _yaml(_text(path)) or {}
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path} cannot be read as YAML: {error}") from None
     if path in extended_by:
         raise SettingsError("base files form a cycle: " + " -> ".join(str(p) for p in (*extended_by, path)))
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise SettingsError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(content, dict):
-        raise SettingsError(f"{path} holds {content!r}; expected settings such as 'epochs: 10'")
+        raise SettingsError(f"{path} holds {_short(content)}; expected settings such as 'epochs: 10'")
     base = content.pop("base", None)
     values = {} if base is None else _from_file(schema, path.parent / str(base), (*extended_by, path))
     for key, value in _flat(schema, content):
@@ -157,9 +165,28 @@ def _from_file(schema: Schema, path: Path, extended_by: tuple[Path, ...]) -> dic
         try:
             values[key] = _convert(value, leaf.kind)
         except ValueError:
-            near = _near_choice(str(value), leaf.kind)
-            raise SettingsError(f"{path}: {key}={value!r}: expected {_words(leaf.kind)}{near}") from None
+            near = _near_choice(value, leaf.kind) if isinstance(value, str) else ""
+            raise SettingsError(f"{path}: {key}={_short(value)}: expected {_words(leaf.kind)}{near}") from None
     return values
+
+
+def _text(path: Path) -> str:
+    """Return the text of a regular file: what others hold may never end."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no file")
+    if path.stat().st_size > LARGEST_BYTES:
+        raise ValueError(f"it has more than {LARGEST_BYTES} bytes")
+    return path.read_text(encoding="utf-8")
+
+
+def _yaml(text: str) -> Any:
+    """Return what YAML says. Raises `ValueError` for what is none."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _flat(schema: Schema, content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -204,7 +231,7 @@ def _convert(value: Any, kind: Any) -> Any:
         return Path(value)
     # YAML 1.1 reads 1e-3 as text: its numbers with an exponent need a point.
     if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        return float(value)
+        return float(str(value))  # of a long int itself, Python raises OverflowError
     if isinstance(kind, type) and type(value) is kind:
         return value
     raise ValueError(value)
@@ -231,6 +258,16 @@ def _near_choice(text: str, kind: Any) -> str:
     choices = [choice for one in kinds if typing.get_origin(one) is Literal for choice in typing.get_args(one)]
     near = difflib.get_close_matches(text, choices, n=1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def _short(value: Any) -> str:
+    """Print the beginning of a value: a few lines of YAML can stand for billions of them."""
+    short = reprlib.Repr()
+    short.maxlevel = 2
+    try:
+        return short.repr(value)
+    except ValueError:  # Python prints no more than some thousand digits
+        return "a long number"
 
 
 def _plain(value: Any) -> Any:

@@ -36,7 +36,7 @@ def runs(monkeypatch):
     return collected
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["verify", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["verify", "--help"], ["snapshots", "--help"]])
 def test_help_comes_without_torch(arguments):
     program = HELP_WITHOUT_TORCH.format(arguments=arguments)
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -52,7 +52,7 @@ def test_every_command_has_help_that_starts_with_what_it_does(name, capsys):
 
 
 def test_run_has_a_flag_for_every_option(runs):
-    text = {"lanes": "8", "dir": "runs/one", "deterministic": "false", "timeout_seconds": "2.5", "snapshot_every": "none"}
+    text = {"lanes": "8", "dir": "runs/one", "deterministic": "false", "patience": "2.5", "snapshot_every": "none"}
     flags = [part for option in fields(Config) for part in ("--" + option.name.replace("_", "-"), text.get(option.name, "1"))]
     assert cli.main(["run", *flags, "train.py"]) == 0
     options = runs[0][3]

@@ -28,7 +28,7 @@ VALUES = st.one_of(
 
 def is_usable(config):
     """Check that a run can work with every value."""
-    for name in ("lanes", "threads", "keep_last", "stop_after"):
+    for name in ("lanes", "threads", "keep_last", "stop_after", "check_every"):
         value = getattr(config, name)
         assert value is None or (type(value) is int and value >= 1)
     assert 0 <= config.seed < 2**63
@@ -37,8 +37,8 @@ def is_usable(config):
     assert config.dir is None or isinstance(config.dir, Path)
     assert isinstance(config.resume, str)
     assert type(config.deterministic) is bool
-    assert isinstance(config.timeout_seconds, (int, float))
-    assert 0 < config.timeout_seconds <= 10**9
+    assert isinstance(config.patience, (int, float))
+    assert 0 < config.patience <= 10**9
     assert config.precision in {"float32", "bfloat16"}
     assert config.device in {"auto", "cpu", "cuda"}
     assert config.nonfinite_loss in {"stop", "continue"}
@@ -56,8 +56,8 @@ def used_or_refused(name, arguments, environment):
 
 
 @given(st.sampled_from(NAMES), VALUES)
-@example("timeout_seconds", 10**400)
-@example("timeout_seconds", math.inf)
+@example("patience", 10**400)
+@example("patience", math.inf)
 @example("snapshot_every", "9" * 5000)
 @example("snapshot_every", "9" * 400 + "min")
 @example("snapshot_every", 0)
@@ -67,8 +67,8 @@ def test_any_argument_is_used_or_refused_by_name(name, value):
 
 
 @given(st.sampled_from(NAMES), VALUES.map(str))
-@example("timeout_seconds", "1e999")
-@example("timeout_seconds", "nan")
+@example("patience", "1e999")
+@example("patience", "nan")
 @example("seed", "9" * 5000)
 def test_any_variable_is_used_or_refused_by_name(name, text):
     assert used_or_refused(name, {}, {PREFIX + name.upper(): text})
@@ -76,9 +76,9 @@ def test_any_variable_is_used_or_refused_by_name(name, text):
 
 def test_environment_wins_over_arguments_and_arguments_over_defaults():
     assert merge({}, {}) == Config()
-    arguments = {"lanes": 4, "seed": 7, "timeout_seconds": 5, "dir": "runs/one"}
+    arguments = {"lanes": 4, "seed": 7, "patience": 5, "dir": "runs/one"}
     environment = {"SAMESTEP_LANES": "8", "SAMESTEP_DETERMINISTIC": "false", "SAMESTEP_INTERNAL_STARTED_BY": "samestep", "LANES": "9"}
-    assert merge(arguments, environment) == Config(lanes=8, seed=7, timeout_seconds=5.0, dir=Path("runs/one"), deterministic=False)
+    assert merge(arguments, environment) == Config(lanes=8, seed=7, patience=5.0, dir=Path("runs/one"), deterministic=False)
     assert merge({"stop_after": 3}, {"SAMESTEP_STOP_AFTER": "none"}) == Config(stop_after=None)
 
 
@@ -92,9 +92,10 @@ def test_variables_of_this_process_are_read(monkeypatch):
     [
         ({"snapshot_every": 500}, Config(snapshot_every="500")),
         ({"snapshot_every": " 2 min "}, Config(snapshot_every=" 2 min ")),
+        ({"hot_every": 100}, Config(hot_every="100")),
         ({"resume": Path("runs/one/step-00000005")}, Config(resume="runs/one/step-00000005")),
         ({"dir": "runs"}, Config(dir=Path("runs"))),
-        ({"timeout_seconds": 3}, Config(timeout_seconds=3.0)),
+        ({"patience": 3}, Config(patience=3.0)),
     ],
 )
 def test_values_are_taken_as_people_write_them(given, seen):
@@ -120,7 +121,7 @@ def test_snapshot_every_is_in_steps_or_minutes():
         ({"deterministic": 1}, {}, "deterministic=1 was given; expected true or false"),
         ({"dir": 3}, {}, "dir=3 was given; expected a path or none"),
         ({}, {"SAMESTEP_LANES": "eight"}, "SAMESTEP_LANES='eight' was given; expected a whole number or none"),
-        ({}, {"SAMESTEP_TIMEOUT_SECONDS": "long"}, "SAMESTEP_TIMEOUT_SECONDS='long' was given; expected a number"),
+        ({}, {"SAMESTEP_PATIENCE": "long"}, "SAMESTEP_PATIENCE='long' was given; expected a number"),
         ({"devices": 0}, {}, "devices=0 was given; expected at least 1"),
         ({"devices": 1001}, {}, "devices=1001 was given; expected at most 1000"),
         ({"devices": ["cpu", "cuda:0"]}, {}, "devices=cpu,cuda:0 was given; expected a number, or names of one kind such as"),
@@ -129,6 +130,7 @@ def test_snapshot_every_is_in_steps_or_minutes():
         ({"devices": ["cpu"], "device": "cuda"}, {}, "devices=cpu was given with device='cuda'; give one of the two"),
         ({}, {"SAMESTEP_DEVICES": "cuda:0,"}, "devices=cuda:0, was given; expected a number, or names of one kind such as"),
         ({"snapshot_every": "10 hours"}, {}, "snapshot_every='10 hours' was given; expected steps such as"),
+        ({"hot_every": 0}, {}, "hot_every='0' was given; expected steps such as \"100\", auto or none"),
     ],
 )
 def test_a_wrong_option_is_named_with_what_to_do(arguments, environment, message):

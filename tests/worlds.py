@@ -23,7 +23,7 @@ from tests.workers import run_workers
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-TIMEOUT_SECONDS = 30.0
+PATIENCE_SECONDS = 30.0
 
 
 def in_processes(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -57,19 +57,17 @@ def in_threads(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     return [future.result() for future in futures]
 
 
-def shared_world(timeout_seconds: float = TIMEOUT_SECONDS) -> Shared:
+def shared_world(patience: float = PATIENCE_SECONDS) -> Shared:
     """Return the world of this worker and the others of its host."""
-    formation = form(find_place(os.environ), timeout_seconds, share=True)
-    assert formation.mesh is not None
-    return Shared(formation.mesh)
+    return Shared(form(find_place(os.environ), patience, share=True))
 
 
-def distributed_world(timeout_seconds: float = TIMEOUT_SECONDS, hosts: int = 1) -> Distributed:
+def distributed_world(patience: float = PATIENCE_SECONDS, hosts: int = 1) -> Distributed:
     """Return the world of this worker on one of several hosts: it is placed as if its host ended where it does not."""
     place = find_place(os.environ)
     workers = place.workers // hosts
     place = replace(place, local_rank=place.rank % workers, local_workers=workers)
-    return Distributed(form(place, timeout_seconds, share=True), cuda=False)
+    return Distributed(form(place, patience, share=True), cuda=False)
 
 
 def _joined(join: Callable[[], World], body: Callable[..., Any], *args: Any) -> Any:
@@ -99,9 +97,9 @@ class Threaded(World):
         """Put `given` on the table and return what `take` makes of all that lies there; then the table is free again."""
         try:
             self._meeting.table[self.rank] = given
-            self._meeting.barrier.wait(TIMEOUT_SECONDS)
+            self._meeting.barrier.wait(PATIENCE_SECONDS)
             taken = take(self._meeting.table)
-            self._meeting.barrier.wait(TIMEOUT_SECONDS)
+            self._meeting.barrier.wait(PATIENCE_SECONDS)
         except threading.BrokenBarrierError as error:
             raise WorldError("another thread failed") from error
         self.meetings += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import pickle
+import pickletools
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -134,16 +135,58 @@ def _read_torch(path: Path) -> Any:
 
 def _read_paddle(path: Path) -> Any:
     with path.open("rb") as file:
+        largest = path.stat().st_size
+        for code, argument, _ in pickletools.genops(file):  # raises ValueError for anything longer than the file
+            if "PUT" in code.name and not 0 <= int(argument) <= largest:  # pickle makes room for all numbers below, whatever it is
+                raise PretrainedError(f"it numbers an object {argument}, and has {largest} bytes")
+        file.seek(0)
         return ArrayReader(file).load()
 
 
 class ArrayReader(pickle.Unpickler):
-    """Reads a pickle of NumPy arrays in plain containers, as `paddle.save` writes; raises `UnpicklingError` on anything else."""
+    """Reads a pickle of NumPy arrays in plain containers, as `paddle.save` writes: arrays as `Array`.
+
+    Raises `UnpicklingError` on anything else.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in PICKLED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is refused; expected NumPy arrays in plain containers")
         return PICKLED[module, name]
+
+
+class Number:
+    """Stands in for `numpy.dtype`, which a damaged pickle would leave with elements that lie outside of their array."""
+
+    def __init__(self, code: str, *_: bool) -> None:
+        if not re.fullmatch(r"[biuf]\d", code):
+            raise pickle.UnpicklingError(f"it asks for elements of type {code!r}; expected numbers")
+        self._code = code
+        self._order = "="
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._order = state[1]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of elements."""
+        return np.dtype(self._code).newbyteorder(self._order)
+
+
+class Array:
+    """Stands in for `numpy.ndarray`; `tensor` has its values."""
+
+    tensor: Tensor | None = None
+
+    def __setstate__(self, state: tuple[int, tuple[int, ...], Number, bool, bytes]) -> None:
+        _, shape, number, by_column, data = state
+        values = np.frombuffer(data, number.dtype).reshape(shape, order="F" if by_column else "C")
+        self.tensor = torch.from_numpy(values.astype(number.dtype.newbyteorder("="), order="C"))
+
+
+def _new_array(*_: object) -> Array:
+    """Stand in for NumPy's `_reconstruct`."""
+    return Array()
 
 
 def _latin1(text: str, encoding: str) -> bytes:
@@ -153,12 +196,11 @@ def _latin1(text: str, encoding: str) -> bytes:
     return text.encode(encoding)
 
 
-_reconstruct = np.empty(0).__reduce__()[0]
 PICKLED = {
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
+    ("numpy.core.multiarray", "_reconstruct"): _new_array,
+    ("numpy._core.multiarray", "_reconstruct"): _new_array,
+    ("numpy", "ndarray"): None,  # only given to _reconstruct
+    ("numpy", "dtype"): Number,
     ("collections", "OrderedDict"): OrderedDict,
     ("_codecs", "encode"): _latin1,
     # A tensor inside of nested containers is written as tuple((name, array)).
@@ -173,10 +215,10 @@ def _from_paddle(content: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in content.items():
         if name == PADDLE_NAME_TABLE:
             continue
-        array = value[1] if isinstance(value, tuple) else value
-        new_name = name
+        array = value[-1] if isinstance(value, tuple) and value else value
+        new_name = str(name)
         for pattern, replacement in PADDLE_NAMES:
             new_name = re.sub(f"^{pattern}", replacement, new_name)
-        is_array = isinstance(array, np.ndarray) and array.dtype != object
-        named[new_name] = torch.from_numpy(array.T.copy() if array.ndim == 2 else array.copy()) if is_array else value  # noqa: PLR2004
+        tensor = array.tensor if isinstance(array, Array) else None
+        named[new_name] = value if tensor is None else tensor.T.contiguous() if tensor.ndim == 2 else tensor  # noqa: PLR2004
     return named

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.errors import (
     ConfigError,
     DataError,
+    DivergenceError,
     EvaluationError,
     LaunchError,
     LoaderError,
@@ -18,6 +19,7 @@ from samestep.errors import (
     ModelError,
     NonFiniteLossError,
     OptimizerError,
+    OutOfMemoryError,
     RecordError,
     SamestepError,
     SnapshotError,
@@ -37,6 +39,7 @@ _HOME = {"Means": "samestep.step.means", "Packed": "samestep.data.packed", "Run"
 __all__ = [
     "ConfigError",
     "DataError",
+    "DivergenceError",
     "EvaluationError",
     "LaunchError",
     "LoaderError",
@@ -45,6 +48,7 @@ __all__ = [
     "ModelError",
     "NonFiniteLossError",
     "OptimizerError",
+    "OutOfMemoryError",
     "Packed",
     "RecordError",
     "Run",

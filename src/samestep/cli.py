@@ -28,7 +28,8 @@ class Command:
 COMMANDS: Final = {
     "run": Command("samestep.launch.command", "start workers on this machine and run a script in each"),
     "verify": Command("samestep.tools.verify", "run a script at several numbers of workers and compare every bit after each step"),
-    "snapshots": Command("samestep.snapshot.command", "list, check and export the snapshots of a run"),
+    "submit": Command("samestep.tools.submit.command", "write a job of Slurm or Kubernetes that goes on after preemption, and submit it"),
+    "snapshots": Command("samestep.tools.snapshots", "list, check and export the snapshots of a run"),
 }
 EXIT_FAILURE: Final = 1
 EXIT_WRONG_USE: Final = 2  # as argparse has it

@@ -12,6 +12,7 @@ import os
 import re
 import typing
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PREFIX = "SAMESTEP_"
+TOKEN = "SAMESTEP_TOKEN"  # what the hosts of a run share: a secret, and no option
 PRECISIONS = ("float32", "bfloat16")
 MOST_SECONDS = 10**9  # clocks count nanoseconds in 64 bits
 MOST_DEVICES = 1000
@@ -39,31 +41,54 @@ class Config:
     lanes: int | None = option(None, "fixed slices of every global batch; default: the number of workers")
     seed: int = option(0, "everything random is a function of it; 0 to 2**63 - 1")
     dir: Path | None = option(None, "output directory of the run; without it nothing is kept")
-    resume: str = option("auto", "auto (newest whole snapshot in dir), never, or the path of a snapshot")
+    resume: str = option("auto", "auto (newest whole snapshot in dir or remote), never, or the path or URL of a snapshot")
     precision: str = option("float32", "float32, or bfloat16 for autocast in forward passes")
     device: str = option("auto", "auto (a GPU a worker when there are any), cpu or cuda")
     devices: int | tuple[str, ...] = option(1, "devices that one worker drives: how many, or their names, as in cuda:0,cuda:1")
     threads: int = option(1, "intra-op threads a worker on its CPU; bits depend on it")
     snapshot_every: str | None = option("10min", 'steps ("500") or minutes ("10min") between snapshots, or none')
+    hot_every: str | None = option(
+        "auto",
+        "steps between copies of the state in memory, from which killed workers' successors continue; "
+        "auto: as often as costs one percent of the time; or none",
+    )
     keep_last: int = option(3, "newest snapshots that are kept")
     keep_best: int = option(1, "snapshots of the highest score that are kept besides")
+    remote: str | None = option(None, "URL (as of fsspec) to which whole snapshots are copied, such as s3://bucket/runs/one")
+    transfer: str | None = option(None, "module:function that is called with the path of every file of a whole snapshot")
     nonfinite_loss: str = option("stop", "stop or continue when a loss is NaN or infinite")
+    check_every: int | None = option(1000, "steps between comparisons of what all workers hold alike, or none")
     deterministic: bool = option(True, "ask torch for deterministic kernels")
-    timeout_seconds: float = option(1800.0, "longest wait for another worker")
+    patience: float = option(120.0, "seconds that a worker waits for another before all stop and tell where each was")
+    restarts: int = option(3, "how often in a row workers that were killed from outside are replaced without a new step in between")
+    grace: float = option(30.0, "seconds that workers get to snapshot after SIGTERM or Ctrl-C")
     stop_after: int | None = option(None, "steps after which the run snapshots and exits with status 0")
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "lanes", "threads", "keep_last", "stop_after")
-        _at_least(self, 0, "seed", "keep_best")
+        _at_least(self, 1, "lanes", "threads", "keep_last", "stop_after", "check_every")
+        _at_least(self, 0, "seed", "keep_best", "restarts", "grace")
         _one_of(self, "precision", PRECISIONS)
         _one_of(self, "device", ("auto", "cpu", "cuda"))
         _one_of(self, "nonfinite_loss", ("stop", "continue"))
         if self.seed >= 2**63:
             raise ConfigError(f"seed={self.seed} was given; expected at most 2**63 - 1")
         self._check_devices()
-        if not 0 < self.timeout_seconds <= MOST_SECONDS:
-            raise ConfigError(f"timeout_seconds={self.timeout_seconds} was given; expected a number above 0 and at most {MOST_SECONDS}")
+        if not 0 < self.patience <= MOST_SECONDS:
+            raise ConfigError(f"patience={self.patience} was given; expected a number above 0 and at most {MOST_SECONDS}")
+        if self.hot_every not in {None, "auto"} and not re.fullmatch(r"0*[1-9]\d{0,17}", self.hot_every):
+            raise ConfigError(f'hot_every={self.hot_every!r} was given; expected steps such as "100", auto or none')
+        self._check_remote()
         self.snapshot_steps, self.snapshot_seconds  # noqa: B018  a wrong value is found here, not at the first snapshot
+
+    def _check_remote(self) -> None:
+        if self.remote is not None and not is_url(self.remote):
+            raise ConfigError(f"remote={self.remote!r} was given; expected a URL such as s3://bucket/runs/one")
+        if self.transfer is not None and not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", self.transfer):
+            raise ConfigError(f"transfer={self.transfer!r} was given; expected module:function")
+        given = {"remote": self.remote, "transfer": self.transfer, "resume": self.resume if is_url(self.resume) else None}
+        for name, value in given.items():
+            if value is not None and self.dir is None:
+                raise ConfigError(f"{name}={value!r} was given; expected a dir with it, where snapshots are first")
 
     def _check_devices(self) -> None:
         if isinstance(self.devices, int):
@@ -90,11 +115,16 @@ class Config:
         return _interval(self.snapshot_every)[1]
 
 
+def is_url(text: str) -> bool:
+    """Tell whether a text is a URL, and no path."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://.", text) is not None
+
+
 def merge(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Config:
     """Merge arguments and environment (default `os.environ`) over the defaults; the environment wins."""
     values = {name: _checked(name, value) for name, value in arguments.items()}
     for name, text in (os.environ if environment is None else environment).items():
-        if name.startswith(PREFIX) and not name.startswith(PREFIX + "INTERNAL_"):
+        if name.startswith(PREFIX) and not name.startswith(PREFIX + "INTERNAL_") and name != TOKEN:
             option_name = _known(name.removeprefix(PREFIX).lower(), name)
             values[option_name] = parse(option_name, text, name)
     return Config(**values)
@@ -122,7 +152,7 @@ def _checked(name: str, value: Any) -> Any:
         return Path(value)
     if tuple in kinds and isinstance(value, (list, tuple)):
         return tuple(map(str, value))  # torch.device, too
-    if name in {"snapshot_every", "resume"} and isinstance(value, (int, os.PathLike)) and not isinstance(value, bool):
+    if name in {"snapshot_every", "hot_every", "resume"} and isinstance(value, (int, os.PathLike)) and not isinstance(value, bool):
         return str(value)
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -140,8 +170,13 @@ def _known(name: str, given_as: str) -> str:
     return name
 
 
+@cache
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(Config)
+
+
 def _kinds(name: str) -> tuple[type, ...]:
-    hint = typing.get_type_hints(Config)[name]
+    hint = _hints()[name]
     kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return tuple(typing.get_origin(kind) or kind for kind in kinds)
 

@@ -5,6 +5,7 @@
     ├── LaunchError       workers could not be started
     │   └── WorkerError   a worker failed: its rank and traceback
     ├── WorldError        workers cannot talk, or one of them is gone
+    │   └── HangError     a worker was waited for in vain: who, where it was, and the usual cause
     ├── DataError         a data set, batch or sampler cannot be used
     │   └── LoaderError   loading a lane's batch failed: step, lane and sample indices
     ├── ModelError        models cannot be replicated, or differ between workers
@@ -51,6 +52,17 @@ class WorkerError(LaunchError):
 
 class WorldError(SamestepError):
     """Workers cannot talk, or one of them is gone."""
+
+
+class HangError(WorldError):
+    """A worker was waited for in vain.
+
+    Attributes: `from_outside` (bool): workers are stopped, or gone without a word, so that nothing the program did is to blame.
+    """
+
+    def __init__(self, text: str, *, from_outside: bool = False) -> None:
+        super().__init__(text)
+        self.from_outside = from_outside
 
 
 class DataError(SamestepError):

@@ -5,7 +5,9 @@ import gc
 import os
 import random
 import signal
+import threading
 import time
+from multiprocessing import get_context
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from torch.utils.data import TensorDataset, default_collate
 
 from samestep.data.loader import Request, load
 from samestep.errors import LoaderError
+from tests.launch.processes import end_soon
+from tests.workers import run_workers
 
 forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # that of loader processes, from Python 3.12 on
 
@@ -229,3 +233,79 @@ def test_a_dead_loader_process_is_told_by_the_next_batch_and_never_in_between():
     sum(number for number in range(1000))  # here Python handles the signal
     with pytest.raises(LoaderError, match="a loader process died"):
         list(batches)
+
+
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+
+@forks
+def test_a_signal_to_all_processes_of_a_job_leaves_its_loader_processes_alone():
+    def body():
+        received = []
+        for number in STOPPING:
+            signal.signal(number, lambda number, _: received.append(number))
+        batches = load(Broken(None), requests_of(*[[index] for index in range(13)]), collate_fn=None, loader_workers=2, pin_memory=False)
+        first = next(batches)
+        for number in STOPPING:
+            os.killpg(0, number)
+        return [int(batch[0, 0]) for batch in (first, *batches)], received
+
+    assert run_workers(body, 1) == [(list(range(13)), list(STOPPING))]
+
+
+@forks
+def test_a_signal_in_the_first_moment_of_a_loader_process_is_ignored_and_its_parents_is_not_lost():
+    def body():
+        parent, received = os.getpid(), []
+        for number in STOPPING:
+            signal.signal(number, lambda number, _: received.append(number) if os.getpid() == parent else os._exit(1))
+
+        def signal_all():
+            for number in STOPPING:
+                os.kill(os.getpid(), number)
+
+        os.register_at_fork(before=signal_all, after_in_child=signal_all)
+        assert [int(batch[0, 0]) for batch in loaded(Broken(None), requests_of(*[[index] for index in range(9)]), 2)] == list(range(9))
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+        return set(received)
+
+    assert run_workers(body, 1) == [set(STOPPING)]
+
+
+class Endless(Broken):
+    def __getitem__(self, index):
+        if index > 1:
+            threading.Event().wait()
+        return super().__getitem__(index)
+
+
+def begin_endless_loading():
+    """Return an iterator whose two loader processes never end by themselves, and their process ids."""
+    batches = load(Endless(None), requests_of(*[[index] for index in range(4)]), collate_fn=None, loader_workers=2, pin_memory=False)
+    return batches, [int(next(batches)[0, 1]) for _ in range(2)]
+
+
+@forks
+def test_loader_processes_end_at_once_when_their_parent_is_killed():
+    fork = get_context("fork")
+    receiving, sending = fork.Pipe(duplex=False)
+
+    def body():
+        _batches, pids = begin_endless_loading()
+        sending.send(pids)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    parent = fork.Process(target=body)
+    parent.start()
+    parent.join()
+    assert end_soon(receiving.recv())
+    receiving.close()
+    sending.close()
+
+
+KEPT = []
+
+
+@forks
+def test_loader_processes_do_not_outlast_a_process_that_ends_with_its_loop_half_way():
+    assert end_soon(run_workers(lambda: KEPT.append(begin_endless_loading()) or KEPT[0][1], 1, timeout=20.0)[0])

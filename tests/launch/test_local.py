@@ -196,7 +196,7 @@ def test_a_killed_worker_is_named(others):
             dist.init_process_group("gloo")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(WorkerError, match=r"^worker 1 failed first: killed by SIGKILL \(by hand, .*\)$") as caught:
+    with pytest.raises(WorkerError, match=r"^worker 1 failed first: killed by SIGKILL$") as caught:
         launch(on_rank_one(die, others))
     assert (caught.value.rank, caught.value.traceback) == (1, "")
 

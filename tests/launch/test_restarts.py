@@ -4,11 +4,12 @@ import faulthandler
 import os
 import signal
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
 from samestep.errors import WorkerError, WorldError
-from samestep.launch import launch
+from samestep.launch import crew, launch
 from samestep.launch.kept import Kept
 from samestep.record.events import read_events
 from tests.launch.processes import end_soon, for_ever, rank
@@ -112,7 +113,7 @@ def test_without_a_new_step_workers_are_replaced_so_many_times(restarts):
         begin(step=5)
         end_by(signal.SIGKILL)
 
-    with pytest.raises(WorkerError, match=r"killed by SIGKILL .*\[step 5, host .*\]$") as caught:
+    with pytest.raises(WorkerError, match=r"killed by SIGKILL \[step 5, host .*\]$") as caught:
         launch(body, workers=1, restarts=restarts)
     assert attempts.value == restarts
     assert caught.value.status == 128 + signal.SIGKILL
@@ -144,3 +145,17 @@ def test_the_exit_status_of_a_script_is_that_of_the_launch(tmp_path):
     with pytest.raises(WorkerError) as caught:
         launch(lambda: os._exit(7))
     assert caught.value.status == 7
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"), [(3, 4, r"killed by SIGKILL \(the kernel ran out of memory"), (3, 3, "killed by SIGKILL$")]
+)
+def test_a_kill_for_want_of_memory_is_told_as_such(monkeypatch, before, after, told):
+    counts = iter([before, after])
+    monkeypatch.setattr(crew, "_killed_for_memory", lambda: next(counts))
+    with pytest.raises(WorkerError, match=told):
+        launch(lambda: end_by(signal.SIGKILL), workers=1)
+
+
+def test_the_kernel_counts_whom_it_ended_for_want_of_memory():
+    assert f"oom_kill {crew._killed_for_memory()}\n" in Path("/proc/vmstat").read_text()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import shutil
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import RecordError
 from samestep.record.events import EventFile, read_events
+from tests.faults import full_disk
 
 TEXTS_LIKE_NUMBERS = st.sampled_from(["nan", "inf", "-inf", "\\nan", "\\\\-inf", "NaN", "-nan", "inf\n"])
 TEXTS = TEXTS_LIKE_NUMBERS | st.text(st.characters(exclude_categories=[]))
@@ -119,7 +121,7 @@ def test_a_full_disk_is_told_and_does_not_spoil_what_follows(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
     try:
-        with pytest.raises(RecordError, match=r"events\.jsonl took 5 of 11 bytes.*disk full"):
+        with pytest.raises(RecordError, match=r"events\.jsonl took 5 of 11 bytes.*disk full\? Free some space there and start again"):
             file.append({"step": 2})
         with pytest.raises(RecordError, match=r"events\.jsonl cannot be written"):
             file.append({"step": 3})
@@ -128,3 +130,37 @@ def test_a_full_disk_is_told_and_does_not_spoil_what_follows(tmp_path):
     file.append({"step": 4})
     file.close()
     assert list(read_events(path)) == [{"step": 1}, {"step": 4}]
+
+
+def test_a_disk_that_is_full_to_the_last_byte_is_told():
+    with full_disk(4096) as disk:
+        file = EventFile(disk / "events.jsonl")
+        file.append({"filled": "x" * (4096 - len('{"filled":""}\n'))})
+        with pytest.raises(RecordError, match=r"events\.jsonl cannot be written: No space left on device\. Free some space there"):
+            file.append({"step": 2})
+        file.close()
+
+
+def removed(folder):
+    shutil.rmtree(folder)
+
+
+def moved(folder):
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def replaced(folder):
+    moved(folder)
+    append(folder / "events.jsonl", [{"event": "of another run"}])
+
+
+@pytest.mark.parametrize("fault", [removed, moved, replaced])
+def test_a_file_that_is_no_longer_there_takes_no_events(fault, tmp_path):
+    file = EventFile(tmp_path / "run" / "events.jsonl")
+    file.append({"step": 1})
+    fault(tmp_path / "run")
+    with pytest.raises(RecordError, match=r"events\.jsonl was removed or moved.*directory to stay in place"):
+        file.append({"step": 2})
+    file.close()
+    left = [list(read_events(path)) for path in sorted(tmp_path.glob("*/events.jsonl"))]
+    assert left == {removed: [], moved: [[{"step": 1}]], replaced: [[{"step": 1}], [{"event": "of another run"}]]}[fault]

@@ -45,6 +45,13 @@ def test_scalars_are_floats_with_the_lowest_and_highest_worker(record, tmp_path)
     ]
 
 
+def test_what_comes_between_steps_is_marked(record, tmp_path):
+    record.scalars(3, 1, {"loss": 0.5}, between=True)
+    record.image(3, "faces", np.zeros((4, 6), np.uint8), between=True)
+    record.image(3, "faces", np.zeros((4, 6), np.uint8))
+    assert [event.get("between") for event in events_of(tmp_path)] == [True, True, None]
+
+
 def test_timing_is_by_worker_and_part(record, tmp_path):
     record.timing(7, [{"data": 0.5, "compute": 1}, {"data": 0.25}])
     assert events_of(tmp_path) == [{"event": "timing", "step": 7, "workers": [{"data": 0.5, "compute": 1.0}, {"data": 0.25}]}]

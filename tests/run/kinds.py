@@ -262,7 +262,7 @@ def noise(lane):
         yield torch.rand(lane + 1, 3)
 
 
-def streams_job(run):
+def streams_job(run, hook=lambda step: None):
     model = run.replicate(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)))
     optimizer = run.shard(torch.optim.Rprop(model.parameters()))
     run.track(model=model, optimizer=optimizer)
@@ -273,6 +273,7 @@ def streams_job(run):
             run.log(run.backward(lambda model, points: (model(points) - points).square().mean(), model, batch))
             optimizer.step()
             optimizer.zero_grad()
+            hook(run.step)
     return {"model": model, "optimizer": optimizer}
 
 

@@ -165,6 +165,7 @@ def test_a_parameter_is_sharded_once(again):
     [
         ({"lane": 8}, "lane is no option of samestep; did you mean lanes"),
         ({"lanes": 0}, "lanes=0 was given; expected at least 1"),
+        ({"check_every": 0}, "check_every=0 was given; expected at least 1"),
         ({"lanes": "8"}, "lanes='8' was given; expected a whole number"),
         ({"precision": "bfloat"}, "precision='bfloat'.*did you mean bfloat16"),
         ({"device": "cuda"}, "device='cuda' was given, and torch finds no GPU"),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import threading
 import time
+from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +17,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import samestep as ss
-from tests.faults import full_disk
-from tests.jobs import events, fit, image_job, left_by, snapshots, train
+from samestep.record import read_history
+from tests.faults import full_disk, kill_at
+from tests.jobs import STEPS, events, fit, image_job, left_by, snapshots, train
 from tests.workers import try_workers
 
 SOON_SECONDS = 10.0
@@ -76,6 +80,51 @@ def test_a_run_may_go_on_after_a_loss_that_is_not_finite(tmp_path):
     assert [event["values"]["odd"] for event in events(tmp_path, "scalars")] == ["nan", 1.0, 1.0, 1.0]
 
 
+def allocate(size):
+    return torch.empty(size)
+
+
+def allocate_in_python(size):
+    return bytearray(size)
+
+
+def as_a_gpu_does(size):
+    raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("use", [allocate, allocate_in_python, as_a_gpu_does])
+def test_a_lane_without_enough_memory_says_which_lanes_to_use(use, in_backward):
+    def loss_fn(model, numbers):
+        outputs = model(numbers)
+        if 21 in numbers and in_backward:
+            outputs.register_hook(lambda _: use(2**60))
+        elif 21 in numbers:
+            use(2**60)
+        return outputs.mean()
+
+    first, second = ends_of(2, lambda run: fit_numbers(run, loss_fn))
+    assert isinstance(first.error, ss.WorldError)
+    assert isinstance(second.error, ss.OutOfMemoryError)
+    assert str(second.error).startswith(
+        "lane 2 of 4, with 2 samples, does not fit the memory of cpu on worker 1 at step 2; expected one that does: lanes=8 would halve "
+        "it. The number of lanes belongs to the result"
+    )
+    assert re.search("memory: you tried to allocate|MemoryError|Tried to allocate", second.traceback)
+    assert "The above exception was the direct cause" in second.traceback
+
+
+def test_a_lane_of_one_sample_gets_no_smaller_by_more_lanes():
+    (end,) = ends_of(1, lambda run: fit_numbers(run, lambda model, numbers: allocate(2**60)), lanes=8)
+    assert "with 1 sample, does not fit the memory of cpu on worker 0 at step 0; more lanes would not make it smaller" in str(end.error)
+
+
+def test_other_errors_of_a_loss_function_stay_what_they_are():
+    (end,) = ends_of(1, lambda run: fit_numbers(run, lambda model, numbers: model(numbers.view(7, -1))))
+    assert type(end.error) is RuntimeError
+    assert "shape '[7, -1]' is invalid" in str(end.error)
+
+
 def test_a_worker_that_fails_stops_the_others(tmp_path):
     def job(run):
         return fit_numbers(run, after_step=lambda _: 1 // (run.rank != 1 or run.step != 2))
@@ -86,7 +135,7 @@ def test_a_worker_that_fails_stops_the_others(tmp_path):
     assert isinstance(second.error, ZeroDivisionError)
     assert first.failed_at - second.failed_at < SOON_SECONDS
     failed = {event["rank"]: event for event in events(tmp_path, "failed")}
-    assert failed[1]["step"] == 2
+    assert (failed[1]["host"], failed[1]["step"]) == (socket.gethostname(), 2)
     assert "ZeroDivisionError" in failed[1]["traceback"]
 
 
@@ -168,6 +217,50 @@ def test_a_full_disk_stops_the_run_and_spares_the_snapshot_before(workers, tmp_p
         assert "The newest whole snapshot is step-00000001" in told[0]
         left = left_by(heavy_job, tmp_path / "resumed", 1, lanes=8, resume=disk / "run" / "step-00000001")
     assert left.items() <= left_by(heavy_job, tmp_path / "undisturbed", 1, lanes=8).items()
+
+
+def fill(disk):
+    """Leave no whole page free on a disk."""
+    with suppress(OSError), (disk / "ballast").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_disk_that_is_full_for_the_record_stops_the_run():
+    def job(run):
+        return image_job(run, epochs=20, hook=lambda step: fill(run.dir.parent) if (run.rank, step) == (0, 3) else None)
+
+    with full_disk(100_000) as disk:
+        first, second = ends_of(2, job, disk / "run", lanes=8, snapshot_every=None)
+        assert isinstance(second.error, ss.WorldError)
+        assert isinstance(first.error, ss.RecordError)
+        assert re.search(r"events\.jsonl .*full|No space left on device", str(first.error))
+        assert "Free some space there and start again: the run resumes from its newest snapshot" in str(first.error)
+
+
+@pytest.mark.parametrize("snapshot_every", [1, None])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_directory_that_is_moved_stops_the_run_and_resumes_where_it_is(workers, snapshot_every, tmp_path):
+    there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
+
+    def job(run):
+        return image_job(run, hook=lambda step: there.rename(elsewhere) if (run.rank, step) == (0, 3) else None)
+
+    ends = ends_of(workers, job, there, lanes=8, snapshot_every=snapshot_every)
+    assert all(isinstance(end.error, (ss.RecordError, ss.SnapshotError, ss.WorldError)) for end in ends)
+    assert re.search("run's directory (to stay )?in place", str(ends[0].error))
+    assert left_by(image_job, elsewhere, 1, lanes=8) == left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
+
+
+def test_the_history_of_a_run_that_was_killed_has_each_step_once(tmp_path):
+    for attempt, step in enumerate((3, 6)):
+        ends = ends_of(2, partial(image_job, hook=kill_at(step, rank=1)), tmp_path, lanes=8, snapshot_every=2)
+        assert ends[1].exitcode == -signal.SIGKILL, attempt
+    train(image_job, tmp_path, {"snapshot_every": 2})
+    assert [event["step"] for event in events(tmp_path, "scalars")] != list(range(STEPS))
+    for kind in ("scalars", "timing"):
+        assert [event["step"] for event in read_history(tmp_path) if event["event"] == kind] == list(range(STEPS))
+    assert [event["event"] for event in read_history(tmp_path)].count("resumed") == 2
 
 
 @pytest.mark.parametrize("loader_workers", [0, 1])

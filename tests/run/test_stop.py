@@ -9,8 +9,11 @@ from functools import partial
 import pytest
 
 import samestep as ss
+from samestep.run.stop import StopRequest
 from tests.jobs import STEPS, Net, classify, events, image_job, images, left_by, snapshots, steps_of, train
 from tests.workers import run_workers, try_workers
+
+forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # that of loader processes, from Python 3.12 on
 
 
 @pytest.fixture
@@ -24,6 +27,16 @@ def signal_at(step, number):
     def hook(now):
         if now == step and os.environ.get("RANK", "1") == "1":
             os.kill(os.getpid(), number)
+
+    return hook
+
+
+def signal_all_at(step, number, times=1):
+    """Return a hook that sends every process of this worker's group, loader processes too, a signal at a step."""
+
+    def hook(now):
+        for _ in range(times if now == step else 0):
+            os.killpg(0, number)
 
     return hook
 
@@ -47,6 +60,17 @@ def test_sigterm_to_one_worker_stops_all_after_a_snapshot(step, undisturbed, tmp
     assert left_by(image_job, tmp_path, 3) == undisturbed
 
 
+@forks
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+def test_sigterm_to_all_processes_stops_after_a_snapshot(times, undisturbed, tmp_path):
+    job = partial(image_job, hook=signal_all_at(1, signal.SIGTERM, times), loader_workers=2)
+    outcomes = try_workers(train, 2, job, tmp_path, {"snapshot_every": None})
+    assert [outcome.exitcode for outcome in outcomes] == [128 + signal.SIGTERM] * 2
+    assert events(tmp_path, "stopped")[-1]["signal"] == signal.SIGTERM
+    assert snapshots(tmp_path) == steps_of(3)
+    assert left_by(partial(image_job, loader_workers=1), tmp_path, 2) == undisturbed
+
+
 def test_ctrl_c_stops_after_a_snapshot_and_a_second_one_at_once(undisturbed, tmp_path):
     once = partial(image_job, hook=signal_at(3, signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
@@ -60,6 +84,29 @@ def test_ctrl_c_stops_after_a_snapshot_and_a_second_one_at_once(undisturbed, tmp
     with pytest.raises(KeyboardInterrupt):
         train(twice, tmp_path / "twice", {"snapshot_every": None})
     assert snapshots(tmp_path / "twice") == []
+
+
+@forks
+def test_a_second_ctrl_c_in_a_terminal_acts_at_once_also_with_loader_processes(tmp_path):
+    job = partial(image_job, hook=signal_all_at(1, signal.SIGINT, 2), loader_workers=2)
+    outcomes = try_workers(train, 2, job, tmp_path, {"snapshot_every": None})
+    assert [type(outcome.error) for outcome in outcomes] == [KeyboardInterrupt] * 2
+    assert snapshots(tmp_path) == []
+
+
+def test_sigterm_again_changes_nothing_and_ctrl_c_after_it_acts_at_once():
+    request = StopRequest()
+    try:
+        request.deferring = True
+        signal.raise_signal(signal.SIGTERM)
+        request.deferring = False
+        signal.raise_signal(signal.SIGTERM)
+        assert request.received == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert request.received == signal.SIGTERM
+    finally:
+        request.close()
 
 
 def test_without_a_directory_a_signal_acts_at_once():

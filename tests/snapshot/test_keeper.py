@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from samestep.config import merge
+from samestep.launch.place import find_place
 from samestep.record import open_record
 from samestep.snapshot import SnapshotWriter
+from samestep.snapshot.hot import HotCopies
 from samestep.snapshot.keeper import Keeper
 from samestep.world.alone import Alone
 
@@ -19,7 +21,8 @@ def test_memory_is_made_ready_once_the_first_step_gave_the_optimizer_its_state(t
     prepared = []
     monkeypatch.setattr(SnapshotWriter, "prepare", lambda _, shared, own: prepared.append((set(shared), own)))
     config = merge({"dir": tmp_path, "snapshot_every": snapshot_every}, {})
-    with closing(open_record(tmp_path, writes=True)) as record, closing(Keeper(config, Alone(), record, "a", None)) as keeper:
+    hot = HotCopies(None, find_place({}), Alone(), tmp_path, config.hot_every)
+    with closing(open_record(tmp_path, writes=True)) as record, closing(Keeper(config, Alone(), record, "a", None, hot)) as keeper:
         assert not keeper.is_due(1)
         assert prepared == []
         keeper.tracked.add("model", model, None)

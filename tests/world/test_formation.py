@@ -82,7 +82,7 @@ def test_a_worker_that_never_comes_is_an_error_after_the_timeout():
         if os.environ["RANK"] == "0":
             return
         with pytest.raises(WorldError, match="worker 1 got no answer from the others while forming the world"):
-            shared_world(timeout_seconds=1)
+            shared_world(patience=1)
 
     assert [outcome.exitcode for outcome in try_workers(body, 2)] == [0, 0]
 
@@ -97,7 +97,7 @@ def test_it_is_named_where_the_store_is_the_launcher_s():
         if world.rank == 1:
             return
         with pytest.raises(WorldError, match=r"worker 0 got no answer from the others while forming the world.*worker 1 did not come"):
-            shared_world(timeout_seconds=1)
+            shared_world(patience=1)
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}

@@ -35,7 +35,7 @@ def state_of(pid):
 
 def test_a_worker_that_dies_is_named_while_the_others_wait_for_it():
     def body():
-        world = shared_world(timeout_seconds=300)
+        world = shared_world(patience=300)
         pids = world.all_gather_json(os.getpid(), "telling pids")
         if world.rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -52,7 +52,7 @@ def test_a_worker_that_goes_is_noticed_where_a_process_that_it_forked_holds_on_t
     noticed = get_context("fork").Event()
 
     def body():
-        world = shared_world(timeout_seconds=300)
+        world = shared_world(patience=300)
         child = os.fork() if world.rank == 1 else None
         if child == 0:
             signal.pause()
@@ -76,7 +76,7 @@ def test_a_worker_that_goes_is_noticed_where_a_process_that_it_forked_holds_on_t
 
 def test_a_worker_that_leaves_is_noticed_by_those_who_go_on():
     def body():
-        world = shared_world(timeout_seconds=300)
+        world = shared_world(patience=300)
         world.barrier("meeting")
         if world.rank == 1:
             world.close()
@@ -93,8 +93,7 @@ def test_a_worker_that_was_stopped_is_named_after_the_timeout():
     named = get_context("fork").Barrier(2)
 
     def body():
-        world = shared_world()
-        world._mesh._timeout_seconds = 1
+        world = shared_world(patience=1)
         pids = world.all_gather_json(os.getpid(), "telling pids")
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -103,16 +102,18 @@ def test_a_worker_that_was_stopped_is_named_after_the_timeout():
         assert state_of(pids[1]) == "T"
         with pytest.raises(WorldError, match="while waiting again"):
             world.barrier("waiting again")
+        world.close()
         named.wait(30)
         if world.rank == 0:
             os.kill(pids[1], signal.SIGCONT)
         return message
 
-    first, _, third = run_workers(body, 3)
-    for rank, message in ((0, first), (2, third)):
-        assert re.search(
-            rf"worker {rank} got no answer .* \(worker 1 \(process \d+\) did not come within 1 s; before that all were", message
-        )
+    messages = [outcome.value for outcome in try_workers(body, 3)]
+    (report,) = [message for message in messages if "usual cause: SIGSTOP" in message]
+    assert report.startswith("worker 1 did not come within 1 s while workers 0 and 2 were waiting at step 0\n")
+    (other,) = {messages[0], messages[2]} - {report}
+    assert re.search(r"worker 1 \(process \d+, which is stopped\) did not come within 1 s; before that all were telling pids", other)
+    assert re.search(r"; worker 1 did not come within 1 s .* tells more \(", other)
 
 
 def test_workers_that_make_different_calls_are_told():
@@ -192,7 +193,7 @@ def test_nobody_connects_to_a_process_that_listens_in_the_place_of_another():
     def body(address):
         members = {0: Member(os.getpid(), address), 1: Member(os.getpid(), "")}
         with Door() as door, pytest.raises(WorldError, match=f"process {os.getppid()} listens where process {os.getpid()} should"):
-            door.connect(1, members, timeout_seconds=30)
+            door.connect(1, members, timeout_seconds=30, patience_seconds=30)
 
     with Door() as another:
         run_workers(body, 1, another.member.address)
@@ -200,7 +201,7 @@ def test_nobody_connects_to_a_process_that_listens_in_the_place_of_another():
 
 def test_a_worker_that_does_not_connect_is_named():
     with Door() as door, pytest.raises(WorldError, match=r"while forming the world.*\(worker 1 \(process 1\) did not come\)"):
-        door.connect(0, {0: door.member, 1: Member(1, "")}, timeout_seconds=0.01)
+        door.connect(0, {0: door.member, 1: Member(1, "")}, timeout_seconds=0.01, patience_seconds=30)
 
 
 def test_nothing_stays_open_or_behind():
@@ -213,7 +214,8 @@ def test_nothing_stays_open_or_behind():
         assert set(Path("/dev/shm").iterdir()) == named
         world.close()
         assert "memfd:samestep" not in Path("/proc/self/maps").read_text()
-        assert open_files() == files
+        while open_files() > files:  # rank 0's store closes its ends of the others' connections when it gets round to it
+            os.sched_yield()
 
     run_workers(body, 3)
 

@@ -11,12 +11,13 @@ import torch
 
 from samestep.errors import WorldError
 from samestep.world import formation
+from samestep.world.distributed import HEAD_BYTES
 from samestep.world.shared import INLINE_BYTES
 from samestep.world.staged import Staged
 from tests.workers import run_workers, try_workers
 from tests.worlds import distributed_world, in_processes, in_threads, on_hosts, shared_world
 
-FIRST_CAPACITY = 1024 - 8  # bytes that fit the first message of `Distributed`
+FIRST_CAPACITY = 1024 - HEAD_BYTES  # bytes that fit the first message of `Distributed`
 LENGTHS = [0, 1, FIRST_CAPACITY - 1, FIRST_CAPACITY, FIRST_CAPACITY + 1, INLINE_BYTES, INLINE_BYTES + 1, 3, 200_000, 0]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
 
@@ -162,7 +163,7 @@ def test_a_lost_worker_is_an_error_on_the_others_within_seconds(join):
     """After the first error every further call fails too, at once."""
 
     def body():
-        world = join(timeout_seconds=300)
+        world = join(patience=300)
         world.barrier("starting")
         if world.rank == 1:
             os._exit(7)
@@ -193,13 +194,13 @@ def test_a_process_can_form_one_world_after_another(join):
         come.set()
         return host(place)
 
-    host = formation._host
+    host = formation._home
 
     def body():
         world = join()
         if world.rank == 0:
             come.wait()
-        formation._host = tell_and_host
+        formation._home = tell_and_host
         world.close()
         second = join()
         total = sum(second.all_gather_object(second.rank, "adding"))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -14,9 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from samestep.data.packed import packed_where_it_pays
 from samestep.data.seeds import keyed
 from samestep.errors import DataError, LoaderError
+from samestep.launch.parent import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+STOPPING: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class Request(NamedTuple):
@@ -98,7 +104,7 @@ def load(
         num_workers=loader_workers,
         pin_memory=pin_memory,
         prefetch_factor=max(2, -(-ahead // loader_workers)) if loader_workers > 0 else None,
-        worker_init_fn=_begin_process,
+        worker_init_fn=partial(_begin_process, os.getpid(), on_main_thread=_on_main_thread()),
         generator=torch.Generator(),  # the loader draws a base seed: not from the generator that user code draws from
     )
     batches = _iter(loader)
@@ -116,20 +122,46 @@ def load(
 
 
 def _iter(loader: DataLoader[Any]) -> Any:
-    """Start iterating without torch's handler of SIGCHLD: it raises in whatever runs when a loader process dies, be it an exchange.
+    """Start iterating, without torch's handler of SIGCHLD, and with loader processes that only their parent can end.
 
-    Without it the iterator finds a dead process within five seconds.
+    The handler raises in whatever runs when a loader process dies, be it an exchange. Without it the iterator finds a dead process
+    within five seconds.
     """
     former = signal.getsignal(signal.SIGCHLD)
-    batches = iter(loader)
-    if former is not None and threading.current_thread() is threading.main_thread():
+    with _held_back(STOPPING):  # a loader process begins with these signals held back too, until it ignores them
+        batches: Any = iter(loader)
+    if former is not None and _on_main_thread():
         signal.signal(signal.SIGCHLD, former)
+    for process in getattr(batches, "_workers", ()):
+        process._popen.terminate = process._popen.kill  # noqa: SLF001  how torch and Python end one that does not end by itself
     return batches
 
 
-def _begin_process(_: int) -> None:
-    """Keep the garbage collector from writing to every object that was there before, which would copy its page."""
-    gc.freeze()
+@contextmanager
+def _held_back(numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Let signals to this thread wait until the end of a block."""
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+def _begin_process(parent: int, _: int, *, on_main_thread: bool) -> None:
+    """Make a loader process one that lives as long as its parent needs it.
+
+    Schedulers and terminals signal all processes of a job. The parent then still has a step to end, for which it needs its batches.
+    """
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    if on_main_thread:  # else it would end with the thread that started it, and torch looks every five seconds whether the parent lives
+        end_with_parent(parent)
+    gc.freeze()  # or the garbage collector would write to every object that was there before, which copies its page
+
+
+def _on_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 class _Sampler(torch.utils.data.Sampler[Any]):

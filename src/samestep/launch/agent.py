@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from samestep.launch.kept import Kept
     from samestep.launch.report import Failure
     from samestep.launch.worker import Job
 
@@ -104,12 +105,17 @@ class Agent:
         step = kept.step or 0
         self._in_vain = 1 if step > self._furthest else self._in_vain + 1
         self._furthest = max(self._furthest, step)
-        self._outputs.tell(f"samestep: worker {rank}: {failure}; all workers start again")
-        if kept.directory:
-            with suppress(SamestepError):  # the run's directory may be gone: its workers will say so
-                record = open_record(Path(kept.directory), writes=True)
-                record.event("restarting", rank=rank, host=failure.host, step=step, reason=failure.summary)
-                record.close()
+        tell_restart(self._outputs, kept, rank, failure)
+
+
+def tell_restart(outputs: Outputs, kept: Kept, rank: int, failure: Failure) -> None:
+    """Say on the screen and in the run's record which worker's end makes all start again."""
+    outputs.tell(f"samestep: worker {rank}: {failure}; all workers start again")
+    if kept.directory:
+        with suppress(SamestepError):  # the run's directory may be gone: its workers will say so
+            record = open_record(Path(kept.directory), writes=True)
+            record.event("restarting", rank=rank, host=failure.host, step=kept.step or 0, reason=failure.summary)
+            record.close()
 
 
 class Store:

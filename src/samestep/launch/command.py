@@ -8,6 +8,7 @@ from typing import Any
 
 from samestep.config import Config, parse
 from samestep.errors import ConfigError
+from samestep.launch.nodes import add_node_arguments, gathering_of
 from samestep.launch.script import run_script
 
 EXAMPLES = """\
@@ -16,6 +17,8 @@ examples:
   samestep run -n 4 --lanes 8 --dir runs/one -m recipes.vit
   samestep run -n 4 --mode dp train.py
   samestep run -n 3 --dir runs/one --resume runs/one/step-00001200 train.py
+  samestep run --nodes 2 --master node1:29400 --token-file run.token -n 4 train.py        (the same on both hosts)
+  samestep run --hosts hosts.txt -n 4 train.py
 
 The script calls samestep.init(); options given here have the last word over its arguments. What follows the script belongs to it.
 Ctrl-C and SIGTERM let workers snapshot for up to 30 seconds; a second Ctrl-C does not wait.
@@ -36,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module, as in python -m")
     add_options(parser)
+    add_node_arguments(parser)
     parser.add_argument("script", help="a Python script, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
@@ -61,7 +65,12 @@ def main(arguments: argparse.Namespace) -> int:
         if "devices" in options:
             raise ConfigError("--devices was given with --mode dp, where -n is the number of devices; give one of the two")
         workers, options["devices"] = 1, arguments.workers
-    run_script(arguments.script, arguments.arguments, workers, options, as_module=arguments.module)
+    if arguments.hosts is not None:
+        from samestep.launch.hosts import run_on_hosts  # noqa: PLC0415
+
+        return run_on_hosts(arguments, options)
+    gathering = gathering_of(arguments)
+    run_script(arguments.script, arguments.arguments, workers, options, as_module=arguments.module, gathering=gathering)
     return 0
 
 

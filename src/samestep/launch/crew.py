@@ -50,6 +50,7 @@ class Crew:
         self._files: dict[int, int] = {}  # what tells of a worker's end
         self._groups: list[int] = []
         self._looked_at = time.monotonic()
+        self._killed_for_memory = _killed_for_memory()
         try:
             with no_collection():  # each worker freezes what it inherits before it collects again
                 for local_rank in range(job.workers):
@@ -91,7 +92,8 @@ class Crew:
         if (file := self._files.pop(rank, None)) is not None:
             os.close(file)
         if code != 0:
-            failure = self.reports[rank].failure() or Failure.of_exit(code, at=self._looked_at)
+            out_of_memory = _killed_for_memory() > self._killed_for_memory
+            failure = self.reports[rank].failure() or Failure.of_exit(code, at=self._looked_at, out_of_memory=out_of_memory)
             self.failures[rank] = failure.at_step(self._kept.step)
 
     def _end_stopped(self) -> None:
@@ -144,3 +146,13 @@ def _is_stopped(pid: int | None) -> bool:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0] in {"T", "t"}
     except OSError:
         return False
+
+
+def _killed_for_memory() -> int:
+    """Return how many processes of this host the kernel has ended so far because memory ran out; newer kernels count them."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0

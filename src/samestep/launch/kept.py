@@ -7,7 +7,6 @@ import os
 import struct
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -44,8 +43,8 @@ class Kept:
         return {VARIABLE: ",".join(map(str, [self.board, *(file for pair in self.slots for file in pair)]))}
 
     def tell_start(self, directory: str, step: int) -> None:
-        """Say that a run began, in a directory ("" for none): from now on it can be taken up again."""
-        os.pwrite(self.board, _STEP.pack(step) + (os.fsencode(Path(directory).resolve()) if directory else b"") + b"\0", 0)
+        """Say that a run began, in a directory (its whole path, "" for none): from now on it can be taken up again."""
+        os.pwrite(self.board, _STEP.pack(step) + os.fsencode(directory) + b"\0", 0)
 
     def tell_step(self, step: int) -> None:
         """Say how many steps are done."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Keys:
-    """Values by key. A request is {"do": what, …} with values in base64; its answer is {"value": …}, or {"late": keys} when its time ran out."""
+    """Values by key. A request is {"do": what, …} with values in base64; the answer {"value": …}, or {"late": keys} when time ran out."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -77,7 +77,7 @@ class Keys:
             self._waiting[missing[0]].add(arrival)
             try:
                 await asyncio.wait_for(arrival, deadline - asyncio.get_running_loop().time())
-            except asyncio.TimeoutError:  # noqa: UP041  Python 3.10 has two of them
+            except asyncio.TimeoutError:
                 return {"late": missing}
             finally:
                 self._waiting[missing[0]].discard(arrival)

@@ -17,7 +17,7 @@ import struct
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from samestep.errors import ConfigError
+from samestep.errors import ConfigError, WorldError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +29,6 @@ HELLO_BYTES: Final = 512  # the longest frame of one that has not proved anythin
 MOST_BYTES: Final = 1 << 22
 NONCE_BYTES: Final = 32
 MAC_BYTES: Final = 32
-LEAST_TOKEN: Final = 16  # characters: who listens to a hello can try short tokens at leisure
 HELLO_SECONDS: Final = 5.0
 WELCOME: Final = {"coordinator": VERSION}
 _LENGTH: Final = struct.Struct(">I")
@@ -83,7 +82,7 @@ def decode(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("a message is nested too deeply") from None
     if not isinstance(message, dict):
-        raise ValueError(f"{type(message).__name__} came where a JSON object was expected")
+        raise ValueError(f"{type(message).__name__} came where a JSON object was expected")  # noqa: TRY004  it is what was sent
     return message
 
 
@@ -136,7 +135,7 @@ class Link:
     """A launcher's or worker's end of a connection to the coordinator of its run, open and trusted by both ends."""
 
     def __init__(self, address: tuple[str, int], token: str, seconds: float) -> None:
-        """Connect within so many seconds. Raises `OSError` where nothing answers; `PermissionError` where the token is not the same."""
+        """Connect within so many seconds. Raises `OSError` where nothing answers, `WorldError` where the token is another one."""
         self._frames = Frames(MOST_BYTES)
         self._deadline = time.monotonic() + seconds
         self._socket = socket.create_connection(address, seconds)
@@ -145,7 +144,7 @@ class Link:
             self._seal = self._meet(token)
         except ValueError as error:
             self._socket.close()
-            raise PermissionError(f"what answers is no coordinator of samestep: {error}") from error
+            raise WorldError(f"what answers is no coordinator of samestep: {error}") from error
         except BaseException:
             self._socket.close()
             raise
@@ -154,6 +153,12 @@ class Link:
     def own_address(self) -> str:
         """The address of this host that the coordinator sees."""
         return str(self._socket.getsockname()[0])
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The address and port of the coordinator."""
+        host, port, *_ = self._socket.getpeername()
+        return str(host), int(port)
 
     def fileno(self) -> int:
         """Return the file that becomes readable when something came."""
@@ -193,14 +198,12 @@ class Link:
     def _meet(self, token: str) -> Seal:
         challenge = decode(self._next_body())
         nonces = nonce_of(challenge) + secrets.token_bytes(NONCE_BYTES)
-        self._socket.sendall(
-            frame(encode({"nonce": nonces[NONCE_BYTES:].hex(), "proof": prove(token, b"member", nonces).hex()}))
-        )
+        self._socket.sendall(frame(encode({"nonce": nonces[NONCE_BYTES:].hex(), "proof": prove(token, b"member", nonces).hex()})))
         answer = decode(self._next_body())
         if "refused" in answer:
-            raise PermissionError("the token is another one there")
+            raise WorldError("the token there is another one")
         if not is_proof(answer, token, b"coordinator", nonces):
-            raise PermissionError("what answers there does not know the token")
+            raise WorldError("what answers there does not know the token")
         return Seal(token, nonces, coordinator=False)
 
     def _next_body(self) -> bytes:
@@ -242,16 +245,3 @@ def write_address(host: str, port: int) -> str:
         return f"[{host}]:{port}" if ipaddress.ip_address(host).version == 6 else f"{host}:{port}"  # noqa: PLR2004
     except ValueError:
         return f"{host}:{port}"
-
-
-def check_token(token: str, name: str) -> str:
-    """Return a run's token. Raises `ConfigError` that names what gave it, and not the token, when it is too short."""
-    if len(token) < LEAST_TOKEN:
-        raise ConfigError(f"{name} has {len(token)} characters; expected at least {LEAST_TOKEN}: {HOW_TO_MAKE_ONE}")
-    return token
-
-
-HOW_TO_MAKE_ONE: Final = (
-    'make one by `python -c "import secrets; print(secrets.token_hex(16))"` and give the same to all hosts of the run, '
-    "in SAMESTEP_TOKEN or a file after --token-file"
-)

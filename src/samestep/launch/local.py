@@ -7,7 +7,7 @@ import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from samestep.config import PREFIX, merge
+from samestep.config import PREFIX, TOKEN, merge
 from samestep.errors import LaunchError
 from samestep.launch.kept import keep
 from samestep.launch.place import STARTED_BY
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from samestep.config import Config
+    from samestep.launch.member import Member
+    from samestep.launch.nodes import Gathering
 
 
 def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any) -> Any:
@@ -31,19 +33,30 @@ def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any)
     before any is; `WorkerError` with the traceback of the first worker that fails, when all have ended. A signal that stops this process
     stops the workers first, which get `grace` seconds to snapshot.
     """
+    return start(partial(fn, *args), workers, options)
+
+
+def start(body: Callable[[], Any], workers: int, options: Mapping[str, Any], gathering: Gathering | None = None) -> Any:
+    """Do what `launch` does; with a `gathering`, as one host of several. On those without rank 0 the result is None."""
     merge(options, {})
     environment = {f"{PREFIX}{name.upper()}": _as_text(value) for name, value in options.items()}
     config = merge({}, {**os.environ, **environment})
     if workers < 1:
         raise LaunchError(f"workers={workers} was given; expected at least 1")
-    return _run(partial(fn, *args), workers, environment, config)
+    if gathering is None:
+        return _run(body, workers, environment, config)
+    from samestep.launch.member import take_part  # noqa: PLC0415  asyncio is for those who need it
+
+    with take_part(gathering, workers, config) as member:
+        return _run(body, workers, {**environment, TOKEN: gathering.token}, config, member)
 
 
-def _run(body: Callable[[], Any], workers: int, environment: Mapping[str, str], config: Config) -> Any:
+def _run(body: Callable[[], Any], workers: int, environment: Mapping[str, str], config: Config, member: Member | None = None) -> Any:
     preload()
     import torch  # noqa: PLC0415  the command line prints its help without it
 
     from samestep.launch.agent import Agent  # noqa: PLC0415
+    from samestep.launch.several import HostAgent  # noqa: PLC0415
     from samestep.launch.worker import Job  # noqa: PLC0415
 
     if torch.cuda.is_initialized():
@@ -52,7 +65,7 @@ def _run(body: Callable[[], Any], workers: int, environment: Mapping[str, str], 
     with keep(workers) as kept:
         job = Job(body, workers, config, {STARTED_BY: "samestep", **kept.environment, **environment}, kept, signals, os.getpid())
         with signals.noted():
-            result = Agent(job).run()
+            result = (HostAgent(job, member) if member else Agent(job)).run()
     if signals.received:
         _stop_as_asked(signals.received[0])
     return result

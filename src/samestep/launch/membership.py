@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import signal
+import sys
+from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ SETTLE_SECONDS: Final = 1.0  # for more hosts, once there are enough
 GRACE_SECONDS: Final = 0.2  # after a failure, for news of an earlier one from another host
 EXPLAIN_SECONDS: Final = LOST_SECONDS + 1.0  # after workers that missed others, for news of those
 FAREWELL_SECONDS: Final = 5.0  # after workers are to be gone, for their host to say that they are
-ASKED_TO_STOP: Final = 128 + 15  # the status of a worker that snapshotted on SIGTERM
+ASKED_TO_STOP: Final = 128 + signal.SIGTERM  # the status of a worker that snapshotted on SIGTERM
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,12 @@ class Terms:
 
 @dataclass(eq=False)
 class Node:
-    """A host that joined, with room for so many workers; `tell` sends it a message."""
+    """A host that joined, with room for so many workers; `tell` sends it a message, and `hang_up` ends the connection to it."""
 
     name: str
     room: int
     tell: Callable[[Message], None]
+    hang_up: Callable[[], None]
     joined_at: float
     heard_at: float
     ready: bool = False
@@ -69,49 +71,72 @@ class Why(Enum):
     SIGNAL = auto()
 
 
+@dataclass(frozen=True)
+class Fault:
+    """How the worker `rank` failed: the fields of `samestep.launch.report.Failure`, with `at` on the coordinator's clock."""
+
+    rank: int
+    at: float
+    summary: str
+    traceback: str = ""
+    status: int = 1
+    because_of_others: bool = False
+    from_outside: bool = False
+    step: int | None = None
+    host: str = ""
+
+
 @dataclass
 class Attempt:
     """One start of all workers, on `nodes` in the order of their ranks."""
 
     number: int
     nodes: list[Node] = field(default_factory=list)
-    failures: list[dict[str, Any]] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
     decide_at: float = math.inf
     why: Why | None = None
     signal: int = 0
+    ended_as_asked: bool = False  # workers snapshotted and ended to make room
     kill_at: float = math.inf
     give_up_at: float = math.inf
 
     @property
-    def first_failure(self) -> dict[str, Any] | None:
+    def first(self) -> Fault | None:
         """The earliest failure that is not because of others, as far as is known by now."""
-        return min(self.failures, key=lambda failure: (failure["because_of_others"], failure["at"]), default=None)
+        return min(self.faults, key=lambda fault: (fault.because_of_others, fault.at), default=None)
+
+    @property
+    def nodes_at_work(self) -> list[Node]:
+        """Those that have workers still."""
+        return [node for node in self.nodes if node.busy]
 
 
 class Membership:
     """The hosts of a run, in the order in which they joined, and what they are to do.
 
-    Orders: `start` an attempt; `snapshot` and end (for one host: its workers agree with the others); `stop`, at once with `kill`; `end`.
-    A host tells `ready`, `failed` for each worker that failed, `ended` when no worker of it is left, `signalled`, and `beat`.
+    Orders: `start` workers; send them a `signal`; `stop` them, at once with `kill`; they are `restarting`, and why; `end` the run.
+    A host tells `ready`, `failed` for each worker that failed, `ended` when it has no worker left, `signalled`, and `beat`.
     """
 
     def __init__(self, terms: Terms, now: float, *, open_attempt: Callable[[int], None], log: Callable[[str], None]) -> None:
         self.phase = Phase.GATHERING
         self._terms = terms
         self._nodes: list[Node] = []
-        self._attempt = Attempt(0)
+        self._attempt = Attempt(-1)
         self._open_attempt, self._log = open_attempt, log
         self._since = now
         self._room_at = math.inf
+        self._lost: str | None = None  # which host was the last
         self._step: int | None = None  # the furthest that any host told
         self._furthest = -1
         self._in_vain = 0
 
-    def join(self, name: str, room: int, tell: Callable[[Message], None], now: float) -> Node:
+    def join(self, name: str, room: int, tell: Callable[[Message], None], hang_up: Callable[[], None], now: float) -> Node:
         """Take a host in; a name that is taken gets a number."""
         taken = {node.name for node in self._nodes}
         numbered = (f"{name} ({number})" for number in range(2, len(taken) + 2))
-        node = Node(name if name not in taken else next(other for other in numbered if other not in taken), room, tell, now, now)
+        name = name if name not in taken else next(other for other in numbered if other not in taken)
+        node = Node(name, room, tell, hang_up, now, now)
         self._nodes.append(node)
         self._log(f"host {node.name} came with {room} workers: {self._present()}")
         return node
@@ -121,34 +146,44 @@ class Membership:
         if node not in self._nodes:
             return
         self._nodes.remove(node)
+        node.hang_up()
         if self.phase is not Phase.OVER:
-            self._log(f"host {node.name} is lost: {reason}; {self._present()}")
+            self._lost = f"host {node.name} was lost ({reason})"
+            self._log(f"{self._lost}: {self._present()}")
         if node.busy:
             node.busy = False
-            self._note_failure({"rank": node.first_rank, "host": node.name, "summary": f"its host was lost: {reason}"}, now, outside=True)
+            summary = f"its host was lost: {reason}"
+            self._note(Fault(node.first_rank, now, summary, from_outside=True, step=self._step, host=node.name))
 
     def hear(self, node: Node, message: Message, now: float) -> None:
         """Take what a host tells. Raises `ValueError` for what makes no sense."""
         node.heard_at = now
-        if isinstance(message.get("step"), int):
-            self._step = max(self._step or 0, message["step"])
-        present = message.get("attempt") == self._attempt.number and node.busy
-        match message.get("tell"):
+        try:
+            self._hear(node, message, now)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a host told {dict(message)!r:.200}") from error
+
+    def _hear(self, node: Node, message: Message, now: float) -> None:
+        step = message.get("step")
+        if step is not None:
+            self._step = max(self._step or 0, int(step))
+        present = node.busy and message.get("attempt") == self._attempt.number
+        match message["tell"]:
             case "beat":
                 pass
             case "ready":
                 node.ready = True
                 self._room_at = min(self._room_at, now + SETTLE_SECONDS)
             case "failed" if present:
-                self._note_failure(message, now - float(message["age"]), outside=bool(message["from_outside"]))
+                self._note(Fault(**{**message["failure"], "at": now - float(message["age"])}))
             case "ended" if present:
                 node.busy = False
-            case "signalled":
-                self._stop_by_signal(int(message["signal"]), now)
             case "failed" | "ended":
                 pass  # of an attempt that is over
+            case "signalled":
+                self._stop_by_signal(int(message["signal"]), now, again=bool(message["again"]))
             case other:
-                raise ValueError(f"a host told {other!r}")
+                raise ValueError(f"a host told {other!r:.200}")
 
     def update(self, now: float) -> None:
         """Do what is due."""
@@ -164,110 +199,117 @@ class Membership:
     def _gather(self, now: float) -> None:
         ready = [node for node in self._nodes if node.ready]
         loading = [node for node in self._nodes if not node.ready and now - node.joined_at < LOAD_SECONDS]
-        settled = not loading and now >= self._room_at if self._attempt.number == 0 else True
+        settled = self._attempt.number >= 0 or (not loading and now >= self._room_at)  # who goes on waits for nobody
         if len(ready) >= self._terms.most or (len(ready) >= self._terms.least and settled):
             self._deal(ready[: self._terms.most])
         elif now - self._since > COME_SECONDS and len(ready) + len(loading) < self._terms.least:
-            self._end({"failure": self._too_few()})
+            lost = "" if self._lost is None else f"{self._lost}, and none came in its place: "
+            self._end({"error": f"{lost}{self._present()} are here after {COME_SECONDS:g} s; start the same command on the others"})
 
     def _deal(self, nodes: list[Node]) -> None:
-        left = self._terms.lanes or sum(node.room for node in nodes)
-        sizes = []
-        for node in nodes:
-            sizes.append(min(node.room, left))
-            left -= sizes[-1]
-        self._attempt = Attempt(self._attempt.number + 1, [node for node, size in zip(nodes, sizes, strict=True) if size])
+        """Start an attempt: ranks in the order of joining, no more workers than lanes."""
         self.phase, self._room_at = Phase.RUNNING, math.inf
-        self._open_attempt(self._attempt.number)
-        for node, size, end in zip(nodes, sizes, accumulate(sizes), strict=True):
-            if size:
-                node.busy, node.first_rank = True, end - size
-                place = {"first_rank": end - size, "local_workers": size, "workers": sum(sizes)}
-                node.tell({"order": "start", "attempt": self._attempt.number, **place})
+        self._attempt = attempt = Attempt(self._attempt.number + 1)
+        self._open_attempt(attempt.number)
+        workers = min(sum(node.room for node in nodes), self._terms.lanes or sys.maxsize)
+        first_rank = 0
+        for node in nodes:
+            local_workers = min(node.room, workers - first_rank)
+            if local_workers:
+                node.busy, node.first_rank = True, first_rank
+                attempt.nodes.append(node)
+                place = {"first_rank": first_rank, "local_workers": local_workers, "workers": workers}
+                node.tell({"order": "start", "attempt": attempt.number, **place})
+                first_rank += local_workers
 
     def _watch(self, now: float) -> None:
         attempt = self._attempt
-        if attempt.failures:
-            if now >= attempt.decide_at:
-                self._decide(now)
-        elif not any(node.busy for node in attempt.nodes):
+        if attempt.faults:
+            self._decide(now)
+        elif not attempt.nodes_at_work:
             self._end({})
-        elif self._has_use_for_more() and now >= self._room_at and all(node.busy for node in attempt.nodes):
+        elif now >= self._room_at and attempt.nodes_at_work == attempt.nodes and self._has_use_for_more():
             self._log(f"workers snapshot, and go on with more hosts: {self._present()}")
-            attempt.nodes[0].tell({"order": "snapshot", "attempt": attempt.number})
-            self._stop(Why.ROOM, now, kill_after=self._terms.grace)
+            self._ask_to_stop(Why.ROOM, signal.SIGTERM, now)
 
     def _has_use_for_more(self) -> bool:
         nodes = self._attempt.nodes
         spare = any(node.ready and node not in nodes for node in self._nodes)
-        return spare and len(nodes) < self._terms.most and sum(node.room for node in nodes) < (self._terms.lanes or math.inf)
+        return spare and len(nodes) < self._terms.most and sum(node.room for node in nodes) < (self._terms.lanes or sys.maxsize)
 
-    def _note_failure(self, failure: Message, at: float, *, outside: bool) -> None:
-        told = {"because_of_others": False, "traceback": "", "status": 1, "step": self._step, **failure, "from_outside": outside, "at": at}
+    def _note(self, fault: Fault) -> None:
         attempt = self._attempt
-        attempt.failures.append(told)
-        attempt.decide_at = min(attempt.decide_at, at + (EXPLAIN_SECONDS if told["because_of_others"] else GRACE_SECONDS))
+        if attempt.why is Why.ROOM and fault.status == ASKED_TO_STOP:
+            attempt.ended_as_asked = True
+            return
+        attempt.faults.append(fault)
+        attempt.decide_at = min(attempt.decide_at, fault.at + (EXPLAIN_SECONDS if fault.because_of_others else GRACE_SECONDS))
 
     def _decide(self, now: float) -> None:
-        failure = self._attempt.first_failure
-        if failure is not None and self._may_go_on(failure):
-            self._tell_all({"order": "stop", "kill": True})
-            self._stop(Why.RESTART, now, kill_after=0.0)
-        else:
-            self._tell_all({"order": "stop", "kill": False})
-            self._stop(Why.FAILURE, now, kill_after=FAREWELL_SECONDS)
+        """When all is known that explains a failure, end the attempt, and the run unless it can go on."""
+        fault = self._attempt.first
+        if fault is not None and now >= self._attempt.decide_at:
+            go_on = self._may_go_on(fault)
+            self._tell_all({"order": "stop", "kill": go_on})
+            self._stop(Why.RESTART if go_on else Why.FAILURE, now + FAREWELL_SECONDS)
 
-    def _may_go_on(self, failure: Message) -> bool:
+    def _may_go_on(self, fault: Fault) -> bool:
         in_vain = 0 if self._step is not None and self._step > self._furthest else self._in_vain
-        return failure["from_outside"] and self._step is not None and in_vain < self._terms.restarts
+        return fault.from_outside and self._step is not None and in_vain < self._terms.restarts
 
-    def _stop_by_signal(self, number: int, now: float) -> None:
+    def _stop_by_signal(self, number: int, now: float, *, again: bool) -> None:
         attempt = self._attempt
         if self.phase is Phase.GATHERING:
             self._end({"signal": number})
-        elif self.phase in {Phase.RUNNING, Phase.STOPPING}:
-            # Only the workers of that host know of the signal: all agree on where to stop, and one that already snapshots is left alone.
+        elif self.phase is Phase.RUNNING:
+            attempt.signal = number
+            self._ask_to_stop(Why.SIGNAL, number, now)
+        elif self.phase is Phase.STOPPING:
             attempt.signal = attempt.signal or number
-            self._stop(Why.SIGNAL, now, kill_after=0.0 if attempt.why is Why.SIGNAL else self._terms.grace)
+            if again:
+                attempt.kill_at = now
 
-    def _stop(self, why: Why, now: float, *, kill_after: float) -> None:
+    def _ask_to_stop(self, why: Why, number: int, now: float) -> None:
+        """Let workers snapshot and end. One host is told: its workers agree with all others on the step, and none is disturbed twice."""
+        self._attempt.nodes_at_work[0].tell({"order": "signal", "attempt": self._attempt.number, "signal": number})
+        self._stop(why, now + self._terms.grace)
+
+    def _stop(self, why: Why, kill_at: float) -> None:
         self.phase = Phase.STOPPING
-        self._attempt.why, self._attempt.kill_at = why, now + kill_after
-        self._attempt.give_up_at = math.inf
+        self._attempt.why, self._attempt.kill_at, self._attempt.give_up_at = why, kill_at, math.inf
 
     def _wait_for_ends(self, now: float) -> None:
         attempt = self._attempt
-        late = [node for node in attempt.nodes if node.busy]
-        if not late:
+        if not attempt.nodes_at_work:
             self._end_attempt(now)
-        elif attempt.why is Why.ROOM and self._failed_for_itself():
+        elif attempt.why is Why.ROOM and attempt.first is not None and not attempt.first.because_of_others:
             self._decide(now)
         elif now >= attempt.give_up_at:
-            for node in late:
+            for node in attempt.nodes_at_work:
                 self.leave(node, f"its workers did not end within {FAREWELL_SECONDS:g} s", now)
         elif now >= attempt.kill_at:
             self._tell_all({"order": "stop", "kill": True})
             attempt.kill_at, attempt.give_up_at = math.inf, now + FAREWELL_SECONDS
 
-    def _failed_for_itself(self) -> bool:
-        """Tell whether a worker failed that was only to snapshot and end."""
-        return any(not failure["because_of_others"] and failure["status"] != ASKED_TO_STOP for failure in self._attempt.failures)
-
     def _end_attempt(self, now: float) -> None:
-        attempt, failure = self._attempt, self._attempt.first_failure
+        attempt, fault = self._attempt, self._attempt.first
         if attempt.signal:
             self._end({"signal": attempt.signal})
-        elif failure is None:
+        elif attempt.ended_as_asked and (fault is None or fault.because_of_others):
+            self._go_on(now)
+        elif fault is None:
             self._end({})
-        elif attempt.why is Why.FAILURE or (self._failed_for_itself() and not self._may_go_on(failure)):
-            self._end({"failure": failure})
+        elif attempt.why is not Why.FAILURE and self._may_go_on(fault):
+            step = self._step or 0
+            self._in_vain = 1 if step > self._furthest else self._in_vain + 1
+            self._furthest = max(self._furthest, step)
+            self._tell_all({"order": "restarting", "failure": asdict(fault)})
+            self._go_on(now)
         else:
-            if self._failed_for_itself():
-                step = self._step or 0
-                self._in_vain = 1 if step > self._furthest else self._in_vain + 1
-                self._furthest = max(self._furthest, step)
-                self._tell_all({"order": "restarting", "failure": failure})
-            self.phase, self._since = Phase.GATHERING, now
+            self._end({"failure": asdict(fault)})
+
+    def _go_on(self, now: float) -> None:
+        self.phase, self._since = Phase.GATHERING, now
 
     def _end(self, outcome: Message) -> None:
         self.phase = Phase.OVER
@@ -276,12 +318,6 @@ class Membership:
     def _tell_all(self, order: Message) -> None:
         for node in self._nodes:
             node.tell({"attempt": self._attempt.number, **order})
-
-    def _too_few(self) -> dict[str, Any]:
-        return {
-            "summary": f"{self._present()} came within {COME_SECONDS:g} s; expected at least {self._terms.least}: "
-            "start the same command on the others, and look there for an error"
-        }
 
     def _present(self) -> str:
         names = ", ".join(node.name for node in self._nodes) or "none"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from samestep.launch.logs import Log
-from samestep.launch.screen import WAIT_SECONDS, Screen, standard_screens
+from samestep.launch.screen import WAIT_SECONDS, Screen, encoding_of, standard_screens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -119,15 +119,15 @@ class Outputs:
                 pass
 
     def _take_over(self, ends: Sequence[int]) -> None:
-        encodings = [getattr(stream, "encoding", None) or "utf-8" for stream in (sys.stdout, sys.stderr)]
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # first: the end of other streams may close what is taken over
-        for number, end in enumerate(ends, start=1):
-            os.dup2(end, number)
-            os.close(end)
         for channel in self._channels.values():
             os.close(channel.file)
         for log in self._logs.values():
-            log.close()
+            log.close()  # before the next lines: where the launcher has no stderr, it may be file 2
+        encodings = [encoding_of(stream) for stream in (sys.stdout, sys.stderr)]
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # also before: streams that end here may close files 1 and 2
+        for number, end in enumerate(ends, start=1):
+            os.dup2(end, number)
+            os.close(end)
         sys.stdout, sys.stderr = (_line_by_line(number, encoding) for number, encoding in enumerate(encodings, start=1))
 
     def _pass_on(self, channel: _Channel) -> None:
@@ -179,10 +179,11 @@ class _Channel:
             self.screen.write(data)
             return
         *lines, rest = (self._rest + data).split(b"\n")
+        rest = rest[rest.rfind(b"\r", 0, -1) + 1 :]
         if len(rest) > _READ_BYTES:
             lines.append(rest)
             rest = b""
-        self._rest = rest[rest.rfind(b"\r", 0, -1) + 1 :]
+        self._rest = rest
         self._show_lines(lines)
 
     def close(self) -> None:

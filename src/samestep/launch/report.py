@@ -23,7 +23,9 @@ LEADING_MODULES: Final = {"samestep.launch.worker", "samestep.launch.script", "r
 
 # What a program brings upon itself. Any other signal came from outside: a person, a scheduler, a kernel that is out of memory.
 CRASHES: Final = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
-HINTS: Final = {signal.SIGKILL: "by hand, by a scheduler, or by the kernel because memory ran out"}
+OUT_OF_MEMORY: Final = (
+    "the kernel ran out of memory and ended a process of this host meanwhile: start fewer workers here, or a new run with more lanes"
+)
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,20 @@ class Failure:
         return cls(at, summary, "".join(lines), because_of_others=isinstance(error, WorldError))
 
     @classmethod
-    def of_exit(cls, code: int, at: float) -> Failure:
-        """Tell an end without last words; a negative `code` is the number of the signal that ended the worker, or stopped it."""
+    def of_exit(cls, code: int, at: float, *, out_of_memory: bool = False) -> Failure:
+        """Tell an end without last words; a negative `code` is the number of the signal that ended the worker, or stopped it.
+
+        `out_of_memory` says that the kernel ended processes for that meanwhile, of which this may be one.
+        """
         if code >= 0:
             return cls(at, f"exited with status {code}", status=code)
         try:
             number = signal.Signals(-code)
         except ValueError:  # a real-time signal
             return cls(at, f"killed by signal {-code}", status=128 - code, from_outside=True)
-        verb, hint = "stopped" if number == signal.SIGSTOP else "killed", HINTS.get(number)
-        summary = f"{verb} by {number.name}{f' ({hint})' if hint else ''}"
+        summary = f"{'stopped' if number == signal.SIGSTOP else 'killed'} by {number.name}"
+        if out_of_memory and number == signal.SIGKILL:
+            summary += f" ({OUT_OF_MEMORY})"
         return cls(at, summary, status=128 - code, from_outside=number not in CRASHES)
 
     def at_step(self, step: int | None) -> Failure:

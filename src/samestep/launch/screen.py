@@ -78,21 +78,24 @@ class File:
 
 
 class Text:
-    """A stream of text, which shows what is no text in UTF-8, and what its own encoding lacks, in other characters."""
+    """A stream of text, which shows bytes that are none as escapes."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._encoding = getattr(stream, "encoding", None) or "utf-8"
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = codecs.getincrementaldecoder(encoding_of(stream))("backslashreplace")
 
     def is_ready(self, wait_seconds: float) -> bool:
         return True
 
     def write(self, data: memoryview) -> int:
-        text = self._decoder.decode(bytes(data))
-        self._stream.write(text.encode(self._encoding, "backslashreplace").decode(self._encoding))
+        self._stream.write(self._decoder.decode(bytes(data)))
         self._stream.flush()
         return len(data)
+
+
+def encoding_of(stream: TextIO | None) -> str:
+    """Return how a stream's text becomes bytes; not all of those that are put in the place of stdout say so."""
+    return getattr(stream, "encoding", None) or "utf-8"
 
 
 def standard_screens() -> tuple[Screen, Screen]:

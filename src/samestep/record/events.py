@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FILE_NAME: Final = "events.jsonl"
+_FREE_SPACE: Final = "Free some space there and start again: the run resumes from its newest snapshot"
+_ADVICE: Final = {errno.ENOSPC: f". {_FREE_SPACE}", errno.EDQUOT: f". {_FREE_SPACE}"}
 NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 NON_FINITE_OR_ESCAPED: Final = re.compile(r"\\*(nan|-?inf)")
 
@@ -41,18 +44,31 @@ class EventFile:
     def append(self, event: Mapping[str, Any]) -> None:
         """Write one event with one call of the system, so that a crash can tear the last line only.
 
-        Raises `RecordError` when a value is not JSON or the disk is full.
+        Raises `RecordError` when a value is not JSON, the disk is full, or the file was removed.
         """
+        self._check_place()
         line = f"{_to_json(event)}\n".encode()
         if self._torn:
             line = b"\n" + line
         try:
             written = os.write(self._descriptor, line)
         except OSError as error:
-            raise RecordError(f"{self._path} cannot be written: {error.strerror}") from error
+            raise RecordError(f"{self._path} cannot be written: {error.strerror}{_ADVICE.get(error.errno or 0, '')}") from error
         self._torn = written < len(line)
         if self._torn:
-            raise RecordError(f"{self._path} took {written} of {len(line)} bytes of an event; is the disk full?")
+            raise RecordError(f"{self._path} took {written} of {len(line)} bytes of an event; is the disk full? {_FREE_SPACE}")
+
+    def _check_place(self) -> None:
+        """Raise `RecordError` unless the file is still where it was: a file that was removed would take all that is written."""
+        try:
+            there = os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
+        except OSError:
+            there = False
+        if not there:
+            raise RecordError(
+                f"{self._path} was removed or moved while the run wrote to it; expected the run's directory to stay in place: start again "
+                "where its snapshots are, or anew where there are none"
+            )
 
     def close(self) -> None:
         """Close the file; nothing can be appended after."""
@@ -74,11 +90,11 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     with lines:
         for line in lines:
             try:
-                event = json.loads(line)
-            except ValueError:  # torn by a crash, or still being written
+                event = _decoded(json.loads(line))
+            except (RecursionError, ValueError):  # torn by a crash, or still being written
                 continue
             if isinstance(event, dict):
-                yield _decoded(event)
+                yield event
 
 
 def _to_json(event: Mapping[str, Any]) -> str:

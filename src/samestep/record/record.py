@@ -27,16 +27,21 @@ class Record:
         values: Mapping[str, float],
         low: Mapping[str, float] | None = None,
         high: Mapping[str, float] | None = None,
+        *,
+        between: bool = False,
     ) -> None:
-        """Add a step's scalars: global values by name, and of the workers the lowest and the highest."""
+        """Add a step's scalars: global values by name, and of the workers the lowest and the highest.
+
+        `between` tells that they belong to no step's body: `step` of them are done, and the next has not begun.
+        """
 
     def timing(self, step: int, workers: Sequence[Mapping[str, float]]) -> None:
         """Add a step's seconds by worker (in rank order) and part: data, compute, exchange, optimizer, snapshot."""
 
-    def image(self, step: int, name: str, pixels: Any) -> None:
+    def image(self, step: int, name: str, pixels: Any, *, between: bool = False) -> None:
         """Add an image as a PNG file. `pixels` is a uint8 array [H, W], [H, W, 1] or [H, W, 3] (RGB).
 
-        Raises `RecordError` on anything else, and without Pillow.
+        `between` is that of `scalars`. Raises `RecordError` on anything else, and without Pillow.
         """
 
     def close(self) -> None:
@@ -75,15 +80,18 @@ class FileRecord(Record):
         values: Mapping[str, float],
         low: Mapping[str, float] | None = None,
         high: Mapping[str, float] | None = None,
+        *,
+        between: bool = False,
     ) -> None:
-        self.event("scalars", step=step, epoch=epoch, values=_floats(values), low=_floats(low or {}), high=_floats(high or {}))
+        parts = {"values": _floats(values), "low": _floats(low or {}), "high": _floats(high or {})}
+        self.event("scalars", step=step, epoch=epoch, **parts, **_mark(between))
 
     def timing(self, step: int, workers: Sequence[Mapping[str, float]]) -> None:
         self.event("timing", step=step, workers=[_floats(parts) for parts in workers])
 
-    def image(self, step: int, name: str, pixels: Any) -> None:
+    def image(self, step: int, name: str, pixels: Any, *, between: bool = False) -> None:
         path, width, height = write_image(self._directory, step, name, pixels)
-        self.event("image", name=name, step=step, path=path, width=width, height=height)
+        self.event("image", name=name, step=step, path=path, width=width, height=height, **_mark(between))
 
     def close(self) -> None:
         self._events.close()
@@ -91,3 +99,7 @@ class FileRecord(Record):
 
 def _floats(values: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items()}
+
+
+def _mark(between: bool) -> dict[str, bool]:  # noqa: FBT001
+    return {"between": True} if between else {}

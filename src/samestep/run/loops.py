@@ -82,6 +82,7 @@ def run_loop(batches: Iterator[Batch], progress: Progress, complete: Callable[[]
         except GeneratorExit:
             progress.leave_loop()
             raise
+        progress.whereabouts.at("loading data")  # that the body did not look at
         batch.load()
         progress.end_step()
     progress.end_loop()

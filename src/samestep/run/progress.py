@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from samestep.data.batch import Batch
     from samestep.data.streams import LaneStream
     from samestep.record import Record
+    from samestep.run.divergence import DivergenceCheck
     from samestep.run.stop import StopRequest
     from samestep.snapshot.keeper import Keeper
     from samestep.snapshot.read import Snapshot
     from samestep.step.backward import Lanes
 
 
-NOTHING: Final = (0, False)  # no signal came, and no snapshot is due
+NOTHING: Final = (0, False, False)  # no signal came, and neither a snapshot nor a hot copy is due
+BODY: Final = "in the body of a loop"
+OUTSIDE: Final = "outside of loops"
 
 
 @dataclass
@@ -60,13 +63,24 @@ class Progress:
     What needs all workers' consent (a clock, a signal) travels as a note with the losses of a step, so no exchange is made for it.
     """
 
-    def __init__(self, config: Config, record: Record, keeper: Keeper, stop: StopRequest, lanes: Lanes, resumed: Snapshot | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        record: Record,
+        keeper: Keeper,
+        stop: StopRequest,
+        lanes: Lanes,
+        divergence: DivergenceCheck,
+        resumed: Snapshot | None,
+    ) -> None:
         self.step = 0
         self.epoch = 0
         self.positions: dict[str, Position] = {}
         self.streams: dict[str, dict[int, LaneStream]] = {}
         self._optimizer_seconds = 0.0
         self._config, self._record, self._keeper, self._stop, self._lanes = config, record, keeper, stop, lanes
+        self._divergence = divergence
+        self.whereabouts = lanes.world.whereabouts
         self._open: OpenStep | None = None
         self._seconds: dict[str, float] = {}
         self._agreed = NOTHING
@@ -75,7 +89,13 @@ class Progress:
         if resumed is not None:
             state = resumed.state["run"]
             self.step, self.epoch = state["step"], state["epoch"]
+            self.whereabouts.step = self.step
             self.positions = {name: Position(**position) for name, position in state["positions"].items()}
+
+    @property
+    def between_steps(self) -> bool:
+        """Tell whether no step's body runs."""
+        return self._open is None
 
     def begin_step(self, batch: Batch, complete: Callable[[], int]) -> None:
         """Say that the body of a loop starts on a batch; `complete` moves the loop's position on and returns the epoch there.
@@ -91,12 +111,15 @@ class Progress:
             self._stop_here()
         self.epoch = batch.epoch
         self._open = OpenStep(batch, complete)
+        self.whereabouts.step = self.step
+        self.whereabouts.at(BODY)
         self._stop.deferring = self._keeper.keeps
 
     def leave_loop(self) -> None:
         """Say that the body was left by break, return or an exception; which of them, nobody knows yet."""
         if self._open is not None:
             self._open.left = True
+            self.whereabouts.at(OUTSIDE)
 
     def end_step(self) -> None:
         """Say that the body came to its end: the boundary between two steps."""
@@ -107,16 +130,21 @@ class Progress:
         self._open = None
         self._stop.deferring = False
         self.step += 1
-        (signal, due), self._agreed = self._agreed, NOTHING
+        self._divergence.take(self.step)
+        self._keeper.hot.tell_step(self.step)
+        (signal, due, hot), self._agreed = self._agreed, NOTHING
         if self._keeper.is_due(self.step) or due or self._wanted:
             self._keep()
         if signal or self._is_last(self.step):
             self._stop_here(signal)
+        if self._keeper.hot.is_due(self.step, agreed=hot):
+            self._keeper.copy(self.step, self._states)
 
     def end_loop(self) -> None:
         """Say that a loop has no more steps. A signal that came too late for the last one's note is agreed upon here."""
+        self.whereabouts.at(OUTSIDE)
         self._exchange_notes("ending a loop")
-        (signal, due), self._agreed = self._agreed, NOTHING
+        (signal, due, _), self._agreed = self._agreed, NOTHING
         if due:
             self._keep()
         if signal:
@@ -151,14 +179,22 @@ class Progress:
 
     def note(self) -> dict[str, Any]:
         """Return what this worker tells the others with a step's losses."""
-        return {"stop": self._stop.received, "due": self._keeper.time_is_up(), "seconds": self._seconds}
+        return {
+            "stop": self._stop.received,
+            "due": self._keeper.time_is_up(),
+            "hot": self._keeper.hot.time_is_up(),
+            "seconds": self._seconds,
+            "digest": self._divergence.digest,
+        }
 
     def agree(self, notes: list[dict[str, Any]]) -> None:
-        """Take what all workers told; rank 0's clock decides, and the first signal does."""
-        self._agreed = next((note["stop"] for note in notes if note["stop"]), 0), notes[0]["due"]
+        """Take what all workers told; rank 0's clock decides, and the first signal does. Raises `DivergenceError` where states differ."""
+        self._divergence.compare([note["digest"] for note in notes])
+        self._agreed = next((note["stop"] for note in notes if note["stop"]), 0), notes[0]["due"], notes[0]["hot"]
         if self._seconds:
             self._record.timing(self.step - 1, [note["seconds"] for note in notes])
             self._seconds = {}
+        self.whereabouts.at(BODY if self._open is not None else OUTSIDE)
 
     def time_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the time of an optimizer's steps count as such."""
@@ -196,6 +232,12 @@ class Progress:
         raise SystemExit(0)
 
     def _keep(self) -> None:
+        with self.whereabouts.doing("taking a snapshot"):
+            self._keeper.save(self.step, *self._states(), self._score)
+        self._wanted, self._score = False, None
+
+    def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what of the run's own state all workers hold alike, and what this one holds of the rest."""
         run = {
             "step": self.step,
             "epoch": self.epoch,
@@ -203,11 +245,11 @@ class Progress:
             "positions": {name: asdict(position) for name, position in self.positions.items()},
         }
         streams = {name: {lane: stream.state_dict() for lane, stream in lanes.items()} for name, lanes in self.streams.items()}
-        self._keeper.save(self.step, {"run": run}, {"streams": streams} if streams else {}, self._score)
-        self._wanted, self._score = False, None
+        return {"run": run}, {"streams": streams} if streams else {}
 
     def _finish(self, event: str, **fields: Any) -> None:
         self._exchange_notes("ending the run")
+        self.whereabouts.end()
         self._keeper.finish()
         self._record.event(event, step=self.step, **fields)
 

@@ -22,14 +22,19 @@ from samestep.data.seeds import key, set_generators
 from samestep.data.streams import LaneStream, stream_batches
 from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
+from samestep.launch.kept import Kept
 from samestep.launch.place import find_place
+from samestep.launch.worker import ATTEMPT
 from samestep.record import open_record
+from samestep.run.divergence import DivergenceCheck
 from samestep.run.images import pixels
 from samestep.run.loops import PlannedLoop, run_loop
 from samestep.run.memory import keep_freed_memory, return_freed_memory
 from samestep.run.progress import Position, Progress
+from samestep.run.scalars import scalars_of
 from samestep.run.start import agree_on_lanes, find_snapshot, set_aside, set_up_devices, share_gpus
 from samestep.run.stop import StopRequest
+from samestep.snapshot.hot import HotCopies
 from samestep.snapshot.keeper import Keeper
 from samestep.step.backward import Lanes
 from samestep.step.clip import gradient_norm, scale_gradients
@@ -82,20 +87,24 @@ class Run:
             keep_freed_memory()
         self._world = connect(place, config, cuda=self.device.type == "cuda", gpus_are_shared=share_gpus(self.devices, place))
         self._record = open_record(config.dir, writes=self.is_main)
-        resumed = find_snapshot(config, self._world, self._record)
+        hot = HotCopies(Kept.from_environment(os.environ), place, self._world, config.dir, config.hot_every)
+        begun = hot.has_begun(int(os.environ.get(ATTEMPT, "0")))
+        resumed = find_snapshot(config, self._world, self._record, hot, begun=begun)
         self.lanes = agree_on_lanes(config, place.workers, len(self.devices), resumed)
         self.config = replace(config, lanes=self.lanes)
         attempt = self._world.broadcast_object(uuid.uuid4().hex[:8], "starting")
-        if self.is_main:
+        if self.is_main and not begun:
             set_aside(config, resumed, attempt, self._record)
         self._lanes = Lanes(self._world, config, self.lanes, self.devices)
-        self._keeper = Keeper(config, self._world, self._record, attempt, resumed)
+        self._keeper = Keeper(config, self._world, self._record, attempt, resumed, hot)
         self._stop = StopRequest()
-        self._progress = Progress(config, self._record, self._keeper, self._stop, self._lanes, resumed)
+        self._divergence = DivergenceCheck(config.check_every, self._world, self._keeper.tracked)
+        self._progress = Progress(config, self._record, self._keeper, self._stop, self._lanes, self._divergence, resumed)
         self._sharded: dict[int, torch.nn.Parameter] = {}  # by id, which is theirs as long as they are here
         self._resumed_streams: dict[str, dict[int, Any]] = {} if resumed is None else resumed.state.get("streams", {})
         set_generators(config.seed)
         self._tell_start(attempt, resumed)
+        hot.begin(self.step, anew=not begun)
 
     def _tell_start(self, attempt: str, resumed: Snapshot | None) -> None:
         workers = self._world.all_gather_json({"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}, "starting")
@@ -104,6 +113,7 @@ class Run:
             "started" if resumed is None else "resumed",
             attempt=attempt,
             step=self.step,
+            snapshot=None if resumed is None else str(resumed.path),
             lanes=self.lanes,
             workers=workers,
             devices=[str(device) for device in self.devices],
@@ -128,6 +138,7 @@ class Run:
         """
         replicate(module, self.device, self._world)
         self._lanes.add(module)
+        self._divergence.modules.append(module)
         return module
 
     def shard(self, optimizer: Optimizer) -> Optimizer:
@@ -268,7 +279,8 @@ class Run:
         data set order (None elsewhere). The model is in evaluation mode and no gradients are kept.
         """
         evaluation = Evaluation(self._lanes, dataset, batch_size, collate_fn=collate_fn, loader_workers=loader_workers)
-        return evaluation.outputs(fn, model) if gather else evaluation.means(fn, model, count)
+        with self._world.whereabouts.doing("evaluating"):
+            return evaluation.outputs(fn, model) if gather else evaluation.means(fn, model, count)
 
     def gather(self, obj: Any) -> list[Any] | None:
         """Return every worker's picklable object by rank on rank 0, None elsewhere."""
@@ -297,16 +309,17 @@ class Run:
         self._world.barrier(what)
 
     def log(self, means: Mapping[str, Any] | None = None, **scalars: Any) -> None:
-        """Record scalars of this step: means of `backward` (with the lowest and highest worker), and others by name."""
-        values = {name: float(value) for name, value in {**(means or {}), **scalars}.items()}
-        by_worker = {name: means.by_worker(name) for name in means} if isinstance(means, Means) else {}
-        low, high = ({name: pick(some) for name, some in by_worker.items()} for pick in (min, max))
-        self._record.scalars(self.step, self.epoch, values, low, high)
+        """Record scalars of this step: means of `backward` (with the lowest and highest worker), and others by name.
+
+        Means that are given by name have it in front: `generators=means` gives `generators/loss` and so on.
+        """
+        values, low, high = scalars_of(means or {}, scalars)
+        self._record.scalars(self.step, self.epoch, values, low, high, between=self._progress.between_steps)
 
     def log_image(self, name: str, image: Any) -> None:
         """Record an image: [H, W], [1, H, W], [3, H, W] or [H, W, 3], uint8, or floating point in [0, 1]."""
         if self.is_main and self.dir is not None:
-            self._record.image(self.step, name, pixels(image))
+            self._record.image(self.step, name, pixels(image), between=self._progress.between_steps)
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print once, not once a worker."""
@@ -345,9 +358,12 @@ class Run:
             raise
 
     def _tell_failure(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._world.whereabouts.tell_failure(error)
         with suppress(Exception):  # the error that is on its way matters more than its record
             record = open_record(self.dir, writes=True)
-            record.event("failed", rank=self.rank, step=self.step, error=repr(error), traceback="".join(traceback.format_exception(error)))
+            trace = "".join(traceback.format_exception(error))
+            record.event("failed", host=socket.gethostname(), rank=self.rank, step=self.step, error=repr(error), traceback=trace)
             record.close()
 
     def close(self) -> None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from samestep.config import is_url
 from samestep.errors import ConfigError
+from samestep.snapshot.download import Downloads, load_from
 from samestep.snapshot.read import list_snapshots, load, step_of
 from samestep.snapshot.resume import load_newest
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from samestep.config import Config
     from samestep.launch.place import Place
     from samestep.record import Record
+    from samestep.snapshot.hot import HotCopies
     from samestep.snapshot.read import Snapshot
     from samestep.world import World
 
@@ -65,13 +68,22 @@ def share_gpus(devices: list[torch.device], place: Place) -> bool:
     return devices[0].type == "cuda" and len(devices) * place.local_workers > torch.cuda.device_count()
 
 
-def find_snapshot(config: Config, world: World, record: Record) -> Snapshot | None:
-    """Load the snapshot that the run resumes from: the same on all workers."""
-    if config.resume not in {"auto", "never"}:
-        return load(Path(config.resume))
-    if config.resume == "never" or config.dir is None:
+def find_snapshot(config: Config, world: World, record: Record, hot: HotCopies, *, begun: bool) -> Snapshot | None:
+    """Load the snapshot that the run resumes from: the same on all workers.
+
+    A run that had `begun` before its workers were killed goes on from its newest hot copy or snapshot, wherever it was told to start.
+    """
+    if begun or config.resume == "auto":
+        # What has begun here is newer here than any copy of it elsewhere.
+        downloads = None if begun or config.remote is None or config.dir is None else Downloads(config.remote, config.dir, world)
+        newest = load_newest(config.dir, world, partial(_tell_rejected, record, tells=world.rank == 0), hot if begun else None, downloads)
+        if newest is not None:
+            return newest
+    if config.resume in {"auto", "never"}:
         return None
-    return load_newest(config.dir, world, partial(_tell_rejected, record, tells=world.rank == 0))
+    if is_url(config.resume) and config.dir is not None:
+        return load_from(config.resume, config.dir, world)
+    return load(Path(config.resume))
 
 
 def _tell_rejected(record: Record, kind: str, *, tells: bool, **fields: str) -> None:

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 class StopRequest:
     """Holds SIGTERM and Ctrl-C back while `deferring` is set, so that a step can end and be kept.
 
-    `received` is the number of the signal that came, or 0. Outside of steps, and on the second Ctrl-C, a signal
-    acts at once. Python lets only the main thread hold signals; elsewhere nothing is held.
+    `received` is the number of the signal that came first, or 0. Outside of steps a signal acts at once, and so does Ctrl-C after
+    another signal; SIGTERM after another changes nothing: schedulers send it to all processes of a job, and launchers pass it on.
+    Python lets only the main thread hold signals; elsewhere nothing is held.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,9 @@ class StopRequest:
         self._former.clear()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        again = number == signal.SIGINT and self.received == signal.SIGINT
-        self.received = number
+        again = self.received != 0
+        if again and number == signal.SIGTERM:
+            return
+        self.received = self.received or number
         if again or not self.deferring:
             self.act(number)

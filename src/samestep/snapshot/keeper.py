@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import SnapshotError
+from samestep.snapshot.afterwards import open_afterwards
 from samestep.snapshot.tracked import Tracked
 from samestep.snapshot.write import SnapshotWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from samestep.config import Config
     from samestep.record import Record
+    from samestep.snapshot.hot import HotCopies
     from samestep.snapshot.read import Snapshot
     from samestep.world import World
 
@@ -21,13 +24,16 @@ if TYPE_CHECKING:
 class Keeper:
     """Takes snapshots every so many steps or minutes, when asked, and at the end; without a directory none."""
 
-    def __init__(self, config: Config, world: World, record: Record, attempt: str, resumed: Snapshot | None) -> None:
+    def __init__(self, config: Config, world: World, record: Record, attempt: str, resumed: Snapshot | None, hot: HotCopies) -> None:
         self.tracked = Tracked(resumed)
+        self.hot = hot
         self.stall_seconds = 0.0
-        self._config, self._world = config, world
-        self._kept_step = None if resumed is None else resumed.step
+        self._config, self._world, self._record, self._attempt = config, world, record, attempt
+        self._kept_step = None if resumed is None or resumed.hot else resumed.step
         self._kept_time = time.monotonic()
         self._prepared = config.snapshot_every is None
+        start = -1 if resumed is None else resumed.step
+        self._afterwards = open_afterwards(config, acts=world.rank == 0, attempt=attempt, start=start)
         self._writer: SnapshotWriter | None = None
         if config.dir is not None:
             self._writer = SnapshotWriter(
@@ -38,7 +44,7 @@ class Keeper:
                 keep_last=config.keep_last,
                 keep_best=config.keep_best,
                 report=record.event,
-                timeout_seconds=config.timeout_seconds,
+                when_whole=self._afterwards.snapshot_is_whole,
             )
 
     @property
@@ -59,6 +65,7 @@ class Keeper:
         if self._writer is None:
             return False
         self._writer.raise_if_failed()
+        self._afterwards.tell(self._record.event)
         if not self._prepared and self.keeps:
             self._prepared = True
             self._writer.prepare(*self.tracked.states())
@@ -77,17 +84,39 @@ class Keeper:
         self._world.barrier("starting a snapshot")
         started = time.perf_counter()
         tracked_shared, tracked_own = self.tracked.states()
-        info = {"lanes": shared["run"]["lanes"], "seed": self._config.seed, "epoch": shared["run"]["epoch"]}
-        self._writer.save(step, {**tracked_shared, **shared}, {**tracked_own, **own}, info, score)
+        self._writer.save(step, {**tracked_shared, **shared}, {**tracked_own, **own}, self._info(shared), score)
         self._kept_step, self._kept_time = step, time.monotonic()
         self.stall_seconds += time.perf_counter() - started
 
+    def copy(self, step: int, states: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+        """Make a hot copy of the same, of which `states` gives the run's; one that cannot be made is told, and was the last attempt."""
+        if not self.tracked or self.tracked.forgotten():
+            return
+        started = time.monotonic()
+        try:
+            (shared, own), (tracked_shared, tracked_own) = states(), self.tracked.states()
+            self.hot.save(step, self._attempt, {**tracked_shared, **shared}, {**tracked_own, **own}, self._info(shared), started)
+        except (OSError, SnapshotError) as error:
+            self.hot.give_up()
+            self._record.event("hot_copy_failed", step=step, reason=str(error))
+            logging.getLogger("samestep").warning("no more hot copies are made: %s", error)
+        self.stall_seconds += time.monotonic() - started
+
+    def _info(self, shared: Mapping[str, Any]) -> dict[str, Any]:
+        return {"lanes": shared["run"]["lanes"], "seed": self._config.seed, "epoch": shared["run"]["epoch"]}
+
     def finish(self) -> None:
-        """Wait until the last snapshot is whole. Raises `SnapshotError` if it failed."""
-        if self._writer is not None:
-            self._writer.wait()
+        """Wait until the last snapshot is whole, and copied where it is to be. Raises `SnapshotError` if that failed."""
+        if self._writer is None:
+            return
+        self._writer.wait()
+        try:
+            self._afterwards.finish()
+        finally:
+            self._afterwards.tell(self._record.event)
 
     def close(self) -> None:
         """Stop writing."""
         if self._writer is not None:
             self._writer.close()
+        self._afterwards.close()

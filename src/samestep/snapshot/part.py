@@ -179,11 +179,18 @@ class Staging:
 def write_part(path: Path, mine: Contribution, data: memoryview, go_on: Callable[[], None]) -> Part:
     """Write the data file at `path`, durably, and return the part that tells of it. `go_on` may raise between segments."""
     checksums = write_durably(path, data, SEGMENT_BYTES, go_on)
+    places = _places(mine.pieces, len(data))
+    digests = [checksum(data[start:stop]) if piece.repeated else None for piece, (start, stop) in zip(mine.pieces, places, strict=True)]
+    return part_of(mine, digests, DataFile(path.name, len(data), SEGMENT_BYTES, checksums))
+
+
+def part_of(mine: Contribution, digests: Sequence[str | None], file: DataFile) -> Part:
+    """Return the part that tells of a data file with the pieces at its end; `digests` are the checksums of the repeated ones."""
     table = [
-        (piece.tensor, piece.start, piece.stop, start, checksum(data[start:stop]) if piece.repeated else None)
-        for piece, (start, stop) in zip(mine.pieces, _places(mine.pieces, len(data)), strict=True)
+        (piece.tensor, piece.start, piece.stop, start, digest)
+        for piece, (start, _), digest in zip(mine.pieces, _places(mine.pieces, file.size), digests, strict=True)
     ]
-    return Part(mine.state, mine.forms, table, DataFile(path.name, len(data), SEGMENT_BYTES, checksums))
+    return Part(mine.state, mine.forms, table, file)
 
 
 def _header(pieces: Sequence[OwnPiece]) -> bytes:

@@ -32,13 +32,14 @@ _DIRECTORY: Final = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A loaded snapshot. `state` maps the name of each object to its state, with whole tensors on the CPU."""
+    """A loaded snapshot, or hot copy: then `path` is but a name. `state` maps objects by name to their states, whole tensors on the CPU."""
 
     path: Path
     step: int
     info: Mapping[str, Any]
     score: float | None
     state: dict[str, Any]
+    hot: bool = False
 
 
 def directory_name(step: int) -> str:
@@ -114,11 +115,19 @@ def load(path: Path, objects: Collection[str] | None = None) -> Snapshot:
     """
     manifest = inspect(path)
     with _faults_of(path):
-        memory: dict[str, torch.Tensor] = {}
-        state = _restored(manifest, objects, partial(_tensor, memory, manifest.forms))
-        for file, places in zip(manifest.files, _places(manifest, memory), strict=True):
-            _read(path, file, places)
-    return Snapshot(path, manifest.step, manifest.info, manifest.score, state)
+        return Snapshot(path, manifest.step, manifest.info, manifest.score, read_state(path, manifest, objects))
+
+
+def read_state(directory: Path, manifest: Manifest, objects: Collection[str] | None = None, first_byte: int = 0) -> dict[str, Any]:
+    """Return the state of all objects, or of those named, from the data files in a directory; each begins at `first_byte` there.
+
+    Every byte is checked. Raises `SnapshotError` where one is damaged, and what reading files raises.
+    """
+    memory: dict[str, torch.Tensor] = {}
+    state = _restored(manifest, objects, partial(_tensor, memory, manifest.forms))
+    for file, places in zip(manifest.files, _places(manifest, memory), strict=True):
+        _read(directory, file, places, first_byte)
+    return state
 
 
 def _restored(manifest: Manifest, objects: Collection[str] | None, tensor: Callable[[str], torch.Tensor]) -> dict[str, Any]:
@@ -149,21 +158,21 @@ def _places(manifest: Manifest, memory: Mapping[str, torch.Tensor]) -> list[list
     return [sorted(found, key=_offset) for found in places]
 
 
-def _read(path: Path, file: DataFile, places: Sequence[Place]) -> None:
+def _read(path: Path, file: DataFile, places: Sequence[Place], first_byte: int = 0) -> None:
     """Read all of a data file, into `places` what belongs there, and compare checksums. Raises `SnapshotError` where they differ."""
     segments = list(file.segments())
     share = max(-(-len(segments) // READERS), 1)
     with ThreadPoolExecutor(READERS) as readers:
         shares = [segments[start : start + share] for start in range(0, len(segments), share)]
-        list(readers.map(partial(_read_segments, path, file, places), shares))
+        list(readers.map(partial(_read_segments, path, file, places, first_byte), shares))
 
 
-def _read_segments(path: Path, file: DataFile, places: Sequence[Place], segments: Sequence[tuple[int, int, str]]) -> None:
+def _read_segments(path: Path, file: DataFile, places: Sequence[Place], first_byte: int, segments: Sequence[tuple[int, int, str]]) -> None:
     spare = memoryview(bytearray(min(file.segment_bytes, file.size)))
     descriptor = os.open(path / file.name, os.O_RDONLY)
     try:
         for start, stop, expected in segments:
-            if files.read_into(descriptor, start, _cover(start, stop, places, spare)) != expected:
+            if files.read_into(descriptor, first_byte + start, _cover(start, stop, places, spare)) != expected:
                 raise SnapshotError(f"{file.name} is damaged: bytes {start} to {stop} do not have their checksum in {NAME}")
     finally:
         os.close(descriptor)

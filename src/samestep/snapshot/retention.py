@@ -12,6 +12,7 @@ from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import fault, inspect, list_snapshots, step_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 
@@ -34,13 +35,8 @@ class Retention:
         steps = {path: step for path in list_snapshots(self._directory) if (step := step_of(path)) is not None and not path.is_symlink()}
         candidates = [path for path in reversed(steps) if steps[path] <= steps[written]]
         scores = {path: inspect(path).score for path in candidates if fault(path, inspect) is None}
-        newest = list(islice(filter(self._is_whole, scores), self._keep_last))
-        scored = sorted(
-            ((score, steps[path], path) for path, score in scores.items() if score is not None and not math.isnan(score)), reverse=True
-        )
-        best = list(islice(filter(self._is_whole, (path for _, _, path in scored)), self._keep_best))
-        horizon = steps[newest[-1]] if len(newest) == self._keep_last else 0
-        old = [path for path in candidates if path not in {written, *newest, *best}]
+        staying, horizon = choose(scores, self._keep_last, self._keep_best, self._is_whole)
+        old = [path for path in candidates if path != written and path not in staying]
         removed = [path for path in old if steps[path] < horizon or not (path / NAME).exists()]
         for path in removed:
             remove(path)
@@ -50,6 +46,20 @@ class Retention:
         if path not in self._checked and fault(path) is None:
             self._checked.add(path)
         return path in self._checked
+
+
+def choose(
+    scores: Mapping[Path, float | None], keep_last: int, keep_best: int, is_whole: Callable[[Path], bool] = lambda _: True
+) -> tuple[set[Path], int]:
+    """Return which snapshots stay, of those in `scores`, and the step before which all others may go.
+
+    `scores` are those of snapshots that seem whole; `is_whole` is asked of one after the other, until there are enough.
+    """
+    steps = {path: step_of(path) or 0 for path in scores}
+    scored = [(score, steps[path], path) for path, score in scores.items() if score is not None and not math.isnan(score)]
+    newest = list(islice(filter(is_whole, sorted(steps, key=steps.__getitem__, reverse=True)), keep_last))
+    best = islice(filter(is_whole, (path for _, _, path in sorted(scored, reverse=True))), keep_best)
+    return {*newest, *best}, steps[newest[-1]] if len(newest) == keep_last else 0
 
 
 def remove(path: Path) -> None:

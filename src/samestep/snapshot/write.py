@@ -57,7 +57,8 @@ class SnapshotWriter:
 
     `attempt` is equal on all workers and differs between any two starts of the run. All workers make the same calls of
     `save`. `report(kind, **fields)` is called by the thread that calls these methods: when a snapshot is whole, failed,
-    or removed since newer ones are there. After `timeout_seconds` other workers are waited for no longer.
+    or removed since newer ones are there. `when_whole(path)` is called on rank 0, by a thread of its own, and returns at once.
+    After `timeout_seconds` other workers are waited for no longer.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class SnapshotWriter:
         keep_last: int,
         keep_best: int,
         report: Callable[..., object],
+        when_whole: Callable[[Path], object] = lambda _: None,
         timeout_seconds: float = 1800.0,
     ) -> None:
         if not _ATTEMPT.fullmatch(attempt):
@@ -79,6 +81,7 @@ class SnapshotWriter:
         self._workers = workers
         self._attempt = attempt
         self._report = report
+        self._when_whole = when_whole
         self._timeout_seconds = timeout_seconds
         self._retention = Retention(directory, keep_last, keep_best)
         self._staging = Staging()
@@ -202,7 +205,9 @@ class SnapshotWriter:
             return []
         seconds = {"stall_seconds": save.stall_seconds, "seconds": time.perf_counter() - started}
         event = {"step": save.step, "path": str(meeting.directory), "bytes": manifest.size, "score": save.score, **seconds}
-        return [("snapshot", event), *self._tidy(meeting.directory, manifest)]
+        events = [("snapshot", event), *self._tidy(meeting.directory, manifest)]
+        self._when_whole(meeting.directory)
+        return events
 
     def _commit(self, save: _Save) -> Manifest:
         meeting = save.meeting

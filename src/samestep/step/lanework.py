@@ -15,6 +15,7 @@ from samestep.data.batch import items_in, to_device
 from samestep.data.seeds import generators_kept, key, set_generators
 from samestep.errors import DataError, LossError
 from samestep.step.gradients import Gradients, add_gradients, take_gradients
+from samestep.step.out_of_memory import does_not_fit, is_out_of_memory
 from samestep.step.tree import Span, subtrees, tree_steps, tree_sum
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class LaneWork:
         self._lanes, self._loss, self._parameters, self._seed, self._watching = lanes, loss, parameters, seed, watching
         self._counts = batch.counts
         self._total = sum(batch.counts) if loss.count is None and batch.counts is not None else None
+        lanes.world.whereabouts.at("loading data")
         self._batches = dict(batch.lane_batches())
         self._results: list[tuple[int, int, dict[str, torch.Tensor]]] = []
 
@@ -100,6 +102,17 @@ class LaneWork:
     def _lane(self, lane: int, replica: Replica) -> Gradients:
         if lane not in self._batches:
             return [None] * len(self._parameters)
+        self._lanes.world.whereabouts.at(f"computing lane {lane}")
+        try:
+            return self._gradients(lane, replica)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            samples = items_in(self._batches[lane]) if self._counts is None else self._counts[lane]
+            where = f"of {replica.device} on worker {self._lanes.world.rank} at step {self._seed[0]}"
+            raise does_not_fit(lane, samples, self._lanes.lanes, where) from error
+
+    def _gradients(self, lane: int, replica: Replica) -> Gradients:
         batch = to_device(self._batches[lane], replica.device)
         count = self._count_of(batch, lane)
         if count == 0 and self._loss.reduction == "mean":

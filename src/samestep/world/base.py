@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import pickle
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from samestep.errors import WorldError
+from samestep.world.hang import ENDINGS, FEWER, OTHER_CALL
+from samestep.world.whereabouts import Whereabouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,6 +33,11 @@ class World(ABC):
     size: int
     hosts: Sequence[range]
     meetings: int = 0
+
+    @cached_property
+    def whereabouts(self) -> Whereabouts:
+        """Where this worker is, which the others may be told."""
+        return Whereabouts()
 
     @property
     def host(self) -> range:
@@ -107,20 +115,10 @@ class World(ABC):
         return pickle.loads(self.all_gather_bytes(pickle.dumps(value) if self.rank == 0 else b"", what)[0])  # noqa: S301
 
 
-def no_answer(rank: int, what: str, reason: str) -> WorldError:
-    """Return the error of worker `rank` whose call was not answered, for `reason`."""
-    return WorldError(
-        f"worker {rank} got no answer from the others while {what}; usually another worker failed: "
-        f"look for the first error of the run ({reason})"
-    )
-
-
 def another_call(rank: int, what: str, other: int, told: str) -> WorldError:
     """Return the error of worker `rank` that was doing `what` while worker `other` said to be doing something else."""
-    return WorldError(
-        f"worker {rank} was {what} while worker {other} was {told}; expected the same calls in the same order on every worker: "
-        "look for a loop or a condition that depends on the rank or on a worker's own data"
-    )
+    cause = FEWER if {what, told}.intersection(ENDINGS) else OTHER_CALL
+    return WorldError(f"worker {rank} was {what} while worker {other} was {told}; expected the same calls of all; usual cause: {cause}")
 
 
 def _read(data: bytes) -> tuple[str, Any]:

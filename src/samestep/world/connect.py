@@ -28,7 +28,7 @@ def connect(place: Place, config: Config, *, cuda: bool, gpus_are_shared: bool =
     if place.workers == 1:
         return Alone()
     nccl = cuda and not gpus_are_shared
-    formation = form(place, config.timeout_seconds, share=not nccl)
+    formation = form(place, config.patience, share=not nccl)
     on_one_host = formation.mesh is not None and len(formation.hosts) == 1
-    world = Shared(formation.mesh) if on_one_host else Distributed(formation, cuda=nccl)  # type: ignore[arg-type]
+    world = Shared(formation) if on_one_host else Distributed(formation, cuda=nccl)
     return Staged(world) if gpus_are_shared else world

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from samestep.world.base import FORMING, World, no_answer
+from samestep.world.base import FORMING, World, another_call
 from samestep.world.memory import share
 
 if TYPE_CHECKING:
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
     from samestep.world.formation import Formation
 
-HEADER_BYTES = 8
+LENGTH_BYTES = 8
+WHAT_BYTES = 200  # of `what`, after the length
+HEAD_BYTES = LENGTH_BYTES + WHAT_BYTES
+LATE = 0.95  # of the patience: an error after that is the backend's own clock
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
@@ -26,38 +30,49 @@ class Distributed(World):
 
     def __init__(self, formation: Formation, *, cuda: bool) -> None:
         self.rank, self.size, self.hosts = formation.rank, formation.size, formation.hosts
+        self.whereabouts = formation.whereabouts
         self._mesh = formation.mesh
         self._capacity = 1024
-        timeout = timedelta(seconds=formation.timeout_seconds)
+        self._patience_seconds = formation.patience_seconds
+        timeout = timedelta(seconds=formation.patience_seconds)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         with self._answering(FORMING):
             dist.init_process_group(backend, store=formation.store, rank=self.rank, world_size=self.size, timeout=timeout)
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
-        """Turn a backend's error into one that says where this worker stood."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise no_answer(self.rank, what, str(error).strip().partition("\n")[0]) from error
+        """Wait for the others; turn a backend's error into one that says where this worker stood, and why they did not come."""
+        started = time.monotonic()
+        with self.whereabouts.waiting(what):
+            try:
+                yield
+            except RuntimeError as error:
+                late = time.monotonic() - started >= LATE * self._patience_seconds
+                raise self.whereabouts.explain(what, str(error).strip().partition("\n")[0], late=late) from error
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
         """One collective while messages fit the capacity, which grows alike on all workers when they do not."""
         while True:
-            padded = self._padded(data)
+            padded = self._padded(data, what)
             out = torch.empty(self.size * self._capacity, dtype=torch.uint8)
             with self._answering(what):
                 _all_gather_flat(out, padded)
             rows = out.view(self.size, self._capacity).numpy()
-            lengths = [int.from_bytes(row[:HEADER_BYTES].tobytes(), "little") for row in rows]
-            if max(lengths) + HEADER_BYTES <= self._capacity:
+            self._check_call([row[LENGTH_BYTES:HEAD_BYTES].tobytes() for row in rows], what)
+            lengths = [int.from_bytes(row[:LENGTH_BYTES].tobytes(), "little") for row in rows]
+            if max(lengths) + HEAD_BYTES <= self._capacity:
                 self.meetings += 1
-                return [row[HEADER_BYTES : HEADER_BYTES + n].tobytes() for row, n in zip(rows, lengths, strict=True)]
-            self._capacity = 2 * (max(lengths) + HEADER_BYTES)
+                return [row[HEAD_BYTES : HEAD_BYTES + n].tobytes() for row, n in zip(rows, lengths, strict=True)]
+            self._capacity = 2 * (max(lengths) + HEAD_BYTES)
+
+    def _check_call(self, told: Sequence[bytes], what: str) -> None:
+        for rank, other in enumerate(told):
+            if other != told[self.rank]:
+                raise another_call(self.rank, what, rank, other.rstrip(b"\0").decode(errors="replace"))
 
     def gather_bytes(self, data: bytes, what: str) -> list[bytes] | None:
         """Two collectives: lengths to all, then the bytes to rank 0."""
-        lengths = [int.from_bytes(length, "little") for length in self.all_gather_bytes(len(data).to_bytes(HEADER_BYTES, "little"), what)]
+        lengths = [int.from_bytes(length, "little") for length in self.all_gather_bytes(len(data).to_bytes(LENGTH_BYTES, "little"), what)]
         own = torch.zeros(max(lengths), dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in lengths] if self.rank == 0 else None
@@ -65,11 +80,11 @@ class Distributed(World):
             dist.gather(own, rows, dst=0)
         return None if rows is None else [row[:n].numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
-    def _padded(self, data: bytes) -> torch.Tensor:
+    def _padded(self, data: bytes, what: str) -> torch.Tensor:
         message = bytearray(self._capacity)
-        message[:HEADER_BYTES] = len(data).to_bytes(HEADER_BYTES, "little")
-        fits = data[: self._capacity - HEADER_BYTES]
-        message[HEADER_BYTES : HEADER_BYTES + len(fits)] = fits
+        head = len(data).to_bytes(LENGTH_BYTES, "little") + what.encode()[:WHAT_BYTES].ljust(WHAT_BYTES, b"\0")
+        start = head + data[: self._capacity - HEAD_BYTES]
+        message[: len(start)] = start
         return torch.frombuffer(message, dtype=torch.uint8)
 
     def all_gather(self, out: torch.Tensor, own: torch.Tensor, what: str) -> None:
@@ -105,6 +120,7 @@ class Distributed(World):
         self.all_gather_bytes(b"", what)
 
     def close(self) -> None:
+        self.whereabouts.close()  # first: those who find this worker gone then know why
         if self._mesh is not None:
             self._mesh.close()
         dist.destroy_process_group()

@@ -10,13 +10,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from samestep.world.base import FORMING, no_answer
+from samestep.world.base import FORMING
 from samestep.world.mesh import Mesh, Peer
+from samestep.world.whereabouts import no_answer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from typing_extensions import Self
+
+    from samestep.world.whereabouts import Whereabouts
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
 
@@ -45,10 +48,18 @@ class Door:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def connect(self, rank: int, members: Mapping[int, Member], timeout_seconds: float) -> Mesh:
+    def connect(
+        self,
+        rank: int,
+        members: Mapping[int, Member],
+        timeout_seconds: float,
+        patience_seconds: float,
+        whereabouts: Whereabouts | None = None,
+    ) -> Mesh:
         """Return the mesh of `members`, by rank, of which this worker is one. Raises `WorldError` where some do not come.
 
         Each worker calls those before it and lets in those after it. The kernel says who is at the other end: strangers are refused.
+        `timeout_seconds` is for that; later on the mesh waits for `patience_seconds`.
         """
         deadline = time.monotonic() + timeout_seconds
         with ExitStack() as exits:
@@ -59,7 +70,7 @@ class Door:
             except OSError as error:
                 raise no_answer(rank, FORMING, str(error)) from error
             exits.pop_all()
-        return Mesh(rank, sorted(members), peers, timeout_seconds)
+        return Mesh(rank, sorted(members), peers, patience_seconds, whereabouts)
 
     def _let_in(self, ranks: dict[int, int], deadline: float, exits: ExitStack) -> dict[int, socket.socket]:
         """Return by rank the connections of those processes that `ranks` has, and of no other. Raises `TimeoutError`."""

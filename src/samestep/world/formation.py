@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
-import json
 import os
+import socket
+import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from datetime import timedelta
-from functools import cache
 from itertools import count, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
-
-from samestep.world.base import FORMING, no_answer
+from samestep.errors import WorldError
+from samestep.world.base import FORMING
 from samestep.world.door import Door, Member
+from samestep.world.hang import workers
+from samestep.world.store import open_store
+from samestep.world.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from samestep.launch.place import Place
     from samestep.world.mesh import Mesh
+    from samestep.world.store import Line
+    from samestep.world.whereabouts import Whereabouts
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NAMESPACES = ("net", "pid", "user")  # in which sockets without a file, processes and users have one name for all
 NEEDED = ("memfd_create", "pidfd_open")
+START_SECONDS: Final = 30.0  # at most, for all to come: what is started together comes together
+PAUSE_SECONDS: Final = 0.0005  # between looks who came
 _worlds_formed = count()  # a store prefix of its own for each world that this process forms
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a worker tells the others: where it runs, and where those of the same `home` find its door; None where it shares nothing."""
+
+    host: str
+    pid: int
+    home: str | None
+    address: str | None
+
+    @classmethod
+    def read(cls, rank: int, told: Any) -> Offer:
+        """Return the offer of worker `rank`. Raises `WorldError` where a stranger wrote into the store."""
+        kinds = {"host": str, "pid": int, "home": (str, type(None)), "address": (str, type(None))}
+        if isinstance(told, dict) and told.keys() == kinds.keys() and all(isinstance(told[name], kind) for name, kind in kinds.items()):
+            return cls(**told)
+        raise _stranger(f"{str(told)[:80]!r} stands in the store as worker {rank}'s offer")
 
 
 @dataclass(frozen=True)
@@ -39,39 +63,63 @@ class Formation:
     hosts: Sequence[range]
     mesh: Mesh | None
     store: Store
-    timeout_seconds: float
+    whereabouts: Whereabouts
+    patience_seconds: float
 
 
-def form(place: Place, timeout_seconds: float, *, share: bool) -> Formation:
+def form(place: Place, patience_seconds: float, *, share: bool) -> Formation:
     """Meet the other workers; with `share`, find those that share this one's memory. Raises `WorldError` where some do not come."""
-    timeout = timedelta(seconds=timeout_seconds)
+    seconds = min(patience_seconds, START_SECONDS)
+    home = _home(place) if share else None
     try:
-        store = PrefixStore(f"samestep/{next(_worlds_formed)}", _store(timeout))
-    except RuntimeError as error:
-        raise no_answer(place.rank, FORMING, _first_line(error)) from error
-    host = _host(place) if share else None
-    with Door() if host else nullcontext() as door:
-        offers = _exchange_offers(store, place, {"host": host, "member": asdict(door.member) if door else None})
-        hosts = _hosts([offer["host"] for offer in offers])
-        own = next(ranks for ranks in hosts if place.rank in ranks)
-        mesh = None
-        if door and len(own) > 1:
-            mesh = door.connect(place.rank, {rank: Member(**offers[rank]["member"]) for rank in own}, timeout_seconds)
-    return Formation(place.rank, place.workers, hosts, mesh, store, timeout_seconds)
+        store, line = open_store(place, f"samestep/{next(_worlds_formed)}", seconds)
+        with Door() if home else nullcontext() as door:
+            own = Offer(socket.gethostname(), os.getpid(), home, door.member.address if door else None)
+            offers = _exchange_offers(line, place, own, seconds)
+            hosts = _hosts([offer.home for offer in offers])
+            watch = Watch(line, place.rank, place.workers, patience_seconds)
+            mesh = None
+            neighbours = next(ranks for ranks in hosts if place.rank in ranks)
+            if door and len(neighbours) > 1:
+                members = {rank: Member(offers[rank].pid, offers[rank].address or "") for rank in neighbours}
+                mesh = door.connect(place.rank, members, seconds, patience_seconds, watch)
+    except OSError as error:
+        raise WorldError(f"worker {place.rank} got no answer from the others while {FORMING}: {error}") from error
+    except ValueError as error:
+        raise _stranger(f"the store holds what is no JSON: {error}") from None
+    return Formation(place.rank, place.workers, hosts, mesh, store, watch, patience_seconds)
 
 
-def _exchange_offers(store: Store, place: Place, own: dict[str, Any]) -> list[dict[str, Any]]:
-    offers: list[dict[str, Any]] = []
-    try:
-        store.set(f"offer/{place.rank}", json.dumps(own))
-        while len(offers) < place.workers:
-            offers.append(json.loads(store.get(f"offer/{len(offers)}")))
-    except RuntimeError as error:
-        raise no_answer(place.rank, FORMING, f"worker {len(offers)} did not come: {_first_line(error)}") from error
-    return offers
+def _exchange_offers(line: Line, place: Place, own: Offer, seconds: float) -> list[Offer]:
+    """Return every worker's offer by rank. Raises `WorldError` for the ranks that nobody or two workers have."""
+    keys = [f"offer/{rank}" for rank in range(place.workers)]
+    first = Offer.read(place.rank, line.put_first(keys[place.rank], asdict(own)))
+    if first != own:
+        line.put("clash", f"two workers have rank {place.rank}: {_where(first)} and {_where(own)}")
+    deadline, pause = time.monotonic() + seconds, PAUSE_SECONDS
+    while first != own or not line.has(keys):
+        if clash := line.get("clash"):
+            raise WorldError(f"{clash}; expected a rank of its own for each: look at what started them, which said {place.source}")
+        if time.monotonic() > deadline:
+            missing = [rank for rank, key in enumerate(keys) if not line.has([key])]
+            raise TimeoutError(
+                f"{workers(missing)} did not come within {seconds:g} s; expected all that {place.source} speaks of: look at how they were "
+                "started, and at their output; where some take longer to start, raise patience"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, PAUSE_SECONDS * place.workers)  # the store answers everybody
+    return [Offer.read(rank, line.get(key)) for rank, key in enumerate(keys)]
 
 
-def _host(place: Place) -> str | None:
+def _where(offer: Offer) -> str:
+    return f"process {offer.pid} on host {offer.host}"
+
+
+def _stranger(found: str) -> WorldError:
+    return WorldError(f"{found}; expected only this run's workers at MASTER_ADDR and MASTER_PORT: choose a port that nobody else uses")
+
+
+def _home(place: Place) -> str | None:
     """Return what workers have in common that can share memory: a kernel, its namespaces, a user, and who started them as one host's.
 
     None where the system or this Python lacks something.
@@ -89,14 +137,3 @@ def _hosts(names: Sequence[str | None]) -> list[range]:
     """Return the runs of ranks whose host has the same name; one without a name is a host of its own."""
     runs = [list(run) for _, run in groupby(range(len(names)), key=lambda rank: names[rank] or rank)]
     return [range(run[0], run[-1] + 1) for run in runs]
-
-
-@cache
-def _store(timeout: timedelta) -> Store:
-    """Return where this process's worlds form; it stays open, because the next world's workers may come before it had closed."""
-    store: Store = next(rendezvous("env://", timeout=timeout))[0]
-    return store
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -10,7 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from samestep.world.base import FORMING, another_call, no_answer
+from samestep.world.base import FORMING, another_call
+from samestep.world.hang import process_state
+from samestep.world.whereabouts import Whereabouts, no_answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +37,8 @@ class Peer:
     process: int
 
     def __str__(self) -> str:
-        return f"worker {self.rank} (process {self.pid})"
+        stopped = ", which is stopped" if process_state(self.pid) in {"T", "t"} else ""
+        return f"worker {self.rank} (process {self.pid}{stopped})"
 
     def send(self, message: bytes, files: list[int]) -> None:
         """Send without waiting. Raises `OSError` where the peer is gone."""
@@ -74,12 +77,15 @@ class Mesh:
     fails at once, because messages of the failed one may be left.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], peers: Sequence[Peer], timeout_seconds: float) -> None:
+    def __init__(
+        self, rank: int, ranks: Sequence[int], peers: Sequence[Peer], patience_seconds: float, whereabouts: Whereabouts | None = None
+    ) -> None:
         for peer in peers:
             peer.socket.settimeout(0)
         self.rank, self.ranks = rank, ranks
         self._peers = peers
-        self._timeout_seconds = timeout_seconds
+        self._patience_seconds = patience_seconds
+        self._whereabouts = whereabouts or Whereabouts(rank)
         self._last = FORMING  # what all were doing when they last met
         self._failure = ""
 
@@ -111,14 +117,15 @@ class Mesh:
             raise no_answer(self.rank, what, self._failure)
         self._failure = f"an earlier call failed, while {what}"  # unless this one ends well, which a signal's handler may prevent too
         head = what[:WHAT_CHARACTERS].encode() + b"\0"
-        try:
-            for peer in self._peers:
-                peer.send(head + messages[peer.rank], files)
-            received = self._receive(len(files))
-        except OSError as error:
-            self._failure = str(error) if isinstance(error, TimeoutError) else f"gone: {self._gone()}"
-            self._failure += f"; before that all were {self._last}"
-            raise no_answer(self.rank, what, self._failure) from None
+        with self._whereabouts.waiting(what):
+            try:
+                for peer in self._peers:
+                    peer.send(head + messages[peer.rank], files)
+                received = self._receive(len(files))
+            except OSError as error:
+                late = isinstance(error, TimeoutError)
+                self._failure = f"{error if late else f'gone: {self._gone()}'}; before that all were {self._last}"
+                raise self._whereabouts.explain(what, self._failure, late=late) from None
         for rank, (message, _) in received.items():
             if not message.startswith(head):
                 raise another_call(self.rank, what, rank, message.partition(b"\0")[0].decode(errors="replace"))
@@ -129,7 +136,7 @@ class Mesh:
         """Return every peer's next message. Raises `OSError` where one is gone, `TimeoutError` where one does not come."""
         received: dict[int, Message] = {}
         missing = {peer.rank: peer for peer in self._peers}
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + self._patience_seconds
         ready: set[int] = set()
         while True:
             for rank, peer in list(missing.items()):
@@ -144,7 +151,7 @@ class Mesh:
             ready = _ready(missing.values(), select.POLLIN, max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = " and ".join(map(str, missing.values()))
-                raise TimeoutError(f"{late} did not come within {self._timeout_seconds:g} s")
+                raise TimeoutError(f"{late} did not come within {self._patience_seconds:g} s")
 
     def _gone(self) -> str:
         """Return the names of all that have ended or left by now."""

@@ -12,12 +12,15 @@ import torch
 from samestep.errors import WorldError
 from samestep.world.base import World
 from samestep.world.memory import share
-from samestep.world.mesh import MESSAGE_BYTES, Mesh
+from samestep.world.mesh import MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
+
+    from samestep.world.formation import Formation
+    from samestep.world.mesh import Mesh
 
     Bytes = NDArray[np.uint8]
 
@@ -34,11 +37,11 @@ class Shared(World):
     at the meeting before.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.rank, self.size = mesh.rank, len(mesh.ranks)
-        self.hosts = [range(self.size)]
-        self._mesh = mesh
-        self._boxes = [buffer.numpy().reshape(2, BOX_BYTES) for buffer in share(mesh, 2 * BOX_BYTES)]
+    def __init__(self, formation: Formation) -> None:
+        self.rank, self.size, self.hosts = formation.rank, formation.size, formation.hosts
+        self.whereabouts = formation.whereabouts
+        self._mesh: Mesh = formation.mesh  # type: ignore[assignment]  # there is one where workers share memory
+        self._boxes = [buffer.numpy().reshape(2, BOX_BYTES) for buffer in share(self._mesh, 2 * BOX_BYTES)]
         self._turn = 0
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
@@ -80,6 +83,7 @@ class Shared(World):
         return share(self._mesh, nbytes)
 
     def close(self) -> None:
+        self.whereabouts.close()  # first: those who find this worker gone then know why
         self._mesh.close()
         self._boxes = []
 

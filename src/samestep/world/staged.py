@@ -16,7 +16,7 @@ class Staged(World):
     """A world of CPU workers that also takes tensors of GPUs, and copies them to the host and back. No memory is shared."""
 
     def __init__(self, world: World) -> None:
-        self.rank, self.size = world.rank, world.size
+        self.rank, self.size, self.whereabouts = world.rank, world.size, world.whereabouts
         self.hosts = [range(rank, rank + 1) for rank in range(world.size)]
         self._world = world
 

@@ -7,15 +7,15 @@ import torch
 from safetensors.torch import load_file
 
 from samestep.errors import ConfigError, SnapshotError
-from samestep.snapshot import command
+from samestep.tools import snapshots
 from tests.faults import cut, flip_byte
 from tests.snapshot.saving import save, team
 
 
 def run(*words: object) -> int:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.main(parser.parse_args([str(word) for word in words]))
+    snapshots.add_arguments(parser)
+    return snapshots.main(parser.parse_args([str(word) for word in words]))
 
 
 @pytest.fixture
@@ -87,9 +87,9 @@ def test_wrong_use(directory, tmp_path):
     ("seconds", "text"), [(-3, "0 s"), (119, "119 s"), (120, "2 min"), (5400, "90 min"), (7200, "2 h"), (86400 * 3, "3 d")]
 )
 def test_ages(seconds, text):
-    assert command._age(seconds) == text
+    assert snapshots._age(seconds) == text
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1 GiB"), (2**45, "32 TiB")])
 def test_sizes(count, text):
-    assert command._size(count) == text
+    assert snapshots._size(count) == text

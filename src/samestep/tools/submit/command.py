@@ -1,0 +1,33 @@
+"""`samestep submit`: which cluster it is for."""
+
+from __future__ import annotations
+
+import argparse
+
+from samestep.tools.submit import kubernetes, slurm
+
+SYSTEMS = {"slurm": slurm, "kubernetes": kubernetes}
+EXAMPLES = """\
+examples:
+  samestep submit slurm --nodes 2 -n 4 --gpus 4 --time 8:00:00 --dir runs/one train.py --epochs 10
+  samestep submit slurm --setup 'source venv/bin/activate' --dir runs/one --dry-run train.py
+  samestep submit kubernetes --image registry/train:1 --nodes 4 --gpus 1 --claim runs:/runs --dir /runs/one train.py
+
+samestep submit slurm --help and samestep submit kubernetes --help tell more.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    systems = parser.add_subparsers(dest="system", metavar="slurm|kubernetes", required=True)
+    for name, system in SYSTEMS.items():
+        summary = system.SUMMARY
+        system.add_arguments(systems.add_parser(name, help=summary, description=f"{summary}.", allow_abbrev=False))
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Write the job and hand it over; return the exit status."""
+    status: int = SYSTEMS[arguments.system].main(arguments)
+    return status

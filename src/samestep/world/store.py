@@ -1,0 +1,140 @@
+"""The store over which workers find each other, and later tell where they are."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import socket
+import time
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from samestep.launch.token_store import TokenStore, join_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from samestep.launch.place import Place
+
+    Bell = socket.socket | TokenStore
+
+CALL_SECONDS: Final = 10.0  # for a store that is there to answer
+PAUSE_SECONDS: Final = 0.01
+LOOPBACK: Final = ("localhost", "127.", "::1")  # how the addresses begin at which nobody else is to be let in
+
+
+class Line:
+    """A connection to the store that says nothing on the terminal when the other end goes: torch would, with a C++ stack each time.
+
+    So it looks first at a connection of its own whether the other end is there. Values are JSON. Every call raises `OSError` when it is
+    not, and `ValueError` for what is no JSON. A store whose process is stopped, or whose host is gone without a word, answers never:
+    let nobody but a thread of its own make these calls.
+    """
+
+    def __init__(self, store: Store, bell: Bell, *, keeps_store: bool) -> None:
+        self.keeps_store = keeps_store  # whether the store goes with this process
+        self._store: Store | None = store
+        self._bell = bell
+
+    def get(self, key: str) -> Any:
+        """Return the value at a key, None where there is none."""
+        store = self._connected()
+        return json.loads(_call(store.get, key)) if _call(store.check, [key]) else None
+
+    def put(self, key: str, value: Any) -> None:
+        """Set a value."""
+        _call(self._connected().set, key, json.dumps(value))
+
+    def put_first(self, key: str, value: Any) -> Any:
+        """Set a value where there is none yet; return the one that is there now."""
+        return json.loads(_call(self._connected().compare_set, key, "", json.dumps(value)))
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Tell whether there are values at all of these keys."""
+        return bool(_call(self._connected().check, list(keys)))
+
+    def close(self) -> None:
+        """Close the connection; the other one is the process's."""
+        self._store = None
+
+    def _connected(self) -> Store:
+        if self._store is None or select.select([self._bell], [], [], 0)[0]:
+            raise ConnectionResetError("the store is gone")
+        return self._store
+
+
+def open_store(place: Place, prefix: str, seconds: float) -> tuple[Store, Line]:
+    """Return the store of a worker's `place`, with its keys under `prefix`, and another connection to it.
+
+    It is that of several hosts' coordinator, the launcher's, or else rank 0's. Raises `OSError` where nobody listens within so many
+    seconds, or something else does.
+    """
+    store, bell, keeps_store = _store(place, seconds)
+    mine = PrefixStore(prefix, store)
+    return mine, Line(mine.clone(), bell, keeps_store=keeps_store)
+
+
+@cache
+def _store(place: Place, seconds: float) -> tuple[Store, Bell, bool]:
+    """Return where this process's worlds form; it stays open, because the next world's workers may come before it had closed."""
+    if joined := join_store(os.environ, timedelta(seconds=max(seconds, CALL_SECONDS))):
+        return joined, joined.clone(), False  # of a connection that nobody uses, only the coordinator's end is ever to be read
+    listener = _listener(place)
+    if listener is None:
+        bell = _ring(place, time.monotonic() + seconds)
+    store = _call(
+        lambda: TCPStore(
+            place.address,
+            place.port,
+            is_master=listener is not None,
+            timeout=timedelta(seconds=max(seconds, CALL_SECONDS)),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener is not None else None,
+        )
+    )
+    if listener is not None:
+        bell = _ring(place, time.monotonic() + seconds)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store from one attempt to the next
+    return PrefixStore(f"attempt/{attempt}", store), bell, listener is not None
+
+
+def _listener(place: Place) -> socket.socket | None:
+    """Return where rank 0 lets the others in; None where a launcher does, or another rank 0 came first: that will be found out."""
+    if place.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    try:
+        if place.address.startswith(LOOPBACK):
+            family = socket.AF_INET6 if place.address == "::1" else socket.AF_INET
+            return socket.create_server((place.address, place.port), family=family)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", place.port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", place.port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+
+
+def _ring(place: Place, deadline: float) -> socket.socket:
+    """Return a connection to where the store listens, or will in time."""
+    while True:
+        try:
+            return socket.create_connection((place.address, place.port), timeout=max(PAUSE_SECONDS, deadline - time.monotonic()))
+        except OSError as error:  # noqa: PERF203  the loop is for its sake
+            if time.monotonic() > deadline:
+                where = f"MASTER_ADDR={place.address} MASTER_PORT={place.port}"
+                raise OSError(f"nobody listens at {where} ({error}): worker 0 did not come, or the address is not its own") from error
+            time.sleep(PAUSE_SECONDS)
+
+
+def _call(method: Any, *arguments: Any) -> Any:
+    """Make a call of a torch store, whose errors are `RuntimeError` of several kinds."""
+    try:
+        return method(*arguments)
+    except RuntimeError as error:
+        raise ConnectionError(str(error).strip().partition("\n")[0]) from None

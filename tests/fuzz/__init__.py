@@ -1,0 +1,1 @@
+"""Whatever reads files gets tens of thousands of damaged and hostile ones."""

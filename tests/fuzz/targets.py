@@ -1,0 +1,295 @@
+"""What is read, each with a real example to start from, and the errors that it may end in."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import save
+
+from recipes import settings
+from recipes.vit.config import Settings
+from recipes.vit.pretrained import PretrainedError, read_parameters
+from samestep.config import Config, merge, parse
+from samestep.errors import ConfigError, RecordError, SnapshotError
+from samestep.launch.link import MOST_BYTES, Frames, decode, frame, parse_address
+from samestep.launch.nodes import Nodes
+from samestep.launch.place import find_place
+from samestep.record.events import read_events
+from samestep.record.history import read_history
+from samestep.snapshot import load
+from samestep.snapshot.commit import combined
+from samestep.snapshot.files import checksum
+from samestep.snapshot.manifest import NAME, Manifest
+from samestep.snapshot.meeting import Meeting
+from samestep.snapshot.state import canonical, flatten, no_tensor, restore
+from tests.fuzz import mutate
+from tests.snapshot.saving import small_state, team
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from random import Random
+
+OPTIONS = ("8", "auto", "never", "500", "10min", "0.5", "cuda:0,cuda:1", "bfloat16", "continue", "runs/one")
+VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID",
+    "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODELIST", "SLURM_STEP_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_NNODES", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST",
+    "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT",
+)  # fmt: skip
+PLACES = ("0", "1", "2", "29500", "127.0.0.1", "n[1-2]", "n[001-999999999],m", "2(x3),1", "1(x999999999)", "node-0.job")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that reads: `make` makes what it is given, files if need be, and `read` reads that."""
+
+    name: str
+    make: Callable[[Random], Any]
+    read: Callable[[Any], object]
+    allowed: tuple[type[Exception], ...]
+    reads_elsewhere: bool = False  # where the user's own file may name any other
+
+
+def targets(folder: Path) -> list[Target]:
+    """Return all targets; their files are under `folder`."""
+    with_files = (_snapshots, _meetings, _records, _settings, _parameters)
+    return [*_options(), *_launching(), *chain.from_iterable(group(folder) for group in with_files)]
+
+
+def _options() -> list[Target]:
+    names = [option.name for option in fields(Config)]
+
+    def arguments(random: Random) -> dict[str, Any]:
+        return {random.choice((*names, "lane")): random.choice((mutate.value, _option))(random) for _ in range(random.randint(1, 4))}
+
+    def environment(random: Random) -> dict[str, str]:
+        return {f"SAMESTEP_{name.upper()}": _option(random) for name in arguments(random)}
+
+    def flag(random: Random) -> tuple[str, str]:
+        return random.choice(names), _option(random)
+
+    return [
+        Target("arguments", arguments, lambda given: merge(given, {}), (ConfigError,)),
+        Target("environment", environment, lambda given: merge({}, given), (ConfigError,)),
+        Target("flags", flag, lambda given: merge({given[0]: parse(*given, "--flag")}, {}), (ConfigError,)),
+    ]
+
+
+def _option(random: Random) -> str:
+    return mutate.text(random, *OPTIONS)
+
+
+def _launching() -> list[Target]:
+    def environment(random: Random) -> dict[str, str]:
+        prefix = random.choice(("", "RANK WORLD LOCAL_ MASTER", "SLURM", "OMPI PMIX", "PMI_ MPI_", "PET_ JOB_ KUBE RANK")).split() or [""]
+        likely = [name for name in VARIABLES if name.startswith(tuple(prefix))]
+        chosen = {name for name in likely if random.random() < 0.9} | {name for name in VARIABLES if random.random() < 0.03}
+        return {name: random.choice(PLACES) if random.random() < 0.8 else mutate.text(random, *PLACES) for name in sorted(chosen)}
+
+    def address(random: Random) -> str:
+        return mutate.text(random, "node1:29400", "[fd00::1]:29400", "1:4", "2")
+
+    def read_stream(data: bytes) -> None:
+        frames = Frames(MOST_BYTES)
+        frames.feed(data)
+        while (body := frames.next()) is not None:
+            decode(body)
+
+    def stream(random: Random) -> bytes:
+        messages = ({"kind": "join", "name": "node1", "room": 4}, {"kind": "set", "key": "rank", "value": "00"})
+        bodies = [mutate.as_json(random, mutate.of_json(random, message)) for message in messages]
+        whole = b"".join(map(frame, bodies))
+        return mutate.of_bytes(random, whole) if random.random() < 0.5 else whole
+
+    return [
+        Target("place", environment, find_place, (ConfigError,)),
+        Target("address", address, lambda text: parse_address(text, "--master"), (ConfigError,)),
+        Target("nodes", address, Nodes.read, (ConfigError,)),
+        Target("messages", stream, read_stream, (ValueError,)),
+    ]
+
+
+def _saved(folder: Path) -> dict[str, bytes]:
+    """Return the files of a snapshot that two workers wrote."""
+    with team(folder, 2) as (writers, _):
+        for writer in writers:
+            writer.save(2, small_state(2), {}, {"note": [1, "two", (3.0, None)]}, 0.5)
+        for writer in writers:
+            writer.wait()
+    return {path.name: path.read_bytes() for path in (folder / "step-00000002").iterdir()}
+
+
+def _signed(body: dict[str, Any]) -> bytes:
+    """Return a manifest whose checksum is right, whatever it says, where that can be written."""
+    body = {name: value for name, value in body.items() if name != "checksum"}
+    with suppress(ValueError):
+        body["checksum"] = checksum(canonical(body).encode())
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _snapshots(folder: Path) -> list[Target]:
+    whole = _saved(folder / "saved")
+    body = json.loads(whole[NAME])
+    place = folder / "step-00000002"
+    place.mkdir()
+    plain, _ = flatten({"a": [1, 2.5, "three", (None, {4})], 5: np.float32(6), "b": b"seven", "c": 8j, "d": torch.float16})
+
+    def manifest(random: Random) -> bytes:
+        what = random.random()
+        if what < 0.3:
+            return mutate.of_bytes(random, whole[NAME])
+        changed = mutate.of_json(random, body)
+        return _signed(changed) if what < 0.8 and isinstance(changed, dict) else mutate.as_json(random, changed)
+
+    def snapshot(random: Random) -> Path:
+        files = dict(whole)
+        if random.random() < 0.7:
+            files[NAME] = manifest(random)
+        else:
+            name = random.choice(sorted(whole))
+            files[name] = mutate.of_bytes(random, whole[name])
+            changed = json.loads(whole[NAME])
+            for file in changed["files"]:
+                content = files[file[0]]
+                file[1:] = [len(content), 2**20, [checksum(content)] if content else []]
+            files[NAME] = _signed(changed)
+        for name, content in files.items():
+            (place / name).write_bytes(content)
+        return place
+
+    def state(random: Random) -> Any:
+        changed = mutate.of_json(random, plain)
+        with suppress(RecursionError, ValueError):
+            changed = json.loads(mutate.as_json(random, changed))
+        return changed
+
+    return [
+        Target("manifest", manifest, Manifest.from_bytes, (SnapshotError,)),
+        Target("snapshot", snapshot, load, (SnapshotError,)),
+        Target("state", state, lambda given: restore(given, no_tensor), (SnapshotError,)),
+    ]
+
+
+def _meetings(folder: Path) -> list[Target]:
+    """A writer turns whatever comes out here into its own `SnapshotError`, so any error will do."""
+    meetings = [Meeting(folder / "met", "first", rank, 2, 0.0, threading.Event()) for rank in range(2)]
+    (folder / "met").mkdir()
+    manifest = json.loads(_saved(folder / "parts")[NAME])
+    entries = {name: form for name, (form, _) in manifest["tensors"].items()}
+    pieces = [(name, piece) for name, (_, found) in manifest["tensors"].items() for piece in found]
+    parts = [
+        {
+            "state": manifest["state"] if rank == 0 else {"dict": []},
+            "forms": entries,
+            "pieces": [[name, start, stop, offset, None] for name, (file, start, stop, offset) in pieces if file == rank],
+            "file": manifest["files"][rank],
+        }
+        for rank in range(2)
+    ]
+
+    def part(random: Random) -> Meeting:
+        for rank, one in enumerate(parts):
+            changed = mutate.as_json(random, mutate.of_json(random, one) if random.random() < 0.6 else one)
+            path = meetings[0].directory / f"part-first-{rank}.json"
+            path.write_bytes(mutate.of_bytes(random, changed) if random.random() < 0.2 else changed)
+        return meetings[0]
+
+    def commit(meeting: Meeting) -> None:
+        combined(meeting.parts(), step=2, attempt="first", info={}, score=None).to_bytes()
+
+    def failed(random: Random) -> Meeting:
+        words = mutate.of_bytes(random, "worker 0 could not write its part: disque plein, désolé".encode())
+        (meetings[1].directory / "failed-second-0.txt").write_bytes(words)
+        return Meeting(folder / "met", "second", 1, 2, 0.0, threading.Event())
+
+    return [
+        Target("part", part, commit, (Exception,)),
+        Target("failed", failed, Meeting.parts, (Exception,)),
+    ]
+
+
+def _records(folder: Path) -> list[Target]:
+    path = folder / "events.jsonl"
+    events = [
+        {"time": 1.5, "event": "started", "workers": 2},
+        {"time": 2.5, "event": "scalars", "step": 1, "epoch": 0, "values": {"loss": "nan", "norm": 0.5}, "low": {}, "high": {}},
+        {"time": 3.5, "event": "resumed", "step": 0},
+        {"time": 4.5, "event": "image", "step": 1, "name": "\\inf", "between": True},
+    ]
+
+    def record(random: Random) -> Path:
+        lines = [mutate.as_json(random, mutate.of_json(random, event) if random.random() < 0.5 else event) for event in events]
+        data = b"\n".join(lines) + b"\n"
+        path.write_bytes(mutate.of_bytes(random, data) if random.random() < 0.5 else data)
+        return path
+
+    return [
+        Target("events", record, lambda given: list(read_events(given)), (RecordError,)),
+        Target("history", record, lambda given: list(read_history(given)), (RecordError,)),
+    ]
+
+
+def _settings(folder: Path) -> list[Target]:
+    path, base = folder / "settings.yaml", folder / "base.yaml"
+    example = {"model": {"width": 8, "depth": 2}, "optimizer": {"lr": 0.1}, "epochs": 3, "data": {"root": "there"}}
+    base.write_text(yaml.safe_dump(example))
+    bomb = b"a: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(
+        b"%c: &%c [%s]\n" % (letter, letter, b",".join([b"*%c" % (letter - 1)] * 9)) for letter in range(ord("b"), ord("k"))
+    )
+
+    def file(random: Random) -> list[str]:
+        text = random.choice(
+            (yaml.safe_dump(example).encode(), b"base: settings.yaml", b"base: /dev/zero", bomb, bomb + b"epochs: *j", bomb + b"- *j")
+        )
+        changed = mutate.as_json(random, mutate.of_json(random, {"base": "base.yaml", **example})) if random.random() < 0.6 else text
+        path.write_bytes(mutate.of_bytes(random, changed) if random.random() < 0.6 else changed)
+        return [str(path)]
+
+    def argument(random: Random) -> list[str]:
+        key = random.choice(("model.width", "optimizer.lr", "data", "epochs", "lanes", "seed", "width", mutate.text(random, "model.depth")))
+        return [f"{key}={mutate.text(random, '1e-3', '[1, 2]', 'none', 'true')}"]
+
+    def read(given: list[str]) -> object:
+        return settings.read(Settings, given)
+
+    return [
+        Target("settings", file, read, (settings.SettingsError,), reads_elsewhere=True),
+        Target("setting", argument, read, (settings.SettingsError,), reads_elsewhere=True),
+    ]
+
+
+def _parameters(folder: Path) -> list[Target]:
+    tensors = {"head.weight": torch.ones(3, 2), "head.bias": torch.zeros(3), "blocks.0.norm1.weight": torch.ones(2, dtype=torch.float16)}
+    safetensors = save(tensors, {"format": "pt"})
+    length = int.from_bytes(safetensors[:8], "little")
+    header = json.loads(safetensors[8 : 8 + length])
+    arrays = {"classifier.weight": np.ones((2, 3), np.float32), "classifier.bias": ("linear_0.b_0", np.zeros(3, np.float32))}
+    torch.save(tensors, zipped := io.BytesIO())
+    pickles = {".pdparams": [pickle.dumps(arrays, protocol) for protocol in (2, 4)], ".pth": [zipped.getvalue()]}
+
+    def file(random: Random, suffix: str) -> Path:
+        path = folder / f"parameters{suffix}"
+        if suffix == ".safetensors" and random.random() < 0.6:
+            text = mutate.as_json(random, mutate.of_json(random, header))
+            said = random.choice((len(text), len(text), len(text), random.choice((0, 2**40, 2**63, 2**64 - 1))))
+            path.write_bytes(said.to_bytes(8, "little") + text + safetensors[8 + length :])
+        else:
+            path.write_bytes(mutate.of_bytes(random, random.choice(pickles.get(suffix, [safetensors]))))
+        return path
+
+    def made(suffix: str) -> Callable[[Random], Path]:
+        return lambda random: file(random, suffix)
+
+    return [Target(suffix[1:], made(suffix), read_parameters, (PretrainedError,)) for suffix in (".safetensors", *pickles)]

@@ -1,0 +1,81 @@
+"""What fuzzing found."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+
+from recipes import settings
+from recipes.vit.config import Settings
+from recipes.vit.pretrained import PretrainedError, read_parameters
+from samestep.record.events import read_events
+
+BILLIONS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefghi", "bcdefghij", strict=True)
+)
+
+
+def rejected(tmp_path, text):
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises(settings.SettingsError) as caught:
+        settings.read(Settings, [str(path)])
+    return str(caught.value)
+
+
+def test_an_event_nested_too_deeply_is_left_out_as_a_torn_one_is(tmp_path):
+    path = tmp_path / "events.jsonl"
+    lines = ['{"event": "started"}', '{"event": ' + "[" * 100_000, '{"event": ' + 900 * "[" + 900 * "]" + "}", '{"event": "finished"}']
+    path.write_text("\n".join(lines))
+    assert [event["event"] for event in read_events(path) if isinstance(event["event"], str)] == ["started", "finished"]
+
+
+def test_settings_nested_too_deeply_are_refused(tmp_path):
+    assert "nested too deeply" in rejected(tmp_path, "[" * 10_000)
+    with pytest.raises(settings.SettingsError, match="expected a whole number"):
+        settings.read(Settings, ["epochs=" + "[" * 10_000])
+
+
+@pytest.mark.parametrize("base", ["/dev/zero", "a\\0b"])
+def test_a_base_that_is_no_file_is_refused(tmp_path, base):
+    assert "cannot be read as YAML" in rejected(tmp_path, f'base: "{base}"')
+
+
+def test_settings_of_more_than_a_megabyte_are_not_read(tmp_path):
+    assert f"more than {settings.LARGEST_BYTES} bytes" in rejected(tmp_path, "#" * (settings.LARGEST_BYTES + 1))
+
+
+@pytest.mark.parametrize("ending", ["epochs: *j", "model: *j", "unknown: *j"])
+def test_few_lines_that_stand_for_billions_of_values_are_told_in_few_words(tmp_path, ending):
+    assert len(rejected(tmp_path, BILLIONS + ending)) < 10_000
+
+
+def test_a_whole_number_beyond_all_floats_is_infinite(tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"optimizer: {{learning_rate: 1{'0' * 400}}}")
+    assert settings.read(Settings, [str(path)]).optimizer.learning_rate == math.inf
+
+
+def test_a_number_too_long_to_print_is_not_printed(tmp_path):
+    assert "pretrained=a long number: expected a path or none" in rejected(tmp_path, "pretrained: 0x" + 5000 * "f")
+
+
+@pytest.mark.parametrize("size", [-32769, 2**31 - 1])
+def test_a_pickled_array_says_nothing_of_the_size_of_its_elements(tmp_path, size):
+    array = np.ones((2, 3), np.float32)
+    written = pickle.dumps({"classifier.weight": array}, 2)
+    unsaid, said = (b"NNNJ" + number.to_bytes(4, "little", signed=True) for number in (-1, size))
+    assert unsaid in written
+    path = tmp_path / "damaged.pdparams"
+    path.write_bytes(written.replace(unsaid, said))
+    assert read_parameters(path)["head.weight"].tolist() == array.T.tolist()
+
+
+def test_a_pickle_makes_no_room_for_objects_that_it_does_not_have(tmp_path):
+    path = tmp_path / "damaged.pdparams"
+    path.write_bytes(b"\x80\x02}r\xff\xff\xff\x7f.")
+    with pytest.raises(PretrainedError, match="it numbers an object 2147483647"):
+        read_parameters(path)

@@ -1,0 +1,249 @@
+"""Workers that wait in vain: one report says who did not come, where it was and why, and soon nobody is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from multiprocessing import get_context
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, Subset
+
+import samestep as ss
+from samestep.errors import HangError
+from tests.jobs import fit
+from tests.namespaces import hosts
+from tests.workers import try_workers
+
+PATIENCE = 0.5
+GONE_SECONDS = 5.0  # after the report
+
+
+class Numbers(Dataset):
+    """The numbers 0 to 31, as images that are all of one value; `read` is called with each."""
+
+    def __init__(self, read=lambda number: None):
+        self.read = read
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, number):
+        self.read(number)
+        return torch.full((1, 8, 8), float(number))
+
+
+def never_return(number):
+    """Sleep for ever when 21 is read, which is in step 2 on worker 1 of two."""
+    if number == 21:
+        time.sleep(3600)
+
+
+def train(run, dataset=None, at_step_two=lambda: None, **options):
+    """Train a step on each eight numbers in their order; worker 1 calls `at_step_two` in the body of that step."""
+    model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def after_step(_):
+        if run.rank == 1 and run.step == 2:
+            at_step_two()
+
+    loss_fn = lambda model, numbers: model(numbers).mean()  # noqa: E731
+    fit(
+        run,
+        model,
+        optimizer,
+        dataset or Numbers(),
+        loss_fn=loss_fn,
+        batch_size=8,
+        epochs=1,
+        shuffle=False,
+        after_step=after_step,
+        **options,
+    )
+
+
+def ends_of(job, *, alone_on_hosts=False):
+    """Return how two workers ended; `alone_on_hosts` lets them talk through torch.distributed."""
+
+    def body():
+        with ss.init(lanes=4, patience=PATIENCE) as run:
+            job(run)
+
+    environment = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if alone_on_hosts else {}
+    return try_workers(body, 2, environment=environment)
+
+
+@contextmanager
+def soon():
+    """Fail unless the block, which ends all workers, ends soon after one reported."""
+    reported = []
+    yield reported.append
+    (report,) = reported
+    assert time.monotonic() - report.failed_at < GONE_SECONDS
+
+
+@pytest.mark.parametrize("alone_on_hosts", [False, True])
+def test_a_worker_that_sleeps_for_ever_in_the_data_set(alone_on_hosts, capfd):
+    with soon() as reported:
+        first, second = ends_of(lambda run: train(run, Numbers(never_return)), alone_on_hosts=alone_on_hosts)
+        reported(first)
+    headline, *lines = str(first.error).splitlines()
+    assert isinstance(first.error, HangError)
+    assert not first.error.from_outside
+    assert headline == f"worker 1 did not come within {PATIENCE:g} s while worker 0 was exchanging losses at step 2"
+    assert lines[0].startswith("worker 1 (host ")
+    assert ": at step 2 for " in lines[0]
+    assert ": loading data; its stack:" in lines[0]
+    stack = lines[lines.index(lines[0]) + 1 : -2]
+    assert stack[-2].endswith("in never_return")
+    assert stack[-1].strip() == "time.sleep(3600)"
+    assert not any("/samestep/data/" in line for line in stack)
+    assert lines[-2].startswith("worker 0 (host ")
+    assert lines[-1].startswith("usual cause: the data set does not return")
+    assert (second.exitcode, second.error) == (1, None)
+    told = capfd.readouterr().err
+    assert "samestep: worker 1 ends here, at step 2: loading data. worker 1 did not come within" in told
+    assert "frame #" not in told  # of C++
+
+
+def test_loader_processes_that_give_nothing():
+    first, _ = ends_of(lambda run: train(run, Numbers(never_return), loader_workers=1))
+    assert "try loader_workers=0 to see where" in str(first.error)
+
+
+@pytest.mark.parametrize("alone_on_hosts", [False, True])
+@pytest.mark.parametrize(
+    ("leave", "told"),
+    [
+        (
+            lambda: sys.exit(0),
+            "it has left the run; it was last heard of 0.0 s ago, at step 2: outside of loops; usual cause: a return, break",
+        ),
+        (lambda: os._exit(0), "its process has ended; it was last heard of"),
+    ],
+)
+def test_a_worker_that_leaves_early(leave, told, alone_on_hosts):
+    first, second = ends_of(lambda run: train(run, at_step_two=leave), alone_on_hosts=alone_on_hosts)
+    assert isinstance(first.error, ss.WorldError)
+    assert "worker 0 got no answer from the others while exchanging losses; worker 1 (host " in str(first.error)
+    assert told in str(first.error)
+    assert second.exitcode == 0
+
+
+@pytest.mark.parametrize("alone_on_hosts", [False, True])
+@pytest.mark.parametrize(
+    ("job", "call", "cause"),
+    [
+        (lambda run: train(run, Subset(Numbers(), range(32 - 16 * run.rank))), "ending a loop", "a worker has fewer batches"),
+        (lambda run: train(run, at_step_two=lambda: run.gather(1)), "gathering an object", "a condition that depends on the rank"),
+    ],
+)
+def test_a_worker_that_makes_another_call(job, call, cause, alone_on_hosts):
+    ends = ends_of(job, alone_on_hosts=alone_on_hosts)
+    assert [type(end.error) for end in ends] == [ss.WorldError] * 2
+    assert f"worker 0 was exchanging losses while worker 1 was {call}; expected the same calls of all" in str(ends[0].error)
+    assert f"usual cause: {cause}" in str(ends[0].error)
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_worker_that_is_stopped(stopped):
+    """Worker 0 keeps the store, so nobody can tell anything while it is stopped. Either ends by itself when it goes on."""
+
+    def stop(number):
+        if number == 16 + 4 * stopped:  # the first of step 2 that this worker reads
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def body():
+        with ss.init(lanes=4, patience=PATIENCE) as run:
+            pids = run.all_gather(os.getpid())
+            try:
+                train(run, Numbers(stop))
+            finally:
+                if run.rank != stopped:
+                    os.kill(pids[stopped], signal.SIGCONT)
+
+    with soon() as reported:
+        ends = try_workers(body, 2)
+        reported(ends[1 - stopped])
+    error = ends[1 - stopped].error
+    assert isinstance(error, HangError)
+    assert error.from_outside
+    if stopped:
+        assert f"worker 1 did not come within {PATIENCE:g} s while worker 0 was exchanging losses at step 2" in str(error)
+        assert "its process is stopped (state T)" in str(error)
+        assert "usual cause: SIGSTOP" in str(error)
+    else:
+        assert "which is stopped) did not come" in str(error)
+        assert "nor does the store answer" in str(error)
+    assert ends[stopped].exitcode == 1
+
+
+def test_a_link_that_is_cut_between_two_hosts():
+    with hosts(2) as (first_host, second_host):
+
+        def body():
+            host = (first_host, second_host)[int(os.environ["RANK"])]
+            host.enter()
+            with ss.init(lanes=4, patience=PATIENCE) as run:
+                train(run, at_step_two=lambda: second_host.plug(into=False))
+
+        place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": first_host.address, "GLOO_SOCKET_IFNAME": first_host.device}
+        with soon() as reported:
+            first, second = try_workers(body, 2, environment=place)
+            reported(first)
+    assert isinstance(first.error, HangError)
+    assert first.error.from_outside
+    assert "worker 1 did not come" in str(first.error)
+    assert ": it does not answer any more; it was last heard of " in str(first.error)
+    assert "the network to it is cut" in str(first.error)
+    assert isinstance(second.error, HangError)
+    assert "nor does the store answer" in str(second.error)
+
+
+def test_a_failure_ends_a_worker_that_would_not_end():
+    def fail_or_sleep(number):
+        if number == 21:
+            raise LookupError("no such number")
+        if number == 16:
+            time.sleep(3600)
+
+    with soon() as reported:
+        first, second = ends_of(lambda run: train(run, Numbers(fail_or_sleep)))
+        reported(second)
+    assert isinstance(second.error, ss.LoaderError)
+    assert (first.exitcode, first.error) == (1, None)
+
+
+def test_the_end_of_the_store_ends_a_worker_that_would_not_end(capfd):
+    """It goes with worker 0; nothing else tells worker 1, which waits for nobody."""
+
+    def die_or_sleep(number):
+        if number == 16:
+            os.kill(os.getpid(), signal.SIGKILL)
+        never_return(number)
+
+    ends = ends_of(lambda run: train(run, Numbers(die_or_sleep)))
+    assert [end.exitcode for end in ends] == [-signal.SIGKILL, 1]
+    told = capfd.readouterr().err
+    assert "samestep: worker 1 ends here, at step 2: loading data. the store is gone" in told
+    assert "frame #" not in told
+
+
+def test_a_process_that_is_forked_from_a_worker_ends_by_itself():
+    """It has the run, but not the thread that watches, and must neither wait for that nor speak for the worker."""
+
+    def body():
+        with ss.init(lanes=4, patience=PATIENCE) as run:
+            child = get_context("fork").Process(target=run.close)
+            child.start()
+            child.join()
+            train(run)
+        return child.exitcode
+
+    assert [end.value for end in try_workers(body, 2)] == [0, 0]

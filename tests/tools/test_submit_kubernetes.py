@@ -1,0 +1,247 @@
+"""`samestep submit kubernetes` writes manifests that fit the schemas, and pods that find their place."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from samestep.cli import main
+from samestep.config import TOKEN
+from samestep.launch import command
+from samestep.launch.place import find_place
+from tests.needs import needs
+
+KINDS = ("job", "pytorchjob", "trainjob")
+CLAIM = ("--claim", "runs:/runs", "--dir", "/runs/one")
+IN_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+
+
+@pytest.fixture
+def written(capsys):
+    """Return a function that returns the manifests that are written, by their kinds."""
+
+    def write(*arguments, then=("train.py",), where=CLAIM):
+        assert main(["submit", "kubernetes", "--image", "here/train:1", *where, *arguments, *then]) == 0
+        return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(capsys.readouterr().out)}
+
+    return write
+
+
+def package(name):
+    needs(f"the Python package {name}", found=importlib.util.find_spec(name) is not None)
+
+
+def fits(manifest):
+    """Check a manifest against the schema of its kind, in which no unknown field is allowed."""
+    if manifest["kind"] == "TrainJob":
+        package("kubeflow_trainer_api")
+        from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob  # noqa: PLC0415
+
+        assert TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() == manifest
+    elif manifest["kind"] == "PyTorchJob":
+        package("kubeflow.training")
+        from kubeflow.training import ApiClient, KubeflowOrgV1PyTorchJob  # noqa: PLC0415
+
+        client = ApiClient()
+        job = client.deserialize(SimpleNamespace(data=json.dumps(manifest)), KubeflowOrgV1PyTorchJob)
+        assert client.sanitize_for_serialization(job) == manifest
+    else:
+        package("kubernetes_validate")
+        import kubernetes_validate  # noqa: PLC0415
+
+        kubernetes_validate.validate(manifest, "1.37", strict=True)
+
+
+def container_of(manifest):
+    """Return what the container of a job's first pod runs, and its pod."""
+    spec = manifest["spec"]
+    if manifest["kind"] == "TrainJob":
+        (job,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        return spec["trainer"], job["template"]["spec"]["template"]["spec"]
+    replica = spec["pytorchReplicaSpecs"]["Master"] if manifest["kind"] == "PyTorchJob" else spec
+    pod = replica["template"]["spec"]
+    return pod["containers"][0], pod
+
+
+def job_of(manifests):
+    return next(manifest for kind, manifest in manifests.items() if kind not in {"Service", "Secret"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("nodes", "workers"), [(1, 1), (3, 1), (1, 2), (3, 2)])
+def test_manifests_fit_the_schemas(kind, nodes, workers, written):
+    size = ("--nodes", str(nodes), "-n", str(workers), "--gpus", "2", "--cpus", "3", "--memory", "8Gi")
+    manifests = written("--kind", kind, *size, "--claim", "data:/data", "--namespace", "team", "--lanes", "8")
+    for manifest in manifests.values():
+        fits(manifest)
+        assert manifest["metadata"]["namespace"] == "team"
+    assert ("Service" in manifests) == (kind == "job" and nodes > 1)
+    assert ("Secret" in manifests) == (nodes > 1 and workers > 1)
+    container, pod = container_of(job_of(manifests))
+    assert container["image"] == "here/train:1"
+    assert {"name": "SAMESTEP_LANES", "value": "8"} in container["env"]
+    assert {"name": "SAMESTEP_DIR", "value": "/runs/one"} in container["env"]
+    resources = container.get("resources") or job_of(manifests)["spec"]["trainer"]["resourcesPerNode"]
+    assert resources["limits"] == resources["requests"] == {"cpu": str(3 * workers), "memory": "8Gi", "nvidia.com/gpu": "2"}
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+    assert {path: volumes[name] for name, path in mounts.items()} == {
+        "/dev/shm": {"emptyDir": {"medium": "Memory"}},
+        "/runs": {"persistentVolumeClaim": {"claimName": "runs"}},
+        "/data": {"persistentVolumeClaim": {"claimName": "data"}},
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_field_that_the_schema_does_not_know_is_found(kind, written):
+    manifest = job_of(written("--kind", kind))
+    manifest["spec"]["colour"] = "blue"
+    with pytest.raises(Exception, match="colour"):
+        fits(manifest)
+
+
+def environment_of(container, index, more):
+    """Return what a pod's worker sees: the manifest's variables and those that the cluster adds."""
+    return {**IN_POD, **more, **{variable["name"]: variable["value"] for variable in container["env"]}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "address", "added"),
+    [
+        ("job", "train-0.train", lambda index: {"JOB_COMPLETION_INDEX": str(index)}),
+        (
+            "pytorchjob",
+            "train-master-0",
+            lambda index: {"RANK": str(index), "WORLD_SIZE": "3", "MASTER_ADDR": "train-master-0", "MASTER_PORT": "23456"},
+        ),
+        (
+            "trainjob",
+            "train-node-0-0.train",
+            lambda index: {
+                "JOB_COMPLETION_INDEX": str(index),
+                "PET_NNODES": "3",
+                "PET_NPROC_PER_NODE": "1",
+                "PET_NODE_RANK": str(index),
+                "PET_MASTER_ADDR": "train-node-0-0.train",
+                "PET_MASTER_PORT": "29400",
+            },
+        ),
+    ],
+)
+def test_a_pods_only_worker_finds_its_place(kind, address, added, written):
+    container, _ = container_of(job_of(written("--kind", kind, "--nodes", "3")))
+    assert container["command"] == ["python", "train.py"]
+    for index in range(3):
+        place = find_place(environment_of(container, index, added(index)))
+        assert (place.rank, place.workers, place.local_rank, place.local_workers, place.address) == (index, 3, 0, 1, address)
+
+
+def test_one_pod_with_one_worker_is_alone(written):
+    container, _ = container_of(job_of(written()))
+    assert find_place(environment_of(container, 0, {"JOB_COMPLETION_INDEX": "0"})).workers == 1
+
+
+def test_the_service_leads_to_the_first_pod_before_it_is_ready(written):
+    manifests = written("--nodes", "2", "--name", "big")
+    service, job = manifests["Service"], manifests["Job"]["spec"]
+    assert service["metadata"]["name"] == job["template"]["spec"]["subdomain"] == "big"
+    assert service["spec"]["selector"].items() <= job["template"]["metadata"]["labels"].items()
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_workers_a_pod_are_started_by_samestep_run(kind, written):
+    masters = {"job": "vit-0.vit", "pytorchjob": "vit-master-0", "trainjob": "$(PET_MASTER_ADDR)"}
+    manifests = written("--kind", kind, "--nodes", "2", "-n", "4", then=("-m", "recipes.vit", "--epochs", "3"))
+    container, _ = container_of(job_of(manifests))
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert container["command"][:2] == ["samestep", "run"]
+    given = parser.parse_args(container["command"][2:])
+    assert (given.workers, given.nodes, given.master) == (4, "2", f"{masters[kind]}:29400")
+    assert (given.module, given.script, given.arguments) == (True, "recipes.vit", ["--epochs", "3"])
+    (token,) = [variable["valueFrom"]["secretKeyRef"] for variable in container["env"] if variable["name"] == TOKEN]
+    secret = manifests["Secret"]
+    assert secret["metadata"]["name"] == token["name"]
+    assert len(secret["stringData"][token["key"]]) == 64
+
+    alone, _ = container_of(job_of(written("--kind", kind, "-n", "2")))
+    assert alone["command"] == ["samestep", "run", "-n", "2", "train.py"]
+    assert TOKEN not in [variable["name"] for variable in alone["env"]]
+
+
+def test_only_preempted_pods_are_started_again(written):
+    job = written("--grace", "45")["Job"]["spec"]
+    assert job["backoffLimit"] == 0
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 45
+    rules = job["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules] == ["Ignore", "Ignore"]
+    assert rules[0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert rules[1]["onExitCodes"] == {"containerName": "worker", "operator": "In", "values": [143]}
+
+
+def test_arguments_are_no_variables_of_kubernetes(written):
+    container, _ = container_of(job_of(written("--resume", "auto", then=("train.py", "$(HOME)", "$HOME", "it's"))))
+    assert container["command"] == ["python", "train.py", "$$(HOME)", "$HOME", "it's"]
+
+
+def test_a_claim_without_a_path_is_mounted_where_the_run_is(written):
+    _, pod = container_of(job_of(written(where=("--claim", "runs", "--dir", "/somewhere/one/"))))
+    assert pod["containers"][0]["volumeMounts"][1]["mountPath"] == "/somewhere/one"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--name", "My_job"], "--name 'My_job' was given; expected lower-case letters"),
+        (["--name", "1st"], "a letter first"),
+        (["--name", "a" * 54, "--nodes", "100"], f"a pod would be {'a' * 54}-node-0-99, of more than 63"),
+        (["--namespace", "Team"], "--namespace 'Team' was given"),
+        (["--memory", "64 GB"], "--memory '64 GB' was given; expected a quantity such as 64Gi"),
+        (["--gpus", "a100:4"], "--gpus 'a100:4' was given; expected a number"),
+        (["--resume", "never"], "--resume never was given; expected auto"),
+        (["--dir", "runs/one"], "--dir 'runs/one' was given; expected an absolute path"),
+        (["--dir", "/runs-of-others/one"], "--dir /runs-of-others/one was given, which goes with its pod"),
+        (["--claim", "data:data"], "--claim data:data was given; expected CLAIM or CLAIM:PATH"),
+        (["--claim", "other:/"], "--claim other:/ was given"),
+        (["--claim", "other:/runs"], "with an absolute path of its own"),
+    ],
+)
+def test_what_kubernetes_would_not_take_is_told(arguments, words, capsys):
+    assert main(["submit", "kubernetes", "--image", "here/train:1", *CLAIM, *arguments, "train.py"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_longest_name_still_fits(written):
+    fits(job_of(written("--name", "a" * 53, "--nodes", "100")))
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_kubectl_gets_the_manifests_and_has_the_last_word(status, tmp_path, monkeypatch, capsys):
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/arguments\ncat >{tmp_path}/applied\nexit {status}\n')
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    file = tmp_path / "job.yaml"
+    assert main(["submit", "kubernetes", "--image", "i", *CLAIM, "--apply", "--output", str(file), "train.py"]) == status
+    assert (tmp_path / "arguments").read_text() == "apply --filename=-\n"
+    assert (tmp_path / "applied").read_text() == file.read_text()
+    assert yaml.safe_load(file.read_text())["kind"] == "Job"
+    assert capsys.readouterr().out == ""
+
+
+def test_without_kubectl_or_pyyaml_the_way_out_is_told(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["submit", "kubernetes", "--image", "i", *CLAIM, "--apply", "train.py"]) == 1
+    assert "kubectl was not found; write the manifests by --output" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert main(["submit", "kubernetes", "--image", "i", *CLAIM, "train.py"]) == 1
+    assert "pip install 'samestep[kubernetes]'" in capsys.readouterr().err
