@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 SETTINGS_FILE: Final = "settings.yaml"
 LARGEST_BYTES: Final = 2**20  # of a file
+SHOWN: Final = 200  # letters of a wrong value
 Schema = dict[str, "Leaf"]
 
 
@@ -262,10 +263,8 @@ def _near_choice(text: str, kind: Any) -> str:
 
 def _short(value: Any) -> str:
     """Print the beginning of a value: a few lines of YAML can stand for billions of them."""
-    short = reprlib.Repr()
-    short.maxlevel = 2
     try:
-        return short.repr(value)
+        return reprlib.repr(value)[:SHOWN]
     except ValueError:  # Python prints no more than some thousand digits
         return "a long number"
 

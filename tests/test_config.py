@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from samestep.config import PREFIX, Config, merge
+from samestep.config import PREFIX, Config, is_url, merge
 from samestep.errors import ConfigError
 
 NAMES = [field.name for field in fields(Config)]
@@ -39,6 +39,8 @@ def is_usable(config):
     assert type(config.deterministic) is bool
     assert isinstance(config.patience, (int, float))
     assert 0 < config.patience <= 10**9
+    assert config.remote is None or (is_url(config.remote) and config.dir is not None)
+    assert config.transfer is None or (":" in config.transfer and config.dir is not None)
     assert config.precision in {"float32", "bfloat16"}
     assert config.device in {"auto", "cpu", "cuda"}
     assert config.nonfinite_loss in {"stop", "continue"}
@@ -129,6 +131,11 @@ def test_snapshot_every_is_in_steps_or_minutes():
         ({"devices": []}, {}, "devices= was given; expected a number, or names of one kind such as"),
         ({"devices": ["cpu"], "device": "cuda"}, {}, "devices=cpu was given with device='cuda'; give one of the two"),
         ({}, {"SAMESTEP_DEVICES": "cuda:0,"}, "devices=cuda:0, was given; expected a number, or names of one kind such as"),
+        ({"remote": "bucket/run", "dir": "runs"}, {}, "remote='bucket/run' was given; expected a URL such as s3://bucket/runs/one"),
+        ({"remote": "s3://bucket/run"}, {}, "remote='s3://bucket/run' was given; expected a dir with it, where snapshots are first"),
+        ({"resume": "s3://bucket/run/step-00000100"}, {}, "resume='s3://bucket/run/step-00000100' was given; expected a dir with it"),
+        ({"transfer": "my.module", "dir": "runs"}, {}, "transfer='my.module' was given; expected module:function"),
+        ({"transfer": "my.module:send"}, {}, "transfer='my.module:send' was given; expected a dir with it"),
         ({"snapshot_every": "10 hours"}, {}, "snapshot_every='10 hours' was given; expected steps such as"),
         ({"hot_every": 0}, {}, "hot_every='0' was given; expected steps such as \"100\", auto or none"),
     ],

@@ -66,7 +66,7 @@ class Config:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "lanes", "threads", "keep_last", "stop_after", "check_every")
-        _at_least(self, 0, "seed", "keep_best", "restarts", "grace")
+        _at_least(self, 0, "seed", "keep_best", "restarts")
         _one_of(self, "precision", PRECISIONS)
         _one_of(self, "device", ("auto", "cpu", "cuda"))
         _one_of(self, "nonfinite_loss", ("stop", "continue"))
@@ -75,6 +75,8 @@ class Config:
         self._check_devices()
         if not 0 < self.patience <= MOST_SECONDS:
             raise ConfigError(f"patience={self.patience} was given; expected a number above 0 and at most {MOST_SECONDS}")
+        if not 0 <= self.grace <= MOST_SECONDS:
+            raise ConfigError(f"grace={self.grace} was given; expected a number from 0 to {MOST_SECONDS}")
         if self.hot_every not in {None, "auto"} and not re.fullmatch(r"0*[1-9]\d{0,17}", self.hot_every):
             raise ConfigError(f'hot_every={self.hot_every!r} was given; expected steps such as "100", auto or none')
         self._check_remote()

@@ -6,22 +6,17 @@ import pytest
 import torch
 
 from benchmarks import recovery
-from tests.jobs import snapshots
 from tests.workers import run_workers, try_workers
 
-pytestmark = pytest.mark.filterwarnings("default")  # what peers are warned of is theirs to mend
 
-
-@pytest.mark.parametrize("way", recovery.WAYS)
-def test_a_killed_worker_ends_the_run_and_the_next_start_finishes_it(way, tmp_path):
-    killed = try_workers(recovery.WAYS[way], 2, tmp_path)
+@pytest.mark.filterwarnings("default")  # what peers are warned of is theirs to mend
+def test_a_peer_finishes_what_a_killed_worker_began(tmp_path):
+    killed = try_workers(recovery.with_ddp, 2, tmp_path)
     assert killed[1].exitcode == -signal.SIGKILL
     assert killed[0].failed
-    run_workers(recovery.WAYS[way], 2, tmp_path)
-    assert last_step(way, tmp_path) == recovery.STEPS
+    run_workers(recovery.with_ddp, 2, tmp_path)
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == recovery.STEPS
 
 
-def last_step(way, directory):
-    if way == "samestep":
-        return int(snapshots(directory / "run")[-1].removeprefix("step-"))
-    return torch.load(directory / "checkpoint.pt", weights_only=True)["step"]
+def test_the_time_to_recover_is_found():
+    assert recovery.recovery("samestep")["seconds"] > 0

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from tests.fuzz.targets import Target
 
 # Imported when they are first met, by json, pickle and who looks at names of hosts.
-CODECS = ("idna", "raw-unicode-escape", "unicode-escape", *(f"utf-{bits}{order}" for bits in (16, 32) for order in ("", "-le", "-be")))
+UTF = tuple(f"utf-{bits}{order}" for bits in (16, 32) for order in ("", "-le", "-be"))
+CODECS = ("idna", "punycode", "raw-unicode-escape", "unicode-escape", "utf-8-sig", *UTF)
 WARM_UP = 5  # inputs of each target that are not judged: what reading needs is imported when it is needed first
 SHOWN = 600  # letters of an input
 

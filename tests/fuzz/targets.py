@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import math
 import pickle
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +24,9 @@ from recipes.vit.config import Settings
 from recipes.vit.pretrained import PretrainedError, read_parameters
 from samestep.config import Config, merge, parse
 from samestep.errors import ConfigError, RecordError, SnapshotError
-from samestep.launch.link import MOST_BYTES, Frames, decode, frame, parse_address
+from samestep.launch.hosts import read_hosts
+from samestep.launch.keys import Keys
+from samestep.launch.link import MOST_BYTES, Frames, decode, frame, is_proof, nonce_of, parse_address
 from samestep.launch.nodes import Nodes
 from samestep.launch.place import find_place
 from samestep.record.events import read_events
@@ -64,8 +69,8 @@ class Target:
 
 def targets(folder: Path) -> list[Target]:
     """Return all targets; their files are under `folder`."""
-    with_files = (_snapshots, _meetings, _records, _settings, _parameters)
-    return [*_options(), *_launching(), *chain.from_iterable(group(folder) for group in with_files)]
+    with_files = (_launching, _snapshots, _meetings, _records, _settings, _parameters)
+    return [*_options(), *_messages(), *chain.from_iterable(group(folder) for group in with_files)]
 
 
 def _options() -> list[Target]:
@@ -80,10 +85,13 @@ def _options() -> list[Target]:
     def flag(random: Random) -> tuple[str, str]:
         return random.choice(names), _option(random)
 
+    def check(config: Config) -> None:
+        assert all(math.isfinite(value) for value in vars(config).values() if isinstance(value, float)), config
+
     return [
-        Target("arguments", arguments, lambda given: merge(given, {}), (ConfigError,)),
-        Target("environment", environment, lambda given: merge({}, given), (ConfigError,)),
-        Target("flags", flag, lambda given: merge({given[0]: parse(*given, "--flag")}, {}), (ConfigError,)),
+        Target("arguments", arguments, lambda given: check(merge(given, {})), (ConfigError,)),
+        Target("environment", environment, lambda given: check(merge({}, given)), (ConfigError,)),
+        Target("flags", flag, lambda given: check(merge({given[0]: parse(*given, "--flag")}, {})), (ConfigError,)),
     ]
 
 
@@ -91,7 +99,7 @@ def _option(random: Random) -> str:
     return mutate.text(random, *OPTIONS)
 
 
-def _launching() -> list[Target]:
+def _launching(folder: Path) -> list[Target]:
     def environment(random: Random) -> dict[str, str]:
         prefix = random.choice(("", "RANK WORLD LOCAL_ MASTER", "SLURM", "OMPI PMIX", "PMI_ MPI_", "PET_ JOB_ KUBE RANK")).split() or [""]
         likely = [name for name in VARIABLES if name.startswith(tuple(prefix))]
@@ -101,23 +109,64 @@ def _launching() -> list[Target]:
     def address(random: Random) -> str:
         return mutate.text(random, "node1:29400", "[fd00::1]:29400", "1:4", "2")
 
-    def read_stream(data: bytes) -> None:
-        frames = Frames(MOST_BYTES)
-        frames.feed(data)
-        while (body := frames.next()) is not None:
-            decode(body)
+    def hosts(random: Random) -> Path:
+        path = folder / "hosts"
+        lines = [mutate.text(random, "node1 workers=4", "user@node2", "[fd00::1]", "# none", "-oProxyCommand=id") for _ in range(3)]
+        path.write_bytes("\n".join(["node0", *lines]).encode(errors="surrogatepass"))
+        return path
 
-    def stream(random: Random) -> bytes:
-        messages = ({"kind": "join", "name": "node1", "room": 4}, {"kind": "set", "key": "rank", "value": "00"})
-        bodies = [mutate.as_json(random, mutate.of_json(random, message)) for message in messages]
-        whole = b"".join(map(frame, bodies))
-        return mutate.of_bytes(random, whole) if random.random() < 0.5 else whole
+    def read_the_hosts(path: Path) -> None:
+        for host in read_hosts(path):
+            assert host.name[0] not in "-@", "the remote shell would take it for an option"
+            assert not set(host.name) & set(" ;|&$`'\"\\\n\0"), "the remote shell would take it for more than a host"
 
     return [
         Target("place", environment, find_place, (ConfigError,)),
         Target("address", address, lambda text: parse_address(text, "--master"), (ConfigError,)),
         Target("nodes", address, Nodes.read, (ConfigError,)),
+        Target("hosts", hosts, read_the_hosts, (ConfigError,)),
+    ]
+
+
+def _messages() -> list[Target]:
+    messages = (
+        {"as": "host", "name": "node1", "workers": 4, "nonce": "0" * 64, "proof": "0" * 64},
+        {"tell": "beat", "step": 3, "attempt": 0},
+    )
+    requests = [
+        {"do": "set", "key": "rank", "value": "MA=="}, {"do": "append", "key": "rank", "value": "MA=="}, {"do": "check", "keys": ["rank"]},
+        {"do": "add", "key": "rank", "amount": 1}, {"do": "delete", "key": "rank"}, {"do": "get", "key": "other", "seconds": 0.0},
+        {"do": "compare_set", "key": "rank", "expected": "", "value": "MA=="}, {"do": "wait", "keys": ["rank"], "seconds": 0.0},
+        {"do": "count"},
+    ]  # fmt: skip
+    loop = cache(asyncio.new_event_loop)
+
+    def stream(random: Random) -> bytes:
+        whole = b"".join(frame(mutate.as_json(random, mutate.of_json(random, message))) for message in messages)
+        return mutate.of_bytes(random, whole) if random.random() < 0.5 else whole
+
+    def read_stream(data: bytes) -> None:
+        frames = Frames(MOST_BYTES)
+        frames.feed(data)
+        while (body := frames.next()) is not None:
+            message = decode(body)
+            assert not is_proof(message, "a token", b"purpose", b"nonces")
+            with suppress(ValueError):
+                nonce_of(message)
+
+    async def answer(request: Any) -> None:
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(Keys().answer(request), 0.001)
+
+    def request(random: Random) -> Any:
+        try:
+            return decode(mutate.as_json(random, mutate.of_json(random, random.choice(requests))))
+        except ValueError:
+            return {}
+
+    return [
         Target("messages", stream, read_stream, (ValueError,)),
+        Target("requests", request, lambda given: loop().run_until_complete(answer(given)), (ValueError,)),
     ]
 
 

@@ -13,9 +13,10 @@ from tests.fuzz import law
 from tests.fuzz.__main__ import breaches
 from tests.fuzz.campaign import names
 from tests.fuzz.law import Law
+from tests.fuzz.targets import Target
 from tests.workers import run_workers
 
-INPUTS = 1000
+INPUTS = 60  # of each target
 
 
 class Evil:
@@ -81,6 +82,14 @@ def test_a_process_that_crashes_is_told_and_the_next_input_is_read(monkeypatch):
     ]
 
 
+def test_a_reader_that_fails_now_and_then_is_found_and_its_input_can_be_made_again(monkeypatch):
+    target = Target("picky", lambda random: random.randrange(10), lambda given: given == 7 and raise_(KeyError(given)), (ValueError,))
+    monkeypatch.setattr("tests.fuzz.campaign.targets", lambda folder: [target])
+    found = list(breaches(5, range(100)))
+    assert 0 < len(found) < 50
+    assert all("KeyError: 7" in breach for _, _, breach in found)
+    assert list(breaches(5, [found[-1][1]], "picky")) == found[-1:]
+
+
 def test_whatever_reads_files_keeps_the_law():
-    assert len(names()) * 50 <= INPUTS
-    assert list(breaches(1, range(INPUTS))) == []
+    assert list(breaches(1, range(INPUTS * len(names())))) == []

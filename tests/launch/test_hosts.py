@@ -181,7 +181,7 @@ def test_ctrl_c_lets_workers_snapshot_on_all_hosts(start, tmp_path):
 
 def test_what_hosts_print_passes_in_whole_lines_and_the_first_failure_is_the_status(start, tmp_path):
     shell = pretended(
-        tmp_path, 'printf "out of $host, "; echo "errors of $host" >&2; echo and more; printf unfinished; [ $host = b ] && exit 3'
+        tmp_path, 'printf "out of $host, "; echo "errors of $host" >&2; echo and more; printf unfinished; if [ $host = b ]; then exit 3; fi'
     )
     launcher = start(["a", "b"], shell)
     assert launcher.end() == 3

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-from samestep.launch.interface import interface_towards
+from samestep.launch.interface import interface_towards, reached_from
 from tests.namespaces import hosts
 
 ASK = "import sys; from samestep.launch.interface import interface_towards; print(*map(interface_towards, sys.argv[1:]))"
@@ -23,11 +24,17 @@ def test_hosts_are_reached_over_the_cable_and_a_host_itself_too():
             assert answers(host, first.address, second.address) == ["cable", "cable"]
 
 
-def test_the_loopback_is_never_the_answer():
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "::1", "localhost"])
+def test_a_run_that_meets_on_the_loopback_stays_there(host):
+    assert interface_towards(host) == "lo"
+
+
+def test_a_name_of_ones_own_that_stands_for_the_loopback_means_the_default_route():
+    name = "127.1"  # is looked up as 127.0.0.1
     with hosts(1) as (host,):
-        assert answers(host, "127.0.1.1", "localhost", "::1") == ["None"] * 3
+        assert answers(host, name) == ["None"]
         subprocess.run(host.command("ip", "route", "add", "default", "dev", host.device), check=True)
-        assert answers(host, "127.0.1.1", "localhost", "::1") == ["cable"] * 3
+        assert answers(host, name) == ["cable"]
 
 
 def test_an_address_of_ipv6_is_found():
@@ -37,5 +44,16 @@ def test_an_address_of_ipv6_is_found():
 
 
 @pytest.mark.parametrize("host", ["", "a" * 64, "a..b"])
-def test_an_unknown_host_has_the_default_routes_interface_or_none(host):
-    assert interface_towards(host) == interface_towards("127.0.0.1")
+def test_of_what_cannot_be_looked_up_nothing_is_told_but_the_default_route(host):
+    assert interface_towards(host) == interface_towards("127.1")
+
+
+def test_gloo_listens_there_for_a_while_unless_told_where(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with reached_from("127.0.0.1"):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with reached_from("127.0.0.1"):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 
 import pytest
 
@@ -76,9 +77,11 @@ def test_a_host_that_is_killed_is_replaced(start, alone, tmp_path):
     assert left_by_nodes(tmp_path / "run") == alone
 
 
-def test_a_host_that_comes_later_is_taken_in(start, alone, tmp_path):
+def test_a_host_that_comes_later_is_taken_in_and_a_stranger_is_not(start, nodes, alone, tmp_path):
     one = start(0, "--nodes", "1:2", fault=at(1, 0, 3, "wait"))
     wait_until((tmp_path / "run" / "fault").exists)
+    subprocess.run(nodes[1].command("bash", "-c", f"echo garbage > /dev/tcp/{nodes[0].address}/{PORT}"), check=True)
+    one.wait_for(f"a connection from {nodes[1].address} is refused")
     other = start(1, "--nodes", "1:2")
     assert one.end() == other.end() == 0, one.output() + other.output()
     assert "trained at 2 workers" in one.output()

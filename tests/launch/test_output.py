@@ -31,8 +31,8 @@ class Host:
 
     def fork(self, rank, body):
         """Start a worker."""
-        with self.outputs.pipes_of(rank) as take_over:
-            self.processes.append(FORK.Process(target=lambda: (take_over(), body())))
+        with self.outputs.pipes_of(rank) as pipes:
+            self.processes.append(FORK.Process(target=lambda: (pipes.take_over(), body())))
             self.processes[-1].start()
         return self.processes[-1]
 

@@ -85,6 +85,16 @@ def test_a_stopped_worker_is_replaced_when_others_have_waited_in_vain():
     assert launch(body) == "went on"
 
 
+def test_a_stopped_worker_for_whom_nobody_waits_is_replaced_after_all_patience():
+    def body():
+        if attempt() == 0:
+            begin()
+            end_by(signal.SIGSTOP)
+        return attempt()
+
+    assert launch(body, workers=1, patience=0.3) == 1
+
+
 @pytest.mark.parametrize(
     ("fault", "told"),
     [

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
-from multiprocessing import get_context
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch.utils.data import Dataset, Subset
 
 import samestep as ss
 from samestep.errors import HangError
+from samestep.world import watch
 from tests.jobs import fit
 from tests.namespaces import hosts
 from tests.workers import try_workers
@@ -44,6 +44,10 @@ def never_return(number):
         time.sleep(3600)
 
 
+def loss_fn(model, numbers):
+    return model(numbers).mean()
+
+
 def train(run, dataset=None, at_step_two=lambda: None, **options):
     """Train a step on each eight numbers in their order; worker 1 calls `at_step_two` in the body of that step."""
     model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 1)))
@@ -53,7 +57,6 @@ def train(run, dataset=None, at_step_two=lambda: None, **options):
         if run.rank == 1 and run.step == 2:
             at_step_two()
 
-    loss_fn = lambda model, numbers: model(numbers).mean()  # noqa: E731
     fit(
         run,
         model,
@@ -77,6 +80,19 @@ def ends_of(job, *, alone_on_hosts=False):
 
     environment = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if alone_on_hosts else {}
     return try_workers(body, 2, environment=environment)
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Let a worker that does not end by itself after a failure be ended sooner than usual."""
+    monkeypatch.setattr(watch, "FAREWELL_SECONDS", 0.3)
+
+
+@pytest.fixture
+def unanswered(monkeypatch):
+    """Let a worker wait less than usual for answers, where none are to come."""
+    monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(watch, "FIND_OUT_SECONDS", 1.0)
 
 
 @contextmanager
@@ -112,6 +128,7 @@ def test_a_worker_that_sleeps_for_ever_in_the_data_set(alone_on_hosts, capfd):
     assert "frame #" not in told  # of C++
 
 
+@pytest.mark.usefixtures("hasty")
 def test_loader_processes_that_give_nothing():
     first, _ = ends_of(lambda run: train(run, Numbers(never_return), loader_workers=1))
     assert "try loader_workers=0 to see where" in str(first.error)
@@ -123,7 +140,7 @@ def test_loader_processes_that_give_nothing():
     [
         (
             lambda: sys.exit(0),
-            "it has left the run; it was last heard of 0.0 s ago, at step 2: outside of loops; usual cause: a return, break",
+            "s ago, at step 2: outside of loops; usual cause: a return, break or exit",
         ),
         (lambda: os._exit(0), "its process has ended; it was last heard of"),
     ],
@@ -151,6 +168,7 @@ def test_a_worker_that_makes_another_call(job, call, cause, alone_on_hosts):
     assert f"usual cause: {cause}" in str(ends[0].error)
 
 
+@pytest.mark.usefixtures("hasty", "unanswered")
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_worker_that_is_stopped(stopped):
     """Worker 0 keeps the store, so nobody can tell anything while it is stopped. Either ends by itself when it goes on."""
@@ -184,6 +202,7 @@ def test_a_worker_that_is_stopped(stopped):
     assert ends[stopped].exitcode == 1
 
 
+@pytest.mark.usefixtures("unanswered")
 def test_a_link_that_is_cut_between_two_hosts():
     with hosts(2) as (first_host, second_host):
 
@@ -220,6 +239,7 @@ def test_a_failure_ends_a_worker_that_would_not_end():
     assert (first.exitcode, first.error) == (1, None)
 
 
+@pytest.mark.usefixtures("hasty")
 def test_the_end_of_the_store_ends_a_worker_that_would_not_end(capfd):
     """It goes with worker 0; nothing else tells worker 1, which waits for nobody."""
 
@@ -233,17 +253,3 @@ def test_the_end_of_the_store_ends_a_worker_that_would_not_end(capfd):
     told = capfd.readouterr().err
     assert "samestep: worker 1 ends here, at step 2: loading data. the store is gone" in told
     assert "frame #" not in told
-
-
-def test_a_process_that_is_forked_from_a_worker_ends_by_itself():
-    """It has the run, but not the thread that watches, and must neither wait for that nor speak for the worker."""
-
-    def body():
-        with ss.init(lanes=4, patience=PATIENCE) as run:
-            child = get_context("fork").Process(target=run.close)
-            child.start()
-            child.join()
-            train(run)
-        return child.exitcode
-
-    assert [end.value for end in try_workers(body, 2)] == [0, 0]

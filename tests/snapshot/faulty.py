@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-from samestep.snapshot.storage import Patience
+from samestep.snapshot.storage import Retries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 URL = "faulty://far/run"
-HASTY = Patience(tries=4, first_seconds=1e-4, longest_seconds=1e-3)
+HASTY = Retries(tries=4, first_seconds=1e-4, longest_seconds=1e-3)
 
 
 class FaultyFileSystem(MemoryFileSystem):

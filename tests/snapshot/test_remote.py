@@ -161,7 +161,8 @@ def test_set_aside_is_moved_out_of_the_way(directory, remote):
     assert remote.storage.sizes(f"superseded-x/{FIRST}") == files
 
 
-def test_a_download_goes_on_where_it_was_broken_off(small_segments, remote, far, tmp_path):
+@pytest.mark.usefixtures("small_segments")
+def test_a_download_goes_on_where_it_was_broken_off(remote, far, tmp_path):
     save_once(tmp_path / "run", 1, small_state(1), workers=2)
     remote.send(tmp_path / "run" / FIRST)
     whole = brought(remote, FIRST, tmp_path / "undisturbed")
@@ -248,7 +249,8 @@ def test_a_storage_that_does_not_answer_is_no_damaged_snapshot(directory, remote
         remote.inspect(FIRST)
 
 
-def test_workers_of_one_host_that_all_ask_are_served_by_one_download(small_segments, remote, far, tmp_path):
+@pytest.mark.usefixtures("small_segments")
+def test_workers_of_one_host_that_all_ask_are_served_by_one_download(remote, far, tmp_path):
     save_once(tmp_path / "run", 1, small_state(1))
     remote.send(tmp_path / "run" / FIRST)
     (segments,) = [len(file.checksums) for file in remote.inspect(FIRST).files]

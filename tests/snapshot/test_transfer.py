@@ -12,8 +12,6 @@ from samestep.snapshot.transfer import Transfer, find_function
 from tests.jobs import steps_of
 from tests.snapshot.saving import save_once, small_state
 
-not_a_function = 3
-
 
 @pytest.fixture
 def directory(tmp_path):
@@ -91,7 +89,7 @@ def test_a_function_is_found_by_its_name():
             "expected the module:function to be there for import: ModuleNotFoundError: No module named 'no_such_module'",
         ),
         ("shutil:send", "expected the module:function to be there for import: AttributeError: module 'shutil' has no attribute 'send'"),
-        (f"{__name__}:not_a_function", "expected a function of a file's path, and it is int"),
+        ("math:pi", "expected a function of a file's path, and it is float"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_told(name, message):

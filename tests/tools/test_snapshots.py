@@ -93,3 +93,33 @@ def test_ages(seconds, text):
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1 GiB"), (2**45, "32 TiB")])
 def test_sizes(count, text):
     assert snapshots._size(count) == text
+
+
+@pytest.fixture
+def url(directory):
+    return f"file://{directory}"
+
+
+def test_list_of_a_remote(directory, url, capsys):
+    assert run("list", url) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["snapshot", "step-00000001", "step-00000002", "step-00000003"]
+    assert f"snapshot {url}/step-00000003: tensors" in lines[3]
+    assert run(f"{url}/none") == 0
+    assert capsys.readouterr().out == f"{url}/none holds no snapshots\n"
+
+
+def test_check_of_a_remote_reads_every_byte(url, capsys):
+    assert run("check", url) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step-00000001: whole"
+    assert "is damaged: bytes 0 to" in lines[1]
+    assert "has 10 bytes" in lines[2]
+    assert run("check", f"{url}/step-00000001") == 0
+
+
+@pytest.mark.parametrize("place", ["", "/step-00000001"])
+def test_export_from_a_remote(url, tmp_path, capsys, place):
+    assert run("export", f"{url}{place}", tmp_path / "x.safetensors") == 0
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["weight"], torch.ones(600))
+    assert f"model of {url}/step-00000001 is in" in capsys.readouterr().out

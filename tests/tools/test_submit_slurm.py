@@ -15,9 +15,10 @@ import pytest
 from samestep.cli import main
 from tests.jobs import events, image_job, left_by, left_in
 from tests.slurm import slurm
+from tests.workers import free_port
 
 ROOT = Path(__file__).parents[2]
-SOON_SECONDS = 60.0
+SOON_SECONDS = 45.0
 # In its first life the job stands still in step 2 until the signal is there.
 TRAIN = """
 import os, pathlib, signal, sys, time
@@ -117,7 +118,9 @@ def test_only_a_job_that_was_stopped_with_a_snapshot_is_requeued(status, restart
         (["--time", "soon"], "--time 'soon' was given; expected minutes, or a time such as 8:00:00"),
         (["--memory", "64Gi"], "--memory '64Gi' was given; expected a size such as 64G"),
         (["--gpus", "all"], "--gpus 'all' was given; expected a number"),
-        (["--grace", "0"], "--grace 0 was given; expected 1 to 65535 seconds"),
+        (["--grace", "0"], "--grace 0 was given; expected seconds above 0 and at most 65535"),
+        (["--grace", "inf"], "--grace inf was given; expected seconds above 0"),
+        (["--dir", f"{__file__}/run"], "/run was given, and cannot be made"),
         (["--nodes", "0"], "--nodes 0 was given; expected at least 1"),
         (["-n", "0"], "--workers 0 was given; expected at least 1"),
         (["--name", "a\n#SBATCH --nodes=9"], "expected no backslash, line break"),
@@ -131,6 +134,13 @@ def test_what_slurm_would_not_take_is_told(arguments, words, capsys, tmp_path):
     assert words in capsys.readouterr().err
 
 
+def test_a_script_can_be_written_for_later(tmp_path, script):
+    file = tmp_path / "job.sh"
+    assert main(["submit", "slurm", "--dir", str(tmp_path / "run"), "--output", str(file), "train.py"]) == 0
+    assert file.read_text() == script()
+    assert (tmp_path / "run").is_dir()
+
+
 def test_a_job_without_a_directory_is_refused(capsys):
     assert main(["submit", "slurm", "train.py"]) == 2
     assert "no --dir was given; expected a directory that all nodes see" in capsys.readouterr().err
@@ -142,11 +152,11 @@ def test_without_slurm_the_way_out_is_told(monkeypatch, capsys, tmp_path):
     assert "sbatch was not found" in capsys.readouterr().err
 
 
-def eventually(look):
+def eventually(look, explain):
     """Return what `look` finds, as soon as it finds something."""
     deadline = time.monotonic() + SOON_SECONDS
     while not (found := look()):
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, explain()
         time.sleep(0.05)
     return found
 
@@ -154,18 +164,32 @@ def eventually(look):
 class Cluster:
     """A real Slurm, and what is asked of it about a job."""
 
-    def __init__(self, cluster):
-        self.run = cluster.run
+    def __init__(self, started):
+        self.run = started.run
 
     def submit(self, *arguments):
-        job = self.run(sys.executable, "-m", "samestep", "submit", "slurm", *arguments).stdout
+        port = str(free_port())  # the first job's own is that of the first job of a test that runs beside this one
+        job = self.run(sys.executable, "-m", "samestep", "submit", "slurm", *arguments, MASTER_PORT=port).stdout
         assert re.fullmatch(r"\d+\n", job)
         return job.strip()
 
+    def show(self, job):
+        return self.run("scontrol", "show", "job", job).stdout
+
     def ends(self, job, state):
         """Return how often a job was restarted, once it is in a state."""
-        shown = eventually(lambda: re.search(rf"(?s)JobState={state} .*Restarts=(\d+)", self.run("scontrol", "show", "job", job).stdout))
-        return int(shown[1])
+        found = eventually(lambda: re.search(rf"(?s)JobState={state} .*Restarts=(\d+)", self.show(job)), lambda: self.explain(job))
+        return int(found[1])
+
+    def start_again(self, job):
+        """Start a requeued job, which Slurm does after two minutes: soon, but not in the second in which its credential was revoked."""
+        self.run("scontrol", "update", f"job={job}", "StartTime=now+2")
+
+    def explain(self, job):
+        """Return all there is to know about a job that is not as it should be."""
+        shown = self.show(job)
+        output = Path(re.search("StdOut=(.*)", shown)[1])
+        return shown + (output.read_text() if output.exists() else "no output")
 
 
 @pytest.fixture
@@ -183,13 +207,13 @@ def test_a_preempted_job_snapshots_requeues_resumes_and_has_the_same_bits(cluste
     failing = tmp_path / "failing.py"
     failing.write_text("raise SystemExit(3)")
 
-    eventually(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    eventually(lambda: len(list(tmp_path.glob("ready-*"))) == 2, lambda: cluster.explain(job))
     cluster.run("scancel", "--signal=TERM", job)
     assert cluster.ends(job, "PENDING") == 1
     assert [event["signal"] for event in events(directory, "stopped")] == [15]
-    cluster.run("scontrol", "update", f"job={job}", "StartTime=now")  # which is in two minutes otherwise
+    cluster.start_again(job)
     assert cluster.ends(cluster.submit("--dir", tmp_path / "failing", failing), "FAILED") == 0
-    assert cluster.ends(job, "COMPLETED") == 1, (directory / f"slurm-{job}.out").read_text()
+    assert cluster.ends(job, "COMPLETED") == 1
 
     assert [len(event["workers"]) for event in events(directory) if event["event"] in {"started", "resumed"}] == [2, 2]
     assert left_in(image_job, directory) == undisturbed

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import os
+import re
+import time
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,10 +15,10 @@ from torch.distributed import TCPStore
 from samestep.config import Config
 from samestep.errors import ConfigError, WorldError
 from samestep.launch.place import find_place
-from samestep.world import Alone, connect, formation
+from samestep.world import Alone, connect, formation, store
 from samestep.world.distributed import Distributed
 from samestep.world.shared import Shared
-from tests.workers import run_workers, try_workers
+from tests.workers import run_workers
 from tests.worlds import shared_world
 
 
@@ -77,28 +80,85 @@ def test_hosts_are_the_runs_of_ranks_with_one_name(names):
         assert names[left[0]] != names[right[0]] or names[left[0]] is None
 
 
-def test_a_worker_that_never_comes_is_an_error_after_the_timeout():
+def test_workers_that_never_come_are_named():
+    def body():
+        if os.environ["RANK"] in "02":
+            with pytest.raises(WorldError) as caught:
+                shared_world(patience=0.5)
+            return str(caught.value)
+        return None
+
+    first, _, third, _ = run_workers(body, 4)
+    for rank, message in ((0, first), (2, third)):
+        assert message.startswith("workers 1 and 3 did not come within 0.5 s")
+        assert f"(worker {rank}, while forming the world, was told RANK={rank} of WORLD_SIZE=4)" in message
+
+
+def test_where_rank_zero_never_comes_there_is_no_store():
     def body():
         if os.environ["RANK"] == "0":
             return
-        with pytest.raises(WorldError, match="worker 1 got no answer from the others while forming the world"):
-            shared_world(patience=1)
+        with pytest.raises(WorldError, match=r"worker 1 .* forming the world: nobody listens at MASTER_ADDR=127.0.0.1 MASTER_PORT=\d+ "):
+            shared_world(patience=0.5)
 
-    assert [outcome.exitcode for outcome in try_workers(body, 2)] == [0, 0]
+    run_workers(body, 2)
 
 
-def test_it_is_named_where_the_store_is_the_launcher_s():
-    """A launcher's store answers before all workers have come, and serves one world after another."""
+@pytest.mark.parametrize("rank", [0, 2])
+def test_two_workers_with_one_rank_are_found_at_once(rank):
+    def body():
+        if os.environ["RANK"] == "3":
+            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        started = time.monotonic()
+        with pytest.raises(WorldError) as caught:
+            shared_world(patience=20)
+        return str(caught.value).partition("; ")[0], time.monotonic() - started
 
+    told = run_workers(body, 4)
+    (message,) = {message for message, _ in told}
+    assert re.fullmatch(rf"two workers have rank {rank}: process (\d+) on host \S+ and process (?!\1)\d+ on host \S+", message)
+    assert all(seconds < 10 for _, seconds in told)
+
+
+@pytest.mark.parametrize("garbage", ["", "{", "[]", "{}", '{"host": "a", "pid": "b", "home": null, "address": null}'])
+def test_a_stranger_who_writes_into_the_store_is_an_error(garbage):
+    def body():
+        with pytest.raises(WorldError, match="expected only this run's workers at MASTER_ADDR and MASTER_PORT"):
+            shared_world(patience=10)
+
+    with launcher_store() as (kept, environment):
+        kept.set("attempt/0/samestep/0/offer/1", garbage or " ")
+        run_workers(body, 2, environment=environment)
+
+
+@contextmanager
+def launcher_store():
+    """Yield a store like the launcher's, which is there before all workers, and the variables that lead to it."""
+    kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield kept, {"MASTER_PORT": str(kept.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def test_a_launcher_s_store_serves_one_world_after_another():
     def body():
         shared_world().close()
         world = shared_world()
         world.close()
         if world.rank == 1:
             return
-        with pytest.raises(WorldError, match=r"worker 0 got no answer from the others while forming the world.*worker 1 did not come"):
-            shared_world(patience=1)
+        with pytest.raises(WorldError, match=r"worker 1 did not come within 0.5 s"):
+            shared_world(patience=0.5)
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    assert run_workers(body, 2, environment=environment) == [None, None]
+    with launcher_store() as (_, environment):
+        run_workers(body, 2, environment=environment)
+
+
+@pytest.mark.parametrize(
+    ("address", "listens"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("10.1.2.3", "::")]
+)
+def test_a_store_at_the_loopback_address_listens_there_alone(address, listens):
+    """Elsewhere it listens on all addresses: a host may not have the one by which others know it."""
+    place = replace(find_place({}), address=address)
+    with store._listener(place) as listener:
+        assert listener.getsockname()[0] == listens
+        assert store._listener(replace(place, port=listener.getsockname()[1])) is None  # taken: whose it is will be found out
+        assert store._listener(replace(place, rank=1)) is None

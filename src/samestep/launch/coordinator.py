@@ -125,13 +125,15 @@ class Coordinator:
             del self._strangers[task]
 
     async def _serve_host(self, peer: Peer, hello: Message) -> None:
-        name, room = str(hello.get("name")), int(hello.get("workers", 0))
-        if different := self._differences(hello.get("same")):
-            peer.send({"refused": different})
-            _log(f"host {name} is refused: {different}")
+        name, room, same, leads = hello.get("name"), hello.get("workers"), hello.get("same"), bool(hello.get("leads"))
+        if not isinstance(name, str) or not isinstance(room, int) or room < 1 or not isinstance(same, dict):
+            raise ValueError(f"it came as {dict(hello)!r:.200}")
+        if refused := "the run is over" if self._membership.phase is Phase.OVER else self._differences(same):
+            peer.send({"refused": refused})
+            _log(f"host {name} is refused: {refused}")
             return
         task, reason = _current_task(), ""
-        node = self._membership.join(name, room, peer.send, peer.hang_up, time.monotonic())
+        node = self._membership.join(name, room, peer.send, peer.hang_up, time.monotonic(), leads=leads)
         self._hosts[task] = peer
         peer.send({"welcome": node.name})
         try:
@@ -167,10 +169,8 @@ class Coordinator:
         owner = self._owners.setdefault(rank, process)
         return "" if owner == process else f"{process:.100} claims rank {rank:.20}, which {owner:.100} has"
 
-    def _differences(self, told: Any) -> str:
+    def _differences(self, told: Message) -> str:
         """Say what of a host is not as on the first one, "" for nothing."""
-        if not isinstance(told, dict):
-            return "it does not say what it has"
         own = self._charge.same
         return "; ".join(
             f"its {name} is {told.get(name)!r}, and {own[name]!r} on the first host: expected the same on all"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess
 
     from samestep.launch.output import Outputs
+    from samestep.launch.spare import Spares
     from samestep.launch.worker import Job
 
 FORK: Final = multiprocessing.get_context("fork")
@@ -41,12 +42,13 @@ class Attempt:
 class Crew:
     """Workers by rank: those in `running`, and in `failures` how others failed; whoever is in neither has ended well."""
 
-    def __init__(self, job: Job, attempt: Attempt, outputs: Outputs) -> None:
-        """Fork the workers. Raises `LaunchError` if that fails, when none is left."""
+    def __init__(self, job: Job, attempt: Attempt, outputs: Outputs, spares: Spares) -> None:
+        """Fork the workers, or let spares become them. Raises `LaunchError` if that fails, when none is left."""
         self.failures: dict[int, Failure] = {}
         self.running: dict[int, ForkProcess] = {}
         self.reports: dict[int, Report] = {}
-        self._kept = job.kept
+        self._kept, self._patience = job.kept, job.config.patience
+        self._stopped_since: dict[int, float] = {}
         self._files: dict[int, int] = {}  # what tells of a worker's end
         self._groups: list[int] = []
         self._looked_at = time.monotonic()
@@ -54,17 +56,19 @@ class Crew:
         try:
             with no_collection():  # each worker freezes what it inherits before it collects again
                 for local_rank in range(job.workers):
-                    self._start(job, attempt, local_rank, outputs)
+                    self._start(job, attempt, local_rank, outputs, spares)
         except OSError as error:
             self.close()
             raise LaunchError(f"workers could not be started: {error}") from error
 
-    def _start(self, job: Job, attempt: Attempt, local_rank: int, outputs: Outputs) -> None:
+    def _start(self, job: Job, attempt: Attempt, local_rank: int, outputs: Outputs, spares: Spares) -> None:
         rank = attempt.first_rank + local_rank
         report = self.reports[rank] = Report()
-        with outputs.pipes_of(rank) as take_over:
-            process = FORK.Process(target=job.work, args=(attempt, local_rank, report, take_over), name=f"worker {rank}")
-            process.start()
+        with outputs.pipes_of(rank) as pipes:
+            process = spares.become_worker(attempt, local_rank, report, pipes)
+            if process is None:
+                process = FORK.Process(target=job.work, args=(attempt, local_rank, report, pipes.take_over), name=f"worker {rank}")
+                process.start()
         assert process.pid is not None  # noqa: S101  it has been started
         self.running[rank] = process
         self._groups.append(process.pid)
@@ -83,8 +87,7 @@ class Crew:
         for rank, process in list(self.running.items()):
             if process.exitcode is not None:
                 self._note_end(rank, process.exitcode)
-        if self.failures and all(failure.because_of_others for failure in self.failures.values()):
-            self._end_stopped()
+        self._end_stopped(now)
         self._looked_at = now
 
     def _note_end(self, rank: int, code: int) -> None:
@@ -96,10 +99,13 @@ class Crew:
             failure = self.reports[rank].failure() or Failure.of_exit(code, at=self._looked_at, out_of_memory=out_of_memory)
             self.failures[rank] = failure.at_step(self._kept.step)
 
-    def _end_stopped(self) -> None:
-        """Take workers that a signal has stopped, while others waited for them in vain, for killed."""
+    def _end_stopped(self, now: float) -> None:
+        """Take workers that a signal has stopped for killed, when others have waited for them in vain, or would have by now."""
+        in_vain = bool(self.failures) and all(failure.because_of_others for failure in self.failures.values())
         for rank, process in list(self.running.items()):
-            if _is_stopped(process.pid):
+            if not _is_stopped(process.pid):
+                self._stopped_since.pop(rank, None)
+            elif in_vain or now - self._stopped_since.setdefault(rank, now) > self._patience:
                 process.kill()
                 process.join()
                 self._note_end(rank, -signal.SIGSTOP)

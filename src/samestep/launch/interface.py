@@ -1,15 +1,21 @@
-"""Over which network interface this machine reaches another."""
+"""At which network interface this machine is reached by the other workers' hosts."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import struct
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VARIABLE: Final = "GLOO_SOCKET_IFNAME"
+LOOPBACK_INTERFACE: Final = "lo"
 ELSEWHERE: Final = "198.51.100.1"  # an address of documentation (RFC 5737), which only the default route leads to
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _SIOCGIFADDR = 0x8915  # ioctl of netdevice(7) for the IPv4 address of an interface
@@ -17,16 +23,41 @@ _DISCARD_PORT = 9
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the name of the interface by which other hosts and `host` reach this one, as GLOO_SOCKET_IFNAME takes it; nothing is sent.
+    """Return the name of the interface by which `host`, where workers meet, is reached, as GLOO_SOCKET_IFNAME takes it; nothing is sent.
 
-    It is that of the default route where `host` is this machine by a name that stands for the loopback, as in Debian's /etc/hosts.
-    None where it cannot be told.
+    An address of the loopback is reached by the loopback alone. Where another name stands for that, as a machine's own does in Debian's
+    /etc/hosts, it is the interface of the default route. None where it cannot be told.
     """
+    if _is_loopback(host):
+        return LOOPBACK_INTERFACE
     for target in (host, ELSEWHERE):
         own = _own_address_towards(target)
-        if own and not ip_address(own).is_loopback:
+        if own and not _is_loopback(own):
             return _interface_with(own)
     return None
+
+
+@contextmanager
+def reached_from(host: str) -> Iterator[None]:
+    """Let gloo listen, in the block, where `host` reaches this machine, not where the machine's own name points to.
+
+    Where GLOO_SOCKET_IFNAME is set already, it stays.
+    """
+    interface = None if VARIABLE in os.environ else interface_towards(host)
+    if interface:
+        os.environ[VARIABLE] = interface
+    try:
+        yield
+    finally:
+        if interface:
+            del os.environ[VARIABLE]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _own_address_towards(host: str) -> str | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import struct
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -17,6 +19,7 @@ SLOTS: Final = 2  # a worker: while one is being written, the other is whole
 _BOARD_BYTES: Final = mmap.PAGESIZE
 _STEP: Final = struct.Struct("<q")  # first on the board; then the path of the run's directory
 _NO_RUN: Final = -1
+_MOST_MODULES: Final = 1 << 20  # bytes of their names
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Kept:
     """
 
     board: int
+    modules: int
     slots: Sequence[Sequence[int]]
 
     @classmethod
@@ -34,13 +38,13 @@ class Kept:
         """Return what the launcher of this process keeps; None where it keeps nothing, or another started this process."""
         if VARIABLE not in environment:
             return None
-        board, *slots = map(int, environment[VARIABLE].split(","))
-        return cls(board, [slots[start : start + SLOTS] for start in range(0, len(slots), SLOTS)])
+        board, modules, *slots = map(int, environment[VARIABLE].split(","))
+        return cls(board, modules, [slots[start : start + SLOTS] for start in range(0, len(slots), SLOTS)])
 
     @property
     def environment(self) -> dict[str, str]:
         """The variable by which workers find it."""
-        return {VARIABLE: ",".join(map(str, [self.board, *(file for pair in self.slots for file in pair)]))}
+        return {VARIABLE: ",".join(map(str, [self.board, self.modules, *(file for pair in self.slots for file in pair)]))}
 
     def tell_start(self, directory: str, step: int) -> None:
         """Say that a run began, in a directory (its whole path, "" for none): from now on it can be taken up again."""
@@ -61,15 +65,29 @@ class Kept:
         """The run's directory, "" for none or before the run began."""
         return os.fsdecode(os.pread(self.board, _BOARD_BYTES, _STEP.size).partition(b"\0")[0])
 
+    def tell_modules(self) -> None:
+        """Say which modules from installed packages this process has, in the order in which their imports began."""
+        names = [name for name, module in list(sys.modules.items()) if "-packages" in (getattr(module, "__file__", None) or "")]
+        os.pwrite(self.modules, json.dumps(names).encode(), 0)
+
+    @property
+    def modules_missing(self) -> list[str]:
+        """Those that a worker told of and this process lacks; none before that."""
+        try:
+            names: list[str] = json.loads(os.pread(self.modules, _MOST_MODULES, 0))
+        except ValueError:  # not told, or being told
+            return []
+        return [name for name in names if name not in sys.modules]
+
 
 @contextmanager
 def keep(workers: int) -> Iterator[Kept]:
     """Yield what outlives so many workers of this host."""
-    files = [os.memfd_create("samestep-kept") for _ in range(1 + SLOTS * workers)]
+    files = [os.memfd_create("samestep-kept") for _ in range(2 + SLOTS * workers)]
     try:
-        board, *slots = files
+        board, modules, *slots = files
         os.pwrite(board, _STEP.pack(_NO_RUN), 0)
-        yield Kept(board, [slots[start : start + SLOTS] for start in range(0, len(slots), SLOTS)])
+        yield Kept(board, modules, [slots[start : start + SLOTS] for start in range(0, len(slots), SLOTS)])
     finally:
         for file in files:
             os.close(file)

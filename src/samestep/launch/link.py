@@ -30,6 +30,7 @@ MOST_BYTES: Final = 1 << 22
 NONCE_BYTES: Final = 32
 MAC_BYTES: Final = 32
 HELLO_SECONDS: Final = 5.0
+ANSWER_SECONDS: Final = 10.0
 WELCOME: Final = {"coordinator": VERSION}
 _LENGTH: Final = struct.Struct(">I")
 _ORDER: Final = struct.Struct(">Q")
@@ -140,6 +141,7 @@ class Link:
         self._deadline = time.monotonic() + seconds
         self._socket = socket.create_connection(address, seconds)
         try:
+            self.address: tuple[str, int] = self._socket.getpeername()[:2]  # the coordinator's, without a name to look up
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._seal = self._meet(token)
         except ValueError as error:
@@ -149,17 +151,6 @@ class Link:
             self._socket.close()
             raise
 
-    @property
-    def own_address(self) -> str:
-        """The address of this host that the coordinator sees."""
-        return str(self._socket.getsockname()[0])
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """The address and port of the coordinator."""
-        host, port, *_ = self._socket.getpeername()
-        return str(host), int(port)
-
     def fileno(self) -> int:
         """Return the file that becomes readable when something came."""
         return self._socket.fileno()
@@ -167,6 +158,18 @@ class Link:
     def send(self, message: Message) -> None:
         """Send a message. Raises `OSError` when the coordinator is gone, and `ValueError` for what is too long."""
         self._socket.sendall(self._seal.seal(message))
+
+    def hello(self, message: Message) -> dict[str, Any]:
+        """Say what this end wants and return the answer; one that is `refused` ends the connection. Raises `OSError`."""
+        try:
+            self.send(message)
+            answer = self.receive(ANSWER_SECONDS)
+        except OSError:
+            self.close()
+            raise
+        if "refused" in answer:
+            self.close()
+        return answer
 
     def receive(self, seconds: float) -> dict[str, Any]:
         """Wait so long for a message. Raises `TimeoutError`, or another `OSError` when the coordinator is gone."""

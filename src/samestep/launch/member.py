@@ -26,27 +26,22 @@ if TYPE_CHECKING:
 RETRY_SECONDS: Final = 0.2
 # A host that hears nothing ends its workers before the others take it for lost and go on without it.
 SILENCE_SECONDS: Final = LOST_SECONDS - BEAT_SECONDS
-ANSWER_SECONDS: Final = 10.0
+END_SECONDS: Final = 10.0  # for the other hosts to hear of the end
 FORK: Final = multiprocessing.get_context("fork")
 
 
 class Member:
-    """This host among those of the run; `leads` where the coordinator runs beside this launcher."""
+    """This host among those of the run; `leads` where the coordinator runs beside this launcher. The run may be `over` for all."""
 
     def __init__(self, link: Link, name: str, *, leads: bool) -> None:
-        self.name, self.leads = name, leads
+        self.name, self.leads, self.over = name, leads, False
         self._link = link
-        self._beat_at = 0.0
+        self._beat_at, self._told_begun = 0.0, False
         self._heard_at = time.monotonic()
 
     @property
-    def own_address(self) -> str:
-        """The address of this host towards the first one."""
-        return self._link.own_address
-
-    @property
     def coordinator(self) -> tuple[str, int]:
-        """The address of the coordinator, without a name to look up."""
+        """The address and port of the coordinator."""
         return self._link.address
 
     def fileno(self) -> int:
@@ -66,8 +61,9 @@ class Member:
         Raises `LaunchError` when the coordinator is gone.
         """
         now = time.monotonic()
-        if now >= self._beat_at:
-            self._beat_at = now + BEAT_SECONDS
+        begun = step is not None
+        if now >= self._beat_at or begun != self._told_begun:  # before the run has begun, it is not taken up again
+            self._beat_at, self._told_begun = now + BEAT_SECONDS, begun
             self.tell("beat", step=step)
         try:
             orders = self._link.received()
@@ -77,6 +73,7 @@ class Member:
             self._heard_at = now
         elif now - self._heard_at > SILENCE_SECONDS:
             raise self._lost(f"nothing was heard of it for {SILENCE_SECONDS:g} s")
+        self.over = self.over or any(order["order"] == "end" for order in orders)
         return [order for order in orders if order["order"] != "beat"]
 
     def _lost(self, reason: str) -> LaunchError:
@@ -94,7 +91,7 @@ def take_part(gathering: Gathering, workers: int, config: Config) -> Iterator[Me
     """
     address = write_address(*gathering.master)
     listener = _listen(gathering.master)
-    coordinator = None
+    coordinator = member = None
     try:
         if listener is not None:
             terms = Terms(gathering.nodes.least, gathering.nodes.most, config.lanes, config.restarts, config.grace)
@@ -104,12 +101,14 @@ def take_part(gathering: Gathering, workers: int, config: Config) -> Iterator[Me
             listener.close()
         link = _connect(gathering, address)
         try:
-            yield _join(link, gathering, workers, address, leads=listener is not None)
+            member = _join(link, gathering, workers, address, leads=listener is not None)
+            yield member
         finally:
             link.close()
     finally:
         if coordinator is not None:
-            coordinator.join(ANSWER_SECONDS)
+            if member is not None and member.over:
+                coordinator.join(END_SECONDS)
             coordinator.kill()
             coordinator.join()
             coordinator.close()
@@ -175,8 +174,8 @@ def _try_to_connect(gathering: Gathering, address: str, *, may_fail: bool) -> Li
 
 def _join(link: Link, gathering: Gathering, workers: int, address: str, *, leads: bool) -> Member:
     try:
-        link.send({"as": "host", "name": socket.gethostname(), "workers": workers, "same": _same(gathering)})
-        answer = link.receive(ANSWER_SECONDS)
+        hello = {"as": "host", "name": socket.gethostname(), "workers": workers, "leads": leads, "same": _same(gathering)}
+        answer = link.hello(hello)
     except OSError as error:
         raise LaunchError(f"--master {address} was given, and does not let this host join: {error}") from error
     if "refused" in answer:

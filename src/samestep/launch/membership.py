@@ -85,6 +85,14 @@ class Fault:
     step: int | None = None
     host: str = ""
 
+    @classmethod
+    def read(cls, told: Message, at: float) -> Fault:
+        """Take what a host told. Raises `KeyError`, `TypeError` or `ValueError` for what makes no sense."""
+        texts = {name: str(told[name]) for name in ("summary", "traceback", "host")}
+        flags = {name: bool(told[name]) for name in ("because_of_others", "from_outside")}
+        step = None if told["step"] is None else int(told["step"])
+        return cls(rank=int(told["rank"]), at=at, status=int(told["status"]), step=step, **texts, **flags)
+
 
 @dataclass
 class Attempt:
@@ -112,7 +120,7 @@ class Attempt:
 
 
 class Membership:
-    """The hosts of a run, in the order in which they joined, and what they are to do.
+    """The hosts of a run, in the order of their ranks, which is that in which they joined, and what they are to do.
 
     Orders: `start` workers; send them a `signal`; `stop` them, at once with `kill`; they are `restarting`, and why; `end` the run.
     A host tells `ready`, `failed` for each worker that failed, `ended` when it has no worker left, `signalled`, and `beat`.
@@ -131,13 +139,15 @@ class Membership:
         self._furthest = -1
         self._in_vain = 0
 
-    def join(self, name: str, room: int, tell: Callable[[Message], None], hang_up: Callable[[], None], now: float) -> Node:
-        """Take a host in; a name that is taken gets a number."""
+    def join(
+        self, name: str, room: int, tell: Callable[[Message], None], hang_up: Callable[[], None], now: float, *, leads: bool = False
+    ) -> Node:
+        """Take a host in; a name that is taken gets a number. The one that `leads` has the first ranks, whoever comes before it."""
         taken = {node.name for node in self._nodes}
         numbered = (f"{name} ({number})" for number in range(2, len(taken) + 2))
         name = name if name not in taken else next(other for other in numbered if other not in taken)
         node = Node(name, room, tell, hang_up, now, now)
-        self._nodes.append(node)
+        self._nodes.insert(0 if leads else len(self._nodes), node)
         self._log(f"host {node.name} came with {room} workers: {self._present()}")
         return node
 
@@ -175,7 +185,7 @@ class Membership:
                 node.ready = True
                 self._room_at = min(self._room_at, now + SETTLE_SECONDS)
             case "failed" if present:
-                self._note(Fault(**{**message["failure"], "at": now - float(message["age"])}))
+                self._note(Fault.read(message["failure"], now - float(message["age"])))
             case "ended" if present:
                 node.busy = False
             case "failed" | "ended":
@@ -310,6 +320,7 @@ class Membership:
 
     def _go_on(self, now: float) -> None:
         self.phase, self._since = Phase.GATHERING, now
+        self._gather(now)
 
     def _end(self, outcome: Message) -> None:
         self.phase = Phase.OVER

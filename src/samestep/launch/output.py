@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -50,8 +50,8 @@ class Outputs:
         self.close()
 
     @contextmanager
-    def pipes_of(self, rank: int) -> Iterator[Callable[[], None]]:
-        """Make the pipes of a worker that is forked in the block; yield what it calls first, to take them for stdout and stderr."""
+    def pipes_of(self, rank: int) -> Iterator[Pipes]:
+        """Make the pipes of a worker that is forked, or sent them, in the block."""
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):  # closed, or none at all
                 stream.flush()  # or the worker would print it once more
@@ -64,7 +64,7 @@ class Outputs:
                 file, end = _pipe()
                 ends.append(end)
                 self._channels[file] = _Channel(file, rank, screen, self._logs[rank])
-            yield partial(self._take_over, ends)
+            yield Pipes(ends, self._leave)
         finally:
             for end in ends:
                 os.close(end)
@@ -118,17 +118,12 @@ class Outputs:
             while not screen.flush(WAIT_SECONDS) and not self._hurried():
                 pass
 
-    def _take_over(self, ends: Sequence[int]) -> None:
+    def _leave(self) -> None:
+        """Close, in a forked worker, what is the launcher's."""
         for channel in self._channels.values():
             os.close(channel.file)
         for log in self._logs.values():
-            log.close()  # before the next lines: where the launcher has no stderr, it may be file 2
-        encodings = [encoding_of(stream) for stream in (sys.stdout, sys.stderr)]
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # also before: streams that end here may close files 1 and 2
-        for number, end in enumerate(ends, start=1):
-            os.dup2(end, number)
-            os.close(end)
-        sys.stdout, sys.stderr = (_line_by_line(number, encoding) for number, encoding in enumerate(encodings, start=1))
+            log.close()  # before others are opened: where the launcher has no stderr, it may be file 2
 
     def _pass_on(self, channel: _Channel) -> None:
         try:
@@ -159,6 +154,29 @@ class Outputs:
             self._gives_up_logs = True
             reason = error.strerror or str(error)
             self.tell(f"samestep: no logs of workers are written any more in {self._directory}: {reason}; the run goes on")
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """The `ends` to which a worker prints."""
+
+    ends: Sequence[int]
+    leave: Callable[[], None]
+
+    def take_over(self) -> None:
+        """Print to them from now on, in the worker that was forked for that."""
+        self.leave()
+        print_to(self.ends)
+
+
+def print_to(ends: Sequence[int]) -> None:
+    """Take open files for this process's stdout and stderr; they are closed under their own numbers."""
+    encodings = [encoding_of(stream) for stream in (sys.stdout, sys.stderr)]
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # first: streams that end here may close files 1 and 2
+    for number, end in enumerate(ends, start=1):
+        os.dup2(end, number)
+        os.close(end)
+    sys.stdout, sys.stderr = (_line_by_line(number, encoding) for number, encoding in enumerate(encodings, start=1))
 
 
 class _Channel:

@@ -84,8 +84,14 @@ class Failure:
 class Report:
     """Memory that a worker shares with its launcher: it has no name, so nothing is left of it however both end."""
 
-    def __init__(self) -> None:
-        self._memory = os.fdopen(os.memfd_create("samestep-report"), "w+b")
+    def __init__(self, file: int | None = None) -> None:
+        """Open memory of its own, or that of another process's report, by its file."""
+        self._memory = os.fdopen(os.memfd_create("samestep-report") if file is None else file, "w+b")
+
+    @property
+    def file(self) -> int:
+        """The open file, for another process."""
+        return self._memory.fileno()
 
     def leave_result(self, result: Any) -> None:
         """Leave a worker's result: anything that can be pickled."""

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from samestep.config import TOKEN
 from samestep.errors import WorldError
 from samestep.launch.keys import to_bytes, to_text
-from samestep.launch.link import HELLO_SECONDS, Link, parse_address, write_address
+from samestep.launch.link import Link, parse_address, write_address
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,12 +54,11 @@ class TokenStore(Store):
         self._lock = threading.Lock()
         try:
             self._link = Link(address, token, timeout.total_seconds())
-            self._link.send(hello)
-            answer = self._link.receive(HELLO_SECONDS)
+            refused = self._link.hello(hello).get("refused")
         except OSError as error:
             raise WorldError(f"the coordinator at {write_address(*address)} does not answer: {error}") from error
-        if "refused" in answer:
-            raise WorldError(f"the coordinator at {write_address(*address)} refuses this worker: {answer['refused']}")
+        if refused:
+            raise WorldError(f"the coordinator at {write_address(*address)} refuses this worker: {refused}")
         _open.append(self)
 
     def fileno(self) -> int:

@@ -55,7 +55,7 @@ class Job:
     def _settle(self, attempt: Attempt, local_rank: int) -> None:
         """Become a process of its own: its own threads, session, environment and signals."""
         torch.set_num_threads(self.config.threads)  # first: inherited pools of threads have no threads after a fork
-        _end_with(self.launcher_pid)
+        end_with(self.launcher_pid)
         os.setsid()  # Ctrl-C reaches the launcher alone, which passes it on once; and one kill reaches all that a worker started
         os.environ.update(self.environment)
         os.environ.update(attempt.environment)
@@ -83,7 +83,7 @@ class Job:
         return 0
 
 
-def _end_with(launcher_pid: int) -> None:
+def end_with(launcher_pid: int) -> None:
     """Die at once when the launcher is gone; a worker that went on would meet the next attempt's workers in its files."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher_pid:

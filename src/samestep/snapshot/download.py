@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from samestep.world import World
 
-
 PULSE_SECONDS: Final = 1.0
 
 
@@ -33,20 +32,23 @@ class _Answer:
 
 
 class Downloads:
-    """The snapshots below a URL, which are downloaded into a run's directory. Every call is collective, with one result for all."""
+    """The snapshots below a URL, which are downloaded into a run's directory. Every call is collective, with one result for all.
+
+    Raises `ConfigError` on rank 0 where the URL could never be used.
+    """
 
     def __init__(self, url: str, directory: Path, world: World) -> None:
         self._remote, self._directory, self._world = Remote(url), directory, world
         self._unanswered = ""
         self.url = self._remote.url
+        if world.rank == 0:
+            self._remote.storage.open()
 
     def names(self, report: Callable[..., object]) -> list[str]:
         """Return the names of the snapshots in order of steps, as rank 0 finds them; none where the storage does not answer.
 
-        That is told by `report("remote_failed", url=..., reason=...)`. Raises `ConfigError` on rank 0 for a URL that cannot be used.
+        That is told by `report("remote_failed", url=..., reason=...)`.
         """
-        if self._world.rank == 0:
-            self._remote.storage.open()
         found = self._together(self._remote.names if self._world.rank == 0 else None, "looking for remote snapshots")[0]
         if found.unanswered:
             report("remote_failed", url=self.url, reason=found.fault)
@@ -101,6 +103,6 @@ def _answer(job: Callable[[], list[str]] | None) -> _Answer:
     try:
         return _Answer([] if job is None else job())
     except SamestepError as error:
-        return _Answer([], str(error), isinstance(error, StorageError))
+        return _Answer([], str(error), unanswered=isinstance(error, (StorageError, ConfigError)))
     except Exception as error:  # noqa: BLE001  whatever it is, the others must not wait for the answer
-        return _Answer([], f"{type(error).__name__}: {error}")
+        return _Answer([], f"{type(error).__name__}: {error}", unanswered=True)

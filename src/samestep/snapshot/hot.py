@@ -69,6 +69,7 @@ class HotCopies:
         self._copies = 0
         self._given_up = False
         self._due_time = 0.0
+        self._told_modules = False
         self._meetings = -1
 
     def has_begun(self, attempt: int) -> bool:
@@ -94,9 +95,13 @@ class HotCopies:
             self._kept.tell_start(self._directory, step)
 
     def tell_step(self, step: int) -> None:
-        """Tell the launcher how many steps are done."""
-        if self._kept is not None and self._place.local_rank == 0:
-            self._kept.tell_step(step)
+        """Tell the launcher how many steps are done and, after the first, what had to be imported for it."""
+        if self._kept is None or self._place.local_rank > 0:
+            return
+        self._kept.tell_step(step)
+        if not self._told_modules:
+            self._told_modules = True
+            self._kept.tell_modules()
 
     def give_up(self) -> None:
         """Have no more copies made: this worker's part of them would be missing."""

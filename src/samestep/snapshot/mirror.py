@@ -73,7 +73,7 @@ class Mirror:
             self._copy()
         except Exception as error:  # noqa: BLE001  nothing that goes wrong here stops training
             reason = str(error) if isinstance(error, SnapshotError) else f"{type(error).__name__}: {error}"
-            if self._failure is None:  # it is told once, until it works again
+            if self._failure is None and not self._remote.storage.given_up.is_set():  # it is told once, until it works again
                 self._report("remote_failed", url=self._remote.url, reason=reason)
                 logging.getLogger("samestep").warning("%s; it is tried again at the next snapshot", reason)
             self._failure = reason

@@ -19,7 +19,7 @@ from samestep.snapshot.files import checksum, sync, write_whole
 from samestep.snapshot.manifest import LARGEST_BYTES, NAME, Manifest
 from samestep.snapshot.read import check, fault, inspect, step_of
 from samestep.snapshot.retention import remove
-from samestep.snapshot.storage import PATIENCE, Patience, Storage, StorageError
+from samestep.snapshot.storage import RETRIES, Retries, Storage, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -32,8 +32,8 @@ _READERS: Final = 4
 class Remote:
     """The snapshots below a URL, by name. Raises `StorageError` where the storage does not answer or refuses."""
 
-    def __init__(self, url: str, patience: Patience = PATIENCE) -> None:
-        self.storage = Storage(url, patience)
+    def __init__(self, url: str, retries: Retries = RETRIES) -> None:
+        self.storage = Storage(url, retries)
         self.url = self.storage.url
 
     def names(self) -> list[str]:
@@ -109,7 +109,8 @@ class Remote:
         """Download a snapshot into a run's directory and return its path there, where it appears whole.
 
         What an earlier try brought is kept, and a whole one is not downloaded again. Workers of one host may all ask: one of them
-        downloads. Raises `SnapshotError` where it is not whole there, or another one of its step is here.
+        downloads. Raises `SnapshotError` where it is not whole there, or another one of its step is here, and `StorageError` where
+        it cannot be had.
         """
         manifest = self.inspect(name)
         final, unfinished = directory / name, directory / f".{name}.fetched"
@@ -118,18 +119,23 @@ class Remote:
             with _locked(directory):
                 if _is_here(final, manifest):
                     return final
-                unfinished.mkdir(exist_ok=True)
-                for file in manifest.files:
-                    self._fetch_file(f"{name}/{file.name}", file, unfinished / file.name)
-                write_whole(unfinished / NAME, manifest.to_bytes())
-                sync(unfinished)
+                self._fetch_files(name, manifest, unfinished)
                 if final.exists():
                     remove(final)
                 unfinished.rename(final)
                 sync(directory)
         except OSError as error:
-            raise SnapshotError(f"snapshot {self.url}/{name} could not be downloaded to {directory}: {error}") from error
+            raise StorageError(f"snapshot {self.url}/{name} could not be downloaded to {directory}: {error}") from error
         return final
+
+    def _fetch_files(self, name: str, manifest: Manifest, directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
+        for path in set(directory.iterdir()) - {directory / file.name for file in manifest.files}:
+            path.unlink()  # of a snapshot that was replaced there
+        for file in manifest.files:
+            self._fetch_file(f"{name}/{file.name}", file, directory / file.name)
+        write_whole(directory / NAME, manifest.to_bytes())
+        sync(directory)
 
     def _fetch_file(self, path: str, file: DataFile, destination: Path) -> None:
         descriptor = os.open(destination, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

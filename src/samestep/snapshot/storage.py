@@ -32,16 +32,16 @@ _FINAL: Final = (
     ValueError,
 )
 _UPLOADS: Final = 4  # parts of a file that s3fs holds in memory at a time, of 50 MB each
-S3: Final = {"s3", "s3a"}
+_S3: Final = {"s3", "s3a"}
 _generator: Final = random.Random()  # the global one belongs to training
 
 
 class StorageError(SnapshotError):
-    """The storage did not answer or refused; what it holds is not known."""
+    """What the storage holds is not known, or cannot be had: it did not answer or refused, or there is no room for it."""
 
 
 @dataclass(frozen=True)
-class Patience:
+class Retries:
     """How often something is tried, and how long is waited before each further try.
 
     Each pause is twice the one before, up to `longest_seconds`; a random part of up to half of it is left out, so that many
@@ -58,20 +58,20 @@ class Patience:
             yield min(self.first_seconds * 2**number, self.longest_seconds) * _generator.uniform(0.5, 1.0)
 
 
-PATIENCE: Final = Patience()
+RETRIES: Final = Retries()
 
 
 class Storage:
-    """Files below a URL. Raises `StorageError` when a call fails and trying again, with `patience`, did not help or `given_up` is set.
+    """Files below a URL. Raises `StorageError` when a call fails and trying again, by `retries`, did not help or `given_up` is set.
 
     Raises `ConfigError` where fsspec does not know the URL or lacks a package for it. Credentials are found as fsspec and the
     storage's own library find them: in their files and variables.
     """
 
-    def __init__(self, url: str, patience: Patience = PATIENCE) -> None:
+    def __init__(self, url: str, retries: Retries = RETRIES) -> None:
         self.url = url.rstrip("/")
         self.given_up = threading.Event()
-        self._patience = patience
+        self._retries = retries
 
     def open(self) -> None:
         """Find a wrong URL or a missing package now. Raises `ConfigError`; a storage that does not answer is met later."""
@@ -154,7 +154,7 @@ class Storage:
         self._try("remove", path, remove)
 
     def _try(self, what: str, path: str, action: Callable[[], T]) -> T:
-        pauses = self._patience.pauses()
+        pauses = self._retries.pauses()
         while True:
             try:
                 return action()
@@ -178,7 +178,7 @@ class Storage:
             options = _options(protocol, fsspec.config.conf.get(protocol, {}))
             files, path = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, use_listings_cache=False, **options)
         except ImportError as error:
-            package = 'pip install "samestep[s3]"' if protocol in S3 else "pip install what it names"
+            package = 'pip install "samestep[s3]"' if protocol in _S3 else "pip install what it names"
             raise ConfigError(f"{self.url} was given; expected what reaches {protocol} to be installed: {package} ({error})") from error
         except ValueError as error:
             raise ConfigError(f"{self.url} was given; expected a URL that fsspec knows, such as s3://bucket/runs/one: {error}") from error
@@ -189,10 +189,10 @@ def _options(protocol: str, told: Mapping[str, Any]) -> dict[str, Any]:
     """Return how a file system is opened, where what the user's fsspec configuration has `told` of it says nothing else."""
     if protocol in {"file", "local"}:
         return {"auto_mkdir": True}
-    if protocol in S3:
+    if protocol in _S3:
         # botocore waits between tries of its own by Python's global generator, which belongs to training.
-        retries = {"retries": {"max_attempts": 0}, **told.get("config_kwargs", {})}
-        return {"config_kwargs": retries, "max_concurrency": told.get("max_concurrency", _UPLOADS)}
+        config = {"retries": {"max_attempts": 0}, **told.get("config_kwargs", {})}
+        return {"config_kwargs": config, "max_concurrency": told.get("max_concurrency", _UPLOADS)}
     return {}
 
 

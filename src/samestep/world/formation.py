@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import count, groupby
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import WorldError
@@ -32,7 +33,9 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NAMESPACES = ("net", "pid", "user")  # in which sockets without a file, processes and users have one name for all
 NEEDED = ("memfd_create", "pidfd_open")
 START_SECONDS: Final = 30.0  # at most, for all to come: what is started together comes together
+PART_SECONDS: Final = 1.0
 PAUSE_SECONDS: Final = 0.0005  # between looks who came
+UNFORMED: Final = "unformed"  # the key of why no world forms
 _worlds_formed = count()  # a store prefix of its own for each world that this process forms
 
 
@@ -48,7 +51,7 @@ class Offer:
     @classmethod
     def read(cls, rank: int, told: Any) -> Offer:
         """Return the offer of worker `rank`. Raises `WorldError` where a stranger wrote into the store."""
-        kinds = {"host": str, "pid": int, "home": (str, type(None)), "address": (str, type(None))}
+        kinds: dict[str, tuple[type, ...]] = {"host": (str,), "pid": (int,), "home": (str, NoneType), "address": (str, NoneType)}
         if isinstance(told, dict) and told.keys() == kinds.keys() and all(isinstance(told[name], kind) for name, kind in kinds.items()):
             return cls(**told)
         raise _stranger(f"{str(told)[:80]!r} stands in the store as worker {rank}'s offer")
@@ -78,11 +81,13 @@ def form(place: Place, patience_seconds: float, *, share: bool) -> Formation:
             offers = _exchange_offers(line, place, own, seconds)
             hosts = _hosts([offer.home for offer in offers])
             watch = Watch(line, place.rank, place.workers, patience_seconds)
-            mesh = None
             neighbours = next(ranks for ranks in hosts if place.rank in ranks)
-            if door and len(neighbours) > 1:
-                members = {rank: Member(offers[rank].pid, offers[rank].address or "") for rank in neighbours}
-                mesh = door.connect(place.rank, members, seconds, patience_seconds, watch)
+            members = {rank: Member(offers[rank].pid, offers[rank].address or "") for rank in neighbours}
+            try:
+                mesh = door.connect(place.rank, members, seconds, patience_seconds, watch) if door and len(members) > 1 else None
+            except BaseException:
+                watch.close()
+                raise
     except OSError as error:
         raise WorldError(f"worker {place.rank} got no answer from the others while {FORMING}: {error}") from error
     except ValueError as error:
@@ -95,20 +100,31 @@ def _exchange_offers(line: Line, place: Place, own: Offer, seconds: float) -> li
     keys = [f"offer/{rank}" for rank in range(place.workers)]
     first = Offer.read(place.rank, line.put_first(keys[place.rank], asdict(own)))
     if first != own:
-        line.put("clash", f"two workers have rank {place.rank}: {_where(first)} and {_where(own)}")
+        line.put_first(
+            UNFORMED, f"two workers have rank {place.rank}: {_where(first)} and {_where(own)}; expected a rank of its own for each"
+        )
     deadline, pause = time.monotonic() + seconds, PAUSE_SECONDS
     while first != own or not line.has(keys):
-        if clash := line.get("clash"):
-            raise WorldError(f"{clash}; expected a rank of its own for each: look at what started them, which said {place.source}")
+        if (reason := line.get(UNFORMED)) is not None:
+            _part(line, place, keys)
+            raise WorldError(f"{reason}: look at what started them (worker {place.rank}, while {FORMING}, was told {place.source})")
         if time.monotonic() > deadline:
-            missing = [rank for rank, key in enumerate(keys) if not line.has([key])]
-            raise TimeoutError(
-                f"{workers(missing)} did not come within {seconds:g} s; expected all that {place.source} speaks of: look at how they were "
-                "started, and at their output; where some take longer to start, raise patience"
-            )
+            missing = workers(rank for rank, key in enumerate(keys) if not line.has([key]))
+            line.put_first(UNFORMED, f"{missing} did not come within {seconds:g} s; expected all, or more patience where some start late")
         time.sleep(pause)
         pause = min(2 * pause, PAUSE_SECONDS * place.workers)  # the store answers everybody
     return [Offer.read(rank, line.get(key)) for rank, key in enumerate(keys)]
+
+
+def _part(line: Line, place: Place, keys: Sequence[str]) -> None:
+    """Say that this worker knows why no world forms; the one with which the store goes waits until all that came know."""
+    line.put(f"knows/{place.rank}", value=True)
+    deadline = time.monotonic() + PART_SECONDS
+    while line.keeps_store and time.monotonic() < deadline:
+        came = [f"knows/{rank}" for rank, key in enumerate(keys) if line.has([key])]
+        if line.has(came):
+            return
+        time.sleep(PAUSE_SECONDS)
 
 
 def _where(offer: Offer) -> str:

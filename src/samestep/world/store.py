@@ -76,14 +76,16 @@ def open_store(place: Place, prefix: str, seconds: float) -> tuple[Store, Line]:
     """
     store, bell, keeps_store = _store(place, seconds)
     mine = PrefixStore(prefix, store)
-    return mine, Line(mine.clone(), bell, keeps_store=keeps_store)
+    return mine, Line(mine.clone(), bell, keeps_store=keeps_store)  # type: ignore[attr-defined]
 
 
 @cache
 def _store(place: Place, seconds: float) -> tuple[Store, Bell, bool]:
     """Return where this process's worlds form; it stays open, because the next world's workers may come before it had closed."""
-    if joined := join_store(os.environ, timedelta(seconds=max(seconds, CALL_SECONDS))):
-        return joined, joined.clone(), False  # of a connection that nobody uses, only the coordinator's end is ever to be read
+    joined = join_store(os.environ, timedelta(seconds=max(seconds, CALL_SECONDS)))
+    if joined is not None:
+        # Of a connection that nobody uses, only the coordinator's end is ever to be read.
+        return joined, joined.clone(), False  # type: ignore[return-value]
     listener = _listener(place)
     if listener is None:
         bell = _ring(place, time.monotonic() + seconds)

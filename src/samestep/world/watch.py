@@ -144,7 +144,7 @@ class Watch(Whereabouts):
 
     def _beat(self) -> None:
         if self._failure is not None:
-            return  # whoever keeps the store may go now
+            return
         self._line.put(f"beat/{self.rank}", asdict(self._where()))
         if self._alarmed:
             self._note_failure(self._line.get(FAILURE))
@@ -169,14 +169,15 @@ class Watch(Whereabouts):
         )
 
     def _note_failure(self, failure: object) -> None:
-        """Give the process so long to end by itself."""
+        """Give the process so long to end by itself. From now on nothing is asked of the store: whoever keeps it may go."""
         if failure is not None and self._failure is None:
             self._failure, self._ends_at = str(failure), time.monotonic() + FAREWELL_SECONDS
             self._line.put(f"beat/{self.rank}", asdict(self._where()))
 
     def _tell(self, failure: str) -> None:
-        self._note_failure(self._line.put_first(FAILURE, failure))
-        self._line.put(ALARM, value=True)
+        if self._failure is None:
+            self._line.put(ALARM, value=True)
+            self._note_failure(self._line.put_first(FAILURE, failure))
 
     def _find_out(self) -> HangError | str | None:
         """Raise the alarm and return what is found; where another worker did so before, wait for what it finds."""
@@ -189,7 +190,7 @@ class Watch(Whereabouts):
             self._beat()
             if finds_out:
                 beats = self._beats_of_others()
-                if len(beats) == self._size - 1 and all(beat.left or beat.stack is not None for beat in beats):
+                if len(beats) == self._size - 1 and all(beat.stack is not None or self._is_gone(beat) for beat in beats):
                     break
             time.sleep(ALARMED_SECONDS)
         if self._failure is not None or not finds_out:
@@ -203,7 +204,7 @@ class Watch(Whereabouts):
         failure = self._failure or self._line.get(FAILURE)
         if failure is not None:
             return str(failure)
-        gone = [beat for beat in self._beats_of_others() if beat.state(self._machine) in {LEFT, GONE}]
+        gone = [beat for beat in self._beats_of_others() if self._is_gone(beat)]
         told = [beat.told(self._machine) for beat in gone[:MOST_TOLD]]
         return "; ".join([*told, f"usual cause: {gone[0].cause(self._machine)}"]) if gone else ""
 
@@ -212,15 +213,17 @@ class Watch(Whereabouts):
         told = [self._line.get(f"beat/{rank}") for rank in range(self._size) if rank != self.rank]
         return [Beat(**beat) for beat in told if beat is not None]
 
+    def _is_gone(self, beat: Beat) -> bool:
+        return beat.state(self._machine) in {LEFT, GONE, STOPPED}
+
     def _leave(self) -> None:
         """Say that this worker leaves. After a failure the worker that keeps the store stays until all others know."""
         self._ends_at = math.inf
-        if self._all_ended:
-            return
-        self._line.put(f"beat/{self.rank}", asdict(self._where(left=True)))
+        if self._failure is None and not self._all_ended:
+            self._line.put(f"beat/{self.rank}", asdict(self._where(left=True)))
         deadline = time.monotonic() + LINGER_SECONDS
         while self._line.keeps_store and self._failure is not None and time.monotonic() < deadline:
-            if all(beat.knows or beat.state(self._machine) in {LEFT, GONE, STOPPED} for beat in self._beats_of_others()):
+            if all(beat.knows or self._is_gone(beat) for beat in self._beats_of_others()):
                 return
             time.sleep(ALARMED_SECONDS)
 

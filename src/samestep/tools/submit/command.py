@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     systems = parser.add_subparsers(dest="system", metavar="slurm|kubernetes", required=True)
     for name, system in SYSTEMS.items():
-        summary = system.SUMMARY
-        system.add_arguments(systems.add_parser(name, help=summary, description=f"{summary}.", allow_abbrev=False))
+        description = f"{system.SUMMARY[0].upper()}{system.SUMMARY[1:]}."
+        system.add_arguments(systems.add_parser(name, help=system.SUMMARY, description=description, allow_abbrev=False))
 
 
 def main(arguments: argparse.Namespace) -> int:

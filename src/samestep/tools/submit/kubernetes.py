@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import ConfigError, LaunchError
 from samestep.tools.submit.pods import PORT, Pods, claims_of, token_secret
-from samestep.tools.submit.training import STOPPED, add_training_arguments, check_matches, hand_over, training_of
+from samestep.tools.submit.training import PRINTED, STOPPED, add_training_arguments, check_matches, hand_over, training_of
 
 if TYPE_CHECKING:
     import argparse
@@ -26,7 +26,7 @@ Manifest = dict[str, Any]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.usage = "%(prog)s --image IMAGE --dir DIR --claim CLAIM[:PATH] [--OPTION VALUE ...] [-m] script ..."
-    parser.epilog = "Without --apply or --output the manifests are printed. --grace is also the pods' terminationGracePeriodSeconds."
+    parser.epilog = "Without --apply or --output the manifests are printed. --grace (default here: 120) is how long pods may take to end."
     parser.add_argument("--image", required=True, help="container image with Python, samestep and the script")
     parser.add_argument("--kind", choices=KINDS, default="job", help="job: an Indexed Job, which any cluster has (default); or Kubeflow's")
     parser.add_argument("--namespace", help="namespace of the job (default: kubectl's)")
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Write the manifests, and apply them if asked."""
     text = as_yaml(manifests(arguments))
-    hand_over(text, arguments.output or (None if arguments.apply else "-"))
+    hand_over(text, arguments.output or (None if arguments.apply else PRINTED))
     return apply(text) if arguments.apply else 0
 
 

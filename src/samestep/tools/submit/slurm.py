@@ -10,21 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from samestep.errors import ConfigError, LaunchError
-from samestep.tools.submit.training import STOPPED, Training, add_training_arguments, check_matches, hand_over, training_of
+from samestep.tools.submit.training import PRINTED, STOPPED, Training, add_training_arguments, check_matches, hand_over, training_of
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
 SUMMARY: Final = "write an sbatch script that requeues itself after a snapshot, and submit it"
-MOST_SECONDS: Final = 65535  # before the time limit, as sbatch --signal takes them
 TIME: Final = r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.usage = "%(prog)s --dir DIR [--OPTION VALUE ...] [-m] script ..."
-    parser.epilog = "The job's directory is this one. --grace is also how long before the time limit workers are told to snapshot."
+    parser.epilog = "Workers start in this directory. They get SIGTERM --grace seconds (default here: 120) before the time limit."
     parser.add_argument("--time", metavar="LIMIT", help="time limit, such as 90 (minutes), 8:00:00 or 2-12:00:00")
     parser.add_argument("--partition", help="partition to run in")
     parser.add_argument("--account", help="account to charge")
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="line of shell before the workers start, as in --setup 'source venv/bin/activate'; python is then looked up after it "
         "(default: the Python that runs this command)",
     )
-    parser.add_argument("--dry-run", action="store_const", const="-", dest="output", help="print the script and do not submit it")
+    parser.add_argument("--dry-run", action="store_const", const=PRINTED, dest="output", help="print the script and do not submit it")
     add_training_arguments(parser, "node")
 
 
@@ -47,11 +46,20 @@ def main(arguments: argparse.Namespace) -> int:
     """Write the script, or submit it and print the job's id."""
     training = training_of(arguments)
     script = batch_script(training, arguments)
+    if arguments.output != PRINTED:
+        _make_directory(training)
     if hand_over(script, arguments.output):
         return 0
-    Path(training.directory).mkdir(parents=True, exist_ok=True)  # Slurm makes no directory for the output
     print(submit(script))  # noqa: T201
     return 0
+
+
+def _make_directory(training: Training) -> None:
+    """Make the run's directory, to which Slurm writes what the job prints, and which it does not make."""
+    try:
+        Path(training.directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--dir {training.directory} was given, and cannot be made: {error}") from error
 
 
 def submit(script: str) -> str:
@@ -71,8 +79,6 @@ def batch_script(training: Training, arguments: argparse.Namespace) -> str:
     check_matches("--time", arguments.time, TIME, "minutes, or a time such as 8:00:00 or 2-12:00:00")
     check_matches("--memory", training.memory, r"\d+[KMGT]?", "a size such as 64G")
     check_matches("--gpus", arguments.gpus, r"([\w.-]+:)?\d+", "a number, or kind and number such as a100:4")
-    if not 1 <= training.grace_seconds <= MOST_SECONDS:
-        raise ConfigError(f"--grace {training.grace_seconds} was given; expected 1 to {MOST_SECONDS} seconds")
     python = "python" if arguments.setup else sys.executable
     cpus = [] if training.cpus_per_worker is None else [f"--cpus-per-task={training.cpus_per_worker}"]  # srun takes none over from sbatch
     environment = {**training.environment, "SAMESTEP_DIR": _absolute(training)}

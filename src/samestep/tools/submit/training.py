@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 GRACE_SECONDS: Final = 120
+MOST_GRACE_SECONDS: Final = 65535  # as sbatch --signal takes them
+PRINTED: Final = "-"  # in place of a file
 STOPPED: Final = 128 + 15  # exit status of a worker that took a snapshot on SIGTERM
 
 
@@ -60,7 +62,9 @@ def training_of(arguments: argparse.Namespace) -> Training:
     options = given_options(arguments)
     if arguments.dir is None:
         raise ConfigError("no --dir was given; expected a directory that all nodes see, from which a job that was stopped goes on")
-    config = merge(options, {})
+    grace = merge({"grace": GRACE_SECONDS, **options}, {}).grace
+    if not 0 < grace <= MOST_GRACE_SECONDS:
+        raise ConfigError(f"--grace {arguments.grace} was given; expected seconds above 0 and at most {MOST_GRACE_SECONDS}")
     texts = {f"{PREFIX}{name.upper()}": str(getattr(arguments, name)) for name in options}
     stem = arguments.script.rpartition(".")[2] if arguments.module else Path(arguments.script).stem
     return Training(
@@ -70,7 +74,7 @@ def training_of(arguments: argparse.Namespace) -> Training:
         cpus_per_worker=arguments.cpus,
         memory=arguments.memory,
         directory=arguments.dir,
-        grace_seconds=math.ceil(config.grace) if "grace" in options else GRACE_SECONDS,
+        grace_seconds=math.ceil(grace),
         environment={f"{PREFIX}GRACE": str(GRACE_SECONDS), **texts},
         arguments=(*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments),
     )
@@ -83,8 +87,8 @@ def check_matches(flag: str, value: str | None, pattern: str, expected: str) -> 
 
 
 def hand_over(text: str, output: str | None) -> bool:
-    """Write a job to a file, or for "-" to the terminal; tell whether that was asked for, and no more is to be done."""
-    if output == "-":
+    """Write a job to a file, or for `PRINTED` to the terminal; tell whether that was asked for, and no more is to be done."""
+    if output == PRINTED:
         sys.stdout.write(text)
     elif output is not None:
         try:
