@@ -62,12 +62,12 @@ def test_run_has_a_flag_for_every_option(runs):
 
 def test_what_follows_the_script_belongs_to_it(runs):
     assert cli.main(["run", "-n", "2", "--lanes", "8", "train.py", "--lanes", "3", "-n", "5", "--", "x"]) == 0
-    assert runs == [("train.py", ["--lanes", "3", "-n", "5", "--", "x"], 2, {"lanes": 8}, {"as_module": False})]
+    assert runs == [("train.py", ["--lanes", "3", "-n", "5", "--", "x"], 2, {"lanes": 8}, {"as_module": False, "gathering": None})]
 
 
 def test_a_module_may_be_run(runs):
     cli.main(["run", "-m", "recipes.vit", "--help"])
-    assert runs == [("recipes.vit", ["--help"], 1, {}, {"as_module": True})]
+    assert runs == [("recipes.vit", ["--help"], 1, {}, {"as_module": True, "gathering": None})]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from benchmarks.chaos.target import ChaosError, flip_byte, hot_copies
+from benchmarks.chaos.target import STARTS, ChaosError, flip_byte, hot_copies
 from samestep.snapshot.read import list_snapshots
 
 if TYPE_CHECKING:
@@ -111,13 +111,13 @@ def _send(target: Target, chance: random.Random, number: signal.Signals) -> floa
 def _start_again(target: Target, chance: random.Random, since: float) -> float:
     workers = chance.choice([number for number in range(1, MOST_WORKERS + 1) if number != target.workers])
     target.start(workers)
-    if len(target.wait_for("resumed", since)["workers"]) != workers:
+    if len(target.wait_for(STARTS, since)["workers"]) != workers:
         raise ChaosError(f"the run did not resume with {workers} workers")
     return _seconds_to_next_step(target, since)
 
 
 def _seconds_to_next_step(target: Target, since: float) -> float:
-    resumed = target.wait_for("resumed", since)
+    resumed = target.wait_for(STARTS, since)
     return float(target.wait_for("scalars", resumed["time"])["time"]) - since
 
 

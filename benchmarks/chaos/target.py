@@ -15,7 +15,7 @@ from samestep.record import read_events
 
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 JOB = Path(__file__).with_name("job.py")
 PATIENCE_SECONDS = 2
@@ -87,18 +87,19 @@ class Target:
         last = next((event for event in reversed(self.events()) if event["event"] in STARTS), None)
         return [] if last is None else [worker["pid"] for worker in last["workers"]]
 
-    def wait_for(self, kind: str, since: float, **fields: Any) -> Event:
-        """Return the first event of a kind that happened after `since`, in seconds of `time.time`, with these fields, when it is there.
+    def wait_for(self, kinds: str | Collection[str], since: float, **fields: Any) -> Event:
+        """Return the first event of some kind after `since`, in seconds of `time.time`, with these fields, when it is there.
 
         A field that is given as text may be the beginning of the event's. Raises `ChaosError` when it does not come.
         """
+        wanted = {kinds} if isinstance(kinds, str) else kinds
         found: list[Event] = []
 
         def come() -> bool:
-            found[:] = [event for event in self.events() if event["time"] >= since and event["event"] == kind and _has(event, fields)]
+            found[:] = [event for event in self.events() if event["time"] >= since and event["event"] in wanted and _has(event, fields)]
             return bool(found)
 
-        self.wait_until(come, f"no event {kind!r} with {fields} came")
+        self.wait_until(come, f"no event of {sorted(wanted)} with {fields} came")
         return found[0]
 
     def wait_until(self, true: Callable[[], bool], complaint: str, *, ended: bool = False) -> None:

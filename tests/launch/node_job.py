@@ -26,7 +26,7 @@ class Fault:
         if (run.workers, run.rank, run.step) != (self.workers, self.rank, self.step):
             return
         (run.dir / "fault").write_text(str(os.getpid()))
-        while self.does == "wait" and not run._stop.received:
+        while self.does == "wait" and not run._session.stop.received:
             time.sleep(0.01)
         if self.does == "raise":
             raise ValueError("the data is wrong")

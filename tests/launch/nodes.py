@@ -53,8 +53,14 @@ class Launcher:
 
     def wait_for(self, text):
         """Return when a text was printed."""
-        wait_until(lambda: text in self.output() or self._process.exitcode is not None)
-        assert text in self.output(), self.output()
+        self.wait_until(lambda: text in self.output())
+
+    def wait_until(self, true):
+        """Return when a condition holds, for which this launcher must not have ended."""
+        try:
+            wait_until(lambda: true() or self._process.exitcode is not None)
+        finally:
+            assert true(), self.output()
 
     def end(self):
         """Return the exit status of the launcher, which ends by itself."""

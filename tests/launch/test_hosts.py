@@ -17,7 +17,7 @@ from samestep.cli import EXIT_INTERRUPTED
 from samestep.errors import ConfigError
 from samestep.launch.hosts import Host, parse_hosts, read_hosts
 from tests.jobs import image_job, left_by, left_in
-from tests.launch.nodes import HERE, JOB, TOKEN, launchers, wait_until
+from tests.launch.nodes import HERE, JOB, TOKEN, launchers
 from tests.launch.processes import end_soon
 from tests.namespaces import hosts
 from tests.needs import needs
@@ -159,7 +159,7 @@ def test_a_run_over_ssh_ends_with_its_starter_and_is_taken_up_again(start, alone
     with hosts(2) as nodes, ssh_servers(nodes, tmp_path) as shell:
         names = [f"root@{nodes[0].address} workers=1", nodes[1].address]
         first = start(names, shell, "-n", "2", fault=json.dumps({"workers": 3, "rank": 0, "step": 3, "does": "wait"}), on=nodes[1])
-        wait_until((tmp_path / "run" / "fault").exists)
+        first.wait_until((tmp_path / "run" / "fault").exists)
         assert not any(TOKEN in line for line in command_lines())
         first.send(signal.SIGKILL)
         assert end_soon([int((tmp_path / "run" / "fault").read_text())])
@@ -173,7 +173,7 @@ def test_a_run_over_ssh_ends_with_its_starter_and_is_taken_up_again(start, alone
 def test_ctrl_c_lets_workers_snapshot_on_all_hosts(start, tmp_path):
     fault = json.dumps({"workers": 2, "rank": 0, "step": 3, "does": "wait"})
     launcher = start(["localhost", "127.0.0.1"], pretended(tmp_path, 'exec sh -c "$*"'), "-n", "1", fault=fault)
-    wait_until((tmp_path / "run" / "fault").exists)
+    launcher.wait_until((tmp_path / "run" / "fault").exists)
     launcher.send(signal.SIGINT)
     assert launcher.end() == EXIT_INTERRUPTED
     assert (tmp_path / "run" / "step-00000004" / "manifest.json").exists()

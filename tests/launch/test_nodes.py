@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from tests.jobs import image_job, left_by, left_in
-from tests.launch.nodes import JOB, PORT, launchers, wait_until
+from tests.launch.nodes import JOB, PORT, launchers
 from tests.launch.processes import end_soon
 from tests.namespaces import hosts
 
@@ -57,7 +57,7 @@ def test_two_hosts_leave_the_same_bits_as_one_worker(start, alone, tmp_path):
 def test_a_host_that_is_killed_is_left_out(start, alone, tmp_path):
     fault = at(2, 1, 3, "wait")
     one, other = start(0, "--nodes", "1:2", fault=fault), start(1, "--nodes", "1:2", fault=fault)
-    wait_until((tmp_path / "run" / "fault").exists)
+    one.wait_until((tmp_path / "run" / "fault").exists)
     other.send(signal.SIGKILL)
     assert one.end() == 0, one.output()
     assert "trained at 1 workers" in one.output()
@@ -68,7 +68,7 @@ def test_a_host_that_is_killed_is_left_out(start, alone, tmp_path):
 def test_a_host_that_is_killed_is_replaced(start, alone, tmp_path):
     fault = at(2, 1, 3, "wait")
     one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
-    wait_until((tmp_path / "run" / "fault").exists)
+    one.wait_until((tmp_path / "run" / "fault").exists)
     other.send(signal.SIGKILL)
     one.wait_for("was lost")
     another = start(1, "--nodes", "2")
@@ -79,7 +79,7 @@ def test_a_host_that_is_killed_is_replaced(start, alone, tmp_path):
 
 def test_a_host_that_comes_later_is_taken_in_and_a_stranger_is_not(start, nodes, alone, tmp_path):
     one = start(0, "--nodes", "1:2", fault=at(1, 0, 3, "wait"))
-    wait_until((tmp_path / "run" / "fault").exists)
+    one.wait_until((tmp_path / "run" / "fault").exists)
     subprocess.run(nodes[1].command("bash", "-c", f"echo garbage > /dev/tcp/{nodes[0].address}/{PORT}"), check=True)
     one.wait_for(f"a connection from {nodes[1].address} is refused")
     other = start(1, "--nodes", "1:2")
@@ -101,7 +101,7 @@ def test_the_first_failure_is_told_whole_on_the_first_host_and_in_a_line_on_othe
 def test_a_signal_on_one_host_lets_all_snapshot_and_stop(start, tmp_path):
     fault = at(2, 0, 3, "wait")
     one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
-    wait_until((tmp_path / "run" / "fault").exists)
+    one.wait_until((tmp_path / "run" / "fault").exists)
     other.send(signal.SIGTERM)
     assert one.end() == other.end() == -signal.SIGTERM
     assert (tmp_path / "run" / "step-00000004" / "manifest.json").exists()
@@ -110,7 +110,7 @@ def test_a_signal_on_one_host_lets_all_snapshot_and_stop(start, tmp_path):
 def test_nothing_is_left_when_the_first_host_is_killed(start, tmp_path):
     fault = at(2, 1, 3, "wait")
     one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
-    wait_until((tmp_path / "run" / "fault").exists)
+    one.wait_until((tmp_path / "run" / "fault").exists)
     one.send(signal.SIGKILL)
     assert other.end() == 1
     assert "has lost the first host of the run" in other.output()
@@ -120,7 +120,7 @@ def test_nothing_is_left_when_the_first_host_is_killed(start, tmp_path):
 def test_a_host_whose_cable_is_pulled_is_left_out_and_ends(start, nodes, alone, tmp_path):
     fault = at(2, 1, 3, "wait")
     one, other = start(0, "--nodes", "1:2", fault=fault), start(1, "--nodes", "1:2", fault=fault)
-    wait_until((tmp_path / "run" / "fault").exists)
+    one.wait_until((tmp_path / "run" / "fault").exists)
     nodes[1].plug(into=False)
     assert one.end() == 0, one.output()
     assert other.end() == 1

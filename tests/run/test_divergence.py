@@ -115,13 +115,13 @@ def test_none_switches_it_off():
 def counted(job, options):
     """Run a job and return for how many steps the workers' digests were compared."""
     with ss.init(**{"lanes": 8, "check_every": 1, **options}) as run:
-        compare, compared = run._divergence.compare, []
+        compare, compared = run._session.divergence.compare, []
 
         def watched(digests):
             compared.extend(digest for digest in digests[:1] if digest)
             compare(digests)
 
-        run._divergence.compare = watched
+        run._session.divergence.compare = watched
         job(run)
         steps = run.step
     return steps, len(compared)

@@ -198,9 +198,16 @@ def test_a_claim_without_a_path_is_mounted_where_the_run_is(written):
     assert pod["containers"][0]["volumeMounts"][1]["mountPath"] == "/somewhere/one"
 
 
+def test_a_pod_with_remote_snapshots_needs_no_claim(written):
+    job = job_of(written(where=("--dir", "/tmp/run", "--remote", "s3://bucket/run")))
+    fits(job)
+    assert [volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]] == ["shared-memory"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--nodes", "2", "--remote", "s3://bucket/run", "--dir", "/tmp/run"], "--dir /tmp/run was given, which goes with its pod"),
         (["--name", "My_job"], "--name 'My_job' was given; expected lower-case letters"),
         (["--name", "1st"], "a letter first"),
         (["--name", "a" * 54, "--nodes", "100"], f"a pod would be {'a' * 54}-node-0-99, of more than 63"),

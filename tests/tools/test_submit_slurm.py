@@ -119,7 +119,7 @@ def test_only_a_job_that_was_stopped_with_a_snapshot_is_requeued(status, restart
         (["--memory", "64Gi"], "--memory '64Gi' was given; expected a size such as 64G"),
         (["--gpus", "all"], "--gpus 'all' was given; expected a number"),
         (["--grace", "0"], "--grace 0 was given; expected seconds above 0 and at most 65535"),
-        (["--grace", "inf"], "--grace inf was given; expected seconds above 0"),
+        (["--grace", "70000"], "--grace 70000 was given; expected seconds above 0 and at most 65535"),
         (["--dir", f"{__file__}/run"], "/run was given, and cannot be made"),
         (["--nodes", "0"], "--nodes 0 was given; expected at least 1"),
         (["-n", "0"], "--workers 0 was given; expected at least 1"),

@@ -63,7 +63,7 @@ class Agent:
         raise AssertionError  # attempts are counted without end
 
     def _attempt(self, number: int, store: Store) -> Attempt:
-        return Attempt(number, 0, self._job.workers, store.environment)
+        return Attempt(number, 0, self._job.workers, self._job.workers, store.environment)
 
     def _see_to_end(self, crew: Crew) -> None:
         """Return when all workers have ended, or when those that are left can be replaced with the others at once."""

@@ -28,13 +28,14 @@ FORK: Final = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of all workers of a run, as one host sees it: its own have ranks from `first_rank` on, of `workers` in all.
+    """One start of all `workers` of a run, as one host sees it: its own `local_workers` have ranks from `first_rank` on.
 
     `environment` says where their store listens, as MASTER_ADDR and so on.
     """
 
     number: int
     first_rank: int
+    local_workers: int
     workers: int
     environment: Mapping[str, str]
 
@@ -55,7 +56,7 @@ class Crew:
         self._killed_for_memory = _killed_for_memory()
         try:
             with no_collection():  # each worker freezes what it inherits before it collects again
-                for local_rank in range(job.workers):
+                for local_rank in range(attempt.local_workers):
                     self._start(job, attempt, local_rank, outputs, spares)
         except OSError as error:
             self.close()

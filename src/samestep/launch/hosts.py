@@ -115,7 +115,7 @@ def run_on_hosts(arguments: argparse.Namespace, options: Mapping[str, Any], envi
         Watch(shells, signals, patience, may_fail=len(hosts) - nodes.least).see_to_end()
     if signals.received:
         signal.raise_signal(signals.received[0])
-    statuses = [shell.status for shell in shells]
+    statuses = [shell.status or 0 for shell in shells]  # all have ended
     return statuses[0] if nodes.least < nodes.most else next(filter(None, statuses), 0)
 
 
@@ -154,9 +154,9 @@ class Shell:
 
     @property
     def status(self) -> int | None:
-        """The exit status, None while it runs."""
+        """The exit status as a shell tells it, None while it runs."""
         status = self._process.poll()
-        return None if status is None else status % 256
+        return status if status is None or status >= 0 else 128 - status
 
     def tell(self, order: object) -> None:
         """Send a line to the other end, which may be gone."""

@@ -31,7 +31,6 @@ NONCE_BYTES: Final = 32
 MAC_BYTES: Final = 32
 HELLO_SECONDS: Final = 5.0
 ANSWER_SECONDS: Final = 10.0
-WELCOME: Final = {"coordinator": VERSION}
 _LENGTH: Final = struct.Struct(">I")
 _ORDER: Final = struct.Struct(">Q")
 _READ_BYTES: Final = 1 << 16

@@ -43,15 +43,27 @@ def start(body: Callable[[], Any], workers: int, options: Mapping[str, Any], gat
     config = merge({}, {**os.environ, **environment})
     if workers < 1:
         raise LaunchError(f"workers={workers} was given; expected at least 1")
+    signals = StopSignals()
     if gathering is None:
-        return _run(body, workers, environment, config)
-    from samestep.launch.member import take_part  # noqa: PLC0415  asyncio is for those who need it
+        result = _run(body, workers, environment, config, signals)
+    else:
+        from samestep.launch.member import take_part  # noqa: PLC0415  asyncio is for those who need it
 
-    with take_part(gathering, workers, config) as member:
-        return _run(body, workers, {**environment, TOKEN: gathering.token}, config, member)
+        with take_part(gathering, workers, config) as member:
+            result = _run(body, workers, {**environment, TOKEN: gathering.token}, config, signals, member)
+    if signals.received:
+        _stop_as_asked(signals.received[0])
+    return result
 
 
-def _run(body: Callable[[], Any], workers: int, environment: Mapping[str, str], config: Config, member: Member | None = None) -> Any:
+def _run(
+    body: Callable[[], Any],
+    workers: int,
+    environment: Mapping[str, str],
+    config: Config,
+    signals: StopSignals,
+    member: Member | None = None,
+) -> Any:
     preload()
     import torch  # noqa: PLC0415  the command line prints its help without it
 
@@ -61,14 +73,10 @@ def _run(body: Callable[[], Any], workers: int, environment: Mapping[str, str], 
 
     if torch.cuda.is_initialized():
         raise LaunchError("CUDA is in use in this process, and forked workers could not use it: launch before the first use of a GPU")
-    signals = StopSignals()
     with keep(workers) as kept:
         job = Job(body, workers, config, {STARTED_BY: "samestep", **kept.environment, **environment}, kept, signals, os.getpid())
         with signals.noted():
-            result = (HostAgent(job, member) if member else Agent(job)).run()
-    if signals.received:
-        _stop_as_asked(signals.received[0])
-    return result
+            return (HostAgent(job, member) if member else Agent(job)).run()
 
 
 def _as_text(value: Any) -> str:

@@ -88,10 +88,17 @@ class Fault:
     @classmethod
     def read(cls, told: Message, at: float) -> Fault:
         """Take what a host told. Raises `KeyError`, `TypeError` or `ValueError` for what makes no sense."""
-        texts = {name: str(told[name]) for name in ("summary", "traceback", "host")}
-        flags = {name: bool(told[name]) for name in ("because_of_others", "from_outside")}
-        step = None if told["step"] is None else int(told["step"])
-        return cls(rank=int(told["rank"]), at=at, status=int(told["status"]), step=step, **texts, **flags)
+        return cls(
+            rank=int(told["rank"]),
+            at=at,
+            summary=str(told["summary"]),
+            traceback=str(told["traceback"]),
+            status=int(told["status"]),
+            because_of_others=bool(told["because_of_others"]),
+            from_outside=bool(told["from_outside"]),
+            step=None if told["step"] is None else int(told["step"]),
+            host=str(told["host"]),
+        )
 
 
 @dataclass

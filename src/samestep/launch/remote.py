@@ -25,7 +25,7 @@ READ_BYTES: Final = 4096
 
 def main() -> NoReturn:
     """Run the command; exit with its status, as a shell tells it."""
-    order = json.loads(sys.stdin.buffer.raw.readline())  # type: ignore[attr-defined]  # unbuffered: what follows is waited for by its file
+    order = json.loads(sys.stdin.buffer.raw.readline())  # type: ignore[union-attr]  # without a buffer, so that nothing is taken of what follows
     try:
         os.chdir(order["directory"])
     except OSError as error:

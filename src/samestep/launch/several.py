@@ -6,7 +6,7 @@ import ipaddress
 import os
 import signal
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,7 @@ class HostAgent:
 
     def _turn(self) -> Mapping[str, Any] | None:
         """Wait for news and see to it. Return the order that ends the run, when it comes."""
-        ready = wait([self._member, *(self._crew.files if self._crew else ()), *self._outputs.files()], LOOK_SECONDS)
+        ready = wait([self._member.fileno(), *(self._crew.files if self._crew else ()), *self._outputs.files()], LOOK_SECONDS)
         for file in self._outputs.files():
             if file in ready:
                 self._outputs.pump(file)
@@ -106,8 +106,8 @@ class HostAgent:
     def _start(self, order: Mapping[str, Any]) -> None:
         self._attempt = order["attempt"]
         self._told, self._due = set(), []
-        attempt = Attempt(self._attempt, order["first_rank"], order["workers"], self._variables())
-        self._crew = Crew(replace(self._job, workers=order["local_workers"]), attempt, self._outputs, self._spares)
+        attempt = Attempt(self._attempt, order["first_rank"], order["local_workers"], order["workers"], self._variables())
+        self._crew = Crew(self._job, attempt, self._outputs, self._spares)
 
     def _variables(self) -> dict[str, str]:
         """Return where the workers of the attempt find each other."""

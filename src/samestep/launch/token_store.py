@@ -61,21 +61,26 @@ class TokenStore(Store):
             raise WorldError(f"the coordinator at {write_address(*address)} refuses this worker: {refused}")
         _open.append(self)
 
+    @property
+    def _patience(self) -> timedelta:
+        found: timedelta = self.timeout  # type: ignore[attr-defined]  # its C++ half keeps it
+        return found
+
     def fileno(self) -> int:
         """Return the file that becomes readable when an answer came, or the coordinator is gone."""
         return self._link.fileno()
 
     def clone(self) -> Store:
-        return TokenStore(*self._made_from, self.timeout)
+        return TokenStore(*self._made_from, self._patience)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key=key, value=_text(value))
 
     def get(self, key: str) -> bytes:
-        return to_bytes(self._wait_for("get", self.timeout, key=key))
+        return to_bytes(self._wait_for("get", self._patience, key=key))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._wait_for("wait", timeout or self.timeout, keys=list(keys))
+        self._wait_for("wait", timeout or self._patience, keys=list(keys))
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask("add", key=key, amount=amount))

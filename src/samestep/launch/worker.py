@@ -28,7 +28,7 @@ ATTEMPT: Final = "SAMESTEP_INTERNAL_ATTEMPT"
 
 @dataclass(frozen=True)
 class Job:
-    """What the `workers` of this host do, and what they share with their launcher."""
+    """What the workers of this host do, at most `workers` at a time, and what they share with their launcher."""
 
     body: Callable[[], Any]
     workers: int
@@ -63,7 +63,7 @@ class Job:
             RANK=str(attempt.first_rank + local_rank),
             WORLD_SIZE=str(attempt.workers),
             LOCAL_RANK=str(local_rank),
-            LOCAL_WORLD_SIZE=str(self.workers),
+            LOCAL_WORLD_SIZE=str(attempt.local_workers),
         )
         os.environ[ATTEMPT] = str(attempt.number)
         self.signals.as_usual()

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
-import traceback
-import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,31 +12,21 @@ import torch
 from samestep.config import merge
 from samestep.data.batches import plan_batches
 from samestep.data.plan import GroupedPlan, ShuffledPlan
-from samestep.data.seeds import key, set_generators
+from samestep.data.seeds import key
 from samestep.data.streams import LaneStream, stream_batches
 from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
-from samestep.launch.kept import Kept
 from samestep.launch.place import find_place
-from samestep.launch.worker import ATTEMPT
-from samestep.record import open_record
-from samestep.run.divergence import DivergenceCheck
 from samestep.run.images import pixels
 from samestep.run.loops import PlannedLoop, run_loop
-from samestep.run.memory import keep_freed_memory, return_freed_memory
-from samestep.run.progress import Position, Progress
+from samestep.run.progress import Position
 from samestep.run.scalars import scalars_of
-from samestep.run.start import agree_on_lanes, find_snapshot, set_aside, set_up_devices, share_gpus
-from samestep.run.stop import StopRequest
-from samestep.snapshot.hot import HotCopies
-from samestep.snapshot.keeper import Keeper
-from samestep.step.backward import Lanes
+from samestep.run.session import Session
 from samestep.step.clip import gradient_norm, scale_gradients
 from samestep.step.lanework import Loss
 from samestep.step.means import Means
 from samestep.step.replicate import replicate
 from samestep.step.shard import Shard, check_shardable
-from samestep.world import connect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +38,6 @@ if TYPE_CHECKING:
     from samestep.data.batch import Batch
     from samestep.data.plan import GroupBy, Plan
     from samestep.launch.place import Place
-    from samestep.snapshot.read import Snapshot
     from samestep.step.lanework import Count, LossFn, Reduction
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -80,46 +63,11 @@ class Run:
 
     def __init__(self, config: Config, place: Place) -> None:
         self.rank, self.workers, self.is_main = place.rank, place.workers, place.rank == 0
-        self.dir = config.dir
-        self.devices = set_up_devices(config, place)
-        self.device = self.devices[0]
-        if self.device.type == "cpu":
-            keep_freed_memory()
-        self._world = connect(place, config, cuda=self.device.type == "cuda", gpus_are_shared=share_gpus(self.devices, place))
-        self._record = open_record(config.dir, writes=self.is_main)
-        hot = HotCopies(Kept.from_environment(os.environ), place, self._world, config.dir, config.hot_every)
-        begun = hot.has_begun(int(os.environ.get(ATTEMPT, "0")))
-        resumed = find_snapshot(config, self._world, self._record, hot, begun=begun)
-        self.lanes = agree_on_lanes(config, place.workers, len(self.devices), resumed)
-        self.config = replace(config, lanes=self.lanes)
-        attempt = self._world.broadcast_object(uuid.uuid4().hex[:8], "starting")
-        if self.is_main and not begun:
-            set_aside(config, resumed, attempt, self._record)
-        self._lanes = Lanes(self._world, config, self.lanes, self.devices)
-        self._keeper = Keeper(config, self._world, self._record, attempt, resumed, hot)
-        self._stop = StopRequest()
-        self._divergence = DivergenceCheck(config.check_every, self._world, self._keeper.tracked)
-        self._progress = Progress(config, self._record, self._keeper, self._stop, self._lanes, self._divergence, resumed)
+        self._session = session = Session(config, place)
+        self.config, self.dir, self.lanes = session.config, config.dir, session.lanes.lanes
+        self.devices, self.device = session.devices, session.devices[0]
+        self._world, self._record, self._lanes, self._progress = session.world, session.record, session.lanes, session.progress
         self._sharded: dict[int, torch.nn.Parameter] = {}  # by id, which is theirs as long as they are here
-        self._resumed_streams: dict[str, dict[int, Any]] = {} if resumed is None else resumed.state.get("streams", {})
-        set_generators(config.seed)
-        self._tell_start(attempt, resumed)
-        hot.begin(self.step, anew=not begun)
-
-    def _tell_start(self, attempt: str, resumed: Snapshot | None) -> None:
-        workers = self._world.all_gather_json({"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}, "starting")
-        options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self.config).items()}
-        self._record.event(
-            "started" if resumed is None else "resumed",
-            attempt=attempt,
-            step=self.step,
-            snapshot=None if resumed is None else str(resumed.path),
-            lanes=self.lanes,
-            workers=workers,
-            devices=[str(device) for device in self.devices],
-            torch=torch.__version__,
-            config=options,
-        )
 
     @property
     def step(self) -> int:
@@ -138,7 +86,7 @@ class Run:
         """
         replicate(module, self.device, self._world)
         self._lanes.add(module)
-        self._divergence.modules.append(module)
+        self._session.divergence.modules.append(module)
         return module
 
     def shard(self, optimizer: Optimizer) -> Optimizer:
@@ -209,8 +157,8 @@ class Run:
         self._progress.settle()
         streams = {lane: LaneStream(make_stream, name, lane, self.config.seed) for lane in self._lanes.own}
         for lane, stream in streams.items():
-            if lane in self._resumed_streams.get(name, {}):
-                stream.load_state_dict(self._resumed_streams[name][lane])
+            if lane in self._session.resumed_streams.get(name, {}):
+                stream.load_state_dict(self._session.resumed_streams[name][lane])
         self._progress.streams[name] = streams
         position = self._progress.positions.setdefault(name, Position())
         return run_loop(stream_batches(streams, self._lanes.own), self._progress, lambda: position.advance(None))
@@ -330,7 +278,7 @@ class Run:
         """Name what a snapshot holds (anything with `state_dict` and `load_state_dict`), and restore it when the run resumes."""
         for name, item in objects.items():
             shard = next((shard for shard in self._lanes.shards if shard.optimizer is item), None)
-            self._keeper.tracked.add(name, item, shard)
+            self._session.keeper.tracked.add(name, item, shard)
             if isinstance(item, torch.optim.Optimizer):
                 self._progress.time_steps(item)
 
@@ -343,34 +291,13 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
-            if kind is None:
-                self._end()
-            elif not issubclass(kind, (SystemExit, KeyboardInterrupt)):
-                self._tell_failure(error)
+            if error is None:
+                self._session.end()
+            elif not isinstance(error, (SystemExit, KeyboardInterrupt)):
+                self._session.tell_failure(error)
         finally:
             self.close()
 
-    def _end(self) -> None:
-        try:
-            self._progress.end_run()
-        except Exception as error:
-            self._tell_failure(error)
-            raise
-
-    def _tell_failure(self, error: BaseException | None) -> None:
-        if error is not None:
-            self._world.whereabouts.tell_failure(error)
-        with suppress(Exception):  # the error that is on its way matters more than its record
-            record = open_record(self.dir, writes=True)
-            trace = "".join(traceback.format_exception(error))
-            record.event("failed", host=socket.gethostname(), rank=self.rank, step=self.step, error=repr(error), traceback=trace)
-            record.close()
-
     def close(self) -> None:
         """Leave the world and put the process back as it was."""
-        self._world.close()  # first: after a failure, others wait for this worker until it has left
-        self._keeper.close()
-        self._record.close()
-        self._stop.close()
-        if self.device.type == "cpu":
-            return_freed_memory()
+        self._session.close()

@@ -25,7 +25,7 @@ Manifest = dict[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.usage = "%(prog)s --image IMAGE --dir DIR --claim CLAIM[:PATH] [--OPTION VALUE ...] [-m] script ..."
+    parser.usage = "%(prog)s --image IMAGE --dir DIR [--claim CLAIM[:PATH]] [--OPTION VALUE ...] [-m] script ..."
     parser.epilog = "Without --apply or --output the manifests are printed. --grace (default here: 120) is how long pods may take to end."
     parser.add_argument("--image", required=True, help="container image with Python, samestep and the script")
     parser.add_argument("--kind", choices=KINDS, default="job", help="job: an Indexed Job, which any cluster has (default); or Kubeflow's")
@@ -71,7 +71,7 @@ def manifests(arguments: argparse.Namespace) -> list[Manifest]:
         raise ConfigError(
             f"--resume {arguments.resume} was given; expected auto: pods that are started again would start there and not go on"
         )
-    pods = Pods(training, arguments.image, arguments.gpus, claims_of(arguments.claim, training.directory))
+    pods = Pods(training, arguments.image, arguments.gpus, claims_of(arguments.claim, training))
     made = [*([token_secret(training.name)] if pods.needs_token else []), *KINDS[arguments.kind](pods)]
     for manifest in made:
         manifest["metadata"].update({"namespace": arguments.namespace} if arguments.namespace else {})

@@ -40,8 +40,7 @@ class Pods:
         if self.needs_token:
             secret = {"name": token_name(self.training.name), "key": "token"}
             variables.append({"name": TOKEN, "valueFrom": {"secretKeyRef": secret}})
-        volumes = {"shared-memory": "/dev/shm", **{f"claim-{number}": path for number, path in enumerate(self.claims)}}  # noqa: S108
-        resources = self._resources()
+        resources, volumes = self._resources(), self._volumes()
         return {
             "terminationGracePeriodSeconds": self.training.grace_seconds,
             "containers": [
@@ -51,16 +50,10 @@ class Pods:
                     "command": self._command(master),
                     "env": variables,
                     **({"resources": {"requests": resources, "limits": dict(resources)}} if resources else {}),
-                    "volumeMounts": [{"name": name, "mountPath": path} for name, path in volumes.items()],
+                    "volumeMounts": [{"name": volume["name"], "mountPath": path} for path, volume in volumes.items()],
                 }
             ],
-            "volumes": [
-                {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # the usual 64 MiB are too few for loader processes
-                *(
-                    {"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}}
-                    for number, claim in enumerate(self.claims.values())
-                ),
-            ],
+            "volumes": list(volumes.values()),
         }
 
     def _command(self, master: str) -> list[str]:
@@ -70,6 +63,15 @@ class Pods:
             return ["python", *arguments]
         nodes = ["--nodes", str(self.training.nodes), "--master", f"{master}:{PORT}"] if self.training.nodes > 1 else []
         return ["samestep", "run", "-n", str(self.training.workers_per_node), *nodes, *arguments]
+
+    def _volumes(self) -> dict[str, dict[str, Any]]:
+        """Return volumes by the paths at which they are mounted."""
+        claims = {
+            path: {"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}}
+            for number, (path, claim) in enumerate(self.claims.items())
+        }
+        # The usual 64 MiB are too few for what loader processes share.
+        return {"/dev/shm": {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, **claims}  # noqa: S108
 
     def _resources(self) -> dict[str, str]:
         cpus = self.training.cpus_per_worker
@@ -81,17 +83,21 @@ class Pods:
         return {name: value for name, value in given.items() if value is not None}
 
 
-def claims_of(texts: Sequence[str], directory: str) -> dict[str, str]:
-    """Read CLAIM[:PATH] as claims by their paths. Raises `ConfigError` where none of them holds the run's directory."""
+def claims_of(texts: Sequence[str], training: Training) -> dict[str, str]:
+    """Read CLAIM[:PATH] as claims by their paths. Raises `ConfigError` where the run's snapshots would go with their pods."""
     claims: dict[str, str] = {}
     for text in texts:
         claim, colon, path = text.partition(":")
-        path = (path if colon else directory).rstrip("/")
+        path = (path if colon else training.directory).rstrip("/")
         if not claim or not path.startswith("/") or path in claims:
             raise ConfigError(f"--claim {text} was given; expected CLAIM or CLAIM:PATH, with an absolute path of its own")
         claims[path] = claim
-    if not any(f"{directory}/".startswith(f"{path}/") for path in claims):
-        raise ConfigError(f"--dir {directory} was given, which goes with its pod; expected it in a claim's path: --claim CLAIM[:PATH]")
+    outlives_pods = any(f"{training.directory}/".startswith(f"{path}/") for path in claims)
+    if not outlives_pods and (training.nodes > 1 or "SAMESTEP_REMOTE" not in training.environment):
+        raise ConfigError(
+            f"--dir {training.directory} was given, which goes with its pod; expected it in a claim's path (--claim CLAIM[:PATH]), or "
+            "for one pod also --remote URL"
+        )
     return claims
 
 

@@ -1,0 +1,114 @@
+"""What a run is made of: put together when it starts, taken apart when it ends, and told to the others when it fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+import uuid
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from samestep.data.seeds import set_generators
+from samestep.launch.kept import Kept
+from samestep.launch.worker import ATTEMPT
+from samestep.record import open_record
+from samestep.run.divergence import DivergenceCheck
+from samestep.run.memory import keep_freed_memory, return_freed_memory
+from samestep.run.progress import Progress
+from samestep.run.start import agree_on_lanes, find_snapshot, set_aside, set_up_devices, share_gpus
+from samestep.run.stop import StopRequest
+from samestep.snapshot.hot import HotCopies
+from samestep.snapshot.keeper import Keeper
+from samestep.step.backward import Lanes
+from samestep.world import connect
+
+if TYPE_CHECKING:
+    from samestep.config import Config
+    from samestep.launch.place import Place
+    from samestep.snapshot.read import Snapshot
+
+
+class Session:
+    """The parts of a run in this worker, from its start to its end; `resumed_streams` are states by name and lane that nobody took yet."""
+
+    def __init__(self, config: Config, place: Place) -> None:
+        self._place = place
+        self._exits = ExitStack()
+        self.devices = set_up_devices(config, place)
+        if self.devices[0].type == "cpu":
+            keep_freed_memory()
+            self._exits.callback(return_freed_memory)
+        self.world = connect(place, config, cuda=self.devices[0].type == "cuda", gpus_are_shared=share_gpus(self.devices, place))
+        try:
+            self._assemble(config)
+        except BaseException as error:
+            self.world.whereabouts.tell_failure(error)
+            self.close()
+            raise
+
+    def _assemble(self, config: Config) -> None:
+        world, place = self.world, self._place
+        self.record = open_record(config.dir, writes=place.rank == 0)
+        self._exits.callback(self.record.close)
+        hot = HotCopies(Kept.from_environment(os.environ), place, world, config.dir, config.hot_every)
+        begun = hot.has_begun(int(os.environ.get(ATTEMPT, "0")))
+        resumed = find_snapshot(config, world, self.record, hot, begun=begun)
+        lanes = agree_on_lanes(config, place.workers, len(self.devices), resumed)
+        self.config = replace(config, lanes=lanes)
+        attempt = world.broadcast_object(uuid.uuid4().hex[:8], "starting")
+        if place.rank == 0 and not begun:
+            set_aside(config, resumed, attempt, self.record)
+        self.lanes = Lanes(world, config, lanes, self.devices)
+        self.keeper = Keeper(config, world, self.record, attempt, resumed, hot)
+        self._exits.callback(self.keeper.close)
+        self.stop = StopRequest()
+        self._exits.callback(self.stop.close)
+        self.divergence = DivergenceCheck(config.check_every, world, self.keeper.tracked)
+        self.progress = Progress(config, self.record, self.keeper, self.stop, self.lanes, self.divergence, resumed)
+        self.resumed_streams: dict[str, dict[int, Any]] = {} if resumed is None else resumed.state.get("streams", {})
+        set_generators(config.seed)
+        self._tell_start(attempt, resumed)
+        hot.begin(self.progress.step, anew=not begun)
+
+    def _tell_start(self, attempt: str, resumed: Snapshot | None) -> None:
+        worker = {"rank": self._place.rank, "host": socket.gethostname(), "pid": os.getpid()}
+        options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self.config).items()}
+        self.record.event(
+            "started" if resumed is None else "resumed",
+            attempt=attempt,
+            step=self.progress.step,
+            snapshot=None if resumed is None else str(resumed.path),
+            lanes=self.config.lanes,
+            workers=self.world.all_gather_json(worker, "starting"),
+            devices=[str(device) for device in self.devices],
+            torch=torch.__version__,
+            config=options,
+        )
+
+    def end(self) -> None:
+        """Keep the last step; what fails then is told like any other failure."""
+        try:
+            self.progress.end_run()
+        except Exception as error:
+            self.tell_failure(error)
+            raise
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Tell the other workers, so that all end, and the record."""
+        self.world.whereabouts.tell_failure(error)
+        with suppress(Exception):  # the error that is on its way matters more than its record
+            record = open_record(self.config.dir, writes=True)
+            trace = "".join(traceback.format_exception(error))
+            host, rank, step = socket.gethostname(), self._place.rank, self.progress.step
+            record.event("failed", host=host, rank=rank, step=step, error=repr(error), traceback=trace)
+            record.close()
+
+    def close(self) -> None:
+        """Leave the world and put the process back as it was."""
+        self.world.close()  # first: after a failure, others wait for this worker until it has left
+        self._exits.close()
