@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 NODES = ("127.0.0.1", "127.0.0.2")
 CPUS = 4  # as Slurm sees them; no task is bound to any
 COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
+MOST_JOBS = 1_000_000
 START_SECONDS = 30.0
 STOP_SECONDS = 10.0
 CONFIGURATION = """
@@ -44,6 +45,7 @@ SelectType=select/cons_tres
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 SlurmdParameters=config_overrides
+FirstJobId={first_job}
 SchedulerParameters=bf_interval=1,sched_min_interval=0
 ReturnToService=2
 SlurmdTimeout=10
@@ -107,7 +109,9 @@ def _configure(directory: Path) -> None:
     (directory / "state").mkdir()
     host = socket.gethostname()
     nodes = "\n".join(f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={free_port()} CPUs={CPUS}" for node in NODES)
-    text = CONFIGURATION.format(host=host, controller_port=free_port(), user=getpass.getuser(), directory=directory, nodes=nodes)
+    first_job = 1 + secrets.randbelow(MOST_JOBS)  # jobs of clusters that run side by side would have the same numbers, and so ports
+    user, port = getpass.getuser(), free_port()
+    text = CONFIGURATION.format(host=host, controller_port=port, user=user, directory=directory, nodes=nodes, first_job=first_job)
     (directory / "slurm.conf").write_text(text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ class Fault:
         (run.dir / "fault").write_text(str(os.getpid()))
         while self.does == "wait" and not run._session.stop.received:
             time.sleep(0.01)
+        if self.does == "kill" and os.environ["SAMESTEP_INTERNAL_ATTEMPT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.does == "raise":
             raise ValueError("the data is wrong")
 

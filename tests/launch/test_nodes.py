@@ -1,128 +1,76 @@
-"""Runs on several hosts, which are network namespaces, from start to end and through the loss of hosts."""
-
 from __future__ import annotations
-
-import json
-import signal
-import subprocess
 
 import pytest
 
-from tests.jobs import image_job, left_by, left_in
-from tests.launch.nodes import JOB, PORT, launchers
-from tests.launch.processes import end_soon
-from tests.namespaces import hosts
+from samestep import cli
+from samestep.config import TOKEN
+from samestep.launch import command
+from samestep.launch.nodes import Gathering, Nodes
 
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """What one worker on one host leaves of the job."""
-    return left_by(image_job, tmp_path_factory.mktemp("alone"), 1, lanes=8, snapshot_every=1)
+SECRET = "a secret of the tests"
 
 
 @pytest.fixture
-def nodes():
-    with hosts(2) as found:
-        yield found
+def gathered(monkeypatch):
+    """Run `samestep run` with flags, whose script is never run; return where it would gather, or its exit status."""
+
+    def gather(*flags):
+        found = []
+        monkeypatch.setattr(command, "run_script", lambda *_, gathering, **__: found.append(gathering))
+        status = cli.main(["run", *flags, "train.py"])
+        return found[0] if found else status
+
+    return gather
 
 
-@pytest.fixture
-def start(nodes, tmp_path):
-    """Start a launcher on a host by its number, with the job in the folder `run`."""
-    with launchers() as start_on:
-
-        def start_launcher(number, *flags, fault=None):
-            flags = ["run", "--master", f"{nodes[0].address}:{PORT}", *flags, str(JOB), str(tmp_path / "run")]
-            return start_on(nodes[number], tmp_path / f"log-{number}", *flags, *([json.dumps(fault)] if fault else []))
-
-        yield start_launcher
+def test_flags_say_where_hosts_gather(gathered, monkeypatch, tmp_path):
+    monkeypatch.setenv(TOKEN, SECRET)
+    assert gathered("--nodes", "2", "--master", "node1:29400") == Gathering(("node1", 29400), SECRET, Nodes(2, 2))
+    assert gathered("--nodes", "1:4", "--master", "node1:29400").nodes == Nodes(1, 4)
+    file = tmp_path / "token"
+    file.write_text(f"{SECRET[::-1]}\n")
+    file.chmod(0o600)
+    assert gathered("--nodes", "2", "--master", "node1:29400", "--token-file", str(file)).token == SECRET[::-1]
 
 
-def at(workers, rank, step, does):
-    return {"workers": workers, "rank": rank, "step": step, "does": does}
+def test_without_them_this_host_is_alone(gathered):
+    assert gathered() is None
+    assert gathered("--nodes", "1") is None
 
 
-def left_by_nodes(folder):
-    return left_in(image_job, folder, lanes=8)
+@pytest.mark.parametrize("nodes", ["0", "x", "2:1", "1:", ":2", "1:2:3", "-1", "1.5", "٣", "9999999"])
+def test_a_number_of_nodes_that_makes_no_sense_is_named(gathered, capsys, nodes):
+    assert gathered(f"--nodes={nodes}", "--master", "node1:1") == 2
+    assert f"--nodes {nodes} was given; expected a number of hosts such as 2" in capsys.readouterr().err
 
 
-def test_two_hosts_leave_the_same_bits_as_one_worker(start, alone, tmp_path):
-    one, other = start(0, "--nodes", "2", "-n", "1"), start(1, "--nodes", "2", "-n", "2")
-    assert one.end() == other.end() == 0, one.output() + other.output()
-    assert "trained at 3 workers" in one.output()
-    assert "[2] trained at 3 workers" in other.output()
-    assert left_by_nodes(tmp_path / "run") == alone
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--nodes", "2"], "--nodes 2 was given without --master"),
+        (["--master", "node1:29400"], "--master node1:29400 was given without --nodes"),
+        (["--nodes", "2", "--master", "node1"], "--master='node1' was given; expected HOST:PORT"),
+        (["--nodes", "2", "--master", "node1:29400"], "--nodes 2 was given, and no token; make one by `python -c"),
+        (["--nodes", "2", "--master", "node1:29400", "--token-file", "none"], "--token-file none was given, and cannot be read"),
+        (["--ssh", "rsh"], "--ssh 'rsh' was given without --hosts"),
+    ],
+)
+def test_flags_that_do_not_fit_are_named(gathered, capsys, flags, said):
+    assert gathered(*flags) == 2
+    assert said in capsys.readouterr().err
 
 
-def test_a_host_that_is_killed_is_left_out(start, alone, tmp_path):
-    fault = at(2, 1, 3, "wait")
-    one, other = start(0, "--nodes", "1:2", fault=fault), start(1, "--nodes", "1:2", fault=fault)
-    one.wait_until((tmp_path / "run" / "fault").exists)
-    other.send(signal.SIGKILL)
-    assert one.end() == 0, one.output()
-    assert "trained at 1 workers" in one.output()
-    assert end_soon([int((tmp_path / "run" / "fault").read_text())])
-    assert left_by_nodes(tmp_path / "run") == alone
+def test_a_short_token_is_an_error_that_does_not_tell_it(gathered, capsys, monkeypatch):
+    monkeypatch.setenv(TOKEN, "hunter2")
+    assert gathered("--nodes", "2", "--master", "node1:29400") == 2
+    told = capsys.readouterr().err
+    assert f"{TOKEN} has 7 characters; expected at least 16" in told
+    assert "hunter2" not in told
 
 
-def test_a_host_that_is_killed_is_replaced(start, alone, tmp_path):
-    fault = at(2, 1, 3, "wait")
-    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
-    one.wait_until((tmp_path / "run" / "fault").exists)
-    other.send(signal.SIGKILL)
-    one.wait_for("was lost")
-    another = start(1, "--nodes", "2")
-    assert one.end() == another.end() == 0, one.output() + another.output()
-    assert "trained at 2 workers" in one.output()
-    assert left_by_nodes(tmp_path / "run") == alone
-
-
-def test_a_host_that_comes_later_is_taken_in_and_a_stranger_is_not(start, nodes, alone, tmp_path):
-    one = start(0, "--nodes", "1:2", fault=at(1, 0, 3, "wait"))
-    one.wait_until((tmp_path / "run" / "fault").exists)
-    subprocess.run(nodes[1].command("bash", "-c", f"echo garbage > /dev/tcp/{nodes[0].address}/{PORT}"), check=True)
-    one.wait_for(f"a connection from {nodes[1].address} is refused")
-    other = start(1, "--nodes", "1:2")
-    assert one.end() == other.end() == 0, one.output() + other.output()
-    assert "trained at 2 workers" in one.output()
-    assert left_by_nodes(tmp_path / "run") == alone
-
-
-def test_the_first_failure_is_told_whole_on_the_first_host_and_in_a_line_on_others(start, tmp_path):
-    fault = at(2, 1, 3, "raise")
-    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
-    assert one.end() == other.end() == 1
-    told = "worker 1 failed first: ValueError: the data is wrong [step 3, host "
-    assert one.output().count(told) == other.output().count(told) == 1
-    assert one.output().count("Traceback") == 1
-    assert "Traceback" not in other.output()
-
-
-def test_a_signal_on_one_host_lets_all_snapshot_and_stop(start, tmp_path):
-    fault = at(2, 0, 3, "wait")
-    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
-    one.wait_until((tmp_path / "run" / "fault").exists)
-    other.send(signal.SIGTERM)
-    assert one.end() == other.end() == -signal.SIGTERM
-    assert (tmp_path / "run" / "step-00000004" / "manifest.json").exists()
-
-
-def test_nothing_is_left_when_the_first_host_is_killed(start, tmp_path):
-    fault = at(2, 1, 3, "wait")
-    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
-    one.wait_until((tmp_path / "run" / "fault").exists)
-    one.send(signal.SIGKILL)
-    assert other.end() == 1
-    assert "has lost the first host of the run" in other.output()
-    assert end_soon([int((tmp_path / "run" / "fault").read_text())])
-
-
-def test_a_host_whose_cable_is_pulled_is_left_out_and_ends(start, nodes, alone, tmp_path):
-    fault = at(2, 1, 3, "wait")
-    one, other = start(0, "--nodes", "1:2", fault=fault), start(1, "--nodes", "1:2", fault=fault)
-    one.wait_until((tmp_path / "run" / "fault").exists)
-    nodes[1].plug(into=False)
-    assert one.end() == 0, one.output()
-    assert other.end() == 1
-    assert "nothing was heard of it for" in other.output()
-    assert left_by_nodes(tmp_path / "run") == alone
+def test_a_token_that_others_may_read_is_an_error(gathered, capsys, tmp_path):
+    file = tmp_path / "token"
+    file.write_text(SECRET)
+    file.chmod(0o644)
+    assert gathered("--nodes", "2", "--master", "node1:29400", "--token-file", str(file)) == 2
+    assert f"chmod 600 {file}" in capsys.readouterr().err

@@ -147,3 +147,31 @@ def test_break_counts_a_step_that_was_updated_and_no_other(tmp_path):
         assert len(run.batches(images(10), 4, name="looked at")) == 3
         assert run.step == 1
     assert snapshots(tmp_path) == steps_of(1)
+
+
+class Signalled:
+    """Tracked state that sends its worker SIGTERM while it is copied for the third time."""
+
+    def __init__(self):
+        self.copies = 0
+
+    def state_dict(self):
+        self.copies += 1
+        if self.copies == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_signal_while_a_snapshot_is_taken_loses_nothing(tmp_path):
+    def body():
+        with ss.init(dir=tmp_path, lanes=4, snapshot_every=1) as run:
+            run.track(signalled=Signalled())
+            image_job(run)
+
+    outcomes = try_workers(body, 2)
+    assert [outcome.exitcode for outcome in outcomes] == [128 + signal.SIGTERM] * 2
+    (stopped,) = events(tmp_path, "stopped")
+    assert snapshots(tmp_path)[-1] == f"step-{stopped['step']:08d}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from base64 import b64decode, b64encode
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+MOST_SECONDS: Final = 1e9
 
 
 class Keys:
@@ -22,16 +24,16 @@ class Keys:
         """Do what is asked. Raises `ValueError` for a request that makes no sense."""
         try:
             return await self._answer(request)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"no request to a store: {error}") from error
 
     async def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         match request["do"]:
             case "wait":
-                return await self._wait(_texts(request["keys"]), float(request["seconds"]))
+                return await self._wait(_texts(request["keys"]), _seconds(request["seconds"]))
             case "get":
                 (key,) = keys = _texts([request["key"]])
-                return await self._wait(keys, float(request["seconds"])) or {"value": to_text(self._values[key])}
+                return await self._wait(keys, _seconds(request["seconds"])) or {"value": to_text(self._values[key])}
             case "check":
                 return {"value": all(key in self._values for key in _texts(request["keys"]))}
             case "count":
@@ -92,6 +94,13 @@ def to_text(value: bytes) -> str:
 def to_bytes(text: str) -> bytes:
     """Read what `to_text` wrote. Raises `ValueError`."""
     return b64decode(text, validate=True)
+
+
+def _seconds(number: Any) -> float:
+    seconds = float(number)
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise ValueError(f"a store cannot wait {seconds} s")
+    return seconds
 
 
 def _texts(keys: Any) -> list[str]:

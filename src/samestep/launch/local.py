@@ -89,4 +89,6 @@ def _as_text(value: Any) -> str:
 def _stop_as_asked(number: signal.Signals) -> None:
     """Let a signal do, now that the workers have ended, what it does without workers: mostly end this process."""
     signal.raise_signal(number)
+    if signal.getsignal(number) is signal.SIG_DFL:  # the first process of a container outlives it
+        raise SystemExit(128 + number)
     raise LaunchError(f"stopped by {number.name}")

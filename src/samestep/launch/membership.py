@@ -177,7 +177,7 @@ class Membership:
         node.heard_at = now
         try:
             self._hear(node, message, now)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"a host told {dict(message)!r:.200}") from error
 
     def _hear(self, node: Node, message: Message, now: float) -> None:
@@ -192,7 +192,7 @@ class Membership:
                 node.ready = True
                 self._room_at = min(self._room_at, now + SETTLE_SECONDS)
             case "failed" if present:
-                self._note(Fault.read(message["failure"], now - float(message["age"])))
+                self._note(Fault.read(message["failure"], now - max(0.0, float(message["age"]))))
             case "ended" if present:
                 node.busy = False
             case "failed" | "ended":

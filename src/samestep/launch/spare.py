@@ -16,9 +16,9 @@ import torch
 
 from samestep.launch.crew import Attempt
 from samestep.launch.output import print_to
+from samestep.launch.parent import end_with_parent
 from samestep.launch.preload import no_collection
 from samestep.launch.report import Report
-from samestep.launch.worker import end_with
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,7 +96,7 @@ class Spare:
 
 
 def _stand_by(job: Job, local_rank: int, modules: Sequence[str], connection: socket.socket) -> None:
-    end_with(job.launcher_pid)
+    end_with_parent(job.launcher_pid)
     torch.set_num_threads(job.config.threads)  # first: inherited pools of threads have no threads after a fork
     nowhere = os.open(os.devnull, os.O_WRONLY)
     print_to([nowhere, os.dup(nowhere)])

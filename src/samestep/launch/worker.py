@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import os
-import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
+from samestep.launch.parent import end_with_parent
 from samestep.launch.report import Failure, Report
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from samestep.launch.kept import Kept
     from samestep.launch.signals import StopSignals
 
-PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>
 ATTEMPT: Final = "SAMESTEP_INTERNAL_ATTEMPT"
 
 
@@ -55,7 +53,7 @@ class Job:
     def _settle(self, attempt: Attempt, local_rank: int) -> None:
         """Become a process of its own: its own threads, session, environment and signals."""
         torch.set_num_threads(self.config.threads)  # first: inherited pools of threads have no threads after a fork
-        end_with(self.launcher_pid)
+        end_with_parent(self.launcher_pid)  # one that went on would meet the next attempt's workers in its files
         os.setsid()  # Ctrl-C reaches the launcher alone, which passes it on once; and one kill reaches all that a worker started
         os.environ.update(self.environment)
         os.environ.update(attempt.environment)
@@ -81,10 +79,3 @@ class Job:
             report.leave_failure(failure)
             return failure.status
         return 0
-
-
-def end_with(launcher_pid: int) -> None:
-    """Die at once when the launcher is gone; a worker that went on would meet the next attempt's workers in its files."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher_pid:
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -128,7 +128,6 @@ class Progress:
         self.epoch = self._open.complete()
         self._note_seconds(self._open.batch)
         self._open = None
-        self._stop.deferring = False
         self.step += 1
         self._divergence.take(self.step)
         self._keeper.hot.tell_step(self.step)
@@ -149,12 +148,14 @@ class Progress:
             self._keep()
         if signal:
             self._stop_here(signal)
+        self._stop.deferring = False
 
     def settle(self) -> None:
         """Count a step that was left by break after an update as done."""
         if self._open is not None and self._open.left and self._open.updates:
             self._open.batch.load()
             self.end_step()
+            self._stop.deferring = False
 
     def snapshot(self, score: float | None) -> None:
         """Take a snapshot now, or at the end of the step whose body runs."""
@@ -166,8 +167,11 @@ class Progress:
     def end_run(self) -> None:
         """Keep the last step; returns when its snapshot is whole."""
         self.settle()
+        self._stop.deferring = True
         self._keep()
         self._finish("finished")
+        if self._stop.received:
+            self._stop.act(self._stop.received)
 
     def next_call(self) -> tuple[int, int]:
         """Return what numbers a backward call within the run: the step, and how many came before in it."""

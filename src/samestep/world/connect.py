@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from samestep.errors import ConfigError
+from samestep.launch.interface import reached_from
 from samestep.world.alone import Alone
 from samestep.world.distributed import Distributed
 from samestep.world.formation import form
@@ -30,5 +31,9 @@ def connect(place: Place, config: Config, *, cuda: bool, gpus_are_shared: bool =
     nccl = cuda and not gpus_are_shared
     formation = form(place, config.patience, share=not nccl)
     on_one_host = formation.mesh is not None and len(formation.hosts) == 1
-    world = Shared(formation) if on_one_host else Distributed(formation, cuda=nccl)
+    if on_one_host:
+        world: World = Shared(formation)
+    else:
+        with reached_from(place.address):
+            world = Distributed(formation, cuda=nccl)
     return Staged(world) if gpus_are_shared else world

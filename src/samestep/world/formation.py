@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NAMESPACES = ("net", "pid", "user")  # in which sockets without a file, processes and users have one name for all
 NEEDED = ("memfd_create", "pidfd_open")
-START_SECONDS: Final = 30.0  # at most, for all to come: what is started together comes together
+START_SHARE: Final = 0.25  # of the patience, for all to come: what is started together comes together
+LEAST_START_SECONDS: Final = 30.0  # unless that is more than the patience
 PART_SECONDS: Final = 1.0
 PAUSE_SECONDS: Final = 0.0005  # between looks who came
 UNFORMED: Final = "unformed"  # the key of why no world forms
@@ -72,7 +73,7 @@ class Formation:
 
 def form(place: Place, patience_seconds: float, *, share: bool) -> Formation:
     """Meet the other workers; with `share`, find those that share this one's memory. Raises `WorldError` where some do not come."""
-    seconds = min(patience_seconds, START_SECONDS)
+    seconds = max(START_SHARE * patience_seconds, min(patience_seconds, LEAST_START_SECONDS))
     home = _home(place) if share else None
     try:
         store, line = open_store(place, f"samestep/{next(_worlds_formed)}", seconds)

@@ -101,13 +101,14 @@ def _store(place: Place, seconds: float) -> tuple[Store, Bell, bool]:
     )
     if listener is not None:
         bell = _ring(place, time.monotonic() + seconds)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store from one attempt to the next
+    # torchrun's own store stays from one attempt to the next; its count of them may differ between hosts where rank 0's is used instead.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _launcher_has_store() else "0"
     return PrefixStore(f"attempt/{attempt}", store), bell, listener is not None
 
 
 def _listener(place: Place) -> socket.socket | None:
     """Return where rank 0 lets the others in; None where a launcher does, or another rank 0 came first: that will be found out."""
-    if place.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if place.rank != 0 or _launcher_has_store():
         return None
     try:
         if place.address.startswith(LOOPBACK):
@@ -120,6 +121,10 @@ def _listener(place: Place) -> socket.socket | None:
         if error.errno == errno.EADDRINUSE:
             return None
         raise
+
+
+def _launcher_has_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _ring(place: Place, deadline: float) -> socket.socket:
