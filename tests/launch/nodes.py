@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -38,6 +39,7 @@ class Launcher:
         self.pid = self._process.pid
 
     def _run(self, host, arguments):
+        atexit._clear()  # what the tests' process does at its end is not to be done here
         file = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)

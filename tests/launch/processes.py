@@ -39,11 +39,16 @@ def listening(pid):
     return {tuple(row[1].split(":")) for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
-def _runs(pid):
+def state(pid):
+    """Return the letter by which the kernel tells what a process does, None where there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return None
+
+
+def _runs(pid):
+    return state(pid) not in {None, "Z"}
 
 
 def children(pid):

@@ -190,7 +190,7 @@ def test_a_host_with_another_token_is_told_so(leader):
 
 def test_a_host_with_other_nodes_is_refused(leader, terminal):
     with (
-        pytest.raises(LaunchError, match=r"refuses this one: its --nodes is '2:2', and '1:1' on the first host"),
+        pytest.raises(LaunchError, match=r"refuses this one: its --nodes is '2', and '1' on the first host"),
         other(leader, Nodes(2, 2)),
     ):
         pass
@@ -213,8 +213,14 @@ def test_a_master_that_does_not_answer_is_named(monkeypatch):
     monkeypatch.setattr(member_module, "HELLO_SECONDS", 0.1)
     with (
         pytest.raises(LaunchError, match=r"--master 192\.0\.2\.1:29400 was given, and did not answer within 0\.3 s"),
-        take_part(gathering, 1, None),
+        take_part(gathering, 1, Config()),
     ):
+        pass
+
+
+def test_hosts_that_may_come_and_go_need_lanes():
+    gathering = Gathering(("127.0.0.1", 29411), SECRET, Nodes(1, 2))
+    with pytest.raises(ConfigError, match=r"--nodes 1:2 was given without --lanes"), take_part(gathering, 1, Config()):
         pass
 
 
@@ -222,7 +228,7 @@ def test_a_name_that_is_the_loopback_here_is_refused(monkeypatch):
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29411))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
     gathering = Gathering(("node1", 29411), SECRET, Nodes(2, 2))
-    with pytest.raises(ConfigError, match=r"node1 is 127\.0\.1\.1, which no other host reaches"), take_part(gathering, 1, None):
+    with pytest.raises(ConfigError, match=r"node1 is 127\.0\.1\.1, which no other host reaches"), take_part(gathering, 1, Config()):
         pass
 
 

@@ -150,5 +150,5 @@ def test_an_address_is_a_host_and_a_port(host, text):
 
 @pytest.mark.parametrize("text", ["", "node1", ":1", "node1:", "node1:0", "node1:65536", "node1:x", "node1:1٣", "fd00::1:29400", "[]:1"])
 def test_what_is_no_address_is_named(text):
-    with pytest.raises(ConfigError, match=r"--master='.*' was given; expected HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"--master '.*' was given; expected HOST:PORT"):
         parse_address(text, "--master")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from itertools import accumulate
 from random import Random
 
@@ -298,8 +299,31 @@ def test_hosts_whose_workers_do_not_end_are_given_up(two):
     "message", [{}, {"tell": None}, {"tell": "failed", "attempt": 0}, {"tell": "beat", "step": "x"}, {"tell": "signalled", "signal": None}]
 )
 def test_what_makes_no_sense_is_an_error(two, message):
-    with pytest.raises(ValueError, match=r"told|invalid"):
+    with pytest.raises(ValueError, match=r"told|valid"):
         two.membership.hear(two.nodes["a"], message, two.now)
+
+
+def test_any_message_is_taken_or_an_error():
+    random = Random(0)
+    values = [None, True, 0, -1, 15, 10**30, 0.5, float("inf"), float("nan"), "", "x", [], {}, {"rank": 0}]
+    failure = dict.fromkeys(["rank", "summary", "traceback", "status", "because_of_others", "from_outside", "step", "host"])
+    hosts = Hosts()
+    taken = 0
+    for _ in range(20_000):
+        if not hosts.nodes or hosts.membership.phase is Phase.OVER:
+            hosts = Hosts(most=1)
+            hosts.join("a")
+            hosts.wait(0)
+        names = random.sample(["attempt", "step", "age", "failure", "signal", "again"], k=random.randrange(7))
+        message = {name: random.choice(values) for name in names}
+        message["tell"] = random.choice(["beat", "ready", "failed", "ended", "signalled", random.choice(values)])
+        if "failure" in message:
+            message["failure"] = {name: random.choice(values) for name in failure}
+        with suppress(ValueError):
+            hosts.membership.hear(hosts.nodes["a"], message, hosts.now)
+            taken += 1
+        hosts.wait(random.choice([0, 0, 0, 1]))
+    assert taken > 1000
 
 
 def happen(hosts, name, node, random):

@@ -15,8 +15,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from samestep.errors import SamestepError, WorkerError
 from samestep.launch.crew import Attempt, Crew
+from samestep.launch.nursery import Nursery
 from samestep.launch.output import Outputs
-from samestep.launch.spare import Spares
 from samestep.record import open_record
 
 if TYPE_CHECKING:
@@ -45,15 +45,15 @@ class Agent:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._outputs = Outputs(hurried=lambda: bool(job.signals.received))
-        self._spares = Spares(job)
+        self._nursery = Nursery(job)
         self._in_vain = 0  # attempts in a row that made no new step
         self._furthest = -1
 
     def run(self) -> Any:
         """Return rank 0's result. Raises `WorkerError` for the first worker that failed, `LaunchError` where none could be started."""
-        with self._outputs, self._spares:
+        with self._outputs, self._nursery:
             for number in count():
-                with Store() as store, closing(Crew(self._job, self._attempt(number, store), self._outputs, self._spares)) as crew:
+                with Store() as store, closing(Crew(self._job, self._attempt(number, store), self._outputs, self._nursery)) as crew:
                     self._see_to_end(crew)
                     first = crew.first_failure()
                     if self._job.signals.received or first is None:
@@ -77,7 +77,7 @@ class Agent:
             self._outputs.flush()
             crew.look()
             self._outputs.keep_in(self._job.kept.directory)
-            self._spares.prepare()
+            self._nursery.prepare()
             first, received = crew.first_failure(), self._job.signals.received
             if first is not None and not received and self._may_go_on(first[1]):
                 return

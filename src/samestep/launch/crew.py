@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from multiprocessing.context import ForkProcess
 
-    from samestep.launch.output import Outputs
-    from samestep.launch.spare import Spares
+    from samestep.launch.nursery import Nursery, Nursling
+    from samestep.launch.output import Outputs, Pipes
     from samestep.launch.worker import Job
 
 FORK: Final = multiprocessing.get_context("fork")
@@ -43,10 +43,10 @@ class Attempt:
 class Crew:
     """Workers by rank: those in `running`, and in `failures` how others failed; whoever is in neither has ended well."""
 
-    def __init__(self, job: Job, attempt: Attempt, outputs: Outputs, spares: Spares) -> None:
-        """Fork the workers, or let spares become them. Raises `LaunchError` if that fails, when none is left."""
+    def __init__(self, job: Job, attempt: Attempt, outputs: Outputs, nursery: Nursery) -> None:
+        """Fork the workers, here or in the nursery. Raises `LaunchError` if that fails, when none is left."""
         self.failures: dict[int, Failure] = {}
-        self.running: dict[int, ForkProcess] = {}
+        self.running: dict[int, ForkProcess | Nursling] = {}
         self.reports: dict[int, Report] = {}
         self._kept, self._patience = job.kept, job.config.patience
         self._stopped_since: dict[int, float] = {}
@@ -57,19 +57,16 @@ class Crew:
         try:
             with no_collection():  # each worker freezes what it inherits before it collects again
                 for local_rank in range(attempt.local_workers):
-                    self._start(job, attempt, local_rank, outputs, spares)
+                    self._start(job, attempt, local_rank, outputs, nursery)
         except OSError as error:
             self.close()
             raise LaunchError(f"workers could not be started: {error}") from error
 
-    def _start(self, job: Job, attempt: Attempt, local_rank: int, outputs: Outputs, spares: Spares) -> None:
+    def _start(self, job: Job, attempt: Attempt, local_rank: int, outputs: Outputs, nursery: Nursery) -> None:
         rank = attempt.first_rank + local_rank
         report = self.reports[rank] = Report()
         with outputs.pipes_of(rank) as pipes:
-            process = spares.become_worker(attempt, local_rank, report, pipes)
-            if process is None:
-                process = FORK.Process(target=job.work, args=(attempt, local_rank, report, pipes.take_over), name=f"worker {rank}")
-                process.start()
+            process = nursery.start(attempt, local_rank, report, pipes) or _forked(job, attempt, local_rank, report, pipes)
         assert process.pid is not None  # noqa: S101  it has been started
         self.running[rank] = process
         self._groups.append(process.pid)
@@ -146,6 +143,12 @@ class Crew:
     def result(self) -> Any:
         """Return rank 0's result, None where it is on another host."""
         return self.reports[0].result() if 0 in self.reports else None
+
+
+def _forked(job: Job, attempt: Attempt, local_rank: int, report: Report, pipes: Pipes) -> ForkProcess:
+    process = FORK.Process(target=job.work, args=(attempt, local_rank, report, pipes.take_over))
+    process.start()
+    return process
 
 
 def _is_stopped(pid: int | None) -> bool:

@@ -112,7 +112,7 @@ def run_on_hosts(arguments: argparse.Namespace, options: Mapping[str, Any], envi
             command = ["run", *common, f"--workers={host.workers or arguments.workers}", *script]
             order = {"arguments": command, "directory": str(Path.cwd()), "environment": passed_on}
             shells.append(exits.enter_context(Shell(host, shlex.split(arguments.ssh or REMOTE_SHELL), order)))
-        Watch(shells, signals, patience, may_fail=len(hosts) - nodes.least).see_to_end()
+        Watcher(shells, signals, patience, may_fail=len(hosts) - nodes.least).see_to_end()
     if signals.received:
         signal.raise_signal(signals.received[0])
     statuses = [shell.status or 0 for shell in shells]  # all have ended
@@ -170,7 +170,7 @@ class Shell:
             self._input.close()
 
 
-class Watch:
+class Watcher:
     """Passes on what hosts print, and signals to them; where more fail than `may_fail`, or the first host ends, all are ended."""
 
     def __init__(self, shells: Sequence[Shell], signals: StopSignals, patience: float, *, may_fail: int) -> None:
@@ -185,13 +185,15 @@ class Watch:
             for shell in self._shells:
                 for pipe, screen in zip(shell.outputs, (sys.stdout, sys.stderr), strict=True):
                     selector.register(pipe, selectors.EVENT_READ, screen)
-            while selector.get_map() or any(shell.status is None for shell in self._shells):
-                for key, _ in selector.select(LOOK_SECONDS):
+            while True:
+                events = selector.select(LOOK_SECONDS)
+                for key, _ in events:
                     if not self._pass_on(key.fileobj, key.data):
                         selector.unregister(key.fileobj)
                 self._pass_on_signals()
-                if self._end_in_time(time.monotonic()):
-                    return
+                all_ended = all(shell.status is not None for shell in self._shells)
+                if (all_ended and not events) or self._end_in_time(time.monotonic()):
+                    return  # without an end of their output, which what a shell leaves in the background may hold open
 
     def _pass_on(self, pipe: Any, screen: TextIO) -> bool:
         """Print what came, in whole lines; return False at its end."""

@@ -71,13 +71,13 @@ class Kept:
         os.pwrite(self.modules, json.dumps(names).encode(), 0)
 
     @property
-    def modules_missing(self) -> list[str]:
-        """Those that a worker told of and this process lacks; none before that."""
+    def modules_told(self) -> list[str] | None:
+        """What `tell_modules` said, None before that."""
         try:
             names: list[str] = json.loads(os.pread(self.modules, _MOST_MODULES, 0))
-        except ValueError:  # not told, or being told
-            return []
-        return [name for name in names if name not in sys.modules]
+        except ValueError:  # not yet, or being said
+            return None
+        return names
 
 
 @contextmanager

@@ -191,7 +191,7 @@ class Link:
                 return messages
             raise
         finally:
-            self._socket.settimeout(HELLO_SECONDS)
+            self._socket.settimeout(ANSWER_SECONDS)
 
     def close(self) -> None:
         """Close the connection."""
@@ -237,7 +237,7 @@ def parse_address(text: str, name: str) -> tuple[str, int]:
     elif ":" in host:
         host = ""
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):
-        raise ConfigError(f"{name}={text!r} was given; expected HOST:PORT, as in node1:29400 or [fd00::1]:29400")
+        raise ConfigError(f"{name} {text!r} was given; expected HOST:PORT, as in node1:29400 or [fd00::1]:29400")
     return host, int(port)
 
 

@@ -87,14 +87,21 @@ class Member:
 def take_part(gathering: Gathering, workers: int, config: Config) -> Iterator[Member]:
     """Join the other hosts with so many workers, from this process before it has threads; lead them where the master's address is here.
 
-    Raises `ConfigError` for an address that cannot be used, `LaunchError` when the first host does not answer, or refuses this one.
+    Raises `ConfigError` for an address that cannot be used, or without lanes where hosts may come and go; `LaunchError` when the first
+    host does not answer, or refuses this one.
     """
+    nodes = gathering.nodes
+    if nodes.least < nodes.most and config.lanes is None:
+        raise ConfigError(
+            f"--nodes {nodes} was given without --lanes; expected, where hosts may come and go, as many lanes as there will ever be "
+            "workers: the result depends on them"
+        )
     address = write_address(*gathering.master)
     listener = _listen(gathering.master)
     coordinator = member = None
     try:
         if listener is not None:
-            terms = Terms(gathering.nodes.least, gathering.nodes.most, config.lanes, config.restarts, config.grace)
+            terms = Terms(nodes.least, nodes.most, config.lanes, config.restarts, config.grace)
             charge = Charge(gathering.token, terms, _same(gathering))
             coordinator = FORK.Process(target=coordinate, args=(charge, listener, os.getpid()), name="coordinator")
             coordinator.start()

@@ -198,7 +198,7 @@ class Membership:
             case "failed" | "ended":
                 pass  # of an attempt that is over
             case "signalled":
-                self._stop_by_signal(int(message["signal"]), now, again=bool(message["again"]))
+                self._stop_by_signal(signal.Signals(message["signal"]), now, again=bool(message["again"]))
             case other:
                 raise ValueError(f"a host told {other!r:.200}")
 
@@ -288,7 +288,8 @@ class Membership:
 
     def _ask_to_stop(self, why: Why, number: int, now: float) -> None:
         """Let workers snapshot and end. One host is told: its workers agree with all others on the step, and none is disturbed twice."""
-        self._attempt.nodes_at_work[0].tell({"order": "signal", "attempt": self._attempt.number, "signal": number})
+        for node in self._attempt.nodes_at_work[:1]:
+            node.tell({"order": "signal", "attempt": self._attempt.number, "signal": number})
         self._stop(why, now + self._terms.grace)
 
     def _stop(self, why: Why, kill_at: float) -> None:

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 LEAST_TOKEN: Final = 16  # characters: who listens to a hello can try short tokens at leisure
 MOST_TOKEN: Final = 4096  # bytes of a token file
 HOW_TO_MAKE_ONE: Final = (
-    'make one by `python -c "import secrets; print(secrets.token_hex(16))"` and give the same to all hosts of the run, '
-    f"in {TOKEN} or a file after --token-file"
+    'make one by `python -c "import secrets; print(secrets.token_hex())"`\n'
+    f"and give the same to all of them, in {TOKEN} or in a file after --token-file"
 )
 
 
 def add_node_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments about other hosts."""
-    group = parser.add_argument_group("several hosts", f"All hosts of a run share a token: {HOW_TO_MAKE_ONE}.")
+    group = parser.add_argument_group("several hosts", f"All hosts of a run share a token; {HOW_TO_MAKE_ONE}.")
     group.add_argument("--nodes", metavar="N", help="hosts that run this same command, or LEAST:MOST (default: 1)")
     group.add_argument("--master", metavar="HOST:PORT", help="where they meet: an address of one of them, and a port that is free there")
     group.add_argument("--token-file", metavar="FILE", help=f"file with the token, which only you may read (default: the variable {TOKEN})")
@@ -52,7 +52,7 @@ class Nodes:
         return nodes
 
     def __str__(self) -> str:
-        return f"{self.least}:{self.most}"
+        return str(self.most) if self.least == self.most else f"{self.least}:{self.most}"
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,11 @@ def gathering_of(arguments: argparse.Namespace, environment: Mapping[str, str] =
         return None
     if arguments.nodes is None:
         raise ConfigError(f"--master {arguments.master} was given without --nodes; expected how many hosts meet there")
+    master = parse_address(arguments.master, "--master")
     token = read_token(arguments, environment)
     if token is None:
         raise ConfigError(f"--nodes {arguments.nodes} was given, and no token; {HOW_TO_MAKE_ONE}")
-    return Gathering(parse_address(arguments.master, "--master"), token, nodes)
+    return Gathering(master, token, nodes)
 
 
 def read_token(arguments: argparse.Namespace, environment: Mapping[str, str]) -> str | None:

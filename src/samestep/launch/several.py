@@ -14,9 +14,9 @@ from samestep.errors import LaunchError, WorkerError
 from samestep.launch.agent import FAREWELL_SECONDS, LOOK_SECONDS, tell_restart
 from samestep.launch.crew import Attempt, Crew
 from samestep.launch.interface import interface_towards
+from samestep.launch.nursery import Nursery
 from samestep.launch.output import Outputs
 from samestep.launch.report import Failure
-from samestep.launch.spare import Spares
 from samestep.launch.token_store import store_variables
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class HostAgent:
     def __init__(self, job: Job, member: Member) -> None:
         self._job, self._member = job, member
         self._outputs = Outputs(hurried=lambda: bool(job.signals.received))
-        self._spares = Spares(job)
+        self._nursery = Nursery(job)
         self._crew: Crew | None = None
         self._attempt = -1
         self._told: set[int] = set()  # whose failures the coordinator knows
@@ -48,7 +48,7 @@ class HostAgent:
         Raises `WorkerError` for the first worker of the run that failed, with its traceback on the first host; `LaunchError` when too few
         hosts came, or the first one is gone.
         """
-        with self._outputs, self._spares:
+        with self._outputs, self._nursery:
             try:
                 self._member.tell("ready")
                 while (end := self._turn()) is None:
@@ -73,7 +73,7 @@ class HostAgent:
         self._outputs.flush()
         self._outputs.keep_in(self._job.kept.directory)
         if self._crew:
-            self._spares.prepare()
+            self._nursery.prepare()
             self._report(self._crew)
         received = self._job.signals.received
         if len(received) > self._signals_told:
@@ -107,7 +107,7 @@ class HostAgent:
         self._attempt = order["attempt"]
         self._told, self._due = set(), []
         attempt = Attempt(self._attempt, order["first_rank"], order["local_workers"], order["workers"], self._variables())
-        self._crew = Crew(self._job, attempt, self._outputs, self._spares)
+        self._crew = Crew(self._job, attempt, self._outputs, self._nursery)
 
     def _variables(self) -> dict[str, str]:
         """Return where the workers of the attempt find each other."""

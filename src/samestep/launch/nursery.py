@@ -1,0 +1,188 @@
+"""A process that stands by while workers run: it has imported what they had to, and their successors are forked from it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from samestep.launch.crew import Attempt
+from samestep.launch.output import print_to
+from samestep.launch.parent import end_with_parent
+from samestep.launch.preload import no_collection
+from samestep.launch.report import Report
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from multiprocessing.context import ForkProcess
+
+    from typing_extensions import Self
+
+    from samestep.launch.output import Pipes
+    from samestep.launch.worker import Job
+
+FORK: Final = multiprocessing.get_context("fork")
+MOST_BYTES: Final = 1 << 16  # of a message
+FILES: Final = 3  # a worker's report, stdout and stderr
+READY: Final = b"ready"
+
+
+class Nursery:
+    """The launcher's end of it; a context manager.
+
+    Imports may take seconds, start threads or crash: not in the launcher, which sees to the workers meanwhile and must stay fit to fork
+    others, and not once for each worker. Before the imports are done, and where the launcher has all of them, workers are forked from it.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._process: ForkProcess | None = None
+        self._socket: socket.socket | None = None
+        self._has_decided = self._is_ready = False
+        self._ended: dict[int, int] = {}  # exit codes by process id
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process.close()
+
+    def prepare(self) -> None:
+        """Begin once workers have told what they import, unless the launcher has all of it, or workers are not to be replaced."""
+        if self._has_decided or (modules := self._job.kept.modules_told) is None:
+            return
+        self._has_decided = True
+        missing = [name for name in modules if name not in sys.modules]
+        if missing and self._job.config.restarts > 0 and hasattr(os, "pidfd_open"):
+            self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._process = FORK.Process(target=_stand_by, args=(self._job, missing, other), name="nursery")
+            with other, no_collection():
+                self._process.start()
+
+    def start(self, attempt: Attempt, local_rank: int, report: Report, pipes: Pipes) -> Nursling | None:
+        """Have a worker forked; None where that has to be done otherwise."""
+        self._hear()
+        if not self._is_ready or self._socket is None:
+            return None
+        message = json.dumps([asdict(attempt), local_rank]).encode()
+        try:
+            socket.send_fds(self._socket, [message], [report.file, *pipes.ends])
+            pid = 0
+            while not pid:  # other messages tell of ends
+                pid = self._hear(block=True)
+            self._ended.pop(pid, None)  # of another one with that number
+            return Nursling(pid, self)
+        except OSError:  # it has died
+            self._is_ready = False
+            return None
+
+    def exitcode(self, pid: int) -> int | None:
+        """Return how a worker ended, as multiprocessing has it; None while it runs."""
+        self._hear()
+        if not self._is_ready:  # it has died, and its workers with it
+            return self._ended.get(pid, -signal.SIGKILL)
+        return self._ended.get(pid)
+
+    def _hear(self, *, block: bool = False) -> int:
+        """Take in what was told; return the process id of a worker that was started, 0 for none. Raises `OSError` where told to block."""
+        while self._socket is not None and (block or select.select([self._socket], [], [], 0)[0]):
+            message = self._socket.recv(MOST_BYTES)
+            if not message:
+                self._is_ready = False
+                self._socket.close()
+                self._socket = None
+                break
+            if message == READY:
+                self._is_ready = True
+                continue
+            pid, code = json.loads(message)
+            if code is None:
+                return int(pid)
+            self._ended[pid] = code
+        if block:
+            raise ConnectionResetError
+        return 0
+
+
+class Nursling:
+    """A worker that was forked in the nursery, as its launcher sees it: as much of a process of multiprocessing as that needs."""
+
+    def __init__(self, pid: int, nursery: Nursery) -> None:
+        self.pid = pid
+        self._nursery = nursery
+        self._file = os.pidfd_open(pid)
+
+    @property
+    def exitcode(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._nursery.exitcode(self.pid)
+
+    def kill(self) -> None:
+        """End it at once."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._file, signal.SIGKILL)
+
+    def join(self) -> None:
+        """Return when it has ended."""
+        select.select([self._file], [], [])
+
+    def close(self) -> None:
+        """Give its file back."""
+        os.close(self._file)
+
+
+def _stand_by(job: Job, modules: Sequence[str], connection: socket.socket) -> None:
+    """Import, then fork a worker for each message, and tell how it ended."""
+    end_with_parent(job.launcher_pid)
+    os.setsid()  # Ctrl-C is the launcher's
+    torch.set_num_threads(job.config.threads)  # first: inherited pools of threads have no threads after a fork
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    print_to([nowhere, os.dup(nowhere)])
+    for name in modules:
+        with suppress(Exception):  # a worker will say so, if it matters to it
+            import_module(name)
+    connection.send(READY)
+    job = replace(job, launcher_pid=os.getpid())
+    workers: dict[int, ForkProcess] = {}
+    while True:
+        ready, _, _ = select.select([connection.fileno(), *workers], [], [])
+        for file in workers.keys() & set(ready):
+            worker = workers.pop(file)
+            os.close(file)
+            worker.join()
+            connection.send(json.dumps([worker.pid, worker.exitcode]).encode())
+        if connection.fileno() in ready:
+            data, files, *_ = socket.recv_fds(connection, MOST_BYTES, FILES)
+            if not data:
+                return
+            worker = _fork(job, data, files)
+            workers[os.pidfd_open(worker.pid or 0)] = worker
+            connection.send(json.dumps([worker.pid, None]).encode())
+
+
+def _fork(job: Job, data: bytes, files: Sequence[int]) -> ForkProcess:
+    attempt, local_rank = json.loads(data)
+    report, *ends = files
+    arguments = (Attempt(**attempt), local_rank, Report(report), partial(print_to, ends))
+    worker = FORK.Process(target=job.work, args=arguments)
+    with no_collection():
+        worker.start()
+    for end in ends:
+        os.close(end)
+    return worker
