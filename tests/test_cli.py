@@ -127,3 +127,8 @@ def test_an_installed_version_is_printed(monkeypatch, capsys):
 def test_python_m_samestep_is_samestep():
     shown = subprocess.run([sys.executable, "-m", "samestep", "--help"], capture_output=True, text=True, check=True)
     assert shown.stdout.startswith("usage: samestep ")
+
+
+def test_an_exit_status_needs_no_streams():
+    program = "import sys; sys.stdout = sys.stderr = None; from samestep.cli import main_and_exit; main_and_exit()"
+    assert subprocess.run([sys.executable, "-c", program, "snapshots", "/nowhere"], check=False).returncode == cli.EXIT_WRONG_USE

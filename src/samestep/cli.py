@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = module.main(parser.parse_args(given.arguments))
     except SamestepError as error:
-        sys.stderr.write(f"samestep: error: {error}\n")
+        print(f"samestep: error: {error}", file=sys.stderr)  # noqa: T201  to nobody where it is closed
         return _status(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -65,8 +65,8 @@ def main_and_exit() -> NoReturn:
     try:
         status = main()
         atexit._run_exitfuncs()  # noqa: SLF001  they are run, and only what comes after them is left out
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the file was closed
+            stream.flush()
     except BrokenPipeError:
         status = EXIT_BROKEN_PIPE
     os._exit(status)

@@ -17,7 +17,7 @@ from samestep.cli import EXIT_INTERRUPTED
 from samestep.errors import ConfigError
 from samestep.launch.hosts import Host, parse_hosts, read_hosts
 from tests.jobs import image_job, left_by, left_in
-from tests.launch.nodes import HERE, JOB, TOKEN, launchers
+from tests.launch.nodes import HERE, JOB, TOKEN, launchers, wait_until
 from tests.launch.processes import end_soon
 from tests.namespaces import hosts
 from tests.needs import needs
@@ -162,7 +162,7 @@ def test_a_run_over_ssh_ends_with_its_starter_and_is_taken_up_again(start, alone
         first.wait_until((tmp_path / "run" / "fault").exists)
         assert not any(TOKEN in line for line in command_lines())
         first.send(signal.SIGKILL)
-        assert end_soon([int((tmp_path / "run" / "fault").read_text())])
+        wait_until(lambda: end_soon([int((tmp_path / "run" / "fault").read_text())]))
         assert (tmp_path / "run" / "step-00000004" / "manifest.json").exists()
         second = start(names, shell, "-n", "2", on=nodes[1])
         assert second.end() == 0, second.output()

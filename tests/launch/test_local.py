@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from multiprocessing.connection import Listener
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from samestep.errors import ConfigError, LaunchError, WorkerError, WorldError
 from samestep.launch import find_place, launch
+from samestep.launch.kept import VARIABLE as KEPT
 from tests.launch.processes import SOON_SECONDS, end_soon, for_ever, listening, rank
 
 FORK = multiprocessing.get_context("fork")
@@ -341,3 +343,38 @@ def test_workers_listen_on_the_loopback_alone():
     assert worker
     assert launcher
     assert {address for address, _ in worker | launcher} == {"0100007F"}  # 127.0.0.1
+
+
+def test_a_long_error_is_told_once_after_its_first_line():
+    with pytest.raises(WorkerError) as caught:
+        launch(on_rank_one(lambda: raise_(ValueError("a line\nand more"))))
+    first, *_, last = str(caught.value).splitlines()
+    assert first == "worker 1 failed first: ValueError: a line"
+    assert last == "and more"
+    assert str(caught.value).count("\nand more") == 1
+
+
+def test_a_standard_file_that_is_closed_takes_no_other_file_in():
+    def launcher():
+        for number in range(3):
+            os.close(number)
+        sys.stdin = sys.stdout = sys.stderr = sys.__stdin__ = sys.__stdout__ = sys.__stderr__ = None
+        links = launch(lambda: [os.fstat(int(number)).st_nlink for number in os.environ[KEPT].split(",")])
+        os._exit(any(links))  # memory that has no name has none
+
+    process = FORK.Process(target=launcher)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_sockets_of_killed_processes_do_not_stay(tmp_path, monkeypatch):
+    def body():
+        listener = Listener(family="AF_UNIX")
+        if Path(listener.address).is_relative_to(tmp_path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        launch(body)
+    assert list(tmp_path.iterdir()) == []

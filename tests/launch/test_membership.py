@@ -279,6 +279,38 @@ def test_a_signal_reaches_the_workers_of_one_host_and_ends_the_run(two):
     assert two.last("a") == two.last("b") == {"order": "end", "signal": 2}
 
 
+def test_a_host_that_can_be_spared_leaves_on_sigterm_after_a_snapshot(two):
+    two.hear("b", "signalled", signal=15, again=False)
+    assert two.orders("a") == [{"order": "signal", "signal": 15}]
+    two.fail("a", status=143)
+    two.fail("b", because_of_others=True)
+    two.end("a", "b")
+    assert two.orders("b") == [{"order": "end", "signal": 15}]
+    assert two.orders("a") == [start_of(0, 2, 2)]
+    two.lose("b")
+    two.wait(2)
+    assert two.orders("a") == []
+
+
+@pytest.mark.parametrize(("least", "told"), [(2, "b"), (1, "a")])
+def test_a_host_that_leads_or_is_needed_stops_the_run_on_sigterm(least, told):
+    hosts = Hosts(least=least, most=2)
+    hosts.join("a", leads=True)
+    hosts.join("b")
+    hosts.wait(0)
+    hosts.hear(told, "signalled", signal=15, again=False)
+    hosts.end("a", "b")
+    assert hosts.last("a") == hosts.last("b") == {"order": "end", "signal": 15}
+
+
+def test_a_spare_leaves_on_sigterm_and_disturbs_nobody(two):
+    two.join("c")
+    two.hear("c", "signalled", signal=15, again=False)
+    two.wait(0)
+    assert two.orders("c") == [{"order": "end", "signal": 15}]
+    assert two.orders("a") == []
+
+
 def test_a_second_signal_does_not_wait(two):
     two.hear("b", "signalled", signal=2, again=False)
     two.hear("b", "signalled", signal=2, again=True)

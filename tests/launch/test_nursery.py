@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -63,8 +64,11 @@ def wait_until_it_waits(nursery):
 def wait_until_watched_by(launcher):
     """Return when the launcher has a file that tells of this process's end."""
     told = f"Pid:\t{os.getpid()}\n"
-    while not any(told in path.read_text() for path in Path(f"/proc/{launcher}/fdinfo").iterdir()):
-        pass
+    while True:
+        for path in Path(f"/proc/{launcher}/fdinfo").iterdir():
+            with suppress(FileNotFoundError):  # files come and go
+                if told in path.read_text():
+                    return
 
 
 def kill(nursery):

@@ -116,6 +116,18 @@ def test_a_signal_on_one_host_lets_all_snapshot_and_stop(start, tmp_path):
     assert (tmp_path / "run" / "step-00000004" / "manifest.json").exists()
 
 
+def test_a_host_that_is_preempted_leaves_and_the_run_goes_on(start, alone, tmp_path):
+    fault = at(2, 0, 3, "wait")
+    one, other = (start(number, "--nodes", "1:2", "--lanes", "8", fault=fault) for number in range(2))
+    one.wait_until((tmp_path / "run" / "fault").exists)
+    other.send(signal.SIGTERM)
+    assert other.end() == -signal.SIGTERM
+    assert one.end() == 0, one.output()
+    assert len(events(tmp_path / "run", "resumed")) == 1
+    assert "trained at 1 workers" in one.output()
+    assert left_by_nodes(tmp_path / "run") == alone
+
+
 def test_nothing_is_left_when_the_first_host_is_killed(start, tmp_path):
     fault = at(2, 1, 3, "wait")
     one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)

@@ -11,7 +11,7 @@ import resource
 import secrets
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.launch.keys import Keys
@@ -50,7 +50,7 @@ _READ_BYTES: Final = 1 << 16
 class Charge:
     """What a coordinator is to do: whom to trust, on what terms, and what must be `same` on all hosts, by what it is called."""
 
-    token: str
+    token: str = field(repr=False)
     terms: Terms
     same: Mapping[str, str]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.config import PREFIX, TOKEN, merge
 from samestep.errors import LaunchError
+from samestep.launch.files import one_folder, open_standard_files
 from samestep.launch.kept import keep
 from samestep.launch.place import STARTED_BY
 from samestep.launch.preload import preload
@@ -64,6 +65,7 @@ def _run(
     signals: StopSignals,
     member: Member | None = None,
 ) -> Any:
+    open_standard_files()
     preload()
     import torch  # noqa: PLC0415  the command line prints its help without it
 
@@ -73,7 +75,7 @@ def _run(
 
     if torch.cuda.is_initialized():
         raise LaunchError("CUDA is in use in this process, and forked workers could not use it: launch before the first use of a GPU")
-    with keep(workers) as kept:
+    with one_folder(), keep(workers) as kept:
         job = Job(body, workers, config, {STARTED_BY: "samestep", **kept.environment, **environment}, kept, signals, os.getpid())
         with signals.noted():
             return (HostAgent(job, member) if member else Agent(job)).run()

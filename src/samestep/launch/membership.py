@@ -48,7 +48,9 @@ class Node:
     hang_up: Callable[[], None]
     joined_at: float
     heard_at: float
+    leads: bool
     ready: bool = False
+    leaving: bool = False
     first_rank: int = 0
     busy: bool = False  # it has workers of the present attempt
 
@@ -63,11 +65,11 @@ class Phase(Enum):
 
 
 class Why(Enum):
-    """Why an attempt is being stopped: it failed and the run goes on, or does not; a host came; a signal asked for it."""
+    """Why an attempt is being stopped: it failed and the run goes on, or does not; hosts come or go; a signal asked for the run's end."""
 
     RESTART = auto()
     FAILURE = auto()
-    ROOM = auto()
+    CHANGE = auto()
     SIGNAL = auto()
 
 
@@ -111,7 +113,7 @@ class Attempt:
     decide_at: float = math.inf
     why: Why | None = None
     signal: int = 0
-    ended_as_asked: bool = False  # workers snapshotted and ended to make room
+    ended_as_asked: bool = False  # workers snapshotted and ended, to be dealt anew
     kill_at: float = math.inf
     give_up_at: float = math.inf
 
@@ -153,7 +155,7 @@ class Membership:
         taken = {node.name for node in self._nodes}
         numbered = (f"{name} ({number})" for number in range(2, len(taken) + 2))
         name = name if name not in taken else next(other for other in numbered if other not in taken)
-        node = Node(name, room, tell, hang_up, now, now)
+        node = Node(name, room, tell, hang_up, now, now, leads)
         self._nodes.insert(0 if leads else len(self._nodes), node)
         self._log(f"host {node.name} came with {room} workers: {self._present()}")
         return node
@@ -198,7 +200,7 @@ class Membership:
             case "failed" | "ended":
                 pass  # of an attempt that is over
             case "signalled":
-                self._stop_by_signal(signal.Signals(message["signal"]), now, again=bool(message["again"]))
+                self._stop_by_signal(node, signal.Signals(message["signal"]), now, again=bool(message["again"]))
             case other:
                 raise ValueError(f"a host told {other!r:.200}")
 
@@ -206,6 +208,9 @@ class Membership:
         """Do what is due."""
         for node in [node for node in self._nodes if node.ready and now - node.heard_at > LOST_SECONDS]:
             self.leave(node, f"nothing was heard of it for {LOST_SECONDS:g} s", now)
+        for node in [node for node in self._nodes if node.leaving and not node.busy]:
+            self._nodes.remove(node)
+            node.tell({"order": "end", "attempt": self._attempt.number, "signal": signal.SIGTERM})
         if self.phase is Phase.GATHERING:
             self._gather(now)
         elif self.phase is Phase.RUNNING:
@@ -247,7 +252,7 @@ class Membership:
             self._end({})
         elif now >= self._room_at and attempt.nodes_at_work == attempt.nodes and self._has_use_for_more():
             self._log(f"workers snapshot, and go on with more hosts: {self._present()}")
-            self._ask_to_stop(Why.ROOM, signal.SIGTERM, now)
+            self._ask_to_stop(Why.CHANGE, signal.SIGTERM, now)
 
     def _has_use_for_more(self) -> bool:
         nodes = self._attempt.nodes
@@ -256,7 +261,7 @@ class Membership:
 
     def _note(self, fault: Fault) -> None:
         attempt = self._attempt
-        if attempt.why is Why.ROOM and fault.status == ASKED_TO_STOP:
+        if attempt.why is Why.CHANGE and fault.status == ASKED_TO_STOP:
             attempt.ended_as_asked = True
             return
         attempt.faults.append(fault)
@@ -274,17 +279,26 @@ class Membership:
         in_vain = 0 if self._step is not None and self._step > self._furthest else self._in_vain
         return fault.from_outside and self._step is not None and in_vain < self._terms.restarts
 
-    def _stop_by_signal(self, number: int, now: float, *, again: bool) -> None:
+    def _stop_by_signal(self, node: Node, number: int, now: float, *, again: bool) -> None:
         attempt = self._attempt
-        if self.phase is Phase.GATHERING:
+        if again:
+            attempt.kill_at = min(attempt.kill_at, now)
+        elif number == signal.SIGTERM and self._can_spare(node):
+            node.leaving = True
+            self._log(f"host {node.name} was told to leave by SIGTERM, and the run goes on without it: {self._present()}")
+            if self.phase is Phase.RUNNING and node.busy:
+                self._ask_to_stop(Why.CHANGE, number, now)
+        elif self.phase is Phase.GATHERING:
             self._end({"signal": number})
         elif self.phase is Phase.RUNNING:
             attempt.signal = number
             self._ask_to_stop(Why.SIGNAL, number, now)
         elif self.phase is Phase.STOPPING:
             attempt.signal = attempt.signal or number
-            if again:
-                attempt.kill_at = now
+
+    def _can_spare(self, node: Node) -> bool:
+        others = [other for other in self._nodes if other.ready and not other.leaving and other is not node]
+        return not node.leads and len(others) >= self._terms.least
 
     def _ask_to_stop(self, why: Why, number: int, now: float) -> None:
         """Let workers snapshot and end. One host is told: its workers agree with all others on the step, and none is disturbed twice."""
@@ -300,7 +314,7 @@ class Membership:
         attempt = self._attempt
         if not attempt.nodes_at_work:
             self._end_attempt(now)
-        elif attempt.why is Why.ROOM and attempt.first is not None and not attempt.first.because_of_others:
+        elif attempt.why is Why.CHANGE and attempt.first is not None and not attempt.first.because_of_others:
             self._decide(now)
         elif now >= attempt.give_up_at:
             for node in attempt.nodes_at_work:

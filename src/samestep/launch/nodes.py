@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -60,7 +60,7 @@ class Gathering:
     """Where the hosts of a run meet, how many of them, and the token that all of them hold."""
 
     master: tuple[str, int]
-    token: str
+    token: str = field(repr=False)
     nodes: Nodes
 
 
