@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PREFIX = "SAMESTEP_"
-TOKEN = "SAMESTEP_TOKEN"  # what the hosts of a run share: a secret, and no option
+TOKEN = "SAMESTEP_TOKEN"  # noqa: S105  what the hosts of a run share: a secret, and no option
 PRECISIONS = ("float32", "bfloat16")
 MOST_SECONDS = 10**9  # clocks count nanoseconds in 64 bits
 MOST_DEVICES = 1000

@@ -26,7 +26,12 @@ from __future__ import annotations
 
 
 class SamestepError(Exception):
-    """Base of every exception that samestep raises on purpose."""
+    """Base of every exception that samestep raises on purpose.
+
+    Attributes: `because_of_others` (bool): another worker failed first, and will tell more.
+    """
+
+    because_of_others = False
 
 
 class ConfigError(SamestepError, ValueError):
@@ -53,6 +58,8 @@ class WorkerError(LaunchError):
 class WorldError(SamestepError):
     """Workers cannot talk, or one of them is gone."""
 
+    because_of_others = True
+
 
 class HangError(WorldError):
     """A worker was waited for in vain.
@@ -62,7 +69,7 @@ class HangError(WorldError):
 
     def __init__(self, text: str, *, from_outside: bool = False) -> None:
         super().__init__(text)
-        self.from_outside = from_outside
+        self.from_outside = self.because_of_others = from_outside
 
 
 class DataError(SamestepError):

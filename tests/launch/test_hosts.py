@@ -170,9 +170,9 @@ def test_a_run_over_ssh_ends_with_its_starter_and_is_taken_up_again(start, alone
         assert left_in(image_job, tmp_path / "run", lanes=8) == alone
 
 
-def test_ctrl_c_lets_workers_snapshot_on_all_hosts(start, tmp_path):
-    fault = json.dumps({"workers": 2, "rank": 0, "step": 3, "does": "wait"})
-    launcher = start(["localhost", "127.0.0.1"], pretended(tmp_path, 'exec sh -c "$*"'), "-n", "1", fault=fault)
+def test_ctrl_c_lets_workers_snapshot_on_their_hosts(start, tmp_path):
+    fault = json.dumps({"workers": 1, "rank": 0, "step": 3, "does": "wait"})
+    launcher = start(["localhost"], pretended(tmp_path, 'exec sh -c "$*"'), "-n", "1", fault=fault)
     launcher.wait_until((tmp_path / "run" / "fault").exists)
     launcher.send(signal.SIGINT)
     assert launcher.end() == EXIT_INTERRUPTED

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from samestep.errors import ConfigError, LaunchError, WorkerError, WorldError
 from samestep.launch import find_place, launch
 from samestep.launch.kept import VARIABLE as KEPT
+from samestep.snapshot.meeting import ToldError
 from tests.launch.processes import SOON_SECONDS, end_soon, for_ever, listening, rank
 
 FORK = multiprocessing.get_context("fork")
@@ -173,12 +174,13 @@ def test_of_failures_at_once_the_earliest_counts():
         launch(on_rank_one(lambda: raise_(FirstError()), others=rank_0))
 
 
-def test_an_error_because_of_others_gives_way_to_one_that_comes_late():
+@pytest.mark.parametrize("effect", [WorldError("the others are gone"), ToldError("worker 1 could not write")])
+def test_an_error_because_of_others_gives_way_to_one_that_comes_late(effect):
     met = FORK.Event()
 
     def rank_0():
         met.wait()
-        raise WorldError("the others are gone")
+        raise effect
 
     def rank_1():
         try:

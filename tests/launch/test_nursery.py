@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -103,6 +104,34 @@ def test_what_cannot_be_imported_beforehand_is_left_to_the_worker(module):
 
 def test_where_it_has_died_workers_are_forked_from_the_launcher(module):
     assert launch(interrupted(module, before=kill), workers=1) == (False, [])
+
+
+def test_one_that_is_stopped_is_given_up(module, monkeypatch):
+    def stop(nursery):
+        wait_until_it_waits(nursery)
+        os.kill(nursery, signal.SIGSTOP)
+
+    monkeypatch.setattr(import_module("samestep.launch.nursery"), "ANSWER_SECONDS", 0.1)
+    assert launch(interrupted(module, before=stop), workers=1) == (False, [])
+
+
+def test_one_that_is_stopped_and_has_workers_is_given_up(module, monkeypatch):
+    launcher = os.getpid()
+
+    def body():
+        attempt = int(os.environ["SAMESTEP_INTERNAL_ATTEMPT"])
+        if attempt == 0:
+            wait_until_it_waits(begin(module))
+        if attempt == 1:
+            assert os.getppid() != launcher
+            wait_until_watched_by(launcher)
+            os.kill(os.getppid(), signal.SIGSTOP)
+        if attempt < 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.getppid()
+
+    monkeypatch.setattr(import_module("samestep.launch.nursery"), "ANSWER_SECONDS", 0.1)
+    assert launch(body, workers=1) == launcher
 
 
 def test_how_its_workers_end_is_known(module):

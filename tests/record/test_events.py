@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
 import resource
 import shutil
 
@@ -164,3 +166,24 @@ def test_a_file_that_is_no_longer_there_takes_no_events(fault, tmp_path):
     file.close()
     left = [list(read_events(path)) for path in sorted(tmp_path.glob("*/events.jsonl"))]
     assert left == {removed: [], moved: [[{"step": 1}]], replaced: [[{"step": 1}], [{"event": "of another run"}]]}[fault]
+
+
+def test_a_file_is_claimed_by_one_process_until_it_closes_it(tmp_path):
+    def claims_too():
+        with pytest.raises(RecordError, match=f"another run, process {os.getppid()}, writes to"):
+            EventFile(tmp_path / "events.jsonl").claim()
+
+    def claims():
+        EventFile(tmp_path / "events.jsonl").claim()
+
+    def exit_status(body):
+        process = multiprocessing.get_context("fork").Process(target=body)
+        process.start()
+        process.join()
+        return process.exitcode
+
+    opened = EventFile(tmp_path / "events.jsonl")
+    opened.claim()
+    assert exit_status(claims_too) == 0
+    opened.close()
+    assert exit_status(claims) == 0

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep as ss
+from samestep.errors import RecordError
 from tests.jobs import events, train
 from tests.workers import run_workers, try_workers
 
@@ -156,3 +157,15 @@ def test_reduced_dicts_have_the_same_names():
     ends = try_workers(joined, 2, lambda run: run.reduce_dict({("loss", "other")[run.rank]: 1.0}))
     assert [type(end.error) for end in ends] == [ss.DataError] * 2
     assert "['loss'] on worker 0 and ['other'] on worker 1" in str(ends[1].error)
+
+
+def test_a_second_run_in_a_directory_is_refused_while_the_first_one_runs(tmp_path):
+    def second():
+        with pytest.raises(RecordError, match="another run, process"):
+            ss.init(dir=tmp_path)
+
+    with ss.init(dir=tmp_path):
+        run_workers(second, 1)
+    with ss.init(dir=tmp_path):
+        pass
+    assert [event["event"] for event in events(tmp_path)] == ["started", "finished"] * 2

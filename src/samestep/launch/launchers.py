@@ -30,7 +30,8 @@ def told_by_variables(environment: Mapping[str, str]) -> Told | None:
     variables = Variables(environment, WHAT_TO_DO)
     variables.require(*NEEDED, beside=tuple(LOCAL))
     local = [name if name in environment else default for name, default in LOCAL.items()]
-    return Told(*variables.numbers("RANK", "WORLD_SIZE", *local), WHAT_TO_DO)
+    rank, workers, local_rank, local_workers = variables.numbers("RANK", "WORLD_SIZE", *local)
+    return Told(rank, workers, local_rank, local_workers, WHAT_TO_DO)
 
 
 def told_by_mpi(environment: Mapping[str, str]) -> Told | None:

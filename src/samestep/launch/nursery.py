@@ -36,6 +36,7 @@ FORK: Final = multiprocessing.get_context("fork")
 MOST_BYTES: Final = 1 << 16  # of a message
 FILES: Final = 3  # a worker's report, stdout and stderr
 READY: Final = b"ready"
+ANSWER_SECONDS: Final = 2.0  # for what takes milliseconds, unless a signal has stopped the nursery
 
 
 class Nursery:
@@ -50,6 +51,7 @@ class Nursery:
         self._process: ForkProcess | None = None
         self._socket: socket.socket | None = None
         self._has_decided = self._is_ready = False
+        self._started = 0  # process id of the worker that was forked last
         self._ended: dict[int, int] = {}  # exit codes by process id
 
     def __enter__(self) -> Self:
@@ -81,43 +83,59 @@ class Nursery:
         if not self._is_ready or self._socket is None:
             return None
         message = json.dumps([asdict(attempt), local_rank]).encode()
+        self._started = 0
         try:
             socket.send_fds(self._socket, [message], [report.file, *pipes.ends])
-            pid = 0
-            while not pid:  # other messages tell of ends
-                pid = self._hear(block=True)
-            self._ended.pop(pid, None)  # of another one with that number
-            return Nursling(pid, self)
-        except OSError:  # it has died
-            self._is_ready = False
+            while not self._started:  # other messages tell of ends
+                if not self._hear_one(ANSWER_SECONDS):
+                    raise TimeoutError
+            self._ended.pop(self._started, None)  # of another one with that number
+            return Nursling(self._started, self)
+        except OSError:
+            self._give_up()
             return None
 
-    def exitcode(self, pid: int) -> int | None:
+    def exitcode(self, pid: int, *, has_ended: bool) -> int | None:
         """Return how a worker ended, as multiprocessing has it; None while it runs."""
         self._hear()
-        if not self._is_ready:  # it has died, and its workers with it
-            return self._ended.get(pid, -signal.SIGKILL)
-        return self._ended.get(pid)
+        while has_ended and self._is_ready and pid not in self._ended:
+            if not self._hear_one(ANSWER_SECONDS):
+                self._give_up()
+        return self._ended.get(pid, None if self._is_ready else -signal.SIGKILL)
 
-    def _hear(self, *, block: bool = False) -> int:
-        """Take in what was told; return the process id of a worker that was started, 0 for none. Raises `OSError` where told to block."""
-        while self._socket is not None and (block or select.select([self._socket], [], [], 0)[0]):
+    def _hear(self) -> None:
+        """Take in what was told."""
+        while self._hear_one(0.0):
+            pass
+
+    def _hear_one(self, seconds: float) -> bool:
+        """Take in one message, and tell whether one came in time."""
+        if self._socket is None or not select.select([self._socket], [], [], seconds)[0]:
+            return False
+        try:
             message = self._socket.recv(MOST_BYTES)
-            if not message:
-                self._is_ready = False
-                self._socket.close()
-                self._socket = None
-                break
-            if message == READY:
-                self._is_ready = True
-                continue
+        except ConnectionResetError:
+            message = b""
+        if not message:  # it has died
+            self._give_up()
+        elif message == READY:
+            self._is_ready = True
+        else:
             pid, code = json.loads(message)
             if code is None:
-                return int(pid)
-            self._ended[pid] = code
-        if block:
-            raise ConnectionResetError
-        return 0
+                self._started = pid
+            else:
+                self._ended[pid] = code
+        return bool(message)
+
+    def _give_up(self) -> None:
+        """End it, and its workers with it; from now on workers are forked from the launcher."""
+        self._is_ready = False
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            self._process.kill()
 
 
 class Nursling:
@@ -131,7 +149,8 @@ class Nursling:
     @property
     def exitcode(self) -> int | None:
         """How it ended; None while it runs."""
-        return self._nursery.exitcode(self.pid)
+        has_ended = bool(select.select([self._file], [], [], 0)[0])
+        return self._nursery.exitcode(self.pid, has_ended=has_ended)
 
     def kill(self) -> None:
         """End it at once."""

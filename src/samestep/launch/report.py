@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from samestep.errors import HangError, WorldError
+from samestep.errors import SamestepError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -54,8 +54,7 @@ class Failure:
             return cls(at, str(error.code))
         lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
         summary = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")  # the traceback ends with all of it
-        # One who found out why nobody comes tells the cause, unless that lies outside; whoever else waited in vain tells an effect.
-        because_of_others = isinstance(error, WorldError) and not (isinstance(error, HangError) and not error.from_outside)
+        because_of_others = isinstance(error, SamestepError) and error.because_of_others
         return cls(at, summary, "".join(lines), because_of_others=because_of_others)
 
     @classmethod

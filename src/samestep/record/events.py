@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
 import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 FILE_NAME: Final = "events.jsonl"
 _FREE_SPACE: Final = "Free some space there and start again: the run resumes from its newest snapshot"
 _ADVICE: Final = {errno.ENOSPC: f". {_FREE_SPACE}", errno.EDQUOT: f". {_FREE_SPACE}"}
+_LOCK: Final = struct.Struct("@hhqqi4x")  # struct flock of fcntl(2): type, whence, start, length, process id
 NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 NON_FINITE_OR_ESCAPED: Final = re.compile(r"\\*(nan|-?inf)")
 
@@ -40,6 +43,20 @@ class EventFile:
             self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
         except OSError as error:
             raise RecordError(f"no record can be kept in {path}: {error.strerror}; choose a directory that can be written") from error
+
+    def claim(self) -> None:
+        """Be the one process of this machine that runs with this file, until it is closed. Raises `RecordError` where another one is.
+
+        A lock that a process of another machine holds counts for nothing: with that machine gone, it may stay for long.
+        """
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # held, or this file system has no locks
+            if holder := _holder(self._descriptor):
+                raise RecordError(
+                    f"another run, process {holder}, writes to {self._path}; expected a directory for each run: "
+                    "give another one, or wait until that run has ended"
+                ) from None
 
     def append(self, event: Mapping[str, Any]) -> None:
         """Write one event with one call of the system, so that a crash can tear the last line only.
@@ -73,6 +90,15 @@ class EventFile:
     def close(self) -> None:
         """Close the file; nothing can be appended after."""
         os.close(self._descriptor)
+
+
+def _holder(file: int) -> int:
+    """Return the process that has locked an open file, 0 where none that can be seen from here has."""
+    try:
+        kind, *_, process = _LOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)))
+    except OSError:
+        return 0
+    return 0 if kind == fcntl.F_UNLCK else max(0, process)
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class Record:
     """A run's record. Every call adds to it, and none rewrites what is there."""
 
+    def claim(self) -> None:
+        """Keep other runs on this machine from the record, until it is closed. Raises `RecordError` where one has it."""
+
     def event(self, kind: str, **fields: Any) -> None:
         """Add an event: numbers, texts, lists and mappings of them. Raises `RecordError` when it cannot be written."""
 
@@ -67,6 +70,9 @@ class FileRecord(Record):
         """Open the record in `directory`, which is made where it is missing."""
         self._directory = directory
         self._events = EventFile(directory / FILE_NAME)
+
+    def claim(self) -> None:
+        self._events.claim()
 
     def event(self, kind: str, **fields: Any) -> None:
         if taken := {"time", "event"} & fields.keys():

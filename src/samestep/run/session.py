@@ -55,8 +55,11 @@ class Session:
         world, place = self.world, self._place
         self.record = open_record(config.dir, writes=place.rank == 0)
         self._exits.callback(self.record.close)
+        attempt_number = int(os.environ.get(ATTEMPT, "0"))
+        if attempt_number == 0:  # later, what holds it is a worker before, which another host may still be ending
+            self.record.claim()
         hot = HotCopies(Kept.from_environment(os.environ), place, world, config.dir, config.hot_every)
-        begun = hot.has_begun(int(os.environ.get(ATTEMPT, "0")))
+        begun = hot.has_begun(attempt_number)
         resumed = find_snapshot(config, world, self.record, hot, begun=begun)
         lanes = agree_on_lanes(config, place.workers, len(self.devices), resumed)
         self.config = replace(config, lanes=lanes)

@@ -32,6 +32,8 @@ LONGEST_PAUSE_SECONDS: Final = 0.25
 class ToldError(SnapshotError):
     """Another worker's failure, in its own words."""
 
+    because_of_others = True
+
 
 @dataclass(frozen=True)
 class Meeting:
