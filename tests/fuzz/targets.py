@@ -10,7 +10,7 @@ import pickle
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from samestep.errors import ConfigError, RecordError, SnapshotError
 from samestep.launch.hosts import read_hosts
 from samestep.launch.keys import Keys
 from samestep.launch.link import MOST_BYTES, Frames, decode, frame, is_proof, nonce_of, parse_address
+from samestep.launch.membership import Membership, Terms
 from samestep.launch.nodes import Nodes
 from samestep.launch.place import find_place
 from samestep.record.events import read_events
@@ -139,6 +140,11 @@ def _messages() -> list[Target]:
         {"do": "compare_set", "key": "rank", "expected": "", "value": "MA=="}, {"do": "wait", "keys": ["rank"], "seconds": 0.0},
         {"do": "count"},
     ]  # fmt: skip
+    failure = {"rank": 0, "summary": "lost", "traceback": "", "status": 1, "because_of_others": False, "from_outside": True, "step": 3}
+    news = [
+        {"tell": "beat", "step": 3}, {"tell": "ready"}, {"tell": "ended", "attempt": 0},
+        {"tell": "signalled", "signal": 15, "again": False}, {"tell": "failed", "attempt": 0, "age": 0.1, "failure": {**failure, "host": "node1"}},
+    ]  # fmt: skip
     loop = cache(asyncio.new_event_loop)
 
     def stream(random: Random) -> bytes:
@@ -158,15 +164,24 @@ def _messages() -> list[Target]:
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(Keys().answer(request), 0.001)
 
-    def request(random: Random) -> Any:
+    def one_of(some: list[dict[str, Any]], random: Random) -> Any:
         try:
-            return decode(mutate.as_json(random, mutate.of_json(random, random.choice(requests))))
+            return decode(mutate.as_json(random, mutate.of_json(random, random.choice(some))))
         except ValueError:
             return {}
 
+    def hear(message: dict[str, Any]) -> None:
+        membership = Membership(Terms(1, 2, 8, 3, 30.0), 0.0, open_attempt=lambda _: None, log=lambda _: None)
+        node = membership.join("node1", 4, lambda _: None, lambda: None, 0.0)
+        membership.hear(node, {"tell": "ready"}, 1.0)
+        membership.update(3.0)  # workers start
+        membership.hear(node, message, 4.0)
+        membership.update(5.0)
+
     return [
         Target("messages", stream, read_stream, (ValueError,)),
-        Target("requests", request, lambda given: loop().run_until_complete(answer(given)), (ValueError,)),
+        Target("requests", partial(one_of, requests), lambda given: loop().run_until_complete(answer(given)), (ValueError,)),
+        Target("news", partial(one_of, news), hear, (ValueError,)),
     ]
 
 
