@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from samestep.data.packed import packed_where_it_pays
 from samestep.data.seeds import keyed
 from samestep.errors import DataError, LoaderError
+from samestep.launch.files import use_one_folder
 from samestep.launch.parent import end_with_parent
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ def load(
     if loader_workers == 0 and not pin_memory:
         yield from (fetcher[request] for request in requests)
         return
+    if loader_workers > 0:
+        use_one_folder()
     loader = DataLoader(
         fetcher,
         batch_size=None,  # a request is a whole lane batch

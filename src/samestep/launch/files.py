@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
+import tempfile
 from contextlib import contextmanager
 from multiprocessing import process
-from tempfile import TemporaryDirectory
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
+FOLDER: Final = "SAMESTEP_INTERNAL_FOLDER"
 _STANDARD_FILES: Final = 3  # stdin, stdout and stderr
-_FOLDER: Final = "tempdir"  # as multiprocessing has it among what a process passes on to those that it starts
 
 
 def open_standard_files() -> None:
@@ -23,16 +26,20 @@ def open_standard_files() -> None:
 
 
 @contextmanager
-def one_folder() -> Iterator[None]:
-    """Have workers and their loader processes put their sockets into one folder, which goes at the end of the block.
+def one_folder() -> Iterator[Mapping[str, str]]:
+    """Yield the variable that names workers a folder, which the first of them to use it makes, and which goes at the end of the block."""
+    folder = Path(tempfile.gettempdir()) / f"samestep-{secrets.token_hex(8)}"
+    try:
+        yield {FOLDER: str(folder)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def use_one_folder() -> None:
+    """Have the sockets of this process and those that it starts put into the launcher's folder, where there is one.
 
     By itself multiprocessing makes a folder a process, and those of killed processes stay.
     """
-    shared = process.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  there is no other way
-    before = shared.get(_FOLDER)
-    with TemporaryDirectory(prefix="samestep-", ignore_cleanup_errors=True) as folder:
-        shared[_FOLDER] = folder
-        try:
-            yield
-        finally:
-            shared[_FOLDER] = before
+    if folder := os.environ.get(FOLDER):
+        Path(folder).mkdir(mode=0o700, exist_ok=True)
+        process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]  # noqa: SLF001  there is no other way

@@ -75,8 +75,9 @@ def _run(
 
     if torch.cuda.is_initialized():
         raise LaunchError("CUDA is in use in this process, and forked workers could not use it: launch before the first use of a GPU")
-    with one_folder(), keep(workers) as kept:
-        job = Job(body, workers, config, {STARTED_BY: "samestep", **kept.environment, **environment}, kept, signals, os.getpid())
+    with one_folder() as folder, keep(workers) as kept:
+        environment = {STARTED_BY: "samestep", **folder, **kept.environment, **environment}
+        job = Job(body, workers, config, environment, kept, signals, os.getpid())
         with signals.noted():
             return (HostAgent(job, member) if member else Agent(job)).run()
 
