@@ -28,10 +28,12 @@ from __future__ import annotations
 class SamestepError(Exception):
     """Base of every exception that samestep raises on purpose.
 
-    Attributes: `because_of_others` (bool): another worker failed first, and will tell more.
+    Attributes: `because_of_others` (bool): another worker failed first, and will tell more. `from_outside` (bool): nothing the program did
+    is to blame, so that it may be tried again.
     """
 
     because_of_others = False
+    from_outside = False
 
 
 class ConfigError(SamestepError, ValueError):
@@ -62,10 +64,7 @@ class WorldError(SamestepError):
 
 
 class HangError(WorldError):
-    """A worker was waited for in vain.
-
-    Attributes: `from_outside` (bool): workers are stopped, or gone without a word, so that nothing the program did is to blame.
-    """
+    """A worker was waited for in vain; where it is stopped, or gone without a word, that came from outside."""
 
     def __init__(self, text: str, *, from_outside: bool = False) -> None:
         super().__init__(text)
@@ -77,7 +76,11 @@ class DataError(SamestepError):
 
 
 class LoaderError(DataError):
-    """Loading a lane's batch failed."""
+    """Loading a lane's batch failed; where a loader process was killed, that came from outside."""
+
+    def __init__(self, text: str, *, from_outside: bool = False) -> None:
+        super().__init__(text)
+        self.from_outside = from_outside
 
 
 class ModelError(SamestepError):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import time
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from samestep.errors import WorkerError, WorldError
 from samestep.launch import crew, launch
+from samestep.launch.agent import LOOK_SECONDS
 from samestep.launch.kept import Kept
 from samestep.record.events import read_events
 from tests.launch.processes import end_soon, for_ever, rank
@@ -169,3 +171,36 @@ def test_a_kill_for_want_of_memory_is_told_as_such(monkeypatch, before, after, t
 
 def test_the_kernel_counts_whom_it_ended_for_want_of_memory():
     assert f"oom_kill {crew._killed_for_memory()}\n" in Path("/proc/vmstat").read_text()
+
+
+def test_a_signal_to_workers_that_start_again_waits_until_they_have_come_to_the_run():
+    order = FORK.SimpleQueue()
+
+    def body():
+        if attempt() == 0:
+            begin()
+            end_by(signal.SIGKILL)
+        signal.signal(signal.SIGTERM, lambda *_: order.put("signal"))
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(3 * LOOK_SECONDS)  # in which it would come
+        order.put("begin")
+        begin()
+        signal.pause()
+
+    launcher = FORK.Process(target=launch, args=(body,), kwargs={"workers": 1})
+    launcher.start()
+    launcher.join()
+    assert launcher.exitcode == -signal.SIGTERM
+    assert [order.get(), order.get()] == ["begin", "signal"]
+
+
+def test_workers_that_outlast_their_grace_are_killed_with_a_word(capfd):
+    def body():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.kill(os.getppid(), signal.SIGTERM)
+        for_ever()
+
+    launcher = FORK.Process(target=launch, args=(body,), kwargs={"workers": 1, "grace": 0.2})
+    launcher.start()
+    launcher.join()
+    assert "workers did not end within grace=0.2 s, and are killed" in capfd.readouterr().err

@@ -115,9 +115,11 @@ def load(
         yield from batches
     except (RuntimeError, OSError, EOFError) as error:  # what a data set raises arrives as LoaderError
         reason = str(error).partition("\n")[0]
+        killed = any(process.exitcode == -signal.SIGKILL for process in batches._workers) if loader_workers > 0 else False  # noqa: SLF001
         raise LoaderError(
             f"a loader process died ({type(error).__name__}: {reason}); usually it ran out of memory or shared memory, "
-            "or native code in the data set crashed: try loader_workers=0 to see which sample it was"
+            "or native code in the data set crashed: try loader_workers=0 to see which sample it was",
+            from_outside=killed,
         ) from error
     finally:
         if loader_workers > 0:

@@ -60,6 +60,7 @@ class Agent:
                         return crew.result() if first is None else None
                 self._outputs.drain()
                 self._replace(*first)
+                self._job.kept.begin_attempt()
         raise AssertionError  # attempts are counted without end
 
     def _attempt(self, number: int, store: Store) -> Attempt:
@@ -81,14 +82,21 @@ class Agent:
             first, received = crew.first_failure(), self._job.signals.received
             if first is not None and not received and self._may_go_on(first[1]):
                 return
-            if len(received) > answered:
+            if len(received) > answered and (len(received) > 1 or self._can_snapshot(crew)):
                 due = self._ends_after_signal(received[0], at_once=bool(answered or crew.failures))
                 answered = len(received)
             elif crew.failures and not due:
                 now = time.monotonic()
                 due = [(now + FAREWELL_SECONDS, signal.SIGTERM), (now + 2 * FAREWELL_SECONDS, signal.SIGKILL)]
             while due and due[0][0] <= time.monotonic():
-                crew.send(due.pop(0)[1])
+                number = due.pop(0)[1]
+                if number == signal.SIGKILL and received and len(received) == 1:
+                    self._outputs.tell(f"samestep: workers did not end within grace={self._job.config.grace:g} s, and are killed")
+                crew.send(number)
+
+    def _can_snapshot(self, crew: Crew) -> bool:
+        """Tell whether a signal may be passed on: workers that take up a run have first to come to what is kept of it."""
+        return self._job.kept.step is None or self._job.kept.is_under_way or bool(crew.failures)
 
     def _ends_after_signal(self, number: signal.Signals, *, at_once: bool) -> list[tuple[float, signal.Signals]]:
         now = time.monotonic()

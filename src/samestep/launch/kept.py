@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 VARIABLE: Final = "SAMESTEP_INTERNAL_KEPT"
 SLOTS: Final = 2  # a worker: while one is being written, the other is whole
 _BOARD_BYTES: Final = mmap.PAGESIZE
-_STEP: Final = struct.Struct("<q")  # first on the board; then the path of the run's directory
+_STEP: Final = struct.Struct("<q")  # first on the board
+_UNDER_WAY: Final = struct.Struct("<?")  # then; and the path of the run's directory
 _NO_RUN: Final = -1
 _MOST_MODULES: Final = 1 << 20  # bytes of their names
 
@@ -48,7 +49,7 @@ class Kept:
 
     def tell_start(self, directory: str, step: int) -> None:
         """Say that a run began, in a directory (its whole path, "" for none): from now on it can be taken up again."""
-        os.pwrite(self.board, _STEP.pack(step) + os.fsencode(directory) + b"\0", 0)
+        os.pwrite(self.board, _STEP.pack(step) + _UNDER_WAY.pack(True) + os.fsencode(directory) + b"\0", 0)  # noqa: FBT003  a field
 
     def tell_step(self, step: int) -> None:
         """Say how many steps are done."""
@@ -63,7 +64,17 @@ class Kept:
     @property
     def directory(self) -> str:
         """The run's directory, "" for none or before the run began."""
-        return os.fsdecode(os.pread(self.board, _BOARD_BYTES, _STEP.size).partition(b"\0")[0])
+        return os.fsdecode(os.pread(self.board, _BOARD_BYTES, _STEP.size + _UNDER_WAY.size).partition(b"\0")[0])
+
+    def begin_attempt(self) -> None:
+        """Say that workers are started, who have not come to the run yet."""
+        os.pwrite(self.board, _UNDER_WAY.pack(False), _STEP.size)  # noqa: FBT003  a field
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the workers that were started last have come to the run."""
+        (under_way,) = _UNDER_WAY.unpack(os.pread(self.board, _UNDER_WAY.size, _STEP.size))
+        return bool(under_way)
 
     def tell_modules(self) -> None:
         """Say which modules from installed packages this process has, in the order in which their imports began."""
@@ -86,7 +97,7 @@ def keep(workers: int) -> Iterator[Kept]:
     files = [os.memfd_create("samestep-kept") for _ in range(2 + SLOTS * workers)]
     try:
         board, modules, *slots = files
-        os.pwrite(board, _STEP.pack(_NO_RUN), 0)
+        os.pwrite(board, _STEP.pack(_NO_RUN) + _UNDER_WAY.pack(False), 0)  # noqa: FBT003  a field
         yield Kept(board, modules, [slots[start : start + SLOTS] for start in range(0, len(slots), SLOTS)])
     finally:
         for file in files:

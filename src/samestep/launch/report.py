@@ -54,8 +54,10 @@ class Failure:
             return cls(at, str(error.code))
         lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
         summary = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")  # the traceback ends with all of it
-        because_of_others = isinstance(error, SamestepError) and error.because_of_others
-        return cls(at, summary, "".join(lines), because_of_others=because_of_others)
+        failure = cls(at, summary, "".join(lines))
+        if not isinstance(error, SamestepError) or error.because_of_others:
+            return replace(failure, because_of_others=isinstance(error, SamestepError))
+        return replace(failure, from_outside=error.from_outside)
 
     @classmethod
     def of_exit(cls, code: int, at: float, *, out_of_memory: bool = False) -> Failure:

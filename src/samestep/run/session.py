@@ -70,6 +70,7 @@ class Session:
         self.keeper = Keeper(config, world, self.record, attempt, resumed, hot)
         self._exits.callback(self.keeper.close)
         self.stop = StopRequest()
+        self.stop.deferring = resumed is not None and resumed.hot  # what is in memory alone is kept at the end of a step
         self._exits.callback(self.stop.close)
         self.divergence = DivergenceCheck(config.check_every, world, self.keeper.tracked)
         self.progress = Progress(config, self.record, self.keeper, self.stop, self.lanes, self.divergence, resumed)
