@@ -24,11 +24,11 @@ from recipes.vit.config import Settings
 from recipes.vit.pretrained import PretrainedError, read_parameters
 from samestep.config import Config, merge, parse
 from samestep.errors import ConfigError, RecordError, SnapshotError
-from samestep.launch.hosts import read_hosts
-from samestep.launch.keys import Keys
-from samestep.launch.link import MOST_BYTES, Frames, decode, frame, is_proof, nonce_of, parse_address
-from samestep.launch.membership import Membership, Terms
-from samestep.launch.nodes import Nodes
+from samestep.launch.nodes.hosts import read_hosts
+from samestep.launch.nodes.keys import Keys
+from samestep.launch.nodes.link import MOST_BYTES, Frames, decode, frame, is_proof, nonce_of, parse_address
+from samestep.launch.nodes.membership import Membership, Terms
+from samestep.launch.nodes.options import Nodes
 from samestep.launch.place import find_place
 from samestep.record.events import read_events
 from samestep.record.history import read_history
@@ -143,7 +143,8 @@ def _messages() -> list[Target]:
     failure = {"rank": 0, "summary": "lost", "traceback": "", "status": 1, "because_of_others": False, "from_outside": True, "step": 3}
     news = [
         {"tell": "beat", "step": 3}, {"tell": "ready"}, {"tell": "ended", "attempt": 0},
-        {"tell": "signalled", "signal": 15, "again": False}, {"tell": "failed", "attempt": 0, "age": 0.1, "failure": {**failure, "host": "node1"}},
+        {"tell": "signalled", "signal": 15, "again": False},
+        {"tell": "failed", "attempt": 0, "age": 0.1, "failure": {**failure, "host": "node1"}},
     ]  # fmt: skip
     loop = cache(asyncio.new_event_loop)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.errors import WorkerError, WorldError
+from samestep.errors import LoaderError, WorkerError, WorldError
 from samestep.launch import crew, launch
 from samestep.launch.agent import LOOK_SECONDS
 from samestep.launch.kept import Kept
@@ -204,3 +204,10 @@ def test_workers_that_outlast_their_grace_are_killed_with_a_word(capfd):
     launcher.start()
     launcher.join()
     assert "workers did not end within grace=0.2 s, and are killed" in capfd.readouterr().err
+
+
+def test_a_killed_loader_process_is_replaced_with_its_worker():
+    def lose_a_loader():
+        raise LoaderError("a loader process died", from_outside=True)
+
+    assert launch(failing(lose_a_loader)) == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 from samestep.config import Config, parse
 from samestep.errors import ConfigError
-from samestep.launch.nodes import add_node_arguments, gathering_of
+from samestep.launch.nodes.options import add_node_arguments, gathering_of
 from samestep.launch.script import run_script
 
 EXAMPLES = """\
@@ -66,7 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
             raise ConfigError("--devices was given with --mode dp, where -n is the number of devices; give one of the two")
         workers, options["devices"] = 1, arguments.workers
     if arguments.hosts is not None:
-        from samestep.launch.hosts import run_on_hosts  # noqa: PLC0415
+        from samestep.launch.nodes.hosts import run_on_hosts  # noqa: PLC0415
 
         return run_on_hosts(arguments, options)
     gathering = gathering_of(arguments)

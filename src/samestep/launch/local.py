@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from samestep.config import Config
-    from samestep.launch.member import Member
-    from samestep.launch.nodes import Gathering
+    from samestep.launch.nodes.member import Member
+    from samestep.launch.nodes.options import Gathering
 
 
 def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any) -> Any:
@@ -48,7 +48,7 @@ def start(body: Callable[[], Any], workers: int, options: Mapping[str, Any], gat
     if gathering is None:
         result = _run(body, workers, environment, config, signals)
     else:
-        from samestep.launch.member import take_part  # noqa: PLC0415  asyncio is for those who need it
+        from samestep.launch.nodes.member import take_part  # noqa: PLC0415  asyncio is for those who need it
 
         with take_part(gathering, workers, config) as member:
             result = _run(body, workers, {**environment, TOKEN: gathering.token}, config, signals, member)
@@ -70,7 +70,7 @@ def _run(
     import torch  # noqa: PLC0415  the command line prints its help without it
 
     from samestep.launch.agent import Agent  # noqa: PLC0415
-    from samestep.launch.several import HostAgent  # noqa: PLC0415
+    from samestep.launch.nodes.agent import HostAgent  # noqa: PLC0415
     from samestep.launch.worker import Job  # noqa: PLC0415
 
     if torch.cuda.is_initialized():

@@ -14,7 +14,7 @@ from samestep.launch.local import start
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from samestep.launch.nodes import Gathering
+    from samestep.launch.nodes.options import Gathering
 
 
 def run_script(

@@ -12,8 +12,8 @@ import torch
 
 from samestep.config import is_url
 from samestep.errors import ConfigError
-from samestep.snapshot.download import Downloads, load_from
 from samestep.snapshot.read import list_snapshots, load, step_of
+from samestep.snapshot.remote.download import Downloads, load_from
 from samestep.snapshot.resume import load_newest
 
 if TYPE_CHECKING:

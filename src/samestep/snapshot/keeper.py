@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import SnapshotError
-from samestep.snapshot.afterwards import open_afterwards
+from samestep.snapshot.remote.afterwards import open_afterwards
 from samestep.snapshot.tracked import Tracked
 from samestep.snapshot.write import SnapshotWriter
 

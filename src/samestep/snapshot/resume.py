@@ -14,8 +14,8 @@ from samestep.snapshot.read import Snapshot, list_snapshots, load, step_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from samestep.snapshot.download import Downloads
     from samestep.snapshot.hot import HotCopies
+    from samestep.snapshot.remote.download import Downloads
     from samestep.world import World
 
 

@@ -90,7 +90,7 @@ class RemoteRun:
 
     def __init__(self, url: str) -> None:
         from samestep.snapshot.read import step_of  # noqa: PLC0415
-        from samestep.snapshot.remote import Remote  # noqa: PLC0415
+        from samestep.snapshot.remote.copies import Remote  # noqa: PLC0415
 
         folder, _, name = url.rstrip("/").rpartition("/")
         is_snapshot = step_of(Path(name)) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from samestep.errors import ConfigError
-from samestep.launch.interface import reached_from
+from samestep.launch.place.interface import reached_from
 from samestep.world.alone import Alone
 from samestep.world.distributed import Distributed
 from samestep.world.formation import form

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from samestep.launch.token_store import TokenStore, join_store
+from samestep.launch.nodes.store import TokenStore, join_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

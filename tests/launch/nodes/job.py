@@ -1,0 +1,45 @@
+"""A small job for tests on several hosts: `job.py DIRECTORY [FAULT]`, where FAULT is a JSON object as `Fault` has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+import samestep as ss
+from tests.jobs import image_job
+
+
+@dataclass
+class Fault:
+    """What a rank does at a step while the run has so many workers; it leaves a file `fault` first."""
+
+    workers: int
+    rank: int
+    step: int
+    does: str
+
+    def happen(self, run: ss.Run) -> None:
+        """Do it, if this is when."""
+        if (run.workers, run.rank, run.step) != (self.workers, self.rank, self.step):
+            return
+        (run.dir / "fault").write_text(str(os.getpid()))
+        while self.does == "wait" and not run._session.stop.received:
+            time.sleep(0.01)
+        if self.does == "kill" and os.environ["SAMESTEP_INTERNAL_ATTEMPT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.does == "raise":
+            raise ValueError("the data is wrong")
+
+
+def main(directory, fault='{"workers": 0, "rank": 0, "step": 0, "does": ""}'):
+    with ss.init(dir=directory, lanes=8, snapshot_every=1) as run:
+        hook = Fault(**json.loads(fault)).happen
+        image_job(run, hook=lambda _: hook(run))
+        sys.stdout.write(f"trained at {run.workers} workers\n")
+
+
+main(*sys.argv[1:])

@@ -1,0 +1,125 @@
+"""Whole runs with their snapshots in a second place."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from samestep.errors import ConfigError, SnapshotError
+from samestep.snapshot.manifest import NAME
+from samestep.snapshot.remote.storage import Storage
+from tests.jobs import events, image_job, left_by, left_in, snapshots, steps_of, train
+from tests.workers import run_workers, try_workers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def note(path: Path) -> None:
+    """Be the user's function for every file: write the path down in the run's directory."""
+    with (path.parents[1] / "noted").open("a") as file:
+        file.write(f"{path}\n")
+
+
+def refuse(path: Path) -> None:
+    """Be one that never works."""
+    raise ConnectionError("no route")
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"file://{tmp_path}/far"
+
+
+def test_a_run_moves_from_machine_to_machine_with_the_same_bits(tmp_path, url):
+    options = {"remote": url, "snapshot_every": 3}
+    for machine, (workers, last) in enumerate(((2, 4), (1, 6), (3, None))):
+        run_workers(train, workers, image_job, tmp_path / str(machine), {**options, "stop_after": last})
+    assert [event["step"] for machine in "12" for event in events(tmp_path / machine, "resumed")] == [4, 6]
+    undisturbed = left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
+    left = left_in(image_job, tmp_path / "2", lanes=8)
+    assert left == {name: value for name, value in undisturbed.items() if name in left}
+    assert len(left) > len(undisturbed) / 2
+    assert snapshots(tmp_path / "far") == steps_of(4, 6, 8)
+
+
+def test_a_run_starts_from_the_url_of_a_snapshot_and_sets_later_ones_aside(tmp_path, url):
+    train(image_job, tmp_path / "old", {"remote": url, "snapshot_every": 2})
+    options = {"remote": url, "resume": f"{url}/step-00000004", "snapshot_every": 3, "stop_after": 6}
+    run_workers(train, 1, image_job, tmp_path / "new", options)
+    assert [event["step"] for event in events(tmp_path / "new", "resumed")] == [4]
+    (aside,) = events(tmp_path / "new", "snapshots_set_aside")
+    assert aside["snapshots"] == steps_of(6, 8)
+    assert snapshots(tmp_path / "far") == steps_of(4, 6)
+    assert len(list((tmp_path / "far").glob("superseded-*/*/manifest.json"))) == 2
+
+
+def die_while_sending(directory, url, files):
+    """Train with two workers; the first is killed once the snapshot at the end has sent as many files."""
+    send, sent = Storage.send, []
+
+    def send_and_die(storage, source, path):
+        send(storage, source, path)
+        sent.append(path)
+        if len(sent) == files:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Storage.send = send_and_die
+    train(image_job, directory, {"remote": url, "snapshot_every": 100})
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_after_a_killed_worker_only_what_is_missing_is_sent(tmp_path, url, files):
+    outcomes = try_workers(die_while_sending, 2, tmp_path / "run", url, files)
+    assert outcomes[0].exitcode == -signal.SIGKILL
+    assert not list((tmp_path / "far").rglob(NAME))
+    train(image_job, tmp_path / "run", {"remote": url})
+    (copied,) = events(tmp_path / "run", "snapshot_copied")
+    sizes = sorted(path.stat().st_size for path in (tmp_path / "far" / "step-00000008").glob("tensors*"))
+    manifest = (tmp_path / "far" / "step-00000008" / NAME).stat().st_size
+    assert copied["bytes"] - manifest in ([0] if files == 2 else sizes)
+    assert len(sizes) == 2
+
+
+def test_a_storage_that_refuses_fails_the_run_at_its_end_only(tmp_path):
+    directory, url = tmp_path / "run", "file:///proc/none/runs"
+    with pytest.raises(
+        SnapshotError, match=f"the last snapshot is whole in {directory}, and could not be copied to {url}: the storage did"
+    ):
+        train(image_job, directory, {"remote": url, "snapshot_every": 2})
+    assert snapshots(directory) == steps_of(4, 6, 8)
+    assert [event["url"] for event in events(directory, "remote_failed")] == [url]
+    assert len(events(directory, "failed")) == 1
+
+
+def test_a_function_gets_every_file_of_every_snapshot(tmp_path):
+    train(image_job, tmp_path, {"transfer": f"{__name__}:note", "keep_last": 10, "snapshot_every": 4})
+    noted = (tmp_path / "noted").read_text().splitlines()
+    assert [path.rsplit("/", 2)[1] for path in noted] == [*steps_of(4, 4), *steps_of(8, 8)]
+    assert set(noted) == {str(path) for path in tmp_path.glob("step-*/*")}
+
+
+def test_a_function_that_fails_stops_no_training(tmp_path):
+    train(image_job, tmp_path, {"transfer": f"{__name__}:refuse", "snapshot_every": 4})
+    failed = events(tmp_path, "transfer_failed")
+    assert [event["reason"] for event in failed] == ["ConnectionError: no route"] * 2
+    assert snapshots(tmp_path) == steps_of(4, 8)
+    assert len(events(tmp_path, "finished")) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"remote": "s4://bucket/run"}, "s4://bucket/run was given; expected a URL that fsspec knows"),
+        ({"remote": "s4://bucket/run", "resume": "never"}, "s4://bucket/run was given; expected a URL that fsspec knows"),
+        ({"transfer": "nowhere:send"}, "transfer='nowhere:send' was given; expected the module:function to be there for import"),
+        ({"resume": "s4://bucket/run/step-00000001"}, "s4://bucket/run was given; expected a URL that fsspec knows"),
+        ({"resume": "file:///a/run"}, "resume='file:///a/run' was given; expected the URL of a snapshot"),
+    ],
+)
+def test_what_could_never_work_is_told_at_the_start(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        train(image_job, tmp_path, options)

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.errors import ConfigError
+from samestep.snapshot.remote.storage import Retries, Storage, StorageError
+from tests.snapshot.remote.faulty import HASTY, URL, failing, faulty_storage
+
+
+@pytest.fixture
+def far():
+    with faulty_storage() as files:
+        yield files
+
+
+@pytest.fixture
+def storage(far):
+    return Storage(URL, HASTY)
+
+
+@given(st.integers(1, 12), st.floats(0.01, 10), st.floats(0.01, 100))
+def test_pauses_double_up_to_the_longest_and_lose_up_to_half(tries, first, longest):
+    pauses = list(Retries(tries, first, longest).pauses())
+    assert len(pauses) == tries - 1
+    for number, pause in enumerate(pauses):
+        whole = min(first * 2**number, longest)
+        assert 0.5 * whole <= pause <= whole
+
+
+def test_pauses_differ_and_leave_the_random_numbers_of_training_alone():
+    before = random.getstate()
+    assert list(Retries().pauses()) != list(Retries().pauses())
+    assert random.getstate() == before
+
+
+def everything(storage, tmp_path):
+    """Use a storage in every way, and return what it said."""
+    source = tmp_path / "source"
+    source.write_bytes(b"12345")
+    storage.send(source, "a/data")
+    storage.create("a/manifest", b"678")
+    storage.copy("a/data", "b/data")
+    sizes = [storage.sizes(folder) for folder in ("a", "b", "none")]
+    data = storage.read("a/data", 1, 4)
+    folders = sorted(storage.folders())
+    storage.remove("a/manifest")
+    storage.remove("b", folder=True)
+    storage.remove("none")
+    storage.remove("none", folder=True)
+    return sizes, data, folders, storage.sizes("a"), storage.folders()
+
+
+ALL = [{"data": 5, "manifest": 3}, {"data": 5}, {}], b"234", ["a", "b"], {"data": 5}, ["a"]
+
+
+@pytest.mark.parametrize("url", ["file://{}/far/run", "memory://far/run", "faulty://far/run"])
+def test_files_are_sent_found_read_copied_and_removed(far, tmp_path, url):
+    assert everything(Storage(url.format(tmp_path), HASTY), tmp_path) == ALL
+
+
+def test_what_fails_is_tried_again(far, storage, tmp_path):
+    fails = iter(range(10**6))
+
+    def two_of_three(operation, path):
+        if next(fails) % 3:
+            raise ConnectionError("reset")
+
+    far.before = staticmethod(two_of_three)
+    assert everything(storage, tmp_path) == ALL
+
+
+def test_after_the_last_try_it_is_told(far, storage):
+    far.before = staticmethod(failing(4, TimeoutError("no answer"), "cat_file"))
+    with pytest.raises(StorageError, match=r"the storage did not read faulty://far/run/a/b: TimeoutError: no answer"):
+        storage.read("a/b", 0, 3)
+    with pytest.raises(StorageError, match="FileNotFoundError"):  # the fifth call
+        storage.read("a/b", 0, 3)
+
+
+class NoCredentialsError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [PermissionError("denied"), NoCredentialsError("none"), ValueError("bad"), NotImplementedError()])
+def test_a_refusal_is_not_tried_again(far, storage, error):
+    far.before = staticmethod(failing(1, error))
+    with pytest.raises(StorageError, match=type(error).__name__):
+        storage.folders()
+    assert storage.folders() == []
+
+
+def test_nothing_is_tried_again_once_it_was_given_up(far):
+    storage = Storage(URL, Retries(first_seconds=1000.0, longest_seconds=1000.0))
+    storage.given_up.set()
+    far.before = staticmethod(failing(1, ConnectionError()))
+    with pytest.raises(StorageError):
+        storage.folders()
+    assert storage.folders() == []
+
+
+def test_a_file_that_is_cut_short_on_its_way_is_read_again(far, storage, monkeypatch):
+    storage.create("x", b"12345")
+    answers = iter([b"12", b"1234"])
+    whole = far.cat_file
+    monkeypatch.setattr(far, "cat_file", lambda *args, **kwargs: next(answers, None) or whole(*args, **kwargs))
+    assert storage.read("x", 0, 5) == b"12345"
+
+
+def test_an_answer_that_was_lost_is_no_conflict_and_another_file_is(far, storage, monkeypatch):
+    arrive = far.pipe_file
+    lost = [True]
+
+    def arrive_and_fail(*args, **kwargs):
+        arrive(*args, **kwargs)
+        if lost.pop():
+            raise ConnectionError("reset")
+
+    monkeypatch.setattr(far, "pipe_file", arrive_and_fail)
+    storage.create("manifest", b"mine")
+    monkeypatch.undo()
+    storage.create("manifest", b"mine")
+    with pytest.raises(StorageError, match="somebody else wrote it meanwhile; give every run a URL of its own"):
+        storage.create("manifest", b"yours")
+    assert storage.read("manifest", 0, 4) == b"mine"
+
+
+def test_a_storage_that_knows_no_conditions_is_written_all_the_same(far, storage, monkeypatch):
+    monkeypatch.setattr(far, "pipe_file", lambda self, path, value: far.store.update({path: None}))
+    storage.create("manifest", b"mine")
+    assert [path.rpartition("/")[2] for path in far.store] == ["manifest"]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        (
+            "s4://bucket/run",
+            "s4://bucket/run was given; expected a URL that fsspec knows, such as s3://bucket/runs/one: Protocol not known: s4",
+        ),
+        ("adl://store/run", "adl://store/run was given; expected what reaches adl to be installed: pip install what it names"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_told_at_once(url, message):
+    with pytest.raises(ConfigError) as caught:
+        Storage(url).open()
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(("missing", "extra"), [("fsspec", "remote"), ("s3fs", "s3")])
+def test_a_missing_package_is_told_with_how_to_install_it(monkeypatch, missing, extra):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigError, match=rf's3://bucket/run was given; expected .* pip install "samestep\[{extra}\]"'):
+        Storage("s3://bucket/run").open()
