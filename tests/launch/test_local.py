@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from samestep.data.loader import Request, load
 from samestep.errors import ConfigError, LaunchError, WorkerError, WorldError
-from samestep.launch import find_place, launch
+from samestep.launch import files, find_place, launch
 from samestep.launch.kept import VARIABLE as KEPT
 from samestep.snapshot.meeting import ToldError
 from tests.launch.processes import SOON_SECONDS, end_soon, for_ever, listening, rank
@@ -370,12 +370,19 @@ def test_a_standard_file_that_is_closed_takes_no_other_file_in():
     assert process.exitcode == 0
 
 
-def test_sockets_of_killed_loader_processes_do_not_stay(tmp_path, monkeypatch):
-    def body():
-        for _ in load([torch.ones(1)], [Request("here", [0], 0)], collate_fn=None, loader_workers=1, pin_memory=False):
-            os.kill(os.getpid(), signal.SIGKILL)
+@pytest.mark.parametrize("name", ["short", 100 * "long"])  # the address of a socket has 107 bytes at most
+def test_sockets_of_killed_loader_processes_do_not_stay(name, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short, tempfile.TemporaryDirectory(dir=short) as other:
+        folder = Path(other, name[:200])
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.setattr(files, "_SHORT", other)
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(WorkerError, match="SIGKILL"):
-        launch(body)
-    assert list(tmp_path.iterdir()) == []
+        def body():
+            for _ in load([torch.ones(1)], [Request("here", [0], 0)], collate_fn=None, loader_workers=1, pin_memory=False):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            launch(body)
+        assert list(folder.iterdir()) == []
+        assert list(Path(other).iterdir()) == [folder]

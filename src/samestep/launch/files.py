@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 FOLDER: Final = "SAMESTEP_INTERNAL_FOLDER"
 _STANDARD_FILES: Final = 3  # stdin, stdout and stderr
+_LONGEST: Final = 70  # bytes of a folder's path, so that the address of a socket in it has no more than the 107 of unix(7)
+_SHORT: Final = "/tmp"  # noqa: S108  what is made there has a name that cannot be guessed, and is its owner's alone
 
 
 def open_standard_files() -> None:
@@ -28,7 +30,10 @@ def open_standard_files() -> None:
 @contextmanager
 def one_folder() -> Iterator[Mapping[str, str]]:
     """Yield the variable that names workers a folder, which the first of them to use it makes, and which goes at the end of the block."""
-    folder = Path(tempfile.gettempdir()) / f"samestep-{secrets.token_hex(8)}"
+    name = f"samestep-{secrets.token_hex(8)}"
+    folder = Path(tempfile.gettempdir()) / name
+    if len(os.fsencode(folder)) > _LONGEST:
+        folder = Path(_SHORT) / name
     try:
         yield {FOLDER: str(folder)}
     finally:

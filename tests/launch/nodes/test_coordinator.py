@@ -16,8 +16,8 @@ from torch.distributed import TCPStore
 
 from samestep.config import TOKEN, Config
 from samestep.errors import ConfigError, LaunchError
-from samestep.launch import coordinator as coordinator_module
-from samestep.launch import member as member_module
+from samestep.launch.nodes import coordinator as coordinator_module
+from samestep.launch.nodes import member as member_module
 from samestep.launch.nodes.link import HELLO_SECONDS, Link, encode, frame
 from samestep.launch.nodes.member import take_part
 from samestep.launch.nodes.options import Gathering, Nodes

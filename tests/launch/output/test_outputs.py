@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.launch import output
-from samestep.launch.output import Outputs
+from samestep.launch.output import Outputs, outputs
 from samestep.launch.output.screen import File, Screen, standard_screens
 from tests.launch.processes import SOON_SECONDS, for_ever
 
@@ -62,7 +61,7 @@ class Host:
 @pytest.fixture
 def host(tmp_path, monkeypatch):
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
-        monkeypatch.setattr(output, "standard_screens", lambda: (Screen(File(out.fileno())), Screen(File(err.fileno()))))
+        monkeypatch.setattr(outputs, "standard_screens", lambda: (Screen(File(out.fileno())), Screen(File(err.fileno()))))
         host = Host(tmp_path)
         yield host
         host.outputs.close()
@@ -271,7 +270,7 @@ def test_what_a_worker_started_may_print_for_ever(host):
 def narrow(monkeypatch):
     """A screen that is a pipe which nobody has read yet: its reading end, and outputs that print to it."""
     reading, writing = os.pipe()
-    monkeypatch.setattr(output, "standard_screens", lambda: 2 * (Screen(File(writing)),))
+    monkeypatch.setattr(outputs, "standard_screens", lambda: 2 * (Screen(File(writing)),))
     yield reading
     for end in (reading, writing):
         with suppress(OSError):
