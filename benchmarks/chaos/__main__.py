@@ -1,6 +1,6 @@
 """Train a ViT twice: left alone, and under fire. Both must end with the same bits, and every epoch must use every sample once.
 
-usage: python -m benchmarks.chaos [--seed 0] [--faults 32] [--epochs 14]
+usage: python -m benchmarks.chaos [--seed 0] [--faults 32] [--epochs 20]
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seed", type=int, default=0, help="of the faults: which, when and where (default: 0)")
     parser.add_argument("--faults", type=int, default=sum(FAULTS.values()), help="how many (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=14, help="of 23 steps each (default: 14)")
+    parser.add_argument("--epochs", type=int, default=20, help="of 23 steps each (default: 20)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:

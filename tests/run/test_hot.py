@@ -12,6 +12,7 @@ import pytest
 
 import samestep as ss
 from samestep.launch.kept import keep
+from samestep.snapshot import hot
 from tests.faults import kill_at
 from tests.jobs import STEPS, events, fingerprint, image_job, left_by, left_in, snapshots, steps_of, train
 from tests.run.kinds import streams_job
@@ -144,3 +145,13 @@ def test_without_copies_or_without_anything_kept_nothing_is_held(hot_every, tmp_
         environment = {**kept.environment, "SAMESTEP_HOT_EVERY": hot_every}
         run_workers(train, 1, image_job, tmp_path, environment=environment)
         assert (os.fstat(kept.slots[0][0]).st_size > 0) == (hot_every == "auto")
+
+
+def test_without_memory_to_spare_no_copies_are_made_and_training_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(hot, "available_bytes", lambda: 10_000)
+    with keep(1) as kept:
+        run_workers(train, 1, image_job, tmp_path, {"hot_every": 1}, environment=kept.environment)
+        assert all(os.fstat(slot).st_size == 0 for pair in kept.slots for slot in pair)
+    (failed,) = events(tmp_path, "hot_copy_failed")
+    assert "of the 0.0 GB of memory that this host has left" in failed["reason"]
+    assert snapshots(tmp_path)[-1:] == steps_of(STEPS)

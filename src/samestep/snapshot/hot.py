@@ -26,6 +26,7 @@ from samestep.snapshot import slot
 from samestep.snapshot.commit import combined
 from samestep.snapshot.part import contribution
 from samestep.snapshot.read import Snapshot, read_state
+from samestep.snapshot.room import available_bytes
 from samestep.snapshot.slot import Slot
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 PASSED_BYTES: Final = 2**24  # at a time, from host to host
 SHARE_OF_TIME: Final = 0.01
+SHARE_OF_MEMORY: Final = 0.5  # of what is left
 _OPEN_FILES: Final = Path("/proc/self/fd")
 _runs_without_directory = count()
 
@@ -131,9 +133,22 @@ class HotCopies:
 
     def _prepare(self, number: int, mine: Contribution) -> None:
         """Make memory ready for a part; once there is a copy by these workers, give back what only others had."""
-        self._own[number].reserve(sum(piece.nbytes for piece in mine.pieces))
+        nbytes = sum(piece.nbytes for piece in mine.pieces)
+        if self._copies == 1:
+            self._check_room(nbytes)
+        self._own[number].reserve(nbytes)
         for pair in self._slots[self._place.local_rank :: self._place.local_workers][1:] if self._copies == SLOTS else ():
             _empty(pair)
+
+    def _check_room(self, nbytes: int) -> None:
+        """Raise `SnapshotError` where copies, of which a worker has about so many bytes, would take memory that others need."""
+        wanted = self._place.local_workers * sum(slot.missing_bytes(nbytes) for slot in self._own)
+        there = available_bytes()
+        if there is not None and wanted > SHARE_OF_MEMORY * there:
+            raise SnapshotError(
+                f"copies of the state would take {wanted / 1e9:.1f} GB of the {there / 1e9:.1f} GB of memory that this host has left; "
+                "expected no more than half: use hot_every=none, or a host with more memory"
+            )
 
     def find(self, report: Callable[..., object]) -> list[Copy]:
         """Return the copies of this run of which every part is held on some host, in order of steps; collective.

@@ -59,6 +59,10 @@ class Slot:
             os.posix_fallocate(self._file, 0, size)  # memory that is not there would end a process that writes to it
             self._memory = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
 
+    def missing_bytes(self, nbytes: int) -> int:
+        """Return how much memory more it needs for `nbytes` bytes of tensors."""
+        return max(0, START + nbytes - os.fstat(self._file).st_size)
+
     def write(self, label: Mapping[str, Any], mine: Contribution, tensors: Sequence[torch.Tensor]) -> None:
         """Put a worker's part, with the values of its pieces, in the place of what is there."""
         nbytes = sum(piece.nbytes for piece in mine.pieces)
