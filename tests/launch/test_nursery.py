@@ -134,6 +134,15 @@ def test_one_that_is_stopped_and_has_workers_is_given_up(module, monkeypatch):
     assert launch(body, workers=1) == launcher
 
 
+def test_where_an_import_has_used_cuda_workers_are_forked_from_the_launcher(module, tmp_path):
+    (tmp_path / "noisy.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True")
+
+    def until_it_has_ended(nursery):
+        assert end_soon([nursery])
+
+    assert launch(interrupted(module, before=until_it_has_ended), workers=1) == (False, [])
+
+
 def test_how_its_workers_end_is_known(module):
     ends = {1: signal.SIGKILL, 2: signal.SIGSEGV}
 

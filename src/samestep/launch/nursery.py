@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import select
 import signal
 import socket
 import sys
@@ -13,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -110,7 +110,7 @@ class Nursery:
 
     def _hear_one(self, seconds: float) -> bool:
         """Take in one message, and tell whether one came in time."""
-        if self._socket is None or not select.select([self._socket], [], [], seconds)[0]:
+        if self._socket is None or not wait([self._socket], seconds):
             return False
         try:
             message = self._socket.recv(MOST_BYTES)
@@ -149,7 +149,7 @@ class Nursling:
     @property
     def exitcode(self) -> int | None:
         """How it ended; None while it runs."""
-        has_ended = bool(select.select([self._file], [], [], 0)[0])
+        has_ended = bool(wait([self._file], 0.0))
         return self._nursery.exitcode(self.pid, has_ended=has_ended)
 
     def kill(self) -> None:
@@ -159,7 +159,7 @@ class Nursling:
 
     def join(self) -> None:
         """Return when it has ended."""
-        select.select([self._file], [], [])
+        wait([self._file])
 
     def close(self) -> None:
         """Give its file back."""
@@ -176,17 +176,19 @@ def _stand_by(job: Job, modules: Sequence[str], connection: socket.socket) -> No
     for name in modules:
         with suppress(Exception):  # a worker will say so, if it matters to it
             import_module(name)
+    if torch.cuda.is_initialized():  # no process that is forked from here could use a GPU
+        return
     connection.send(READY)
     job = replace(job, launcher_pid=os.getpid())
     workers: dict[int, ForkProcess] = {}
     while True:
-        ready, _, _ = select.select([connection.fileno(), *workers], [], [])
-        for file in workers.keys() & set(ready):
+        ready = wait([connection, *workers])
+        for file in [file for file in workers if file in ready]:
             worker = workers.pop(file)
             os.close(file)
             worker.join()
             connection.send(json.dumps([worker.pid, worker.exitcode]).encode())
-        if connection.fileno() in ready:
+        if connection in ready:
             data, files, *_ = socket.recv_fds(connection, MOST_BYTES, FILES)
             if not data:
                 return

@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import select
 import socket
 import time
 from datetime import timedelta
 from functools import cache
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ class Line:
         self._store = None
 
     def _connected(self) -> Store:
-        if self._store is None or select.select([self._bell], [], [], 0)[0]:
+        if self._store is None or wait([self._bell], 0.0):
             raise ConnectionResetError("the store is gone")
         return self._store
 
