@@ -63,7 +63,7 @@ class Line:
         self._store = None
 
     def _connected(self) -> Store:
-        if self._store is None or wait([self._bell], 0.0):
+        if self._store is None or wait([self._bell.fileno()], 0.0):
             raise ConnectionResetError("the store is gone")
         return self._store
 
