@@ -9,6 +9,7 @@ import threading
 import traceback
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -22,8 +23,10 @@ from samestep.launch.parent import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from multiprocessing.process import BaseProcess
 
 STOPPING: Final = (signal.SIGTERM, signal.SIGINT)
+ENDING_SECONDS: Final = 1.0  # for a process that dies to be dead
 
 
 class Request(NamedTuple):
@@ -115,11 +118,10 @@ def load(
         yield from batches
     except (RuntimeError, OSError, EOFError) as error:  # what a data set raises arrives as LoaderError
         reason = str(error).partition("\n")[0]
-        killed = any(process.exitcode == -signal.SIGKILL for process in batches._workers) if loader_workers > 0 else False  # noqa: SLF001
         raise LoaderError(
             f"a loader process died ({type(error).__name__}: {reason}); usually it ran out of memory or shared memory, "
             "or native code in the data set crashed: try loader_workers=0 to see which sample it was",
-            from_outside=killed,
+            from_outside=_was_killed(getattr(batches, "_workers", [])),
         ) from error
     finally:
         if loader_workers > 0:
@@ -140,6 +142,15 @@ def _iter(loader: DataLoader[Any]) -> Any:
     for process in getattr(batches, "_workers", ()):
         process._popen.terminate = process._popen.kill  # noqa: SLF001  how torch and Python end one that does not end by itself
     return batches
+
+
+def _was_killed(processes: Sequence[BaseProcess]) -> bool:
+    """Tell whether one of some loader processes was killed, be it that it is just about to end."""
+    ending = wait([process.sentinel for process in processes], ENDING_SECONDS) if processes else []
+    for process in processes:
+        if process.sentinel in ending:
+            process.join(ENDING_SECONDS)
+    return any(process.exitcode == -signal.SIGKILL for process in processes)
 
 
 @contextmanager
