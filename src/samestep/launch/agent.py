@@ -17,6 +17,7 @@ from samestep.errors import SamestepError, WorkerError
 from samestep.launch.crew import Attempt, Crew
 from samestep.launch.nursery import Nursery
 from samestep.launch.output import Outputs
+from samestep.launch.place.told import LOOPBACK
 from samestep.record import open_record
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from samestep.launch.report import Failure
     from samestep.launch.worker import Job
 
-LOOPBACK: Final = "127.0.0.1"
 LOOPBACK_ONLY: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 LOOK_SECONDS: Final = 0.1
 FAREWELL_SECONDS: Final = 2.0  # after a failure, for others to fail by themselves, and again after SIGTERM
@@ -72,12 +72,8 @@ class Agent:
         answered = 0
         while crew.running:
             ready = wait([*crew.files, *self._outputs.files()], LOOK_SECONDS)
-            for file in self._outputs.files():
-                if file in ready:
-                    self._outputs.pump(file)
-            self._outputs.flush()
+            self._outputs.pass_on(ready, self._job.kept.directory)
             crew.look()
-            self._outputs.keep_in(self._job.kept.directory)
             self._nursery.prepare()
             first, received = crew.first_failure(), self._job.signals.received
             if first is not None and not received and self._may_go_on(first[1]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from samestep.launch.crew import Attempt
+from samestep.launch.crew import FORK, Attempt
 from samestep.launch.output import print_to
 from samestep.launch.parent import end_with_parent
 from samestep.launch.preload import no_collection
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from samestep.launch.output import Pipes
     from samestep.launch.worker import Job
 
-FORK: Final = multiprocessing.get_context("fork")
 MOST_BYTES: Final = 1 << 16  # of a message
 FILES: Final = 3  # a worker's report, stdout and stderr
 READY: Final = b"ready"

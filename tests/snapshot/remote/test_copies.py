@@ -13,7 +13,7 @@ from samestep.snapshot.remote.copies import Remote
 from samestep.snapshot.remote.storage import StorageError
 from tests.faults import cut, flip_byte
 from tests.snapshot.exact import exact
-from tests.snapshot.remote.faulty import HASTY, URL, failing, faulty_storage
+from tests.snapshot.remote.faulty import HASTY, URL, failing
 from tests.snapshot.saving import save_once, small_state
 
 FIRST, SECOND = "step-00000001", "step-00000002"
@@ -21,17 +21,6 @@ FIRST, SECOND = "step-00000001", "step-00000002"
 
 class KilledError(BaseException):
     """In place of the end of a process."""
-
-
-@pytest.fixture
-def far():
-    with faulty_storage() as files:
-        yield files
-
-
-@pytest.fixture
-def remote(far):
-    return Remote(URL, HASTY)
 
 
 @pytest.fixture

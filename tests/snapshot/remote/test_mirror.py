@@ -13,19 +13,8 @@ from samestep.snapshot.remote.mirror import Mirror
 from tests.faults import flip_byte
 from tests.jobs import steps_of
 from tests.snapshot.exact import exact
-from tests.snapshot.remote.faulty import HASTY, URL, failing, faulty_storage
+from tests.snapshot.remote.faulty import HASTY, URL, failing
 from tests.snapshot.saving import save, save_once, small_state, team
-
-
-@pytest.fixture
-def far():
-    with faulty_storage() as files:
-        yield files
-
-
-@pytest.fixture
-def remote(far):
-    return Remote(URL, HASTY)
 
 
 @contextmanager

@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import ConfigError
 from samestep.snapshot.remote.storage import Retries, Storage, StorageError
-from tests.snapshot.remote.faulty import HASTY, URL, failing, faulty_storage
-
-
-@pytest.fixture
-def far():
-    with faulty_storage() as files:
-        yield files
+from tests.snapshot.remote.faulty import HASTY, URL, failing
 
 
 @pytest.fixture

@@ -67,11 +67,7 @@ class HostAgent:
     def _turn(self) -> Mapping[str, Any] | None:
         """Wait for news and see to it. Return the order that ends the run, when it comes."""
         ready = wait([self._member.fileno(), *(self._crew.files if self._crew else ()), *self._outputs.files()], LOOK_SECONDS)
-        for file in self._outputs.files():
-            if file in ready:
-                self._outputs.pump(file)
-        self._outputs.flush()
-        self._outputs.keep_in(self._job.kept.directory)
+        self._outputs.pass_on(ready, self._job.kept.directory)
         if self._crew:
             self._nursery.prepare()
             self._report(self._crew)

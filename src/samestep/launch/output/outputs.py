@@ -16,7 +16,7 @@ from samestep.launch.output.logs import Log
 from samestep.launch.output.screen import WAIT_SECONDS, Screen, encoding_of, standard_screens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from typing import TextIO
 
     from typing_extensions import Self
@@ -81,6 +81,14 @@ class Outputs:
         channel = self._channels.get(file)
         if channel is not None and channel.screen.flush(WAIT_SECONDS):
             self._pass_on(channel)
+
+    def pass_on(self, ready: Collection[object], directory: str) -> None:
+        """Pump those of `files()` that are `ready`, print what the screen would not take before, and keep logs in a run's directory."""
+        for file in self.files():
+            if file in ready:
+                self.pump(file)
+        self.flush()
+        self.keep_in(directory)
 
     def flush(self) -> None:
         """Print what the screen would not take before."""
