@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from samestep.launch.failure import Failure
     from samestep.launch.kept import Kept
-    from samestep.launch.report import Failure
     from samestep.launch.worker import Job
 
 LOOPBACK_ONLY: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

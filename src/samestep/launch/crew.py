@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import LaunchError
+from samestep.launch.failure import Failure
 from samestep.launch.preload import no_collection
-from samestep.launch.report import Failure, Report
+from samestep.launch.report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,84 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
-import time
-import traceback
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
-from samestep.errors import SamestepError
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-LEADING_MODULES: Final = {"samestep.launch.worker", "samestep.launch.script", "runpy"}
-
-
-# What a program brings upon itself. Any other signal came from outside: a person, a scheduler, a kernel that is out of memory.
-CRASHES: Final = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
-OUT_OF_MEMORY: Final = (
-    "the kernel ran out of memory and ended a process of this host meanwhile: start fewer workers here, or a new run with more lanes"
-)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a worker failed, with the exit `status` that tells of it.
-
-    `at` is in seconds of the monotonic clock, which all processes of a host share. One `from_outside` says nothing against going on.
-    """
-
-    at: float
-    summary: str
-    traceback: str = ""
-    status: int = 1
-    because_of_others: bool = False
-    from_outside: bool = False
-    step: int | None = None
-    host: str = ""
-
-    @classmethod
-    def of_error(cls, error: BaseException) -> Failure:
-        """Tell an exception that just reached the end of a worker, from the first line of the user's own code on."""
-        at = time.monotonic()
-        if isinstance(error, SystemExit):
-            if isinstance(error.code, int):
-                return cls(at, f"exited with status {error.code}", status=error.code)
-            return cls(at, str(error.code))
-        lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
-        summary = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")  # the traceback ends with all of it
-        failure = cls(at, summary, "".join(lines))
-        if not isinstance(error, SamestepError) or error.because_of_others:
-            return replace(failure, because_of_others=isinstance(error, SamestepError))
-        return replace(failure, from_outside=error.from_outside)
-
-    @classmethod
-    def of_exit(cls, code: int, at: float, *, out_of_memory: bool = False) -> Failure:
-        """Tell an end without last words; a negative `code` is the number of the signal that ended the worker, or stopped it.
-
-        `out_of_memory` says that the kernel ended processes for that meanwhile, of which this may be one.
-        """
-        if code >= 0:
-            return cls(at, f"exited with status {code}", status=code)
-        try:
-            number = signal.Signals(-code)
-        except ValueError:  # a real-time signal
-            return cls(at, f"killed by signal {-code}", status=128 - code, from_outside=True)
-        summary = f"{'stopped' if number == signal.SIGSTOP else 'killed'} by {number.name}"
-        if out_of_memory and number == signal.SIGKILL:
-            summary += f" ({OUT_OF_MEMORY})"
-        return cls(at, summary, status=128 - code, from_outside=number not in CRASHES)
-
-    def at_step(self, step: int | None) -> Failure:
-        """Return the failure with where the run stood on this host; None before it began."""
-        return replace(self, step=step, host="" if step is None else socket.gethostname())
-
-    def __str__(self) -> str:
-        return self.summary if self.step is None else f"{self.summary} [step {self.step}, host {self.host}]"
+from samestep.launch.failure import Failure
 
 
 class Report:
@@ -127,9 +55,3 @@ class Report:
     def close(self) -> None:
         """Give the memory back."""
         self._memory.close()
-
-
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    while trace and trace.tb_next and trace.tb_frame.f_globals.get("__name__") in LEADING_MODULES:
-        trace = trace.tb_next
-    return trace

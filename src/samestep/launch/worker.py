@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
+from samestep.launch.failure import Failure
 from samestep.launch.parent import end_with_parent
-from samestep.launch.report import Failure, Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from samestep.config import Config
     from samestep.launch.crew import Attempt
     from samestep.launch.kept import Kept
+    from samestep.launch.report import Report
     from samestep.launch.signals import StopSignals
 
 ATTEMPT: Final = "SAMESTEP_INTERNAL_ATTEMPT"

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from samestep.errors import LaunchError, WorkerError
 from samestep.launch.agent import FAREWELL_SECONDS, LOOK_SECONDS, tell_restart
 from samestep.launch.crew import Attempt, Crew
+from samestep.launch.failure import Failure
 from samestep.launch.nodes.store import store_variables
 from samestep.launch.nursery import Nursery
 from samestep.launch.output import Outputs
 from samestep.launch.place.interface import interface_towards
-from samestep.launch.report import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Final
 
+from samestep.launch.failure import Failure
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -74,18 +76,10 @@ class Why(Enum):
 
 
 @dataclass(frozen=True)
-class Fault:
-    """How the worker `rank` failed: the fields of `samestep.launch.report.Failure`, with `at` on the coordinator's clock."""
+class Fault(Failure):
+    """How the worker `rank` failed, with `at` on the coordinator's clock."""
 
-    rank: int
-    at: float
-    summary: str
-    traceback: str = ""
-    status: int = 1
-    because_of_others: bool = False
-    from_outside: bool = False
-    step: int | None = None
-    host: str = ""
+    rank: int = field(kw_only=True)
 
     @classmethod
     def read(cls, told: Message, at: float) -> Fault:
@@ -172,7 +166,7 @@ class Membership:
         if node.busy:
             node.busy = False
             summary = f"its host was lost: {reason}"
-            self._note(Fault(node.first_rank, now, summary, from_outside=True, step=self._step, host=node.name))
+            self._note(Fault(now, summary, rank=node.first_rank, from_outside=True, step=self._step, host=node.name))
 
     def hear(self, node: Node, message: Message, now: float) -> None:
         """Take what a host tells. Raises `ValueError` for what makes no sense."""
