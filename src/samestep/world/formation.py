@@ -34,9 +34,10 @@ NAMESPACES = ("net", "pid", "user")  # in which sockets without a file, processe
 NEEDED = ("memfd_create", "pidfd_open")
 START_SHARE: Final = 0.25  # of the patience, for all to come: what is started together comes together
 LEAST_START_SECONDS: Final = 30.0  # unless that is more than the patience
-PART_SECONDS: Final = 1.0
+PART_SECONDS: Final = 3.0
 PAUSE_SECONDS: Final = 0.0005  # between looks who came
-UNFORMED: Final = "unformed"  # the key of why no world forms
+UNFORMED: Final = "unformed"  # the key of why no world forms, and how many workers are to know
+KNOWING: Final = "knowing"  # the key of how many do
 _worlds_formed = count()  # a store prefix of its own for each world that this process forms
 
 
@@ -101,31 +102,30 @@ def _exchange_offers(line: Line, place: Place, own: Offer, seconds: float) -> li
     keys = [f"offer/{rank}" for rank in range(place.workers)]
     first = Offer.read(place.rank, line.put_first(keys[place.rank], asdict(own)))
     if first != own:
-        line.put_first(
-            UNFORMED, f"two workers have rank {place.rank}: {_where(first)} and {_where(own)}; expected a rank of its own for each"
-        )
+        twice = f"two workers have rank {place.rank}: {_where(first)} and {_where(own)}; expected a rank of its own for each"
+        line.put_first(UNFORMED, [twice, place.workers])
     deadline, pause = time.monotonic() + seconds, PAUSE_SECONDS
     while first != own or not line.has(keys):
-        if (reason := line.get(UNFORMED)) is not None:
-            _part(line, place, keys)
+        if (unformed := line.get(UNFORMED)) is not None:
+            reason, coming = unformed
+            _part(line, coming)
             raise WorldError(f"{reason}: look at what started them (worker {place.rank}, while {FORMING}, was told {place.source})")
         if time.monotonic() > deadline:
-            missing = workers(rank for rank, key in enumerate(keys) if not line.has([key]))
-            line.put_first(UNFORMED, f"{missing} did not come within {seconds:g} s; expected all, or more patience where some start late")
+            missing = [rank for rank, key in enumerate(keys) if not line.has([key])]
+            late = f"{workers(missing)} did not come within {seconds:g} s; expected all, or more patience where some start late"
+            line.put_first(UNFORMED, [late, place.workers - len(missing)])
         time.sleep(pause)
         pause = min(2 * pause, PAUSE_SECONDS * place.workers)  # the store answers everybody
     return [Offer.read(rank, line.get(key)) for rank, key in enumerate(keys)]
 
 
-def _part(line: Line, place: Place, keys: Sequence[str]) -> None:
-    """Say that this worker knows why no world forms; the one with which the store goes waits until all that came know."""
-    line.put(f"knows/{place.rank}", value=True)
+def _part(line: Line, coming: int) -> None:
+    """Say that this worker knows why no world forms; the one with which the store goes waits until as many know as came or are coming."""
+    knowing = line.count(KNOWING)
     deadline = time.monotonic() + PART_SECONDS
-    while line.keeps_store and time.monotonic() < deadline:
-        came = [f"knows/{rank}" for rank, key in enumerate(keys) if line.has([key])]
-        if line.has(came):
-            return
+    while line.keeps_store and knowing < coming and time.monotonic() < deadline:
         time.sleep(PAUSE_SECONDS)
+        knowing = line.get(KNOWING)
 
 
 def _where(offer: Offer) -> str:

@@ -54,6 +54,10 @@ class Line:
         """Set a value where there is none yet; return the one that is there now."""
         return json.loads(_call(self._connected().compare_set, key, "", json.dumps(value)))
 
+    def count(self, key: str) -> int:
+        """Count one up from 0 at a key; return what that came to."""
+        return int(_call(self._connected().add, key, 1))
+
     def has(self, keys: Sequence[str]) -> bool:
         """Tell whether there are values at all of these keys."""
         return bool(_call(self._connected().check, list(keys)))
