@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-from samestep.snapshot.remote.storage import Retries
+from samestep.storage import Retries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,7 +10,7 @@ from samestep.snapshot import load
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import fault
 from samestep.snapshot.remote.copies import Remote
-from samestep.snapshot.remote.storage import StorageError
+from samestep.storage import StorageError
 from tests.faults import cut, flip_byte
 from tests.snapshot.exact import exact
 from tests.snapshot.remote.faulty import HASTY, URL, failing

@@ -10,7 +10,7 @@ import pytest
 
 from samestep.errors import ConfigError, SnapshotError
 from samestep.snapshot.manifest import NAME
-from samestep.snapshot.remote.storage import Storage
+from samestep.storage import Storage
 from tests.jobs import events, image_job, left_by, left_in, snapshots, steps_of, train
 from tests.workers import run_workers, try_workers
 

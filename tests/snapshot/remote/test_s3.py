@@ -17,7 +17,7 @@ from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import inspect
 from samestep.snapshot.remote.copies import Remote
 from samestep.snapshot.remote.mirror import Mirror
-from samestep.snapshot.remote.storage import Retries, Storage, StorageError
+from samestep.storage import Retries, Storage, StorageError
 from tests.jobs import STEPS, events, image_job, left_by, left_in, snapshots, steps_of, train
 from tests.s3 import s3_server
 from tests.snapshot.saving import save, team

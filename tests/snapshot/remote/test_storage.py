@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import ConfigError
-from samestep.snapshot.remote.storage import Retries, Storage, StorageError
+from samestep.storage import Retries, Storage, StorageError
 from tests.snapshot.remote.faulty import HASTY, URL, failing
 
 

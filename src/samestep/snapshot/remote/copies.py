@@ -18,7 +18,7 @@ from samestep.errors import SnapshotError
 from samestep.snapshot.files import checksum, sync, write_whole
 from samestep.snapshot.manifest import LARGEST_BYTES, NAME, Manifest
 from samestep.snapshot.read import check, fault, inspect, step_of
-from samestep.snapshot.remote.storage import RETRIES, Retries, Storage, StorageError
+from samestep.storage import RETRIES, Retries, Storage, StorageError
 from samestep.snapshot.retention import remove
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from samestep.errors import ConfigError, SamestepError, SnapshotError
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import Snapshot, load, step_of
 from samestep.snapshot.remote.copies import Remote
-from samestep.snapshot.remote.storage import StorageError
+from samestep.storage import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

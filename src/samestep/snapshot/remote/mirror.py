@@ -12,7 +12,7 @@ from samestep.errors import SnapshotError
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import check, inspect, list_snapshots, step_of
 from samestep.snapshot.remote.background import Background
-from samestep.snapshot.remote.storage import StorageError
+from samestep.storage import StorageError
 from samestep.snapshot.retention import choose
 
 if TYPE_CHECKING:

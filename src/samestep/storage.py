@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from samestep.errors import ConfigError, SamestepError, SnapshotError
+from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +36,7 @@ _S3: Final = {"s3", "s3a"}
 _generator: Final = random.Random()  # the global one belongs to training
 
 
-class StorageError(SnapshotError):
+class StorageError(SnapshotError, RecordError):
     """What the storage holds is not known, or cannot be had: it did not answer or refused, or there is no room for it."""
 
 
