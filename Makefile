@@ -32,7 +32,7 @@ bench: .venv/ready-bench
 	$(BIN)/python -m benchmarks.table --picture docs/benchmarks.svg
 
 bench-more: .venv/ready-bench
-	for part in floor start recovery evaluation growth data snapshots modes; do $(BIN)/python -m benchmarks.$$part; done
+	for part in floor start recovery surviving evaluation growth data snapshots modes; do $(BIN)/python -m benchmarks.$$part; done
 
 clean:
 	rm -rf .venv build dist runs .hypothesis .mypy_cache .pytest_cache .ruff_cache

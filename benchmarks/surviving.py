@@ -1,0 +1,93 @@
+"""What surviving costs while nothing happens: hot copies, comparisons of checksums, telling where a worker is.
+
+usage: python -m benchmarks.surviving [--rounds 5] [--workers 2]
+
+The state has 1.0 GB: that of benchmarks.snapshots. A job makes steps with a copy, or a comparison, after each, or with neither; jobs take
+turns, and a cost is the difference of two jobs' median steps of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+import timeit
+from itertools import pairwise
+
+import torch
+from torch.utils.data import TensorDataset
+
+import samestep as ss
+from benchmarks.measure import figures, spread
+from benchmarks.snapshots import BATCH_SIZE, WIDTH, loss_fn, mlp
+from benchmarks.turns import in_turn
+from samestep.world.whereabouts import Whereabouts
+
+WARMUP_STEPS, STEPS = 3, 8
+JOBS = {"neither": ("none", "none"), "hot copy": ("1", "none"), "checksums": ("none", "1")}  # hot_every, check_every
+CALLS = 100_000
+
+
+def train() -> None:
+    """Train as the environment asks for, and tell the median time of a step."""
+    data = TensorDataset(torch.randn(BATCH_SIZE, WIDTH), torch.randint(WIDTH, (BATCH_SIZE,)))
+    model, optimizer = mlp()
+    with ss.init() as run:
+        run.replicate(model)
+        run.track(model=model, optimizer=optimizer)
+        starts = []
+        for batch in run.batches(data, BATCH_SIZE, steps=WARMUP_STEPS + STEPS):
+            starts.append(time.perf_counter())
+            run.backward(loss_fn, model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        steps = [later - earlier for earlier, later in pairwise(starts)]
+        print(f"step_ms={1000 * statistics.median(steps[WARMUP_STEPS:]):.3f}", flush=True)
+
+
+def measure(workers: int, rounds: int) -> None:
+    """Let the jobs take turns, and print what the two cost."""
+
+    def job(hot_every: str, check_every: str) -> float:
+        given = ["-n", str(workers), "--hot-every", hot_every, "--check-every", check_every]
+        return figures([sys.executable, "-m", "samestep", "run", *given, "-m", "benchmarks.surviving", "--job"])["step_ms"]
+
+    found = in_turn({name: lambda options=options: job(*options) for name, options in JOBS.items()}, rounds)
+    print(f"1.0 GB of state, {workers} workers, {rounds} rounds")
+    print(f"  a step {spread(found['neither'])} ms")
+    for name in list(JOBS)[1:]:
+        more = [step - without for step, without in zip(found[name], found["neither"], strict=True)]
+        print(f"  {name:10} {spread(more)} ms more")
+
+
+def measure_whereabouts(rounds: int) -> None:
+    """Print what telling costs."""
+    whereabouts = Whereabouts()
+
+    def wait() -> None:
+        with whereabouts.waiting("measuring"):
+            pass
+
+    for name, call in (("a change", lambda: whereabouts.at("measuring")), ("around a wait", wait)):
+        seconds = timeit.repeat(call, repeat=rounds, number=CALLS)
+        print(f"whereabouts, {name}: {spread([1e6 * each / CALLS for each in seconds])} microseconds")
+
+
+def main() -> None:
+    """Run one job, or the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=5, help="jobs of each kind (default: 5)")
+    parser.add_argument("--workers", type=int, default=2, help="workers of each job (default: 2)")
+    parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.job:
+        torch.set_num_threads(1)
+        train()
+    else:
+        measure_whereabouts(options.rounds)
+        measure(options.workers, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
