@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test check bench bench-more clean
+.PHONY: help demo test check docs bench bench-more clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo        train a ViT on two workers, evaluate it, and prove that one worker does the same'
 	@echo 'make test        run all tests'
 	@echo 'make check       run all checks of style, types, imports, links and public names'
+	@echo 'make docs        build the site of the documentation in docs/_build/html'
 	@echo 'make bench       measure four jobs beside seven ways to train them: about fifteen minutes on two cores'
 	@echo 'make bench-more  measure what stands around a step, and how all of it grows: about forty minutes'
 	@echo 'make clean       remove .venv and all caches'
@@ -28,14 +29,18 @@ check: .venv/ready-dev
 	$(BIN)/vulture
 	$(BIN)/pytest tests/house
 
+docs: .venv/ready-docs
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
+	@echo 'open docs/_build/html/index.html'
+
 bench: .venv/ready-bench
 	$(BIN)/python -m benchmarks.table --picture docs/benchmarks.svg
 
 bench-more: .venv/ready-bench
-	for part in floor start recovery surviving evaluation growth data snapshots modes; do $(BIN)/python -m benchmarks.$$part; done
+	for part in floor start recovery surviving evaluation growth data snapshots modes record; do $(BIN)/python -m benchmarks.$$part; done
 
 clean:
-	rm -rf .venv build dist runs .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist docs/_build runs .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # .venv/ready-EXTRA: samestep is installed with that extra of pyproject.toml.

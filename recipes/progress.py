@@ -19,7 +19,7 @@ SECONDS_A_LINE = 5.0
 class Progress:
     """Shows the epoch, step, means and items a second of a run that makes `steps` steps; `unit` is the plural of an item."""
 
-    def __init__(self, run: ss.Run, steps: int, steps_per_epoch: int | None, unit: str = "images") -> None:
+    def __init__(self, run: ss.Run, steps: int, steps_per_epoch: int | None = None, unit: str = "images") -> None:
         self.run, self.steps, self.steps_per_epoch, self.unit = run, steps, steps_per_epoch, unit
         show_bar = run.is_main and sys.stderr.isatty()
         self.bar = tqdm(total=steps, initial=run.step, unit="step", dynamic_ncols=True) if show_bar else None

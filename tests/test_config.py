@@ -41,6 +41,7 @@ def is_usable(config):
     assert 0 < config.patience <= 10**9
     assert config.remote is None or (is_url(config.remote) and config.dir is not None)
     assert config.transfer is None or (":" in config.transfer and config.dir is not None)
+    assert not config.sinks or config.dir is not None
     assert config.precision in {"float32", "bfloat16"}
     assert config.device in {"auto", "cpu", "cuda"}
     assert config.nonfinite_loss in {"stop", "continue"}
@@ -136,6 +137,9 @@ def test_snapshot_every_is_in_steps_or_minutes():
         ({"resume": "s3://bucket/run/step-00000100"}, {}, "resume='s3://bucket/run/step-00000100' was given; expected a dir with it"),
         ({"transfer": "my.module", "dir": "runs"}, {}, "transfer='my.module' was given; expected module:function"),
         ({"transfer": "my.module:send"}, {}, "transfer='my.module:send' was given; expected a dir with it"),
+        ({"sinks": ["tensorbord"], "dir": "runs"}, {}, "sinks='tensorbord' was given; expected a URL, tensorboard, mlflow, wandb or"),
+        ({"sinks": "wandb,mlflow"}, {}, "sinks='wandb,mlflow' was given; expected a dir with it, where the record is first"),
+        ({}, {"SAMESTEP_SINKS": "wandb,"}, "sinks='' was given; expected a URL, tensorboard, mlflow, wandb or module:Class"),
         ({"snapshot_every": "10 hours"}, {}, "snapshot_every='10 hours' was given; expected steps such as"),
         ({"hot_every": 0}, {}, "hot_every='0' was given; expected steps such as \"100\", auto or none"),
     ],

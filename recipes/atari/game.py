@@ -16,6 +16,7 @@ from recipes.settings import SettingsError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from recipes.atari.config import GameSettings
@@ -72,6 +73,10 @@ class Game:
             fired = self._act(self._fire)
             return Moment(fired.frame, moment.points + fired.points, lost=True, over=fired.over)
         return moment
+
+    def screen(self) -> NDArray[np.uint8]:
+        """Return what a person would see, uint8 [210, 160, 3]."""
+        return self._ale.ale.getScreenRGB()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the emulator's memory and registers in its own format, as bytes in a tensor, and the points so far."""

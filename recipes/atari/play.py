@@ -3,29 +3,58 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from recipes.atari.game import Game
 from recipes.atari.model import best_actions
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
     from torch import Tensor, nn
 
     from recipes.atari.config import GameSettings
 
 
-def play_games(model: nn.Module, numbers: Tensor, *, settings: GameSettings, seed: int, exploration: float) -> dict[str, Tensor]:
-    """Play games to their ends; returns the points, float64, and the actions taken, int64, of each of `numbers` [games].
+FILMED = 8  # screens of a game
 
-    A part of the actions, `exploration`, is random; each game has a generator of its own, seeded by `seed` and its number.
+
+class Film:
+    """Some screens of a game, evenly apart from its start to its end, however long it lasts."""
+
+    def __init__(self) -> None:
+        self._screens: list[NDArray[np.uint8]] = []
+        self._seen, self._every = 0, 1
+
+    def see(self, game: Game) -> None:
+        """Look at a game after an action, and keep one in `every` screens, which doubles as they become many."""
+        if self._seen % self._every == 0:
+            self._screens.append(game.screen())
+        if len(self._screens) == 2 * FILMED:
+            self._screens, self._every = self._screens[::2], 2 * self._every
+        self._seen += 1
+
+    def strip(self) -> NDArray[np.uint8]:
+        """Return `FILMED` screens side by side, uint8 [height, FILMED * width, 3]."""
+        chosen = np.linspace(0, len(self._screens) - 1, FILMED).round().astype(int)
+        return np.concatenate([self._screens[number] for number in chosen], axis=1)
+
+
+def play_games(model: nn.Module, numbers: Tensor, *, settings: GameSettings, seed: int, exploration: float) -> dict[str, Any]:
+    """Play games to their ends; returns the points, float64, and the actions taken, int64, of each of `numbers` [games], and films.
+
+    Game 0 is filmed, the others have None. A part of the actions, `exploration`, is random; each game has a generator of its own, seeded by `seed` and its number.
     """
     draws = [random.Random(f"{seed}, game {number}") for number in numbers.tolist()]
     games = [Game(settings) for _ in draws]
     observations = torch.stack([game.start(draw.randrange(2**31 - 1)) for game, draw in zip(games, draws, strict=True)])
     observations = observations[:, None].repeat(1, settings.frame_stack, 1, 1)  # [games, stack, H, W]
     lengths = torch.zeros(len(games), dtype=torch.int64)
+    films = [Film() if number == 0 else None for number in numbers.tolist()]
     playing = list(range(len(games)))
     while playing:
         chosen = best_actions(model, observations[playing]).tolist() if exploration < 1 else [0] * len(playing)
@@ -35,6 +64,24 @@ def play_games(model: nn.Module, numbers: Tensor, *, settings: GameSettings, see
             moment = games[index].play(draws[index].randrange(games[index].actions) if explores else best)
             observations[index] = torch.cat([observations[index, 1:], moment.frame[None]])
             lengths[index] += 1
+            if (film := films[index]) is not None:
+                film.see(games[index])
             over |= {index} if moment.over else set()
         playing = [index for index in playing if index not in over]
-    return {"return": torch.tensor([game.points for game in games], dtype=torch.float64), "actions": lengths}
+    points = torch.tensor([game.points for game in games], dtype=torch.float64)
+    return {"return": points, "actions": lengths, "film": [film and film.strip() for film in films]}
+
+
+def scores_of(played: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the mean and the standard deviation of the returns of games, and the mean of the actions taken."""
+    returns = played["return"]
+    return {
+        "return": returns.mean().item(),
+        "return_deviation": returns.std(correction=0).item(),
+        "actions": played["actions"].double().mean().item(),
+    }
+
+
+def shown(scores: dict[str, float]) -> str:
+    """Return scores as a person reads them."""
+    return f"return {scores['return']:.1f} ± {scores['return_deviation']:.1f}, {scores['actions']:.0f} actions a game"

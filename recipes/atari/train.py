@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds only its neighbours by itself
 
@@ -20,8 +19,9 @@ import samestep as ss
 from recipes.atari.config import Settings, check
 from recipes.atari.game import Game
 from recipes.atari.lane import Lane
+from recipes.atari.losses import td_loss
 from recipes.atari.model import QNetwork
-from recipes.atari.play import play_games
+from recipes.atari.play import play_games, scores_of, shown
 from recipes.progress import Progress
 from recipes.settings import SETTINGS_FILE, SettingsError, parser, read, run_script, write_settings
 
@@ -29,10 +29,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from torch import Tensor, nn
-
-    from recipes.atari.config import OptimizerSettings
-    from recipes.atari.lane import LaneBatch
+    from torch import nn
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
@@ -44,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         networks = {name: run.replicate(QNetwork(settings.model, settings.game, actions)) for name in ("online", "target")}
         if not flags.eval:
             return train(run, settings, networks)
-        if run.step == 0:
+        if run.step == 0:  # nothing was resumed: there is no snapshot
             raise SettingsError("--eval found no snapshot; expected the --dir of a run that has made one")
-        run.track(**networks)
+        run.track(**networks)  # and restore them
         scores = evaluate(run, settings, networks["online"])
         random_play = evaluate(run, settings, networks["online"], exploration=1.0)
         run.print(f"step {run.step}: {shown(scores)}\nrandom play: {shown(random_play)}")
@@ -58,75 +55,50 @@ def train(run: ss.Run, settings: Settings, networks: dict[str, nn.Module]) -> di
     online, target = networks["online"], networks["target"]
     target.load_state_dict(online.state_dict())
     optimizer = torch.optim.Adam(online.parameters(), lr=settings.optimizer.learning_rate, eps=settings.optimizer.epsilon)
-    run.track(**networks, optimizer=optimizer)
+    run.track(**networks, optimizer=optimizer)  # and restore them where the run resumes
     write_settings(run, settings)
     loss_fn = partial(td_loss, settings=settings.optimizer)
-    progress = Progress(run, settings.updates, settings.evaluation.every, unit="environment steps")
+    games = run.streams(lambda _: Lane(settings, online, run.lanes), steps=settings.updates, name="games")
+    progress = Progress(run, settings.updates, unit="environment steps")
     scores: dict[str, float] = {}
 
-    for batch in run.streams(lambda _: Lane(settings, online, run.lanes), name="games"):
-        if run.step >= settings.updates:
-            break
+    for updates_done, batch in enumerate(games, run.step + 1):
         means = run.backward(loss_fn, networks, batch, update=online)
         if settings.optimizer.clip_norm is not None:
             run.clip_grad_norm(online, settings.optimizer.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        done = run.step + 1
-        if done % settings.optimizer.target_every == 0:
+        if updates_done % settings.optimizer.target_every == 0:
             target.load_state_dict(online.state_dict())
         run.log(means)
         progress.update(means, settings.collect.environments * settings.collect.steps / settings.collect.updates)
 
-        if done % settings.evaluation.every == 0 or done == settings.updates:
+        if updates_done % settings.evaluation.every == 0 or updates_done == settings.updates:
             scores = evaluate(run, settings, online)
             run.log(**scores)
             run.snapshot(score=scores["return"])
-            progress.say(f"update {done}: {shown(scores)}")
+            progress.say(f"update {updates_done}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(run, settings, online)
-
-
-def td_loss(networks: dict[str, nn.Module], batch: LaneBatch, *, settings: OptimizerSettings) -> tuple[Tensor, dict[str, float | Tensor]]:
-    """Return the loss of a lane's temporal differences (Mnih et al. 2015), by double Q-learning (van Hasselt et al. 2016)."""
-    samples = batch.samples
-    values = networks["online"](samples.observations)  # [batch, actions]
-    value = values.gather(1, samples.actions[:, None])[:, 0]  # [batch]
-    with torch.no_grad():
-        next_values = networks["target"](samples.next_observations)
-        choosing = networks["online"](samples.next_observations) if settings.double else next_values
-        next_value = next_values.gather(1, choosing.argmax(1, keepdim=True))[:, 0]
-        goal = samples.returns + samples.discounts * next_value
-    samples.tell_errors((goal - value).abs())
-    losses = (F.huber_loss if settings.loss == "huber" else F.mse_loss)(value, goal, reduction="none")
-    metrics = {
-        "value": values.max(1).values.mean(),
-        "exploration": batch.exploration,
-        "environment_steps": batch.environment_steps,
-    }
-    if batch.recent_return is not None:  # a lane that has not finished a game has no part in the mean
-        metrics["training_return"] = batch.recent_return
-    return (samples.weights * losses).mean(), metrics
+    return scores or evaluate(run, settings, online)  # a run that had ended makes no step
 
 
 def evaluate(run: ss.Run, settings: Settings, online: nn.Module, exploration: float | None = None) -> dict[str, float]:
-    """Play the games of the evaluation, spread over the workers; return mean and standard deviation of their returns."""
-    games = settings.evaluation
+    """Play the games of the evaluation, spread over the workers; return mean and standard deviation of their returns.
+
+    Rank 0 gets what each game gave, and draws screens of the first into the record.
+    """
+    games, scores = settings.evaluation, None
     play = partial(
-        play_games, settings=settings.game, seed=run.config.seed, exploration=games.exploration if exploration is None else exploration
+        play_games,
+        settings=settings.game,
+        seed=run.config.seed,  # SAMESTEP_SEED wins over settings.seed
+        exploration=games.exploration if exploration is None else exploration,
     )
-    played = run.broadcast(run.evaluate(play, online, range(games.games), games.block, gather=True))
-    returns = played["return"]
-    return {
-        "return": returns.mean().item(),
-        "return_deviation": returns.std(correction=0).item(),
-        "actions": played["actions"].double().mean().item(),
-    }
-
-
-def shown(scores: dict[str, float]) -> str:
-    """Return scores as a person reads them."""
-    return f"return {scores['return']:.1f} ± {scores['return_deviation']:.1f}, {scores['actions']:.0f} actions a game"
+    played = run.evaluate(play, online, range(games.games), games.block, gather=True)
+    if run.is_main:
+        scores = scores_of(played)
+        run.log_image("game" if exploration is None else "random-play", played["film"][0])
+    return run.broadcast(scores)
 
 
 def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from faster_coco_eval import COCO, COCOeval_faster
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from recipes.detect.coco import Annotations
     from recipes.detect.predict import Predictions
@@ -31,6 +31,11 @@ def average_precision(annotations: Annotations, predictions: Sequence[Prediction
         evaluation.run()
         scores |= {f"{prefix}_{name}": float(value) for name, value in zip(SCORES, evaluation.stats, strict=False)}
     return scores
+
+
+def shown(scores: Mapping[str, float]) -> str:
+    """Return the main scores as a person reads them."""
+    return "  ".join(f"{kind} AP {scores[f'{kind}_ap']:.2%} (at 50% overlap {scores[f'{kind}_ap50']:.2%})" for kind in ("box", "mask"))
 
 
 def ground_truth(annotations: Annotations) -> dict[str, Any]:

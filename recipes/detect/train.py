@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds o
 import samestep as ss
 from recipes.detect.config import Settings
 from recipes.detect.data import boxes_in, collate, open_images
-from recipes.detect.evaluate import average_precision
+from recipes.detect.evaluate import average_precision, shown
 from recipes.detect.losses import detection_loss
 from recipes.detect.model import Detector
 from recipes.detect.optimizer import describe, make_optimizer, make_schedule, make_scheduler
@@ -29,7 +29,7 @@ from recipes.settings import SETTINGS_FILE, SettingsError, parser, read, run_scr
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from recipes.detect.data import Split
 
@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         model = run.replicate(Detector(settings.model, classes=len(images.train.annotations.categories)))
         if not flags.eval:
             return train(run, settings, model, images)
-        if run.step == 0:
+        if run.step == 0:  # nothing was resumed: there is no snapshot
             raise SettingsError("--eval found no snapshot; expected the --dir of a run that has one")
-        run.track(model=model)
+        run.track(model=model)  # and restore it
         scores = evaluate(run, settings, model, images)
         run.print(f"step {run.step}: {shown(scores)}")
         return scores
@@ -60,7 +60,7 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
     if settings.optimizer.shard:
         optimizer = run.shard(optimizer)
     scheduler = make_scheduler(optimizer, schedule)
-    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler)  # and restore them where the run resumes
     run.print(describe(schedule, settings.optimizer, settings.batch_size))
     write_settings(run, settings)
     loss_fn = partial(detection_loss, settings=settings.loss)
@@ -72,11 +72,11 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
         collate_fn=partial(collate, multiple=model.multiple),
         loader_workers=settings.data.loader_workers,
     )
-    progress = Progress(run, schedule.steps, steps_per_epoch=None)
+    progress = Progress(run, schedule.steps)
     scores: dict[str, float] = {}
 
     model.train()
-    for batch in batches:
+    for steps_done, batch in enumerate(batches, run.step + 1):
         # Sums over a lane's images, divided by the boxes of the global batch: a lane without a box still learns background.
         means = run.backward(loss_fn, model, batch, count=boxes_in, reduction="sum")
         if settings.optimizer.clip_norm is not None:
@@ -84,17 +84,16 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
         optimizer.step()
         optimizer.zero_grad()
         run.log(means, learning_rate=scheduler.get_last_lr()[0])
-        scheduler.step()
         progress.update(means, sum(batch.counts))
+        scheduler.step()
 
-        steps_done = run.step + 1
         if steps_done % settings.evaluate_every == 0 or steps_done == schedule.steps:
             scores = evaluate(run, settings, model, images)
             run.log(**scores)
             run.snapshot(score=scores["mask_ap"])
             progress.say(f"step {steps_done}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(run, settings, model, images)
+    return scores or evaluate(run, settings, model, images)  # a run that had ended makes no step
 
 
 def evaluate(run: ss.Run, settings: Settings, model: Detector, images: Split) -> dict[str, float]:
@@ -121,11 +120,6 @@ def evaluate(run: ss.Run, settings: Settings, model: Detector, images: Split) ->
             some = range(min(PICTURED, len(val)))
             run.log_image("val", picture([val.read(index) for index in some], predictions[: len(some)], dict(val.annotations.categories)))
     return run.broadcast(scores)
-
-
-def shown(scores: Mapping[str, float]) -> str:
-    """Return the main scores as a person reads them."""
-    return "  ".join(f"{kind} AP {scores[f'{kind}_ap']:.2%} (at 50% overlap {scores[f'{kind}_ap50']:.2%})" for kind in ("box", "mask"))
 
 
 def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train as `arguments` (default: the process's) say; return the scores on the held-out strips."""
     flags, settings = read_arguments(arguments)
     with ss.init(dir=flags.dir, lanes=settings.lanes, seed=settings.seed, precision=settings.precision) as run:
-        if flags.go_on and run.step == 0:
+        if flags.go_on and run.step == 0:  # nothing was resumed
             raise SettingsError(f"--continue was given, and {flags.dir} has no snapshot; leave it out to start a run there")
         strips = open_strips(settings)
         networks = run.replicate(Networks(settings))
@@ -52,18 +52,19 @@ def train(run: ss.Run, settings: Settings, networks: Networks, strips: Split) ->
     """Train from where the run stands to the last epoch."""
     optimizers = make_optimizers(run, settings, networks)
     schedulers = {name: make_scheduler(optimizer, settings.optimizer, settings.epochs) for name, optimizer in optimizers.items()}
-    run.track(generators=networks.generators, discriminators=networks.discriminators)
+    run.track(generators=networks.generators, discriminators=networks.discriminators)  # and restore them where the run resumes
     run.track(**{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()})
     run.track(**{f"{name}_scheduler": scheduler for name, scheduler in schedulers.items()})
     write_settings(run, settings)
     steps_per_epoch = math.ceil(len(strips.train) / settings.batch_size)
+    steps, evaluate_every = settings.epochs * steps_per_epoch, settings.evaluate_every * steps_per_epoch
     batches = run.batches(strips.train, settings.batch_size, epochs=settings.epochs, loader_workers=settings.data.loader_workers)
-    progress = Progress(run, settings.epochs * steps_per_epoch, steps_per_epoch, unit="strips")
+    progress = Progress(run, steps, steps_per_epoch, unit="strips")
     losses = Losses(settings)
     scores: dict[str, float] = {}
 
     networks.train()
-    for batch in batches:
+    for steps_done, batch in enumerate(batches, run.step + 1):
         judged = run.backward(losses.discriminators, networks, batch, update=networks.discriminators)
         optimizers["discriminators"].step()
         optimizers["discriminators"].zero_grad()
@@ -72,27 +73,21 @@ def train(run: ss.Run, settings: Settings, networks: Networks, strips: Split) ->
         optimizers["generators"].step()
         optimizers["generators"].zero_grad()
 
-        run.log({**named(judged, "discriminators"), **named(made, "generators")}, **learning_rates(optimizers))
+        run.log(discriminators=judged, generators=made, **learning_rates(optimizers))
         progress.update({"discriminators": judged["loss"], "generators": made["loss"]}, sum(batch.counts))
 
-        epochs_done, steps_over = divmod(run.step + 1, steps_per_epoch)
-        if steps_over == 0:
-            evaluated = epochs_done % settings.evaluate_every == 0 or epochs_done == settings.epochs
-            if evaluated:
-                scores = evaluate(run, settings, networks.generators, strips.val)
-                run.log(scores)
-                log_sheets(run, settings, networks.generators, strips.val)
-                run.snapshot(score=-scores["l1"])
-                progress.say(f"epoch {epochs_done}: {shown(scores)}")
+        evaluated = steps_done % evaluate_every == 0 or steps_done == steps
+        if evaluated:
+            scores = evaluate(run, settings, networks.generators, strips.val)
+            run.log(scores)
+            log_sheets(run, settings, networks.generators, strips.val)
+            run.snapshot(score=-scores["l1"])  # at the end of the step, so with the schedulers as the next one finds them
+            progress.say(f"epoch {steps_done // steps_per_epoch}: {shown(scores)}")
+        if steps_done % steps_per_epoch == 0:
             for scheduler in schedulers.values():
                 end_epoch(scheduler, scores["l1"] if evaluated else None)
     progress.close()
-    return scores or evaluate(run, settings, networks.generators, strips.val)
-
-
-def named(means: Mapping[str, float], networks: str) -> dict[str, float]:
-    """Return the means of a call with the name of the networks that it was for."""
-    return {f"{networks}_{name}": value for name, value in means.items()}
+    return scores or evaluate(run, settings, networks.generators, strips.val)  # a run that had ended makes no step
 
 
 def make_optimizers(run: ss.Run, settings: Settings, networks: Networks) -> dict[str, torch.optim.Optimizer]:
@@ -107,7 +102,7 @@ def make_optimizers(run: ss.Run, settings: Settings, networks: Networks) -> dict
 
 def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, float]:
     """Return the learning rates of a step, by name."""
-    return {f"{name}_learning_rate": optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
+    return {f"{name}/learning_rate": optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
 
 
 def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:

@@ -37,9 +37,14 @@ def evaluate(run: ss.Run, settings: Settings, generators: nn.Module, strips: Str
     found = run.evaluate(
         Scores(settings.modalities), generators, strips, lane_share(run, settings), loader_workers=settings.data.loader_workers
     )
-    dice = found.pop("dice")  # [classes], NaN for one that is nowhere
+    dice = found.pop("dice")
+    return {**found, **dice_scores(dice)}
+
+
+def dice_scores(dice: Tensor) -> dict[str, float]:
+    """Name the scores of classes [classes], NaN for one that is nowhere; `dice` is their mean."""
     by_class = dict(zip((f"dice_{name}" for name in CLASSES), dice.tolist(), strict=True))
-    return {**found, **by_class, "dice": dice.nanmean().item()}
+    return {**by_class, "dice": dice.nanmean().item()}
 
 
 def lane_share(run: ss.Run, settings: Settings) -> int:

@@ -21,11 +21,12 @@ from recipes.settings import SETTINGS_FILE, read
 from recipes.vit import train
 from recipes.vit.config import Settings
 from recipes.vit.data import open_images
+from recipes.vit.mistakes import labels_and_guesses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 SHADES = " ░▒▓█"
@@ -73,16 +74,11 @@ def show(directory: Path) -> None:
         images = open_images(settings.data, settings.model)
         models = train.make_models(run, settings)
         run.track(**models)
-        guesses = run.evaluate(guess, models["model"], images.test, settings.batch_size, gather=True).tolist()
-    mistakes_first = sorted(range(len(guesses)), key=lambda index: images.test[index][1] == guesses[index])
-    cards = [card(*images.test[index], guesses[index]) for index in mistakes_first[:SHOWN]]
+        pairs = run.evaluate(labels_and_guesses, models["model"], images.test, settings.batch_size, gather=True).tolist()
+    mistakes_first = sorted(range(len(pairs)), key=lambda index: pairs[index][0] == pairs[index][1])
+    cards = [card(images.test[index][0], *pairs[index]) for index in mistakes_first[:SHOWN]]
     for start in range(0, SHOWN, IN_A_ROW):
         print(*("  ".join(lines) for lines in zip(*cards[start : start + IN_A_ROW], strict=True)), sep="\n")
-
-
-def guess(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the most likely class of each image."""
-    return model(batch[0]).argmax(1)
 
 
 def card(image: Tensor, label: int, guessed: int) -> list[str]:

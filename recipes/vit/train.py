@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds only its neighbours by itself
@@ -23,6 +21,8 @@ from recipes.progress import Progress
 from recipes.settings import SETTINGS_FILE, SettingsError, parser, read, run_script, write_settings
 from recipes.vit.config import Settings
 from recipes.vit.data import open_images
+from recipes.vit.losses import score, shown, training_loss
+from recipes.vit.mistakes import log_mistakes
 from recipes.vit.model import VisionTransformer
 from recipes.vit.optimizer import describe_scaling, make_optimizer, make_scheduler
 from recipes.vit.pretrained import load_pretrained
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from recipes.vit.data import Split
 
@@ -44,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         models = make_models(run, settings)
         if not flags.eval:
             return train(run, settings, models, images)
-        if run.step == 0:
+        if run.step == 0:  # nothing was resumed: there is no snapshot
             if settings.pretrained is None:
                 raise SettingsError("--eval found no snapshot and no pretrained file; expected a run's --dir, or --pretrained FILE")
             models.pop("ema", None)  # of a pretrained file there is no average
-        run.track(**models)
+        run.track(**models)  # and restore them where the run resumes
         scores = evaluate(run, settings, models, images)
         run.print(f"step {run.step}: {shown(scores)}")
         return scores
@@ -59,11 +59,12 @@ def train(run: ss.Run, settings: Settings, models: dict[str, nn.Module], images:
     model, ema = models["model"], models.get("ema")
     steps_per_epoch = math.ceil(len(images.train) / settings.batch_size)
     steps, warmup_steps = settings.epochs * steps_per_epoch, round(settings.optimizer.warmup_epochs * steps_per_epoch)
+    evaluate_every = settings.evaluate_every * steps_per_epoch
     optimizer = make_optimizer(model, settings.optimizer, settings.batch_size)
     if settings.optimizer.shard:
         optimizer = run.shard(optimizer)
     scheduler = make_scheduler(optimizer, settings.optimizer, steps, warmup_steps)
-    run.track(**models, optimizer=optimizer, scheduler=scheduler)
+    run.track(**models, optimizer=optimizer, scheduler=scheduler)  # and restore them where the run resumes
     run.print(describe_scaling(settings.optimizer, settings.batch_size))
     write_settings(run, settings)
     loss_fn = partial(training_loss, mixup=settings.mixup, label_smoothing=settings.label_smoothing)
@@ -72,7 +73,7 @@ def train(run: ss.Run, settings: Settings, models: dict[str, nn.Module], images:
     scores: dict[str, float] = {}
 
     model.train()
-    for batch in batches:
+    for steps_done, batch in enumerate(batches, run.step + 1):
         means = run.backward(loss_fn, model, batch)
         if settings.optimizer.clip_norm is not None:
             run.clip_grad_norm(model, settings.optimizer.clip_norm)
@@ -81,43 +82,17 @@ def train(run: ss.Run, settings: Settings, models: dict[str, nn.Module], images:
         if ema is not None:
             ema.update_parameters(model)
         run.log(means, learning_rate=scheduler.get_last_lr()[0])
-        scheduler.step()
         progress.update(means, sum(batch.counts))
+        scheduler.step()
 
-        epochs_done, steps_over = divmod(run.step + 1, steps_per_epoch)
-        if steps_over == 0 and (epochs_done % settings.evaluate_every == 0 or epochs_done == settings.epochs):
+        if steps_done % evaluate_every == 0 or steps_done == steps:
             scores = evaluate(run, settings, models, images)
             run.log(**scores)
+            log_mistakes(run, settings, model, images)
             run.snapshot(score=scores["model_top1"])
-            progress.say(f"epoch {epochs_done}: {shown(scores)}")
+            progress.say(f"epoch {steps_done // steps_per_epoch}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(run, settings, models, images)
-
-
-def training_loss(
-    model: nn.Module, batch: tuple[Tensor, Tensor], *, mixup: float, label_smoothing: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the cross entropy of a lane's images, mixed in pairs when `mixup` is above 0 (Zhang et al. 2018), and top-1."""
-    images, labels = batch
-    if mixup == 0:
-        logits = model(images)
-        loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
-    else:
-        share = torch.distributions.Beta(mixup, mixup).sample().item()
-        share = max(share, 1 - share)  # as likely, since pairs come in both orders; so `labels` are those of the larger share
-        partners = torch.randperm(len(images)).to(images.device)
-        logits = model(share * images + (1 - share) * images[partners])
-        losses = [F.cross_entropy(logits, target, label_smoothing=label_smoothing) for target in (labels, labels[partners])]
-        loss = share * losses[0] + (1 - share) * losses[1]
-    return loss, {"top1": (logits.argmax(1) == labels).float().mean()}
-
-
-def score(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Return the loss, top-1 and top-5 of some held-out images."""
-    images, labels = batch
-    logits = model(images).float()
-    hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]  # [batch, 5], best first
-    return {"loss": F.cross_entropy(logits, labels), "top1": hits[:, 0].double().mean(), "top5": hits.any(1).double().mean()}
+    return scores or evaluate(run, settings, models, images)  # a run that had ended makes no step
 
 
 def evaluate(run: ss.Run, settings: Settings, models: Mapping[str, nn.Module], images: Split) -> dict[str, float]:
@@ -127,12 +102,6 @@ def evaluate(run: ss.Run, settings: Settings, models: Mapping[str, nn.Module], i
         means = run.evaluate(score, model, images.test, settings.batch_size, loader_workers=settings.data.loader_workers)
         scores |= {f"{name}_{key}": value for key, value in means.items()}
     return scores
-
-
-def shown(scores: Mapping[str, float]) -> str:
-    """Return scores as a person reads them."""
-    words = {name: name.replace("_", " ") for name in scores}
-    return "  ".join(f"{words[name]} {value:.4f}" if "loss" in name else f"{words[name]} {value:.2%}" for name, value in scores.items())
 
 
 def make_models(run: ss.Run, settings: Settings) -> dict[str, nn.Module]:

@@ -28,6 +28,13 @@ class Command:
 COMMANDS: Final = {
     "run": Command("samestep.launch.command", "start workers on this machine and run a script in each"),
     "verify": Command("samestep.tools.verify", "run a script at several numbers of workers and compare every bit after each step"),
+    "watch": Command("samestep.watch.command", "serve a page that shows runs as they go"),
+    "report": Command("samestep.watch.report", "write a run's curves, tables and images into one HTML file that stands alone"),
+    "plot": Command("samestep.watch.plot", "draw runs' curves into a picture"),
+    "scale": Command(
+        "samestep.tools.scale.command", "measure a script at several numbers of workers, and say what limits it and what to expect of more"
+    ),
+    "doctor": Command("samestep.tools.doctor.command", "tell what this machine has, measure it, and say what to change"),
     "submit": Command("samestep.tools.submit.command", "write a job of Slurm or Kubernetes that goes on after preemption, and submit it"),
     "snapshots": Command("samestep.tools.snapshots", "list, check and export the snapshots of a run"),
 }

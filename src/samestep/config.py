@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PREFIX = "SAMESTEP_"
 TOKEN = "SAMESTEP_TOKEN"  # noqa: S105  what the hosts of a run share: a secret, and no option
 PRECISIONS = ("float32", "bfloat16")
+SINKS = ("tensorboard", "mlflow", "wandb")
 MOST_SECONDS = 10**9  # clocks count nanoseconds in 64 bits
 MOST_DEVICES = 1000
 
@@ -56,6 +57,9 @@ class Config:
     keep_best: int = option(1, "snapshots of the highest score that are kept besides")
     remote: str | None = option(None, "URL (as of fsspec) to which whole snapshots are copied, such as s3://bucket/runs/one")
     transfer: str | None = option(None, "module:function that is called with the path of every file of a whole snapshot")
+    sinks: tuple[str, ...] | None = option(
+        None, "where the record goes besides dir: URLs (as of fsspec), tensorboard, mlflow, wandb or module:Class, comma-separated"
+    )
     nonfinite_loss: str = option("stop", "stop or continue when a loss is NaN or infinite")
     check_every: int | None = option(1000, "steps between comparisons of what all workers hold alike, or none")
     deterministic: bool = option(True, "ask torch for deterministic kernels")
@@ -80,17 +84,27 @@ class Config:
         if self.hot_every not in {None, "auto"} and not re.fullmatch(r"0*[1-9]\d{0,17}", self.hot_every):
             raise ConfigError(f'hot_every={self.hot_every!r} was given; expected steps such as "100", auto or none')
         self._check_remote()
+        self._check_sinks()
         self.snapshot_steps, self.snapshot_seconds  # noqa: B018  a wrong value is found here, not at the first snapshot
 
     def _check_remote(self) -> None:
         if self.remote is not None and not is_url(self.remote):
             raise ConfigError(f"remote={self.remote!r} was given; expected a URL such as s3://bucket/runs/one")
-        if self.transfer is not None and not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", self.transfer):
+        if self.transfer is not None and not _is_name(self.transfer):
             raise ConfigError(f"transfer={self.transfer!r} was given; expected module:function")
         given = {"remote": self.remote, "transfer": self.transfer, "resume": self.resume if is_url(self.resume) else None}
         for name, value in given.items():
             if value is not None and self.dir is None:
                 raise ConfigError(f"{name}={value!r} was given; expected a dir with it, where snapshots are first")
+
+    def _check_sinks(self) -> None:
+        for sink in self.sinks or ():
+            if sink not in SINKS and not is_url(sink) and not _is_name(sink):
+                near = difflib.get_close_matches(sink, SINKS, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"sinks={sink!r} was given; expected a URL, {', '.join(SINKS)} or module:Class{hint}")
+        if self.sinks and self.dir is None:
+            raise ConfigError(f"sinks={','.join(self.sinks)!r} was given; expected a dir with it, where the record is first")
 
     def _check_devices(self) -> None:
         if isinstance(self.devices, int):
@@ -120,6 +134,11 @@ class Config:
 def is_url(text: str) -> bool:
     """Tell whether a text is a URL, and no path."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://.", text) is not None
+
+
+def _is_name(text: str) -> bool:
+    """Tell whether a text names something in a module."""
+    return re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", text) is not None
 
 
 def merge(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Config:
@@ -152,6 +171,8 @@ def _checked(name: str, value: Any) -> Any:
     kinds = _kinds(_known(name, name))
     if Path in kinds and isinstance(value, (str, os.PathLike)):
         return Path(value)
+    if tuple in kinds and int not in kinds and isinstance(value, str):
+        return parse(name, value, name)
     if tuple in kinds and isinstance(value, (list, tuple)):
         return tuple(map(str, value))  # torch.device, too
     if name in {"snapshot_every", "hot_every", "resume"} and isinstance(value, (int, os.PathLike)) and not isinstance(value, bool):

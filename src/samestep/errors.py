@@ -16,7 +16,7 @@
     ├── OptimizerError    an optimizer cannot be sharded
     ├── EvaluationError   results of an evaluation do not fit together
     ├── SnapshotError     a snapshot cannot be written, found, checked or loaded
-    ├── RecordError       a record cannot be written
+    ├── RecordError       a record cannot be written or read
     └── VerifyError       a script cannot be verified
 
 Messages say what was given, what was expected, and what to do.
@@ -116,7 +116,7 @@ class SnapshotError(SamestepError):
 
 
 class RecordError(SamestepError):
-    """A record cannot be written."""
+    """A record cannot be written or read."""
 
 
 class VerifyError(SamestepError):

@@ -87,13 +87,27 @@ class Storage:
         """Whether calls from several threads make it faster."""
         return bool(self._place[0].async_impl)
 
-    def folders(self) -> list[str]:
-        """Return the names of the folders at the top."""
-        return [name for name, entry in self._entries("").items() if entry["type"] == "directory"]
+    def folders(self, folder: str = "") -> list[str]:
+        """Return the names of the folders in a folder, or at the top."""
+        return [name for name, entry in self._entries(folder).items() if entry["type"] == "directory"]
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of each file in a folder, by name; nothing where there is no such folder."""
-        return {name: int(entry["size"]) for name, entry in self._entries(folder).items() if entry["type"] == "file"}
+        found = {name: entry["size"] for name, entry in self._entries(folder).items() if entry["type"] == "file"}
+        asked = {name: self.size(f"{folder}/{name}".lstrip("/")) for name, size in found.items() if size is None}  # by web servers
+        return {name: int(size) for name, size in {**found, **asked}.items() if size is not None}
+
+    def size(self, path: str) -> int | None:
+        """Return the bytes of a file, None where there is none."""
+
+        def size() -> int | None:
+            files, root = self._place
+            with suppress(FileNotFoundError):
+                entry = files.info(f"{root}/{path}")
+                return int(entry["size"]) if entry["type"] == "file" else None
+            return None
+
+        return self._try("look for", path, size)
 
     def _entries(self, folder: str) -> dict[str, dict[str, Any]]:
         def entries() -> list[dict[str, Any]]:
@@ -120,6 +134,10 @@ class Storage:
     def send(self, source: Path, path: str) -> None:
         """Copy a local file; one that is there is replaced."""
         self._try("take", path, lambda: self._place[0].put_file(str(source), f"{self._place[1]}/{path}"))
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a file; one that is there is replaced."""
+        self._try("take", path, lambda: self._place[0].pipe_file(f"{self._place[1]}/{path}", data))
 
     def create(self, path: str, data: bytes) -> None:
         """Write a small file that is not there yet: where the storage can, it refuses if somebody else wrote one meanwhile."""

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.data.streams import LaneStream, stream_batches
-from samestep.errors import DataError
+from samestep.data.streams import LaneStream, steps_left, stream_batches
+from samestep.errors import ConfigError, DataError
 
 
 def draws():
@@ -112,3 +112,20 @@ def test_batches_take_an_item_of_each_lane_a_step():
         assert batch.counts is None
         taken.append(list(batch) if len(taken) % 2 == 0 else next(iter(batch)))
     assert taken == [[200, 300], 201, [202, 302], 203]
+
+
+def test_batches_end_after_their_steps_and_take_no_item_more():
+    streams = {0: LaneStream(lambda _: itertools.count(), "numbers", 0, seed=0)}
+    assert [list(batch) for batch in stream_batches(streams, range(1), steps=3)] == [[0], [1], [2]]
+    assert next(streams[0]) == 3
+
+
+@pytest.mark.parametrize(("steps", "done", "left"), [(None, 7, None), (5, 0, 5), (5, 3, 2), (5, 5, 0), (5, 7, 0), (0, 0, 0)])
+def test_steps_count_those_that_were_made(steps, done, left):
+    assert steps_left(steps, done) == left
+
+
+@pytest.mark.parametrize("steps", [-1, 2.0, "3", True])
+def test_steps_are_a_whole_number(steps):
+    with pytest.raises(ConfigError, match=f"steps={steps!r} was given; expected a whole number of at least 0, or None"):
+        steps_left(steps, 0)

@@ -15,7 +15,7 @@ from tests.fuzz.targets import targets
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tests.fuzz.targets import Target
+    from tests.fuzz.target import Target
 
 # Imported when they are first met, by json, pickle and who looks at names of hosts.
 UTF = tuple(f"utf-{bits}{order}" for bits in (16, 32) for order in ("", "-le", "-be"))

@@ -9,7 +9,7 @@ import math
 import pickle
 import threading
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -23,22 +23,21 @@ from recipes import settings
 from recipes.vit.config import Settings
 from recipes.vit.pretrained import PretrainedError, read_parameters
 from samestep.config import Config, merge, parse
-from samestep.errors import ConfigError, RecordError, SnapshotError
+from samestep.errors import ConfigError, SnapshotError
 from samestep.launch.nodes.hosts import read_hosts
 from samestep.launch.nodes.keys import Keys
 from samestep.launch.nodes.link import MOST_BYTES, Frames, decode, frame, is_proof, nonce_of, parse_address
 from samestep.launch.nodes.membership import Membership, Terms
 from samestep.launch.nodes.options import Nodes
 from samestep.launch.place import find_place
-from samestep.record.events import read_events
-from samestep.record.history import read_history
 from samestep.snapshot import load
 from samestep.snapshot.commit import combined
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manifest import NAME, Manifest
 from samestep.snapshot.meeting import Meeting
 from samestep.snapshot.state import canonical, flatten, no_tensor, restore
-from tests.fuzz import mutate
+from tests.fuzz import mutate, page, records
+from tests.fuzz.target import Target
 from tests.snapshot.saving import small_state, team
 
 if TYPE_CHECKING:
@@ -46,7 +45,21 @@ if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
 
-OPTIONS = ("8", "auto", "never", "500", "10min", "0.5", "cuda:0,cuda:1", "bfloat16", "continue", "runs/one")
+OPTIONS = (
+    "8",
+    "auto",
+    "never",
+    "500",
+    "10min",
+    "0.5",
+    "cuda:0,cuda:1",
+    "bfloat16",
+    "continue",
+    "runs/one",
+    "mlflow,tensorboard",
+    "my.sinks:Mine",
+    "s3://bucket/run",
+)
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID",
     "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODELIST", "SLURM_STEP_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE",
@@ -57,20 +70,9 @@ VARIABLES = (
 PLACES = ("0", "1", "2", "29500", "127.0.0.1", "n[1-2]", "n[001-999999999],m", "2(x3),1", "1(x999999999)", "node-0.job")
 
 
-@dataclass(frozen=True)
-class Target:
-    """Something that reads: `make` makes what it is given, files if need be, and `read` reads that."""
-
-    name: str
-    make: Callable[[Random], Any]
-    read: Callable[[Any], object]
-    allowed: tuple[type[Exception], ...]
-    reads_elsewhere: bool = False  # where the user's own file may name any other
-
-
 def targets(folder: Path) -> list[Target]:
     """Return all targets; their files are under `folder`."""
-    with_files = (_launching, _snapshots, _meetings, _records, _settings, _parameters)
+    with_files = (_launching, _snapshots, _meetings, records.targets, page.targets, _settings, _parameters)
     return [*_options(), *_messages(), *chain.from_iterable(group(folder) for group in with_files)]
 
 
@@ -282,27 +284,6 @@ def _meetings(folder: Path) -> list[Target]:
     return [
         Target("part", part, commit, (Exception,)),
         Target("failed", failed, Meeting.parts, (Exception,)),
-    ]
-
-
-def _records(folder: Path) -> list[Target]:
-    path = folder / "events.jsonl"
-    events = [
-        {"time": 1.5, "event": "started", "workers": 2},
-        {"time": 2.5, "event": "scalars", "step": 1, "epoch": 0, "values": {"loss": "nan", "norm": 0.5}, "low": {}, "high": {}},
-        {"time": 3.5, "event": "resumed", "step": 0},
-        {"time": 4.5, "event": "image", "step": 1, "name": "\\inf", "between": True},
-    ]
-
-    def record(random: Random) -> Path:
-        lines = [mutate.as_json(random, mutate.of_json(random, event) if random.random() < 0.5 else event) for event in events]
-        data = b"\n".join(lines) + b"\n"
-        path.write_bytes(mutate.of_bytes(random, data) if random.random() < 0.5 else data)
-        return path
-
-    return [
-        Target("events", record, lambda given: list(read_events(given)), (RecordError,)),
-        Target("history", record, lambda given: list(read_history(given)), (RecordError,)),
     ]
 
 

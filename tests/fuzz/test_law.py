@@ -13,7 +13,7 @@ from tests.fuzz import law
 from tests.fuzz.__main__ import breaches
 from tests.fuzz.campaign import names
 from tests.fuzz.law import Law
-from tests.fuzz.targets import Target
+from tests.fuzz.target import Target
 from tests.workers import run_workers
 
 INPUTS = 60  # of each target

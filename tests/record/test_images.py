@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from samestep.errors import RecordError
-from samestep.record.images import safe_name, write_image
+from samestep.record.images import copy_picture, paths_in, safe_name, write_picture
 
 RANDOM = np.random.default_rng(0)
 SHAPES = [(1, 1), (5, 3), (5, 3, 1), (5, 3, 3)]
+
+
+def write_image(directory, step, name, pixels):
+    picture = copy_picture(step, name, pixels)
+    write_picture(directory, picture)
+    return picture.path, picture.width, picture.height
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -89,3 +95,15 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "images").write_text("a file")
     with pytest.raises(RecordError, match=r"images/sample-00000000\.png cannot be written"):
         write_image(tmp_path, 0, "sample", np.zeros((2, 2), np.uint8))
+
+
+def test_a_copy_does_not_change_with_the_pixels():
+    pixels = np.zeros((2, 3), np.uint8)
+    picture = copy_picture(0, "sample", pixels)
+    pixels[:] = 255
+    assert picture.data == bytes(6)
+
+
+def test_images_are_found_in_lines_of_events():
+    lines = b'{"event":"image","path":"images/a.png"}\n{"event":"scalars","values":{"image":1}}\n{"event":"image","path":"torn'
+    assert paths_in(lines) == ["images/a.png"]

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 
 from samestep.errors import RecordError
 from samestep.record import FileRecord, NoRecord, open_record, read_events
+from samestep.record.images import write_picture
+from samestep.record.waiting import WaitingImages
 
 
 @pytest.fixture
@@ -49,6 +53,7 @@ def test_what_comes_between_steps_is_marked(record, tmp_path):
     record.scalars(3, 1, {"loss": 0.5}, between=True)
     record.image(3, "faces", np.zeros((4, 6), np.uint8), between=True)
     record.image(3, "faces", np.zeros((4, 6), np.uint8))
+    record.flush()
     assert [event.get("between") for event in events_of(tmp_path)] == [True, True, None]
 
 
@@ -65,9 +70,46 @@ def test_the_fields_of_every_event_cannot_be_given(record, field):
 
 def test_an_image_is_told_after_it_is_whole(record, tmp_path):
     record.image(12, "faces", np.zeros((4, 6, 3), np.uint8))
+    record.flush()
     (event,) = events_of(tmp_path)
     assert event == {"event": "image", "name": "faces", "step": 12, "path": "images/faces-00000012.png", "width": 6, "height": 4}
     assert (tmp_path / "run" / event["path"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_images_that_were_too_many_are_counted(tmp_path, monkeypatch):
+    let = threading.Semaphore(0)
+
+    def write_when_let(directory, picture):
+        let.acquire()
+        write_picture(directory, picture)
+
+    monkeypatch.setattr("samestep.record.record.write_picture", write_when_let)
+    monkeypatch.setattr("samestep.record.record.WaitingImages", partial(WaitingImages, most_bytes=50))
+    record = open_record(tmp_path / "run", writes=True)
+    for step in range(5):
+        record.image(step, "faces", np.zeros((4, 6), np.uint8))  # 24 bytes
+    let.release(9)
+    record.flush()
+    record.image(5, "faces", np.zeros((4, 6), np.uint8))
+    record.close()
+    told = [{name: event[name] for name in ("event", "step", "count") if name in event} for event in events_of(tmp_path)]
+    assert told[:1] == [{"event": "images_dropped", "count": 3, "step": 4}]
+    assert [event["step"] for event in told[1:]] == [0, 1, 5]
+
+
+def test_a_record_that_is_closed_has_every_image(tmp_path):
+    record = open_record(tmp_path / "run", writes=True)
+    for step in range(3):
+        record.image(step, "faces", np.zeros((4, 6), np.uint8))
+    record.close()
+    assert [event["step"] for event in events_of(tmp_path)] == [0, 1, 2]
+
+
+def test_an_image_that_cannot_be_written_is_told_at_the_next_call(record, tmp_path):
+    (tmp_path / "run" / "images").write_text("a file")
+    record.image(0, "faces", np.zeros((4, 6), np.uint8))
+    with pytest.raises(RecordError, match=r"images/faces-00000000\.png cannot be written"):
+        record.flush()
 
 
 @pytest.mark.parametrize(("directory", "writes"), [(None, True), ("run", False)])
@@ -78,6 +120,7 @@ def test_who_does_not_write_gets_a_record_that_does_nothing(tmp_path, directory,
     record.scalars(0, 0, {"loss": 1.0})
     record.timing(0, [])
     record.image(0, "not even an image", None)
+    record.flush()
     record.close()
     assert list(tmp_path.iterdir()) == []
 

@@ -266,9 +266,9 @@ def streams_job(run, hook=lambda step: None):
     model = run.replicate(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)))
     optimizer = run.shard(torch.optim.Rprop(model.parameters()))
     run.track(model=model, optimizer=optimizer)
-    for steps, make_stream in ((4, Walk), (8, noise)):
-        for batch in run.streams(make_stream, name=make_stream.__name__):
-            if run.step >= steps:
+    for steps, make_stream in ((4, Walk), (None, noise)):  # the first loop ends by itself
+        for batch in run.streams(make_stream, steps=steps, name=make_stream.__name__):
+            if run.step == 8:
                 break
             run.log(run.backward(lambda model, points: (model(points) - points).square().mean(), model, batch))
             optimizer.step()

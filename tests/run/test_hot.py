@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import signal
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
 import pytest
 
 import samestep as ss
+from samestep.launch import launch
 from samestep.launch.kept import keep
 from samestep.snapshot import hot
 from tests.faults import kill_at
 from tests.jobs import STEPS, events, fingerprint, image_job, left_by, left_in, snapshots, steps_of, train
 from tests.run.kinds import streams_job
+from tests.seccomp import refuse
 from tests.workers import run_workers, try_workers
 
 AGAIN = {"SAMESTEP_INTERNAL_ATTEMPT": "1"}
@@ -155,3 +158,27 @@ def test_without_memory_to_spare_no_copies_are_made_and_training_goes_on(tmp_pat
     (failed,) = events(tmp_path, "hot_copy_failed")
     assert "of the 0.0 GB of memory that this host has left" in failed["reason"]
     assert snapshots(tmp_path)[-1:] == steps_of(STEPS)
+
+
+@pytest.mark.parametrize("calls", [["memfd_create"], ["memfd_create", "pidfd_open"]], ids=",".join)
+def test_where_a_sandbox_refuses_memory_that_outlives_workers_they_go_on_from_a_snapshot(calls, tmp_path):
+    undisturbed = left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
+
+    def disturbed(step):
+        if os.environ["SAMESTEP_INTERNAL_ATTEMPT"] == "0":
+            kill_at(5, 1)(step)
+
+    def launcher():
+        refuse(*calls)
+        launch(train, partial(image_job, hook=disturbed), tmp_path / "run", {"snapshot_every": 2, "hot_every": 1}, workers=2)
+
+    process = get_context("fork").Process(target=launcher)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert left_in(image_job, tmp_path / "run", lanes=8) == undisturbed
+    assert len(events(tmp_path / "run", "restarting")) == 1
+    resumed, *_ = events(tmp_path / "run", "resumed")
+    assert Path(resumed["snapshot"]).name in steps_of(2, 4)
+    (failed,) = events(tmp_path / "run", "hot_copy_failed")
+    assert "refuses memfd_create" in failed["reason"]

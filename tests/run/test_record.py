@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -49,7 +51,7 @@ def directory(tmp_path):
 def test_a_run_tells_of_its_start_its_snapshots_and_its_end(directory):
     kinds = [event["event"] for event in events(directory)]
     assert (kinds[0], kinds[-1]) == ("started", "finished")
-    assert {*kinds} == {"started", "scalars", "timing", "snapshot", "image", "finished"}
+    assert {*kinds} == {"started", "loop", "scalars", "timing", "snapshot", "image", "finished"}
     (started,) = events(directory, "started")
     assert (started["step"], started["lanes"], started["devices"], started["torch"]) == (0, 4, ["cpu"], torch.__version__)
     assert [(worker["rank"], worker["host"]) for worker in started["workers"]] == [(0, socket.gethostname()), (1, socket.gethostname())]
@@ -65,6 +67,33 @@ def test_a_run_that_goes_on_tells_so_in_the_same_record(directory):
     (resumed,) = events(directory, "resumed")
     assert (resumed["step"], resumed["lanes"], len(resumed["workers"])) == (6, 4, 1)
     assert resumed["attempt"] != events(directory, "started")[0]["attempt"]
+
+
+def test_a_loop_tells_how_long_it_is_and_where_it_goes_on(tmp_path):
+    plan = {"steps": 6, "epochs": 2, "steps_per_epoch": 3, "samples": 10, "batch_size": 4}
+    run_workers(train, 1, job, tmp_path, {"lanes": 4, "stop_after": 4})
+    train(job, tmp_path, {"lanes": 4})
+    told = [{name: value for name, value in event.items() if name not in {"time", "event"}} for event in events(tmp_path, "loop")]
+    assert told == [{"name": "train", "step": step, "epoch": epoch, "done": step, **plan} for step, epoch in ((0, 0), (4, 1))]
+
+
+def test_a_loop_over_streams_tells_that_it_has_no_end(tmp_path):
+    with ss.init(dir=tmp_path, stop_after=1) as run:
+        run.streams(lambda lane: iter([]), name="games")
+    (told,) = events(tmp_path, "loop")
+    assert told.items() >= {"name": "games", "step": 0, "epoch": 0, "done": 0, "steps": None, "samples": None}.items()
+
+
+def test_a_loop_over_streams_ends_after_its_steps_also_when_the_run_goes_on(tmp_path):
+    steps = []
+    for stop_after in (2, None):
+        with suppress(SystemExit), ss.init(dir=tmp_path, lanes=2, stop_after=stop_after) as run:
+            run.track(model=nn.Linear(1, 1))
+            for batch in run.streams(lambda lane: itertools.count(10 * lane), steps=5, name="games"):
+                assert list(batch) == [run.step, 10 + run.step]
+                steps.append(run.step)
+    assert steps == [0, 1, 2, 3, 4]
+    assert [(told["done"], told["steps"]) for told in events(tmp_path, "loop")] == [(0, 5), (2, 5)]
 
 
 def test_scalars_are_means_over_all_workers_with_their_lowest_and_highest(directory):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from samestep.config import merge
 from samestep.errors import SnapshotError
+from samestep.launch import files
 from samestep.launch.kept import SLOTS, keep
 from samestep.launch.place import find_place
 from samestep.record import open_record
@@ -273,6 +274,22 @@ def test_a_copy_that_cannot_be_made_is_told_and_is_the_last(tmp_path, caplog):
         assert not copies.time_is_up()
     assert events == [("hot_copy_failed", {"step": 1, "reason": "[Errno 12] Cannot allocate memory"})]
     assert "no more hot copies are made: [Errno 12]" in caplog.text
+
+
+@pytest.mark.parametrize(("anew", "telling"), [(True, [0]), (False, [])])
+def test_where_no_memory_outlives_workers_one_of_them_says_so_once(anew, telling):
+    with mock.patch.object(files.os, "memfd_create", side_effect=PermissionError(1, "Operation not permitted")), keep(2) as kept:
+        copies = team([kept], 2)
+        told = {}
+        for rank, one in enumerate(copies):
+            assert one.find(refuse) == []
+            one.begin(0, anew=anew)
+            try:
+                one.save(1, "a", small_state(1), {}, INFO, time.monotonic())
+            except SnapshotError as error:
+                told[rank] = str(error)
+    assert list(told) == telling
+    assert all("refuses memfd_create" in reason for reason in told.values())
 
 
 def test_a_part_that_says_it_is_whole_and_is_cut_is_refused():

@@ -18,6 +18,7 @@ from samestep.launch.place import find_place
 from samestep.world import Alone, connect, formation, store
 from samestep.world.distributed import Distributed
 from samestep.world.shared import Shared
+from tests.seccomp import refuse
 from tests.workers import run_workers
 from tests.worlds import shared_world
 
@@ -58,6 +59,14 @@ def test_where_one_lacks_what_sharing_needs_it_is_a_host_of_its_own(lacking, mon
         return connected()
 
     assert run_workers(body, 4) == [(Distributed, [[0], [1], [2, 3]])] * 4
+
+
+def test_where_a_sandbox_refuses_what_sharing_needs_each_is_a_host_of_its_own():
+    def body():
+        refuse("memfd_create")
+        return connected()
+
+    assert run_workers(body, 2) == [(Distributed, [[0], [1]])] * 2
 
 
 def test_a_worker_on_another_kernel_is_another_host(monkeypatch, tmp_path):

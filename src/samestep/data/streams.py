@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from samestep.data.batch import Batch
 from samestep.data.seeds import key, keyed
-from samestep.errors import DataError
+from samestep.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -57,9 +58,18 @@ class LaneStream:
             self._given = state["given"]
 
 
-def stream_batches(streams: Mapping[int, LaneStream], lanes: range) -> Iterator[Batch]:
-    """Yield a `Batch` a step, for ever, with an item of each lane's stream."""
-    while True:
+def stream_batches(streams: Mapping[int, LaneStream], lanes: range, steps: int | None = None) -> Iterator[Batch]:
+    """Yield a `Batch` a step with an item of each lane's stream, for `steps` steps or for ever."""
+    for _ in count() if steps is None else range(steps):
         batch = Batch(0, lanes, None, (next(streams[lane]) for lane in lanes))
         yield batch
         batch.load()
+
+
+def steps_left(steps: int | None, done: int) -> int | None:
+    """Return how many of a loop's `steps` are left after `done`, None where it has no end. Raises `ConfigError` for a wrong number."""
+    if steps is None:
+        return None
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ConfigError(f"steps={steps!r} was given; expected a whole number of at least 0, or None")
+    return max(0, steps - done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -12,12 +13,51 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 FOLDER: Final = "SAMESTEP_INTERNAL_FOLDER"
+_REFUSED: Final = {errno.EACCES, errno.ENOSYS, errno.EPERM}  # by seccomp profiles
 _STANDARD_FILES: Final = 3  # stdin, stdout and stderr
 _LONGEST: Final = 70  # bytes of a folder's path, so that the address of a socket in it has no more than the 107 of unix(7)
 _SHORT: Final = "/tmp"  # noqa: S108  what is made there has a name that cannot be guessed, and is its owner's alone
+
+
+def unnamed_memory(name: str) -> int | None:
+    """Open memory that the kernel frees however its users end; None where the kernel or this Python has none, or a sandbox refuses it."""
+    try:
+        return os.memfd_create(name)
+    except AttributeError:
+        return None
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        return None
+
+
+def unnamed_file(name: str) -> int:
+    """Open such memory or, where there is none, a temporary file that is in no directory any more."""
+    file = unnamed_memory(name)
+    if file is None:
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    return file
+
+
+def lacking_calls() -> list[str]:
+    """Return which of the kernel's calls that workers need to share memory do not work here."""
+    needed: dict[str, Callable[[], int]] = {
+        "memfd_create": lambda: os.memfd_create("samestep"),
+        "pidfd_open": lambda: os.pidfd_open(os.getpid()),
+    }
+    return [name for name, call in needed.items() if not _opens(call)]
+
+
+def _opens(call: Callable[[], int]) -> bool:
+    try:
+        os.close(call())
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def open_standard_files() -> None:

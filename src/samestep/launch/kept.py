@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from samestep.launch.files import unnamed_file, unnamed_memory
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -27,7 +29,7 @@ _MOST_MODULES: Final = 1 << 20  # bytes of their names
 class Kept:
     """Anonymous files of a launcher, open in all workers that it forks: the kernel frees them however all of them end.
 
-    `slots[r]` are those of the host's r-th worker for copies of its state.
+    `slots[r]` are those of the host's r-th worker for copies of its state; there are none where the system has no memory without a name.
     """
 
     board: int
@@ -39,7 +41,11 @@ class Kept:
         """Return what the launcher of this process keeps; None where it keeps nothing, or another started this process."""
         if VARIABLE not in environment:
             return None
-        board, modules, *slots = map(int, environment[VARIABLE].split(","))
+        return cls.of(*map(int, environment[VARIABLE].split(",")))
+
+    @classmethod
+    def of(cls, board: int, modules: int, *slots: int) -> Kept:
+        """Return it with the slots dealt out to workers."""
         return cls(board, modules, [slots[start : start + SLOTS] for start in range(0, len(slots), SLOTS)])
 
     @property
@@ -94,11 +100,12 @@ class Kept:
 @contextmanager
 def keep(workers: int) -> Iterator[Kept]:
     """Yield what outlives so many workers of this host."""
-    files = [os.memfd_create("samestep-kept") for _ in range(2 + SLOTS * workers)]
+    files = [unnamed_file("samestep-kept") for _ in range(2)]
+    files += [file for _ in range(SLOTS * workers) if (file := unnamed_memory("samestep-kept")) is not None]
     try:
-        board, modules, *slots = files
-        os.pwrite(board, _STEP.pack(_NO_RUN) + _UNDER_WAY.pack(False), 0)  # noqa: FBT003  a field
-        yield Kept(board, modules, [slots[start : start + SLOTS] for start in range(0, len(slots), SLOTS)])
+        kept = Kept.of(*files)
+        os.pwrite(kept.board, _STEP.pack(_NO_RUN) + _UNDER_WAY.pack(False), 0)  # noqa: FBT003  a field
+        yield kept
     finally:
         for file in files:
             os.close(file)

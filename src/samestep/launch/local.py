@@ -12,11 +12,11 @@ from samestep.errors import LaunchError
 from samestep.launch.files import one_folder, open_standard_files
 from samestep.launch.kept import keep
 from samestep.launch.place import STARTED_BY
-from samestep.launch.preload import preload
+from samestep.launch.preload import NEEDED, preload
 from samestep.launch.signals import StopSignals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from samestep.config import Config
     from samestep.launch.nodes.member import Member
@@ -37,8 +37,13 @@ def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any)
     return start(partial(fn, *args), workers, options)
 
 
-def start(body: Callable[[], Any], workers: int, options: Mapping[str, Any], gathering: Gathering | None = None) -> Any:
-    """Do what `launch` does; with a `gathering`, as one host of several. On those without rank 0 the result is None."""
+def start(
+    body: Callable[[], Any], workers: int, options: Mapping[str, Any], gathering: Gathering | None = None, needed: Sequence[str] = NEEDED
+) -> Any:
+    """Do what `launch` does; with a `gathering`, as one host of several. On those without rank 0 the result is None.
+
+    Modules that are `needed` in workers are imported before they are forked.
+    """
     merge(options, {})
     environment = {f"{PREFIX}{name.upper()}": _as_text(value) for name, value in options.items()}
     config = merge({}, {**os.environ, **environment})
@@ -46,12 +51,12 @@ def start(body: Callable[[], Any], workers: int, options: Mapping[str, Any], gat
         raise LaunchError(f"workers={workers} was given; expected at least 1")
     signals = StopSignals()
     if gathering is None:
-        result = _run(body, workers, environment, config, signals)
+        result = _run(body, workers, environment, config, signals, needed)
     else:
         from samestep.launch.nodes.member import take_part  # noqa: PLC0415  asyncio is for those who need it
 
         with take_part(gathering, workers, config) as member:
-            result = _run(body, workers, {**environment, TOKEN: gathering.token}, config, signals, member)
+            result = _run(body, workers, {**environment, TOKEN: gathering.token}, config, signals, needed, member)
     if signals.received:
         _stop_as_asked(signals.received[0])
     return result
@@ -63,10 +68,11 @@ def _run(
     environment: Mapping[str, str],
     config: Config,
     signals: StopSignals,
+    needed: Sequence[str],
     member: Member | None = None,
 ) -> Any:
     open_standard_files()
-    preload()
+    preload(needed)
     import torch  # noqa: PLC0415  the command line prints its help without it
 
     from samestep.launch.agent import Agent  # noqa: PLC0415

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from samestep.launch.crew import FORK, Attempt
+from samestep.launch.files import lacking_calls
 from samestep.launch.output import print_to
 from samestep.launch.parent import end_with_parent
 from samestep.launch.preload import no_collection
@@ -69,7 +70,7 @@ class Nursery:
             return
         self._has_decided = True
         missing = [name for name in modules if name not in sys.modules]
-        if missing and self._job.config.restarts > 0 and hasattr(os, "pidfd_open"):
+        if missing and self._job.config.restarts > 0 and "pidfd_open" not in lacking_calls():
             self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._process = FORK.Process(target=_stand_by, args=(self._job, missing, other), name="nursery")
             with other, no_collection():

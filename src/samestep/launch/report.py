@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from samestep.launch.failure import Failure
+from samestep.launch.files import unnamed_file
 
 
 class Report:
@@ -17,7 +18,7 @@ class Report:
 
     def __init__(self, file: int | None = None) -> None:
         """Open memory of its own, or that of another process's report, by its file."""
-        self._memory = os.fdopen(os.memfd_create("samestep-report") if file is None else file, "w+b")
+        self._memory = os.fdopen(unnamed_file("samestep-report") if file is None else file, "w+b")
 
     @property
     def file(self) -> int:

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import struct
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from samestep.errors import RecordError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 FILE_NAME: Final = "events.jsonl"
 _FREE_SPACE: Final = "Free some space there and start again: the run resumes from its newest snapshot"
@@ -24,10 +25,11 @@ _ADVICE: Final = {errno.ENOSPC: f". {_FREE_SPACE}", errno.EDQUOT: f". {_FREE_SPA
 _LOCK: Final = struct.Struct("@hhqqi4x")  # struct flock of fcntl(2): type, whence, start, length, process id
 NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 NON_FINITE_OR_ESCAPED: Final = re.compile(r"\\*(nan|-?inf)")
+NON_FINITE_OR_ESCAPED_IN_JSON: Final = re.compile(rb'(?:nan|inf)"')  # most lines have none, and then nothing is to be decoded
 
 
 class EventFile:
-    """Appends events to a file; an event is one line of JSON.
+    """Appends events to a file, from any thread; an event is one line of JSON.
 
     JSON has no NaN and no infinities: they are written as "nan", "inf" and "-inf". A text that reads like one
     of these gets a backslash in front, which `read_events` takes off again.
@@ -36,6 +38,7 @@ class EventFile:
     def __init__(self, path: Path) -> None:
         """Open `path` to append. Raises `RecordError` where that is not possible."""
         self._path = path
+        self._appending = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -63,8 +66,12 @@ class EventFile:
 
         Raises `RecordError` when a value is not JSON, the disk is full, or the file was removed.
         """
-        self._check_place()
         line = f"{_to_json(event)}\n".encode()
+        with self._appending:
+            self._check_place()
+            self._write(line)
+
+    def _write(self, line: bytes) -> None:
         if self._torn:
             line = b"\n" + line
         try:
@@ -114,13 +121,20 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     except OSError as error:
         raise RecordError(f"no record can be read at {file}: {error.strerror}; give a run's directory or its {FILE_NAME}") from error
     with lines:
-        for line in lines:
-            try:
-                event = _decoded(json.loads(line))
-            except (RecursionError, ValueError):  # torn by a crash, or still being written
-                continue
-            if isinstance(event, dict):
-                yield event
+        yield from parse_events(lines)
+
+
+def parse_events(lines: bytes | Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the events of a record's bytes, or of its lines, in order. What is no event is passed over, such as a torn line."""
+    for line in lines.split(b"\n") if isinstance(lines, bytes) else lines:
+        try:
+            event = json.loads(line)
+            if NON_FINITE_OR_ESCAPED_IN_JSON.search(line):
+                event = _decoded(event)
+        except (RecursionError, ValueError):  # torn by a crash, or still being written
+            continue
+        if isinstance(event, dict):
+            yield event
 
 
 def _to_json(event: Mapping[str, Any]) -> str:

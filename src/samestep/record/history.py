@@ -30,22 +30,22 @@ def read_history(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     count = 0
     for count, event in enumerate(read_events(path), start=1):
         if event.get("event") in STARTS:
-            starts.append((count, _last_standing(event)))
+            starts.append((count, last_standing(event)))
     # Of each start and all after it together; the first comes last, to be taken off when it was passed.
     limits = list(accumulate(reversed(starts), lambda later, start: (start[0], min(start[1], later[1]))))
     for number, event in enumerate(islice(read_events(path), count), start=1):  # what was added since belongs to the next reading
         while limits and limits[-1][0] <= number:
             limits.pop()
-        if not limits or event.get("event") not in OF_A_STEP or _place(event) <= limits[-1][1]:
+        if not limits or event.get("event") not in OF_A_STEP or place_of(event) <= limits[-1][1]:
             yield event
 
 
-def _place(event: dict[str, Any]) -> Place:
+def place_of(event: dict[str, Any]) -> Place:
     """Return where in a run an event stands: after so many steps, and whether within the next."""
     return _step(event), not event.get("between")
 
 
-def _last_standing(start: dict[str, Any]) -> Place:
+def last_standing(start: dict[str, Any]) -> Place:
     """Return the last place whose events a start lets stand."""
     return (_step(start) if start["event"] == "resumed" else -math.inf), False
 

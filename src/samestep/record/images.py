@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import RecordError
+from samestep.record.events import parse_events
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,38 +20,25 @@ MODES: Final = {(): "L", (1,): "L", (3,): "RGB"}
 LONGEST_NAME: Final = 80
 
 
-def write_image(directory: Path, step: int, name: str, pixels: Any) -> tuple[str, int, int]:
-    """Write `pixels` as a PNG under `directory`; return its path relative to `directory`, its width and height.
+@dataclass(frozen=True)
+class Picture:
+    """An image that is to be written: a copy of its pixels, row by row. `mode` is Pillow's, L or RGB."""
 
-    `pixels` is a uint8 array [H, W], [H, W, 1] or [H, W, 3] (RGB). Raises `RecordError`.
-    """
-    mode, width, height, data = _as_bytes(name, pixels)
-    try:
-        from PIL import Image  # noqa: PLC0415  only who logs images needs Pillow
-    except ImportError as error:
-        raise RecordError(f'image {name!r} cannot be written without Pillow: pip install "samestep[images]"') from error
-    path = f"{FOLDER}/{safe_name(name)}-{step:08d}.png"
-    unfinished = directory / f"{path}.unfinished"
-    try:
-        unfinished.parent.mkdir(exist_ok=True)
-        Image.frombytes(mode, (width, height), data).save(unfinished, format="png")
-        unfinished.replace(directory / path)  # a reader never meets half an image
-    except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise RecordError(f"{directory / path} cannot be written: {error.strerror}") from error
-    return path, width, height
+    step: int
+    name: str
+    mode: str
+    width: int
+    height: int
+    data: bytes
+
+    @property
+    def path(self) -> str:
+        """Where its file is to be, relative to the run's directory."""
+        return f"{FOLDER}/{safe_name(self.name)}-{self.step:08d}.png"
 
 
-def safe_name(name: str) -> str:
-    """Return a file name for `name`; names that differ get file names that differ."""
-    safe = re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:LONGEST_NAME]
-    if safe == name and name:
-        return name
-    return f"{safe}-{hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:16]}"
-
-
-def _as_bytes(name: str, pixels: Any) -> tuple[str, int, int, bytes]:
+def copy_picture(step: int, name: str, pixels: Any) -> Picture:
+    """Return a copy of `pixels`, a uint8 array [H, W], [H, W, 1] or [H, W, 3] (RGB). Raises `RecordError` on anything else."""
     try:
         view = memoryview(pixels)
     except TypeError as error:
@@ -58,5 +48,37 @@ def _as_bytes(name: str, pixels: Any) -> tuple[str, int, int, bytes]:
         raise RecordError(
             f"image {name!r} has shape {list(shape)} and item format {view.format!r}; expected uint8 ('B') [H, W], [H, W, 1] or [H, W, 3]",
         )
+    if find_spec("PIL") is None:
+        raise RecordError(f'image {name!r} cannot be written without Pillow: pip install "samestep[images]"')
     height, width = shape[:2]
-    return MODES[shape[2:]], width, height, view.tobytes()
+    return Picture(step, name, MODES[shape[2:]], width, height, view.tobytes())
+
+
+def write_picture(directory: Path, picture: Picture) -> None:
+    """Write a PNG file under `directory`. Raises `RecordError`."""
+    from PIL import Image  # noqa: PLC0415  only who logs images needs Pillow
+
+    file = directory / picture.path
+    unfinished = file.with_name(f"{file.name}.unfinished")
+    try:
+        unfinished.parent.mkdir(exist_ok=True)
+        Image.frombytes(picture.mode, (picture.width, picture.height), picture.data).save(unfinished, format="png")
+        unfinished.replace(file)  # a reader never meets half an image
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise RecordError(f"{file} cannot be written: {error.strerror}") from error
+
+
+def paths_in(lines: bytes) -> list[str]:
+    """Return the paths of the images that a record's lines tell of; whoever opens them must not trust them."""
+    events = parse_events(line for line in lines.split(b"\n") if b'"image"' in line)
+    return [str(event.get("path")) for event in events if event.get("event") == "image"]
+
+
+def safe_name(name: str) -> str:
+    """Return a file name for `name`; names that differ get file names that differ."""
+    safe = re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:LONGEST_NAME]
+    if safe == name and name:
+        return name
+    return f"{safe}-{hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:16]}"

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.errors import RecordError
 from samestep.record.events import FILE_NAME, EventFile
-from samestep.record.images import write_image
+from samestep.record.images import copy_picture, write_picture
+from samestep.record.waiting import WaitingImages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from samestep.record.images import Picture
 
 
 class Record:
@@ -44,11 +47,16 @@ class Record:
     def image(self, step: int, name: str, pixels: Any, *, between: bool = False) -> None:
         """Add an image as a PNG file. `pixels` is a uint8 array [H, W], [H, W, 1] or [H, W, 3] (RGB).
 
-        `between` is that of `scalars`. Raises `RecordError` on anything else, and without Pillow.
+        `between` is that of `scalars`. The file, and then the event, are written beside training; where too many wait, an image is
+        dropped, which the next event `images_dropped` counts. Raises `RecordError` on anything else, without Pillow, and where an
+        image before could not be written.
         """
 
+    def flush(self) -> None:
+        """Return when every image is on file. Raises `RecordError` where one could not be written."""
+
     def close(self) -> None:
-        """End the record; no call may follow."""
+        """Write what waits, and end the record; no call may follow."""
 
 
 def open_record(directory: Path | None, *, writes: bool) -> Record:
@@ -70,6 +78,8 @@ class FileRecord(Record):
         """Open the record in `directory`, which is made where it is missing."""
         self._directory = directory
         self._events = EventFile(directory / FILE_NAME)
+        self._images = WaitingImages(self._write_image)
+        self._dropped = {"count": 0, "step": 0}
 
     def claim(self) -> None:
         self._events.claim()
@@ -96,10 +106,27 @@ class FileRecord(Record):
         self.event("timing", step=step, workers=[_floats(parts) for parts in workers])
 
     def image(self, step: int, name: str, pixels: Any, *, between: bool = False) -> None:
-        path, width, height = write_image(self._directory, step, name, pixels)
-        self.event("image", name=name, step=step, path=path, width=width, height=height, **_mark(between))
+        if self._images.add(copy_picture(step, name, pixels), between=between):
+            self._tell_dropped()
+        else:
+            self._dropped = {"count": self._dropped["count"] + 1, "step": step}
+
+    def _write_image(self, picture: Picture, between: bool) -> None:  # noqa: FBT001
+        write_picture(self._directory, picture)
+        size = {"width": picture.width, "height": picture.height}
+        self.event("image", name=picture.name, step=picture.step, path=picture.path, **size, **_mark(between))
+
+    def _tell_dropped(self) -> None:
+        if self._dropped["count"]:
+            self.event("images_dropped", **self._dropped)
+            self._dropped = {"count": 0, "step": 0}
+
+    def flush(self) -> None:
+        self._tell_dropped()
+        self._images.flush()
 
     def close(self) -> None:
+        self._images.close()
         self._events.close()
 
 

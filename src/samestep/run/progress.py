@@ -97,6 +97,21 @@ class Progress:
         """Tell whether no step's body runs."""
         return self._open is None
 
+    def begin_loop(
+        self,
+        name: str,
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        steps_per_epoch: int | None = None,
+        samples: int | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        """Record that a loop starts: how many steps it has (with those before a resume), where that is known, and of what."""
+        at = self.positions[name]
+        planned = {"steps": steps, "epochs": epochs, "steps_per_epoch": steps_per_epoch, "samples": samples, "batch_size": batch_size}
+        self._record.event("loop", name=name, step=self.step, epoch=at.epoch, done=at.done, **planned)
+
     def begin_step(self, batch: Batch, complete: Callable[[], int]) -> None:
         """Say that the body of a loop starts on a batch; `complete` moves the loop's position on and returns the epoch there.
 
@@ -254,6 +269,7 @@ class Progress:
     def _finish(self, event: str, **fields: Any) -> None:
         self._exchange_notes("ending the run")
         self.whereabouts.end()
+        self._record.flush()
         self._keeper.finish()
         self._record.event(event, step=self.step, **fields)
 

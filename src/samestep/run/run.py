@@ -13,7 +13,7 @@ from samestep.config import merge
 from samestep.data.batches import plan_batches
 from samestep.data.plan import GroupedPlan, ShuffledPlan
 from samestep.data.seeds import key
-from samestep.data.streams import LaneStream, stream_batches
+from samestep.data.streams import LaneStream, steps_left, stream_batches
 from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
 from samestep.launch.place import find_place
@@ -148,20 +148,24 @@ class Run:
             raise ConfigError("drop_last was given with group_by; expected one of them: grouped batches have no last one, any may be short")
         return GroupedPlan(group_by, size, batch_size, self.lanes, seed, shuffle=shuffle)
 
-    def streams(self, make_stream: Callable[[int], Any], *, name: str) -> Iterator[Batch]:
-        """Return endless batches, one a step: each lane's next item of its own source `make_stream(lane)`.
+    def streams(self, make_stream: Callable[[int], Any], *, steps: int | None = None, name: str) -> Iterator[Batch]:
+        """Return batches, one a step: each lane's next item of its own endless source `make_stream(lane)`.
 
+        The loop ends after `steps` steps in all, counted over resumes and over every call with this name; without `steps`, never.
         A lane's items are counted by its batch's first tensor; where batches are lists, give `count` to `backward`.
         A source with `state_dict` and `load_state_dict` continues by them after a resume; any other is read again from its start.
         """
         self._progress.settle()
+        position = self._progress.positions.setdefault(name, Position())
+        left = steps_left(steps, position.done)
         streams = {lane: LaneStream(make_stream, name, lane, self.config.seed) for lane in self._lanes.own}
         for lane, stream in streams.items():
             if lane in self._session.resumed_streams.get(name, {}):
                 stream.load_state_dict(self._session.resumed_streams[name][lane])
         self._progress.streams[name] = streams
-        position = self._progress.positions.setdefault(name, Position())
-        return run_loop(stream_batches(streams, self._lanes.own), self._progress, lambda: position.advance(None))
+        self._progress.begin_loop(name, steps=None if left is None else position.done + left)
+        batches = stream_batches(streams, self._lanes.own, left)
+        return run_loop(batches, self._progress, lambda: position.advance(None))
 
     def backward(
         self,

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from samestep.data.seeds import set_generators
+from samestep.errors import RecordError
 from samestep.launch.kept import Kept
 from samestep.launch.worker import ATTEMPT
 from samestep.record import open_record
+from samestep.record.beside import Beside
+from samestep.record.sinks.base import check_sinks
 from samestep.run.divergence import DivergenceCheck
 from samestep.run.memory import keep_freed_memory, return_freed_memory
 from samestep.run.progress import Progress
@@ -58,6 +61,8 @@ class Session:
         attempt_number = int(os.environ.get(ATTEMPT, "0"))
         if attempt_number == 0:  # later, what holds it is a worker before, which another host may still be ending
             self.record.claim()
+        sinks = _sinks(config) if place.rank == 0 else []
+        check_sinks(sinks)
         hot = HotCopies(Kept.from_environment(os.environ), place, world, config.dir, config.hot_every)
         begun = hot.has_begun(attempt_number)
         resumed = find_snapshot(config, world, self.record, hot, begun=begun)
@@ -78,9 +83,13 @@ class Session:
         set_generators(config.seed)
         self._tell_start(attempt, resumed)
         hot.begin(self.progress.step, anew=not begun)
+        if config.dir is not None and place.rank == 0 and (sinks or config.transfer):
+            self._exits.callback(Beside(config.dir, sinks, config.transfer, self.record).finish)
+            self._exits.callback(self._write_images)  # before it is told to send the last
 
     def _tell_start(self, attempt: str, resumed: Snapshot | None) -> None:
-        worker = {"rank": self._place.rank, "host": socket.gethostname(), "pid": os.getpid()}
+        devices = [str(device) for device in self.devices]
+        worker = {"rank": self._place.rank, "host": socket.gethostname(), "pid": os.getpid(), "devices": devices}
         options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self.config).items()}
         self.record.event(
             "started" if resumed is None else "resumed",
@@ -89,10 +98,14 @@ class Session:
             snapshot=None if resumed is None else str(resumed.path),
             lanes=self.config.lanes,
             workers=self.world.all_gather_json(worker, "starting"),
-            devices=[str(device) for device in self.devices],
+            devices=devices,
             torch=torch.__version__,
             config=options,
         )
+
+    def _write_images(self) -> None:
+        with suppress(RecordError):  # where the run ends well, it was told before
+            self.record.flush()
 
     def end(self) -> None:
         """Keep the last step; what fails then is told like any other failure."""
@@ -116,3 +129,8 @@ class Session:
         """Leave the world and put the process back as it was."""
         self.world.close()  # first: after a failure, others wait for this worker until it has left
         self._exits.close()
+
+
+def _sinks(config: Config) -> list[str]:
+    """Return where the record goes besides the run's directory, each place once."""
+    return list(dict.fromkeys([*([config.remote] if config.remote else []), *(config.sinks or ())]))

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from samestep.cgroups import available_bytes
 from samestep.errors import SnapshotError
+from samestep.launch.files import unnamed_file
 from samestep.launch.kept import SLOTS
 from samestep.snapshot import slot
 from samestep.snapshot.commit import combined
 from samestep.snapshot.part import contribution
 from samestep.snapshot.read import Snapshot, read_state
-from samestep.snapshot.room import available_bytes
 from samestep.snapshot.slot import Slot
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class HotCopies:
         # Another run of the same script has other copies: those of its directory or, where it has none, of its number.
         self._run = self._directory if self._directory or kept is None else str(next(_runs_without_directory))
         self._slots = [] if kept is None else kept.slots
-        self._own = [] if kept is None else [Slot(file) for file in kept.slots[place.local_rank]]
+        self._own = [Slot(file) for file in self._slots[place.local_rank]] if self._slots else []
         self._files: dict[tuple[Copy, int], int] = {}  # parts that this host holds, by copy and rank
         self._seen: list[dict[tuple[Copy, int], int]] = []  # the bytes of those that each worker's host holds
         self._first_slot = 0
@@ -95,6 +96,8 @@ class HotCopies:
             _empty(pair)
         if self._kept is not None and self._place.local_rank == 0:
             self._kept.tell_start(self._directory, step)
+        if not self._own and not (anew and self._place.local_rank == 0):  # one worker of a host says, once, that there is no memory
+            self.give_up()
 
     def tell_step(self, step: int) -> None:
         """Tell the launcher how many steps are done and, after the first, what had to be imported for it."""
@@ -122,6 +125,11 @@ class HotCopies:
         self._meetings, self._copies = self._world.meetings, self._copies + 1
         if self._given_up:
             return
+        if not self._own:
+            raise SnapshotError(
+                "this host refuses memfd_create, in a container mostly by its seccomp profile, and nothing else holds memory that outlives "
+                "workers: when one is killed, the run goes on from its newest snapshot; allow the call, or use hot_every=none"
+            )
         mine, values = contribution(shared, own, self._world.rank, self._world.size)
         label = {"run": self._run, "copy": list(astuple(copy)), "rank": self._world.rank, "info": dict(info)}
         before = time.monotonic()
@@ -190,7 +198,7 @@ class HotCopies:
         receivers = [worker for worker, parts in enumerate(self._seen) if key not in parts]
         file = self._files.get(key)
         if file is None:
-            file = os.memfd_create("samestep-passed")
+            file = unnamed_file("samestep-passed")
             exits.callback(os.close, file)
         if receivers:
             _pass_on(self._world, file, self._seen[sender][key], sender, receivers)

@@ -82,7 +82,7 @@ class Job:
 
     def _start(self, size: Size, directory: Path, resume: str, output: Path) -> subprocess.Popen[bytes]:
         flags = ["--dir", str(directory), "--resume", resume, "--snapshot-every", "1", "--stop-after", str(self._steps)]
-        flags += ["--keep-last", str(self._steps), "--remote", "none", "--transfer", "none", "--restarts", "0"]
+        flags += ["--keep-last", str(self._steps), "--remote", "none", "--transfer", "none", "--sinks", "none", "--restarts", "0"]
         flags += [] if self.lanes is None else ["--lanes", str(self.lanes)]
         flags += [] if size.devices == 1 else ["--devices", str(size.devices)]
         command = [sys.executable, "-m", "samestep", "run", "-n", str(size.workers), *flags, *self._command]

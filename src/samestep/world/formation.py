@@ -13,6 +13,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import WorldError
+from samestep.launch.files import lacking_calls
 from samestep.world.base import FORMING
 from samestep.world.door import Door, Member
 from samestep.world.hang import workers
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NAMESPACES = ("net", "pid", "user")  # in which sockets without a file, processes and users have one name for all
-NEEDED = ("memfd_create", "pidfd_open")
 START_SHARE: Final = 0.25  # of the patience, for all to come: what is started together comes together
 LEAST_START_SECONDS: Final = 30.0  # unless that is more than the patience
 PART_SECONDS: Final = 3.0
@@ -139,9 +139,9 @@ def _stranger(found: str) -> WorldError:
 def _home(place: Place) -> str | None:
     """Return what workers have in common that can share memory: a kernel, its namespaces, a user, and who started them as one host's.
 
-    None where the system or this Python lacks something.
+    None where the system or this Python lacks something, or refuses it.
     """
-    if not all(hasattr(os, name) for name in NEEDED):
+    if lacking_calls():
         return None
     try:
         machine = [BOOT_ID.read_text().strip(), *(str(Path(f"/proc/self/ns/{name}").readlink()) for name in NAMESPACES)]

@@ -7,8 +7,9 @@ from contextlib import closing
 import pytest
 
 from samestep.errors import ConfigError
+from samestep.record.sinks.function import find_function
 from samestep.snapshot.manifest import NAME
-from samestep.snapshot.remote.transfer import Transfer, find_function
+from samestep.snapshot.remote.transfer import Transfer
 from tests.jobs import steps_of
 from tests.snapshot.saving import save_once, small_state
 

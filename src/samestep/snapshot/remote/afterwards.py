@@ -5,9 +5,10 @@ from __future__ import annotations
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
+from samestep.record.sinks.function import find_function
 from samestep.snapshot.remote.copies import Remote
 from samestep.snapshot.remote.mirror import Mirror
-from samestep.snapshot.remote.transfer import Transfer, find_function
+from samestep.snapshot.remote.transfer import Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

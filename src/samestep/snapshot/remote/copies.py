@@ -18,8 +18,8 @@ from samestep.errors import SnapshotError
 from samestep.snapshot.files import checksum, sync, write_whole
 from samestep.snapshot.manifest import LARGEST_BYTES, NAME, Manifest
 from samestep.snapshot.read import check, fault, inspect, step_of
-from samestep.storage import RETRIES, Retries, Storage, StorageError
 from samestep.snapshot.retention import remove
+from samestep.storage import RETRIES, Retries, Storage, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -12,8 +12,8 @@ from samestep.errors import SnapshotError
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import check, inspect, list_snapshots, step_of
 from samestep.snapshot.remote.background import Background
-from samestep.storage import StorageError
 from samestep.snapshot.retention import choose
+from samestep.storage import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from samestep.errors import ConfigError, SnapshotError
+from samestep.errors import SnapshotError
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import inspect
 from samestep.snapshot.remote.background import Background
@@ -17,21 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CLOSING_SECONDS = 2.0
-
-
-def find_function(name: str) -> Callable[[Path], object]:
-    """Import `module:function`. Raises `ConfigError`."""
-    module, _, path = name.partition(":")
-    try:
-        function = import_module(module)
-        for attribute in path.split("."):
-            function = getattr(function, attribute)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"transfer={name!r} was given; expected the module:function to be there for import: {reason}") from error
-    if not callable(function):
-        raise ConfigError(f"transfer={name!r} was given; expected a function of a file's path, and it is {type(function).__name__}")
-    return function
 
 
 class Transfer:

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from samestep.errors import ConfigError
 from samestep.storage import Retries, Storage, StorageError
-from tests.snapshot.remote.faulty import HASTY, URL, failing
+from tests.snapshot.remote.faulty import HASTY, URL, failing, faulty_storage
+
+
+@pytest.fixture
+def far():
+    with faulty_storage() as files:
+        yield files
 
 
 @pytest.fixture
@@ -38,18 +44,22 @@ def everything(storage, tmp_path):
     source.write_bytes(b"12345")
     storage.send(source, "a/data")
     storage.create("a/manifest", b"678")
+    storage.write("a/part", b"9")
+    storage.write("a/part", b"90")
     storage.copy("a/data", "b/data")
     sizes = [storage.sizes(folder) for folder in ("a", "b", "none")]
     data = storage.read("a/data", 1, 4)
     folders = sorted(storage.folders())
+    found = [storage.size(path) for path in ("a/part", "a", "a/none")]
+    storage.remove("a/part")
     storage.remove("a/manifest")
     storage.remove("b", folder=True)
     storage.remove("none")
     storage.remove("none", folder=True)
-    return sizes, data, folders, storage.sizes("a"), storage.folders()
+    return sizes, found, data, folders, storage.sizes("a"), storage.folders()
 
 
-ALL = [{"data": 5, "manifest": 3}, {"data": 5}, {}], b"234", ["a", "b"], {"data": 5}, ["a"]
+ALL = [{"data": 5, "manifest": 3, "part": 2}, {"data": 5}, {}], [2, None, None], b"234", ["a", "b"], {"data": 5}, ["a"]
 
 
 @pytest.mark.parametrize("url", ["file://{}/far/run", "memory://far/run", "faulty://far/run"])
@@ -103,6 +113,14 @@ def test_a_file_that_is_cut_short_on_its_way_is_read_again(far, storage, monkeyp
     whole = far.cat_file
     monkeypatch.setattr(far, "cat_file", lambda *args, **kwargs: next(answers, None) or whole(*args, **kwargs))
     assert storage.read("x", 0, 5) == b"12345"
+
+
+def test_a_listing_without_sizes_has_each_asked_for(far, storage, monkeypatch):
+    storage.create("a/x", b"12345")
+    storage.create("y", b"123")
+    whole = far.ls
+    monkeypatch.setattr(far, "ls", lambda *args, **kwargs: [{**entry, "size": None} for entry in whole(*args, **kwargs)])
+    assert (storage.sizes("a"), storage.sizes("")) == ({"x": 5}, {"y": 3})
 
 
 def test_an_answer_that_was_lost_is_no_conflict_and_another_file_is(far, storage, monkeypatch):

@@ -1,0 +1,232 @@
+// One uPlot with curves of several runs. It draws and tells what the reader wants to see; what to fetch is decided elsewhere.
+
+import { resolved } from "./colours.js";
+import { clockSpan, tick } from "./format.js";
+import { h } from "./dom.js";
+import { chartKeys } from "./keys.js";
+
+const uPlot = globalThis.uPlot;
+const SECONDS = [
+  0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 432000, 864000,
+];
+const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
+const FAINT = 0.15;
+const SMALLEST = 1e-40; // on a logarithmic axis, which would otherwise have hundreds of decades; about what float32 holds
+const LARGEST = 1e40;
+const cursors = uPlot.sync("samestep");
+
+/**
+ * A chart in `host`. A curve is {label, colour, dash, x, value} and may have low, high, smooth, `faint`, and `area` (filled down to the
+ * curve before). `zoomed(from, to)` and `reset()` are called when the reader asks for it, `pointed(at)` with where the cursor stands on the
+ * x axis or null, and `tip(at)` gives the elements of the box beside it.
+ */
+export class Chart {
+  constructor(host, { label, height, zoomed, reset, pointed, tip }) {
+    Object.assign(this, { host, height, zoomed, reset, pointed, tip });
+    this.options = {};
+    this.curves = [];
+    host.setAttribute("role", "group");
+    host.setAttribute("aria-roledescription", "chart");
+    host.setAttribute("aria-label", `${label}. Arrow keys move along the curve, plus and minus zoom, Escape shows all.`);
+    host.tabIndex = 0;
+    this.box = h("div", { class: "tip", hidden: true });
+    this.resizer = new ResizeObserver(() => this.plot && this.plot.setSize(this.size()));
+    this.resizer.observe(host);
+    chartKeys(this);
+  }
+
+  size() {
+    return { width: Math.max(120, this.host.clientWidth), height: this.height() };
+  }
+
+  /** Draw curves. `options`: time (x is seconds), log, from and to (null: all), marks (places of vertical lines), zero (y begins there). */
+  draw(curves, options) {
+    this.curves = curves;
+    const { series, bands, data, owners } = layOut(curves, options.log);
+    this.owners = owners;
+    const shape = JSON.stringify([
+      curves.map((curve) => [curve.label, curve.colour, curve.dash, curve.faint, curve.area]),
+      series.length,
+      bands.length,
+      options.time,
+      options.log,
+      options.zero,
+    ]);
+    this.options = options;
+    if (this.plot && shape === this.shape) return this.plot.setData(data);
+    this.shape = shape;
+    this.plot?.destroy();
+    this.plot = new uPlot({ ...this.size(), ...this.look(), series, bands }, data, this.host);
+    this.plot.over.append(this.box);
+    touches(this.plot);
+  }
+
+  /** Draw one of the curves strong and the others faint; -1 draws all alike. */
+  emphasize(place) {
+    if (!this.plot) return;
+    this.plot.series.forEach((series, index) => (series.alpha = place < 0 || !index || this.owners[index] === place ? 1 : FAINT));
+    this.plot.redraw(false);
+  }
+
+  /** Draw again from scratch: colours on a canvas do not change by themselves. */
+  repaint() {
+    if (!this.plot) return;
+    this.shape = null;
+    this.draw(this.curves, this.options);
+  }
+
+  destroy() {
+    this.resizer.disconnect();
+    this.plot?.destroy();
+  }
+
+  look() {
+    const { time, log, zero } = this.options;
+    const line = { stroke: resolved("--grid"), width: 1 };
+    const axis = { stroke: resolved("--faint"), font: FONT, grid: line, ticks: { ...line, size: 4 }, gap: 4 };
+    return {
+      legend: { show: false },
+      padding: [8, 10, 0, 0],
+      scales: {
+        x: { time: false, range: (plot, low, high) => this.range(low, high) },
+        y: { distr: log ? 3 : 1, ...(zero && { range: (plot, low, high) => [0, (high || 1) * 1.05] }) },
+      },
+      axes: [
+        {
+          ...axis,
+          size: 26,
+          space: 64,
+          ...(time
+            ? { incrs: SECONDS, values: (plot, at) => at.map(clockSpan) }
+            : { incrs: wholeSteps(), values: (plot, at) => at.map(tick) }),
+        },
+        { ...axis, values: (plot, at) => at.map((value) => (value === null ? "" : tick(value))), size: (plot, texts) => room(texts) },
+      ],
+      cursor: {
+        y: false,
+        points: { size: (plot, index) => (plot.series[index].width ? 6 : 0) },
+        drag: { x: true, y: false, setScale: false, dist: 6 },
+        sync: { key: cursors.key, scales: ["x", null] },
+        bind: { dblclick: () => () => this.reset() },
+      },
+      hooks: {
+        setSelect: [(plot) => this.select(plot)],
+        setCursor: [(plot) => this.point(plot)],
+        drawAxes: [(plot) => this.mark(plot)],
+      },
+    };
+  }
+
+  range(low, high) {
+    const { from, to } = this.options;
+    if (from !== null && from !== undefined) return [from, to];
+    if (low === null) return [0, 1];
+    return low === high ? [low - 1, high + 1] : [low, high];
+  }
+
+  select(plot) {
+    const { left, width } = plot.select;
+    if (width < 6) return;
+    const [from, to] = [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")];
+    plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+    this.zoomed(from, to);
+  }
+
+  /** Show what stands at the cursor. All charts follow one cursor, but only that under the hand or the keys opens its box. */
+  point(plot) {
+    const { left } = plot.cursor;
+    const at = left === undefined || left < 0 ? null : plot.posToVal(left, "x");
+    this.pointed?.(at);
+    const mine = plot.over.matches(":hover") || this.host.matches(":focus-visible") || plot.over.dataset.touched;
+    if (at === null || !mine || !this.tip) {
+      this.box.hidden = true;
+      return;
+    }
+    this.box.replaceChildren(...this.tip(at));
+    this.box.hidden = false;
+    const room = plot.over.clientWidth - this.box.offsetWidth - 8;
+    this.box.style.left = `${left + 12 > room ? Math.max(4, Math.min(room, left - this.box.offsetWidth - 12)) : left + 12}px`;
+  }
+
+  mark(plot) {
+    const { ctx, bbox } = plot;
+    ctx.save();
+    ctx.strokeStyle = resolved("--faint");
+    ctx.lineWidth = devicePixelRatio;
+    ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
+    for (const x of this.options.marks ?? []) {
+      const place = Math.round(plot.valToPos(x, "x", true));
+      if (place <= bbox.left || place >= bbox.left + bbox.width) continue;
+      ctx.beginPath();
+      ctx.moveTo(place, bbox.top);
+      ctx.lineTo(place, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+    ctx.restore();
+  }
+}
+
+/** Lay curves with places of their own over one axis, as uPlot wants them: the lowest and highest first, so that lines lie on top. */
+function layOut(curves, log) {
+  const series = [{}];
+  const owners = [null]; // the curve that a series belongs to
+  const bands = [];
+  const tables = curves.map((curve, place) => {
+    const stroke = resolved(curve.colour);
+    const table = [curve.x];
+    const add = (values, look) => {
+      table.push(log ? values.map((value) => (value > SMALLEST && value < LARGEST ? value : null)) : values);
+      owners.push(place);
+      series.push({ points: { show: false }, pxAlign: 0, ...look });
+    };
+    if (curve.high && curve.low) {
+      bands.push({ series: [series.length, series.length + 1], fill: withAlpha(stroke, 0.18) });
+      add(curve.high, { width: 0, stroke });
+      add(curve.low, { width: 0, stroke });
+    }
+    if (curve.area) {
+      if (curve.area === "stacked") bands.push({ series: [series.length, series.length - 1], fill: stroke });
+      add(curve.value, { width: 0, stroke, fill: curve.area === "base" ? stroke : undefined });
+    } else {
+      const lone = curve.x.length < 40; // a few points are seen better as points
+      add(curve.value, {
+        stroke: curve.faint || curve.smooth ? withAlpha(stroke, 0.35) : stroke,
+        width: curve.smooth ? 1 : 1.6,
+        dash: curve.smooth ? undefined : curve.dash,
+        points: { show: lone && !curve.faint, size: 4, fill: stroke, stroke },
+      });
+      if (curve.smooth) add(curve.smooth, { stroke, width: 1.8, dash: curve.dash });
+    }
+    return table;
+  });
+  return { series, bands, owners, data: tables.length ? uPlot.join(tables) : [[]] };
+}
+
+function withAlpha(colour, alpha) {
+  const [red, green, blue] = colour.match(/[0-9a-f]{2}/gi).map((pair) => parseInt(pair, 16));
+  return `rgba(${red}, ${green}, ${blue}, ${alpha})`;
+}
+
+function wholeSteps() {
+  const found = [];
+  for (let size = 1; size <= 1e12; size *= 10) found.push(size, 2 * size, 5 * size);
+  return found;
+}
+
+function room(texts) {
+  return 16 + 6.2 * Math.max(2, ...(texts ?? []).map((text) => text.length));
+}
+
+/** A finger along the chart moves the cursor; up and down still scrolls the page. */
+function touches(plot) {
+  const follow = (event) => {
+    if (event.pointerType === "mouse") return;
+    const place = plot.over.getBoundingClientRect();
+    plot.over.dataset.touched = "1";
+    plot.setCursor({ left: event.clientX - place.left, top: event.clientY - place.top });
+  };
+  const leave = () => delete plot.over.dataset.touched;
+  plot.over.addEventListener("pointerdown", follow);
+  plot.over.addEventListener("pointermove", follow);
+  plot.over.addEventListener("pointerleave", leave);
+}

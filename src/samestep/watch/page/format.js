@@ -1,0 +1,90 @@
+// Numbers, times and sizes as people read them.
+
+const UNITS = [
+  ["d", 86400],
+  ["h", 3600],
+  ["min", 60],
+  ["s", 1],
+];
+
+/** "1.500e+7" as "1.5e7". */
+const short = (text) => text.replace(/\.?0*e\+?/, "e");
+
+/** A number with four significant digits, which is what fits beside a curve. */
+export function number(value) {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return short(value.toExponential(3));
+  return Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
+}
+
+export const count = (value) => (value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en"));
+
+/** "1 lane", "8 lanes". */
+export const several = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+
+/** A number on an axis: short, and exact as far as ticks can differ. */
+export function tick(value) {
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e9)) return short(value.toExponential(9));
+  const [unit, sign] = size >= 1e6 ? [1e6, "M"] : size >= 1e4 ? [1e3, "k"] : [1, ""];
+  return `${Number((value / unit).toPrecision(10))}${sign}`;
+}
+
+/** Seconds in the two largest units that matter: "3 h 20 min", "45 s", "12 ms". */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 1) return seconds === 0 ? "0 s" : `${Number((seconds * 1000).toPrecision(3))} ms`;
+  if (seconds < 10) return `${Number(seconds.toPrecision(2))} s`;
+  const first = UNITS.findIndex(([, length]) => seconds >= length);
+  const [unit, length] = UNITS[first];
+  const whole = Math.floor(seconds / length);
+  const next = UNITS[first + 1];
+  const rest = next ? Math.round((seconds - whole * length) / next[1]) : 0;
+  return rest && whole < 10 ? `${whole} ${unit} ${rest} ${next[0]}` : `${Math.round(seconds / length)} ${unit}`;
+}
+
+/** The same for an axis: "1:30:00", "2:05". */
+export function clockSpan(seconds) {
+  const rest = Math.round(Math.abs(seconds));
+  const [hours, minutes, left] = [Math.floor(rest / 3600), Math.floor(rest / 60) % 60, rest % 60];
+  const two = (value) => String(value).padStart(2, "0");
+  if (Math.abs(seconds) < 10 && !Number.isInteger(seconds)) return Number(seconds.toPrecision(3)).toString();
+  return hours ? `${hours}:${two(minutes)}:${two(left)}` : `${minutes}:${two(left)}`;
+}
+
+export function bytes(size) {
+  for (const unit of ["B", "KB", "MB", "GB"]) {
+    if (size < 1000) return `${Number(size.toPrecision(3))} ${unit}`;
+    size /= 1000;
+  }
+  return `${Number(size.toPrecision(3))} TB`;
+}
+
+const dayAndTime = new Intl.DateTimeFormat("en-GB", {
+  day: "numeric",
+  month: "short",
+  hour: "2-digit",
+  minute: "2-digit",
+  second: "2-digit",
+});
+const timeOnly = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
+
+export const moment = (time) => (time ? dayAndTime.format(time * 1000) : "–");
+
+/** When something was or will be: the hour if it is near, else the day too. */
+export function near(time, now) {
+  return Math.abs(time - now) < 20 * 3600 ? timeOnly.format(time * 1000) : dayAndTime.format(time * 1000);
+}
+
+export function ago(time, now) {
+  if (!time) return "never";
+  const seconds = Math.max(0, now - time);
+  return seconds < 2 ? "just now" : `${duration(Math.round(seconds))} ago`;
+}
+
+/** Split "val/loss" into its group and its own name; a name without a slash belongs to no group. */
+export function splitName(name) {
+  const slash = name.indexOf("/");
+  return slash > 0 && slash < name.length - 1 ? [name.slice(0, slash), name.slice(slash + 1)] : ["", name];
+}

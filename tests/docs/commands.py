@@ -1,0 +1,141 @@
+"""Commands on the pages: are their arguments such as the real parsers take, and how does one machine run them?"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import shlex
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from torch.distributed.run import get_args_parser
+
+from samestep import cli
+from samestep.config import TOKEN, merge
+from samestep.launch.command import given_options
+from samestep.launch.nodes.options import gathering_of
+from tests.docs.blocks import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Programs of others, whose arguments nobody here knows.
+ELSEWHERE = {"cp", "git", "kubectl", "mkdir", "mpirun", "mv", "scancel", "scontrol", "source", "squeue", "srun", "ssh", "tail"}
+WRITTEN_BY_READERS = {"train.py", "job.py"}
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """Return the commands of a block, a list of words each, without comments. Raises `ValueError` for what only a shell understands."""
+    found = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
+    for words in found:
+        if operators := {"|", "||", "&&", "&", ";", ">", ">>", "<"}.intersection(words):
+            raise ValueError(f"{' '.join(words)!r} has {operators.pop()!r}; expected a command a line")
+    return [words for words in found if words]
+
+
+def check(words: list[str]) -> None:
+    """Raise `ValueError` for a command that its program would refuse: an unknown flag, option, file, target or extra."""
+    environment, (program, *arguments) = _divided(words)
+    merge({}, environment)
+    if program == "samestep":
+        _check_samestep(arguments)
+    elif program == "python":
+        _check_python(arguments)
+    elif program == "torchrun":
+        given = _parsed(get_args_parser(), arguments)
+        _check_script(given.training_script, given.training_script_args)
+    elif program == "make":
+        _expect(set(arguments) <= set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)), words, "targets")
+    elif program == "pip":
+        extras = re.findall(r"^(\w+) = \[", PYPROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0], re.MULTILINE)
+        asked = [name for text in re.findall(r"\[([\w,]+)\]", " ".join(arguments)) for name in text.split(",")]
+        _expect(set(asked) <= set(extras), words, f"extras among {extras}")
+    elif program == "pytest":
+        _expect(all((ROOT / path).exists() for path in arguments if "/" in path), words, "tests that are there")
+    else:
+        _expect(program in ELSEWHERE, words, f"a program that tests know; those of others are {sorted(ELSEWHERE)}")
+        if ours := [number for number, word in enumerate(arguments) if word in {"python", "samestep"}]:
+            check(arguments[ours[0] :])  # what srun and the like are to start
+
+
+def here(words: list[str]) -> list[str] | None:
+    """Return how this machine runs a command, or None where that needs other machines or programs of others."""
+    environment, (program, *arguments) = _divided(words)
+    several = any(word.partition("=")[0] in {"--hosts", "--nodes", "--nnodes"} for word in arguments)
+    if program not in {"python", "samestep", "torchrun"} or (several and arguments[0] != "submit"):
+        return None
+    if arguments[:2] == ["submit", "slurm"]:
+        arguments.insert(2, "--dry-run")
+    module = {"python": [], "samestep": ["-m", "samestep"], "torchrun": ["-m", "torch.distributed.run"]}[program]
+    assigned = [f"{name}={value}" for name, value in environment.items()]
+    return ["env", *assigned, sys.executable, *module, *(word for word in arguments if word != "--apply")]
+
+
+def _divided(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the variables that stand before a command, and the command."""
+    first = next(number for number, word in enumerate(words) if not re.match(r"\w+=", word))
+    return dict(word.split("=", 1) for word in words[:first]), words[first:]
+
+
+def _check_samestep(arguments: list[str]) -> None:
+    name, *rest = arguments
+    _expect(name in cli.COMMANDS, ["samestep", *arguments], f"a command among {sorted(cli.COMMANDS)}")
+    parser = argparse.ArgumentParser(prog=f"samestep {name}", allow_abbrev=False)
+    import_module(cli.COMMANDS[name].module).add_arguments(parser)
+    given = _parsed(parser, rest)
+    if name == "run":
+        merge(given_options(given), {})
+        if given.nodes is not None and given.hosts is None:
+            gathering_of(argparse.Namespace(**{**vars(given), "token_file": None}), {TOKEN: "a secret of the hosts"})
+    script = getattr(given, "script", None)
+    if isinstance(script, str) and not getattr(given, "module", False):
+        _check_script(script, given.arguments)
+
+
+def _check_python(arguments: list[str]) -> None:
+    first, *rest = arguments
+    if first == "-m":
+        module, *rest = rest
+        path = module.replace(".", "/")
+        places = [folder / f"{path}{end}" for folder in (ROOT, ROOT / "src") for end in (".py", "/__main__.py")]
+        there = next((place for place in places if place.exists()), None)
+        _expect(there is not None or module in sys.stdlib_module_names, ["python", *arguments], "a module that is there")
+        if there is not None:
+            _check_flags(there, rest)
+    elif first != "-c":
+        _check_script(first, rest)
+
+
+def _check_script(script: str, arguments: list[str]) -> None:
+    if script in WRITTEN_BY_READERS:
+        return
+    _expect((ROOT / script).is_file(), [script], "a script that is there")
+    _check_flags(ROOT / script, arguments)
+
+
+def _check_flags(script: Path, arguments: list[str]) -> None:
+    """Each flag for a script of ours stands in a file beside it; files that are named are there."""
+    sources = "".join(path.read_text() for path in script.parent.glob("*.py"))
+    for word in arguments:
+        if word.startswith("--"):
+            _expect(f'"{word.partition("=")[0]}"' in sources, [str(script), word], "a flag that the script knows")
+        elif word.endswith((".py", ".yaml")):
+            _expect((ROOT / word).exists(), [str(script), word], "a file that is there")
+
+
+def _parsed(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            return parser.parse_args(arguments)
+    except SystemExit:
+        raise ValueError(f"{parser.prog} {' '.join(arguments)}: {told.getvalue()}") from None
+
+
+def _expect(true: bool, words: list[str], expected: str) -> None:  # noqa: FBT001
+    if not true:
+        raise ValueError(f"{' '.join(words)!r} is on a page; expected {expected}")

@@ -1,0 +1,83 @@
+"""Run a page: its Python in this process, its commands in others, all in the folder in which this process stands."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import os
+import subprocess
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.docs import given
+from tests.docs.blocks import NOT_RUN, ROOT, Block, blocks_of
+from tests.docs.commands import commands_of, here
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FILE = "file "
+LANES = 4
+TIMEOUT_SECONDS = 120.0
+_AS_DOCTEST = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def is_run(block: Block) -> bool:
+    """Tell whether there is something to run, to write or to compare in a block."""
+    return (block.language == "python" and not block.test.startswith(NOT_RUN)) or block.test.startswith(("run", "printed"))
+
+
+def run_page(page: Path) -> None:
+    """Run the blocks of a page, one after the other, and compare what they print with what the page says of it."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)  # a page begins in a shell, and not under torchrun
+    names: dict[str, Any] = {name: getattr(given, name) for name in given.__all__} | {"__name__": "__main__"}
+    printed = ""
+    for block in filter(is_run, blocks_of(page)):
+        if block.test == "printed":
+            assert doctest.OutputChecker().check_output(block.text, printed, _AS_DOCTEST), f"{block}: this was printed:\n{printed}"
+        elif block.language == "sh":
+            printed = _run_commands(block)
+        elif block.test.startswith(FILE):
+            Path(block.test.removeprefix(FILE)).write_text(f"from tests.docs.given import *\n\n{block.text}")
+        else:
+            printed = _run_python(block, names)
+
+
+def _run_python(block: Block, names: dict[str, Any]) -> str:
+    # With as many empty lines before it as on the page, a traceback shows the page's line.
+    code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec", dont_inherit=True)
+    printed = io.StringIO()
+    with redirect_stdout(printed), _surroundings(block.test, names):
+        exec(code, names)
+    return printed.getvalue()
+
+
+@contextmanager
+def _surroundings(test: str, names: dict[str, Any]) -> Iterator[None]:
+    if not test:
+        yield
+        return
+    with given.ss.init(lanes=LANES) as run:
+        model = run.replicate(given.Net())
+        optimizer = given.torch.optim.SGD(model.parameters(), lr=0.1)
+        names.update(run=run, model=model, optimizer=optimizer)
+        if test == "in a run":
+            yield
+        else:
+            for names["batch"] in run.batches(given.train_set, 32, steps=1):
+                yield
+
+
+def _run_commands(block: Block) -> str:
+    """Run the commands of a block that one machine can run; return what they printed."""
+    printed, status = "", int(block.test.partition("status ")[2] or 0)
+    for command in filter(None, map(here, commands_of(block.text))):
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_SECONDS, check=False
+        )
+        assert done.returncode == status, f"{block}: {command} ended with status {done.returncode}:\n{done.stdout}"
+        printed += done.stdout
+    return printed

@@ -1,0 +1,44 @@
+"""The pages become a site without a warning."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from samestep import cli
+from samestep.config import Config
+from tests.docs.blocks import PAGES, ROOT
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the site, built as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    (options,) = re.findall(r"^\t\$\(BIN\)/sphinx-build (.*) docs docs/_build/html$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    command = [sys.executable, "-m", "sphinx", *options.split(), "--doctree-dir", f"{folder}/doctrees", ROOT / "docs", folder / "html"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return folder / "html"
+
+
+def test_every_page_is_there_with_its_pictures(site):
+    for page in PAGES:
+        if page.is_relative_to(ROOT / "docs"):
+            assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).exists()
+    for page in site.rglob("*.html"):
+        for picture in re.findall(r'<img [^>]*src="([^":]+)"', page.read_text()):
+            assert (page.parent / picture).exists()
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    loaded = re.compile(r'<(?:script|img|iframe)[^>]* src="(?:https?:)?//|<link[^>]*rel="stylesheet"[^>]*href="(?:https?:)?//')
+    assert [page for page in site.rglob("*.html") if loaded.search(page.read_text())] == []
+
+
+def test_the_reference_has_every_option_and_command(site):
+    text = re.sub(r"<[^>]+>", "", (site / "reference.html").read_text())
+    names = [*Config.__dataclass_fields__, *(f"samestep {command}" for command in cli.COMMANDS), "clip_grad_norm", "NonFiniteLossError"]
+    assert [name for name in names if name not in text] == []

@@ -1,0 +1,60 @@
+"""docs/troubleshooting.md has an entry for every exception, and quotes messages that samestep can give."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from samestep import errors
+from tests.docs.blocks import ROOT
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+SOURCES = ROOT / "src" / "samestep"
+ANY = "…"
+LEAST_LETTERS = 8  # of a message, so that it could not be any
+MESSAGES = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
+
+
+def texts_of(source: str) -> list[str]:
+    """Return the texts in a source, with … for what an f-string puts in, and f-strings without their parts."""
+    found, parts = [], set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts |= set(map(id, node.values))
+            found.append("".join(part.value if isinstance(part, ast.Constant) else ANY for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            found.append(node.value)
+    return found
+
+
+def is_said(message: str, texts: list[str]) -> bool:
+    """Tell whether a text says the message, which has … for anything."""
+    pattern = re.compile(".*".join(map(re.escape, message.strip(ANY).split(ANY))), re.DOTALL)
+    return any(pattern.search(text) for text in texts)
+
+
+TEXTS = [text for path in sorted(Path(SOURCES).rglob("*.py")) for text in texts_of(path.read_text())]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_quoted_message_exists(message):
+    assert len(re.findall(r"\w", message)) >= LEAST_LETTERS
+    assert is_said(message, TEXTS)
+
+
+def test_every_exception_has_an_entry():
+    classes = {name for name, member in vars(errors).items() if isinstance(member, type) and issubclass(member, Exception)}
+    headings = re.findall(r"^##+ (\w+Error)$", PAGE, re.MULTILINE)
+    assert sorted(headings) == sorted(classes)
+    assert len(MESSAGES) > len(classes)
+
+
+def test_a_message_that_nobody_gives_is_found():
+    texts = texts_of('raise ValueError(f"lanes={lanes} was given; " "expected more")\nshort = f"{a}"')
+    assert is_said("lanes=… was given; expected more", texts)
+    assert is_said("… was given; …", texts)
+    assert not is_said("lanes=… was given; expected fewer", texts)
+    assert not is_said("expected more … lanes=", texts)

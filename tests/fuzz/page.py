@@ -1,0 +1,188 @@
+"""What is asked of the page's server, and what its answers may be."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
+
+from samestep.watch.changes import Changes
+from samestep.watch.pictures import media_type
+from samestep.watch.security import HEADERS
+from samestep.watch.server import PAGE, make_app
+from samestep.watch.view import Views
+from tests.fuzz import mutate
+from tests.fuzz.records import BREAK_OUT, NAMES, SECRET, write_run
+from tests.fuzz.target import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from random import Random
+
+    from starlette.applications import Starlette
+
+TOKEN = "a-token-of-many-letters"
+PORT = 7007
+PASS = hashlib.sha256(f"samestep watch {TOKEN}".encode()).hexdigest()
+STATUSES = {200, 400, 401, 404, 405, 415, 421}
+LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?", re.IGNORECASE)
+METHODS = ("GET",) * 8 + ("HEAD", "HEAD", "POST", "PUT", "get", "TRACE", "")
+API = ("/api/run", "/api/curve", "/api/timing", "/api/image")
+PATHS = (*API, *API, *API, "/", "/api/runs", "/api/changes", "/page/main.js", "/page/../server.py", "/page//etc/passwd", "/api/", "/none")
+PARAMETERS = {
+    "id": ("one", "one", "one", "one", ".", "../one", "two", ""),
+    "name": (*NAMES, "score", "norm", BREAK_OUT),
+    "number": tuple("0123456"),
+    "from": ("0", "2", "-1e308", "1700000000"),
+    "to": ("2", "1e308", "1e-320"),
+    "points": ("0", "1", "2", "20000", "5000"),
+    "smooth": ("0", "0.9", "0.999"),
+    "x": ("step", "time"),
+    "token": (TOKEN,),
+    "path": ("../secret.png",),
+}
+ASKED = {
+    "/api/run": ("id",),
+    "/api/curve": ("id", "name", "from", "to", "points", "smooth", "x"),
+    "/api/timing": ("id", "from", "to", "points"),
+    "/api/image": ("id", "number"),
+    "/": ("token",),
+}
+HEADER_VALUES = {
+    "host": ("localhost", "LOCALHOST:7007", "127.0.0.1:7007", "[::1]:7007", "localhost.example", "localhost@example", "example"),
+    "authorization": (f"Bearer {TOKEN}", f"bearer  {TOKEN}", f"Basic {TOKEN}", "Bearer", f"Bearer {PASS}"),
+    "cookie": (f"samestep-{PORT}={PASS}", f'a=b; samestep-{PORT}="{PASS}"', f"samestep-{PORT}={TOKEN}", "samestep-1=x", ";=;"),
+    "range": ("bytes=0-1",),
+    "x-forwarded-host": ("localhost",),
+    "content-length": ("99",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, as it comes out of the parser of HTTP."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+
+    def scope(self) -> dict[str, Any]:
+        """Return it as uvicorn gives it to an application."""
+        return {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http", "root_path": "",
+            "method": self.method, "path": unquote(self.path), "raw_path": self.path.encode(), "query_string": self.query,
+            "headers": self.headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", PORT), "state": {},
+        }  # fmt: skip
+
+
+def targets(folder: Path) -> list[Target]:
+    """Return the page's server, with and without a token; its runs are under `folder`."""
+    loop = cache(asyncio.new_event_loop)
+
+    def served(token: str | None) -> Target:
+        def make(random: Random) -> tuple[Views, Starlette, Asked]:
+            write_run(folder / "runs" / "one", random if random.random() < 0.5 else None)
+            views = Views(folder / "runs")
+            return views, make_app(views, Changes(views), token=token, port=PORT), _question(random)
+
+        def read(given: tuple[Views, Starlette, Asked]) -> None:
+            views, app, asked = given
+            views.scan(views.locations[0])
+            views["one"].refresh()
+            status, headers, body = loop().run_until_complete(_answer(app, asked))
+            _check(asked, status, headers, body)
+            assert str(folder).encode() not in body
+            assert status in {401, 405, 421} or _may_pass(asked, token), "somebody passed who must not"
+
+        return Target("page" if token is None else "token", make, read, ())
+
+    return [served(None), served(TOKEN)]
+
+
+def _question(random: Random) -> Asked:
+    path = random.choice(PATHS)
+    names = [name for name in ASKED.get(path, ()) if name in {"id", "name", "number"} or random.random() < 0.3]
+    if random.random() < 0.2:
+        names.append(random.choice(list(PARAMETERS)))
+    pairs = [f"{name}={quote(_likely(random, PARAMETERS[name]), errors='replace')}" for name in names]
+    query, path = "&".join(pairs).encode(), quote(path if random.random() < 0.9 else mutate.text(random, path), errors="replace", safe="/.")
+    if random.random() < 0.1:
+        query = mutate.of_bytes(random, query)
+    headers = [("host", _likely(random, HEADER_VALUES["host"][:4] * 4 + HEADER_VALUES["host"]))] if random.random() < 0.95 else []
+    others = random.choices(list(HEADER_VALUES)[0 if random.random() < 0.1 else 1 :], k=random.choice((0, 1, 1, 2)))
+    headers += [(name, _likely(random, HEADER_VALUES[name])) for name in others]
+    whole = [(name.encode(), re.sub(rb"[\0\r\n]", b"", value.encode(errors="surrogatepass"))) for name, value in headers]
+    return Asked(random.choice(METHODS), path, re.sub(rb"[^\x21-\x7e]", b"", query), whole)
+
+
+def _likely(random: Random, values: tuple[str, ...]) -> str:
+    return random.choice(values) if random.random() < 0.85 else mutate.text(random, *values)
+
+
+async def _answer(app: Starlette, asked: Asked) -> tuple[int, Mapping[str, str], bytes]:
+    """Return status, headers and body; whoever listens to changes goes away once something came."""
+    messages: list[Any] = []
+    has_left = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+        if asked.path == "/api/changes" and message.get("body"):
+            has_left.set()
+
+    await app(asked.scope(), receive, send)
+    start, *rest = messages
+    headers = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in start["headers"]]
+    assert all(re.fullmatch(r"[^\0\r\n]*", text) for header in headers for text in header)
+    return start["status"], dict(headers), b"".join(message.get("body", b"") for message in rest)
+
+
+def _check(asked: Asked, status: int, headers: Mapping[str, str], body: bytes) -> None:
+    """See to it that an answer is one that is documented, and tells nothing of the machine."""
+    assert status in STATUSES, status
+    assert all(headers.get(name.lower()) == value for name, value in HEADERS.items())
+    assert b"Traceback" not in body
+    assert SECRET not in body
+    if asked.method == "HEAD":
+        assert not body or status != 200, "a body for HEAD"
+        return
+    kind = headers["content-type"].partition(";")[0]
+    if status != 200:
+        assert kind == "text/plain"
+        assert len(body) < 300, "it repeats much of what was asked"
+    elif kind == "application/json":
+        json.loads(body, parse_constant=_refuse)
+    elif kind.startswith("image/"):
+        assert media_type(body) == kind or body in _page_files()
+        assert int(headers["content-length"]) == len(body)
+    elif kind != "text/event-stream":
+        assert body in _page_files() or b"http-equiv" in body
+
+
+@cache
+def _page_files() -> set[bytes]:
+    return {path.read_bytes() for path in PAGE.iterdir()}
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def _may_pass(asked: Asked, token: str | None) -> bool:
+    """Tell whether the request calls the server rightly, or has the secret anywhere that counts."""
+    given = [(name.decode(), value.decode("latin-1")) for name, value in asked.headers]
+    if token is None:
+        hosts = [value for name, value in given if name == "host"]
+        return len(hosts) == 1 and LOOPBACK.fullmatch(hosts[0]) is not None
+    places = [asked.query.decode(), *(value for name, value in given if name == "authorization")]
+    return any(token in place for place in places) or any(PASS in value for name, value in given if name == "cookie")

@@ -1,0 +1,225 @@
+"""Who reads records: damaged ones, and such as no run writes."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from samestep.errors import RecordError
+from samestep.record.events import FILE_NAME, read_events
+from samestep.record.files import LocalFiles
+from samestep.record.forwarded import FILE, Forwarded
+from samestep.record.history import read_history
+from samestep.record.parts import FOLDER, Part
+from samestep.record.sinks.feed import Feed
+from samestep.record.source import Source, find_runs, open_source
+from samestep.watch.curves import AXES, Request
+from samestep.watch.report import make_report
+from samestep.watch.view import View
+from tests.fuzz import mutate
+from tests.fuzz.target import Target
+from tests.watch.markup import Markup
+from tests.watch.writing import lines, scalars, started, timing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from random import Random
+
+PNG = b"\x89PNG\r\n\x1a\n"
+SECRET = PNG + b"of another run"
+IMAGES = (PNG + b"pixels", b"\xff\xd8\xffpixels", b"GIF89apixels", b"RIFF\0\0\0\0WEBPpixels", b"<svg onload='alert(1)'/>", b"<script>", b"")
+PATHS = ("images/one.png", "images/link.png", "images/folder.png", "images/../../secret.png", "../secret.png", "images/one.png\n")
+BREAK_OUT = "</script><script>alert(1)</script><!--<script>"
+NAMES = ("loss", "a/b", BREAK_OUT)
+EVENTS = (
+    started(config={"lanes": 8, "patience": "inf", "remote": BREAK_OUT}),
+    {"event": "loop", "name": "train", "step": 0, "epoch": 0, "done": 0, "steps": 8, "epochs": 2, "samples": 20, "batch_size": 8},
+    *[scalars(step, **dict.fromkeys(NAMES, 1 / (step + 1)), norm="nan") | {"low": {"loss": 0}, "high": {"loss": 9}} for step in range(4)],
+    *[timing(step, (0.1, 0.2, 0.0, 0.1, 0.0), (0.2, 0.1, "inf", 0.1, 0.0)) for step in range(3)],
+    {**scalars(2, score=0.5), "between": True},
+    *[
+        {"event": "image", "step": 2, "name": name, "path": path, "width": 1, "height": 1}
+        for name, path in zip("abcdef", PATHS, strict=True)
+    ],
+    {"event": "images_dropped", "step": 2, "count": 3},
+    {"event": "sink", "name": "s3://bucket/run", "behind_bytes": 10, "dropped": 1, "error": "lost"},
+    {"event": "snapshot", "step": 3, "score": 0.5},
+    {"event": "snapshot_rejected", "path": "step-00000003", "reason": "damaged"},
+    {"event": "failed", "step": 3, "rank": 1, "host": "here", "error": "lost", "traceback": BREAK_OUT},
+    {"event": "restarting", "step": 2, "rank": 1, "reason": "lost"},
+    started(2, kind="resumed", workers=4),
+    {"event": "stopped", "step": 3, "signal": 15},
+    {"event": "evaluated", "step": 3, "score": 0.5},
+    {"event": "finished", "step": 4},
+)
+ODD_NAMES = ("\u0660" * 20 + "-" + "\u0661" * 20 + ".jsonl", f"{'9' * 20}-{'9' * 20}.jsonl", f"{7:020d}-{3:020d}.jsonl", "\udcff", "part\n")
+
+
+def targets(folder: Path) -> list[Target]:
+    """Return the targets that read records; their files are under `folder`."""
+    return [*_events(folder / "events"), *_views(folder / "views"), *_parts(folder / "parts"), *_sent(folder / "sent")]
+
+
+def write_run(directory: Path, random: Random | None) -> Path:
+    """Write a run's record and its images, among them some that lead elsewhere; without `random` as a run writes them."""
+    images = directory / "images"
+    if not images.is_dir():
+        images.mkdir(parents=True)
+        (directory.parent / "secret.png").write_bytes(SECRET)
+        (images / "link.png").symlink_to("../../secret.png")
+        (images / "folder.png").mkdir()
+    image = IMAGES[0] if random is None else random.choice((*IMAGES, mutate.of_bytes(random, IMAGES[0])))
+    (images / "one.png").write_bytes(image)
+    (directory / FILE_NAME).write_bytes(lines(*EVENTS) if random is None else record(random))
+    return directory
+
+
+def record(random: Random) -> bytes:
+    """Return the bytes of a record: most of its events as a run writes them, and in half of all cases damaged."""
+    given = [json.loads(line) for line in lines(*EVENTS).splitlines()]
+    written = [mutate.as_json(random, mutate.of_json(random, event) if random.random() < 0.2 else event) for event in given]
+    if random.random() < 0.2:
+        random.shuffle(written)
+    data = b"\n".join(written) + b"\n"
+    return mutate.of_bytes(random, data) if random.random() < 0.5 else data
+
+
+def _events(folder: Path) -> list[Target]:
+    def run(random: Random) -> Path:
+        return write_run(folder / "one", random)
+
+    return [
+        Target("events", run, lambda given: list(read_events(given)), (RecordError,)),
+        Target("history", run, lambda given: list(read_history(given)), (RecordError,)),
+    ]
+
+
+class Growing(LocalFiles):
+    """Files of a folder that all end after as many bytes as have been written yet."""
+
+    written = 0
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        return {name: min(size, self.written) for name, size in super().sizes(folder).items()}
+
+
+def _views(folder: Path) -> list[Target]:
+    def run(random: Random) -> tuple[Path, int, Request]:
+        directory = write_run(folder / "all" / "one", random)
+        ends = [random.choice((None, None, 0.0, 1.0, 2.5, -1e308, 1e308, 2.0**53)) for _ in range(2)]
+        asked = Request(*ends, random.choice((0, 1, 3, 4, 1000)), random.choice((0.0, 0.9, 0.999)), random.choice(AXES))
+        return directory, random.randrange((directory / FILE_NAME).stat().st_size + 1), asked
+
+    def view(given: tuple[Path, int, Request]) -> None:
+        directory, half, asked = given
+        files = Growing(directory)
+        growing, fresh = View(Source(str(directory), files)), View(open_source(directory))
+        for files.written in (half, 2**40):
+            growing.refresh()
+        fresh.refresh()
+        assert _told(growing, asked) == _told(fresh, asked), "read in two parts it tells something else"
+
+    def report(given: tuple[Path, int, Request]) -> None:
+        page = make_report([str(given[0].parent)], image_bytes=1000).page
+        page.encode()
+        parts = Markup(page)
+        assert parts.elements == elements, "a text of the record got out of its place"
+        json.loads(parts.texts["script", "answers"][0], parse_constant=_refuse)
+
+    write_run(folder / "plain" / "one", None)
+    elements = Markup(make_report([str(folder / "plain")], image_bytes=1000).page).elements
+    return [Target("view", run, view, ()), Target("report", run, report, (), reads_elsewhere=True)]
+
+
+def _told(view: View, asked: Request) -> str:
+    """Return all that is told of a run, but for what depends on the clock, as the JSON that it must be."""
+    json.dumps(view.row(), allow_nan=False)
+    told = {name: value for name, value in view.summary().items() if name not in {"now", "progress", "state"}}
+    told["curves"] = [view.curve(scalar["name"], asked) for scalar in told["scalars"]]
+    told["timing"] = view.timing(asked.start, asked.end, asked.points)
+    for number in range(len(PATHS)):
+        with suppress(KeyError, RecordError):
+            assert b"".join(view.source.open_image(view.image(number).path)[1]) != SECRET, "it read an image of another run"
+    return json.dumps(told, allow_nan=False)
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def _parts(folder: Path) -> list[Target]:
+    directory = folder / "one" / FOLDER
+    directory.mkdir(parents=True)
+
+    def parts(random: Random) -> Path:
+        for path in directory.iterdir():
+            path.unlink()
+        data = record(random)
+        places = [0, *(place + 1 for place, byte in enumerate(data) if byte == ord("\n"))]
+        chosen = sorted({0, places[-1], *random.choices(places, k=4)})
+        for first, end in zip(chosen, chosen[1:], strict=False):
+            part = Part(random.choice((first, first, random.choice(places))), end)
+            content = data[part.first : part.end]
+            name = random.choice(ODD_NAMES) if random.random() < 0.2 else part.path.rpartition("/")[2]
+            (directory / name).write_bytes(mutate.of_bytes(random, content) if random.random() < 0.3 else content)
+        return directory.parent
+
+    def read(given: Path) -> None:
+        source, offset = open_source(given), 0
+        while found := source.read(offset):
+            assert found.endswith(b"\n")
+            offset += len(found)
+        assert find_runs(given.parent) in ([], ["one"])
+        View(source).refresh()
+
+    return [Target("parts", parts, read, (RecordError,))]
+
+
+class Taker:
+    """A sink that takes all."""
+
+    def __init__(self, directory: Path) -> None:
+        self._images = directory / "images"
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        json.dumps(event)
+
+    def image(self, event: Mapping[str, Any], data: bytes) -> None:
+        assert event["event"] == "image"
+        if data == SECRET:
+            raise RuntimeError(f"an image of another run came out of {self._images}")
+
+    def flush(self) -> None:
+        pass
+
+
+class Unkept(Forwarded):
+    """Keeps nothing, since who reads must not write."""
+
+    def keep(self, name: str, value: int) -> None:
+        pass
+
+
+def _sent(folder: Path) -> list[Target]:
+    sink = f"{Taker.__module__}:{Taker.__name__}"
+
+    def progress(random: Random) -> Path:
+        directory = write_run(folder / "one", random)
+        size = (directory / FILE_NAME).stat().st_size
+        (directory / FOLDER).mkdir(exist_ok=True)
+        kept = mutate.as_json(random, mutate.of_json(random, {sink: random.randrange(size + 1), "s3://bucket/run": 0}))
+        (directory / FILE).write_bytes(mutate.of_bytes(random, kept) if random.random() < 0.3 else kept)
+        return directory
+
+    def forward(directory: Path) -> None:
+        source = open_source(directory)
+        feed = Feed(sink, directory, source, Unkept(directory))
+        offset = feed.begin()
+        assert offset >= 0
+        while found := source.read(offset):
+            feed.send(offset, found)
+            offset += len(found)
+
+    return [Target("forwarded", progress, forward, ())]

@@ -1,0 +1,59 @@
+"""What docs/from-one-device.md says about the plain scripts is so."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import recipes
+from tests.needs import needs
+
+RECIPES = Path(recipes.__file__).parent
+PAGE = (RECIPES.parent / "docs" / "from-one-device.md").read_text()
+REAL = ("vit", "stain", "detect", "atari")
+
+
+def scripts(recipe):
+    return [(RECIPES / recipe / name).read_text() for name in ("plain.py", "train.py")]
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_shows_both_scripts():
+    assert blocks("python") == scripts("first")
+
+
+def test_the_page_shows_their_difference():
+    names = [f"recipes/first/{name}.py" for name in ("plain", "train")]
+    lines = difflib.unified_diff(*(text.splitlines(keepends=True) for text in scripts("first")), *names, n=1)
+    assert blocks("diff") == ["".join(lines)]
+
+
+def test_every_line_that_comes_is_explained():
+    explained = [part for row in re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE) for part in re.findall(r"`(.*?)`", row)]
+    came = [line[1:].strip() for line in blocks("diff")[0].splitlines() if re.match(r"\+(?!\+\+)\s*\S", line)]
+    unexplained = [line for line in came if not any(part.partition("…")[0] in line for part in explained)]
+    assert unexplained == ["from torch.utils.data import TensorDataset", "import samestep as ss"]
+
+
+@pytest.mark.parametrize("recipe", REAL)
+def test_the_page_counts_changed_lines(recipe):
+    needs("diff")
+    files = [RECIPES / recipe / name for name in ("plain.py", "train.py")]
+    lines = subprocess.run(["diff", "-wd", *files], capture_output=True, text=True, check=False).stdout.splitlines()
+    gone, come = (sum(line.startswith(mark) for line in lines) for mark in "<>")
+    (row,) = re.findall(rf"^\| \[{recipe}\].*", PAGE, re.MULTILINE)
+    assert f"| {gone} | {come} |" in row
+
+
+@pytest.mark.parametrize("recipe", ["first", *REAL])
+def test_a_plain_script_is_short_and_knows_nothing_of_samestep(recipe):
+    text, _ = scripts(recipe)
+    assert "samestep" not in text
+    assert len(text.splitlines()) < 150

@@ -1,0 +1,107 @@
+"""The record as a run of Weights & Biases offline, read back by its own reader of what it wrote; in processes of its own, as it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from hashlib import sha256
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from samestep.errors import ConfigError
+from samestep.record import FileRecord, read_events
+from samestep.record.sinks.wandb import WandbSink
+from tests.record.sinks.deliver import CONFIG, ODD, write_image, write_start, write_step
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def record(tmp_path):
+    record = FileRecord(tmp_path)
+    write_start(record, 0)
+    yield record
+    record.close()
+
+
+def deliver(directory, first=0, killed_after=""):
+    """Hand a record to the sink in a process without a network's name service or a home that can be written; return how it ended."""
+    environment = {**os.environ, "HOME": "/nonexistent", "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    command = [sys.executable, "-m", "tests.record.sinks.deliver", "wandb", directory, str(first), str(killed_after)]
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True, timeout=60)
+
+
+class Read:
+    """What wandb's own reader finds in all files of a run's directory."""
+
+    def __init__(self, directory):
+        self.files = sorted((directory / "wandb").glob("offline-run-*/*.wandb"))
+        program = Path(sys.executable).with_name("wandb")
+        commands = [[program, "leet", "inspect", "--json", file] for file in self.files]
+        lines = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines() for command in commands]
+        self._records = [json.loads(line) for line in chain(*lines)]
+
+    def all(self, kind):
+        return [record[kind] for record in self._records if record["type"] == kind]
+
+    def losses(self):
+        return [(row["item"]["step"], row["item"]["loss"]) for row in self.all("history")]
+
+
+def test_configuration_scalars_and_images_are_there(record, tmp_path):
+    write_step(record, 0, loss=1 / 3, wrong=float("nan"))
+    write_step(record, 1, loss=0.25, step=5.0)
+    write_step(record, 1)
+    write_image(record, 1, np.arange(60, dtype=np.uint8).reshape(4, 5, 3))
+    record.event("finished", step=2)
+    ended = deliver(tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == "wandb has 'step' as 'metric/step': the name has a meaning there\n"
+    there = Read(tmp_path)
+    assert {name: value for update in there.all("config") for name, value in update["update"].items()} == CONFIG
+    assert [metric["step_metric"] for metric in there.all("metric") if metric.get("glob_name") == "*"] == ["step"]
+    assert [end.get("exit_code", 0) for end in there.all("exit")] == [0]
+    first, second, third, image = (row["item"] for row in there.all("history"))
+    assert (first["step"], first["loss"], first["wrong"]) == (0, 1 / 3, "NaN")
+    assert (second["step"], second["loss"], second["metric/step"]) == (1, 0.25, 5)
+    assert third[ODD] == 1
+    times = [event["time"] for event in read_events(tmp_path)]
+    assert [row["_timestamp"] for row in (first, second, third, image)] == pytest.approx(times[1:5], abs=1e-6)
+    (file,) = (tmp_path / "images").iterdir()
+    kept = there.files[0].parent / "files" / image["cells.path"]
+    assert (image["step"], image["cells.sha256"]) == (1, sha256(file.read_bytes()).hexdigest())
+    assert kept.read_bytes() == file.read_bytes()
+
+
+def test_a_resume_continues_the_same_run_and_a_failure_is_told(record, tmp_path):
+    write_step(record, 0, loss=0.5)
+    assert deliver(tmp_path).returncode == 0
+    write_start(record, 1, patience=9.0)
+    write_step(record, 1, loss=0.25)
+    record.event("failed", step=1)
+    ended = deliver(tmp_path, 2)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    there = Read(tmp_path)
+    assert (len(there.files), len({run["run_id"] for run in there.all("run")})) == (2, 1)
+    assert there.losses() == [(0, 0.5), (1, 0.25)]
+    assert [end.get("exit_code", 0) for end in there.all("exit")] == [0, 1]
+
+
+def test_what_was_taken_a_second_before_a_kill_is_there(record, tmp_path):
+    write_step(record, 0, loss=0.5)
+    assert deliver(tmp_path, killed_after=2).returncode == -signal.SIGKILL  # its service ends, too: no test leaves a process
+    assert Read(tmp_path).losses() == [(0, 0.5)]
+
+
+def test_without_its_package_it_says_what_to_install(tmp_path, monkeypatch):
+    for name in ("WANDB_CACHE_DIR", "WANDB_ERROR_REPORTING"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r'pip install "samestep\[wandb\]"'):
+        WandbSink(tmp_path)

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from samestep.record import sender as module
+from samestep.record.sender import Sender
+from samestep.record.source import open_source
+
+LINES = [b'{"step":%d}\n' % step for step in range(3)]
+
+
+class Far:
+    """A destination of which each call must be let through, or is failed; `calls` counts those that came."""
+
+    name, dropped = "far", 0
+
+    def __init__(self):
+        self.pause_seconds, self.taken, self.closed = 0.001, [], False
+        self.calls, self.outcomes = threading.Semaphore(0), []
+        self.let = threading.Semaphore(0)
+
+    def begin(self):
+        return self._answer(0)
+
+    def send(self, offset, lines):
+        self.taken.append(self._answer((offset, lines)))
+
+    def _answer(self, value):
+        self.calls.release()
+        self.let.acquire()
+        if self.outcomes and (error := self.outcomes.pop(0)) is not None:
+            raise error
+        return value
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 0.001)
+    (tmp_path / "events.jsonl").write_bytes(b"".join(LINES))
+    return tmp_path
+
+
+def size(run):
+    return (run / "events.jsonl").stat().st_size
+
+
+def test_what_is_there_arrives_and_then_it_ends(run):
+    far = Far()
+    sender = Sender(open_source(run), far)
+    assert not sender.has_answered
+    far.let.release(100)
+    sender.end()
+    assert sender.join(None)
+    assert far.taken == [(0, b"".join(LINES))]
+    assert far.closed
+    assert sender.state(size(run)) == {"name": "far", "behind_bytes": 0, "dropped": 0, "error": None}
+
+
+def test_what_fails_is_tried_again_and_told_meanwhile(run, caplog):
+    far = Far()
+    far.outcomes = [PermissionError("denied"), None, ConnectionError("reset"), ConnectionError("reset"), None]
+    with caplog.at_level(logging.WARNING, "samestep"):
+        sender = Sender(open_source(run), far)
+        far.let.release(1)
+        for _ in range(2):
+            far.calls.acquire()
+        assert sender.state(size(run)) == {"name": "far", "behind_bytes": size(run), "dropped": 0, "error": "PermissionError: denied"}
+        far.let.release(3)
+        for _ in range(3):
+            far.calls.acquire()
+        assert sender.state(size(run))["error"] == "ConnectionError: reset"
+        far.let.release(1)
+        sender.end()
+        assert sender.join(None)
+    assert far.taken == [(0, b"".join(LINES))]
+    assert sender.state(size(run))["error"] is None
+    assert caplog.text.count("the record does not reach far: PermissionError: denied; it is tried again") == 1
+    assert "ConnectionError" not in caplog.text  # of the same spell
+
+
+def test_one_that_never_works_is_given_up_at_the_end(run):
+    far = Far()
+    far.outcomes = [OSError("no")] * 100
+    far.let.release(100)
+    sender = Sender(open_source(run), far)
+    sender.end()
+    assert not sender.join(None)
+    assert sender.state(size(run)) == {"name": "far", "behind_bytes": size(run), "dropped": 0, "error": "OSError: no"}
+
+
+def test_one_that_cannot_be_closed_did_not_get_everything(run, monkeypatch):
+    far = Far()
+    far.let.release(100)
+    monkeypatch.setattr(far, "close", lambda: far._answer(None))
+    far.outcomes = [None, None, OSError("full"), OSError("full")]
+    sender = Sender(open_source(run), far)
+    sender.end()
+    assert not sender.join(None)
+    assert sender.state(size(run))["error"] == "OSError: full"
+
+
+def test_one_that_hangs_is_left_and_told(run, monkeypatch):
+    far = Far()
+    sender = Sender(open_source(run), far)
+    far.calls.acquire()
+    sender.end()
+    assert not sender.join(0.0)
+    monkeypatch.setattr(module, "LATE_SECONDS", 0.0)
+    assert sender.state(size(run))["error"] == "no answer for more than 0 seconds"
+    far.let.release(100)
+    assert sender.join(None)

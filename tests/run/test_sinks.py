@@ -1,0 +1,113 @@
+"""Whole runs whose record goes elsewhere: to a real S3 server, and to what refuses or never answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+import samestep as ss
+from samestep.errors import ConfigError
+from samestep.record import beside
+from samestep.record.events import parse_events
+from samestep.record.source import find_runs, open_source
+from tests.jobs import STEPS, events, image_job, train
+from tests.record.far_sinks import Hanging, Refusing, name_of
+from tests.s3 import s3_server
+from tests.workers import run_workers, try_workers
+
+SECONDS = 60.0
+URL = "s3://bucket/runs/one"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with s3_server(tmp_path_factory.mktemp("s3")) as running:
+        yield running
+
+
+def stream(url):
+    source, data = open_source(url), b""
+    while lines := source.read(len(data)):
+        data += lines
+    return data
+
+
+def job(run, at, action):
+    """Train with an image at every step; at one of them `action` is called."""
+
+    def hook(step):
+        run.log_image("sample", np.full((4, 4), step, np.uint8))
+        if step == at:
+            action()
+
+    return image_job(run, hook=hook)
+
+
+def wait_for_step(url, step):
+    """Return when the scalars of a step can be read at a URL."""
+    source, deadline = open_source(url), time.monotonic() + SECONDS
+    steps, offset = set(), 0
+    while step not in steps:
+        assert time.monotonic() < deadline, f"of {step} there are only {steps}"
+        lines = source.read(offset)
+        offset += len(lines)
+        steps |= {event["step"] for event in parse_events(lines) if event["event"] == "scalars"}
+        time.sleep(0.02)
+
+
+def wait_and_die(url, step):
+    wait_for_step(url, step)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def seen(url):
+    size, pieces = open_source(url).open_image(f"images/sample-{STEPS - 1:08d}.png")
+    return stream(url), find_runs("s3://bucket"), size == len(b"".join(pieces))
+
+
+def test_a_run_is_read_from_s3_while_it_goes_on_and_whole_after_it_was_killed(server, tmp_path):
+    options = {"remote": URL, "snapshot_every": 2}
+    killed = try_workers(train, 1, lambda run: job(run, 5, lambda: wait_and_die(URL, 3)), tmp_path, options, environment=server.environment)
+    assert killed[0].exitcode == -signal.SIGKILL
+    run_workers(train, 1, lambda run: job(run, 0, lambda: None), tmp_path, options, environment=server.environment)
+    there, runs, has_image = run_workers(seen, 1, URL, environment=server.environment)[0]
+    written = (tmp_path / "events.jsonl").read_bytes()
+    assert written.startswith(there)
+    assert {event["event"] for event in parse_events(written[len(there) :])} <= {"sink"}
+    assert [event["event"] for event in parse_events(there) if event["event"] in {"started", "resumed", "finished"}] == [
+        "started",
+        "resumed",
+        "finished",
+    ]
+    assert runs == ["runs/one"]
+    assert has_image
+
+
+@pytest.mark.parametrize(
+    ("sink", "error"),
+    [(Hanging, "the rest did not arrive before the run ended"), (Refusing, "ConnectionError: no route")],
+)
+def test_a_sink_that_takes_nothing_stops_no_training(tmp_path, monkeypatch, sink, error):
+    monkeypatch.setattr(beside, "FINISH_SECONDS", 0.5)
+    name = name_of(sink)
+    train(image_job, tmp_path, {"sinks": [name, f"file://{tmp_path}/far"]})
+    assert [event["step"] for event in events(tmp_path, "finished")] == [STEPS]
+    last = {event["name"]: event for event in events(tmp_path, "sink")}[name]
+    assert last["error"] == error
+    assert last["behind_bytes"] > 0
+    assert b'"finished"' in stream(f"file://{tmp_path}/far")
+
+
+def test_a_failed_run_sends_its_failure(tmp_path):
+    with pytest.raises(ZeroDivisionError), ss.init(dir=tmp_path / "run", sinks=f"file://{tmp_path}/far"):
+        raise ZeroDivisionError
+    assert [event["event"] for event in parse_events(stream(f"file://{tmp_path}/far"))] == ["started", "failed"]
+
+
+def test_a_sink_that_could_never_work_is_told_at_the_start(tmp_path):
+    with pytest.raises(ConfigError, match="sinks='nowhere:Sink' was given; expected the module:Class to be there"):
+        train(image_job, tmp_path, {"sinks": "nowhere:Sink"})

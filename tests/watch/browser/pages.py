@@ -1,0 +1,202 @@
+"""A real page in a real browser: `samestep watch` as a process, and headless Chromium, which reaches the loopback and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode, urlsplit
+from urllib.request import urlopen
+
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHROMIUM = "/usr/bin/chromium"
+CHROMEDRIVER = "/usr/bin/chromedriver"
+PATIENCE_SECONDS = 60.0
+MOST_TABS = 80  # presses of the key until something is reached
+OWN_SCRIPTS = 2  # elements of index.html
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-default-apps",
+    "--disable-extensions",
+    "--disable-sync",
+    "--no-first-run",
+    "--password-store=basic",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    "--force-color-profile=srgb",
+    "--hide-scrollbars",
+    "--window-size=1280,900",
+)
+
+
+class Server:
+    """A process of `samestep watch`."""
+
+    def __init__(self, *locations: Path, port: int = 0) -> None:
+        places = [str(location) for location in locations]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "samestep", "watch", *places, "--port", str(port)], stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.line = self._process.stdout.readline()
+        self.address = self.line.split()[-1] if self.line else ""
+
+    def most_memory(self) -> int:
+        """Return the most bytes that the process has had in memory."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")))
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(timeout=PATIENCE_SECONDS)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+@contextmanager
+def serving(*locations: Path, port: int = 0) -> Iterator[Server]:
+    server = Server(*locations, port=port)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def browsing(folder: Path) -> Iterator[Chrome]:
+    """Start a browser whose profile and temporary files are in `folder`; nothing is downloaded for it."""
+    options = ChromeOptions()
+    options.add_experimental_option("binary", CHROMIUM)
+    for flag in (*FLAGS, f"--user-data-dir={folder / 'profile'}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    service = Service(CHROMEDRIVER, env={**os.environ, "HOME": str(folder), "TMPDIR": str(folder)})
+    driver = Chrome(options=options, service=service)
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+class Page:
+    """What a reader sees and does."""
+
+    def __init__(self, driver: Chrome, server: Server) -> None:
+        self.driver, self.server = driver, server
+
+    def open(self, *runs: str, **chosen: Any) -> Page:
+        """Show runs (their curves, and the first of them in the rest of the page), with what else the address says."""
+        self.driver.get("about:blank")
+        shown = [("shown", run) for run in runs]
+        self.driver.get(f"{self.server.address}#{urlencode([('run', runs[0]), *shown, *chosen.items()])}")
+        self.run("window.opened = true")
+        self.until("return document.getElementById('run-name')")
+        return self
+
+    def wait_for_run(self, run: str) -> None:
+        """Return when the server has found a run."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while run not in {row["id"] for row in json.load(urlopen(f"{self.server.address}api/runs"))["runs"]}:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"after {PATIENCE_SECONDS:g} s the server has no run {run}")
+            time.sleep(0.05)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def until(self, script: str, *arguments: Any) -> Any:
+        """Return what a script returns as soon as it is true. Raises `TimeoutError`."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not (found := self.run(script, *arguments)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"after {PATIENCE_SECONDS:g} s still not: {script} {arguments}\n{self.text('body')}")
+            time.sleep(0.01)
+        return found
+
+    def text(self, selector: str) -> str:
+        return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+
+    def points(self, scalar: str, count: int | None = None) -> int:
+        """Return how many points are drawn of a scalar, as soon as there are any, or `count` of them."""
+        script = (
+            "const card = [...document.querySelectorAll('[data-scalar]')].find((one) => one.dataset.scalar === arguments[0]);"
+            "const count = Number(card?.dataset.points ?? 0); return arguments[1] === null ? count : count === arguments[1] && count"
+        )
+        return int(self.until(script, scalar, count))
+
+    def newest(self, scalar: str) -> str:
+        """Return the value that stands beside a scalar's name."""
+        return self.run("return document.querySelector(`[data-scalar='${arguments[0]}'] .readout`).textContent", scalar)
+
+    def choose_tab(self, name: str) -> None:
+        self.driver.find_element(By.ID, f"tab-{name}").click()
+        self.until("return !document.getElementById(`panel-${arguments[0]}`).hidden", name)
+
+    def drag(self, scalar: str, start: float, end: float) -> None:
+        """Draw the mouse over a chart, from a share of its width to another."""
+        chart = self.driver.find_element(By.CSS_SELECTOR, f"[data-scalar='{scalar}'] .u-over")
+        left, right = ((share - 0.5) * chart.size["width"] for share in (start, end))
+        actions = ActionChains(self.driver, duration=20).move_to_element_with_offset(chart, round(left), 0).click_and_hold()
+        actions.move_by_offset(round((right - left) / 2), 0).move_by_offset(round(right - left) - round((right - left) / 2), 0)
+        actions.release().perform()
+
+    def press(self, *keys: str) -> None:
+        ActionChains(self.driver, duration=0).send_keys(*keys).perform()
+
+    def reach(self, selector: str) -> None:
+        """Press the tabulator until something has the focus."""
+        for _ in range(MOST_TABS):
+            self.press(Keys.TAB)
+            if self.run("return document.activeElement.matches(arguments[0])", selector):
+                return
+        raise AssertionError(f"the tabulator never came to {selector}")
+
+    def was_loaded_once(self) -> bool:
+        return bool(self.run("return window.opened"))
+
+    def requests(self) -> list[str]:
+        """Return what was asked for since the last call."""
+        messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        return [message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+
+    def complaints(self) -> list[str]:
+        """Return what the browser has complained of since the last call: errors, and what the content policy forbids."""
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in {"SEVERE", "WARNING"}]
+
+    def on_a_phone(self) -> None:
+        size = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def in_colours(self, scheme: str) -> None:
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def as_at_first(self) -> None:
+        """Undo what the page was told of its screen and what it keeps, and leave it."""
+        self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        self.run("localStorage.clear()")
+        self.driver.get("about:blank")
+
+
+def is_local(url: str) -> bool:
+    """Tell whether what a browser asked for is of this machine: the server's, or the browser's own."""
+    return urlsplit(url).scheme in {"about", "blob", "chrome", "chrome-untrusted", "data", "file"} or urlsplit(url).hostname == "127.0.0.1"

@@ -1,0 +1,63 @@
+"""Takes the pictures of docs/watch.md from real runs: `python -m tests.watch.browser.screenshots FOLDER OUT`.
+
+FOLDER holds the runs, all with two workers: `digits` and `digits-low` of recipes/vit with digits.yaml, 16 epochs and an evaluation each
+two, the second with a learning rate of 0.0003; and `tissue` of recipes/stain, 60 epochs with an evaluation each six, of which a worker
+was killed on the way.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from PIL import Image
+from selenium.webdriver.common.by import By
+
+from tests.watch.browser.pages import Page, browsing, serving
+
+MOST_BYTES = 120_000
+
+
+def main(runs: Path, out: Path) -> None:
+    """Take all pictures."""
+    out.mkdir(exist_ok=True)
+    with TemporaryDirectory() as folder, serving(runs) as server, browsing(Path(folder)) as driver:
+        page = Page(driver, server)
+        page.in_colours("light")
+        take(page, out / "curves.png", "digits", "digits-low", smooth=0.8)
+        take(page, out / "images.png", "tissue", tab="images")
+        take(page, out / "workers.png", "tissue", tab="workers")
+        page.open("tissue", tab="events")
+        page.driver.find_element(By.CSS_SELECTOR, "[aria-label='Kinds of events'] [data-kind=snapshot_removed]").click()
+        keep(page, out / "events.png")
+        page.in_colours("dark")
+        page.on_a_phone()
+        take(page, out / "phone.png", "digits", smooth=0.8)
+
+
+def take(page: Page, file: Path, *runs: str, **chosen: Any) -> None:
+    """Open runs, and keep what the screen shows when all of it has come."""
+    page.open(*runs, **chosen)
+    page.until(
+        "const open = document.querySelector('[role=tabpanel]:not([hidden])');"
+        "const drawn = [...open.querySelectorAll('[data-scalar]')].slice(0, 2).every((card) => Number(card.dataset.points) > 0);"
+        "const there = [...open.querySelectorAll('img')].every((image) => image.complete && image.naturalWidth);"
+        "return open.textContent.length > 0 && drawn && there"
+    )
+    keep(page, file)
+
+
+def keep(page: Page, file: Path) -> None:
+    """Write what the screen shows as it is, or with fewer colours where that would be large."""
+    with Image.open(io.BytesIO(page.driver.get_screenshot_as_png())) as shot:
+        image = shot.convert("RGB")
+    image.save(file, optimize=True)
+    if file.stat().st_size > MOST_BYTES:
+        image.quantize(256, kmeans=8).save(file, optimize=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

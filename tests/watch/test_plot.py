@@ -1,0 +1,165 @@
+"""`samestep plot`: pictures of curves."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+import sys
+from xml.etree import ElementTree as ET
+
+import pytest
+from PIL import Image
+
+from samestep.errors import ConfigError, RecordError
+from samestep.record import FileRecord
+from samestep.watch import plot
+
+ODD = "<script>$\\frac{1}$ & _x"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return the folder of a run with the scalars loss, with a band, and accuracy."""
+    return make_run(tmp_path / "run")
+
+
+def make_run(folder, **values):
+    folder.mkdir()
+    record = FileRecord(folder)
+    record.event("started", step=0, config={})
+    for step in range(50):
+        loss = values.get("loss", 2.0) / (step + 1)
+        record.scalars(step, 0, {"loss": loss, "accuracy": 1 - loss / 2}, {"loss": 0.9 * loss}, {"loss": 1.1 * loss})
+    record.close()
+    return folder
+
+
+def draw(*arguments):
+    parser = argparse.ArgumentParser()
+    plot.add_arguments(parser)
+    return plot.main(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def texts(svg):
+    return ["".join(node.itertext()) for node in ET.parse(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def colours(svg):
+    """Return which colours of the palette, but for black, a picture has."""
+    return [colour for colour in plot.PALETTE[:-1] if f"stroke: {colour.lower()}" in svg.read_text()]
+
+
+@pytest.mark.parametrize(("suffix", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
+def test_the_same_curves_give_the_same_file(run, tmp_path, suffix, begin):
+    for name in ("one", "two"):
+        assert draw(run, "--out", tmp_path / f"{name}.{suffix}") == 0
+    first, second = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in ("one", "two"))
+    assert first.startswith(begin)
+    assert first == second
+
+
+def test_all_scalars_have_a_panel_each(run, tmp_path):
+    draw(run, "--out", tmp_path / "all.svg")
+    there = texts(tmp_path / "all.svg")
+    assert [name for name in there if name in {"loss", "accuracy"}] == ["loss", "accuracy"]
+    assert there.count("step") == 2
+    draw(run, "--out", tmp_path / "one.svg", "--scalars", "accuracy")
+    assert "accuracy" in texts(tmp_path / "one.svg")
+    assert "loss" not in texts(tmp_path / "one.svg")
+
+
+def test_runs_are_told_apart_by_colour_and_legend(run, tmp_path):
+    other = make_run(tmp_path / "other", loss=3.0)
+    draw(run, other, "--out", tmp_path / "both.svg")
+    assert {"run", "other"} <= {*texts(tmp_path / "both.svg")}
+    assert colours(tmp_path / "both.svg") == [*plot.PALETTE[:2]]
+    draw(run, "--out", tmp_path / "one.svg")
+    assert "run" not in texts(tmp_path / "one.svg")
+
+
+def test_a_folder_of_runs_and_runs_of_one_name_are_told_apart(tmp_path):
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        make_run(tmp_path / place / "_run")
+    draw(tmp_path, "--out", tmp_path / "folder.svg")
+    assert {"a/_run", "b/_run"} <= {*texts(tmp_path / "folder.svg")}
+    draw(tmp_path / "a" / "_run", tmp_path / "b" / "_run", "--out", tmp_path / "two.svg")
+    assert {" _run", " _run-2"} <= {*texts(tmp_path / "two.svg")}
+
+
+def test_a_scale_can_be_logarithmic_and_a_curve_smooth(run, tmp_path):
+    draw(run, "--out", tmp_path / "plain.svg", "--scalars", "loss")
+    draw(run, "--out", tmp_path / "log.svg", "--scalars", "loss", "--log")
+    draw(run, "--out", tmp_path / "smooth.svg", "--scalars", "loss", "--smooth", "0.9")
+    assert any("10^" in text or "10⁰" in text or text.startswith("10") for text in texts(tmp_path / "log.svg"))
+    assert not any(text.startswith("10") for text in texts(tmp_path / "plain.svg") if text not in {"10", "100"})
+    lines = [(tmp_path / f"{name}.svg").read_text().count(f"stroke: {plot.PALETTE[0].lower()}") for name in ("plain", "smooth")]
+    assert lines[1] == lines[0] + 1
+
+
+@pytest.mark.parametrize(("seconds", "unit"), [(50, "seconds"), (600, "minutes"), (90_000, "hours")])
+def test_time_is_counted_from_the_start_of_a_run(tmp_path, seconds, unit, monkeypatch):
+    clock = iter([1e9, *(1e9 + seconds * step / 49 for step in range(50))])
+    monkeypatch.setattr("time.time", lambda: next(clock, 1e9 + seconds))
+    make_run(tmp_path / "run")
+    draw(tmp_path / "run", "--out", tmp_path / "time.svg", "--x", "time", "--scalars", "loss")
+    assert unit in texts(tmp_path / "time.svg")
+    assert "step" not in texts(tmp_path / "time.svg")
+
+
+def test_the_size_is_in_inches(run, tmp_path):
+    draw(run, "--out", tmp_path / "size.png", "--size", "5x2.5")
+    with Image.open(tmp_path / "size.png") as image:
+        assert image.size == (1000, 500)
+
+
+def test_what_cannot_be_drawn_is_left_out(tmp_path):
+    record = FileRecord(tmp_path)
+    record.scalars(0, 0, {ODD: math.nan, "one": 1.0})
+    record.scalars(1, 0, {ODD: math.inf})
+    record.close()
+    draw(tmp_path, "--out", tmp_path / "odd.svg", "--smooth", "0.5")
+    assert {ODD, "one"} <= {*texts(tmp_path / "odd.svg")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--out", "x.gif"], r"--out x.gif was given; expected a file that ends in .pdf, .png, .svg"),
+        (["--out", "x.png", "--smooth", "1"], "--smooth 1.0 was given; expected a weight from 0 to below 1"),
+        (["--out", "x.png", "--size", "6"], "--size 6 was given; expected a width and a height of 1 to 100 inches, such as 6x4"),
+        (["--out", "x.png", "--size", "0x4"], "--size 0x4 was given"),
+        (["--out", "x.png", "--scalars", "loss,los"], "there is no 'los'; there are 'loss', 'accuracy'"),
+        (["--out", "missing/x.png"], "--out missing/x.png was given, and cannot be written: No such file or directory"),
+    ],
+)
+def test_wrong_use_is_told(run, monkeypatch, tmp_path, arguments, error):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=error):
+        draw(run, *arguments)
+
+
+def test_without_a_record_or_scalars_it_says_so(tmp_path):
+    with pytest.raises(RecordError, match=f"there is no record at {tmp_path}"):
+        draw(tmp_path, "--out", tmp_path / "x.png")
+    record = FileRecord(tmp_path)
+    record.event("started", step=0, config={})
+    record.close()
+    with pytest.raises(RecordError, match="no run has a scalar yet"):
+        draw(tmp_path, "--out", tmp_path / "x.png")
+
+
+def test_without_matplotlib_it_says_what_to_install(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r'pip install "samestep\[plot\]"'):
+        draw(run, "--out", tmp_path / "x.png")
+
+
+def test_the_command_draws_without_torch_or_a_screen(run, tmp_path):
+    script = (
+        "import argparse, sys; from samestep.watch import plot; parser = argparse.ArgumentParser(); plot.add_arguments(parser); "
+        "plot.main(parser.parse_args(sys.argv[1:])); sys.exit('torch' in sys.modules or 'matplotlib.pyplot' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script, run, "--out", tmp_path / "curves.png"], check=True, timeout=60)
+    assert (tmp_path / "curves.png").stat().st_size > 1000

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from samestep.record import FileRecord
+from samestep.watch.server import PAGE
+from tests.watch.serving import END_SECONDS, serving
+from tests.watch.writing import scalars, started, timing, write
+
+BIG = 50_000_000
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Return a folder with a run "one" that has all kinds of events, and images that are none."""
+    folder = tmp_path_factory.mktemp("runs")
+    one = folder / "one"
+    bad = [
+        ("images/text.png", "text"),
+        ("images/page.png", "page"),
+        ("../secret.png", "out"),
+        ("images/none.png", "none"),
+        ("images/big.png", "big"),
+    ]
+    write(
+        one,
+        started(),
+        *[scalars(step, **{"loss": 1 / (step + 1), "<script>&x=1": 2.0, "nan": "nan"}) for step in range(100)],
+        timing(0, (0.1, 0.2, 0.0, 0.0, 0.0), (0.1, 0.2, 0.0, 0.0, 0.0)),
+        *[{"event": "image", "step": 1, "name": name, "path": path, "width": 1, "height": 1} for path, name in bad],
+    )
+    record = FileRecord(one)
+    record.image(3, "picture", np.zeros((4, 6, 3), dtype=np.uint8))
+    record.close()
+    (one / "images" / "text.png").write_text("no image")
+    (one / "images" / "page.png").write_text("<html><script>alert(1)</script>")
+    (folder / "secret.png").write_bytes(PNG)
+    with (one / "images" / "big.png").open("wb") as file:
+        file.write(PNG)
+        file.truncate(BIG)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(runs):
+    with serving(runs) as served:
+        until(lambda: [len(name["items"]) for name in served.json("/api/run", id="one")["images"]] == [1] * 6)
+        yield served
+
+
+def until(condition):
+    """Wait until a condition holds."""
+    end = time.monotonic() + END_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def number_of(server, name):
+    return next(image["items"][0]["number"] for image in server.json("/api/run", id="one")["images"] if image["name"] == name)
+
+
+def test_runs(server):
+    (run,) = server.json("/api/runs")["runs"]
+    assert run.keys() == {"id", "name", "state", "started", "updated", "step", "epoch", "workers", "lanes"}
+    assert (run["id"], run["step"], run["workers"], run["lanes"]) == ("one", 99, 2, 8)
+
+
+def test_a_run(server):
+    run = server.json("/api/run", id="one")
+    assert run.keys() == {
+        *("id", "name", "state", "started", "updated", "now", "step", "epoch", "lanes", "attempts", "torch", "devices", "progress"),
+        *("scalars", "images", "workers", "parts", "events", "config", "sinks", "dropped_images"),
+    }
+    assert [scalar["name"] for scalar in run["scalars"]] == ["loss", "<script>&x=1", "nan"]
+
+
+def test_curves(server):
+    curve = server.json("/api/curve", id="one", name="loss", points=8, smooth=0.5, **{"from": 10, "to": 90})
+    assert curve.keys() == {"x", "value", "low", "high", "smooth", "points", "exact"}
+    assert (curve["points"], curve["exact"], curve["x"][0], curve["x"][-1]) == (81, False, 10, 90)
+    assert server.json("/api/curve", id="one", name="<script>&x=1", x="time")["value"] == [2.0] * 100
+    assert server.json("/api/curve", id="one", name="nan")["value"] == [None] * 100
+
+
+def test_timing(server):
+    answer = server.json("/api/timing", id="one", points=5)
+    assert (answer["x"], answer["workers"]) == ([0], [[pytest.approx(0.3)]] * 2)
+
+
+def test_the_page_and_its_files(server):
+    assert server.get("/").text == (PAGE / "index.html").read_text()
+    for path in PAGE.iterdir():
+        response = server.get(f"/page/{path.name}")
+        assert (response.status_code, response.content) == (200, path.read_bytes())
+    assert server.get("/").headers["content-type"] == "text/html; charset=utf-8"
+    assert server.get("/page/main.js").headers["content-type"].startswith("text/javascript")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/page/../server.py", "/page/%2e%2e/server.py", "/page/..%2fserver.py", "/page//etc/passwd", "/page/", "/etc/passwd", "/api/none"],
+)
+def test_no_path_leads_anywhere_else(server, path):
+    host, port = server.client.base_url.host, server.client.base_url.port
+    with socket.create_connection((host, port)) as connection:  # clients would tidy the path
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        answer = connection.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert b"Traceback" not in answer
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "text"),
+    [
+        ("/api/runs?id=one", 400, "expected none"),
+        ("/api/run", 400, "id is missing"),
+        ("/api/run?id=two", 404, "no run of that id"),
+        ("/api/run?id=../one", 404, "no run of that id"),
+        ("/api/run?id=%ED%A0%80", 404, "no run of that id"),
+        ("/api/curve?id=one", 400, "name is missing"),
+        ("/api/curve?id=one&name=none", 404, "no scalar of that name"),
+        ("/api/curve?id=one&name=loss&points=1e9", 400, "expected a whole number"),
+        ("/api/curve?id=one&name=loss&points=20001", 400, "from 0 to 20000"),
+        ("/api/curve?id=one&name=loss&smooth=1", 400, "expected a number from 0 to 0.999"),
+        ("/api/curve?id=one&name=loss&from=nan", 400, "expected a number"),
+        ("/api/curve?id=one&name=loss&x=value", 400, "expected step or time"),
+        ("/api/timing?id=one&points=x", 400, "expected a whole number"),
+        ("/api/image?id=one", 400, "number is missing"),
+        ("/api/image?id=one&number=-1", 400, "expected a whole number"),
+        ("/api/image?id=one&number=999", 404, "no image of that number"),
+        ("/api/image?id=one&path=events.jsonl", 400, "expected id or number"),
+        ("/api/changes?id=one", 400, "expected none"),
+        (f"/api/run?id={'x' * 5000}", 400, "expected at most 4096"),
+    ],
+)
+def test_a_wrong_question_is_answered_in_plain_text(server, path, status, text):
+    response = server.get(path)
+    assert (response.status_code, response.headers["content-type"]) == (status, "text/plain; charset=utf-8")
+    assert text in response.text
+
+
+@pytest.mark.parametrize("points", [0, 1, 2, 3])
+def test_fewer_points_than_an_extreme_needs_are_no_fault(server, points):
+    assert len(server.json("/api/curve", id="one", name="loss", points=points)["x"]) <= 4
+    server.json("/api/timing", id="one", points=points)
+
+
+def test_an_image_comes_as_what_its_first_bytes_say(server, runs):
+    response = server.get("/api/image", params={"id": "one", "number": number_of(server, "picture")})
+    file = next((runs / "one" / "images").glob("picture*"))
+    assert (response.content, response.headers["content-type"]) == (file.read_bytes(), "image/png")
+    assert int(response.headers["content-length"]) == file.stat().st_size
+
+
+@pytest.mark.parametrize(("name", "status"), [("text", 415), ("page", 415), ("out", 404), ("none", 404)])
+def test_what_is_no_image_of_the_run_is_not_served(server, name, status):
+    assert server.get("/api/image", params={"id": "one", "number": number_of(server, name)}).status_code == status
+
+
+def test_a_large_image_is_not_held_in_memory(server):
+    def most_memory():
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+    before, size = most_memory(), 0
+    with server.client.stream("GET", "/api/image", params={"id": "one", "number": number_of(server, "big")}) as response:
+        for data in response.iter_bytes():
+            size += len(data)
+    assert size == BIG
+    assert most_memory() - before < BIG / 2
+
+
+def test_torch_is_not_in_the_process(server):
+    assert "numpy" in (maps := Path(f"/proc/{server.process.pid}/maps").read_text())
+    assert "torch" not in maps
+
+
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/api/run?id=one", "/api/changes", "/api/image?id=one&number=0", "/page/main.js"])
+def test_a_head_has_no_body(server, path):
+    response = server.client.head(path)
+    assert response.content == b""
+    assert response.headers["x-content-type-options"] == "nosniff"
+
+
+def test_changes_tell_of_what_was_added_of_new_runs_and_of_one_made_anew(tmp_path):
+    write(tmp_path / "one", started(), scalars(0, loss=1.0))
+    with serving(tmp_path) as served:
+        until(lambda: served.get("/api/curve", params={"id": "one", "name": "loss"}).status_code == 200)
+        with served.client.stream("GET", "/api/changes") as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            news = told(response)
+            write(tmp_path / "one", scalars(1, loss=0.5))
+            assert next(news) == ["one"]
+            assert served.json("/api/curve", id="one", name="loss")["value"] == [1, 0.5]
+            (tmp_path / "one" / "events.jsonl").unlink()
+            write(tmp_path / "one", started(), scalars(0, score=1.0))
+            next(ids for ids in news if served.get("/api/curve", params={"id": "one", "name": "score"}).status_code == 200)
+            write(tmp_path / "two", started())
+            next(ids for ids in news if "two" in ids)
+            assert [run["id"] for run in served.json("/api/runs")["runs"]] == ["one", "two"]
+
+
+def told(response):
+    """Yield the ids of each message."""
+    return (json.loads(line.removeprefix("data: "))["ids"] for line in response.iter_lines() if line.startswith("data: "))
+
+
+def test_a_reader_that_stalls_holds_up_nobody(server):
+    host, port = server.client.base_url.host, server.client.base_url.port
+    number = number_of(server, "big")
+    with socket.create_connection((host, port)) as stalled:
+        stalled.sendall(f"GET /api/image?id=one&number={number} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert stalled.recv(100).startswith(b"HTTP/1.1 200 ")
+        assert server.json("/api/runs")["runs"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_ends_at_once_with_open_connections(tmp_path, number):
+    write(tmp_path, started())
+    with serving(tmp_path) as served:
+        ended = threading.Event()
+
+        def listen():
+            with served.client.stream("GET", "/api/changes") as response:
+                listening.set()
+                for _ in response.iter_lines():
+                    pass
+            ended.set()
+
+        listening = threading.Event()
+        thread = threading.Thread(target=listen)
+        thread.start()
+        assert listening.wait(END_SECONDS)
+        served.process.send_signal(number)
+        _, errors = served.process.communicate(timeout=END_SECONDS)
+        thread.join()
+        assert ended.is_set()  # by an end of the answer, not by a broken connection
+        assert errors == ""
+        assert served.process.returncode == (130 if number == signal.SIGINT else -signal.SIGTERM)
