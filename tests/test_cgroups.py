@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from samestep.cgroups import available_bytes, cpu_quota, memory_left, memory_limit, process_limit, read_file
-from tests.needs import needs
 
 MEMINFO = {"proc/meminfo": "MemTotal:       100 kB\nMemAvailable:    40 kB\nHugePages_Total:   0\n"}
 NO_LIMIT = "9223372036854771712"  # as version 1 writes it
@@ -110,7 +109,7 @@ def group():
     try:
         directory.mkdir()
     except OSError:
-        needs("a control group of version 1", found=False)
+        pytest.skip("this kernel, or what it runs in, lets nobody make a control group of version 1")
     yield directory
     directory.rmdir()
 

@@ -63,7 +63,7 @@ def train(directory: Path | None, settings: Settings, networks: dict[str, nn.Mod
     scores: dict[str, float] = {}
 
     games = Lane(settings, online, lanes=1)
-    for done in range(begun_at + 1, settings.updates + 1):
+    for updates_done in range(begun_at + 1, settings.updates + 1):
         batch = to_device(next(games))
         with autocast(settings.precision):
             loss, _ = loss_fn(networks, batch)
@@ -72,29 +72,28 @@ def train(directory: Path | None, settings: Settings, networks: dict[str, nn.Mod
             clip_grad_norm_(online.parameters(), settings.optimizer.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        if done % settings.optimizer.target_every == 0:
+        if updates_done % settings.optimizer.target_every == 0:
             target.load_state_dict(online.state_dict())
         progress.set_postfix(loss=loss.item(), refresh=False)
         progress.update()
 
-        if done % settings.evaluation.every == 0 or done == settings.updates:
+        if updates_done % settings.evaluation.every == 0 or updates_done == settings.updates:
             scores = evaluate(settings, online)
-            save_checkpoint(directory, done, **networks, optimizer=optimizer)
-            progress.write(f"update {done}: {shown(scores)}")
+            save_checkpoint(directory, updates_done, **networks, optimizer=optimizer)
+            progress.write(f"update {updates_done}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(settings, online)
+    return scores or evaluate(settings, online)  # a finished run that is started again makes no step
 
 
 @torch.no_grad()
 def evaluate(settings: Settings, online: nn.Module, exploration: float | None = None) -> dict[str, float]:
     """Play the games of the evaluation, some side by side; return mean and standard deviation of their returns."""
     games = settings.evaluation
-    play = partial(
-        play_games, settings=settings.game, seed=settings.seed, exploration=games.exploration if exploration is None else exploration
-    )
+    exploration = games.exploration if exploration is None else exploration
+    play = partial(play_games, settings=settings.game, seed=settings.seed, exploration=exploration)
     with autocast(settings.precision):
         played = [play(online, numbers) for numbers in torch.arange(games.games).split(games.block)]
-    return scores_of({name: torch.cat([some[name] for some in played]) for name in played[0]})
+    return scores_of({name: torch.cat([some[name] for some in played]) for name in ("return", "actions")})
 
 
 def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from recipes.atari.config import GameSettings
 
-
 FILMED = 8  # screens of a game
 
 
@@ -31,10 +30,10 @@ class Film:
         self._seen, self._every = 0, 1
 
     def see(self, game: Game) -> None:
-        """Look at a game after an action, and keep one in `every` screens, which doubles as they become many."""
+        """Look at a game after an action."""
         if self._seen % self._every == 0:
             self._screens.append(game.screen())
-        if len(self._screens) == 2 * FILMED:
+        if len(self._screens) == 2 * FILMED:  # nobody knows how long the game will last: keep every other one, also from here on
             self._screens, self._every = self._screens[::2], 2 * self._every
         self._seen += 1
 
@@ -45,17 +44,18 @@ class Film:
 
 
 def play_games(model: nn.Module, numbers: Tensor, *, settings: GameSettings, seed: int, exploration: float) -> dict[str, Any]:
-    """Play games to their ends; returns the points, float64, and the actions taken, int64, of each of `numbers` [games], and films.
+    """Play games to their ends; returns for each of `numbers` [games] the points, float64, the actions taken, int64, and a film.
 
-    Game 0 is filmed, the others have None. A part of the actions, `exploration`, is random; each game has a generator of its own, seeded by `seed` and its number.
+    A part of the actions, `exploration`, is random; each game has a generator of its own, seeded by `seed` and its number.
+    Only game 0 is filmed, and others have None.
     """
-    draws = [random.Random(f"{seed}, game {number}") for number in numbers.tolist()]
+    names = numbers.tolist()
+    draws = [random.Random(f"{seed}, game {number}") for number in names]
     games = [Game(settings) for _ in draws]
     observations = torch.stack([game.start(draw.randrange(2**31 - 1)) for game, draw in zip(games, draws, strict=True)])
     observations = observations[:, None].repeat(1, settings.frame_stack, 1, 1)  # [games, stack, H, W]
     lengths = torch.zeros(len(games), dtype=torch.int64)
-    films = [Film() if number == 0 else None for number in numbers.tolist()]
-    playing = list(range(len(games)))
+    film, playing = Film(), list(range(len(games)))
     while playing:
         chosen = best_actions(model, observations[playing]).tolist() if exploration < 1 else [0] * len(playing)
         over = set()
@@ -64,12 +64,12 @@ def play_games(model: nn.Module, numbers: Tensor, *, settings: GameSettings, see
             moment = games[index].play(draws[index].randrange(games[index].actions) if explores else best)
             observations[index] = torch.cat([observations[index, 1:], moment.frame[None]])
             lengths[index] += 1
-            if (film := films[index]) is not None:
+            if names[index] == 0:
                 film.see(games[index])
             over |= {index} if moment.over else set()
         playing = [index for index in playing if index not in over]
     points = torch.tensor([game.points for game in games], dtype=torch.float64)
-    return {"return": points, "actions": lengths, "film": [film and film.strip() for film in films]}
+    return {"return": points, "actions": lengths, "film": [film.strip() if number == 0 else None for number in names]}
 
 
 def scores_of(played: Mapping[str, Tensor]) -> dict[str, float]:

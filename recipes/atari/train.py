@@ -79,26 +79,21 @@ def train(run: ss.Run, settings: Settings, networks: dict[str, nn.Module]) -> di
             run.snapshot(score=scores["return"])
             progress.say(f"update {updates_done}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(run, settings, online)  # a run that had ended makes no step
+    return scores or evaluate(run, settings, online)  # a finished run that is started again makes no step
 
 
 def evaluate(run: ss.Run, settings: Settings, online: nn.Module, exploration: float | None = None) -> dict[str, float]:
     """Play the games of the evaluation, spread over the workers; return mean and standard deviation of their returns.
 
-    Rank 0 gets what each game gave, and draws screens of the first into the record.
+    Screens of the first game are drawn into the record.
     """
-    games, scores = settings.evaluation, None
-    play = partial(
-        play_games,
-        settings=settings.game,
-        seed=run.config.seed,  # SAMESTEP_SEED wins over settings.seed
-        exploration=games.exploration if exploration is None else exploration,
-    )
-    played = run.evaluate(play, online, range(games.games), games.block, gather=True)
-    if run.is_main:
-        scores = scores_of(played)
-        run.log_image("game" if exploration is None else "random-play", played["film"][0])
-    return run.broadcast(scores)
+    games = settings.evaluation
+    exploration = games.exploration if exploration is None else exploration
+    seed = run.config.seed  # SAMESTEP_SEED wins over the one in settings
+    play = partial(play_games, settings=settings.game, seed=seed, exploration=exploration)
+    played = run.broadcast(run.evaluate(play, online, range(games.games), games.block, gather=True))
+    run.log_image("random-play" if exploration == 1 else "game", played["film"][0])
+    return scores_of(played)
 
 
 def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:

@@ -92,16 +92,16 @@ def train(directory: Path | None, settings: Settings, model: Detector, images: S
             clip_grad_norm_(model.parameters(), settings.optimizer.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        scheduler.step()
         progress.set_postfix(loss=loss.item(), refresh=False)
         progress.update()
+        scheduler.step()
 
         if steps_done % settings.evaluate_every == 0 or steps_done == schedule.steps:
             scores = evaluate(directory, settings, model, images)
             save_checkpoint(directory, steps_done, model=model, optimizer=optimizer, scheduler=scheduler)
             progress.write(f"step {steps_done}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(directory, settings, model, images)
+    return scores or evaluate(directory, settings, model, images)  # a finished run that is started again makes no step
 
 
 @torch.no_grad()

@@ -93,7 +93,7 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
             run.snapshot(score=scores["mask_ap"])
             progress.say(f"step {steps_done}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(run, settings, model, images)  # a run that had ended makes no step
+    return scores or evaluate(run, settings, model, images)  # a finished run that is started again makes no step
 
 
 def evaluate(run: ss.Run, settings: Settings, model: Detector, images: Split) -> dict[str, float]:

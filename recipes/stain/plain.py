@@ -93,7 +93,7 @@ def train(flags: argparse.Namespace, settings: Settings, networks: Networks, str
         if evaluated:
             save_checkpoint(flags.dir, epochs_done, **kept)
     progress.close()
-    return scores or evaluate(settings, networks.generators, strips.val)
+    return scores or evaluate(settings, networks.generators, strips.val)  # a finished run that is started again makes no step
 
 
 @torch.no_grad()

@@ -87,7 +87,7 @@ def train(run: ss.Run, settings: Settings, networks: Networks, strips: Split) ->
             for scheduler in schedulers.values():
                 end_epoch(scheduler, scores["l1"] if evaluated else None)
     progress.close()
-    return scores or evaluate(run, settings, networks.generators, strips.val)  # a run that had ended makes no step
+    return scores or evaluate(run, settings, networks.generators, strips.val)  # a finished run that is started again makes no step
 
 
 def make_optimizers(run: ss.Run, settings: Settings, networks: Networks) -> dict[str, torch.optim.Optimizer]:

@@ -86,16 +86,16 @@ def train(directory: Path | None, settings: Settings, models: dict[str, nn.Modul
             optimizer.zero_grad()
             if ema is not None:
                 ema.update_parameters(model)
-            scheduler.step()
             progress.set_postfix(loss=loss.item(), refresh=False)
             progress.update()
+            scheduler.step()
 
         if epochs_done % settings.evaluate_every == 0 or epochs_done == settings.epochs:
             scores = evaluate(settings, models, images)
             save_checkpoint(directory, epochs_done, **models, optimizer=optimizer, scheduler=scheduler)
             progress.write(f"epoch {epochs_done}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(settings, models, images)
+    return scores or evaluate(settings, models, images)  # a finished run that is started again makes no step
 
 
 @torch.no_grad()

@@ -92,7 +92,7 @@ def train(run: ss.Run, settings: Settings, models: dict[str, nn.Module], images:
             run.snapshot(score=scores["model_top1"])
             progress.say(f"epoch {steps_done // steps_per_epoch}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(run, settings, models, images)  # a run that had ended makes no step
+    return scores or evaluate(run, settings, models, images)  # a finished run that is started again makes no step
 
 
 def evaluate(run: ss.Run, settings: Settings, models: Mapping[str, nn.Module], images: Split) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import logging
 import warnings
 from pathlib import Path
 from random import Random
@@ -40,6 +41,7 @@ def run(seed: int, numbers: Sequence[int], only: str | None = None) -> Iterator[
         folder = Path(name).resolve()
         chosen = [target for target in targets(folder) if only in {None, target.name}]
         warnings.simplefilter("ignore")  # to print one, Python reads a line of source
+        logging.disable()
         for codec in CODECS:
             codecs.lookup(codec)
         law = Law(folder)

@@ -90,7 +90,7 @@ def as_json(random: Random, plain: Any) -> bytes:
     written = json.dumps(plain, ensure_ascii=random.random() < 0.5, separators=random.choice(((",", ":"), (", ", ": "))))
     if random.random() < 0.1:
         written = written.replace("{", '{"step":1,"step":2,', 1)
-    deep = random.choice((200, 1_200, 50_000))
+    deep = random.choice((200, 900, 1_200, 50_000))
     return written.replace(json.dumps(DEEP), "[" * deep + "]" * deep).encode(errors="surrogatepass")
 
 

@@ -12,6 +12,10 @@ from recipes import settings
 from recipes.vit.config import Settings
 from recipes.vit.pretrained import PretrainedError, read_parameters
 from samestep.record.events import read_events
+from samestep.record.forwarded import FILE, Forwarded
+from samestep.record.parts import Part
+from samestep.record.source import open_source
+from samestep.watch.view import TAIL_BYTES, View
 
 BILLIONS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefghi", "bcdefghij", strict=True)
@@ -79,3 +83,40 @@ def test_a_pickle_makes_no_room_for_objects_that_it_does_not_have(tmp_path):
     path.write_bytes(b"\x80\x02}r\xff\xff\xff\x7f.")
     with pytest.raises(PretrainedError, match="it numbers an object 2147483647"):
         read_parameters(path)
+
+
+def test_a_part_is_named_in_plain_digits(tmp_path):
+    (tmp_path / "record").mkdir()
+    (tmp_path / "record" / f"{20 * chr(0x660)}-{19 * chr(0x660)}{chr(0x661)}.jsonl").write_bytes(b"\n")
+    assert open_source(tmp_path).version() == (0, ())
+
+
+def test_the_end_of_a_record_may_lie_in_several_small_parts(tmp_path):
+    line = b'{"event": "started", "time": 1}\n'
+    size = len(line)
+    (tmp_path / "record").mkdir()
+    view = View(open_source(tmp_path))
+    for number in range(3):
+        (tmp_path / Part(number * size, (number + 1) * size).path).write_bytes(line)
+        assert view.advance()
+        assert not view.advance(), "it began anew"
+    assert view.summary()["attempts"] == 3
+
+
+def test_parts_that_contradict_each_other_are_read_to_their_end(tmp_path):
+    one, two = (b'{"event": "started", "time": %d, "torch": "%s"}\n' % (time, 2 * TAIL_BYTES * b"2") for time in (1, 2))
+    size = len(one)
+    (tmp_path / "record").mkdir()
+    for part, data in ((Part(0, 2 * size), one + one), (Part(size, 3 * size), two + two)):
+        (tmp_path / part.path).write_bytes(data)
+    view = View(open_source(tmp_path))
+    view.refresh()
+    assert view.summary()["attempts"] == 3
+    assert not view.refresh()
+
+
+@pytest.mark.parametrize("text", ['{"a": ' + "[" * 100_000, '{"a": -1}'])
+def test_progress_that_cannot_be_starts_from_nothing(tmp_path, text):
+    (tmp_path / FILE).parent.mkdir()
+    (tmp_path / FILE).write_text(text)
+    assert Forwarded(tmp_path).get("a") is None

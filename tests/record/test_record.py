@@ -72,8 +72,17 @@ def test_an_image_is_told_after_it_is_whole(record, tmp_path):
     record.image(12, "faces", np.zeros((4, 6, 3), np.uint8))
     record.flush()
     (event,) = events_of(tmp_path)
-    assert event == {"event": "image", "name": "faces", "step": 12, "path": "images/faces-00000012.png", "width": 6, "height": 4}
-    assert (tmp_path / "run" / event["path"]).read_bytes().startswith(b"\x89PNG")
+    file = tmp_path / "run" / "images" / "faces-00000012.png"
+    assert event == {
+        "event": "image",
+        "name": "faces",
+        "step": 12,
+        "path": "images/faces-00000012.png",
+        "width": 6,
+        "height": 4,
+        "bytes": file.stat().st_size,
+    }
+    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_images_that_were_too_many_are_counted(tmp_path, monkeypatch):
@@ -81,7 +90,7 @@ def test_images_that_were_too_many_are_counted(tmp_path, monkeypatch):
 
     def write_when_let(directory, picture):
         let.acquire()
-        write_picture(directory, picture)
+        return write_picture(directory, picture)
 
     monkeypatch.setattr("samestep.record.record.write_picture", write_when_let)
     monkeypatch.setattr("samestep.record.record.WaitingImages", partial(WaitingImages, most_bytes=50))

@@ -26,9 +26,9 @@ class Forwarded:
         self._lock = threading.Lock()
         try:
             kept = json.loads(self._path.read_bytes())
-        except (OSError, ValueError):
+        except (OSError, RecursionError, ValueError):
             kept = {}
-        self._kept = {name: value for name, value in kept.items() if type(value) is int} if isinstance(kept, dict) else {}
+        self._kept = {name: value for name, value in kept.items() if type(value) is int and value >= 0} if isinstance(kept, dict) else {}
 
     def get(self, name: str) -> int | None:
         """Return what was kept last under a name."""

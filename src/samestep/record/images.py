@@ -54,8 +54,8 @@ def copy_picture(step: int, name: str, pixels: Any) -> Picture:
     return Picture(step, name, MODES[shape[2:]], width, height, view.tobytes())
 
 
-def write_picture(directory: Path, picture: Picture) -> None:
-    """Write a PNG file under `directory`. Raises `RecordError`."""
+def write_picture(directory: Path, picture: Picture) -> int:
+    """Write a PNG file under `directory`; return its bytes. Raises `RecordError`."""
     from PIL import Image  # noqa: PLC0415  only who logs images needs Pillow
 
     file = directory / picture.path
@@ -63,11 +63,13 @@ def write_picture(directory: Path, picture: Picture) -> None:
     try:
         unfinished.parent.mkdir(exist_ok=True)
         Image.frombytes(picture.mode, (picture.width, picture.height), picture.data).save(unfinished, format="png")
+        nbytes = unfinished.stat().st_size
         unfinished.replace(file)  # a reader never meets half an image
     except OSError as error:
         with suppress(OSError):
             unfinished.unlink()
         raise RecordError(f"{file} cannot be written: {error.strerror}") from error
+    return nbytes
 
 
 def paths_in(lines: bytes) -> list[str]:

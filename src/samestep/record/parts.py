@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 FOLDER: Final = "record"
-_NAME: Final = re.compile(r"(\d{20})-(\d{20})\.jsonl")
+_NAME: Final = re.compile(r"(\d{20})-(\d{20})\.jsonl", re.ASCII)
 
 
 @dataclass(frozen=True, order=True)

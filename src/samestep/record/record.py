@@ -112,8 +112,8 @@ class FileRecord(Record):
             self._dropped = {"count": self._dropped["count"] + 1, "step": step}
 
     def _write_image(self, picture: Picture, between: bool) -> None:  # noqa: FBT001
-        write_picture(self._directory, picture)
-        size = {"width": picture.width, "height": picture.height}
+        nbytes = write_picture(self._directory, picture)
+        size = {"width": picture.width, "height": picture.height, "bytes": nbytes}
         self.event("image", name=picture.name, step=picture.step, path=picture.path, **size, **_mark(between))
 
     def _tell_dropped(self) -> None:

@@ -84,12 +84,14 @@ def make_app(views: Views, changes: Changes, *, token: str | None = None, host: 
         Route("/api/image", answers.image),
         Route("/api/changes", answers.changes),
     ]
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, token=token, host=host, port=port)],
         exception_handlers={WrongQueryError: _wrong_query, HTTPException: _not_found},
         lifespan=follow,
     )
+    app.router.redirect_slashes = False
+    return app
 
 
 class Answers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -37,6 +38,7 @@ class View:
         self._lock = Lock()
         self._version: object = None
         self._is_read = True  # up to `_version`
+        self._began_anew = False  # with `_version`
         self._forget()
 
     def _forget(self) -> None:
@@ -62,7 +64,7 @@ class View:
             version = self.source.version()
             if version == self._version:
                 return False
-            self._version, self._is_read = version, False
+            self._version, self._is_read, self._began_anew = version, False, False
         data = self._next()
         if not data:
             self._is_read = self._was_read = True
@@ -80,16 +82,27 @@ class View:
 
     def _next(self) -> bytes:
         try:
-            data = self.source.read(self._offset - len(self._tail))
+            data = self._again()
         except RecordError:
             if not self._offset:
                 raise
             data = b""
         if data.startswith(self._tail):
             return data[len(self._tail) :] or self.source.read(self._offset)  # a line that is longer than what is read at a time
-        data = self.source.read(0)
+        if self._began_anew:  # parts that contradict each other would have it begin anew for ever
+            with suppress(RecordError):
+                return self.source.read(self._offset)
+            return b""
+        data, self._began_anew = self.source.read(0), True
         with self._lock:
             self._forget()
+        return data
+
+    def _again(self) -> bytes:
+        """Read the last bytes that were read once more, and what the file that holds their end has beyond; they may lie in several."""
+        data = b""
+        while len(data) < len(self._tail) and (more := self.source.read(self._offset - len(self._tail) + len(data))):
+            data += more
         return data
 
     def row(self) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,13 +16,14 @@ from recipes.atari import train as recipe
 from recipes.atari.config import GameSettings, OptimizerSettings, Settings
 from recipes.atari.lane import LaneBatch, exploration_after
 from recipes.atari.model import QNetwork
-from recipes.atari.play import play_games
+from recipes.atari.play import FILMED, Film, play_games
 from recipes.atari.replay import Samples
 from recipes.settings import SettingsError, read
 from samestep.cli import main as samestep
 from samestep.snapshot.read import list_snapshots, load
 from tests.faults import kill_at
 from tests.jobs import events, fingerprint, logged
+from tests.recipes.pictures import pictures
 from tests.workers import WorkerFailedError, run_workers
 
 RECIPE = Path(recipes.atari.__file__).parent
@@ -37,10 +40,10 @@ VARIANTS = {"plain Q-learning": PLAIN, "bfloat16": ["precision=bfloat16"]}
 
 
 def train(workers, directory, *changes):
-    """Return the scores of a run and all that it left, by name: networks, optimizer, emulators, replays, what it logged."""
+    """Return the scores of a run and all that it left, by name: networks, optimizer, emulators, replays, what it logged and drew."""
     scores = run_workers(recipe.main, workers, [*SMALL, "--dir", str(directory), *changes], timeout=100)
     assert all(others == scores[0] for others in scores)
-    return {**scores[0], **fingerprint(state_left(directory)), **logged(directory)}
+    return {**scores[0], **fingerprint(state_left(directory)), **logged(directory), **pictures(directory)}
 
 
 def state_left(directory):
@@ -119,6 +122,7 @@ def test_evaluation_as_a_command_gives_the_same_returns(workers, trained, capfd)
         assert scores.keys() == {"return", "return_deviation", "actions"}
         assert scores.items() <= left.items()
     assert capfd.readouterr().out.count("random play: return") == 1
+    assert [event["name"] for event in events(directory, "image")[-2:]] == ["game", "random-play"]
 
 
 def test_a_game_of_an_evaluation_is_the_same_beside_any_others():
@@ -126,12 +130,31 @@ def test_a_game_of_an_evaluation_is_the_same_beside_any_others():
 
     def play(*numbers, seed=0):
         played = play_games(network, torch.tensor(numbers), settings=GameSettings(frame_size=36), seed=seed, exploration=1.0)
-        return list(zip(*(values.tolist() for values in played.values()), strict=True))
+        return list(zip(played["return"].tolist(), played["actions"].tolist(), strict=True))
 
     together = play(3, 4, 5)
     assert len(set(together)) == 3
     assert play(5, 3) == [together[2], together[0]]
     assert play(4, seed=1) != [together[1]]
+
+
+@pytest.mark.parametrize("actions", [1, 5, 8, 15, 16, 17, 100, 1000])
+def test_a_film_shows_a_game_from_its_start_to_its_end(actions):
+    film = Film()
+    for number in range(actions):
+        film.see(SimpleNamespace(screen=lambda number=number: np.full((2, 1, 3), number)))
+    strip = film.strip()
+    assert strip.shape == (2, FILMED, 3)
+    assert strip[0, 0, 0] == 0
+    assert np.abs(strip[0, :, 0] - np.linspace(0, actions - 1, FILMED)).max() <= max(1 / 2, actions / FILMED)
+
+
+def test_a_film_shows_the_screens_of_the_game():
+    settings = read(Settings, SMALL)
+    (strip,) = play_games(nn.Module(), torch.tensor([0]), settings=settings.game, seed=0, exploration=1.0)["film"]
+    assert strip.shape == (210, FILMED * 160, 3)
+    assert strip.dtype == np.uint8
+    assert len({screen.tobytes() for screen in np.split(strip, FILMED, axis=1)}) > 1
 
 
 def test_samestep_verify_finds_every_step_the_same(capsys):

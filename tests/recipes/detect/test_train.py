@@ -20,6 +20,7 @@ from samestep.cli import main as samestep
 from samestep.data.plan import GroupedPlan
 from samestep.snapshot.read import list_snapshots, load
 from tests.jobs import events, fingerprint, logged
+from tests.recipes.pictures import pictures
 from tests.workers import WorkerFailedError, run_workers
 
 RECIPE = Path(recipes.detect.__file__).parent
@@ -44,7 +45,7 @@ def train(workers, directory, data, *changes, **environment):
     assert all(others == scores[0] for others in scores)
     predictions = (directory / PREDICTIONS_FILE).read_text() if (directory / PREDICTIONS_FILE).exists() else ""
     state = fingerprint(load(list_snapshots(directory)[-1]).state)
-    return {**scores[0], **state, **logged(directory), "predictions": predictions}
+    return {**scores[0], **state, **logged(directory), **pictures(directory), "predictions": predictions}
 
 
 @pytest.fixture(scope="module")

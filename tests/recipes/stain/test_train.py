@@ -22,6 +22,7 @@ from recipes.stain.validation import evaluate
 from samestep.cli import main
 from samestep.snapshot.read import list_snapshots, load
 from tests.jobs import events, fingerprint, logged
+from tests.recipes.pictures import pictures
 from tests.recipes.stain.strips import SMALL, make_strips
 from tests.workers import WorkerFailedError, run_workers
 
@@ -47,7 +48,7 @@ def run_to_end(workers, directory, *changes, **environment):
     """Return the scores of a run and all that it left, by name."""
     scores = run_workers(train.main, workers, [*SMALL, "--dir", str(directory), *changes], environment=environment)
     assert all(others == scores[0] for others in scores)
-    return {**scores[0], **fingerprint(load(list_snapshots(directory)[-1]).state), **logged(directory)}
+    return {**scores[0], **fingerprint(load(list_snapshots(directory)[-1]).state), **logged(directory), **pictures(directory)}
 
 
 # The same at any number of workers
@@ -117,24 +118,24 @@ def test_the_record_has_the_means_over_all_workers_as_a_plain_step_has_them(data
     """A step of two workers, five lanes of 3, 3, 2, 2 and 2 strips, beside one of plain PyTorch on all 12 strips at once."""
     changes = ["lanes=5", "batch_size=12", "epochs=1", "model.norm=instance", "model.dropout=0", "data.crop_size=16", "data.flip=false"]
     run_workers(train.main, 2, [*SMALL, data, *changes, "--dir", str(tmp_path)])
-    (recorded,) = (event["values"] for event in events(tmp_path, "scalars") if "generators_loss" in event["values"])
+    (recorded,) = (event["values"] for event in events(tmp_path, "scalars") if "generators/loss" in event["values"])
 
     settings = read(Settings, [str(tmp_path / SETTINGS_FILE)])
     with ss.init(lanes=5, seed=settings.seed):
         networks = Networks(settings)
     strips = torch.stack(list(open_strips(settings).train))
-    expected = {"generators_learning_rate": settings.optimizer.generator_learning_rate, "discriminators_learning_rate": 2e-4}
+    expected = {"generators/learning_rate": settings.optimizer.generator_learning_rate, "discriminators/learning_rate": 2e-4}
     for kind in ("discriminators", "generators"):
-        optimizer = torch.optim.Adam(getattr(networks, kind).parameters(), lr=expected[f"{kind}_learning_rate"], betas=(0.5, 0.999))
+        optimizer = torch.optim.Adam(getattr(networks, kind).parameters(), lr=expected[f"{kind}/learning_rate"], betas=(0.5, 0.999))
         loss, parts = getattr(Losses(settings), kind)(networks, strips)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        expected |= {f"{kind}_{name}": value.item() for name, value in {"loss": loss.detach(), **parts}.items()}
+        expected |= {f"{kind}/{name}": value.item() for name, value in {"loss": loss.detach(), **parts}.items()}
 
     assert recorded == pytest.approx(expected, rel=1e-4)
     of_one_worker, _ = Losses(settings).discriminators(Networks(settings), strips[:8])
-    assert of_one_worker.item() != pytest.approx(expected["discriminators_loss"], rel=1e-4)
+    assert of_one_worker.item() != pytest.approx(expected["discriminators/loss"], rel=1e-4)
 
 
 def test_each_call_updates_its_own_networks_alone(data):

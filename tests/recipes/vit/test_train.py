@@ -20,6 +20,7 @@ from recipes.vit.train import SETTINGS_FILE, main, score, training_loss
 from samestep.snapshot.export import export
 from samestep.snapshot.read import list_snapshots, load
 from tests.jobs import events, fingerprint, logged
+from tests.recipes.pictures import pictures
 from tests.workers import WorkerFailedError, run_workers
 
 RECIPE = Path(recipes.vit.__file__).parent
@@ -41,7 +42,7 @@ def train(workers, directory, *changes):
     """Return the scores of a run and all that it left, by name."""
     scores = run_workers(main, workers, [*SMALL, "--dir", str(directory), *changes], timeout=110)
     assert all(others == scores[0] for others in scores)
-    return {**scores[0], **fingerprint(load(list_snapshots(directory)[-1]).state), **logged(directory)}
+    return {**scores[0], **fingerprint(load(list_snapshots(directory)[-1]).state), **logged(directory), **pictures(directory)}
 
 
 @pytest.fixture(scope="module")

@@ -30,11 +30,16 @@ def record(tmp_path):
     record.close()
 
 
-def deliver(directory, first=0, killed_after=""):
-    """Hand a record to the sink in a process without a network's name service or a home that can be written; return how it ended."""
+def start(*command):
+    """Start Python where no home can be written and nobody answers; return how it ended."""
     environment = {**os.environ, "HOME": "/nonexistent", "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    command = [sys.executable, "-m", "tests.record.sinks.deliver", "wandb", directory, str(first), str(killed_after)]
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True, timeout=60)
+    arguments = [sys.executable, "-m", *map(str, command)]
+    return subprocess.run(arguments, cwd=ROOT, env=environment, check=False, capture_output=True, text=True, timeout=60)
+
+
+def deliver(directory, first=0, killed_after=""):
+    """Hand a record to the sink; return how its process ended."""
+    return start("tests.record.sinks.deliver", "wandb", directory, first, killed_after)
 
 
 class Read:
@@ -44,8 +49,9 @@ class Read:
         self.files = sorted((directory / "wandb").glob("offline-run-*/*.wandb"))
         program = Path(sys.executable).with_name("wandb")
         commands = [[program, "leet", "inspect", "--json", file] for file in self.files]
-        lines = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines() for command in commands]
-        self._records = [json.loads(line) for line in chain(*lines)]
+        environment = {**os.environ, "HOME": str(directory)}
+        ends = [subprocess.run(command, env=environment, check=True, capture_output=True, text=True) for command in commands]
+        self._records = [json.loads(line) for line in chain(*(end.stdout.splitlines() for end in ends))]
 
     def all(self, kind):
         return [record[kind] for record in self._records if record["type"] == kind]
@@ -60,7 +66,7 @@ def test_configuration_scalars_and_images_are_there(record, tmp_path):
     write_step(record, 1)
     write_image(record, 1, np.arange(60, dtype=np.uint8).reshape(4, 5, 3))
     record.event("finished", step=2)
-    ended = deliver(tmp_path)
+    ended = start("samestep.record.forward", tmp_path, "--to", "wandb")  # as beside training: in a thread
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == "wandb has 'step' as 'metric/step': the name has a meaning there\n"
     there = Read(tmp_path)

@@ -34,6 +34,8 @@ function content(run, age, clock) {
   const { progress } = run;
   const left = run.state === "running" ? progress.seconds_left : null;
   const ends = left === null ? null : `ends ${near(clock + left, clock)}`;
+  // The record counts epochs from 0, and a loop that is begun after its end stands at one more than there are.
+  const ordinal = run.epoch === null ? null : Math.min(run.epoch + 1, progress.epochs ?? Infinity);
   const ofSteps = progress.steps === null ? null : `of ${count(progress.steps)}`;
   return [
     h(
@@ -54,7 +56,7 @@ function content(run, age, clock) {
           ? `${progress.loop}: ${count(progress.done)} ${ofSteps}`
           : ofSteps,
       ),
-      figure("epoch", "Epoch", count(run.epoch), progress.epochs === null ? null : `of ${count(progress.epochs)}`),
+      figure("epoch", "Epoch", count(ordinal), progress.epochs === null ? null : `of ${count(progress.epochs)}`),
       progress.samples !== null &&
         figure(
           "samples",
