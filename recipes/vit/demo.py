@@ -58,8 +58,18 @@ def main(changes: Sequence[str]) -> None:
         "Prove it: train with one worker and with two, and compare every bit.",
         f"samestep verify -n 1,2 --steps 3 {script} {' '.join(given)}",
     )
-    subprocess.run([sys.executable, "-m", "samestep", "verify", "-n", "1,2", "--steps", "3", script, *given], check=True)  # noqa: S603
-    print(f"\nAll of this run is in {directory}.")
+    samestep("verify", "-n", "1,2", "--steps", "3", script, *given)
+
+    page = directory / "report.html"
+    tell("Put its curves, events and settings on one page.", f"samestep report {directory} --out {page}")
+    samestep("report", str(directory), "--out", str(page))
+    command = os.path.relpath(Path(sys.executable).with_name("samestep"))
+    print(f"\nAll of this run is in {directory}: open {page} in a browser, or see runs as they go with\n$ {command} watch runs")
+
+
+def samestep(*words: str) -> None:
+    """Run a command of samestep's. Raises `CalledProcessError` where it fails."""
+    subprocess.run([sys.executable, "-m", "samestep", *words], check=True)  # noqa: S603
 
 
 def tell(what: str, command: str = "") -> None:

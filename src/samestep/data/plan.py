@@ -160,6 +160,12 @@ def _members(groups: GroupBy, size: int) -> list[Indices]:
     return [np.asarray(indices, dtype=np.int64) for indices in members.values()]
 
 
+def check_end(name: str, value: int | None) -> None:
+    """Raise `ConfigError` unless `value` can be how many epochs or steps, as `name` says, a loop has; None is no end."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ConfigError(f"{name}={value!r} was given; expected a whole number of at least 0, or None")
+
+
 def _check(size: int, batch_size: int) -> None:
     if size < 1:
         raise DataError("the data set has no samples; expected at least 1: check its path and filters")

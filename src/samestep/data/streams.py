@@ -6,8 +6,9 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from samestep.data.batch import Batch
+from samestep.data.plan import check_end
 from samestep.data.seeds import key, keyed
-from samestep.errors import ConfigError, DataError
+from samestep.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -68,8 +69,5 @@ def stream_batches(streams: Mapping[int, LaneStream], lanes: range, steps: int |
 
 def steps_left(steps: int | None, done: int) -> int | None:
     """Return how many of a loop's `steps` are left after `done`, None where it has no end. Raises `ConfigError` for a wrong number."""
-    if steps is None:
-        return None
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise ConfigError(f"steps={steps!r} was given; expected a whole number of at least 0, or None")
-    return max(0, steps - done)
+    check_end("steps", steps)
+    return None if steps is None else max(0, steps - done)

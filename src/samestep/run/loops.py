@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from samestep.errors import ConfigError, DataError
+from samestep.data.plan import check_end
+from samestep.errors import DataError
 from samestep.run.progress import Position
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ class PlannedLoop:
         epochs: int | None,
         steps: int | None,
     ) -> None:
-        _check_end("epochs", epochs)
-        _check_end("steps", steps)
+        check_end("epochs", epochs)
+        check_end("steps", steps)
         progress.settle()
         self._progress, self._name, self._plan, self._batches = progress, name, plan, batches
         self._position = progress.positions.setdefault(name, Position())
@@ -95,8 +96,3 @@ def run_loop(batches: Iterator[Batch], progress: Progress, complete: Callable[[]
         batch.load()
         progress.end_step()
     progress.end_loop()
-
-
-def _check_end(name: str, value: int | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise ConfigError(f"{name}={value!r} was given; expected a whole number of at least 0, or None")
