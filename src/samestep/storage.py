@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import re
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ _FINAL: Final = (
     ValueError,
 )
 _UPLOADS: Final = 4  # parts of a file that s3fs holds in memory at a time, of 50 MB each
+_PASSWORD: Final = re.compile(r"://[^/@:]*:[^/]*@")
 _S3: Final = {"s3", "s3a"}
 _generator: Final = random.Random()  # the global one belongs to training
 
@@ -69,6 +71,11 @@ class Storage:
     """
 
     def __init__(self, url: str, retries: Retries = RETRIES) -> None:
+        if (shown := _PASSWORD.sub("://***@", url)) != url:
+            raise ConfigError(
+                f"a URL with a password in it was given, which records and messages would show: {shown}; expected one without: "
+                "the storage's library finds credentials in its own files and variables, or in fsspec's configuration"
+            )
         self.url = url.rstrip("/")
         self.given_up = threading.Event()
         self._retries = retries
@@ -89,7 +96,13 @@ class Storage:
 
     def folders(self, folder: str = "") -> list[str]:
         """Return the names of the folders in a folder, or at the top."""
-        return [name for name, entry in self._entries(folder).items() if entry["type"] == "directory"]
+        return self.names(folder)[0]
+
+    def names(self, folder: str = "") -> tuple[list[str], list[str]]:
+        """Return the names of the folders in a folder, and of its files."""
+        entries = self._entries(folder)
+        folders = [name for name, entry in entries.items() if entry["type"] == "directory"]
+        return folders, [name for name, entry in entries.items() if entry["type"] == "file"]
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of each file in a folder, by name; nothing where there is no such folder."""

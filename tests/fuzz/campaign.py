@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import logging
 import warnings
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
 
     from tests.fuzz.target import Target
 
-# Imported when they are first met, by json, pickle and who looks at names of hosts.
+# Imported when they are first met, by json, pickle and who looks at names of hosts; by the median of what has NaN, and by a server.
 UTF = tuple(f"utf-{bits}{order}" for bits in (16, 32) for order in ("", "-le", "-be"))
 CODECS = ("idna", "punycode", "raw-unicode-escape", "unicode-escape", "utf-8-sig", *UTF)
+MODULES = ("anyio._backends._asyncio", "numpy.ma")
 WARM_UP = 5  # inputs of each target that are not judged: what reading needs is imported when it is needed first
 SHOWN = 600  # letters of an input
 
@@ -44,6 +46,8 @@ def run(seed: int, numbers: Sequence[int], only: str | None = None) -> Iterator[
         logging.disable()
         for codec in CODECS:
             codecs.lookup(codec)
+        for module in MODULES:
+            import_module(module)
         law = Law(folder)
         for target in chosen:
             for number in range(WARM_UP):

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Files(Protocol):
     """Files by their paths below a place; what is missing is no error when it is listed. `Storage` is one."""
 
-    def folders(self, folder: str = "") -> list[str]:
-        """Return the names of the folders in a folder."""
+    def names(self, folder: str = "") -> tuple[list[str], list[str]]:
+        """Return the names of the folders in a folder, and of its files."""
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of each file in a folder, by name."""
@@ -29,15 +29,40 @@ class Files(Protocol):
         """Return bytes [start, stop) of a file. Raises `RecordError`."""
 
 
+class Below:
+    """The files in a folder of others, reached as those are: over the same connections."""
+
+    def __init__(self, files: Files, folder: str) -> None:
+        self._files, self._folder = files, folder
+
+    def names(self, folder: str = "") -> tuple[list[str], list[str]]:
+        """Return the names of the folders in a folder, and of its files."""
+        return self._files.names(join(self._folder, folder))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the bytes of each file in a folder, by name."""
+        return self._files.sizes(join(self._folder, folder))
+
+    def size(self, path: str) -> int | None:
+        """Return the bytes of a file, None where there is none."""
+        return self._files.size(join(self._folder, path))
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        """Return bytes [start, stop) of a file. Raises `RecordError`."""
+        return self._files.read(join(self._folder, path), start, stop)
+
+
 class LocalFiles:
     """Files of a local folder, which may come later. Links below it are not followed: they may lead out of it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def folders(self, folder: str = "") -> list[str]:
-        """Return the names of the folders in a folder."""
-        return [entry.name for entry in self._entries(folder) if entry.is_dir(follow_symlinks=False)]
+    def names(self, folder: str = "") -> tuple[list[str], list[str]]:
+        """Return the names of the folders in a folder, and of its files."""
+        entries = self._entries(folder)
+        folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return folders, [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of each file in a folder, by name."""
@@ -80,6 +105,11 @@ class LocalFiles:
         if place.resolve() != place:
             raise FileNotFoundError(errno.ENOENT, "a link is not followed")
         return place
+
+
+def join(folder: str, path: str) -> str:
+    """Return where a path of a folder is; both may be empty."""
+    return f"{folder}/{path}".strip("/")
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> RecordError:

@@ -11,16 +11,18 @@ from samestep.config import SINKS, is_url
 from samestep.errors import RecordError
 from samestep.record import parts
 from samestep.record.events import FILE_NAME
-from samestep.record.files import Files, LocalFiles
+from samestep.record.files import Below, LocalFiles, join
 from samestep.record.images import FOLDER as IMAGES
 from samestep.storage import Retries, Storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from samestep.record.files import Files
+
 READ_BYTES: Final = 4 * 2**20
 DEEPEST: Final = 4  # folders below a place in which runs are looked for
-READER_RETRIES: Final = Retries(tries=3, first_seconds=0.5)  # whoever looks on asks again anyway
+READER_RETRIES: Final = Retries(tries=2, first_seconds=0.5)  # whoever looks on asks again anyway, and other runs wait meanwhile
 _OF_A_RUN: Final = re.compile(rf"{IMAGES}|{parts.FOLDER}|{'|'.join(SINKS)}|step-.*|superseded-.*|\..*")
 _IMAGE: Final = re.compile(rf"{IMAGES}/[A-Za-z0-9_-][A-Za-z0-9_.-]*", re.ASCII)
 
@@ -39,10 +41,16 @@ class Source:
 
     def version(self) -> object:
         """Return something that differs from what it was before when there may be more to read."""
-        top = self._files.sizes("")
-        self._size = top.get(FILE_NAME, 0)
-        self._parts = [] if FILE_NAME in top else parts.parts_of(self._files.sizes(parts.FOLDER))
+        if self._parts:  # one request for each look is enough at a storage
+            self._parts = self._list_parts()
+        if not self._parts:
+            top = self._files.sizes("")
+            self._size = top.get(FILE_NAME, 0)
+            self._parts = [] if FILE_NAME in top else self._list_parts()
         return self._size, tuple(self._parts)
+
+    def _list_parts(self) -> list[parts.Part]:
+        return parts.parts_of(self._files.sizes(parts.FOLDER))
 
     def read(self, offset: int) -> bytes:
         """Return the next whole lines from byte `offset` of the events, some MB at most; nothing where there are no more yet.
@@ -94,33 +102,55 @@ class Source:
         return size, (self._files.read(path, start, min(start + READ_BYTES, size)) for start in pieces)
 
 
+class Place:
+    """A folder or URL with runs at or below it. All are read over the same connections: a client of S3 takes 18 MB."""
+
+    def __init__(self, location: str | Path) -> None:
+        """Raise `ConfigError` for a URL that cannot be used."""
+        self._location = str(location)
+        self._is_far = is_url(self._location)
+        self._files: Files = Storage(self._location, READER_RETRIES) if self._is_far else LocalFiles(Path(location))
+        if isinstance(self._files, Storage):
+            self._files.open()
+        self._known: list[str] = []
+
+    def find(self) -> list[str]:
+        """Return where there are runs, in order: "." for the place itself, and else relative to it, as in "a/b".
+
+        Runs of a URL that were found before are there as long as their folders are, and not looked into: every look is a request.
+        """
+        found = sorted(self._runs("", DEEPEST))
+        self._known = found if self._is_far else []
+        return found
+
+    def _runs(self, folder: str, levels: int) -> Iterator[str]:
+        folders, names = self._files.names(folder)
+        run = folder or "."
+        if FILE_NAME in names or (parts.FOLDER in folders and (run in self._known or self._has_parts(folder))):
+            yield run
+        if not levels:
+            return
+        for path in [join(folder, name) for name in folders if not _OF_A_RUN.fullmatch(name)]:
+            if path in self._known:
+                yield from (known for known in self._known if f"{known}/".startswith(f"{path}/"))
+            else:
+                yield from self._runs(path, levels - 1)
+
+    def _has_parts(self, folder: str) -> bool:
+        return bool(parts.parts_of(self._files.sizes(join(folder, parts.FOLDER))))
+
+    def source(self, run: str) -> Source:
+        """Return what reads the record of a run, by where it is relative to the place; it may come later."""
+        if run == ".":
+            return Source(self._location, self._files)
+        return Source(f"{self._location.rstrip('/')}/{run}", Below(self._files, run))
+
+
 def open_source(location: str | Path) -> Source:
     """Return what reads the record at a folder or URL, which may come later. Raises `ConfigError` for a URL that cannot be used."""
-    return Source(str(location), _files(str(location)))
+    return Place(location).source(".")
 
 
 def find_runs(location: str | Path) -> list[str]:
-    """Return where runs are at or below a folder or URL, in order: "." for the place itself, and else relative to it, as in "a/b"."""
-    return sorted(_runs(_files(str(location)), "", DEEPEST))
-
-
-def _runs(files: Files, folder: str, levels: int) -> Iterator[str]:
-    names = files.folders(folder)
-    if FILE_NAME in files.sizes(folder) or (parts.FOLDER in names and parts.parts_of(files.sizes(_join(folder, parts.FOLDER)))):
-        yield folder or "."
-    if levels:
-        for name in names:
-            if not _OF_A_RUN.fullmatch(name):
-                yield from _runs(files, _join(folder, name), levels - 1)
-
-
-def _join(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
-
-
-def _files(location: str) -> Files:
-    if not is_url(location):
-        return LocalFiles(Path(location))
-    storage = Storage(location, READER_RETRIES)
-    storage.open()
-    return storage
+    """Return where runs are at or below a folder or URL, as `Place.find` does."""
+    return Place(location).find()

@@ -27,60 +27,71 @@ MOST_LISTENERS: Final = 100
 
 @dataclass(frozen=True)
 class Rhythm:
-    """How often a place is looked at: each run after `shortest` seconds, and at rest up to `longest`; for new runs every `scan` seconds."""
+    """How often something is looked at: after `shortest` seconds while there is news, and at rest up to `longest`."""
 
     shortest: float
     longest: float
-    scan: float
+
+    def pause(self, rest: float) -> float:
+        """Return the seconds until the next look, `rest` after the last news."""
+        return min(self.longest, max(self.shortest, rest / 10))
 
 
-LOCAL: Final = Rhythm(shortest=0.2, longest=0.2, scan=1.0)
-REMOTE: Final = Rhythm(shortest=1.0, longest=10.0, scan=10.0)
+LOCAL: Final = Rhythm(shortest=0.2, longest=0.2)
+LOCAL_SCAN: Final = Rhythm(shortest=1.0, longest=1.0)
+# Every look is a request or more, which may cost money.
+REMOTE: Final = Rhythm(shortest=1.0, longest=60.0)
+REMOTE_SCAN: Final = Rhythm(shortest=1.0, longest=10.0)
 
 
 class Follower(threading.Thread):
-    """Reads what is new of the runs at one location, some MB of each in turn; `tell` is called with the ids of those that changed."""
+    """Reads what is new of the runs at one location, some MB of each in turn.
+
+    `tell` is called with the ids of those that changed, and with none when it is another place than before that cannot be read.
+    """
 
     def __init__(self, views: Views, location: str, tell: Callable[[set[str]], None]) -> None:
         super().__init__(name=f"following {location}", daemon=True)  # a storage may not answer for long
         self._views, self._location, self._tell = views, location, tell
-        self._rhythm = REMOTE if is_url(location) else LOCAL
+        self._rhythm, self._scan_rhythm = (REMOTE, REMOTE_SCAN) if is_url(location) else (LOCAL, LOCAL_SCAN)
         self._ended = threading.Event()
-        self._faults: dict[str, str] = {}
-        self._due: dict[str, tuple[float, float]] = {}  # when a run is looked at next, and when it was last found changed
+        self.faults: dict[str, str] = {}  # why a place cannot be read now
+        self._due: dict[str, tuple[float, float]] = {}  # when a place is looked at next, and when it was last found changed
 
     def end(self) -> None:
         """Stop soon."""
         self._ended.set()
 
     def run(self) -> None:
-        next_scan = 0.0
         while not self._ended.is_set():
-            if time.monotonic() >= next_scan:
-                self._scan()
-                next_scan = time.monotonic() + self._rhythm.scan
+            self._when_due("", self._scan_rhythm, self._scan)
             changed = {view.id for view in self._views.at(self._location) if not self._ended.is_set() and self._look(view)}
             if changed:
                 self._tell(changed)
             self._ended.wait(0.001 if changed else self._rhythm.shortest)
 
-    def _scan(self) -> None:
+    def _scan(self) -> bool:
+        """Look for runs that came or went, and tell whether there were any."""
         before = {view.id for view in self._views.at(self._location)}
-        self._try(self._location, lambda: self._views.scan(self._location))
+        is_new = self._try(self._location, lambda: self._views.scan(self._location))
         if changed := before ^ {view.id for view in self._views.at(self._location)}:
             self._tell(changed)
+        return is_new
 
     def _look(self, view: View) -> bool:
         """Read the next part of a run's record where it is due, and tell whether there was something new."""
+        return self._when_due(view.id, self._rhythm, lambda: self._try(view.source.location, view.advance))
+
+    def _when_due(self, key: str, rhythm: Rhythm, look: Callable[[], bool]) -> bool:
+        """Look if it is time to, and tell whether there was something new."""
         now = time.monotonic()
-        due, changed = self._due.get(view.id, (now, now))
+        due, changed = self._due.get(key, (now, now))
         if now < due:
             return False
-        is_new = self._try(view.source.location, view.advance)
+        is_new = look()
         if is_new:
             changed = now
-        pause = 0.0 if is_new else min(self._rhythm.longest, max(self._rhythm.shortest, (now - changed) / 10))
-        self._due[view.id] = now + pause, changed
+        self._due[key] = now + (0.0 if is_new else rhythm.pause(now - changed)), changed
         return is_new
 
     def _try(self, place: str, action: Callable[[], bool]) -> bool:
@@ -89,11 +100,13 @@ class Follower(threading.Thread):
             is_new = action()
         except Exception as error:  # noqa: BLE001  one run's fault is none of the others'
             fault = f"{type(error).__name__}: {error}"
-            if self._faults.get(place) != fault:
-                self._faults[place] = fault
+            if self.faults.get(place) != fault:
+                self.faults[place] = fault
+                self._tell(set())
                 logging.getLogger("samestep").warning("%s cannot be read now, and is tried again: %s", place, fault)
             return False
-        self._faults.pop(place, None)
+        if self.faults.pop(place, None) is not None:
+            self._tell(set())
         return is_new
 
 
@@ -145,6 +158,11 @@ class Changes:
             await asyncio.to_thread(follower.join, ENDING_SECONDS)
 
     @property
+    def faults(self) -> dict[str, str]:
+        """Why places cannot be read now, by place."""
+        return {place: fault for follower in self._followers for place, fault in dict(follower.faults).items()}
+
+    @property
     def is_full(self) -> bool:
         """Whether no more may listen."""
         return len(self._listeners) >= MOST_LISTENERS
@@ -158,8 +176,8 @@ class Changes:
             while not self._ended.is_set():
                 if not await _is_set(listener.woken, KEEP_ALIVE_SECONDS):
                     yield b": still here\n\n"
-                elif ids := listener.take():
-                    yield b"data: " + json.dumps({"ids": ids}).encode() + b"\n\n"
+                elif not self._ended.is_set():
+                    yield b"data: " + json.dumps({"ids": listener.take()}).encode() + b"\n\n"
                     await _is_set(self._ended, TELL_SECONDS)
         finally:
             self._listeners.discard(listener)

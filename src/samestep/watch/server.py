@@ -1,12 +1,13 @@
 """The page's server. It only reads, and everything it tells comes from records.
 
     GET /, /page/NAME          the page and its files
-    GET /api/runs              {"runs": [{id, name, state, started, updated, step, epoch, workers, lanes}]}
+    GET /api/runs              {"runs": [{id, name, state, started, updated, step, epoch, workers, lanes}],
+                                "faults": [{location, text}]}, the places that cannot be read now
     GET /api/run?id=           all of a run but its curves: progress, scalars, images, workers, parts, events, config, sinks
     GET /api/curve?id=&name=   {x, value, low, high, smooth, points, exact}; further from=, to=, points=1000, smooth=0, x=step|time
     GET /api/timing?id=        {x, parts, workers}: seconds a step; further from=, to=, points=500
     GET /api/image?id=&number= an image, as the type that its first bytes tell
-    GET /api/changes           server-sent events: {"ids": [...]} of the runs that changed, at most one in 0.75 s
+    GET /api/changes           server-sent events: {"ids": [...]} of the runs that changed, none where faults did, at most one in 0.75 s
 
 States are running, stopped, finished, failed and silent; times are Unix seconds; a number that is not finite is null.
 A wrong parameter is answered with 400 and what was expected, an unknown run, curve or image with 404, both as plain text.
@@ -102,7 +103,8 @@ class Answers:
 
     def runs(self, request: requests.Request) -> Response:
         Query(request.query_params)
-        return _json({"runs": [view.row() for view in self._views.values()]})
+        faults = [{"location": place, "text": text} for place, text in self._changes.faults.items()]
+        return _json({"runs": [view.row() for view in self._views.values()], "faults": faults})
 
     def run(self, request: requests.Request) -> Response:
         query = Query(request.query_params, "id")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from samestep.config import is_url
 from samestep.errors import RecordError
 from samestep.record.events import parse_events
-from samestep.record.source import Source, find_runs, open_source
+from samestep.record.source import Place, Source
 from samestep.watch.curves import Request
 from samestep.watch.run_state import RunState
 from samestep.watch.summary import row, summary
@@ -146,6 +146,7 @@ class Views(Mapping[str, View]):
     def __init__(self, *locations: str | Path) -> None:
         self._labels = _labels([str(location) for location in locations])
         self._views: dict[str, dict[str, View]] = {location: {} for location in self._labels}
+        self._places = {location: Place(location) for location in self._labels}
 
     def __getitem__(self, id: str) -> View:  # noqa: A002
         for views in self._views.values():
@@ -170,9 +171,9 @@ class Views(Mapping[str, View]):
 
     def scan(self, location: str) -> bool:
         """Look for runs that came to one of the locations, or went, and tell whether there were any. Raises `RecordError`."""
-        label, before = self._labels[location], self._views[location]
-        names = {_id(label, name): name for name in find_runs(location)}
-        views = {run: before.get(run) or _open(location, run, name) for run, name in names.items()}
+        label, place, before = self._labels[location], self._places[location], self._views[location]
+        names = {_id(label, name): name for name in place.find()}
+        views = {run: before.get(run) or View(place.source(name), run, _name(location, run)) for run, name in names.items()}
         self._views[location] = views
         return views.keys() != before.keys()
 
@@ -194,10 +195,10 @@ def _labels(locations: list[str]) -> dict[str, str]:
         return {locations[0]: ""}
     labels: dict[str, str] = {}
     for location in dict.fromkeys(locations):
-        label, count = _name(location), 1
+        label, count = _name(location, "."), 1
         while label in labels.values():
             count += 1
-            label = f"{_name(location)}-{count}"
+            label = f"{_name(location, '.')}-{count}"
         labels[location] = label
     return labels
 
@@ -208,10 +209,7 @@ def _id(label: str, name: str) -> str:
     return label if name == "." else f"{label}/{name}"
 
 
-def _open(location: str, id: str, name: str) -> View:  # noqa: A002
-    place = location if name == "." else f"{location.rstrip('/')}/{name}"
-    return View(open_source(place), id, _name(location) if id == "." else id)
-
-
-def _name(location: str) -> str:
+def _name(location: str, id: str) -> str:  # noqa: A002
+    if id != ".":
+        return id
     return (Path(location) if is_url(location) else Path(location).absolute()).name or location

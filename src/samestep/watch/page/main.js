@@ -33,6 +33,7 @@ const parts = [sidebar(byId("sidebar")), glance, tabs(byId("tabs"), byId("panels
 let stale = new Set();
 let allStale = false;
 let busy = false;
+let pending = false;
 
 /** What all parts draw from. `runs` are those shown in curves, `run` is the one that the rest tells of. */
 function view() {
@@ -61,11 +62,13 @@ function draw() {
 /** Ask for what is stale, one round at a time; news that come meanwhile make the next. */
 async function ask() {
   if (busy) return;
-  busy = true;
+  [busy, pending] = [true, false];
   const [ids, all] = [stale, allStale];
   [stale, allStale] = [new Set(), false];
   try {
-    found.rows = (await get("/api/runs")).runs;
+    const { runs, faults } = await get("/api/runs");
+    found.rows = runs;
+    tellFaults(faults);
     placeRuns(found.rows);
     settle();
     await Promise.all(wanted().map((id) => detail(id, all || ids.has(id))));
@@ -76,7 +79,7 @@ async function ask() {
   } finally {
     setTimeout(() => {
       busy = false;
-      if (stale.size || allStale) ask();
+      if (pending) ask();
     }, PAUSE);
   }
 }
@@ -106,7 +109,16 @@ function settle() {
 function news(ids) {
   if (ids) ids.forEach((id) => stale.add(id));
   else allStale = true;
+  pending = true;
   ask();
+}
+
+/** Say what cannot be read now; what was read before stays on the screen. */
+function tellFaults(faults = []) {
+  if (report) return;
+  const banner = byId("banner");
+  banner.textContent = faults.map(({ location, text }) => `${location} cannot be read now, and is tried again: ${text}`).join("; ");
+  banner.hidden = !faults.length;
 }
 
 let stateBefore;
