@@ -178,6 +178,22 @@ def test_the_page_recovers_when_the_server_starts_again(run, page):
     page.open(run.name)
 
 
+def test_what_cannot_be_read_is_told_until_it_can_be_again(run, page, place):
+    append(run, scalars(0, loss=1.0))
+    page.open(run.name).until("return document.querySelector('#banner').hidden")
+    away = place.rename(place.with_name("away"))
+    place.write_bytes(b"no folder")
+    try:
+        page.until("return document.querySelector('#banner').textContent.includes('cannot be read now, and is tried again: ')")
+        assert page.points("loss", 1) == 1
+    finally:
+        place.unlink()
+        away.rename(place)
+    page.until("return document.querySelector('#banner').hidden")
+    append(run, scalars(1, loss=0.5))
+    assert page.points("loss", 2) == 2
+
+
 def test_what_a_record_says_is_never_markup(run, page, place):
     config = {EVIL_IMAGE: EVIL, "lanes": EVIL}
     worker = {"rank": 0, "host": EVIL_IMAGE, "pid": 1}
