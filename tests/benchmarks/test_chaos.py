@@ -11,7 +11,7 @@ from benchmarks.chaos.faults import FAULTS
 
 @pytest.mark.timeout(300)
 def test_a_run_under_fire_ends_as_if_it_had_been_left_alone(tmp_path):
-    seconds = chaos(tmp_path, seed=1, faults=len(FAULTS), epochs=6, tell=print)
+    seconds = chaos(tmp_path, seed=1, faults=len(FAULTS), epochs=4, tell=print)
     assert {name: len(some) for name, some in seconds.items()} == {fault.__name__: 1 for fault in FAULTS}
 
 
