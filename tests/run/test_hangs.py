@@ -251,8 +251,6 @@ def test_the_end_of_the_store_ends_a_worker_that_would_not_end(capfd):
     ends = ends_of(lambda run: train(run, Numbers(die_or_sleep)))
     assert [end.exitcode for end in ends] == [-signal.SIGKILL, 1]
     told = capfd.readouterr().err
-    # Where the store goes in the middle of a call, torch tells of that, too, with a stack that nobody can keep it from.
-    ends_in_a_call = "Connection reset by peer" in told
-    reason = "Connection reset by peer" if ends_in_a_call else "the store is gone"
-    assert f"samestep: worker 1 ends here, at step 2: loading data. {reason}" in told
-    assert ends_in_a_call or "frame #" not in told
+    assert "samestep: worker 1 ends here, at step 2: loading data. the store is gone" in told
+    # Where the store goes in the middle of a call, torch tells of that with a stack that nobody can keep it from.
+    assert "frame #" not in told or "recvValue failed" in told

@@ -92,7 +92,7 @@ def test_ages(seconds, text):
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1 GiB"), (2**45, "32 TiB")])
 def test_sizes(count, text):
-    assert snapshots._size(count) == text
+    assert snapshots.size(count) == text
 
 
 @pytest.fixture

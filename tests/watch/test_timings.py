@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from samestep.watch.timings import PARTS, RECENT, Timings
+from samestep.record.record import PARTS
+from samestep.watch.timings import RECENT, Timings
 
 EQUAL = (0.1, 0.2, 0.4, 0.0, 0.0)  # data, compute, exchange, optimizer, snapshot
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Final
 
 from samestep.errors import RecordError
+from samestep.record.events import FILE_NAME
 from samestep.record.parts import FOLDER
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class Forwarded:
     """Whole numbers by name, in a small file that is replaced at every change; for several threads of one process."""
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / FILE
+        self._path, self._events = directory / FILE, directory / FILE_NAME
         self._lock = threading.Lock()
         try:
             kept = json.loads(self._path.read_bytes())
@@ -33,6 +34,11 @@ class Forwarded:
     def get(self, name: str) -> int | None:
         """Return what was kept last under a name."""
         return self._kept.get(name)
+
+    def offset(self, name: str) -> int:
+        """Return up to which byte of the run's events it was forwarded under a name; 0 where these are not the events of then."""
+        kept = self._kept.get(name, 0)
+        return kept if kept <= self._events.stat().st_size else 0
 
     def keep(self, name: str, value: int) -> None:
         """Keep a number. Where the disk has no room for it, what comes after a kill is sent again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import RecordError
 from samestep.record.events import FILE_NAME, EventFile
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from samestep.record.images import Picture
+
+
+PARTS: Final = ("data", "compute", "exchange", "optimizer", "snapshot")  # of a step, whose seconds `timing` tells
 
 
 class Record:
@@ -42,7 +45,7 @@ class Record:
         """
 
     def timing(self, step: int, workers: Sequence[Mapping[str, float]]) -> None:
-        """Add a step's seconds by worker (in rank order) and part: data, compute, exchange, optimizer, snapshot."""
+        """Add a step's seconds by worker (in rank order) and part, one of `PARTS`."""
 
     def image(self, step: int, name: str, pixels: Any, *, between: bool = False) -> None:
         """Add an image as a PNG file. `pixels` is a uint8 array [H, W], [H, W, 1] or [H, W, 3] (RGB).

@@ -38,7 +38,8 @@ class PlannedLoop:
         progress.settle()
         self._progress, self._name, self._plan, self._batches = progress, name, plan, batches
         self._position = progress.positions.setdefault(name, Position())
-        self._take_plan(plan.describe())
+        self._described = plan.describe()
+        self._take_plan(self._described)
         self._epochs, self._steps = epochs, steps
 
     def _take_plan(self, plan: dict[str, Any]) -> None:
@@ -71,14 +72,13 @@ class PlannedLoop:
 
     def __iter__(self) -> Iterator[Batch]:
         self._progress.settle()
-        plan = self._plan.describe()
         self._progress.begin_loop(
             self._name,
             steps=self._position.done + len(self),
             epochs=self._epochs,
             steps_per_epoch=self._plan.steps_per_epoch,
-            samples=plan["samples"],
-            batch_size=plan["batch_size"],
+            samples=self._described["samples"],
+            batch_size=self._described["batch_size"],
         )
         return run_loop(self._batches(self._positions), self._progress, lambda: self._position.advance(self._plan.steps_per_epoch))
 

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from samestep.tools.verify import Size
 
 KILL_TRIES: Final = 5
+ITS_OWN: Final = ("--remote", "none", "--transfer", "none", "--sinks", "none", "--restarts", "0")  # nothing leaves its directory
+
+
+def start_run(command: Sequence[str], workers: int, directory: Path, output: Path, flags: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a script at so many workers, in a directory of its own, and let it print at the end of a file."""
+    started = [sys.executable, "-m", "samestep", "run", "-n", str(workers), "--dir", str(directory), *ITS_OWN, *flags, *command]
+    with output.open("ab") as file:
+        return subprocess.Popen(started, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
 
 
 class Job:
@@ -81,14 +89,11 @@ class Job:
             )
 
     def _start(self, size: Size, directory: Path, resume: str, output: Path) -> subprocess.Popen[bytes]:
-        flags = ["--dir", str(directory), "--resume", resume, "--snapshot-every", "1", "--stop-after", str(self._steps)]
-        flags += ["--keep-last", str(self._steps), "--remote", "none", "--transfer", "none", "--sinks", "none", "--restarts", "0"]
+        flags = ["--resume", resume, "--stop-after", str(self._steps), "--snapshot-every", "1", "--keep-last", str(self._steps)]
         flags += [] if self.lanes is None else ["--lanes", str(self.lanes)]
         flags += [] if size.devices == 1 else ["--devices", str(size.devices)]
-        command = [sys.executable, "-m", "samestep", "run", "-n", str(size.workers), *flags, *self._command]
         print(f"running at n={size} …", file=sys.stderr, flush=True)  # noqa: T201
-        with output.open("ab") as file:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
+        return start_run(self._command, size.workers, directory, output, flags)
 
     def _fix_lanes(self, directory: Path) -> None:
         lanes = read_start(directory)["lanes"]

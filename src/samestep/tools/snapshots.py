@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from samestep.config import is_url
 from samestep.errors import ConfigError, SnapshotError
+from samestep.tools.units import size
 
 # Whatever knows of tensors is imported where it is needed, so that help comes at once.
 if TYPE_CHECKING:
@@ -128,9 +129,9 @@ def _row(run: LocalRun | RemoteRun, name: str) -> str:
         manifest = run.inspect(name)
     except SnapshotError as error:
         return f"{name:<16} {'':>38}  {error}"
-    age, size = _age(time.time() - manifest.created), _size(manifest.size)
+    age, nbytes = _age(time.time() - manifest.created), size(manifest.size)
     score = "" if manifest.score is None else f"{manifest.score:.6g}"
-    return f"{name:<16} {age:>8} {size:>10} {manifest.workers:>7} {score:>10}  complete"
+    return f"{name:<16} {age:>8} {nbytes:>10} {manifest.workers:>7} {score:>10}  complete"
 
 
 def _check(run: LocalRun | RemoteRun) -> int:
@@ -175,11 +176,3 @@ def _age(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:  # noqa: PLR2004
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"

@@ -8,10 +8,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.record.history import STARTS, last_standing, place_of
+from samestep.record.record import PARTS
 from samestep.watch.curves import Curve
 from samestep.watch.numbers import number, real, whole
 from samestep.watch.timeline import told
-from samestep.watch.timings import PARTS, RECENT, Timings
+from samestep.watch.timings import RECENT, Timings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,8 +6,9 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from samestep.record.record import PARTS
 from samestep.watch.numbers import whole
-from samestep.watch.timings import OTHER, PARTS
+from samestep.watch.timings import OTHER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

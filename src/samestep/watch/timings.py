@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from samestep.record.record import PARTS
 from samestep.watch.downsample import spans
 from samestep.watch.numbers import to_json
 from samestep.watch.table import Table
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from samestep.record.history import Place
 
-PARTS: Final = ("data", "compute", "exchange", "optimizer", "snapshot")
 EXCHANGE: Final = PARTS.index("exchange")
 OTHER: Final = "other"
 RECENT: Final = 100  # steps

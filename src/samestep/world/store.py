@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 CALL_SECONDS: Final = 10.0  # for a store that is there to answer
 PAUSE_SECONDS: Final = 0.01
+GONE_SECONDS: Final = 0.1  # for both connections to a store that goes to be closed
 LOOPBACK: Final = ("localhost", "127.", "::1")  # how the addresses begin at which nobody else is to be let in
 
 
@@ -43,31 +44,40 @@ class Line:
 
     def get(self, key: str) -> Any:
         """Return the value at a key, None where there is none."""
-        store = self._connected()
-        return json.loads(_call(store.get, key)) if _call(store.check, [key]) else None
+        return json.loads(self._ask("get", key)) if self._ask("check", [key]) else None
 
     def put(self, key: str, value: Any) -> None:
         """Set a value."""
-        _call(self._connected().set, key, json.dumps(value))
+        self._ask("set", key, json.dumps(value))
 
     def put_first(self, key: str, value: Any) -> Any:
         """Set a value where there is none yet; return the one that is there now."""
-        return json.loads(_call(self._connected().compare_set, key, "", json.dumps(value)))
+        return json.loads(self._ask("compare_set", key, "", json.dumps(value)))
 
     def count(self, key: str) -> int:
         """Count one up from 0 at a key; return what that came to."""
-        return int(_call(self._connected().add, key, 1))
+        return int(self._ask("add", key, 1))
 
     def has(self, keys: Sequence[str]) -> bool:
         """Tell whether there are values at all of these keys."""
-        return bool(_call(self._connected().check, list(keys)))
+        return bool(self._ask("check", list(keys)))
 
     def close(self) -> None:
         """Close the connection; the other one is the process's."""
         self._store = None
 
-    def _connected(self) -> Store:
-        if self._store is None or wait([self._bell.fileno()], 0.0):
+    def _ask(self, call: str, *arguments: Any) -> Any:
+        """Make a call of the store. One that is gone before the call, or goes in the middle of it, is told alike."""
+        store = self._connected(0.0)
+        try:
+            return _call(getattr(store, call), *arguments)
+        except ConnectionError:
+            self._connected(GONE_SECONDS)
+            raise
+
+    def _connected(self, seconds: float) -> Store:
+        """Return the store. Raises `ConnectionResetError` where it is gone, or goes within some seconds."""
+        if self._store is None or wait([self._bell.fileno()], seconds):
             raise ConnectionResetError("the store is gone")
         return self._store
 

@@ -14,20 +14,16 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from samestep.errors import ConfigError
-from samestep.record import FileRecord, read_events
+from samestep.record import read_events
 from samestep.record.sinks.mlflow import MlflowSink
 from tests.record.sinks.deliver import CONFIG, ODD, deliver, deliver_all, write_image, write_start, write_step
 
 
-@pytest.fixture
-def record(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def _variables(monkeypatch):
     for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY", "MLFLOW_TRACKING_URI"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)  # and put back as it was, whatever the sink sets
-    record = FileRecord(tmp_path)
-    write_start(record, 0)
-    yield record
-    record.close()
 
 
 def client(directory):

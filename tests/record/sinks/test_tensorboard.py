@@ -10,17 +10,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
 from samestep.errors import ConfigError
-from samestep.record import FileRecord, read_history
+from samestep.record import read_history
 from samestep.record.sinks.tensorboard import TensorBoardSink
 from tests.record.sinks.deliver import CONFIG, ODD, deliver, deliver_all, write_image, write_start, write_step
-
-
-@pytest.fixture
-def record(tmp_path):
-    record = FileRecord(tmp_path)
-    write_start(record, 0)
-    yield record
-    record.close()
 
 
 def read(directory):

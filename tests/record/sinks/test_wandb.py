@@ -15,19 +15,11 @@ import numpy as np
 import pytest
 
 from samestep.errors import ConfigError
-from samestep.record import FileRecord, read_events
+from samestep.record import read_events
 from samestep.record.sinks.wandb import WandbSink
 from tests.record.sinks.deliver import CONFIG, ODD, write_image, write_start, write_step
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def record(tmp_path):
-    record = FileRecord(tmp_path)
-    write_start(record, 0)
-    yield record
-    record.close()
 
 
 def start(*command):

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import RecordError
-from samestep.record.events import FILE_NAME, parse_events
+from samestep.record.events import parse_events
 from samestep.record.sinks.base import open_sink
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ class Feed:
     def begin(self) -> int:
         """Open the sink, and go on after what was safe there."""
         self._sink = open_sink(self.name, self._directory)
-        kept = self._forwarded.get(self.name) or 0
-        return kept if kept <= (self._directory / FILE_NAME).stat().st_size else 0
+        return self._forwarded.offset(self.name)
 
     def send(self, offset: int, lines: bytes) -> None:
         """Give it each event of the lines, and each image that they name."""
@@ -58,7 +57,7 @@ class Feed:
 
     def _give_image(self, event: Mapping[str, Any]) -> None:
         try:
-            data = b"".join(self._source.open_image(str(event.get("path")))[1])
+            data = self._source.read_image(str(event.get("path")))
         except RecordError as error:  # somebody removed it
             self._leave_out(error)
         else:

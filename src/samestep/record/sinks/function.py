@@ -6,7 +6,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from samestep.errors import RecordError
-from samestep.record.events import FILE_NAME
 from samestep.record.images import paths_in
 from samestep.record.parts import FOLDER, Part, parts_of
 from samestep.record.sinks.base import find_callable
@@ -40,8 +39,7 @@ class FunctionDestination:
         folder = self._directory / FOLDER
         for part in parts_of({path.name: path.stat().st_size for path in folder.iterdir()}):
             (self._directory / part.path).unlink()
-        kept = self._forwarded.get(self.name) or 0
-        return kept if kept <= (self._directory / FILE_NAME).stat().st_size else 0
+        return self._forwarded.offset(self.name)
 
     def send(self, offset: int, lines: bytes) -> None:
         """Pass the images and the part."""

@@ -77,7 +77,7 @@ class StorageDestination:
         if path in self._images:
             return
         try:
-            data = b"".join(self._source.open_image(path)[1])
+            data = self._source.read_image(path)
         except RecordError:  # somebody removed it
             self.dropped += 1
         else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import ConfigError, RecordError
 from samestep.record.events import read_events
-from samestep.record.history import OF_A_STEP, STARTS
+from samestep.record.history import OF_A_STEP, STARTS, last_standing, place_of
 from samestep.record.source import open_source
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class TensorBoardSink:
                 self._write_scalars(earlier)
             elif earlier["event"] == "image":
                 with suppress(RecordError):  # its file was removed since
-                    self.image(earlier, b"".join(open_source(self._directory).open_image(earlier["path"])[1]))
+                    self.image(earlier, open_source(self._directory).read_image(earlier["path"]))
 
     def _write_config(self, event: Mapping[str, Any]) -> None:
         config = {
@@ -109,17 +109,12 @@ def _standing(directory: Path, step: int, until: Mapping[str, Any]) -> list[dict
     for event in read_events(directory):
         kind = event.get("event")
         if kind in STARTS:
-            found = [earlier for earlier in found if _stands(earlier, event)]
+            found = [earlier for earlier in found if place_of(earlier) <= last_standing(event)]
         if (kind, event.get("time")) == (until["event"], until["time"]):
             break
         if kind in OF_A_STEP and event.get("step") == step:
             found.append(event)
     return found
-
-
-def _stands(event: Mapping[str, Any], start: Mapping[str, Any]) -> bool:
-    """Tell whether a start lets an event of a step stand, as `samestep.record.history` tells it."""
-    return start["event"] == "resumed" and (event["step"], not event.get("between")) <= (start["step"], False)
 
 
 def _cell(value: Any) -> str:

@@ -10,7 +10,8 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.config import PREFIX
-from samestep.tools.doctor.section import Section, change, good, note, size
+from samestep.tools.doctor.section import Section, change, good, note
+from samestep.tools.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 from samestep.cgroups import available_bytes, memory_limit, numbers
 from samestep.tools.doctor.launchers import in_pod
-from samestep.tools.doctor.section import Section, change, good, note, size, some
+from samestep.tools.doctor.section import Section, change, good, note, some
 from samestep.tools.doctor.system import as_fact
+from samestep.tools.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -47,12 +47,3 @@ def change(text: str, mend: str) -> Finding:
 def some(count: float, noun: str) -> str:
     """Write a number of things."""
     return f"{count:g} {noun}" if count == 1 else f"{count:g} {noun}s"
-
-
-def size(count: float) -> str:
-    """Write a number of bytes with its unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:  # noqa: PLR2004
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from samestep.tools.doctor.section import size, some
+from samestep.tools.doctor.section import some
+from samestep.tools.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

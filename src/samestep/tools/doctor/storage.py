@@ -7,7 +7,8 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from samestep.tools.doctor.launchers import has_several_hosts, in_pod
-from samestep.tools.doctor.section import Section, change, good, note, size
+from samestep.tools.doctor.section import Section, change, good, note
+from samestep.tools.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ from samestep.launch.local import start
 from samestep.launch.place import find_place
 from samestep.launch.place.interface import LOOPBACK_INTERFACE, VARIABLE
 from samestep.launch.preload import NEEDED, preload
-from samestep.step.exchange import Exchange
+from samestep.tools.exchanging import exchanging
 from samestep.world import World, connect
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def _work(begun: float, folder: Path, *, quick: bool) -> list[Timed]:
     found: list[Timed] = [("start of two workers, from fork to world", [formed], 0)]
     found += [("memory copied by one worker", _timed(world, _copying(world.rank), times), COPIED_BYTES)]
     found += [
-        ("exchange of gradients", _timed(world, _exchanging(world, size), count), size) for size, count in ((SMALL, many), (LARGE, times))
+        ("exchange of gradients", _timed(world, exchanging(world, torch.ones(size // 4), MEASURING), count), size)
+        for size, count in ((SMALL, many), (LARGE, times))
     ]
     found += [("all-to-all", _timed(world, _all_to_all(world, size), count), size) for size, count in ((SMALL, many), (LARGE, times))]
     os.environ[VARIABLE] = LOOPBACK_INTERFACE  # both are here
@@ -81,20 +82,6 @@ def _copying(rank: int) -> Callable[[], Any]:
         return lambda: None
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8)
     return partial(torch.empty_like(source).copy_, source)
-
-
-def _exchanging(world: World, nbytes: int) -> Callable[[], Any]:
-    """Return what sums gradients over all workers and gives everybody the whole sum, as an all-reduce does."""
-    gradient = torch.ones(nbytes // 4)
-    exchange = Exchange([gradient], world.size, world)
-
-    def add_up() -> None:
-        exchange.put([[gradient]])
-        world.barrier(MEASURING)
-        exchange.sum()
-        exchange.gather()
-
-    return add_up
 
 
 def _all_to_all(world: World, nbytes: int) -> Callable[[], Any]:

@@ -96,8 +96,7 @@ def _check(options: argparse.Namespace, most_workers: int) -> None:
 
 
 def _study(options: argparse.Namespace, sizes: list[int]) -> Study:
-    from samestep.tools.doctor.memory import available  # noqa: PLC0415
-    from samestep.tools.doctor.system import System  # noqa: PLC0415
+    from samestep.cgroups import available_bytes  # noqa: PLC0415
     from samestep.tools.scale.study import Setting, Study  # noqa: PLC0415
     from samestep.tools.scale.trials import Trials  # noqa: PLC0415
 
@@ -108,7 +107,7 @@ def _study(options: argparse.Namespace, sizes: list[int]) -> Study:
     job = rounds[0][0].job
     timings = {some[0].workers: [trial.timing for trial in some] for some in zip(*rounds, strict=True)}
     memory = _memory(trials, rounds[0][-1])
-    setting = Setting(_room(job.device, job.threads), load, available(System()) or 0, options.learning_rate, options.batch_size_now)
+    setting = Setting(_room(job.device, job.threads), load, available_bytes() or 0, options.learning_rate, options.batch_size_now)
     return Study(job, timings, _network(options, job.nbytes, sizes), options.latency is not None, memory, setting)
 
 

@@ -14,7 +14,7 @@ from samestep.config import merge
 from samestep.launch import launch
 from samestep.launch.place import find_place
 from samestep.run.start import set_up_devices, share_gpus
-from samestep.step.exchange import Exchange
+from samestep.tools.exchanging import exchanging
 from samestep.tools.scale.model import MEASURED_WORKERS, Link
 from samestep.tools.scale.traffic import ELEMENT_BYTES, MEETINGS, traffic
 from samestep.world.connect import connect
@@ -79,14 +79,7 @@ def _measure(nbytes: int) -> Seconds:
 
 def _in_turns(world: World, network: World, nbytes: int, device: torch.device) -> Seconds:
     parameter, own, received = (torch.zeros(nbytes // ELEMENT_BYTES, device=device) for _ in range(3))
-    exchange = Exchange([parameter], world.size, world)
     other = 1 - world.rank
-
-    def exchanged() -> None:
-        exchange.put([[parameter]])
-        world.barrier(DOING)
-        exchange.sum()
-        exchange.gather()
 
     def sent(elements: int) -> None:
         sizes = [elements * (rank == other) for rank in range(network.size)]
@@ -94,7 +87,7 @@ def _in_turns(world: World, network: World, nbytes: int, device: torch.device) -
 
     calls: list[tuple[Callable[[], object], int]] = [
         (lambda: world.barrier(DOING), SMALL_CALLS),
-        (exchanged, 1),
+        (exchanging(world, parameter, DOING), 1),
         (lambda: sent(1), SMALL_CALLS),
         (lambda: sent(len(own)), 1),
     ]

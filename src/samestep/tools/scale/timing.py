@@ -8,11 +8,11 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import RecordError
+from samestep.record.record import PARTS as RECORDED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-RECORDED: Final = ("data", "compute", "exchange", "optimizer", "snapshot")
 PARTS: Final = (*RECORDED, "other")
 WARM_UP: Final = 3  # steps that are left out: the first ones set memory aside and start loader processes
 FEWEST: Final = 3  # steps that are left to take a median of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -16,6 +15,7 @@ from samestep.record import read_events
 from samestep.snapshot.read import inspect, list_snapshots
 from samestep.snapshot.state import no_tensor, restore
 from samestep.step.layout import Layout
+from samestep.tools.job import start_run
 from samestep.tools.scale.peak import watch
 from samestep.tools.scale.timing import read_timing
 
@@ -82,19 +82,16 @@ class Trials:
 
     def _start(self, workers: int, directory: Path, lanes: int | None) -> int:
         """Run the script to its end; return the highest memory of a worker, in bytes."""
-        flags = ["--dir", str(directory), "--resume", "never", "--stop-after", str(self._steps), "--restarts", "0"]
-        flags += ["--remote", "none", "--transfer", "none", "--sinks", "none", *(() if lanes is None else ("--lanes", str(lanes)))]
-        command = [sys.executable, "-m", "samestep", "run", "-n", str(workers), *flags, *self._command]
+        flags = ["--resume", "never", "--stop-after", str(self._steps), *(() if lanes is None else ("--lanes", str(lanes)))]
         sys.stderr.write(f"running {workers} worker{'s' * (workers > 1)}{'' if lanes is None else f' with {lanes} lanes'} …\n")
         output = directory / "output.txt"
-        with output.open("wb") as file:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
-            try:
-                peak_bytes = watch(process, directory)
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
+        process = start_run(self._command, workers, directory, output, flags)
+        try:
+            peak_bytes = watch(process, directory)
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
         if process.returncode != 0:
             told = output.read_text(errors="replace")
             raise LaunchError(
