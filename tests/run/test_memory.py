@@ -50,5 +50,26 @@ def test_memory_that_a_step_freed_is_there_for_the_next_one():
     assert given_back > 0.9 * PAGES
 
 
+def kilobytes_of_its_own():
+    """Return the memory of this process that is in no file and shared with nobody."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.partition("RssAnon:")[2].split()[0])
+
+
+def given_back_by_sharding():
+    """Return the kilobytes that a worker has less after parameters have moved into memory that the workers share."""
+    with ss.init() as run:
+        model = run.replicate(torch.nn.Linear(2048, 8192))
+        before = kilobytes_of_its_own()
+        run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
+        return before - kilobytes_of_its_own(), sum(parameter.nbytes for parameter in model.parameters()) // 1024
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc has malloc_trim")
+def test_parameters_that_move_leave_no_memory_behind():
+    given_back, parameters = ss.launch(given_back_by_sharding, workers=2)
+    assert given_back > 0.9 * parameters
+
+
 if __name__ == "__main__":
     sys.stdout.write(" ".join(map(str, measured())))

@@ -9,7 +9,7 @@ from torch import nn
 from samestep.config import Config
 from samestep.data.batch import Batch
 from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
-from samestep.step import exchange
+from samestep.step import exchange, overlap
 from samestep.step.backward import Lanes
 from samestep.step.lanework import Loss, split_loss
 from samestep.step.replicate import replicate
@@ -119,6 +119,39 @@ def test_gradients_are_on_their_way_to_other_hosts_while_backward_runs():
     assert second == [3, 2, 1, 0, "exchange", "exchange", "exchange"] * 2
     (_, expected), _ = in_processes(2, body, 2 * 9 * 8 * 4 + 1)
     assert whole == expected
+
+
+def test_large_gradients_are_where_they_are_added_up_while_backward_runs():
+    def body(world, early_bytes):
+        overlap.EARLY_BYTES = early_bytes
+        lanes = Lanes(world, Config(), 2, [CPU])
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 40), nn.Linear(40, 40), nn.Linear(40, 2))
+        replicate(model, CPU, world)
+        lanes.add(model)
+        storages = []
+
+        def arrives(_):
+            """Tell what of the layers above is in a storage of more than one gradient."""
+            weights = [layer.weight for layer in model[1:]]
+            storages.append([weight.grad is not None and weight.grad.untyped_storage().nbytes() > weight.nbytes for weight in weights])
+
+        model[0].weight.register_hook(arrives)
+        found = []
+        for step in range(3):  # the third adds to the gradients of the second
+            batches = {lane: torch.randn(3, 3, generator=torch.Generator().manual_seed(10 * step + lane)) for lane in lanes.own}
+            batch = Batch(0, lanes.own, [3, 3], iter(batches.values()))
+            lanes.backward(Loss(lambda model, batch: model(batch).square().mean(), model), batch, model, (step, 0), None)
+            found.append(gradients(model))
+            if step == 0:
+                model.zero_grad()
+        return storages, found
+
+    limit = 40 * 40 * 4
+    ((_, expected),) = in_processes(1, body, limit)
+    assert in_processes(2, body, limit) == [([[True, False]] * 3, expected)] * 2
+    assert in_processes(2, body, limit + 1) == [([[False, False]] * 3, expected)] * 2
+    assert [found for _, found in on_hosts(2, 2, body, limit)] == [expected] * 2
 
 
 def test_an_optimizer_may_be_sharded_after_the_first_gradients():

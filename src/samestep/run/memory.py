@@ -1,4 +1,4 @@
-"""Let the C library keep memory that was freed, for the next step."""
+"""When the C library keeps memory that was freed, for the next step, and when it gives it back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEPT: Final = {TRIM_THRESHOLD: 1 << 30, MMAP_MAX: 0}  # up to 1 GiB a worker
 
 
 def keep_freed_memory() -> None:
-    """Let `free` keep what a step freed, and `malloc` reuse it, until `return_freed_memory`.
+    """Let `free` keep what a step freed, and `malloc` reuse it, until `keep_no_more`.
 
     Large tensors would otherwise be mapped afresh in every step, and the kernel clears each of their pages: for a network of
     25 million parameters that takes longer than its forward pass. Only glibc has these settings, and only its main heap keeps tensors
@@ -22,11 +22,16 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Put the C library back as it was, and give the kernel what is free."""
-    _set(USUAL)
+    """Give the kernel what is free now, such as memory that parameters have moved out of."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
+
+
+def keep_no_more() -> None:
+    """Put the C library back as it was, and give the kernel what is free."""
+    _set(USUAL)
+    return_freed_memory()
 
 
 def _set(values: dict[int, int]) -> None:

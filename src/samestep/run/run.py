@@ -19,6 +19,7 @@ from samestep.evaluate import Evaluation
 from samestep.launch.place import find_place
 from samestep.run.images import pixels
 from samestep.run.loops import PlannedLoop, run_loop
+from samestep.run.memory import return_freed_memory
 from samestep.run.progress import Position
 from samestep.run.scalars import scalars_of
 from samestep.run.session import Session
@@ -102,6 +103,7 @@ class Run:
         if self.workers > 1:
             self._lanes.shards.append(Shard(optimizer, self.lanes, self._world))
             parameters += [piece for group in optimizer.param_groups for piece in group["params"]]
+            return_freed_memory()  # where parameters were before they moved into flat storage
         self._sharded.update((id(parameter), parameter) for parameter in parameters)
         return optimizer
 

@@ -21,7 +21,7 @@ from samestep.record import open_record
 from samestep.record.beside import Beside
 from samestep.record.sinks.base import check_sinks
 from samestep.run.divergence import DivergenceCheck
-from samestep.run.memory import keep_freed_memory, return_freed_memory
+from samestep.run.memory import keep_freed_memory, keep_no_more
 from samestep.run.progress import Progress
 from samestep.run.start import agree_on_lanes, find_snapshot, set_aside, set_up_devices, share_gpus
 from samestep.run.stop import StopRequest
@@ -45,7 +45,7 @@ class Session:
         self.devices = set_up_devices(config, place)
         if self.devices[0].type == "cpu":
             keep_freed_memory()
-            self._exits.callback(return_freed_memory)
+            self._exits.callback(keep_no_more)
         self.world = connect(place, config, cuda=self.devices[0].type == "cuda", gpus_are_shared=share_gpus(self.devices, place))
         try:
             self._assemble(config)

@@ -17,7 +17,7 @@ from samestep.step.exchange import Exchange, buckets
 from samestep.step.gradients import set_gradients_aside
 from samestep.step.lanework import LaneWork
 from samestep.step.means import LaneResult
-from samestep.step.overlap import Overlap
+from samestep.step.overlap import EarlyCopies, EarlyExchange
 from samestep.step.parameters import ModuleParameters
 from samestep.step.replicas import Replicas
 from samestep.step.tree import carried
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from samestep.data.batch import Batch
     from samestep.step.gradients import Gradients
     from samestep.step.lanework import Loss
+    from samestep.step.overlap import Overlap
     from samestep.step.shard import Block, Shard
     from samestep.world import World
 
@@ -182,11 +183,12 @@ class Lanes:
         return self._targets[cache_key]
 
     def _overlap_of(self, targets: list[Target], parameters: Sequence[torch.nn.Parameter]) -> Overlap | None:
-        """Return what exchanges while backward runs: where each worker has one lane on one device and no other's memory to read."""
-        if not targets or self.lanes > self.world.size or not all(target.exchange.between_hosts_only for target in targets):
+        """Return what handles gradients while backward runs: where each worker has one lane, on one device."""
+        if not targets or self.lanes > self.world.size:
             return None
         if id(targets) not in self._overlaps:
-            self._overlaps[id(targets)] = Overlap(targets, parameters)
+            kind = EarlyCopies if self.world.shares_memory else EarlyExchange
+            self._overlaps[id(targets)] = kind(targets, parameters)
         return self._overlaps[id(targets)]
 
 

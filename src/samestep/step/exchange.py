@@ -67,11 +67,6 @@ class Exchange:
         self._received: Callable[[], dict[Span, torch.Tensor]] | None = None  # of an exchange that has begun
 
     @property
-    def between_hosts_only(self) -> bool:
-        """Whether nobody shares memory, so that an exchange may start when this worker alone has put its gradients."""
-        return not self._world.shares_memory
-
-    @property
     def place(self) -> int:
         """Where this worker stands among those of its host."""
         return self._route.place
@@ -97,10 +92,18 @@ class Exchange:
         size = self.layout.slice_size
         return flat[rank * size : (rank + 1) * size]
 
+    def own_views(self, subtree: int) -> list[torch.Tensor]:
+        """Return where the gradients of one of this worker's subtrees are added, by parameter; `put` copies no gradient that is there."""
+        return self._own_views[subtree]
+
+    def wait_until_free(self) -> None:
+        """Return when nobody reads the gradients of before: after two backward passes without an update somebody may."""
+        if self._world.shares_memory and self._world.meetings == self._summed_at:
+            self._world.barrier("waiting until all have added up the gradients before")
+
     def put(self, own: Sequence[Gradients]) -> None:
         """Copy the gradients of this worker's subtrees, in lane order, to where they are added; all workers meet before they `sum`."""
-        if self._world.shares_memory and self._world.meetings == self._summed_at:
-            self._world.barrier("waiting until all have added up the gradients before")  # two backward passes without an update
+        self.wait_until_free()
         for views, gradients in zip(self._own_views, own, strict=True):
             copy_gradients(views, gradients)
 

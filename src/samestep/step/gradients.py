@@ -51,8 +51,8 @@ def _plus_zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def copy_gradients(views: Sequence[torch.Tensor], gradients: Gradients) -> None:
-    """Copy gradients into views of flat storage, zeros for missing ones."""
-    pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+    """Copy gradients into views of flat storage, zeros for missing ones; a gradient may be its view already."""
+    pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None and gradient is not view]
     if pairs:
         torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
     for view, gradient in zip(views, gradients, strict=True):

@@ -1,10 +1,11 @@
-"""The exchange of gradients between hosts while backward still runs."""
+"""What happens to the gradients of a worker's only lane while backward still runs."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -12,35 +13,56 @@ if TYPE_CHECKING:
     import torch
 
     from samestep.step.backward import Target
+    from samestep.step.gradients import Gradients
+
+EARLY_BYTES: Final = 1 << 18  # of the smallest gradient whose early copy saves more than it costs to call for it
 
 
-class Overlap:
-    """Starts to exchange a worker's only lane, a target at a time, as soon as autograd has its gradients.
+class Overlap(ABC):
+    """Watches autograd run the backward of a lane, once."""
+
+    def __init__(self, targets: Sequence[Target], parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._targets, self._parameters = targets, parameters
+        self._watching = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Act on gradients that come during a block, which runs autograd's backward of the lane once."""
+        self._begin()
+        self._watching = True
+        try:
+            yield
+        finally:
+            self._watching = False
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Make ready: no gradient has come."""
+
+    @abstractmethod
+    def finish(self, own: Sequence[Gradients]) -> None:
+        """Give the exchanges what they do not have yet; `own` has the lane's gradients."""
+
+
+class EarlyExchange(Overlap):
+    """Starts to exchange between hosts, a target at a time, as soon as autograd has its gradients.
 
     Autograd reaches parameters about in the reverse of their order, and every worker must start its exchanges in the same order; so
     targets start from the last to the first, and those that a lane does not reach wait for `finish`.
     """
 
     def __init__(self, targets: Sequence[Target], parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._targets = targets[::-1]
-        self._parameters = parameters
+        super().__init__(targets[::-1], parameters)
         self._awaited = [0] * len(targets)
         self._started = 0
-        self._watching = False
         for number, target in enumerate(self._targets):
             for n in target.numbers:
                 if n is not None:
                     parameters[n].register_post_accumulate_grad_hook(partial(self._arrived, number))
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Start what is complete during a block, which runs autograd's backward of the lane once."""
+    def _begin(self) -> None:
         self._awaited = [sum(n is not None for n in target.numbers) for target in self._targets]
-        self._started, self._watching = 0, True
-        try:
-            yield
-        finally:
-            self._watching = False
+        self._started = 0
 
     def _arrived(self, number: int, _: torch.Tensor) -> None:
         if not self._watching:
@@ -50,14 +72,38 @@ class Overlap:
             while self._started < len(self._targets) and not self._awaited[self._started]:
                 self._start_next([parameter.grad for parameter in self._parameters])
 
-    def finish(self, own: Sequence[list[torch.Tensor | None]]) -> None:
-        """Start what has not started; `own` has the lane's gradients."""
+    def finish(self, own: Sequence[Gradients]) -> None:
         while self._started < len(self._targets):
             self._start_next(*own)
         self._started = 0
 
-    def _start_next(self, gradients: list[torch.Tensor | None]) -> None:
+    def _start_next(self, gradients: Gradients) -> None:
         target = self._targets[self._started]
         self._started += 1
         target.put([gradients])
         target.exchange.start()
+
+
+class EarlyCopies(Overlap):
+    """Copies large gradients where they are added up as soon as autograd has them: still in the cache, and all are never there twice."""
+
+    def __init__(self, targets: Sequence[Target], parameters: Sequence[torch.nn.Parameter]) -> None:
+        super().__init__(targets, parameters)
+        for target in targets:
+            for n, view in zip(target.numbers, target.exchange.own_views(0), strict=True):
+                if n is not None and view.nbytes >= EARLY_BYTES:
+                    parameters[n].register_post_accumulate_grad_hook(partial(self._arrived, view))
+
+    def _begin(self) -> None:
+        for target in self._targets:
+            target.exchange.wait_until_free()
+
+    def _arrived(self, view: torch.Tensor, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if self._watching and gradient is not None and gradient.layout == view.layout:  # sparse ones are refused after backward
+            view.copy_(gradient)
+            parameter.grad = view
+
+    def finish(self, own: Sequence[Gradients]) -> None:
+        for target in self._targets:
+            target.put(own)
