@@ -119,19 +119,23 @@ def test_gradients_are_overwritten_only_when_all_have_met_since_they_were_added(
 
     def body(world):
         exchange = Exchange([torch.nn.Parameter(torch.zeros(64))], world.size, world)
-        met = []
-        for step in range(3):
+        meet_on_host, met, before_put = world.meet_on_host, [], []
+        world.meet_on_host = lambda what: (met.append(what), meet_on_host(what))
+        for step in range(4):
             if step == 2:
-                world.barrier("passing on parameters")
-            before = world.meetings
+                world.barrier("doing something else")
+            if step == 3:
+                exchange.gather()
+            met.clear()
             exchange.put([[torch.full((64,), float(step))]])
-            met.append(world.meetings - before)
+            before_put.append(len(met))
             world.barrier("exchanging losses")
             exchange.sum()
-        return met
+        return before_put
 
-    assert in_processes(2, body) == [[0, 1, 0]] * 2
-    assert on_hosts(2, 2, body) == [[0, 0, 0]] * 2  # nobody reads there
+    assert in_processes(2, body) == [[0, 1, 0, 0]] * 2
+    assert on_hosts(2, 4, body) == [[0, 1, 0, 0]] * 4
+    assert on_hosts(2, 2, body) == [[0, 0, 0, 0]] * 2  # nobody reads there
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])

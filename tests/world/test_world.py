@@ -8,6 +8,7 @@ from multiprocessing import get_context
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from samestep.errors import WorldError
 from samestep.world import formation
@@ -28,7 +29,7 @@ def conforms(world):
     for check in CHECKS:
         before = world.meetings
         check(world)
-        assert world.meetings > before or check is rank_zero_is_copied  # where rank 0 need not wait for anyone
+        assert world.meetings > before or check in {rank_zero_is_copied, workers_of_a_host_meet}  # where not all need to wait for all
     meetings = world.meetings
     world.barrier("waiting")
     assert world.meetings == meetings + 1
@@ -114,6 +115,16 @@ def memory_is_shared_inside_hosts(world):
         world.barrier("reading")
 
 
+def workers_of_a_host_meet(world):
+    (seen,) = world.shared(1)[:1]  # the first worker's
+    for turn in range(1, 4):
+        if world.rank == world.host.start:
+            seen.fill_(turn)
+        world.meet_on_host("reading")
+        assert seen.item() == turn
+        world.meet_on_host("writing")
+
+
 CHECKS = (
     bytes_of_any_length,
     json_keeps_bits,
@@ -122,6 +133,7 @@ CHECKS = (
     parts_go_to_their_ranks,
     rank_zero_is_copied,
     memory_is_shared_inside_hosts,
+    workers_of_a_host_meet,
 )
 
 
@@ -136,13 +148,28 @@ def test_a_world_through_host_memory_conforms(workers):
     assert in_processes(workers, lambda world: conforms(Staged(world))) == list(range(workers))
 
 
-@pytest.mark.parametrize(("hosts", "workers"), [(1, 2), (2, 2), (2, 4)])
+@pytest.mark.parametrize(("hosts", "workers"), [(1, 2), (2, 2), (2, 4), (3, 3), (4, 4)])
 def test_a_world_of_several_hosts_conforms(hosts, workers):
     def body(world):
         assert len(world.hosts) == hosts
         return conforms(world)
 
     assert on_hosts(hosts, workers, body) == list(range(workers))
+
+
+def test_messages_pass_a_host_once_and_in_few_rounds(monkeypatch):
+    sent = []
+    send = dist.isend
+    monkeypatch.setattr(dist, "isend", lambda rows, *arguments: (sent.append(tuple(rows.shape)), send(rows, *arguments))[1])
+
+    def body(world):
+        sent.clear()
+        world.barrier("counting messages")
+        return sent
+
+    assert on_hosts(2, 4, body) == [[(2, 1024)], [], [(2, 1024)], []]
+    assert on_hosts(3, 3, body) == [[(1, 1024), (1, 1024)]] * 3
+    assert on_hosts(4, 4, body) == [[(1, 1024), (2, 1024)]] * 4
 
 
 def calls(world):
@@ -158,14 +185,16 @@ def calls(world):
     }
 
 
-@pytest.mark.parametrize("join", [shared_world, distributed_world])
-def test_a_lost_worker_is_an_error_on_the_others_within_seconds(join):
+@pytest.mark.parametrize(
+    ("join", "workers"), [(shared_world, 3), (distributed_world, 3), (functools.partial(distributed_world, hosts=2), 4)]
+)
+def test_a_lost_worker_is_an_error_on_the_others_within_seconds(join, workers):
     """After the first error every further call fails too, at once."""
 
     def body():
         world = join(patience=300)
         world.barrier("starting")
-        if world.rank == 1:
+        if world.rank == 2:
             os._exit(7)
         started = time.monotonic()
         told = {}
@@ -176,9 +205,9 @@ def test_a_lost_worker_is_an_error_on_the_others_within_seconds(join):
         world.close()
         return time.monotonic() - started, told
 
-    outcomes = try_workers(body, 3)
-    assert [outcome.exitcode for outcome in outcomes] == [0, 7, 0]
-    for outcome in (outcomes[0], outcomes[2]):
+    outcomes = try_workers(body, workers)
+    assert [outcome.exitcode for outcome in outcomes] == [0, 0, 7, 0][:workers]
+    for outcome in outcomes[:2] + outcomes[3:]:
         seconds, told = outcome.value
         assert seconds < 10
         for name, message in told.items():

@@ -99,7 +99,7 @@ class Exchange:
     def wait_until_free(self) -> None:
         """Return when nobody reads the gradients of before: after two backward passes without an update somebody may."""
         if self._world.shares_memory and self._world.meetings == self._summed_at:
-            self._world.barrier("waiting until all have added up the gradients before")
+            self._meet("waiting until all have added up the gradients before")
 
     def put(self, own: Sequence[Gradients]) -> None:
         """Copy the gradients of this worker's subtrees, in lane order, to where they are added; all workers meet before they `sum`."""
@@ -171,11 +171,15 @@ class Exchange:
             return
         if self._route.others:
             self._fetch(own, what)
-        self._world.barrier(what)
+        self._meet(what)
         for worker, flat in zip(self._route.host, flats, strict=True):
             for owner in () if worker == rank else (worker, *self._route.brings[worker]):
                 self.slice_of(own, owner).copy_(self.slice_of(flat, owner))
-        self._world.barrier(what)  # after it, whoever holds the storage may write there
+        self._meet(what)  # after it, whoever holds the storage may write there
+
+    def _meet(self, what: str) -> None:
+        self._world.meet_on_host(what)
+        self._summed_at = -1  # those who came have added up
 
     def _fetch(self, own: torch.Tensor, what: str) -> None:
         """Bring this host the slices of the workers whose partner this one is."""

@@ -84,6 +84,10 @@ class World(ABC):
     def barrier(self, what: str) -> None:
         """Return when every worker has arrived."""
 
+    def meet_on_host(self, what: str) -> None:
+        """Return when every worker of this host has arrived, or of all hosts; `meetings` may not count it."""
+        self.barrier(what)
+
     @abstractmethod
     def close(self) -> None:
         """Leave the world; no call may follow."""

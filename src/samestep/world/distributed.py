@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from samestep.errors import WorldError
 from samestep.world.base import FORMING, World, another_call
 from samestep.world.memory import share
+from samestep.world.whereabouts import no_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +35,9 @@ class Distributed(World):
         self.whereabouts = formation.whereabouts
         self._mesh = formation.mesh
         self._capacity = 1024
+        self._tables = torch.empty(0, dtype=torch.uint8)
+        self._turn = 0
+        self._failure = ""
         self._patience_seconds = formation.patience_seconds
         timeout = timedelta(seconds=formation.patience_seconds)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -41,7 +46,13 @@ class Distributed(World):
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
-        """Wait for the others; turn a backend's error into one that says where this worker stood, and why they did not come."""
+        """Wait for the others; turn a backend's error into one that says where this worker stood, and why they did not come.
+
+        After a failure every further call fails at once, as those of a mesh do.
+        """
+        if self._failure:
+            raise no_answer(self.rank, what, self._failure)
+        self._failure = f"an earlier call failed, while {what}"
         started = time.monotonic()
         with self.whereabouts.waiting(what):
             try:
@@ -49,21 +60,60 @@ class Distributed(World):
             except RuntimeError as error:
                 late = time.monotonic() - started >= LATE * self._patience_seconds
                 raise self.whereabouts.explain(what, str(error).strip().partition("\n")[0], late=late) from error
+        self._failure = ""
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
-        """One collective while messages fit the capacity, which grows alike on all workers when they do not."""
+        """One exchange while messages fit the capacity, which grows alike on all workers when they do not."""
         while True:
-            padded = self._padded(data, what)
-            out = torch.empty(self.size * self._capacity, dtype=torch.uint8)
-            with self._answering(what):
-                _all_gather_flat(out, padded)
-            rows = out.view(self.size, self._capacity).numpy()
+            rows = self._all_gather_rows(self._padded(data, what), what).numpy()
             self._check_call([row[LENGTH_BYTES:HEAD_BYTES].tobytes() for row in rows], what)
             lengths = [int.from_bytes(row[:LENGTH_BYTES].tobytes(), "little") for row in rows]
             if max(lengths) + HEAD_BYTES <= self._capacity:
                 self.meetings += 1
                 return [row[HEAD_BYTES : HEAD_BYTES + n].tobytes() for row, n in zip(rows, lengths, strict=True)]
             self._capacity = 2 * (max(lengths) + HEAD_BYTES)
+
+    def _all_gather_rows(self, own: torch.Tensor, what: str) -> torch.Tensor:
+        """Return every worker's row by rank, to be read before the next call.
+
+        They lie in a table that the workers of a host share; the first of them fetches the rows of other hosts. There are two tables,
+        used in turn: who writes its row to one has come to the meetings of the other, and so have all who read in this one before.
+        """
+        if self._tables.shape[-1] != len(own):
+            self._tables = self.shared(2 * self.size * len(own))[0].view(2, self.size, len(own))
+        table = self._tables[self._turn]
+        self._turn = 1 - self._turn
+        table[self.rank] = own
+        self.meet_on_host(what)
+        if self.rank == self.host.start:
+            try:
+                with self._answering(what):
+                    self._fetch_rows(table)
+            except WorldError:
+                if self._mesh is not None:
+                    self._mesh.close()  # the others of this host wait there
+                raise
+        self.meet_on_host(what)
+        return table
+
+    def _fetch_rows(self, table: torch.Tensor) -> None:
+        """Fill the rows of other hosts in ceil(log2(hosts)) rounds, where gloo's ring takes a round for each (Bruck et al. 1997).
+
+        In each round a host hands another one all rows that it has, so that it has those of twice as many hosts after it.
+        """
+        hosts, own, have = self.hosts, self.hosts.index(self.host), 1
+        while have < len(hosts):
+            new = min(have, len(hosts) - have)
+            left, right = hosts[own - have], hosts[(own + have) % len(hosts)]
+            sent = torch.cat([_rows(table, hosts[(own + n) % len(hosts)]) for n in range(new)])
+            received = [_rows(table, hosts[(own + have + n) % len(hosts)]) for n in range(new)]
+            sending = dist.isend(sent, left.start)
+            rows = table.new_empty(sum(map(len, received)), table.shape[1])
+            dist.recv(rows, right.start)
+            for place, some in zip(received, rows.split([len(part) for part in received]), strict=True):
+                place.copy_(some)
+            sending.wait()  # type: ignore[union-attr]  # it is None for workers outside of the group, and there are none
+            have += new
 
     def _check_call(self, told: Sequence[bytes], what: str) -> None:
         for rank, other in enumerate(told):
@@ -119,8 +169,17 @@ class Distributed(World):
     def barrier(self, what: str) -> None:
         self.all_gather_bytes(b"", what)
 
+    def meet_on_host(self, what: str) -> None:
+        if self._mesh is not None:
+            with self._answering(what):
+                self._mesh.meet(what)
+
     def close(self) -> None:
         self.whereabouts.close()  # first: those who find this worker gone then know why
         if self._mesh is not None:
             self._mesh.close()
         dist.destroy_process_group()
+
+
+def _rows(table: torch.Tensor, host: range) -> torch.Tensor:
+    return table[host.start : host.stop]

@@ -41,6 +41,13 @@ class Ring:
 
 
 @dataclass(frozen=True)
+class Doubling:
+    """The first worker of a host hands all that it has, so many bytes of each host, to one twice as far away each time."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Meeting:
     """The workers of a host send each other an empty message."""
 
@@ -51,7 +58,7 @@ class WrittenDown(World):
     def __init__(self, rank: int, size: int, per_host: int) -> None:
         self.rank, self.size = rank, size
         self.hosts = [range(first, min(first + per_host, size)) for first in range(0, size, per_host)]
-        self.calls: list[AllToAll | Ring | Meeting] = []
+        self.calls: list[AllToAll | Ring | Doubling | Meeting] = []
 
     def all_gather_bytes(self, data, what):
         self.barrier(what)
@@ -73,13 +80,20 @@ class WrittenDown(World):
         raise NotImplementedError
 
     def barrier(self, what):
-        self.calls.append(Meeting() if len(self.hosts) == 1 else Ring(MEETING_BYTES))
+        self.meet_on_host(what)
+        if len(self.hosts) > 1:
+            self.calls.append(Doubling(MEETING_BYTES * len(self.host)))
+            self.meet_on_host(what)
+
+    def meet_on_host(self, what):
+        if len(self.host) > 1:
+            self.calls.append(Meeting())
 
     def close(self):
         raise NotImplementedError
 
 
-def calls_of(rank: int, workers: int, per_host: int, lanes: int, elements: int) -> list[AllToAll | Ring | Meeting]:
+def calls_of(rank: int, workers: int, per_host: int, lanes: int, elements: int) -> list[AllToAll | Ring | Doubling | Meeting]:
     """Return what one worker's exchange of a step asks of the world, in order, as `samestep.step.backward` leads it."""
     world = WrittenDown(rank, workers, per_host)
     parameter = torch.zeros(elements)
@@ -95,7 +109,7 @@ def calls_of(rank: int, workers: int, per_host: int, lanes: int, elements: int) 
 class Simulation:
     """Plays the calls of all workers; `now` is when the last one is done, in seconds."""
 
-    calls: Sequence[Sequence[AllToAll | Ring | Meeting]]
+    calls: Sequence[Sequence[AllToAll | Ring | Doubling | Meeting]]
     network: Network
     now: float = 0.0
     _link_free_at: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -122,22 +136,40 @@ class Simulation:
 
     def _work(self, rank: int) -> Iterator[float | int]:
         """Do what a worker does; yields a time to be woken at, or the rank of whom to wait for a message from."""
-        size = len(self.calls)
         for call in self.calls[rank]:
             if isinstance(call, AllToAll):
-                for distance in range(1, size):
-                    yield self._send(rank, (rank + distance) % size, call.nbytes[(rank + distance) % size])
-                for distance in range(1, size):
-                    yield (rank - distance) % size
+                yield from self._all_to_all(rank, call)
             elif isinstance(call, Ring):
-                for _ in range(size - 1):
-                    yield self._send(rank, (rank + 1) % size, call.nbytes)
-                    yield (rank - 1) % size
+                for _ in range(len(self.calls) - 1):
+                    yield self._send(rank, (rank + 1) % len(self.calls), call.nbytes)
+                    yield (rank - 1) % len(self.calls)
+            elif isinstance(call, Doubling):
+                yield from self._double(rank, call)
             else:
-                for distance in range(1, size):
-                    yield self._send(rank, (rank + distance) % size, 0, self.network.memory.latency)
-                for distance in range(1, size):
-                    yield (rank - distance) % size
+                yield from self._meet(rank)
+
+    def _all_to_all(self, rank: int, call: AllToAll) -> Iterator[float | int]:
+        size = len(self.calls)
+        for distance in range(1, size):
+            yield self._send(rank, (rank + distance) % size, call.nbytes[(rank + distance) % size])
+        for distance in range(1, size):
+            yield (rank - distance) % size
+
+    def _double(self, rank: int, call: Doubling) -> Iterator[float | int]:
+        size, on_host = len(self.calls), self.network.workers_per_host
+        hosts, have = size // on_host, 1
+        while rank % on_host == 0 and have < hosts:
+            new = min(have, hosts - have)
+            yield self._send(rank, (rank - have * on_host) % size, new * call.nbytes)
+            yield (rank + have * on_host) % size
+            have += new
+
+    def _meet(self, rank: int) -> Iterator[float | int]:
+        on_host = self.network.workers_per_host
+        others = [other for other in range(len(self.calls)) if other // on_host == rank // on_host and other != rank]
+        for other in others:
+            yield self._send(rank, other, 0, self.network.memory.latency)
+        yield from others
 
     def _send(self, sender: int, receiver: int, nbytes: int, latency: float | None = None) -> float:
         """Send a message and return when it has arrived."""

@@ -135,9 +135,9 @@ def exchange_seconds(sent: Traffic, network: Network, on_host: int, overlap: flo
     """
     memory, between = network.memory, network.between
     latency, sending = between.latency, sent.sent_bytes / between.bandwidth
-    ring = latency * sent.rounds + sent.ring_bytes / between.bandwidth
+    passing = latency * sent.rounds + sent.passed_bytes / between.bandwidth
     meeting, moving = memory.latency * sent.meetings, sent.moved_bytes / memory.bandwidth
-    fixed = ring + meeting
+    fixed = passing + meeting
     crowd = max(1.0, on_host / MEASURED_WORKERS)
     return Range(
         fixed + moving + max(0.0, latency * sent.batches + sending - overlap),
@@ -149,7 +149,7 @@ def exchange_seconds(sent: Traffic, network: Network, on_host: int, overlap: flo
 def share_of_latency(sent: Traffic, network: Network) -> float:
     """Return which share of the time between hosts passes with messages and not with their bytes; 0 where there are none."""
     waiting = network.between.latency * (sent.rounds + sent.messages)
-    sending = (sent.sent_bytes + sent.ring_bytes) / network.between.bandwidth
+    sending = (sent.sent_bytes + sent.passed_bytes) / network.between.bandwidth
     return waiting / (waiting + sending) if waiting else 0.0
 
 

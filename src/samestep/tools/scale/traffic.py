@@ -14,16 +14,16 @@ from samestep.step.layout import Layout
 from samestep.step.tree import carried, subtrees
 
 ELEMENT_BYTES: Final = 4
-MEETINGS: Final = 3  # of all workers in a step: with the losses, and before and after what each has is gathered
-MEETING_BYTES: Final = 1024  # that a worker tells all others in a meeting; losses of many lanes take more
+MEETINGS: Final = 3  # of a host's workers in a step: with the losses, and before and after what each has is gathered
+MEETING_BYTES: Final = 1024  # that a worker tells all others with the losses; those of many lanes take more
 
 
 @dataclass(frozen=True)
 class Traffic:
     """What a step costs the worker, or the host, that it costs most.
 
-    Between hosts: `rounds` wait for each other (rings, in which every worker passes on what it received), `messages` do not (they leave
-    for all partners at once), in `batches` of such; `sent_bytes` leave a host for its partners and `ring_bytes` in rings.
+    Between hosts: `rounds` wait for each other (who passes on what it received), `messages` do not (they leave for all partners at
+    once), in `batches` of such; `sent_bytes` leave a host for its partners and `passed_bytes` in rounds.
     Within a host: `meetings` messages among its workers; `moved_bytes` that each reads or writes in memory.
     """
 
@@ -31,7 +31,7 @@ class Traffic:
     messages: int = 0
     batches: int = 0
     sent_bytes: int = 0
-    ring_bytes: int = 0
+    passed_bytes: int = 0
     meetings: int = 0
     moved_bytes: int = 0
 
@@ -53,23 +53,25 @@ def traffic(workers: int, per_host: int, lanes: int, nbytes: int) -> Traffic:
     if hosts == 1:
         return Traffic(meetings=MEETINGS * (workers - 1), moved_bytes=moved)
     partners, others = hosts - 1, workers - 1
+    doublings, told = partners.bit_length(), partners * on_host * MEETING_BYTES  # of losses: each time a host has those of twice as many
     exchanged = partners * on_host * slice_bytes * of_host
     if on_host == 1:  # buckets travel one after the other, and their gather is a ring
         buckets = max(1, -(-nbytes // BUCKET_BYTES))
         return Traffic(
-            rounds=(1 + buckets) * others,
+            rounds=doublings + buckets * others,
             messages=buckets * others,
             batches=buckets,
             sent_bytes=exchanged,
-            ring_bytes=others * (MEETING_BYTES + slice_bytes),
+            passed_bytes=told + others * slice_bytes,
             moved_bytes=moved,
         )
     return Traffic(
-        rounds=MEETINGS * others,
+        rounds=doublings,
         messages=2 * others,
         batches=2,
         sent_bytes=exchanged + partners * on_host * slice_bytes,
-        ring_bytes=MEETINGS * others * MEETING_BYTES,
+        passed_bytes=told,
+        meetings=(MEETINGS + 1) * (on_host - 1),  # with losses they meet twice: before the first of them fetches those of others, and after
         moved_bytes=moved,
     )
 
