@@ -28,7 +28,7 @@ def busy(step, *own):
 STEPS = st.integers(0, 3)
 NAMES = st.sampled_from(["loss", "accuracy"])
 EVENTS = st.lists(
-    st.builds(started, STEPS, kind=st.sampled_from(["started", "resumed"]), workers=st.integers(1, 3))
+    st.builds(started, STEPS, kind=st.sampled_from(["started", "resumed"]), workers=st.integers(1, 3), epoch=STEPS)
     | st.builds(
         lambda step, name, mark: {**scalars(step, **{name: step / 3}), **mark}, STEPS, NAMES, st.sampled_from([{}, {"between": True}])
     )
@@ -231,6 +231,25 @@ def test_progress(tmp_path, monkeypatch):
     progress = view.summary()["progress"]
     assert (progress["done"], progress["samples"]) == (13, 50 + 6 * 8)
     assert progress["seconds_left"] is progress["steps_per_second"] is None
+
+
+def test_a_run_that_was_evaluated_afterwards_shows_how_it_was_trained(tmp_path):
+    loop = {"event": "loop", "name": "train", "step": 0, "epoch": 0, "done": 0, "steps": 8, "epochs": 2}
+    events = [started(workers=2), loop, *[scalars(step, loss=1.0) for step in range(8)], {"event": "finished", "step": 8}]
+    view = view_of(tmp_path, *events, started(8, kind="resumed", workers=1, epoch=2))
+    row = view.row()
+    assert (row["workers"], row["epoch"], row["step"]) == (1, 2, 8)  # while it runs
+    assert view.summary()["progress"]["epochs"] is None
+    for _ in range(2):
+        write(tmp_path, {"event": "finished", "step": 8})
+        view.refresh()
+        row, progress = view.row(), view.summary()["progress"]
+        assert (row["workers"], row["epoch"], row["step"], row["state"]) == (2, 2, 8, "finished")
+        assert (progress["epochs"], progress["done"]) == (2, 8)
+        assert [worker["lanes"] for worker in view.summary()["workers"]] == [[0, 4], [4, 8]]
+        write(tmp_path, started(8, kind="resumed", workers=3, epoch=2))
+        view.refresh()
+        assert view.row()["workers"] == 3
 
 
 def test_progress_of_what_tells_little(tmp_path):

@@ -95,6 +95,7 @@ class Session:
             "started" if resumed is None else "resumed",
             attempt=attempt,
             step=self.progress.step,
+            epoch=self.progress.epoch,
             snapshot=None if resumed is None else str(resumed.path),
             lanes=self.config.lanes,
             workers=self.world.all_gather_json(worker, "starting"),

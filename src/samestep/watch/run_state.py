@@ -74,6 +74,7 @@ class RunState:
         self.step = 0.0
         self.epoch: int | None = None
         self.loop: Mapping[str, Any] | None = None
+        self._trained: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the last start that began a loop, and the loop
         self.paces: deque[tuple[float, float]] = deque(maxlen=RECENT + 1)  # steps that were done, and when
         self._images_seen = 0
         self._takers = {"scalars": self._scalars, "timing": self._timing, "image": self._image}
@@ -95,6 +96,8 @@ class RunState:
     def _is_told(self, event: dict[str, Any], kind: str) -> bool:
         """Take an event of the run itself, and tell whether it belongs in the time line."""
         self.state = ENDS.get(kind, self.state)
+        if kind == "finished" and self.loop is None and self._trained is not None:
+            self.start, self.loop = self._trained  # this start evaluated what that one trained
         if kind != "restarting":
             self._reached(number(event.get("step")), None)
         if kind == "images_dropped":
@@ -119,7 +122,9 @@ class RunState:
         self.images = {number: image for number, image in self.images.items() if image.place <= last}
         self.started = time if self.started is None else self.started
         self._tell(event, kind, time)
-        self.state, self.start, self.loop, self.epoch = "running", event, None, None
+        if self.loop is not None:
+            self._trained = self.start, self.loop
+        self.state, self.start, self.loop, self.epoch = "running", event, None, whole(event.get("epoch"))
         self.step = number(event.get("step")) or 0.0
         self.attempts += 1
         self.paces.clear()
