@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import samestep as ss
+from samestep.record import read_events
 from tests.workers import run_workers
 
 if TYPE_CHECKING:
@@ -138,8 +138,7 @@ def logged(directory: Path) -> dict[str, str]:
 
 def events(directory: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """Return the events of a run's record, or those of one kind."""
-    lines = (directory / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if kind in {None, event["event"]}]
+    return [event for event in read_events(directory) if kind in {None, event["event"]}]  # a killed run may leave a torn line
 
 
 def snapshots(directory: Path) -> list[str]:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from samestep.errors import ModelError
-from samestep.step.replicate import replicate
+from samestep.step.replicate import LARGE_BYTES, replicate
 from samestep.world import Alone
 from tests.bits import digest
 from tests.worlds import in_processes
@@ -26,6 +26,8 @@ class Model(nn.Module):
         self.mixed = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2, dtype=torch.float64))
         self.scale = nn.Parameter(torch.randn(()))
         self.empty = nn.Parameter(torch.randn(0, 3))
+        self.large = nn.Parameter(torch.randn(LARGE_BYTES // 8, 2))
+        self.transposed = nn.Parameter(torch.randn(2, LARGE_BYTES // 8).T)
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
         self.register_buffer("seen", torch.rand(4) > 0.5)
         self.register_buffer("unsaved", torch.rand(2), persistent=False)

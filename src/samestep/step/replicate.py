@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -11,6 +11,9 @@ from samestep.errors import ModelError
 
 if TYPE_CHECKING:
     from samestep.world import World
+
+LARGE_BYTES: Final = 1 << 20  # of a tensor that travels by itself: together with others it would be copied twice, and held in memory
+WHAT: Final = "replicating a model"
 
 
 def replicate(module: torch.nn.Module, device: torch.device, world: World) -> None:
@@ -29,11 +32,19 @@ def replicate(module: torch.nn.Module, device: torch.device, world: World) -> No
     tensors = dict(chain(module.named_parameters(), module.named_buffers()))
     _compare({name: [list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in tensors.items()}, world)
     with torch.no_grad():
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
-            of_dtype = [tensor for tensor in tensors.values() if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1) for tensor in of_dtype])
-            world.broadcast(flat, "replicating a model")
-            for tensor, values in zip(of_dtype, flat.split([tensor.numel() for tensor in of_dtype]), strict=True):
+        together: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors.values():
+            if tensor.nbytes >= LARGE_BYTES:
+                values = tensor.contiguous()
+                world.broadcast(values, WHAT)
+                if values is not tensor:
+                    tensor.copy_(values)
+            else:
+                together.setdefault(tensor.dtype, []).append(tensor)
+        for small in together.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in small])
+            world.broadcast(flat, WHAT)
+            for tensor, values in zip(small, flat.split([tensor.numel() for tensor in small]), strict=True):
                 tensor.copy_(values.view(tensor.shape))
 
 
