@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from samestep.errors import WorldError
 from samestep.world import formation
-from samestep.world.distributed import HEAD_BYTES
+from samestep.world.distributed import HEAD_BYTES, ROW_BYTES
 from samestep.world.shared import INLINE_BYTES
 from samestep.world.staged import Staged
 from tests.workers import run_workers, try_workers
 from tests.worlds import distributed_world, in_processes, in_threads, on_hosts, shared_world
 
-FIRST_CAPACITY = 1024 - HEAD_BYTES  # bytes that fit the first message of `Distributed`
+FIRST_CAPACITY = ROW_BYTES - HEAD_BYTES  # bytes that fit the first message of `Distributed`
 LENGTHS = [0, 1, FIRST_CAPACITY - 1, FIRST_CAPACITY, FIRST_CAPACITY + 1, INLINE_BYTES, INLINE_BYTES + 1, 3, 200_000, 0]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
 

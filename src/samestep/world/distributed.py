@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 LENGTH_BYTES = 8
 WHAT_BYTES = 200  # of `what`, after the length
 HEAD_BYTES = LENGTH_BYTES + WHAT_BYTES
+ROW_BYTES = 1024  # of the first message that a worker sends all others for a reason; later ones are as long as that needs
+KEPT_ROW_BYTES = 64 << 10  # of the longest message whose length and tables are kept for the next one
 LATE = 0.95  # of the patience: an error after that is the backend's own clock
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
@@ -34,8 +36,8 @@ class Distributed(World):
         self.rank, self.size, self.hosts = formation.rank, formation.size, formation.hosts
         self.whereabouts = formation.whereabouts
         self._mesh = formation.mesh
-        self._capacity = 1024
-        self._tables = torch.empty(0, dtype=torch.uint8)
+        self._row_bytes: dict[str, int] = {}  # by what is done, where it is not `ROW_BYTES`
+        self._tables: dict[int, torch.Tensor] = {}  # by the bytes of a row
         self._turn = 0
         self._failure = ""
         self._patience_seconds = formation.patience_seconds
@@ -63,15 +65,18 @@ class Distributed(World):
         self._failure = ""
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
-        """One exchange while messages fit the capacity, which grows alike on all workers when they do not."""
+        """One exchange while messages are no longer than those of the same reason were; else another, long enough for all."""
+        size = self._row_bytes.get(what, ROW_BYTES)
         while True:
-            rows = self._all_gather_rows(self._padded(data, what), what).numpy()
+            rows = self._all_gather_rows(_row(data, what, size), what).numpy()
             self._check_call([row[LENGTH_BYTES:HEAD_BYTES].tobytes() for row in rows], what)
             lengths = [int.from_bytes(row[:LENGTH_BYTES].tobytes(), "little") for row in rows]
-            if max(lengths) + HEAD_BYTES <= self._capacity:
+            if max(lengths) + HEAD_BYTES <= size:
                 self.meetings += 1
                 return [row[HEAD_BYTES : HEAD_BYTES + n].tobytes() for row, n in zip(rows, lengths, strict=True)]
-            self._capacity = 2 * (max(lengths) + HEAD_BYTES)
+            size = 2 * (max(lengths) + HEAD_BYTES)
+            if size <= KEPT_ROW_BYTES:
+                self._row_bytes[what] = size
 
     def _all_gather_rows(self, own: torch.Tensor, what: str) -> torch.Tensor:
         """Return every worker's row by rank, to be read before the next call.
@@ -79,9 +84,12 @@ class Distributed(World):
         They lie in a table that the workers of a host share; the first of them fetches the rows of other hosts. There are two tables,
         used in turn: who writes its row to one has come to the meetings of the other, and so have all who read in this one before.
         """
-        if self._tables.shape[-1] != len(own):
-            self._tables = self.shared(2 * self.size * len(own))[0].view(2, self.size, len(own))
-        table = self._tables[self._turn]
+        tables = self._tables.get(len(own))
+        if tables is None:
+            tables = self.shared(2 * self.size * len(own))[0].view(2, self.size, len(own))
+            if len(own) <= KEPT_ROW_BYTES:
+                self._tables[len(own)] = tables
+        table = tables[self._turn]
         self._turn = 1 - self._turn
         table[self.rank] = own
         self.meet_on_host(what)
@@ -130,13 +138,6 @@ class Distributed(World):
             dist.gather(own, rows, dst=0)
         return None if rows is None else [row[:n].numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
-    def _padded(self, data: bytes, what: str) -> torch.Tensor:
-        message = bytearray(self._capacity)
-        head = len(data).to_bytes(LENGTH_BYTES, "little") + what.encode()[:WHAT_BYTES].ljust(WHAT_BYTES, b"\0")
-        start = head + data[: self._capacity - HEAD_BYTES]
-        message[: len(start)] = start
-        return torch.frombuffer(message, dtype=torch.uint8)
-
     def all_gather(self, out: torch.Tensor, own: torch.Tensor, what: str) -> None:
         with self._answering(what):
             _all_gather_flat(out, own)
@@ -179,6 +180,15 @@ class Distributed(World):
         if self._mesh is not None:
             self._mesh.close()
         dist.destroy_process_group()
+
+
+def _row(data: bytes, what: str, size: int) -> torch.Tensor:
+    """Return what a worker tells all others, uint8 [size]: how long its data is, what it does, and as much of the data as fits."""
+    row = bytearray(size)
+    head = len(data).to_bytes(LENGTH_BYTES, "little") + what.encode()[:WHAT_BYTES].ljust(WHAT_BYTES, b"\0")
+    start = head + data[: size - HEAD_BYTES]
+    row[: len(start)] = start
+    return torch.frombuffer(row, dtype=torch.uint8)
 
 
 def _rows(table: torch.Tensor, host: range) -> torch.Tensor:
