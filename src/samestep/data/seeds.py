@@ -2,7 +2,7 @@
 
 A key is a hash of (seed, scope, numbers); `keyed` sets every generator that user code may draw from
 (Python's `random`, NumPy's legacy one, torch's on CPU and the current GPU) for the length of a block.
-Saving the states costs ten times what seeding does. So what is done in several parts, such as the lanes
+Saving the states costs three times what seeding does. So what is done in several parts, such as the lanes
 of a step, saves them once and seeds before each part:
 
     with generators_kept():

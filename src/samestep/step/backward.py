@@ -17,7 +17,7 @@ from samestep.step.exchange import Exchange, buckets
 from samestep.step.gradients import set_gradients_aside
 from samestep.step.lanework import LaneWork
 from samestep.step.means import LaneResult
-from samestep.step.overlap import EarlyCopies, EarlyExchange
+from samestep.step.overlap import EarlyCopies, EarlyExchange, Overlap
 from samestep.step.parameters import ModuleParameters
 from samestep.step.replicas import Replicas
 from samestep.step.tree import carried
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from samestep.data.batch import Batch
     from samestep.step.gradients import Gradients
     from samestep.step.lanework import Loss
-    from samestep.step.overlap import Overlap
     from samestep.step.shard import Block, Shard
     from samestep.world import World
 
@@ -92,8 +91,7 @@ class Lanes:
         self.exchange_seconds = 0.0
         self._known: set[int] = set()
         self._parameters: WeakKeyDictionary[torch.nn.Module, ModuleParameters] = WeakKeyDictionary()
-        self._targets: dict[tuple[int, ...], list[Target]] = {}
-        self._overlaps: dict[int, Overlap] = {}  # by the id of their targets
+        self._overlaps: dict[tuple[int, ...], Overlap] = {}
 
     def add(self, module: torch.nn.Module) -> None:
         """Let a replicated module be trained."""
@@ -117,29 +115,25 @@ class Lanes:
         started = time.perf_counter()
         data_before = batch.data_seconds
         parameters = self._trainable(update)
-        targets = self._targets_of(parameters) if self.world.size > 1 else []
+        overlap = self._overlap_of(parameters)
         earlier = set_gradients_aside(parameters)
-        for target in targets:
+        for target in overlap.targets:
             target.set_aside()
-        overlap = self._overlap_of(targets, parameters)
-        work = LaneWork(self, loss, batch, parameters, seed, nullcontext if overlap is None else overlap.watching)
+        work = LaneWork(self, loss, batch, parameters, seed, overlap.watching)
         own = work.run()
         report = work.report(own)  # reads losses, so what a GPU computes has ended
         self.compute_seconds += time.perf_counter() - started - (batch.data_seconds - data_before)
 
         started = time.perf_counter()
-        if overlap is not None:
-            overlap.finish(own)
-        for target in targets if overlap is None else ():
-            target.put(own)
+        overlap.finish(own)
         reports = self.world.all_gather_json([report, note], "exchanging losses")  # where all workers meet
         results = [LaneResult(lane, rank, *result) for rank, (report, _) in enumerate(reports) for lane, *result in report["lanes"]]
         self._check_finite(results, seed[0])
         written = sorted({number for report, _ in reports for number in report["buffers"]})
         self.buffers.end_step(written, [result.lane for result in results])
-        if targets:
+        if overlap.targets:
             missing = set.intersection(*(set(report["missing"]) for report, _ in reports))
-            for target in targets:
+            for target in overlap.targets:
                 target.finish(parameters, missing, work.scale(results))
         else:
             _set_gradients(parameters, own[0], work.scale(results))
@@ -165,31 +159,30 @@ class Lanes:
                     "finite one: lower the learning rate, clip gradients, or go on with nonfinite_loss='continue'"
                 )
 
-    def _targets_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[Target]:
-        """Divide parameters into those of each sharded block, and the rest by dtype and bucket; once for each set of parameters."""
-        cache_key = (len(self.shards), *map(id, parameters))
-        if cache_key not in self._targets:
-            number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
-            targets = []
-            for block in self.blocks():
-                numbers = [number_of.pop(id(parameter), None) for parameter in block.exchange.parameters]
-                if any(number is not None for number in numbers):
-                    targets.append(Target(block.exchange, numbers, block))
-            targets += [
-                Target(Exchange(bucket, self.lanes, self.world), [number_of[id(parameter)] for parameter in bucket], None)
-                for bucket in buckets([parameters[n] for n in number_of.values()], self.world)
-            ]
-            self._targets[cache_key] = targets
-        return self._targets[cache_key]
+    def _overlap_of(self, parameters: Sequence[torch.nn.Parameter]) -> Overlap:
+        """Return what gives gradients to the exchanges; once for each set of parameters. One worker exchanges nothing."""
+        cache_key = (len(self.shards), *map(id, parameters)) if self.world.size > 1 else ()
+        if cache_key not in self._overlaps:
+            targets = self._targets_of(parameters) if self.world.size > 1 else []
+            if not targets or self.lanes > self.world.size:  # several lanes are added up first
+                self._overlaps[cache_key] = Overlap(targets)
+            else:
+                kind = EarlyCopies if self.world.shares_memory else EarlyExchange
+                self._overlaps[cache_key] = kind(targets, parameters)
+        return self._overlaps[cache_key]
 
-    def _overlap_of(self, targets: list[Target], parameters: Sequence[torch.nn.Parameter]) -> Overlap | None:
-        """Return what handles gradients while backward runs: where each worker has one lane, on one device."""
-        if not targets or self.lanes > self.world.size:
-            return None
-        if id(targets) not in self._overlaps:
-            kind = EarlyCopies if self.world.shares_memory else EarlyExchange
-            self._overlaps[id(targets)] = kind(targets, parameters)
-        return self._overlaps[id(targets)]
+    def _targets_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[Target]:
+        """Divide parameters into those of each sharded block, and the rest by dtype and bucket."""
+        number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
+        targets = []
+        for block in self.blocks():
+            numbers = [number_of.pop(id(parameter), None) for parameter in block.exchange.parameters]
+            if any(number is not None for number in numbers):
+                targets.append(Target(block.exchange, numbers, block))
+        return targets + [
+            Target(Exchange(bucket, self.lanes, self.world), [number_of[id(parameter)] for parameter in bucket], None)
+            for bucket in buckets([parameters[n] for n in number_of.values()], self.world)
+        ]
 
 
 def _set_gradients(parameters: Sequence[torch.nn.Parameter], gradients: Gradients, scale: float) -> None:

@@ -62,7 +62,8 @@ class Exchange:
         self._spans = [subtrees(carried(rank, world.size, lanes), lanes) for rank in self._route.host]
         self._sums = self.shared_storage(max(map(len, self._spans)))
         self._own = self._sums[self._route.place]
-        self._own_views = [self.views(flat) for flat in self._own[: len(self._spans[self._route.place])]]
+        # Where the gradients of this worker's subtrees are added, by parameter; `put` copies no gradient that is there.
+        self.own_views = [self.views(flat) for flat in self._own[: len(self._spans[self._route.place])]]
         self._summed_at = -1
         self._received: Callable[[], dict[Span, torch.Tensor]] | None = None  # of an exchange that has begun
 
@@ -92,10 +93,6 @@ class Exchange:
         size = self.layout.slice_size
         return flat[rank * size : (rank + 1) * size]
 
-    def own_views(self, subtree: int) -> list[torch.Tensor]:
-        """Return where the gradients of one of this worker's subtrees are added, by parameter; `put` copies no gradient that is there."""
-        return self._own_views[subtree]
-
     def wait_until_free(self) -> None:
         """Return when nobody reads the gradients of before: after two backward passes without an update somebody may."""
         if self._world.shares_memory and self._world.meetings == self._summed_at:
@@ -104,7 +101,7 @@ class Exchange:
     def put(self, own: Sequence[Gradients]) -> None:
         """Copy the gradients of this worker's subtrees, in lane order, to where they are added; all workers meet before they `sum`."""
         self.wait_until_free()
-        for views, gradients in zip(self._own_views, own, strict=True):
+        for views, gradients in zip(self.own_views, own, strict=True):
             copy_gradients(views, gradients)
 
     def start(self) -> None:
@@ -161,7 +158,7 @@ class Exchange:
     def gather(self) -> list[torch.Tensor]:
         """Return the whole gradient of every parameter, in its shape, once all workers have their `sum`."""
         self.complete([flats[0] for flats in self._sums], "gathering gradients")
-        return self._own_views[0]
+        return self.own_views[0]
 
     def complete(self, flats: Sequence[torch.Tensor], what: str) -> None:
         """Fill the flat storage of this host's workers, each of which has its own slice there, with all workers' slices."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +19,7 @@ from samestep.step.tree import Span, subtrees, tree_steps, tree_sum
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from samestep.data.batch import Batch
     from samestep.step.backward import Lanes
@@ -51,7 +51,7 @@ class LaneWork:
         batch: Batch,
         parameters: Sequence[torch.nn.Parameter],
         seed: tuple[int, ...],
-        watching: Callable[[], AbstractContextManager[None]] = nullcontext,
+        watching: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._lanes, self._loss, self._parameters, self._seed, self._watching = lanes, loss, parameters, seed, watching
         self._counts = batch.counts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -18,16 +17,16 @@ if TYPE_CHECKING:
 EARLY_BYTES: Final = 1 << 18  # of the smallest gradient whose early copy saves more than it costs to call for it
 
 
-class Overlap(ABC):
-    """Watches autograd run the backward of a lane, once."""
+class Overlap:
+    """Gives gradients to the exchanges of `targets` after backward; subclasses do more of that while autograd still runs."""
 
-    def __init__(self, targets: Sequence[Target], parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._targets, self._parameters = targets, parameters
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self.targets = targets
         self._watching = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Act on gradients that come during a block, which runs autograd's backward of the lane once."""
+        """Act on gradients that come during a block, which runs autograd's backward of a lane once."""
         self._begin()
         self._watching = True
         try:
@@ -35,13 +34,13 @@ class Overlap(ABC):
         finally:
             self._watching = False
 
-    @abstractmethod
     def _begin(self) -> None:
         """Make ready: no gradient has come."""
 
-    @abstractmethod
     def finish(self, own: Sequence[Gradients]) -> None:
-        """Give the exchanges what they do not have yet; `own` has the lane's gradients."""
+        """Give the exchanges what they do not have yet; `own` has the gradients of this worker's subtrees."""
+        for target in self.targets:
+            target.put(own)
 
 
 class EarlyExchange(Overlap):
@@ -52,16 +51,18 @@ class EarlyExchange(Overlap):
     """
 
     def __init__(self, targets: Sequence[Target], parameters: Sequence[torch.nn.Parameter]) -> None:
-        super().__init__(targets[::-1], parameters)
+        super().__init__(targets)
+        self._parameters = parameters
+        self._order = targets[::-1]
         self._awaited = [0] * len(targets)
         self._started = 0
-        for number, target in enumerate(self._targets):
+        for number, target in enumerate(self._order):
             for n in target.numbers:
                 if n is not None:
                     parameters[n].register_post_accumulate_grad_hook(partial(self._arrived, number))
 
     def _begin(self) -> None:
-        self._awaited = [sum(n is not None for n in target.numbers) for target in self._targets]
+        self._awaited = [sum(n is not None for n in target.numbers) for target in self._order]
         self._started = 0
 
     def _arrived(self, number: int, _: torch.Tensor) -> None:
@@ -69,16 +70,16 @@ class EarlyExchange(Overlap):
             return
         self._awaited[number] -= 1
         if self._started == number:
-            while self._started < len(self._targets) and not self._awaited[self._started]:
+            while self._started < len(self._order) and not self._awaited[self._started]:
                 self._start_next([parameter.grad for parameter in self._parameters])
 
     def finish(self, own: Sequence[Gradients]) -> None:
-        while self._started < len(self._targets):
+        while self._started < len(self._order):
             self._start_next(*own)
         self._started = 0
 
     def _start_next(self, gradients: Gradients) -> None:
-        target = self._targets[self._started]
+        target = self._order[self._started]
         self._started += 1
         target.put([gradients])
         target.exchange.start()
@@ -88,14 +89,14 @@ class EarlyCopies(Overlap):
     """Copies large gradients where they are added up as soon as autograd has them: still in the cache, and all are never there twice."""
 
     def __init__(self, targets: Sequence[Target], parameters: Sequence[torch.nn.Parameter]) -> None:
-        super().__init__(targets, parameters)
+        super().__init__(targets)
         for target in targets:
-            for n, view in zip(target.numbers, target.exchange.own_views(0), strict=True):
+            for n, view in zip(target.numbers, target.exchange.own_views[0], strict=True):
                 if n is not None and view.nbytes >= EARLY_BYTES:
                     parameters[n].register_post_accumulate_grad_hook(partial(self._arrived, view))
 
     def _begin(self) -> None:
-        for target in self._targets:
+        for target in self.targets:
             target.exchange.wait_until_free()
 
     def _arrived(self, view: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -103,7 +104,3 @@ class EarlyCopies(Overlap):
         if self._watching and gradient is not None and gradient.layout == view.layout:  # sparse ones are refused after backward
             view.copy_(gradient)
             parameter.grad = view
-
-    def finish(self, own: Sequence[Gradients]) -> None:
-        for target in self._targets:
-            target.put(own)

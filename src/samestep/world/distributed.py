@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from samestep.errors import WorldError
 from samestep.world.base import FORMING, World, another_call
 from samestep.world.memory import share
 from samestep.world.whereabouts import no_answer
@@ -61,7 +60,10 @@ class Distributed(World):
                 yield
             except RuntimeError as error:
                 late = time.monotonic() - started >= LATE * self._patience_seconds
-                raise self.whereabouts.explain(what, str(error).strip().partition("\n")[0], late=late) from error
+                failure = self.whereabouts.explain(what, str(error).strip().partition("\n")[0], late=late)
+                if self._mesh is not None:
+                    self._mesh.close()  # where the others of this host may wait
+                raise failure from error
         self._failure = ""
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
@@ -94,13 +96,8 @@ class Distributed(World):
         table[self.rank] = own
         self.meet_on_host(what)
         if self.rank == self.host.start:
-            try:
-                with self._answering(what):
-                    self._fetch_rows(table)
-            except WorldError:
-                if self._mesh is not None:
-                    self._mesh.close()  # the others of this host wait there
-                raise
+            with self._answering(what):
+                self._fetch_rows(table)
         self.meet_on_host(what)
         return table
 
