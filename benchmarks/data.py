@@ -36,10 +36,21 @@ RECORDS_A_BATCH = 1000
 def main() -> None:
     """Run the parts that were asked for, each figure of memory in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="order, speed, memory (default: all)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of order and speed (default: 5)")
-    parser.add_argument("--objects", type=int, default=1_000_000, help="objects of the memory part (default: 1000000)")
-    parser.add_argument("--epochs", type=int, default=10, help="epochs of the memory part (default: 10)")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help="order, speed, memory (default: all)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="rounds of order and speed (default: 5)"
+    )
+    parser.add_argument(
+        "--objects",
+        type=int,
+        default=1_000_000,
+        help="objects of the memory part (default: 1000000)",
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=10, help="epochs of the memory part (default: 10)"
+    )
     options = parser.parse_args()
     parts = {
         "order": lambda: order(options.rounds),
@@ -60,8 +71,18 @@ def apart(measure: Callable[..., Any], *arguments: Any) -> Any:
 
 def private_megabytes(processes: Iterable[int]) -> float:
     """Return the memory that these processes share with nobody (their unique set size)."""
-    rollups = [Path(f"/proc/{process}/smaps_rollup").read_text().splitlines() for process in processes]
-    return sum(int(line.split()[1]) for lines in rollups for line in lines if line.startswith("Private_")) / 1000
+    rollups = [
+        Path(f"/proc/{process}/smaps_rollup").read_text().splitlines() for process in processes
+    ]
+    return (
+        sum(
+            int(line.split()[1])
+            for lines in rollups
+            for line in lines
+            if line.startswith("Private_")
+        )
+        / 1000
+    )
 
 
 # Order
@@ -71,13 +92,21 @@ def order(rounds: int) -> None:
     """Print what a batch of shuffled indices costs."""
     print(f"index order: a batch of {BATCH_SIZE}, {rounds} rounds")
     for samples in (10**3, 10**6, 10**9):
-        for name, measure in (("samestep", order_of_plan), ("DistributedSampler", order_of_sampler)):
+        for name, measure in (
+            ("samestep", order_of_plan),
+            ("DistributedSampler", order_of_sampler),
+        ):
             if measure is order_of_sampler and samples == 10**9:
-                print("  10^9 samples, DistributedSampler: not run; its list of 10^9 numbers would not fit memory")
+                print(
+                    "  10^9 samples, DistributedSampler: not run; its list of 10^9 numbers would not fit memory"
+                )
                 continue
             found = [apart(measure, samples) for _ in range(rounds)]
             microseconds, megabytes = ([run[number] for run in found] for number in range(2))
-            print(f"  10^{len(str(samples)) - 1} samples, {name:18} {spread(microseconds)} us a batch, {spread(megabytes)} MB", flush=True)
+            print(
+                f"  10^{len(str(samples)) - 1} samples, {name:18} {spread(microseconds)} us a batch, {spread(megabytes)} MB",
+                flush=True,
+            )
 
 
 def order_of_plan(samples: int) -> tuple[float, float]:
@@ -144,13 +173,19 @@ def speed(rounds: int) -> None:
             ours, theirs = ([pair[side] for pair in pairs] for side in range(2))
             ratios = [mine / other for mine, other in pairs]
             print(f"  {name}, {loader_workers} loader processes")
-            print(f"    samestep {spread(ours)}, DataLoader {spread(theirs)} samples/s, ratio {spread(ratios)}", flush=True)
+            print(
+                f"    samestep {spread(ours)}, DataLoader {spread(theirs)} samples/s, ratio {spread(ratios)}",
+                flush=True,
+            )
 
 
 def with_samestep(dataset: Dataset[Any], loader_workers: int) -> float:
     """Return the samples a second of `run.batches`."""
     with samestep.init(lanes=1) as run:
-        return samples_a_second(next(iter(batch)) for batch in run.batches(dataset, 64, epochs=1, loader_workers=loader_workers))
+        return samples_a_second(
+            next(iter(batch))
+            for batch in run.batches(dataset, 64, epochs=1, loader_workers=loader_workers)
+        )
 
 
 def with_dataloader(dataset: Dataset[Any], loader_workers: int) -> float:
@@ -190,21 +225,33 @@ def memory(objects: int, epochs: int) -> None:
     for name, batches in (
         ("DataLoader, a list in a data set", dataloader_of_list),
         ("samestep, a list in a data set", samestep_of_list),
-        ("samestep, samestep.Packed in a data set", samestep_of_packed),
+        ("samestep, samestep.PackedList in a data set", samestep_of_packed),
         ("samestep, a list as the data set", samestep_of_plain_list),
     ):
         found = apart(memory_of, batches, objects, epochs)
         print(f"  {name:45} {' '.join(f'{megabytes:5.0f}' for megabytes in found)}", flush=True)
 
 
-def memory_of(batches: Callable[[list[dict[str, Any]], int], Iterator[Any]], objects: int, epochs: int) -> list[float]:
+def memory_of(
+    batches: Callable[[list[dict[str, Any]], int], Iterator[Any]], objects: int, epochs: int
+) -> list[float]:
     """Return the megabytes of the loader processes, which are this process's only children."""
-    records = [{"path": f"images/train/class{number % 1000:04}/image{number:08}.jpg", "label": number % 1000} for number in range(objects)]
+    records = [
+        {
+            "path": f"images/train/class{number % 1000:04}/image{number:08}.jpg",
+            "label": number % 1000,
+        }
+        for number in range(objects)
+    ]
     epoch = -(-objects // RECORDS_A_BATCH)
     found = []
     for number, _ in enumerate(batches(records, epochs), start=1):
         if number == 1 or number % epoch == 0:
-            found.append(private_megabytes(child.pid for child in multiprocessing.active_children() if child.pid))
+            found.append(
+                private_megabytes(
+                    child.pid for child in multiprocessing.active_children() if child.pid
+                )
+            )
     return found
 
 
@@ -215,7 +262,14 @@ def lengths_of(records: list[dict[str, Any]]) -> list[int]:
 
 def dataloader_of_list(records: list[dict[str, Any]], epochs: int) -> Iterator[Any]:
     """Yield the batches of all epochs."""
-    loader = DataLoader(Records(records), RECORDS_A_BATCH, shuffle=True, num_workers=2, collate_fn=lengths_of, persistent_workers=True)
+    loader = DataLoader(
+        Records(records),
+        RECORDS_A_BATCH,
+        shuffle=True,
+        num_workers=2,
+        collate_fn=lengths_of,
+        persistent_workers=True,
+    )
     for _ in range(epochs):
         yield from loader
 
@@ -227,7 +281,7 @@ def samestep_of_list(records: list[dict[str, Any]], epochs: int) -> Iterator[Any
 
 def samestep_of_packed(records: list[dict[str, Any]], epochs: int) -> Iterator[Any]:
     """Yield the batches of all epochs."""
-    yield from batches_of(Records(samestep.Packed(records)), epochs)
+    yield from batches_of(Records(samestep.PackedList(records)), epochs)
 
 
 def samestep_of_plain_list(records: list[dict[str, Any]], epochs: int) -> Iterator[Any]:
@@ -238,7 +292,9 @@ def samestep_of_plain_list(records: list[dict[str, Any]], epochs: int) -> Iterat
 def batches_of(dataset: Any, epochs: int) -> Iterator[Any]:
     """Yield the batches of samestep."""
     with samestep.init(lanes=1) as run:
-        for batch in run.batches(dataset, RECORDS_A_BATCH, epochs=epochs, collate_fn=lengths_of, loader_workers=2):
+        for batch in run.batches(
+            dataset, RECORDS_A_BATCH, epochs=epochs, collate_fn=lengths_of, loader_workers=2
+        ):
             yield list(batch)
 
 

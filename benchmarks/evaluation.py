@@ -2,9 +2,10 @@
 
 usage: python -m benchmarks.evaluation [--rounds 3]
 
-The mean loss and the accuracy over a data set are computed: of a ViT-Ti/8, where computing dominates, and of a small network, where the
-rest does. Contenders take turns, and every ratio is of runs of one round. Other than samestep and Accelerate, a `DistributedSampler` gives
-some samples twice where workers do not divide the data set; here they do.
+The mean loss and the accuracy over a data set are computed: of a ViT-Ti/8, where computing
+dominates, and of a small network, where the rest does. Contenders take turns, and every ratio is of
+runs of one round. Other than samestep and Accelerate, a `DistributedSampler` gives some samples
+twice where workers do not divide the data set; here they do.
 """
 
 from __future__ import annotations
@@ -55,27 +56,35 @@ def vit() -> Task:
 def small() -> Task:
     """Return square layers of 100,000 parameters on 32,768 samples."""
     features, labels = growth_steps.dataset().tensors
-    return Task(growth_steps.network(100_000).eval(), TensorDataset(features.repeat(8, 1), labels.repeat(8)))
+    return Task(
+        growth_steps.network(100_000).eval(), TensorDataset(features.repeat(8, 1), labels.repeat(8))
+    )
 
 
 def score(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean loss of a batch, and its accuracy."""
     inputs, labels = batch
     logits = model(inputs)
-    return F.cross_entropy(logits, labels), {"accuracy": (logits.argmax(1) == labels).float().mean()}
+    return F.cross_entropy(logits, labels), {
+        "accuracy": (logits.argmax(1) == labels).float().mean()
+    }
 
 
 def with_samestep(task: Task) -> Figures:
     """Evaluate by `run.evaluate`."""
     with ss.init() as run:
         model = run.replicate(task.model)
-        found = timed(task, lambda: run.evaluate(score, model, task.dataset, BATCH_SIZE), lambda: run.barrier("timing a pass"))
+        found = timed(
+            task,
+            lambda: run.evaluate(score, model, task.dataset, BATCH_SIZE),
+            lambda: run.barrier("timing a pass"),
+        )
         return run.reduce_dict(found)
 
 
 def with_accelerate(task: Task) -> Figures:
     """Gather predictions and labels of every batch, as Accelerate's documentation does."""
-    from accelerate import Accelerator  # noqa: PLC0415  nobody else needs it
+    from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model, loader = accelerator.prepare(task.model, DataLoader(task.dataset, BATCH_SIZE))
@@ -95,7 +104,7 @@ def with_accelerate(task: Task) -> Figures:
 
 def with_torchmetrics(task: Task) -> Figures:
     """Update torchmetrics objects in each worker; they exchange their states when they are computed."""
-    from torchmetrics import MeanMetric  # noqa: PLC0415  nobody else needs it
+    from torchmetrics import MeanMetric
 
     metrics = {"loss": MeanMetric(), "accuracy": MeanMetric()}
 
@@ -128,9 +137,13 @@ def with_sums(task: Task) -> Figures:
     return _with_sampler(task, update, compute)
 
 
-def _with_sampler(task: Task, update: Callable[[Tensor, Tensor, int], None], compute: Callable[[], Figures]) -> Figures:
+def _with_sampler(
+    task: Task, update: Callable[[Tensor, Tensor, int], None], compute: Callable[[], Figures]
+) -> Figures:
     dist.init_process_group("gloo")
-    loader = DataLoader(task.dataset, BATCH_SIZE, sampler=DistributedSampler(task.dataset, shuffle=False))
+    loader = DataLoader(
+        task.dataset, BATCH_SIZE, sampler=DistributedSampler(task.dataset, shuffle=False)
+    )
 
     def evaluate() -> Figures:
         with torch.no_grad():
@@ -150,11 +163,19 @@ def timed(task: Task, evaluate: Callable[[], Figures], barrier: Callable[[], Non
         started = time.perf_counter()
         scores = evaluate()
         taken.append(time.perf_counter() - started)
-    return {"samples_a_second": len(task.dataset) / statistics.median(taken[1:]), "accuracy": scores["accuracy"]}
+    return {
+        "samples_a_second": len(task.dataset) / statistics.median(taken[1:]),
+        "accuracy": scores["accuracy"],
+    }
 
 
 TASKS = {"vit": vit, "small": small}
-WAYS = {"samestep": with_samestep, "accelerate": with_accelerate, "torchmetrics": with_torchmetrics, "sums": with_sums}
+WAYS = {
+    "samestep": with_samestep,
+    "accelerate": with_accelerate,
+    "torchmetrics": with_torchmetrics,
+    "sums": with_sums,
+}
 TITLES = {
     "samestep": "samestep",
     "accelerate": "Accelerate, gather_for_metrics",
@@ -175,7 +196,13 @@ def main() -> None:
     """Run the comparison, or one worker of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender (default: 3)")
-    parser.add_argument("--as", dest="worker", nargs=2, metavar=("WAY", "TASK"), help="evaluate as one worker of a contender")
+    parser.add_argument(
+        "--as",
+        dest="worker",
+        nargs=2,
+        metavar=("WAY", "TASK"),
+        help="evaluate as one worker of a contender",
+    )
     arguments = parser.parse_args()
     if arguments.worker:
         warnings.filterwarnings("ignore", category=FutureWarning)  # those of peers about themselves
@@ -185,7 +212,9 @@ def main() -> None:
         return
     rows = {}
     for task in TASKS:
-        found = in_turn({TITLES[way]: partial(figures, command(way, task)) for way in WAYS}, arguments.rounds)
+        found = in_turn(
+            {TITLES[way]: partial(figures, command(way, task)) for way in WAYS}, arguments.rounds
+        )
         rows[TITLES[task]] = figure("samples_a_second", found)
     print(table("samples a second", rows, more_is_better=True))
 

@@ -2,9 +2,11 @@
 
 usage: python -m benchmarks.floor [--rounds 5] [--jobs vit mlp …]
 
-Two processes of one thread each run the parts of a step at the same time, with torch's own operations and nothing between them:
-forward and backward of half a batch; then, for P bytes of parameters, copying the gradients where the other sees them (2 P of memory
-traffic), adding half of both workers' (1.5 P), fused AdamW on that half (3.5 P), copying the other's half of the parameters (P).
+Two processes of one thread each run the parts of a step at the same time, with torch's own
+operations and nothing between them: forward and backward of half a batch; then, for P bytes of
+parameters, copying the gradients where the other sees them (2 P of memory traffic), adding half of
+both workers' (1.5 P), fused AdamW on that half (3.5 P), copying the other's half of the parameters
+(P).
 """
 
 from __future__ import annotations
@@ -33,23 +35,35 @@ TRAFFIC = 2 + 1.5 + 3.5 + 1  # bytes moved for each byte of parameters
 
 def main() -> None:
     """Measure the floor and the step of each job in turn, and tell how they compare."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.floor", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.floor", description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each (default: 5)")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS), help="default: all")
     options = parser.parse_args()
-    print("| job | parameters MB | moved MB | computing ms | moving ms | floor ms | step ms | step / floor |")
+    print(
+        "| job | parameters MB | moved MB | computing ms | moving ms | floor ms | step ms | step / floor |"
+    )
     print("|" + "---|" * 8)
     for job in options.jobs:
         found: dict[str, list[Any]] = in_turn(
-            {"floor": lambda job=job: ss.launch(floor, job, workers=WORKERS), "step": lambda job=job: step_seconds(job)},  # type: ignore[misc]
+            {
+                "floor": lambda job=job: ss.launch(floor, job, workers=WORKERS),
+                "step": lambda job=job: step_seconds(job),
+            },  # type: ignore[misc]
             options.rounds,
         )
         floors = [computing + moving for computing, moving in found["floor"]]
         ratios = [step / least for step, least in zip(found["step"], floors, strict=True)]
-        megabytes = sum(parameter.nbytes for parameter in JOBS[job].build().model.parameters()) / 1e6
+        megabytes = (
+            sum(parameter.nbytes for parameter in JOBS[job].build().model.parameters()) / 1e6
+        )
         columns = [*zip(*found["floor"], strict=True), floors, found["step"]]
         middles = " | ".join(f"{1000 * statistics.median(column):.1f}" for column in columns)
-        print(f"| {JOBS[job].title} | {megabytes:.1f} | {TRAFFIC * megabytes:.0f} | {middles} | {spread(ratios).strip()} |", flush=True)
+        print(
+            f"| {JOBS[job].title} | {megabytes:.1f} | {TRAFFIC * megabytes:.0f} | {middles} | {spread(ratios).strip()} |",
+            flush=True,
+        )
 
 
 def step_seconds(job: str) -> float:
@@ -62,7 +76,9 @@ def floor(job: str) -> tuple[float, float]:
     with ss.init() as run:
         model, dataset, loss_fn = JOBS[job].build()
         parameters = list(model.parameters())
-        batch = default_collate([dataset[index] for index in range(JOBS[job].batch_size // WORKERS)])
+        batch = default_collate(
+            [dataset[index] for index in range(JOBS[job].batch_size // WORKERS)]
+        )
         computing = median_seconds(lambda: torch.autograd.grad(loss_fn(model, batch), parameters))
         moving = median_seconds(moves(sum(parameter.numel() for parameter in parameters)))
         seconds = run.reduce_dict({"computing": computing, "moving": moving})

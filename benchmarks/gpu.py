@@ -1,10 +1,12 @@
 """Everything that a machine with NVIDIA GPUs can show, in less than ten minutes: the same bits, and the speed.
 
-usage: python -m benchmarks.gpu [--rounds 3] [--minutes 9] [--into docs/gpu.md] [--quick] [--device cpu]
+usage: python -m benchmarks.gpu [--rounds 3] [--minutes 9] [--into docs/gpu.md] [--quick] [--device
+cpu]
 
-First `samestep verify` proves the guarantee on the GPUs; then contenders take turns, all with the same batch, the largest that fits.
-No round begins that would not end in time. The results are printed, and put into their place in a file. Exits with status 1
-where something failed, or there is no GPU.
+First `samestep verify` proves the guarantee on the GPUs; then contenders take turns, all with the
+same batch, the largest that fits. No round begins that would not end in time. The results are
+printed, and put into their place in a file. Exits with status 1 where something failed, or there is
+no GPU.
 """
 
 from __future__ import annotations
@@ -54,18 +56,35 @@ class Contender:
 
     def command(self, flags: Sequence[str]) -> list[str]:
         """Return the command that trains."""
-        start = [*SAMESTEP, "run", *self.options] if self.module == "gpu_samestep" else [sys.executable]
+        start = (
+            [*SAMESTEP, "run", *self.options] if self.module == "gpu_samestep" else [sys.executable]
+        )
         return [*start, "-m", f"benchmarks.{self.module}", *flags, *self.flags]
 
 
 KILLED = ["-n", "1", "--kill"]
 SHARING = Proof("two workers share a GPU, 4 lanes", ["-n", "1,2", "--lanes", "4"])
 PROOFS = [
-    *(Proof(f"killed and resumed, lanes={lanes}", [*KILLED, "--lanes", str(lanes)]) for lanes in (1, 2, 4)),
+    *(
+        Proof(f"killed and resumed, lanes={lanes}", [*KILLED, "--lanes", str(lanes)])
+        for lanes in (1, 2, 4)
+    ),
     SHARING,
-    Proof("killed and resumed, lanes=2, bfloat16", [*KILLED, "--lanes", "2"], ["--precision", "bfloat16"]),
-    Proof("killed and resumed, lanes=2, torch.compile", [*KILLED, "--lanes", "2"], ["--compiled", "default"]),
-    Proof("one and two workers with a GPU each, one worker with two, 4 lanes", ["-n", "1,2,1x2", "--lanes", "4"], gpus=2),
+    Proof(
+        "killed and resumed, lanes=2, bfloat16",
+        [*KILLED, "--lanes", "2"],
+        ["--precision", "bfloat16"],
+    ),
+    Proof(
+        "killed and resumed, lanes=2, torch.compile",
+        [*KILLED, "--lanes", "2"],
+        ["--compiled", "default"],
+    ),
+    Proof(
+        "one and two workers with a GPU each, one worker with two, 4 lanes",
+        ["-n", "1,2,1x2", "--lanes", "4"],
+        gpus=2,
+    ),
 ]
 PLAIN = Contender("plain PyTorch", "gpu_plain")
 EAGER = [
@@ -86,7 +105,10 @@ def main() -> int:
     """Run all of it; return the exit status."""
     options = _options()
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("no GPU: torch finds none here; --device cpu --quick tries this benchmark without one", file=sys.stderr)
+        print(
+            "no GPU: torch finds none here; --device cpu --quick tries this benchmark without one",
+            file=sys.stderr,
+        )
         return 1
     ends = time.monotonic() + 60 * options.minutes
     proofs = prove(options.device, quick=options.quick)
@@ -99,12 +121,25 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender at the most (default: 3)")
-    parser.add_argument("--minutes", type=float, default=9.0, help="in which rounds must end, proofs included (default: 9)")
-    parser.add_argument("--into", type=Path, help="the file with a place for the results, such as docs/gpu.md")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="runs of each contender at the most (default: 3)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=9.0,
+        help="in which rounds must end, proofs included (default: 9)",
+    )
+    parser.add_argument(
+        "--into", type=Path, help="the file with a place for the results, such as docs/gpu.md"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one round: tries the benchmark itself")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, one round: tries the benchmark itself"
+    )
     return parser.parse_args()
 
 
@@ -116,28 +151,48 @@ def prove(device: str, *, quick: bool) -> list[ProofResult]:
 
 
 def _proved(proof: Proof, job: Sequence[str]) -> ProofResult:
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # alone to be seen, it is shared by all workers
+    # alone to be seen, it is shared by all workers
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     seen = {"CUDA_VISIBLE_DEVICES": first} if proof.gpus == 1 else {}
-    done = run([*SAMESTEP, "verify", "--steps", "3", *proof.arguments, JOB, *job, *proof.flags], seen)
-    verdict = [line for line in done.stdout.splitlines() if line.startswith(("the same at every step", "DIFFERENT"))]
-    return ProofResult(proof.title, verdict[-1] if verdict else last_line(done), failed=done.returncode != 0)
+    done = run(
+        [*SAMESTEP, "verify", "--steps", "3", *proof.arguments, JOB, *job, *proof.flags], seen
+    )
+    verdict = [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith(("the same at every step", "DIFFERENT"))
+    ]
+    return ProofResult(
+        proof.title, verdict[-1] if verdict else last_line(done), failed=done.returncode != 0
+    )
 
 
 def measure(device: str, rounds: int, ends: float, *, quick: bool) -> list[Speeds]:
     """Let the contenders of each model take turns, for as many rounds as end in time, and for one at least."""
-    peers = [contender for contender in EAGER if contender.module != "gpu_accelerate" or find_spec("accelerate")]
+    peers = [
+        contender
+        for contender in EAGER
+        if contender.module != "gpu_accelerate" or find_spec("accelerate")
+    ]
     models = {"tiny": peers[:3]} if quick else {"ViT-Ti/16": [*peers, *COMPILED], "ViT-S/16": peers}
     timed = ["--seconds", "0.2"] if quick else ["--seconds", "2", "--loader-workers", "4"]
-    flags = {model: ["--model", model, "--device", device, "--precision", "bfloat16", *timed] for model in models}
+    flags = {
+        model: ["--model", model, "--device", device, "--precision", "bfloat16", *timed]
+        for model in models
+    }
     batches = {model: 32 if quick else largest_batch(flags[model]) for model in models}
-    all_speeds = {model: Speeds(f"{model}, batch {batches[model]}, bfloat16", PLAIN.title) for model in models}
+    all_speeds = {
+        model: Speeds(f"{model}, batch {batches[model]}, bfloat16", PLAIN.title) for model in models
+    }
     for number in range(1 if quick else rounds):
         began = time.monotonic()
         for model, contenders in models.items():
             first = number % len(contenders)
             for contender in [*contenders[first:], *contenders[:first]]:
                 done = run(contender.command([*flags[model], "--batch-size", str(batches[model])]))
-                all_speeds[model].add(contender.title, done.stdout, "" if done.returncode == 0 else last_line(done))
+                all_speeds[model].add(
+                    contender.title, done.stdout, "" if done.returncode == 0 else last_line(done)
+                )
         if time.monotonic() + (time.monotonic() - began) > ends:
             break
     return list(all_speeds.values())
@@ -154,11 +209,17 @@ def largest_batch(flags: Sequence[str]) -> int:
     return size
 
 
-def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, and say so; one that takes too long has failed."""
     print(f"$ {' '.join(command[1:])}", file=sys.stderr, flush=True)
     with subprocess.Popen(
-        command, env={**os.environ, **(environment or {})}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             stdout, stderr = process.communicate(timeout=LIMIT_SECONDS)

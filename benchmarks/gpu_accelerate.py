@@ -12,13 +12,21 @@ from benchmarks.gpu_job import Images, Job, Stopwatch, loss_of
 def main() -> None:
     """Train, and tell the speed."""
     job = Job.given()
-    accelerator = Accelerator(mixed_precision="bf16" if job.precision == "bfloat16" else "no", cpu=job.device == "cpu")
+    accelerator = Accelerator(
+        mixed_precision="bf16" if job.precision == "bfloat16" else "no", cpu=job.device == "cpu"
+    )
     network = job.network()
     job.compile(network)
     model, optimizer, loader = accelerator.prepare(
         network,
         torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True),
-        DataLoader(Images(job), job.batch_size, shuffle=True, num_workers=job.loader_workers, pin_memory=job.device == "cuda"),
+        DataLoader(
+            Images(job),
+            job.batch_size,
+            shuffle=True,
+            num_workers=job.loader_workers,
+            pin_memory=job.device == "cuda",
+        ),
     )
     watch = Stopwatch(job)
     for images, labels in loader:

@@ -16,7 +16,8 @@ from recipes.vit.model import VisionTransformer
 MODELS = {
     "ViT-Ti/16": ModelSettings(size="tiny"),  # both on 224x224 images
     "ViT-S/16": ModelSettings(size="small"),
-    "tiny": ModelSettings(width=32, depth=2, heads=2, image_size=32, classes=10),  # to try the benchmark itself
+    # to try the benchmark itself
+    "tiny": ModelSettings(width=32, depth=2, heads=2, image_size=32, classes=10),
 }
 DISTINCT_IMAGES = 512
 SAMPLES = 1_000_000
@@ -44,7 +45,9 @@ class Job:
         parser.add_argument("--batch-size", type=int, default=32)
         parser.add_argument("--seconds", type=float, default=2.0)
         parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
-        parser.add_argument("--compiled", choices=("no", "default", "reduce-overhead"), default="no")
+        parser.add_argument(
+            "--compiled", choices=("no", "default", "reduce-overhead"), default="no"
+        )
         parser.add_argument("--loader-workers", type=int, default=0)
         job = cls(**vars(parser.parse_args()))
         if job.device == "cpu":
@@ -98,7 +101,9 @@ class Stopwatch:
         self._steps += 1
         if self._steps == WARMUP_STEPS:
             self._started = self._now()
-        return self._steps <= WARMUP_STEPS or time.perf_counter() - self._started < self._job.seconds
+        return (
+            self._steps <= WARMUP_STEPS or time.perf_counter() - self._started < self._job.seconds
+        )
 
     def figures(self) -> str:
         """Return images a second, and the gigabytes of the GPU that tensors held at the most."""

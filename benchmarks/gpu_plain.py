@@ -15,10 +15,14 @@ def main() -> None:
     job.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     on_gpu = job.device == "cuda"
-    loader = DataLoader(Images(job), job.batch_size, shuffle=True, num_workers=job.loader_workers, pin_memory=on_gpu)
+    loader = DataLoader(
+        Images(job), job.batch_size, shuffle=True, num_workers=job.loader_workers, pin_memory=on_gpu
+    )
     watch = Stopwatch(job)
     for images, labels in loader:
-        images_there, labels_there = (tensor.to(job.device, non_blocking=on_gpu) for tensor in (images, labels))
+        images_there, labels_there = (
+            tensor.to(job.device, non_blocking=on_gpu) for tensor in (images, labels)
+        )
         with torch.autocast(job.device, torch.bfloat16, enabled=job.precision == "bfloat16"):
             loss = loss_of(model, images_there, labels_there)
         loss.backward()

@@ -38,7 +38,9 @@ class Speeds:
         """Take what a contender printed, or its complaint."""
         if complaint:
             self.complaints[contender] = complaint
-        self.rounds[contender].append({name: values[-1] for name, values in values_in(printed).items()})
+        self.rounds[contender].append(
+            {name: values[-1] for name, values in values_in(printed).items()}
+        )
 
     @property
     def failed(self) -> bool:
@@ -47,22 +49,35 @@ class Speeds:
 
     def rows(self) -> list[str]:
         """Return a row of a table a contender."""
-        return [f"| {name} | {self._complaint(name) or self._figures(name)} |" for name in self.rounds]
+        return [
+            f"| {name} | {self._complaint(name) or self._figures(name)} |" for name in self.rounds
+        ]
 
     def _complaint(self, name: str) -> str:
-        failed = name if name in self.complaints else self.floor if self.floor in self.complaints else None
+        failed = (
+            name
+            if name in self.complaints
+            else self.floor
+            if self.floor in self.complaints
+            else None
+        )
         return f"failed: {cell(self.complaints[failed])} | |" if failed else ""
 
     def _figures(self, name: str) -> str:
         runs, floor = self.rounds[name], self.rounds[self.floor]
-        ratios = [run["images_a_second"] / beside["images_a_second"] for run, beside in zip(runs, floor, strict=True)]
+        ratios = [
+            run["images_a_second"] / beside["images_a_second"]
+            for run, beside in zip(runs, floor, strict=True)
+        ]
         gigabytes = max(run["gigabytes"] for run in runs)
         return f"{spread([run['images_a_second'] for run in runs], 0)} | {spread(ratios, 2)} | {gigabytes:.2f}"
 
 
 def spread(values: Sequence[float], digits: int) -> str:
     """Return a median with the lowest and highest."""
-    median, low, high = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
+    median, low, high = (
+        f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values))
+    )
     return f"{median} ({low} to {high})"
 
 
@@ -74,11 +89,22 @@ def cell(text: str) -> str:
 def markdown(machine: str, proofs: Sequence[ProofResult], speeds: Sequence[Speeds]) -> str:
     """Return all results as tables."""
     lines = [f"{machine}.", "", "| proof | outcome |", "|---|---|"]
-    lines += [f"| {proof.title} | {'**failed**: ' if proof.failed else ''}{cell(proof.verdict)} |" for proof in proofs]
+    lines += [
+        f"| {proof.title} | {'**failed**: ' if proof.failed else ''}{cell(proof.verdict)} |"
+        for proof in proofs
+    ]
     for some in speeds:
         rounds = max(map(len, some.rounds.values()))
-        lines += ["", f"{some.title}; median of {rounds} rounds (lowest to highest), ratios of neighbouring runs.", ""]
-        lines += [f"| contender | images a second | of {some.floor} | GB at the most |", "|---|---|---|---|", *some.rows()]
+        lines += [
+            "",
+            f"{some.title}; median of {rounds} rounds (lowest to highest), ratios of neighbouring runs.",
+            "",
+        ]
+        lines += [
+            f"| contender | images a second | of {some.floor} | GB at the most |",
+            "|---|---|---|---|",
+            *some.rows(),
+        ]
     return "\n".join([*lines, ""])
 
 
@@ -88,5 +114,7 @@ def insert(text: str, into: Path) -> None:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise SystemExit(f"{into} has no place for results: a line {BEGIN.strip()} and after it a line {END.strip()}")
+        raise SystemExit(
+            f"{into} has no place for results: a line {BEGIN.strip()} and after it a line {END.strip()}"
+        )
     into.write_text(f"{before}{begin}{text}{end}{after}", encoding="utf-8")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its neighbours by itself
+# a script finds only its neighbours by itself
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import samestep as ss
 from benchmarks.gpu_job import Images, Job, Stopwatch, loss_of

@@ -2,8 +2,9 @@
 
 usage: python -m benchmarks.growth [workers] [parameters] [samples] [--rounds 3]
 
-Contenders take turns, and every ratio is of runs of one round. The pure step is forward, backward and update of one worker's samples, in
-one process that loads nothing; where workers outnumber cores it counts once for each worker of a core.
+Contenders take turns, and every ratio is of runs of one round. The pure step is forward, backward
+and update of one worker's samples, in one process that loads nothing; where workers outnumber cores
+it counts once for each worker of a core.
 """
 
 from __future__ import annotations
@@ -55,8 +56,21 @@ def grow_parameters(rounds: int) -> None:
     """Print the time of a step and the memory of a worker by the size of the network."""
     found = {f"{size:,}": steps(2, size, list(PEERS), rounds) for size in PARAMETERS}
     for title, name in (("ms a step", "step_milliseconds"), ("MB a worker", "memory_megabytes")):
-        print(table(f"parameters: {title}", {size: figure(name, runs) for size, runs in found.items()}, aside=[PURE]), end="\n\n")
-    print(table("parameters: ms beyond the pure step", {size: beyond(runs, 2) for size, runs in found.items()}, aside=list(PEERS)))
+        print(
+            table(
+                f"parameters: {title}",
+                {size: figure(name, runs) for size, runs in found.items()},
+                aside=[PURE],
+            ),
+            end="\n\n",
+        )
+    print(
+        table(
+            "parameters: ms beyond the pure step",
+            {size: beyond(runs, 2) for size, runs in found.items()},
+            aside=list(PEERS),
+        )
+    )
 
 
 def beyond(found: Runs, workers: int) -> Row:
@@ -64,7 +78,10 @@ def beyond(found: Runs, workers: int) -> Row:
     turns = max(1.0, workers / (os.cpu_count() or 1))
     taken = figure("step_milliseconds", found)
     pure = taken.pop(PURE)
-    return {name: [step - turns * floor for step, floor in zip(values, pure, strict=True)] for name, values in taken.items()}
+    return {
+        name: [step - turns * floor for step, floor in zip(values, pure, strict=True)]
+        for name, values in taken.items()
+    }
 
 
 def grow_samples(rounds: int) -> None:
@@ -74,26 +91,42 @@ def grow_samples(rounds: int) -> None:
         ways = {"samestep": "samestep", "DistributedSampler": "sampler"}
         if size > MOST_LISTED:
             del ways["DistributedSampler"]
-            print(f"DistributedSampler is left out at {size:,} samples: its list takes 40 bytes of each, {40 * size / 1e9:.0f} GB")
-        commands = {name: [sys.executable, "-m", SAMPLES, way, str(size)] for name, way in ways.items()}
-        found[f"{size:,}"] = in_turn({name: partial(figures, command) for name, command in commands.items()}, rounds)
+            print(
+                f"DistributedSampler is left out at {size:,} samples: its list takes 40 bytes of each, {40 * size / 1e9:.0f} GB"
+            )
+        commands = {
+            name: [sys.executable, "-m", SAMPLES, way, str(size)] for name, way in ways.items()
+        }
+        found[f"{size:,}"] = in_turn(
+            {name: partial(figures, command) for name, command in commands.items()}, rounds
+        )
     for title, name in (
         ("ms until the first batch", "first_milliseconds"),
         ("us a batch of 256", "batch_microseconds"),
         ("MB of the process", "memory_megabytes"),
     ):
-        print(table(f"samples: {title}", {size: figure(name, runs) for size, runs in found.items()}), end="\n\n")
+        print(
+            table(f"samples: {title}", {size: figure(name, runs) for size, runs in found.items()}),
+            end="\n\n",
+        )
 
 
 def main() -> None:
     """Run the comparisons that were asked for."""
     everything = {"workers": grow_workers, "parameters": grow_parameters, "samples": grow_samples}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", nargs="*", metavar="what", help="what grows: workers, parameters, samples (default: each in turn)")
+    parser.add_argument(
+        "what",
+        nargs="*",
+        metavar="what",
+        help="what grows: workers, parameters, samples (default: each in turn)",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender (default: 3)")
     arguments = parser.parse_args()
     if unknown := set(arguments.what) - everything.keys():
-        parser.error(f"{', '.join(sorted(unknown))} was given; expected some of {', '.join(everything)}")
+        parser.error(
+            f"{', '.join(sorted(unknown))} was given; expected some of {', '.join(everything)}"
+        )
     for name in arguments.what or everything:
         everything[name](arguments.rounds)
         print(flush=True)

@@ -2,8 +2,9 @@
 
 usage: python -m benchmarks.growth_samples samestep 1000000000
 
-Prints the milliseconds until the first batch is there, the median microseconds of each further one, and the megabytes of the process
-afterwards. A sample is its own index, so that nothing but the order costs anything.
+Prints the milliseconds until the first batch is there, the median microseconds of each further one,
+and the megabytes of the process afterwards. A sample is its own index, so that nothing but the
+order costs anything.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ def as_they_are(samples: list[int]) -> list[int]:
 def with_samestep(dataset: Indices) -> Figures:
     """Read with `run.batches`."""
     with ss.init() as run:
-        return measure(lambda: itertools.chain.from_iterable(run.batches(dataset, BATCH_SIZE, steps=BATCHES, collate_fn=as_they_are)))
+        return measure(
+            lambda: itertools.chain.from_iterable(
+                run.batches(dataset, BATCH_SIZE, steps=BATCHES, collate_fn=as_they_are)
+            )
+        )
 
 
 def with_sampler(dataset: Indices) -> Figures:

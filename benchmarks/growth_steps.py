@@ -3,8 +3,9 @@
 usage: samestep run -n 2 -m benchmarks.growth_steps samestep 100000
        torchrun --nproc-per-node 2 -m benchmarks.growth_steps ddp 100000
 
-Every worker takes 16 samples a step, so work grows with workers. Prints the median milliseconds of a step and the memory of a
-worker in megabytes, as it is between the optimizer's step and `zero_grad` of the last step; both are means over workers.
+Every worker takes 16 samples a step, so work grows with workers. Prints the median milliseconds of
+a step and the memory of a worker in megabytes, as it is between the optimizer's step and
+`zero_grad` of the last step; both are means over workers.
 """
 
 from __future__ import annotations
@@ -39,16 +40,22 @@ Figures = dict[str, float]
 def network(parameters: int) -> nn.Sequential:
     """Return square layers of nearly `parameters` parameters in all, on 64 features, for 10 classes."""
     torch.manual_seed(0)
-    other = FEATURES + CLASSES + LAYERS + 1  # LAYERS * width**2 + other * width = parameters, nearly
+    # LAYERS * width**2 + other * width = parameters, nearly
+    other = FEATURES + CLASSES + LAYERS + 1
     width = round((math.sqrt(other**2 + 4 * LAYERS * parameters) - other) / (2 * LAYERS))
-    squares = itertools.chain.from_iterable((nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS))
+    squares = itertools.chain.from_iterable(
+        (nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS)
+    )
     return nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), *squares, nn.Linear(width, CLASSES))
 
 
 def dataset() -> TensorDataset:
     """Return 4,096 random samples."""
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(4096, FEATURES, generator=generator), torch.randint(CLASSES, (4096,), generator=generator))
+    return TensorDataset(
+        torch.randn(4096, FEATURES, generator=generator),
+        torch.randint(CLASSES, (4096,), generator=generator),
+    )
 
 
 def steps_for(parameters: int) -> int:
@@ -68,7 +75,7 @@ def with_samestep(parameters: int, steps: int) -> Figures:
         model = run.replicate(network(parameters))
         optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
         watch = Watch(steps)
-        for batch in run.batches(dataset(), SAMPLES * run.workers, steps=steps):
+        for batch in run.batches(dataset(), SAMPLES * run.world_size, steps=steps):
             run.backward(loss_fn, model, batch)
             optimizer.step()
             watch.step()
@@ -78,17 +85,28 @@ def with_samestep(parameters: int, steps: int) -> Figures:
 
 def with_ddp(parameters: int, steps: int) -> Figures:
     """Train with DistributedDataParallel."""
-    return _with_torch(parameters, steps, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+    return _with_torch(
+        parameters, steps, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    )
 
 
 def with_zero(parameters: int, steps: int) -> Figures:
     """Train with DistributedDataParallel and the optimizer state divided among workers (ZeRO-1)."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415  importing it warns, and nobody else needs it
+    # importing it warns, and nobody else needs it
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    return _with_torch(parameters, steps, lambda model: ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True))
+    return _with_torch(
+        parameters,
+        steps,
+        lambda model: ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True
+        ),
+    )
 
 
-def _with_torch(parameters: int, steps: int, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> Figures:
+def _with_torch(
+    parameters: int, steps: int, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+) -> Figures:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model = DistributedDataParallel(network(parameters), gradient_as_bucket_view=True)
@@ -146,7 +164,10 @@ class Watch:
     def figures(self) -> Figures:
         """Return the median time of a step after the warm-up, and the weight."""
         taken = [end - start for start, end in itertools.pairwise(self._stamps[WARMUP_STEPS - 1 :])]
-        return {"step_milliseconds": 1000 * statistics.median(taken), "memory_megabytes": self._megabytes}
+        return {
+            "step_milliseconds": 1000 * statistics.median(taken),
+            "memory_megabytes": self._megabytes,
+        }
 
 
 WAYS = {"samestep": with_samestep, "ddp": with_ddp, "zero": with_zero, "pure": pure}

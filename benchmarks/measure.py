@@ -25,7 +25,8 @@ def values_in(text: str) -> dict[str, list[float]]:
 def printed(command: Sequence[str]) -> dict[str, list[float]]:
     """Return everything that the workers of a command print as `name=value`, by name, however the command ends.
 
-    The exit status does not count, since gloo sometimes aborts a worker that has told its figures and leaves.
+    The exit status does not count, since gloo sometimes aborts a worker that has told its figures
+    and leaves.
     """
     return values_in(_run(command)[0])
 
@@ -40,12 +41,16 @@ def figures(command: Sequence[str]) -> dict[str, float]:
 
 
 def _run(command: Sequence[str]) -> tuple[str, str]:
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             return process.communicate(timeout=LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             process.terminate()  # launchers end their workers then
-            raise SystemExit(f"{' '.join(command)} still ran after {LIMIT_SECONDS} seconds") from None
+            raise SystemExit(
+                f"{' '.join(command)} still ran after {LIMIT_SECONDS} seconds"
+            ) from None
 
 
 def spread(values: Sequence[float]) -> str:

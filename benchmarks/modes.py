@@ -2,7 +2,8 @@
 
 usage: python -m benchmarks.modes [--rounds 5]
 
-Runs take turns; every ratio is of runs of one round. Memory is that of all workers together, at the end of training.
+Runs take turns; every ratio is of runs of one round. Memory is that of all workers together, at the
+end of training.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ MODES = {  # how many workers each comes to, and its options
 
 def main() -> None:
     """Run the comparison."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.modes", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.modes", description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--rounds", type=int, default=5, help="runs of each mode (default: 5)")
     rounds = parser.parse_args().rounds
     found = in_turn({mode: partial(measure, mode) for mode in MODES}, rounds)
@@ -33,7 +36,9 @@ def main() -> None:
     for mode, runs in found.items():
         for figure, unit in (("samples_a_second", "samples/s"), ("memory_megabytes", "MB")):
             ratios = [run[figure] / beside[figure] for run, beside in zip(runs, first, strict=True)]
-            print(f"  {mode:11} {spread([run[figure] for run in runs])} {unit}, ratio {spread(ratios)}")
+            print(
+                f"  {mode:11} {spread([run[figure] for run in runs])} {unit}, ratio {spread(ratios)}"
+            )
 
 
 def measure(mode: str) -> dict[str, float]:

@@ -1,8 +1,10 @@
 """Two hosts with a network between them: the ViT job with one worker on each, beside DistributedDataParallel.
 
-usage: python -m benchmarks.network [--rounds 3] [--rate 1gbit]        as root, on Linux with iproute2 and util-linux
+usage: python -m benchmarks.network [--rounds 3] [--rate 1gbit]        as root, on Linux with
+iproute2 and util-linux
 
-The hosts are network namespaces that this command makes and removes, with a link whose rate is limited. Contenders take turns.
+The hosts are network namespaces that this command makes and removes, with a link whose rate is
+limited. Contenders take turns.
 """
 
 from __future__ import annotations
@@ -29,9 +31,16 @@ PORT = 29533
 
 def main() -> None:
     """Measure, and tell medians with their spread."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.network", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.network",
+        description=__doc__.splitlines()[0] if __doc__ else None,
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender (default: 3)")
-    parser.add_argument("--rate", default="1gbit", help="of the link, each way, as tc understands it (default: 1gbit)")
+    parser.add_argument(
+        "--rate",
+        default="1gbit",
+        help="of the link, each way, as tc understands it (default: 1gbit)",
+    )
     options = parser.parse_args()
     with hosts(options.rate):
         found = in_turn({name: partial(train, name) for name in CONTENDERS}, options.rounds)
@@ -46,12 +55,42 @@ def hosts(rate: str) -> Iterator[None]:
     for name in HOSTS:
         run("ip", "netns", "add", name)
     try:
-        run("ip", "link", "add", "link-1", "netns", first, "type", "veth", "peer", "name", "link-2", "netns", second)
+        run(
+            "ip",
+            "link",
+            "add",
+            "link-1",
+            "netns",
+            first,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "link-2",
+            "netns",
+            second,
+        )
         for number, (name, address) in enumerate(HOSTS.items(), start=1):
             run("ip", "-n", name, "address", "add", f"{address}/24", "dev", f"link-{number}")
             run("ip", "-n", name, "link", "set", f"link-{number}", "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
-            run("tc", "-n", name, "qdisc", "add", "dev", f"link-{number}", "root", "tbf", "rate", rate, "burst", "1mb", "latency", "50ms")
+            run(
+                "tc",
+                "-n",
+                name,
+                "qdisc",
+                "add",
+                "dev",
+                f"link-{number}",
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "1mb",
+                "latency",
+                "50ms",
+            )
         yield
     finally:
         for name in HOSTS:
@@ -67,10 +106,32 @@ def train(contender: str) -> dict[str, float]:
     """Train the job with a worker on each host; return what the first one tells."""
     workers = []
     for rank, name in enumerate(HOSTS):
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
-        meeting = {"MASTER_ADDR": next(iter(HOSTS.values())), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": f"link-{rank + 1}"}
-        command = ["nsenter", f"--net=/run/netns/{name}", sys.executable, "-m", "benchmarks.contenders", contender, JOB]
-        workers.append(subprocess.Popen(command, env={**os.environ, **place, **meeting}, stdout=subprocess.PIPE, text=True))
+        place = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        meeting = {
+            "MASTER_ADDR": next(iter(HOSTS.values())),
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": f"link-{rank + 1}",
+        }
+        command = [
+            "nsenter",
+            f"--net=/run/netns/{name}",
+            sys.executable,
+            "-m",
+            "benchmarks.contenders",
+            contender,
+            JOB,
+        ]
+        workers.append(
+            subprocess.Popen(
+                command, env={**os.environ, **place, **meeting}, stdout=subprocess.PIPE, text=True
+            )
+        )
     told, _ = [worker.communicate()[0] for worker in workers]
     return {name: value for name, (value,) in values_in(told).items()}
 

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
     from benchmarks.verdict import Results
 
-OURS, PEERS = "#c2410c", ["#1e3a5f", "#3b6ea5", "#7aa6d1", "#5f8a8b", "#94b8a6", "#8d8d9b", "#b9b9c4", "#d5d5dc"]
+OURS, PEERS = (
+    "#c2410c",
+    ["#1e3a5f", "#3b6ea5", "#7aa6d1", "#5f8a8b", "#94b8a6", "#8d8d9b", "#b9b9c4", "#d5d5dc"],
+)
 BAR_WIDTH = 0.09  # of the distance between two jobs
 
 
@@ -30,21 +33,45 @@ def draw(results: Results, path: Path) -> None:
     for place, name in enumerate(names):
         speeds = [ratios(found, name) for found in results.values()]
         heights = [median(some) for some in speeds]
-        ranges = [[height - min(some), max(some) - height] for height, some in zip(heights, speeds, strict=True)]
+        ranges = [
+            [height - min(some), max(some) - height]
+            for height, some in zip(heights, speeds, strict=True)
+        ]
         middles = [job + (place - (len(names) - 1) / 2) * BAR_WIDTH for job in range(len(results))]
         ours = CONTENDERS[name].role == "ours"
-        bars = axes.bar(middles, heights, BAR_WIDTH, label=CONTENDERS[name].title, color=OURS if ours else next(colours))
-        axes.errorbar(middles, heights, list(zip(*ranges, strict=True)), fmt="none", ecolor="black", lw=0.8)
+        bars = axes.bar(
+            middles,
+            heights,
+            BAR_WIDTH,
+            label=CONTENDERS[name].title,
+            color=OURS if ours else next(colours),
+        )
+        axes.errorbar(
+            middles, heights, list(zip(*ranges, strict=True)), fmt="none", ecolor="black", lw=0.8
+        )
         if ours:
             axes.bar_label(bars, fmt="%.2f", padding=4, color=OURS, weight="bold")
     axes.axhline(WORKERS, color="black", lw=0.8, ls="--")
-    axes.text(1, WORKERS, " two workers'\n limit", transform=axes.get_yaxis_transform(), va="center", fontsize="small")
-    titles = [f"{JOBS[job].title}, global batch {JOBS[job].batch_size}".replace(", ", "\n") for job in results]
+    axes.text(
+        1,
+        WORKERS,
+        " two workers'\n limit",
+        transform=axes.get_yaxis_transform(),
+        va="center",
+        fontsize="small",
+    )
+    titles = [
+        f"{JOBS[job].title}, global batch {JOBS[job].batch_size}".replace(", ", "\n")
+        for job in results
+    ]
     axes.set_xticks(range(len(results)), titles, fontsize="small")
     axes.set_ylabel("samples a second over a plain loop's")
     axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False, fontsize="small")
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "samestep"}):  # text stays text, and the same figures the same file
+    axes.legend(
+        ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False, fontsize="small"
+    )
+    # text stays text, and the same figures the same file
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "samestep"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

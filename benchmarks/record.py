@@ -2,9 +2,10 @@
 
 usage: python -m benchmarks.record [--rounds 5] [--steps 300] [--workers 1 2]
 
-Ways take turns, and every ratio is of two runs of one round: the time of all steps but the first ones over that of "directory". Where there
-are as many workers as cores, what is done beside training has no core of its own. "image in the step" is what an image costs where a step
-waits until it is written.
+Ways take turns, and every ratio is of two runs of one round: the time of all steps but the first
+ones over that of "directory". Where there are as many workers as cores, what is done beside
+training has no core of its own. "image in the step" is what an image costs where a step waits until
+it is written.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ IMAGE = 256  # pixels high and wide
 WAYS = ("directory", "file://", "tensorboard", "image", "image, file://", "image in the step")
 
 
-def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_fn(
+    model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return a lane's mean loss and accuracy."""
     inputs, labels = batch
     outputs = model(inputs)
-    return F.cross_entropy(outputs, labels), {"accuracy": (outputs.argmax(1) == labels).float().mean()}
+    return F.cross_entropy(outputs, labels), {
+        "accuracy": (outputs.argmax(1) == labels).float().mean()
+    }
 
 
 def picture(step: int) -> torch.Tensor:
@@ -48,7 +53,9 @@ def picture(step: int) -> torch.Tensor:
 def train(way: str, steps: int) -> float:
     """Train, and return the milliseconds of a step."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(DEPTH) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
+    layers = [
+        layer for _ in range(DEPTH) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())
+    ]
     data = TensorDataset(torch.randn(8 * BATCH_SIZE, WIDTH), torch.randint(10, (8 * BATCH_SIZE,)))
     with ss.init() as run:
         model = run.replicate(torch.nn.Sequential(*layers))
@@ -62,7 +69,9 @@ def train(way: str, steps: int) -> float:
             optimizer.zero_grad()
             if way == "image in the step":
                 if run.is_main:
-                    write_picture(run.dir, copy_picture(run.step, "picture", picture(run.step).numpy()))
+                    write_picture(
+                        run.dir, copy_picture(run.step, "picture", picture(run.step).numpy())
+                    )
             elif way.startswith("image"):
                 run.log_image("picture", picture(run.step))
         return 1000 * (time.perf_counter() - started) / (steps - WARMUP_STEPS)
@@ -71,8 +80,17 @@ def train(way: str, steps: int) -> float:
 def measure(way: str, steps: int, workers: int) -> float:
     """Train with a record in a new directory, and where the way has it with sinks; return the milliseconds of a step."""
     with tempfile.TemporaryDirectory() as folder:
-        sinks = {"file://": f"file://{folder}/far", "image, file://": f"file://{folder}/far", "tensorboard": "tensorboard"}
-        options = {"dir": Path(folder, "run"), "lanes": 2, "snapshot_every": None, "sinks": sinks.get(way)}
+        sinks = {
+            "file://": f"file://{folder}/far",
+            "image, file://": f"file://{folder}/far",
+            "tensorboard": "tensorboard",
+        }
+        options = {
+            "dir": Path(folder, "run"),
+            "lanes": 2,
+            "snapshot_every": None,
+            "sinks": sinks.get(way),
+        }
         return ss.launch(train, way, steps, workers=workers, **options)
 
 
@@ -84,12 +102,19 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="default: 1 2")
     options = parser.parse_args()
     for workers in options.workers:
-        found = in_turn({way: partial(measure, way, options.steps, workers) for way in WAYS}, options.rounds)
-        print(f"{workers} workers: ms a step, and times that of a record in its directory; {options.rounds} rounds")
+        found = in_turn(
+            {way: partial(measure, way, options.steps, workers) for way in WAYS}, options.rounds
+        )
+        print(
+            f"{workers} workers: ms a step, and times that of a record in its directory; {options.rounds} rounds"
+        )
         for way, milliseconds in found.items():
-            ratios = [mine / base for mine, base in zip(milliseconds, found["directory"], strict=True)]
+            ratios = [
+                mine / base for mine, base in zip(milliseconds, found["directory"], strict=True)
+            ]
             print(
-                f"  {way:18} {spread(milliseconds)}  {statistics.median(ratios):5.3f} ({min(ratios):.3f} to {max(ratios):.3f})", flush=True
+                f"  {way:18} {spread(milliseconds)}  {statistics.median(ratios):5.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+                flush=True,
             )
 
 

@@ -2,11 +2,12 @@
 
 usage: python -m benchmarks.recovery [--rounds 5]
 
-Both systems restart workers by themselves. With samestep they are forked again from the launcher, and go on from the copy of the state
-that it keeps in memory. With torchrun (`--max-restarts`) the script loads the checkpoint it finds, as torchrun's documentation teaches;
-torchrun is told to give restarted workers a store of their own: in the one that they share by default they can find the addresses of
-workers that are gone, and restarts then fail or hang (torch 2.13). Both save after every step. Contenders take turns, and every ratio is
-of runs of one round.
+Both systems restart workers by themselves. With samestep they are forked again from the launcher,
+and go on from the copy of the state that it keeps in memory. With torchrun (`--max-restarts`) the
+script loads the checkpoint it finds, as torchrun's documentation teaches; torchrun is told to give
+restarted workers a store of their own: in the one that they share by default they can find the
+addresses of workers that are gone, and restarts then fail or hang (torch 2.13). Both save after
+every step. Contenders take turns, and every ratio is of runs of one round.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ def with_ddp(directory: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, directory / "next.pt")
+            torch.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
+                directory / "next.pt",
+            )
             (directory / "next.pt").replace(checkpoint)
         end_step(step, dist.get_rank(), directory, again=again)
     dist.barrier()
@@ -107,9 +111,15 @@ def recovery(way: str) -> dict[str, float]:
     """Return the seconds from the kill to the end of the next step."""
     with tempfile.TemporaryDirectory() as directory:
         module = ["benchmarks.recovery", "--as", way, "--directory", directory]
-        told = printed(samestep(2, *module) if way == "samestep" else ["env", OWN_STORE, *torchrun(2, *module, restarts=1)])
+        told = printed(
+            samestep(2, *module)
+            if way == "samestep"
+            else ["env", OWN_STORE, *torchrun(2, *module, restarts=1)]
+        )
     if not told["killed_at"] or not told["step_at"]:
-        raise SystemExit(f"{way} made no step after a worker was killed; run it with --as {way} --directory DIR to see why")
+        raise SystemExit(
+            f"{way} made no step after a worker was killed; run it with --as {way} --directory DIR to see why"
+        )
     return {"seconds": min(told["step_at"]) - told["killed_at"][0]}
 
 

@@ -2,9 +2,10 @@
 
 usage: python -m benchmarks.snapshots [--rounds 5] [--workers 1 2] [--directory DIR]
 
-The state has 1.0 GB: an MLP of 84 million float32 parameters and AdamW's state. Jobs take turns, and every ratio is of two jobs of
-one round. A load is a process of its own, with the files in the page cache (warm) or not (cold); "restored" is until a fresh model
-and optimizer have taken a step from what was loaded. At the end, the stall of the ViT job of benchmarks.jobs.
+The state has 1.0 GB: an MLP of 84 million float32 parameters and AdamW's state. Jobs take turns,
+and every ratio is of two jobs of one round. A load is a process of its own, with the files in the
+page cache (warm) or not (cold); "restored" is until a fresh model and optimizer have taken a step
+from what was loaded. At the end, the stall of the ViT job of benchmarks.jobs.
 """
 
 from __future__ import annotations
@@ -37,15 +38,27 @@ if TYPE_CHECKING:
 
 WIDTH, DEPTH, BATCH_SIZE = 2048, 20, 64
 WARMUP_STEPS, SAVES, STEPS_BETWEEN = 3, 3, 6
-SAVERS = {"samestep": "samestep", "torch.save": "torch", "checkpoint.save": "dcp", "checkpoint.async_save": "dcp_async"}
-LOADERS = {"samestep": "samestep", "torch.load": "torch", "torch.load, mmap": "torch_mmap", "checkpoint.load": "dcp"}
+SAVERS = {
+    "samestep": "samestep",
+    "torch.save": "torch",
+    "checkpoint.save": "dcp",
+    "checkpoint.async_save": "dcp_async",
+}
+LOADERS = {
+    "samestep": "samestep",
+    "torch.load": "torch",
+    "torch.load, mmap": "torch_mmap",
+    "checkpoint.load": "dcp",
+}
 Job = tuple[torch.nn.Module, torch.optim.Optimizer]
 
 
 def mlp() -> Job:
     """Return the large model and its optimizer, which has state once it has made a step."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[layer for _ in range(DEPTH) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())])
+    model = torch.nn.Sequential(
+        *[layer for _ in range(DEPTH) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
+    )
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
@@ -69,7 +82,9 @@ def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
     return F.cross_entropy(model(inputs), targets)
 
 
-def train(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: TensorDataset) -> None:
+def train(
+    directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: TensorDataset
+) -> None:
     """Train with snapshots, and tell their stall, and the time of a step while none is written and while one is."""
     snapshots = range(WARMUP_STEPS, WARMUP_STEPS + SAVES * STEPS_BETWEEN, STEPS_BETWEEN)
     with ss.init(dir=directory, keep_last=1, keep_best=0, snapshot_every="1000000") as run:
@@ -83,14 +98,20 @@ def train(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimi
             optimizer.zero_grad()
             if run.step in snapshots:
                 run.snapshot()
-        taken = [event for event in read_events(directory) if event["event"] == "snapshot"] if run.is_main else []
+        taken = (
+            [event for event in read_events(directory) if event["event"] == "snapshot"]
+            if run.is_main
+            else []
+        )
     if not taken:
         return
     beside, alone = [], []
     for step, event in zip(snapshots, taken, strict=False):
         whole = starts[step + 1] + event["seconds"]
         for later in range(step + 1, step + STEPS_BETWEEN - 1):
-            (beside if starts[later] < whole else alone).append(1000 * (starts[later + 1] - starts[later]))
+            (beside if starts[later] < whole else alone).append(
+                1000 * (starts[later + 1] - starts[later])
+            )
     first, *others = [1000 * event["stall_seconds"] for event in taken]
     tell(
         first_ms=first,
@@ -114,7 +135,9 @@ def save(directory: Path, kind: str) -> None:
         if kind == "torch":
             if dist.get_rank() == 0:
                 with path.open("wb") as file:
-                    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+                    torch.save(
+                        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file
+                    )
                     file.flush()
                     os.fsync(file.fileno())
             dist.barrier()
@@ -131,7 +154,11 @@ def save(directory: Path, kind: str) -> None:
             remove(directory / str(number - 1))
     if dist.get_rank() == 0:
         stalls = stalls or [1000 * seconds for seconds in saves]
-        tell(first_ms=stalls[0], stall_ms=statistics.median(stalls[1:]), save_s=statistics.median(saves[1:]))
+        tell(
+            first_ms=stalls[0],
+            stall_ms=statistics.median(stalls[1:]),
+            save_s=statistics.median(saves[1:]),
+        )
     dist.destroy_process_group()
 
 
@@ -145,9 +172,15 @@ def restore(directory: Path, kind: str) -> None:
         loading = time.perf_counter()
         dcp.load(state, checkpoint_id=path)
         loaded = time.perf_counter()
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
     else:
-        state = load(path).state if kind == "samestep" else torch.load(path, weights_only=True, mmap=kind == "torch_mmap")
+        state = (
+            load(path).state
+            if kind == "samestep"
+            else torch.load(path, weights_only=True, mmap=kind == "torch_mmap")
+        )
         loaded = time.perf_counter()
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -172,7 +205,9 @@ def remove(path: Path) -> None:
 
 def cache(path: Path, *, warm: bool) -> None:
     """Bring the files of a save into the page cache, or out of it."""
-    for file in [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]:
+    for file in (
+        [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]
+    ):
         with file.open("rb", buffering=0) as opened:
             while warm and opened.read(2**24):
                 pass
@@ -182,12 +217,29 @@ def cache(path: Path, *, warm: bool) -> None:
 
 def command(kind: str, what: str, directory: Path, workers: int) -> list[str]:
     """Return the command of one job."""
-    words = ["-m", "benchmarks.snapshots", "--job", what, "--kind", kind, "--directory", str(directory)]
+    words = [
+        "-m",
+        "benchmarks.snapshots",
+        "--job",
+        what,
+        "--kind",
+        kind,
+        "--directory",
+        str(directory),
+    ]
     if what == "load":
         return [sys.executable, *words]
     if kind == "samestep":
         return [sys.executable, "-m", "samestep", "run", "-n", str(workers), *words]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), *words]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(workers),
+        *words,
+    ]
 
 
 def measure(root: Path, workers: int, rounds: int) -> None:
@@ -208,7 +260,10 @@ def measure(root: Path, workers: int, rounds: int) -> None:
     print(f"1.0 GB, {workers} workers, {rounds} rounds")
     report(found, SAVERS, ("stall_ms", "first_ms", "save_s"))
     ours = found["samestep"]
-    print(f"  a step {spread([one['step_ms'] for one in ours])} ms, while a snapshot is written", end=" ")
+    print(
+        f"  a step {spread([one['step_ms'] for one in ours])} ms, while a snapshot is written",
+        end=" ",
+    )
     print(
         f"{spread([one['step_beside_ms'] for one in ours])} ms; stall / step {spread([one['stall_ms'] / one['step_ms'] for one in ours])}"
     )
@@ -216,13 +271,21 @@ def measure(root: Path, workers: int, rounds: int) -> None:
         report(found, [f"{name} ({state})" for name in LOADERS], ("load_s", "restored_s"))
 
 
-def report(found: Mapping[str, list[dict[str, float]]], names: Iterable[str], columns: Iterable[str]) -> None:
+def report(
+    found: Mapping[str, list[dict[str, float]]], names: Iterable[str], columns: Iterable[str]
+) -> None:
     """Print figures of several jobs, each with its ratio to the first one's."""
     first, *_ = names
     for column in columns:
         for name in names:
-            ratios = [one[column] / ours[column] for one, ours in zip(found[name], found[first], strict=True)]
-            print(f"  {column:10} {name:24} {spread([one[column] for one in found[name]])}, ratio {spread(ratios)}", flush=True)
+            ratios = [
+                one[column] / ours[column]
+                for one, ours in zip(found[name], found[first], strict=True)
+            ]
+            print(
+                f"  {column:10} {name:24} {spread([one[column] for one in found[name]])}, ratio {spread(ratios)}",
+                flush=True,
+            )
 
 
 def measure_vit(root: Path, rounds: int) -> None:
@@ -232,8 +295,13 @@ def measure_vit(root: Path, rounds: int) -> None:
         shutil.rmtree(root / "vit", ignore_errors=True)
         found.append(figures(command("samestep", "vit", root / "vit", 2)))
     print(f"ViT-Ti/8, global batch {JOBS['vit'].batch_size}, AdamW, 2 workers, {rounds} rounds")
-    print(f"  stall {spread([one['stall_ms'] for one in found])} ms, a step {spread([one['step_ms'] for one in found])} ms")
-    print(f"  share at every 100 steps {spread([one['stall_ms'] / one['step_ms'] for one in found])} %", end=", ")
+    print(
+        f"  stall {spread([one['stall_ms'] for one in found])} ms, a step {spread([one['step_ms'] for one in found])} ms"
+    )
+    print(
+        f"  share at every 100 steps {spread([one['stall_ms'] / one['step_ms'] for one in found])} %",
+        end=", ",
+    )
     print(f"at every 10 minutes {spread([one['stall_ms'] / 6000 for one in found])} %")
 
 
@@ -241,8 +309,18 @@ def main() -> None:
     """Run one job, or the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5, help="jobs of each kind (default: 5)")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="numbers of workers to save with (default: 1 2)")
-    parser.add_argument("--directory", type=Path, help="where to save; it needs 5 GB (default: a temporary directory)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        nargs="+",
+        default=[1, 2],
+        help="numbers of workers to save with (default: 1 2)",
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="where to save; it needs 5 GB (default: a temporary directory)",
+    )
     parser.add_argument("--job", choices=["save", "load", "vit"], help=argparse.SUPPRESS)
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -252,7 +330,11 @@ def main() -> None:
     elif options.job == "vit":
         train(options.directory, *vit(), JOBS["vit"].build().dataset)
     elif options.job == "save" and options.kind == "samestep":
-        train(options.directory, *mlp(), TensorDataset(torch.randn(BATCH_SIZE, WIDTH), torch.randint(WIDTH, (BATCH_SIZE,))))
+        train(
+            options.directory,
+            *mlp(),
+            TensorDataset(torch.randn(BATCH_SIZE, WIDTH), torch.randint(WIDTH, (BATCH_SIZE,))),
+        )
     elif options.job == "save":
         save(options.directory, options.kind)
     else:

@@ -2,8 +2,9 @@
 
 usage: python -m benchmarks.surviving [--rounds 5] [--workers 2]
 
-The state has 1.0 GB: that of benchmarks.snapshots. A job makes steps with a copy, or a comparison, after each, or with neither; jobs take
-turns, and a cost is the difference of two jobs' median steps of one round.
+The state has 1.0 GB: that of benchmarks.snapshots. A job makes steps with a copy, or a comparison,
+after each, or with neither; jobs take turns, and a cost is the difference of two jobs' median steps
+of one round.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from benchmarks.turns import in_turn
 from samestep.world.whereabouts import Whereabouts
 
 WARMUP_STEPS, STEPS = 3, 8
-JOBS = {"neither": ("none", "none"), "hot copy": ("1", "none"), "checksums": ("none", "1")}  # hot_every, check_every
+# hot_every, check_every
+JOBS = {"neither": ("none", "none"), "hot copy": ("1", "none"), "checksums": ("none", "1")}
 CALLS = 100_000
 
 
@@ -51,9 +53,13 @@ def measure(workers: int, rounds: int) -> None:
 
     def job(hot_every: str, check_every: str) -> float:
         given = ["-n", str(workers), "--hot-every", hot_every, "--check-every", check_every]
-        return figures([sys.executable, "-m", "samestep", "run", *given, "-m", "benchmarks.surviving", "--job"])["step_ms"]
+        return figures(
+            [sys.executable, "-m", "samestep", "run", *given, "-m", "benchmarks.surviving", "--job"]
+        )["step_ms"]
 
-    found = in_turn({name: lambda options=options: job(*options) for name, options in JOBS.items()}, rounds)
+    found = in_turn(
+        {name: lambda options=options: job(*options) for name, options in JOBS.items()}, rounds
+    )
     print(f"1.0 GB of state, {workers} workers, {rounds} rounds")
     print(f"  a step {spread(found['neither'])} ms")
     for name in list(JOBS)[1:]:
@@ -71,7 +77,9 @@ def measure_whereabouts(rounds: int) -> None:
 
     for name, call in (("a change", lambda: whereabouts.at("measuring")), ("around a wait", wait)):
         seconds = timeit.repeat(call, repeat=rounds, number=CALLS)
-        print(f"whereabouts, {name}: {spread([1e6 * each / CALLS for each in seconds])} microseconds")
+        print(
+            f"whereabouts, {name}: {spread([1e6 * each / CALLS for each in seconds])} microseconds"
+        )
 
 
 def main() -> None:

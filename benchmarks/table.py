@@ -1,10 +1,11 @@
 """samestep beside its peers: four jobs, each trained by every contender with two workers of one thread each.
 
-usage: python -m benchmarks.table [--rounds 3] [--jobs vit mlp …] [--contenders ddp …] [--picture FILE]
+usage: python -m benchmarks.table [--rounds 3] [--jobs vit mlp …] [--contenders ddp …] [--picture
+FILE]
 
-Contenders take turns, each round starting with another one, and every ratio is of runs of one round; medians are told with the lowest
-and highest. At the end `samestep verify` compares one and two workers on the jobs as they were timed; the exit status is 1 where they
-differ.
+Contenders take turns, each round starting with another one, and every ratio is of runs of one
+round; medians are told with the lowest and highest. At the end `samestep verify` compares one and
+two workers on the jobs as they were timed; the exit status is 1 where they differ.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> int:
         print(describe(job, results[job]), end="\n\n", flush=True)
     print(tables(results), end="\n\n")
     if options.picture is not None:
-        from benchmarks.picture import draw  # noqa: PLC0415  a table needs no matplotlib
+        from benchmarks.picture import draw
 
         draw(results, options.picture)
     return max([verify(job) for job in options.jobs if OURS in names], default=0)
@@ -46,19 +47,48 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender on each job (default: 3)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.table", description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="runs of each contender on each job (default: 3)"
+    )
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS), help="default: all")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="beside the plain loop; default: all")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the table, too, as .svg, .png or .pdf")
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=CONTENDERS,
+        default=list(CONTENDERS),
+        help="beside the plain loop; default: all",
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the table, too, as .svg, .png or .pdf"
+    )
     return parser.parse_args()
 
 
 def verify(job: str) -> int:
     """Compare one and two workers on a job, bit for bit, and say how that went; returns the exit status."""
-    what = ["verify", "-n", "1,2", "--steps", str(VERIFIED_STEPS), "--", "-m", "benchmarks.contenders", OURS, job]
-    done = subprocess.run([sys.executable, "-m", "samestep", *what], capture_output=True, text=True, check=False)
-    same = "the same bits at 1 and 2 workers" if done.returncode == 0 else f"FAILED\n{done.stdout}{done.stderr}"
+    what = [
+        "verify",
+        "-n",
+        "1,2",
+        "--steps",
+        str(VERIFIED_STEPS),
+        "--",
+        "-m",
+        "benchmarks.contenders",
+        OURS,
+        job,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "samestep", *what], capture_output=True, text=True, check=False
+    )
+    same = (
+        "the same bits at 1 and 2 workers"
+        if done.returncode == 0
+        else f"FAILED\n{done.stdout}{done.stderr}"
+    )
     print(f"verify {job}, {VERIFIED_STEPS} steps: {same}", flush=True)
     return done.returncode
 

@@ -43,20 +43,35 @@ def figure(name: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> Row
     return {contender: [run[name] for run in runs] for contender, runs in found.items()}
 
 
-def table(title: str, rows: Mapping[str, Row], *, more_is_better: bool = False, aside: Sequence[str] = ()) -> str:
+def table(
+    title: str, rows: Mapping[str, Row], *, more_is_better: bool = False, aside: Sequence[str] = ()
+) -> str:
     """Return medians with the lowest and highest as a table in Markdown: a row a size, a column a contender.
 
-    A last column tells how the first contender stands against its best peer; contenders `aside` are nobody's peers.
+    A last column tells how the first contender stands against its best peer; contenders `aside` are
+    nobody's peers.
     """
     names = list(dict.fromkeys(chain.from_iterable(rows.values())))
     ours, *peers = [name for name in names if name not in aside]
     lines = [[title, *names], ["---"] * (len(names) + 1)]
-    lines += [[label, *(spread(found[name]).strip() if name in found else "" for name in names)] for label, found in rows.items()]
+    lines += [
+        [label, *(spread(found[name]).strip() if name in found else "" for name in names)]
+        for label, found in rows.items()
+    ]
     if peers:
         verdicts = [
-            _verdict(found, ours, [name for name in peers if name in found], more_is_better=more_is_better) for found in rows.values()
+            _verdict(
+                found,
+                ours,
+                [name for name in peers if name in found],
+                more_is_better=more_is_better,
+            )
+            for found in rows.values()
         ]
-        lines = [[*cells, last] for cells, last in zip(lines, [f"{ours} / best peer", "---", *verdicts], strict=True)]
+        lines = [
+            [*cells, last]
+            for cells, last in zip(lines, [f"{ours} / best peer", "---", *verdicts], strict=True)
+        ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

@@ -20,9 +20,13 @@ Found = dict[str, list[dict[str, float]]]
 Results = dict[str, Found]
 
 
-def ratios(found: Mapping[str, Sequence[Mapping[str, float]]], name: str, other: str = REFERENCE) -> list[float]:
+def ratios(
+    found: Mapping[str, Sequence[Mapping[str, float]]], name: str, other: str = REFERENCE
+) -> list[float]:
     """Return the speed of a contender over another's, by round."""
-    return [mine[SPEED] / theirs[SPEED] for mine, theirs in zip(found[name], found[other], strict=True)]
+    return [
+        mine[SPEED] / theirs[SPEED] for mine, theirs in zip(found[name], found[other], strict=True)
+    ]
 
 
 def best(found: Found, roles: Collection[str]) -> str | None:
@@ -33,24 +37,42 @@ def best(found: Found, roles: Collection[str]) -> str | None:
 
 def describe(job: str, found: Found) -> str:
     """Return a job's figures, a line a contender."""
-    heading = f"{JOBS[job].title}, global batch {JOBS[job].batch_size}, {len(found[REFERENCE])} rounds"
+    heading = (
+        f"{JOBS[job].title}, global batch {JOBS[job].batch_size}, {len(found[REFERENCE])} rounds"
+    )
     lines = [heading, f"  {'':26} {'samples a second':28} {'over the plain loop':24} MB a worker"]
     for name, runs in found.items():
         speed, memory = (spread([run[figure] for run in runs]) for figure in (SPEED, MEMORY))
-        lines.append(f"  {CONTENDERS[name].title:26} {speed:28} {spread(ratios(found, name)):24} {memory}")
+        lines.append(
+            f"  {CONTENDERS[name].title:26} {speed:28} {spread(ratios(found, name)):24} {memory}"
+        )
     return "\n".join(lines)
 
 
 def tables(results: Results) -> str:
     """Return two Markdown tables with a column a job: speed over the plain loop with samestep's over the best peer's, and memory."""
     names = list(next(iter(results.values())))
-    speeds = {CONTENDERS[name].title: [_brief(ratios(found, name)) for found in results.values()] for name in names}
-    for title, roles in {"samestep / best peer": {"peer"}, "samestep / best, tuned or not": {"peer", "tuned peer"}}.items():
+    speeds = {
+        CONTENDERS[name].title: [_brief(ratios(found, name)) for found in results.values()]
+        for name in names
+    }
+    for title, roles in {
+        "samestep / best peer": {"peer"},
+        "samestep / best, tuned or not": {"peer", "tuned peer"},
+    }.items():
         speeds[title] = [_over_best(found, roles) for found in results.values()]
     memories = {
-        CONTENDERS[name].title: [f"{median(run[MEMORY] for run in found[name]):.0f}" for found in results.values()] for name in names
+        CONTENDERS[name].title: [
+            f"{median(run[MEMORY] for run in found[name]):.0f}" for found in results.values()
+        ]
+        for name in names
     }
-    return "\n\n".join([_table("speed over the plain loop", results, speeds), _table("MB a worker", results, memories)])
+    return "\n\n".join(
+        [
+            _table("speed over the plain loop", results, speeds),
+            _table("MB a worker", results, memories),
+        ]
+    )
 
 
 def _over_best(found: Found, roles: Collection[str]) -> str:
@@ -67,5 +89,9 @@ def _brief(values: Sequence[float]) -> str:
 
 def _table(corner: str, jobs: Collection[str], rows: Mapping[str, Sequence[str]]) -> str:
     heads = [f"{JOBS[job].title} ({JOBS[job].batch_size})" for job in jobs]
-    lines = [[corner, *heads], ["---"] * (1 + len(heads)), *([title, *cells] for title, cells in rows.items())]
+    lines = [
+        [corner, *heads],
+        ["---"] * (1 + len(heads)),
+        *([title, *cells] for title, cells in rows.items()),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

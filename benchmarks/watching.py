@@ -26,12 +26,25 @@ def write(directory: Path, points: int) -> float:
     """Write the record of a run with one scalar; return its megabytes."""
     file = directory / "events.jsonl"
     with file.open("w") as lines:
-        started = {"time": 0.0, "event": "started", "step": 0, "lanes": 8, "workers": [{"rank": 0, "host": "here", "pid": 1}], "config": {}}
+        started = {
+            "time": 0.0,
+            "event": "started",
+            "step": 0,
+            "lanes": 8,
+            "workers": [{"rank": 0, "host": "here", "pid": 1}],
+            "config": {},
+        }
         lines.write(f"{json.dumps(started)}\n")
         for step in range(points):
             value = 1 / (step + 1)
-            parts = {"values": {"loss": value}, "low": {"loss": 0.9 * value}, "high": {"loss": 1.1 * value}}
-            lines.write(f"{json.dumps({'time': 0.01 * step, 'event': 'scalars', 'step': step, 'epoch': 0, **parts})}\n")
+            parts = {
+                "values": {"loss": value},
+                "low": {"loss": 0.9 * value},
+                "high": {"loss": 1.1 * value},
+            }
+            lines.write(
+                f"{json.dumps({'time': 0.01 * step, 'event': 'scalars', 'step': step, 'epoch': 0, **parts})}\n"
+            )
     return file.stat().st_size / 1e6
 
 
@@ -57,12 +70,16 @@ def measure(directory: Path, points: int) -> dict[str, float]:
 def main() -> None:
     """Measure, and print medians with the lowest and highest."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--points", type=int, default=1_000_000, help="points of the curve (default: %(default)s)")
+    parser.add_argument(
+        "--points", type=int, default=1_000_000, help="points of the curve (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     options = parser.parse_args()
     found = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
-        print(f"{options.points} points, {write(Path(folder), options.points):.0f} MB, {options.rounds} rounds; milliseconds")
+        print(
+            f"{options.points} points, {write(Path(folder), options.points):.0f} MB, {options.rounds} rounds; milliseconds"
+        )
         for _ in range(options.rounds):
             for what, seconds in measure(Path(folder), options.points).items():
                 found[what].append(1000 * seconds)

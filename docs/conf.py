@@ -37,8 +37,13 @@ class Options(SphinxDirective):
     """A table of every option of a run."""
 
     def run(self) -> list[nodes.Node]:
-        rows = [f"| `{option.name}` | `{option.default}` | {option.metadata['description']} |" for option in fields(Config)]
-        return self.parse_text_to_nodes("\n".join(["| option | default | what it is |", "|---|---|---|", *rows]))
+        rows = [
+            f"| `{option.name}` | `{option.default}` | {option.metadata['description']} |"
+            for option in fields(Config)
+        ]
+        return self.parse_text_to_nodes(
+            "\n".join(["| option | default | what it is |", "|---|---|---|", *rows])
+        )
 
 
 class Errors(SphinxDirective):
@@ -52,7 +57,13 @@ class Commands(SphinxDirective):
     """What every command says of itself by --help."""
 
     def run(self) -> list[nodes.Node]:
-        return [node for name in cli.COMMANDS for node in self.parse_text_to_nodes(f"**samestep {name}**\n\n```text\n{_help(name)}\n```")]
+        return [
+            node
+            for name in cli.COMMANDS
+            for node in self.parse_text_to_nodes(
+                f"**samestep {name}**\n\n```text\n{_help(name)}\n```"
+            )
+        ]
 
 
 def _help(command: str) -> str:

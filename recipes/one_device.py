@@ -46,7 +46,9 @@ def save_checkpoint(directory: Path | None, done: int, **objects: Any) -> None:
     """Write the state of objects after `done` epochs or steps; what was there is replaced at once."""
     if directory is not None:
         part = directory / f"{CHECKPOINT_FILE}.part"
-        torch.save({"done": done, **{name: one.state_dict() for name, one in objects.items()}}, part)
+        torch.save(
+            {"done": done, **{name: one.state_dict() for name, one in objects.items()}}, part
+        )
         part.replace(directory / CHECKPOINT_FILE)
 
 

@@ -19,10 +19,16 @@ SECONDS_A_LINE = 5.0
 class Progress:
     """Shows the epoch, step, means and items a second of a run that makes `steps` steps; `unit` is the plural of an item."""
 
-    def __init__(self, run: ss.Run, steps: int, steps_per_epoch: int | None = None, unit: str = "images") -> None:
+    def __init__(
+        self, run: ss.Run, steps: int, steps_per_epoch: int | None = None, unit: str = "images"
+    ) -> None:
         self.run, self.steps, self.steps_per_epoch, self.unit = run, steps, steps_per_epoch, unit
         show_bar = run.is_main and sys.stderr.isatty()
-        self.bar = tqdm(total=steps, initial=run.step, unit="step", dynamic_ncols=True) if show_bar else None
+        self.bar = (
+            tqdm(total=steps, initial=run.step, unit="step", dynamic_ncols=True)
+            if show_bar
+            else None
+        )
         self._restart()
 
     def update(self, means: Mapping[str, float], items: float) -> None:
@@ -40,7 +46,9 @@ class Progress:
         if self.bar is not None:
             self.bar.set_postfix_str(f"{shown}  {speed}")
         else:
-            epoch = "" if self.steps_per_epoch is None else f"epoch {done / self.steps_per_epoch:.1f}  "
+            epoch = (
+                "" if self.steps_per_epoch is None else f"epoch {done / self.steps_per_epoch:.1f}  "
+            )
             print(f"{epoch}step {done}/{self.steps}  {shown}  {speed}", flush=True)
         self._restart()
 

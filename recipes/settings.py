@@ -1,8 +1,8 @@
 """Typed settings of a recipe: defaults < base file < file < command line.
 
-A recipe writes its settings as frozen dataclasses, one inside another, with `setting` for each field. A file is YAML;
-its key `base` names a file that it extends. On the command line `key=value` sets one setting and `section.key=value`
-one inside a section.
+A recipe writes its settings as frozen dataclasses, one inside another, with `setting` for each
+field. A file is YAML; its key `base` names a file that it extends. On the command line `key=value`
+sets one setting and `section.key=value` one inside a section.
 """
 
 from __future__ import annotations
@@ -62,8 +62,17 @@ class Parser(argparse.ArgumentParser):
 
 def parser(kind: type, description: str) -> Parser:
     """Make a parser whose `settings` takes files and `key=value`, and whose `--help` lists every setting of `kind`."""
-    made = Parser(description=description, epilog=describe(kind), formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("settings", nargs="*", metavar="FILE.yaml|key=value", help="files, and settings over them; of each the last wins")
+    made = Parser(
+        description=description,
+        epilog=describe(kind),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "settings",
+        nargs="*",
+        metavar="FILE.yaml|key=value",
+        help="files, and settings over them; of each the last wins",
+    )
     return made
 
 
@@ -72,7 +81,11 @@ def read(kind: type[S], given: Iterable[str]) -> S:
     schema = {leaf.key: leaf for leaf in _leaves(kind)}
     values: dict[str, Any] = {}
     for text in sorted(given, key=lambda text: not _is_file(text)):  # the sort is stable
-        values |= _from_file(schema, Path(text), extended_by=()) if _is_file(text) else _from_argument(schema, text)
+        values |= (
+            _from_file(schema, Path(text), extended_by=())
+            if _is_file(text)
+            else _from_argument(schema, text)
+        )
     return _build(kind, values)
 
 
@@ -84,7 +97,9 @@ def to_yaml(settings: Any) -> str:
 def write_settings(run: ss.Run, settings: Any) -> None:
     """Write settings into the run's directory, as a file that makes the same run again; what the run decided itself is in it."""
     if run.is_main and run.dir is not None:
-        as_run = replace(settings, lanes=run.lanes, seed=run.config.seed, precision=run.config.precision)
+        as_run = replace(
+            settings, lanes=run.lanes, seed=run.config.seed, precision=run.config.precision
+        )
         (run.dir / SETTINGS_FILE).write_text(to_yaml(as_run), encoding="utf-8")
 
 
@@ -127,7 +142,10 @@ def _build(kind: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
     hints = _hints(kind)
     sections = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     arguments = {name: values[prefix + name] for name in hints if prefix + name in values}
-    return kind(**arguments, **{name: _build(hint, values, f"{prefix}{name}.") for name, hint in sections.items()})
+    return kind(
+        **arguments,
+        **{name: _build(hint, values, f"{prefix}{name}.") for name, hint in sections.items()},
+    )
 
 
 # Reading a file or an argument
@@ -146,7 +164,9 @@ def _from_argument(schema: Schema, text: str) -> dict[str, Any]:
         # A text stays as it was typed: YAML would make a number of name=5.
         return {key: _convert(value if _takes_text(leaf.kind) else _yaml(value), leaf.kind)}
     except ValueError:
-        raise SettingsError(f"{text}: expected {_words(leaf.kind)} for {key}{_near_choice(value, leaf.kind)}") from None
+        raise SettingsError(
+            f"{text}: expected {_words(leaf.kind)} for {key}{_near_choice(value, leaf.kind)}"
+        ) from None
 
 
 def _from_file(schema: Schema, path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
@@ -156,18 +176,26 @@ def _from_file(schema: Schema, path: Path, extended_by: tuple[Path, ...]) -> dic
     except (OSError, ValueError) as error:
         raise SettingsError(f"{path} cannot be read as YAML: {error}") from None
     if path in extended_by:
-        raise SettingsError("base files form a cycle: " + " -> ".join(str(p) for p in (*extended_by, path)))
+        raise SettingsError(
+            "base files form a cycle: " + " -> ".join(str(p) for p in (*extended_by, path))
+        )
     if not isinstance(content, dict):
-        raise SettingsError(f"{path} holds {_short(content)}; expected settings such as 'epochs: 10'")
+        raise SettingsError(
+            f"{path} holds {_short(content)}; expected settings such as 'epochs: 10'"
+        )
     base = content.pop("base", None)
-    values = {} if base is None else _from_file(schema, path.parent / str(base), (*extended_by, path))
+    values = (
+        {} if base is None else _from_file(schema, path.parent / str(base), (*extended_by, path))
+    )
     for key, value in _flat(schema, content):
         leaf = _known(schema, key, source=f"{path}: {key}")
         try:
             values[key] = _convert(value, leaf.kind)
         except ValueError:
             near = _near_choice(value, leaf.kind) if isinstance(value, str) else ""
-            raise SettingsError(f"{path}: {key}={_short(value)}: expected {_words(leaf.kind)}{near}") from None
+            raise SettingsError(
+                f"{path}: {key}={_short(value)}: expected {_words(leaf.kind)}{near}"
+            ) from None
     return values
 
 
@@ -190,7 +218,9 @@ def _yaml(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def _flat(schema: Schema, content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(
+    schema: Schema, content: Mapping[Any, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     for name, value in content.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and any(known.startswith(key + ".") for known in schema):
@@ -208,7 +238,8 @@ def _known(schema: Schema, key: str, source: str) -> Leaf:
     # depth=6 means model.depth=6: the last part of a key counts as much as the whole.
     last_parts = {known.rpartition(".")[2]: known for known in reversed(schema)}
     near = difflib.get_close_matches(key, schema, n=1) or [
-        last_parts[part] for part in difflib.get_close_matches(key.rpartition(".")[2], last_parts, n=1)
+        last_parts[part]
+        for part in difflib.get_close_matches(key.rpartition(".")[2], last_parts, n=1)
     ]
     hint = f"did you mean {near[0]}?" if near else "--help lists every setting"
     raise SettingsError(f"{source}: {key} is no setting; {hint}")
@@ -251,12 +282,24 @@ def _words(kind: Any) -> str:
         return "one of " + ", ".join(typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         return f"a list, each {_words(typing.get_args(kind)[0])}"
-    return {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path", NoneType: "none"}[kind]
+    return {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        Path: "a path",
+        NoneType: "none",
+    }[kind]
 
 
 def _near_choice(text: str, kind: Any) -> str:
     kinds = typing.get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    choices = [choice for one in kinds if typing.get_origin(one) is Literal for choice in typing.get_args(one)]
+    choices = [
+        choice
+        for one in kinds
+        if typing.get_origin(one) is Literal
+        for choice in typing.get_args(one)
+    ]
     near = difflib.get_close_matches(text, choices, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-# Before torch is imported: a process that forks workers must not have run an operation on several threads, or started CUDA.
+# Before torch is imported: a process that forks workers must not have run an operation on several
+# threads, or started CUDA.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 

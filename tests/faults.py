@@ -36,7 +36,9 @@ def flip_byte(path: Path, index: int) -> None:
 def cut(path: Path, size: int) -> None:
     """Keep only the first `size` bytes of a file. Raises `ValueError` where it has no more than that."""
     if size >= path.stat().st_size:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes: cutting it to {size} would do no harm")
+        raise ValueError(
+            f"{path} has {path.stat().st_size} bytes: cutting it to {size} would do no harm"
+        )
     os.truncate(path, size)
 
 

@@ -6,7 +6,9 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo  # the first optimizer imports it: once here, before workers are forked, not in each of them
+
+# the first optimizer imports it: once here, before workers are forked, not in each of them
+import torch._dynamo
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -29,7 +31,10 @@ STEPS = 8  # of `image_job`
 def images(size: int) -> TensorDataset:
     """Return `size` random images [1, 8, 8] of ten classes, always the same."""
     generator = torch.Generator().manual_seed(7)
-    return TensorDataset(torch.randn(size, 1, 8, 8, generator=generator), torch.randint(10, (size,), generator=generator))
+    return TensorDataset(
+        torch.randn(size, 1, 8, 8, generator=generator),
+        torch.randint(10, (size,), generator=generator),
+    )
 
 
 class Net(nn.Module):
@@ -37,7 +42,13 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten())
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 4, 3, stride=2),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Flatten(),
+        )
         self.first = nn.Linear(36, 36)
         self.second = nn.Linear(36, 36)
         self.second.weight = self.first.weight
@@ -51,7 +62,9 @@ def classify(model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torc
     """Return the loss and the accuracy of a classifier."""
     pictures, labels = batch
     logits = model(pictures)
-    return F.cross_entropy(logits, labels), {"accuracy": (logits.argmax(1) == labels).float().mean()}
+    return F.cross_entropy(logits, labels), {
+        "accuracy": (logits.argmax(1) == labels).float().mean()
+    }
 
 
 def fit(
@@ -83,7 +96,13 @@ def fit(
     return tracked
 
 
-def image_job(run: ss.Run, *, hook: Callable[[int], object] = lambda step: None, size: int = 101, **options: Any) -> dict[str, Any]:
+def image_job(
+    run: ss.Run,
+    *,
+    hook: Callable[[int], object] = lambda step: None,
+    size: int = 101,
+    **options: Any,
+) -> dict[str, Any]:
     """Train `Net` on 101 images in batches of 32 for 8 steps, with SGD and a schedule; `hook` is called in the body of each step."""
     model = run.replicate(Net())
     optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True))
@@ -93,7 +112,15 @@ def image_job(run: ss.Run, *, hook: Callable[[int], object] = lambda step: None,
         schedule.step()
         hook(run.step)
 
-    return fit(run, model, optimizer, images(size), tracked={"schedule": schedule}, after_step=after_step, **options)
+    return fit(
+        run,
+        model,
+        optimizer,
+        images(size),
+        tracked={"schedule": schedule},
+        after_step=after_step,
+        **options,
+    )
 
 
 def train(job: Job, directory: Path | None, options: dict[str, Any] | None = None) -> None:
@@ -102,7 +129,9 @@ def train(job: Job, directory: Path | None, options: dict[str, Any] | None = Non
         job(run)
 
 
-def left_by(job: Job, directory: Path, workers: int, *, timeout: float = 60.0, **options: Any) -> dict[str, str]:
+def left_by(
+    job: Job, directory: Path, workers: int, *, timeout: float = 60.0, **options: Any
+) -> dict[str, str]:
     """Run a job to its end at `workers` workers; return a hash by name of its metrics at each step and of all it tracked."""
     held = run_workers(_modules_left_by, workers, job, directory, options, timeout=timeout)
     left = left_in(job, directory, **{**options, "resume": "auto"})
@@ -123,7 +152,13 @@ def left_in(job: Job, directory: Path, **options: Any) -> dict[str, str]:
 
 def _modules_left_by(job: Job, directory: Path, options: dict[str, Any]) -> dict[str, str]:
     with ss.init(dir=directory, **options) as run:
-        return fingerprint({name: item.state_dict() for name, item in job(run).items() if isinstance(item, nn.Module)})
+        return fingerprint(
+            {
+                name: item.state_dict()
+                for name, item in job(run).items()
+                if isinstance(item, nn.Module)
+            }
+        )
 
 
 def logged(directory: Path) -> dict[str, str]:
@@ -138,7 +173,8 @@ def logged(directory: Path) -> dict[str, str]:
 
 def events(directory: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """Return the events of a run's record, or those of one kind."""
-    return [event for event in read_events(directory) if kind in {None, event["event"]}]  # a killed run may leave a torn line
+    # a killed run may leave a torn line
+    return [event for event in read_events(directory) if kind in {None, event["event"]}]
 
 
 def snapshots(directory: Path) -> list[str]:

@@ -19,8 +19,14 @@ GRACE_SECONDS = 6.0  # a loader process looks every five seconds whether its par
 SHARED_MEMORY = Path("/dev/shm")
 # multiprocessing keeps one such process for the life of the program.
 KEPT_PROCESS = "multiprocessing.resource_tracker"
-# pytest sets the first at each phase of a test, torch._dynamo the second and scikit-learn the others when they are imported.
-KEPT_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+# pytest sets the first at each phase of a test, torch._dynamo the second and scikit-learn the
+# others when they are imported.
+KEPT_VARIABLES = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+}
 
 
 class LeakError(Exception):
@@ -42,17 +48,26 @@ def nothing_left(grace_seconds: float = GRACE_SECONDS) -> Iterator[None]:
     yield
     deadline = time.monotonic() + grace_seconds
     while True:
-        new_children = {child: command for child, command in _children().items() if child not in children}
+        new_children = {
+            child: command for child, command in _children().items() if child not in children
+        }
         left = [f"process {child}: {command}" for child, command in new_children.items()]
         left += [f"thread {thread.name}" for thread in _threads() - threads]
-        left += [f"file {file}" for file in _shared_files() - files if not _mapped_by_another_process(file)]
+        left += [
+            f"file {file}"
+            for file in _shared_files() - files
+            if not _mapped_by_another_process(file)
+        ]
         if not left or time.monotonic() > deadline:
             break
         time.sleep(0.01)
     for child in new_children:
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
-    left += [f"environment variable {name}" for name in sorted({name for name, _ in variables ^ _variables()})]
+    left += [
+        f"environment variable {name}"
+        for name in sorted({name for name, _ in variables ^ _variables()})
+    ]
     if left:
         raise LeakError("left behind: " + "; ".join(left))
 

@@ -47,20 +47,37 @@ class Host:
 def hosts(count: int) -> Iterator[list[Host]]:
     """Yield so many hosts that reach each other; what runs on them must have ended when the block does. Needs root and iproute2."""
     needs("ip")
-    network = f"ss{os.getpid()}"  # pytest's processes have hosts at the same time; a device's name has 15 characters at most
+    # pytest's processes have hosts at the same time; a device's name has 15 characters at most
+    network = f"ss{os.getpid()}"
     with ExitStack() as exits:
         bridge = f"{network}-net"
         made = _namespace(bridge, exits)
         needs("the right to make network namespaces", found=made)
         _ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
         _ip("-n", bridge, "link", "set", "bridge", "up")
-        yield [_host(f"{network}-{number}", f"10.213.9.{number}", bridge, exits) for number in range(1, count + 1)]
+        yield [
+            _host(f"{network}-{number}", f"10.213.9.{number}", bridge, exits)
+            for number in range(1, count + 1)
+        ]
 
 
 def _host(name: str, address: str, bridge: str, exits: ExitStack) -> Host:
     host = Host(name, address, "cable")
     _namespace(name, exits)
-    _ip("-n", name, "link", "add", host.device, "type", "veth", "peer", "name", name, "netns", bridge)
+    _ip(
+        "-n",
+        name,
+        "link",
+        "add",
+        host.device,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        name,
+        "netns",
+        bridge,
+    )
     _ip("-n", name, "address", "add", f"{address}/24", "dev", host.device)
     _ip("-n", name, "link", "set", "lo", "up")
     host.plug(into=True)
@@ -70,7 +87,10 @@ def _host(name: str, address: str, bridge: str, exits: ExitStack) -> Host:
 
 def _namespace(name: str, exits: ExitStack) -> bool:
     """Make a namespace, with all that will be in it, for as long as `exits` is open; return whether that was allowed."""
-    made = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True).returncode == 0
+    made = (
+        subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True).returncode
+        == 0
+    )
     if made:
         exits.callback(_ip, "netns", "delete", name)
     return made

@@ -11,7 +11,8 @@ import pytest
 def needs(component: str, *, found: bool | None = None) -> None:
     """Skip the test where a system component is missing; fail it in CI, which has all of them.
 
-    `component` is a command that is looked up, or what to call something whose presence is given as `found`.
+    `component` is a command that is looked up, or what to call something whose presence is given as
+    `found`.
     """
     if found if found is not None else shutil.which(component):
         return

@@ -34,7 +34,9 @@ class S3Server:
         self.pid = 0
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
-        self._ports = {f"{part}.port{kind}": free_port() for part in PARTS for kind in ("", ".grpc")} | {"s3.port": self.port}
+        self._ports = {
+            f"{part}.port{kind}": free_port() for part in PARTS for kind in ("", ".grpc")
+        } | {"s3.port": self.port}
 
     @property
     def environment(self) -> dict[str, str]:
@@ -48,7 +50,11 @@ class S3Server:
 
     def start(self) -> None:
         """Return when it answers."""
-        identity = {"name": "tests", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin"]}
+        identity = {
+            "name": "tests",
+            "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
+            "actions": ["Admin"],
+        }
         config = self._folder / "s3.json"
         config.write_text(json.dumps({"identities": [identity]}))
         options = {
@@ -65,7 +71,12 @@ class S3Server:
             "s3.port.lance": 0,
             **self._ports,
         }
-        command = [str(WEED), "server", "-s3", *(f"-{name}={value}" for name, value in options.items())]
+        command = [
+            str(WEED),
+            "server",
+            "-s3",
+            *(f"-{name}={value}" for name, value in options.items()),
+        ]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         self.pid = self._process.pid
@@ -73,7 +84,9 @@ class S3Server:
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
-                raise RuntimeError(f"weed did not start: {(self._folder / 'log').read_text()[-2000:]}")
+                raise RuntimeError(
+                    f"weed did not start: {(self._folder / 'log').read_text()[-2000:]}"
+                )
             time.sleep(0.02)
 
     def kill(self) -> None:
@@ -100,7 +113,11 @@ class S3Server:
     def _unread(self) -> bool:
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
             _, local, _, state, queues = line.split()[:5]
-            if state == ESTABLISHED and int(local.partition(":")[2], 16) == self.port and int(queues.partition(":")[2], 16):
+            if (
+                state == ESTABLISHED
+                and int(local.partition(":")[2], 16) == self.port
+                and int(queues.partition(":")[2], 16)
+            ):
                 return True
         return False
 

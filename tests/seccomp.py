@@ -8,9 +8,14 @@ import struct
 
 from tests.needs import needs
 
-NUMBERS = {"x86_64": {"memfd_create": 319, "pidfd_open": 434}, "aarch64": {"memfd_create": 279, "pidfd_open": 434}}
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2  # from <linux/prctl.h> and <linux/seccomp.h>
-LOAD_NUMBER = struct.pack("=HBBI", 0x20, 0, 0, 0)  # the filter is a program for BPF: code, jumps, value
+NUMBERS = {
+    "x86_64": {"memfd_create": 319, "pidfd_open": 434},
+    "aarch64": {"memfd_create": 279, "pidfd_open": 434},
+}
+# from <linux/prctl.h> and <linux/seccomp.h>
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+# the filter is a program for BPF: code, jumps, value
+LOAD_NUMBER = struct.pack("=HBBI", 0x20, 0, 0, 0)
 REFUSE = struct.pack("=HBBI", 0x06, 0, 0, 0x00050000 | 1)  # with EPERM
 ALLOW = struct.pack("=HBBI", 0x06, 0, 0, 0x7FFF0000)
 
@@ -25,9 +30,16 @@ def refuse(*calls: str) -> None:
     """Have calls fail in this process, and in all that it starts from now on: for ever, so this is for a process of a test's own."""
     needs("seccomp", found=platform.machine() in NUMBERS)
     numbers = [NUMBERS[platform.machine()][call] for call in calls]
-    jumps = [struct.pack("=HBBI", 0x15, len(calls) - index, 0, number) for index, number in enumerate(numbers)]
+    jumps = [
+        struct.pack("=HBBI", 0x15, len(calls) - index, 0, number)
+        for index, number in enumerate(numbers)
+    ]
     program = b"".join([LOAD_NUMBER, *jumps, ALLOW, REFUSE])
     kernel = ctypes.CDLL(None, use_errno=True)
     packed = Program(len(program) // len(ALLOW), program)
-    if kernel.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or kernel.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(packed), 0, 0):
-        raise OSError(ctypes.get_errno(), f"the kernel takes no filter that refuses {', '.join(calls)}")
+    if kernel.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or kernel.prctl(
+        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(packed), 0, 0
+    ):
+        raise OSError(
+            ctypes.get_errno(), f"the kernel takes no filter that refuses {', '.join(calls)}"
+        )

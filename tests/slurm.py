@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-# Nodes are called by addresses of the loopback, so that workers find the first one as they would on a real cluster.
+# Nodes are called by addresses of the loopback, so that workers find the first one as they would on
+# a real cluster.
 NODES = ("127.0.0.1", "127.0.0.2")
 CPUS = 4  # as Slurm sees them; no task is bound to any
 COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
@@ -62,10 +63,13 @@ class Slurm:
     environment: Mapping[str, str]
     directory: Path
 
-    def run(self, *command: object, timeout: float = 60.0, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: object, timeout: float = 60.0, check: bool = True, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run srun, sbatch, scontrol and so on in the cluster's environment and return what it printed.
 
-        Raises `AssertionError` with all that was printed where the command fails, unless `check` is False.
+        Raises `AssertionError` with all that was printed where the command fails, unless `check` is
+        False.
         """
         done = subprocess.run(
             [str(part) for part in command],
@@ -75,7 +79,9 @@ class Slurm:
             timeout=timeout,
             check=False,
         )
-        assert not check or done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert not check or done.returncode == 0, (
+            f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
         return done
 
 
@@ -83,7 +89,8 @@ class Slurm:
 def slurm(directory: Path) -> Iterator[Slurm]:
     """Start a cluster of two nodes, `NODES`, whose whole state is in `directory`, and stop it with all its jobs.
 
-    Skips the test where Slurm is not installed. The directory's path must be short: it holds a socket.
+    Skips the test where Slurm is not installed. The directory's path must be short: it holds a
+    socket.
     """
     for command in COMMANDS:
         needs(command)
@@ -108,22 +115,41 @@ def _configure(directory: Path) -> None:
     key.write_bytes(secrets.token_bytes(128))
     (directory / "state").mkdir()
     host = socket.gethostname()
-    nodes = "\n".join(f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={free_port()} CPUs={CPUS}" for node in NODES)
-    first_job = 1 + secrets.randbelow(MOST_JOBS)  # jobs of clusters that run side by side would have the same numbers, and so ports
+    nodes = "\n".join(
+        f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={free_port()} CPUs={CPUS}"
+        for node in NODES
+    )
+    # jobs of clusters that run side by side would have the same numbers, and so ports
+    first_job = 1 + secrets.randbelow(MOST_JOBS)
     user, port = getpass.getuser(), free_port()
-    text = CONFIGURATION.format(host=host, controller_port=port, user=user, directory=directory, nodes=nodes, first_job=first_job)
+    text = CONFIGURATION.format(
+        host=host,
+        controller_port=port,
+        user=user,
+        directory=directory,
+        nodes=nodes,
+        first_job=first_job,
+    )
     (directory / "slurm.conf").write_text(text)
 
 
 def _munge_files(directory: Path) -> list[str]:
-    files = {"key-file": "munge.key", "socket": "munge", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "munge.seed"}
+    files = {
+        "key-file": "munge.key",
+        "socket": "munge",
+        "pid-file": "munge.pid",
+        "log-file": "munge.log",
+        "seed-file": "munge.seed",
+    }
     return [f"--{option}={directory / name}" for option, name in files.items()]
 
 
 @contextmanager
 def _running(command: list[str], cluster: Slurm) -> Iterator[None]:
     with (cluster.directory / "daemons.log").open("ab") as output:
-        daemon = subprocess.Popen(command, env=dict(cluster.environment), stdout=output, stderr=output)
+        daemon = subprocess.Popen(
+            command, env=dict(cluster.environment), stdout=output, stderr=output
+        )
     try:
         yield
     finally:
@@ -142,8 +168,13 @@ def _wait_until_idle(cluster: Slurm) -> None:
         if told.stdout.split() == ["idle"] * len(NODES):
             return
         if time.monotonic() > deadline:
-            logs = "\n".join(f"{log.name}: {log.read_text(errors='replace')}" for log in sorted(cluster.directory.glob("*.log*")))
-            raise TimeoutError(f"Slurm's nodes were not idle after {START_SECONDS:g} s: {told.stdout}{told.stderr}\n{logs}")
+            logs = "\n".join(
+                f"{log.name}: {log.read_text(errors='replace')}"
+                for log in sorted(cluster.directory.glob("*.log*"))
+            )
+            raise TimeoutError(
+                f"Slurm's nodes were not idle after {START_SECONDS:g} s: {told.stdout}{told.stderr}\n{logs}"
+            )
         time.sleep(0.05)
 
 

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from samestep.cgroups import available_bytes, cpu_quota, memory_left, memory_limit, process_limit, read_file
+from samestep.cgroups import (
+    available_bytes,
+    cpu_quota,
+    memory_left,
+    memory_limit,
+    process_limit,
+    read_file,
+)
 
 MEMINFO = {"proc/meminfo": "MemTotal:       100 kB\nMemAvailable:    40 kB\nHugePages_Total:   0\n"}
 NO_LIMIT = "9223372036854771712"  # as version 1 writes it
@@ -24,28 +31,45 @@ def reader(root, files):
 
 def version_2(directory, limit, used=USED):
     """Return the files of a group of version 2."""
-    return {f"sys/fs/cgroup/{directory}memory.max": limit, f"sys/fs/cgroup/{directory}memory.stat": used}
+    return {
+        f"sys/fs/cgroup/{directory}memory.max": limit,
+        f"sys/fs/cgroup/{directory}memory.stat": used,
+    }
 
 
 def version_1(directory, limit, used=USED_1):
     """Return the files of a group of version 1."""
-    return {f"sys/fs/cgroup/memory/{directory}memory.limit_in_bytes": limit, f"sys/fs/cgroup/memory/{directory}memory.stat": used}
+    return {
+        f"sys/fs/cgroup/memory/{directory}memory.limit_in_bytes": limit,
+        f"sys/fs/cgroup/memory/{directory}memory.stat": used,
+    }
 
 
 def member(groups, *files):
     """Return the files of a machine on which this process is in some groups."""
-    return {"proc/self/cgroup": groups, **{name: content for group in files for name, content in group.items()}}
+    return {
+        "proc/self/cgroup": groups,
+        **{name: content for group in files for name, content in group.items()},
+    }
 
 
 LIMITED = {
     "version 2, a container's own root": member("0::/", version_2("", "10000")),
-    "version 2, nested": member("0::/job/step", version_2("job/", "max"), version_2("job/step/", "10000")),
-    "version 2, of a group above": member("0::/job/step", version_2("job/", "10000"), version_2("job/step/", "max", "anon 1\nshmem 1")),
+    "version 2, nested": member(
+        "0::/job/step", version_2("job/", "max"), version_2("job/step/", "10000")
+    ),
+    "version 2, of a group above": member(
+        "0::/job/step", version_2("job/", "10000"), version_2("job/step/", "max", "anon 1\nshmem 1")
+    ),
     "version 2, a path of the host's": member("0::/docker/c0ffee", version_2("", "10000")),
     "version 1": member(VERSION_1, version_1("", NO_LIMIT), version_1("job/step/", "10000")),
-    "version 1, of a group above": member(VERSION_1, version_1("job/", "10000"), version_1("job/step/", NO_LIMIT, "total_rss 1")),
+    "version 1, of a group above": member(
+        VERSION_1, version_1("job/", "10000"), version_1("job/step/", NO_LIMIT, "total_rss 1")
+    ),
     "version 1, a path of the host's": member(VERSION_1, version_1("", "10000")),
-    "hybrid, by version 1": member(f"{VERSION_1}0::/", version_1("job/step/", "10000"), version_2("unified/", "max", "")),
+    "hybrid, by version 1": member(
+        f"{VERSION_1}0::/", version_1("job/step/", "10000"), version_2("unified/", "max", "")
+    ),
     "hybrid, by version 2": member("9:name=systemd:/\n0::/job", version_2("unified/job/", "10000")),
 }
 
@@ -58,12 +82,23 @@ def test_the_limit_of_memory_is_found_and_what_is_left_of_it(files, tmp_path):
 
 @pytest.mark.parametrize(
     "files",
-    [{}, member("0::/"), member("0::/job", version_2("job/", "max")), member(VERSION_1, version_1("", NO_LIMIT)), member("", {})],
+    [
+        {},
+        member("0::/"),
+        member("0::/job", version_2("job/", "max")),
+        member(VERSION_1, version_1("", NO_LIMIT)),
+        member("", {}),
+    ],
     ids=["no groups", "none of memory", "version 2", "version 1", "a system that hides them"],
 )
 def test_no_limit_is_none(files, tmp_path):
     read = reader(tmp_path, files)
-    assert (memory_limit(read), memory_left(read), process_limit(read), cpu_quota(read)) == (None, None, None, None)
+    assert (memory_limit(read), memory_left(read), process_limit(read), cpu_quota(read)) == (
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def test_the_tightest_of_nested_groups_counts_and_nothing_is_left_of_what_was_exceeded(tmp_path):
@@ -74,21 +109,42 @@ def test_the_tightest_of_nested_groups_counts_and_nothing_is_left_of_what_was_ex
 
 @pytest.mark.parametrize(
     ("meminfo", "limit", "expected"),
-    [(MEMINFO, "max", 40 * 1024), (MEMINFO, "10000", 8500), (MEMINFO, "1000000", 40 * 1024), ({}, "10000", 8500), ({}, "max", None)],
+    [
+        (MEMINFO, "max", 40 * 1024),
+        (MEMINFO, "10000", 8500),
+        (MEMINFO, "1000000", 40 * 1024),
+        ({}, "10000", 8500),
+        ({}, "max", None),
+    ],
 )
 def test_the_tighter_of_host_and_container_is_available(meminfo, limit, expected, tmp_path):
-    assert available_bytes(reader(tmp_path, {**meminfo, **member("0::/", version_2("", limit))})) == expected
+    assert (
+        available_bytes(reader(tmp_path, {**meminfo, **member("0::/", version_2("", limit))}))
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
     "files",
     [
-        member("0::/job", {"sys/fs/cgroup/job/pids.max": "100", "sys/fs/cgroup/job/cpu.max": "150000 100000"}),
+        member(
+            "0::/job",
+            {"sys/fs/cgroup/job/pids.max": "100", "sys/fs/cgroup/job/cpu.max": "150000 100000"},
+        ),
         member(
             VERSION_1,
-            {"sys/fs/cgroup/pids/job/step/pids.max": "max", "sys/fs/cgroup/pids/job/pids.max": "100"},
-            {"sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "150000", "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000"},
-            {"sys/fs/cgroup/cpu,cpuacct/job/step/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu,cpuacct/job/step/cpu.cfs_period_us": "100000"},
+            {
+                "sys/fs/cgroup/pids/job/step/pids.max": "max",
+                "sys/fs/cgroup/pids/job/pids.max": "100",
+            },
+            {
+                "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "150000",
+                "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000",
+            },
+            {
+                "sys/fs/cgroup/cpu,cpuacct/job/step/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu,cpuacct/job/step/cpu.cfs_period_us": "100000",
+            },
         ),
     ],
     ids=["version 2", "version 1"],
@@ -109,7 +165,9 @@ def group():
     try:
         directory.mkdir()
     except OSError:
-        pytest.skip("this kernel, or what it runs in, lets nobody make a control group of version 1")
+        pytest.skip(
+            "this kernel, or what it runs in, lets nobody make a control group of version 1"
+        )
     yield directory
     directory.rmdir()
 

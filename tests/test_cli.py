@@ -32,14 +32,21 @@ def exit_status(*arguments):
 def runs(monkeypatch):
     """Collect what would be run."""
     collected = []
-    monkeypatch.setattr(command, "run_script", lambda *arguments, **named: collected.append((*arguments, named)))
+    monkeypatch.setattr(
+        command, "run_script", lambda *arguments, **named: collected.append((*arguments, named))
+    )
     return collected
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["verify", "--help"], ["snapshots", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["run", "--help"], ["verify", "--help"], ["snapshots", "--help"]],
+)
 def test_help_comes_without_torch(arguments):
     program = HELP_WITHOUT_TORCH.format(arguments=arguments)
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert "samestep" in shown.stdout
 
 
@@ -52,8 +59,18 @@ def test_every_command_has_help_that_starts_with_what_it_does(name, capsys):
 
 
 def test_run_has_a_flag_for_every_option(runs):
-    text = {"lanes": "8", "dir": "runs/one", "deterministic": "false", "patience": "2.5", "snapshot_every": "none"}
-    flags = [part for option in fields(Config) for part in ("--" + option.name.replace("_", "-"), text.get(option.name, "1"))]
+    text = {
+        "lanes": "8",
+        "dir": "runs/one",
+        "deterministic": "false",
+        "timeout": "2.5",
+        "snapshot_every": "none",
+    }
+    flags = [
+        part
+        for option in fields(Config)
+        for part in ("--" + option.name.replace("_", "-"), text.get(option.name, "1"))
+    ]
     assert cli.main(["run", *flags, "train.py"]) == 0
     options = runs[0][3]
     assert options.keys() == {option.name for option in fields(Config)}
@@ -61,8 +78,21 @@ def test_run_has_a_flag_for_every_option(runs):
 
 
 def test_what_follows_the_script_belongs_to_it(runs):
-    assert cli.main(["run", "-n", "2", "--lanes", "8", "train.py", "--lanes", "3", "-n", "5", "--", "x"]) == 0
-    assert runs == [("train.py", ["--lanes", "3", "-n", "5", "--", "x"], 2, {"lanes": 8}, {"as_module": False, "gathering": None})]
+    assert (
+        cli.main(
+            ["run", "-n", "2", "--lanes", "8", "train.py", "--lanes", "3", "-n", "5", "--", "x"]
+        )
+        == 0
+    )
+    assert runs == [
+        (
+            "train.py",
+            ["--lanes", "3", "-n", "5", "--", "x"],
+            2,
+            {"lanes": 8},
+            {"as_module": False, "gathering": None},
+        )
+    ]
 
 
 def test_a_module_may_be_run(runs):
@@ -88,7 +118,11 @@ def test_wrong_use_is_told(arguments, message, capsys):
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--lanes", "many", "train.py"], 2, "samestep: error: --lanes='many' was given; expected a whole number or none"),
+        (
+            ["--lanes", "many", "train.py"],
+            2,
+            "samestep: error: --lanes='many' was given; expected a whole number or none",
+        ),
         (["no-such-script.py"], 2, "samestep: error: script 'no-such-script.py' was given"),
         (["-n", "0", cli.__file__], 1, "samestep: error: workers=0 was given; expected at least 1"),
     ],
@@ -109,7 +143,9 @@ def test_the_first_failure_of_a_run_is_printed_once(tmp_path, capfd):
     assert printed.count("Traceback") == 1
 
 
-@pytest.mark.parametrize(("error", "status"), [(SnapshotError("torn"), 1), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(
+    ("error", "status"), [(SnapshotError("torn"), 1), (KeyboardInterrupt(), 130)]
+)
 def test_every_command_ends_in_the_same_way(monkeypatch, error, status):
     def fail(_):
         raise error
@@ -125,10 +161,17 @@ def test_an_installed_version_is_printed(monkeypatch, capsys):
 
 
 def test_python_m_samestep_is_samestep():
-    shown = subprocess.run([sys.executable, "-m", "samestep", "--help"], capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-m", "samestep", "--help"], capture_output=True, text=True, check=True
+    )
     assert shown.stdout.startswith("usage: samestep ")
 
 
 def test_an_exit_status_needs_no_streams():
     program = "import sys; sys.stdout = sys.stderr = None; from samestep.cli import main_and_exit; main_and_exit()"
-    assert subprocess.run([sys.executable, "-c", program, "snapshots", "/nowhere"], check=False).returncode == cli.EXIT_WRONG_USE
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program, "snapshots", "/nowhere"], check=False
+        ).returncode
+        == cli.EXIT_WRONG_USE
+    )

@@ -22,7 +22,24 @@ VALUES = st.one_of(
     st.lists(st.integers(), max_size=2),
     st.builds(Path, st.sampled_from(["runs/one", "step-5", "12", "10min"])),
     st.from_regex(r"[0-9]{1,30} ?(min)?", fullmatch=True),
-    st.sampled_from(["auto", "never", "cpu", "cuda", "float32", "bfloat16", "stop", "continue", "none", "True", "false", "0", "1", "-1"]),
+    st.sampled_from(
+        [
+            "auto",
+            "never",
+            "cpu",
+            "cuda",
+            "float32",
+            "bfloat16",
+            "stop",
+            "continue",
+            "none",
+            "True",
+            "false",
+            "0",
+            "1",
+            "-1",
+        ]
+    ),
 )
 
 
@@ -33,12 +50,14 @@ def is_usable(config):
         assert value is None or (type(value) is int and value >= 1)
     assert 0 <= config.seed < 2**63
     assert config.keep_best >= 0
-    assert config.devices in range(1, 1001) or {name.partition(":")[0] for name in config.devices} in ({"cpu"}, {"cuda"})
+    assert config.devices in range(1, 1001) or {
+        name.partition(":")[0] for name in config.devices
+    } in ({"cpu"}, {"cuda"})
     assert config.dir is None or isinstance(config.dir, Path)
     assert isinstance(config.resume, str)
     assert type(config.deterministic) is bool
-    assert isinstance(config.patience, (int, float))
-    assert 0 < config.patience <= 10**9
+    assert isinstance(config.timeout, (int, float))
+    assert 0 < config.timeout <= 10**9
     assert config.remote is None or (is_url(config.remote) and config.dir is not None)
     assert config.transfer is None or (":" in config.transfer and config.dir is not None)
     assert not config.sinks or config.dir is not None
@@ -59,8 +78,8 @@ def used_or_refused(name, arguments, environment):
 
 
 @given(st.sampled_from(NAMES), VALUES)
-@example("patience", 10**400)
-@example("patience", math.inf)
+@example("timeout", 10**400)
+@example("timeout", math.inf)
 @example("snapshot_every", "9" * 5000)
 @example("snapshot_every", "9" * 400 + "min")
 @example("snapshot_every", 0)
@@ -70,8 +89,8 @@ def test_any_argument_is_used_or_refused_by_name(name, value):
 
 
 @given(st.sampled_from(NAMES), VALUES.map(str))
-@example("patience", "1e999")
-@example("patience", "nan")
+@example("timeout", "1e999")
+@example("timeout", "nan")
 @example("seed", "9" * 5000)
 def test_any_variable_is_used_or_refused_by_name(name, text):
     assert used_or_refused(name, {}, {PREFIX + name.upper(): text})
@@ -79,9 +98,16 @@ def test_any_variable_is_used_or_refused_by_name(name, text):
 
 def test_environment_wins_over_arguments_and_arguments_over_defaults():
     assert merge({}, {}) == Config()
-    arguments = {"lanes": 4, "seed": 7, "patience": 5, "dir": "runs/one"}
-    environment = {"SAMESTEP_LANES": "8", "SAMESTEP_DETERMINISTIC": "false", "SAMESTEP_INTERNAL_STARTED_BY": "samestep", "LANES": "9"}
-    assert merge(arguments, environment) == Config(lanes=8, seed=7, patience=5.0, dir=Path("runs/one"), deterministic=False)
+    arguments = {"lanes": 4, "seed": 7, "timeout": 5, "dir": "runs/one"}
+    environment = {
+        "SAMESTEP_LANES": "8",
+        "SAMESTEP_DETERMINISTIC": "false",
+        "SAMESTEP_INTERNAL_STARTED_BY": "samestep",
+        "LANES": "9",
+    }
+    assert merge(arguments, environment) == Config(
+        lanes=8, seed=7, timeout=5.0, dir=Path("runs/one"), deterministic=False
+    )
     assert merge({"stop_after": 3}, {"SAMESTEP_STOP_AFTER": "none"}) == Config(stop_after=None)
 
 
@@ -98,7 +124,7 @@ def test_variables_of_this_process_are_read(monkeypatch):
         ({"hot_every": 100}, Config(hot_every="100")),
         ({"resume": Path("runs/one/step-00000005")}, Config(resume="runs/one/step-00000005")),
         ({"dir": "runs"}, Config(dir=Path("runs"))),
-        ({"patience": 3}, Config(patience=3.0)),
+        ({"timeout": 3}, Config(timeout=3.0)),
     ],
 )
 def test_values_are_taken_as_people_write_them(given, seen):
@@ -106,7 +132,12 @@ def test_values_are_taken_as_people_write_them(given, seen):
 
 
 def test_snapshot_every_is_in_steps_or_minutes():
-    for value, steps, seconds in (("500", 500, None), ("10min", None, 600.0), (" 2 min ", None, 120.0), (None, None, None)):
+    for value, steps, seconds in (
+        ("500", 500, None),
+        ("10min", None, 600.0),
+        (" 2 min ", None, 120.0),
+        (None, None, None),
+    ):
         config = Config(snapshot_every=value)
         assert (config.snapshot_steps, config.snapshot_seconds) == (steps, seconds)
 
@@ -115,33 +146,105 @@ def test_snapshot_every_is_in_steps_or_minutes():
     ("arguments", "environment", "message"),
     [
         ({"lane": 4}, {}, "lane is no option of samestep; did you mean lanes?"),
-        ({}, {"SAMESTEP_SNAPSHOT_EVRY": "5"}, "SAMESTEP_SNAPSHOT_EVRY is no option of samestep; did you mean snapshot_every?"),
+        (
+            {},
+            {"SAMESTEP_SNAPSHOT_EVRY": "5"},
+            "SAMESTEP_SNAPSHOT_EVRY is no option of samestep; did you mean snapshot_every?",
+        ),
         ({"xyz": 4}, {}, "xyz is no option of samestep; options are lanes, seed, dir"),
-        ({"precision": "bfloat"}, {}, "precision='bfloat' was given; expected one of float32, bfloat16; did you mean bfloat16?"),
+        (
+            {"precision": "bfloat"},
+            {},
+            "precision='bfloat' was given; expected one of float32, bfloat16; did you mean bfloat16?",
+        ),
         ({"device": "gpu"}, {}, "device='gpu' was given; expected one of auto, cpu, cuda"),
         ({"lanes": True}, {}, "lanes=True was given; expected a whole number or none"),
         ({"lanes": 0}, {}, "lanes=0 was given; expected at least 1"),
         ({"deterministic": 1}, {}, "deterministic=1 was given; expected true or false"),
         ({"dir": 3}, {}, "dir=3 was given; expected a path or none"),
-        ({}, {"SAMESTEP_LANES": "eight"}, "SAMESTEP_LANES='eight' was given; expected a whole number or none"),
-        ({}, {"SAMESTEP_PATIENCE": "long"}, "SAMESTEP_PATIENCE='long' was given; expected a number"),
+        (
+            {},
+            {"SAMESTEP_LANES": "eight"},
+            "SAMESTEP_LANES='eight' was given; expected a whole number or none",
+        ),
+        ({}, {"SAMESTEP_TIMEOUT": "long"}, "SAMESTEP_TIMEOUT='long' was given; expected a number"),
         ({"devices": 0}, {}, "devices=0 was given; expected at least 1"),
         ({"devices": 1001}, {}, "devices=1001 was given; expected at most 1000"),
-        ({"devices": ["cpu", "cuda:0"]}, {}, "devices=cpu,cuda:0 was given; expected a number, or names of one kind such as"),
-        ({"devices": ["cpu", "gpu"]}, {}, "devices=cpu,gpu was given; expected a number, or names of one kind such as"),
-        ({"devices": []}, {}, "devices= was given; expected a number, or names of one kind such as"),
-        ({"devices": ["cpu"], "device": "cuda"}, {}, "devices=cpu was given with device='cuda'; give one of the two"),
-        ({}, {"SAMESTEP_DEVICES": "cuda:0,"}, "devices=cuda:0, was given; expected a number, or names of one kind such as"),
-        ({"remote": "bucket/run", "dir": "runs"}, {}, "remote='bucket/run' was given; expected a URL such as s3://bucket/runs/one"),
-        ({"remote": "s3://bucket/run"}, {}, "remote='s3://bucket/run' was given; expected a dir with it, where snapshots are first"),
-        ({"resume": "s3://bucket/run/step-00000100"}, {}, "resume='s3://bucket/run/step-00000100' was given; expected a dir with it"),
-        ({"transfer": "my.module", "dir": "runs"}, {}, "transfer='my.module' was given; expected module:function"),
-        ({"transfer": "my.module:send"}, {}, "transfer='my.module:send' was given; expected a dir with it"),
-        ({"sinks": ["tensorbord"], "dir": "runs"}, {}, "sinks='tensorbord' was given; expected a URL, tensorboard, mlflow, wandb or"),
-        ({"sinks": "wandb,mlflow"}, {}, "sinks='wandb,mlflow' was given; expected a dir with it, where the record is first"),
-        ({}, {"SAMESTEP_SINKS": "wandb,"}, "sinks='' was given; expected a URL, tensorboard, mlflow, wandb or module:Class"),
-        ({"snapshot_every": "10 hours"}, {}, "snapshot_every='10 hours' was given; expected steps such as"),
-        ({"hot_every": 0}, {}, "hot_every='0' was given; expected steps such as \"100\", auto or none"),
+        (
+            {"devices": ["cpu", "cuda:0"]},
+            {},
+            "devices=cpu,cuda:0 was given; expected a number, or names of one kind such as",
+        ),
+        (
+            {"devices": ["cpu", "gpu"]},
+            {},
+            "devices=cpu,gpu was given; expected a number, or names of one kind such as",
+        ),
+        (
+            {"devices": []},
+            {},
+            "devices= was given; expected a number, or names of one kind such as",
+        ),
+        (
+            {"devices": ["cpu"], "device": "cuda"},
+            {},
+            "devices=cpu was given with device='cuda'; give one of the two",
+        ),
+        (
+            {},
+            {"SAMESTEP_DEVICES": "cuda:0,"},
+            "devices=cuda:0, was given; expected a number, or names of one kind such as",
+        ),
+        (
+            {"remote": "bucket/run", "dir": "runs"},
+            {},
+            "remote='bucket/run' was given; expected a URL such as s3://bucket/runs/one",
+        ),
+        (
+            {"remote": "s3://bucket/run"},
+            {},
+            "remote='s3://bucket/run' was given; expected a dir with it, where snapshots are first",
+        ),
+        (
+            {"resume": "s3://bucket/run/step-00000100"},
+            {},
+            "resume='s3://bucket/run/step-00000100' was given; expected a dir with it",
+        ),
+        (
+            {"transfer": "my.module", "dir": "runs"},
+            {},
+            "transfer='my.module' was given; expected module:function",
+        ),
+        (
+            {"transfer": "my.module:send"},
+            {},
+            "transfer='my.module:send' was given; expected a dir with it",
+        ),
+        (
+            {"sinks": ["tensorbord"], "dir": "runs"},
+            {},
+            "sinks='tensorbord' was given; expected a URL, tensorboard, mlflow, wandb or",
+        ),
+        (
+            {"sinks": "wandb,mlflow"},
+            {},
+            "sinks='wandb,mlflow' was given; expected a dir with it, where the record is first",
+        ),
+        (
+            {},
+            {"SAMESTEP_SINKS": "wandb,"},
+            "sinks='' was given; expected a URL, tensorboard, mlflow, wandb or module:Class",
+        ),
+        (
+            {"snapshot_every": "10 hours"},
+            {},
+            "snapshot_every='10 hours' was given; expected steps such as",
+        ),
+        (
+            {"hot_every": 0},
+            {},
+            "hot_every='0' was given; expected steps such as \"100\", auto or none",
+        ),
     ],
 )
 def test_a_wrong_option_is_named_with_what_to_do(arguments, environment, message):

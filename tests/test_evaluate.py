@@ -43,7 +43,9 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(CLASSES, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, CLASSES))
+        self.net = nn.Sequential(
+            nn.Linear(CLASSES, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, CLASSES)
+        )
         self.net[3].eval()
 
     def forward(self, x):
@@ -54,7 +56,9 @@ class Model(nn.Module):
 
 def evaluation(world, dataset, batch_size=8, *, collate_fn=None, loader_workers=0, **options):
     lanes = Lanes(world, Config(**options), LANES, [torch.device("cpu")])
-    return Evaluation(lanes, dataset, batch_size, collate_fn=collate_fn, loader_workers=loader_workers)
+    return Evaluation(
+        lanes, dataset, batch_size, collate_fn=collate_fn, loader_workers=loader_workers
+    )
 
 
 def means_of(fn, dataset, *, model=None, count=None, batch_size=8):
@@ -74,19 +78,34 @@ def losses(model, batch):
 
 
 def comparable(values):
-    return {name: bits(value) if isinstance(value, torch.Tensor) else float(value).hex() for name, value in values.items()}
+    return {
+        name: bits(value) if isinstance(value, torch.Tensor) else float(value).hex()
+        for name, value in values.items()
+    }
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # that of loader processes, from Python 3.12 on
+# that of loader processes, from Python 3.12 on
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_means_have_the_same_bits_at_any_number_of_workers():
     def body(world):
         model = Model()
         found = []
         for size in SIZES:
             found.append(comparable(evaluation(world, Scores(size)).means(losses, model, None)))
-            found.append(comparable(evaluation(world, Scores(size)).means(losses, model, lambda batch: batch[2].sum())))
-        assert comparable(evaluation(world, Scores(size), loader_workers=2).means(losses, model, None)) == found[-2]
-        assert [module.training for module in model.modules()] == [module.training for module in Model().modules()]
+            found.append(
+                comparable(
+                    evaluation(world, Scores(size)).means(
+                        losses, model, lambda batch: batch[2].sum()
+                    )
+                )
+            )
+        assert (
+            comparable(evaluation(world, Scores(size), loader_workers=2).means(losses, model, None))
+            == found[-2]
+        )
+        assert [module.training for module in model.modules()] == [
+            module.training for module in Model().modules()
+        ]
         assert not model.net[1].num_batches_tracked
         assert bits(model.net[1].running_mean) == bits(torch.zeros(8))
         return found
@@ -100,17 +119,23 @@ def test_means_have_the_same_bits_at_any_number_of_workers():
 def test_means_are_over_samples_or_what_count_says(size):
     dataset, model = Scores(size), Model().eval()
     with torch.no_grad():
-        each = nn.functional.cross_entropy(model(dataset.logits), dataset.labels, reduction="none").double()
+        each = nn.functional.cross_entropy(
+            model(dataset.logits), dataset.labels, reduction="none"
+        ).double()
     found = means_of(losses, dataset, model=model)
     assert found["loss"] == pytest.approx(each.mean().item(), rel=1e-6)
-    assert found["right"] == pytest.approx((dataset.logits.argmax(1) == dataset.labels).double().mean().item(), abs=1e-7)
+    assert found["right"] == pytest.approx(
+        (dataset.logits.argmax(1) == dataset.labels).double().mean().item(), abs=1e-7
+    )
     assert list(found) == ["loss", "right", "noise"]
 
     def per_item(model, batch):
         return (batch[0].sum(1) * batch[2]).sum() / batch[2].sum()
 
     expected = (dataset.logits.sum(1).double() * dataset.items).sum() / dataset.items.sum()
-    assert means_of(per_item, dataset, count=lambda batch: batch[2].sum())["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert means_of(per_item, dataset, count=lambda batch: batch[2].sum())["loss"] == pytest.approx(
+        expected.item(), rel=1e-5
+    )
 
 
 def test_blocks_without_items_do_not_count():
@@ -184,7 +209,9 @@ def test_torchmetrics_are_merged_as_one_pass_in_one_process():
     first = everyone[1][0]
     assert set(first) == {"plain", *expected}
     for name, value in expected.items():
-        torch.testing.assert_close(torch.as_tensor(first[name], dtype=value.dtype), value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.as_tensor(first[name], dtype=value.dtype), value, rtol=1e-5, atol=1e-6
+        )
     for name in ("accuracy", "largest"):
         assert first[name] == expected[name].item()
     assert torch.equal(first["counts"], expected["counts"])
@@ -213,7 +240,12 @@ def forms(model, batch):
 def test_outputs_come_back_in_the_order_of_the_data_set(workers):
     def body(world):
         return [
-            [evaluation(world, Scores(size)).outputs(lambda model, batch, form=form: forms(model, batch)[form], None) for size in SIZES]
+            [
+                evaluation(world, Scores(size)).outputs(
+                    lambda model, batch, form=form: forms(model, batch)[form], None
+                )
+                for size in SIZES
+            ]
             for form in ("tensor", "list", "dict", "tuple", "pair")
         ]
 
@@ -232,7 +264,10 @@ def test_outputs_come_back_in_the_order_of_the_data_set(workers):
 @pytest.mark.parametrize(
     ("output", "told"),
     [
-        (lambda model, batch: batch[0][:1], "got Tensor of length 1 for 8 samples; expected one entry each"),
+        (
+            lambda model, batch: batch[0][:1],
+            "got Tensor of length 1 for 8 samples; expected one entry each",
+        ),
         (lambda model, batch: batch[0].mean(), "got Tensor of length None for 8 samples"),
         (lambda model, batch: {"a": batch[0], "b": [1]}, "got list of length 1 for 8 samples"),
         (lambda model, batch: (batch[0], 7), "got int of length None for 8 samples"),
@@ -247,7 +282,10 @@ def test_outputs_that_are_not_one_a_sample_are_refused(output, told):
     ("returned", "told"),
     [
         (lambda model, batch: batch[0], r"'loss' is a tensor of shape \(8, 5\); expected a scalar"),
-        (lambda model, batch: {"words": "many"}, "'words' is str; expected a scalar or a torchmetrics object"),
+        (
+            lambda model, batch: {"words": "many"},
+            "'words' is str; expected a scalar or a torchmetrics object",
+        ),
         (lambda model, batch: None, "'loss' is NoneType; expected a scalar"),
     ],
 )
@@ -278,7 +316,9 @@ def test_modes_are_put_back_after_an_error():
     with suppress(KeyError), evaluating(model):
         assert not model.net[1].training
         raise KeyError
-    assert [module.training for module in model.modules()] == [module.training for module in Model().modules()]
+    assert [module.training for module in model.modules()] == [
+        module.training for module in Model().modules()
+    ]
     assert not model.net[3].training
 
 

@@ -59,7 +59,14 @@ def everything(storage, tmp_path):
     return sizes, found, data, folders, storage.sizes("a"), storage.folders()
 
 
-ALL = [{"data": 5, "manifest": 3, "part": 2}, {"data": 5}, {}], [2, None, None], b"234", ["a", "b"], {"data": 5}, ["a"]
+ALL = (
+    [{"data": 5, "manifest": 3, "part": 2}, {"data": 5}, {}],
+    [2, None, None],
+    b"234",
+    ["a", "b"],
+    {"data": 5},
+    ["a"],
+)
 
 
 @pytest.mark.parametrize("url", ["file://{}/far/run", "memory://far/run", "faulty://far/run"])
@@ -80,7 +87,10 @@ def test_what_fails_is_tried_again(far, storage, tmp_path):
 
 def test_after_the_last_try_it_is_told(far, storage):
     far.before = staticmethod(failing(4, TimeoutError("no answer"), "cat_file"))
-    with pytest.raises(StorageError, match=r"the storage did not read faulty://far/run/a/b: TimeoutError: no answer"):
+    with pytest.raises(
+        StorageError,
+        match=r"the storage did not read faulty://far/run/a/b: TimeoutError: no answer",
+    ):
         storage.read("a/b", 0, 3)
     with pytest.raises(StorageError, match="FileNotFoundError"):  # the fifth call
         storage.read("a/b", 0, 3)
@@ -90,7 +100,15 @@ class NoCredentialsError(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [PermissionError("denied"), NoCredentialsError("none"), ValueError("bad"), NotImplementedError()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError("denied"),
+        NoCredentialsError("none"),
+        ValueError("bad"),
+        NotImplementedError(),
+    ],
+)
 def test_a_refusal_is_not_tried_again(far, storage, error):
     far.before = staticmethod(failing(1, error))
     with pytest.raises(StorageError, match=type(error).__name__):
@@ -111,7 +129,9 @@ def test_a_file_that_is_cut_short_on_its_way_is_read_again(far, storage, monkeyp
     storage.create("x", b"12345")
     answers = iter([b"12", b"1234"])
     whole = far.cat_file
-    monkeypatch.setattr(far, "cat_file", lambda *args, **kwargs: next(answers, None) or whole(*args, **kwargs))
+    monkeypatch.setattr(
+        far, "cat_file", lambda *args, **kwargs: next(answers, None) or whole(*args, **kwargs)
+    )
     assert storage.read("x", 0, 5) == b"12345"
 
 
@@ -119,7 +139,11 @@ def test_a_listing_without_sizes_has_each_asked_for(far, storage, monkeypatch):
     storage.create("a/x", b"12345")
     storage.create("y", b"123")
     whole = far.ls
-    monkeypatch.setattr(far, "ls", lambda *args, **kwargs: [{**entry, "size": None} for entry in whole(*args, **kwargs)])
+    monkeypatch.setattr(
+        far,
+        "ls",
+        lambda *args, **kwargs: [{**entry, "size": None} for entry in whole(*args, **kwargs)],
+    )
     assert (storage.sizes("a"), storage.sizes("")) == ({"x": 5}, {"y": 3})
 
 
@@ -136,7 +160,9 @@ def test_an_answer_that_was_lost_is_no_conflict_and_another_file_is(far, storage
     storage.create("manifest", b"mine")
     monkeypatch.undo()
     storage.create("manifest", b"mine")
-    with pytest.raises(StorageError, match="somebody else wrote it meanwhile; give every run a URL of its own"):
+    with pytest.raises(
+        StorageError, match="somebody else wrote it meanwhile; give every run a URL of its own"
+    ):
         storage.create("manifest", b"yours")
     assert storage.read("manifest", 0, 4) == b"mine"
 
@@ -154,7 +180,10 @@ def test_a_storage_that_knows_no_conditions_is_written_all_the_same(far, storage
             "s4://bucket/run",
             "s4://bucket/run was given; expected a URL that fsspec knows, such as s3://bucket/runs/one: Protocol not known: s4",
         ),
-        ("adl://store/run", "adl://store/run was given; expected what reaches adl to be installed: pip install what it names"),
+        (
+            "adl://store/run",
+            "adl://store/run was given; expected what reaches adl to be installed: pip install what it names",
+        ),
     ],
 )
 def test_a_url_that_cannot_be_used_is_told_at_once(url, message):
@@ -166,5 +195,8 @@ def test_a_url_that_cannot_be_used_is_told_at_once(url, message):
 @pytest.mark.parametrize(("missing", "extra"), [("fsspec", "remote"), ("s3fs", "s3")])
 def test_a_missing_package_is_told_with_how_to_install_it(monkeypatch, missing, extra):
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ConfigError, match=rf's3://bucket/run was given; expected .* pip install "samestep\[{extra}\]"'):
+    with pytest.raises(
+        ConfigError,
+        match=rf's3://bucket/run was given; expected .* pip install "samestep\[{extra}\]"',
+    ):
         Storage("s3://bucket/run").open()

@@ -34,7 +34,8 @@ GRACE_SECONDS = 0.25  # time for a worker that failed at the same moment as anot
 class Outcome:
     """How a worker ended: with the `value` its body returned, the `error` it raised, or neither where a signal ended it.
 
-    `exitcode` is None where the worker was stopped because another had failed. `failed_at` is monotonic time, in seconds.
+    `exitcode` is None where the worker was stopped because another had failed. `failed_at` is
+    monotonic time, in seconds.
     """
 
     rank: int
@@ -58,12 +59,16 @@ class WorkerFailedError(Exception):
 
 
 def run_workers(
-    body: Callable[..., Any], workers: int, *args: Any, timeout: float = 60.0, environment: Mapping[str, str] | None = None
+    body: Callable[..., Any],
+    workers: int,
+    *args: Any,
+    timeout: float = 60.0,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Return what `body(*args)` returned in each of `workers` processes, by rank.
 
-    When one fails the others are stopped, and `WorkerFailedError` tells of the first to fail. Raises `TimeoutError`
-    with the stack of each worker that still runs after `timeout` seconds.
+    When one fails the others are stopped, and `WorkerFailedError` tells of the first to fail.
+    Raises `TimeoutError` with the stack of each worker that still runs after `timeout` seconds.
     """
     outcomes = _run(body, workers, args, timeout, environment or {}, stop_at_failure=True)
     if failures := [outcome for outcome in outcomes if outcome.failed]:
@@ -73,7 +78,11 @@ def run_workers(
 
 
 def try_workers(
-    body: Callable[..., Any], workers: int, *args: Any, timeout: float = 60.0, environment: Mapping[str, str] | None = None
+    body: Callable[..., Any],
+    workers: int,
+    *args: Any,
+    timeout: float = 60.0,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
     """Return how each of `workers` processes ended, by rank; the failure of one stops none of the others.
 
@@ -85,21 +94,30 @@ def try_workers(
 def free_port() -> int:
     """Return a port of the loopback that is free now, below those that outgoing connections are given."""
     while True:
-        port = 15_000 + secrets.randbelow(15_000)  # not random's: that has the same seed in every pytest process
+        # not random's: that has the same seed in every pytest process
+        port = 15_000 + secrets.randbelow(15_000)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
 
 
 def _run(
-    body: Callable[..., Any], workers: int, args: Sequence[Any], timeout: float, environment: Mapping[str, str], *, stop_at_failure: bool
+    body: Callable[..., Any],
+    workers: int,
+    args: Sequence[Any],
+    timeout: float,
+    environment: Mapping[str, str],
+    *,
+    stop_at_failure: bool,
 ) -> list[Outcome]:
     port = free_port()
     with ExitStack() as exits:
         folder = Path(exits.enter_context(TemporaryDirectory()))
         team = []
         for rank in range(workers):
-            worker = _Worker(rank, folder, body, args, {**_torchrun(rank, workers, port), **environment})
+            worker = _Worker(
+                rank, folder, body, args, {**_torchrun(rank, workers, port), **environment}
+            )
             exits.callback(worker.stop)
             team.append(worker)
         _wait(team, timeout, stop_at_failure=stop_at_failure)
@@ -127,8 +145,15 @@ def _wait(team: Sequence[_Worker], timeout: float, *, stop_at_failure: bool) -> 
         if time.monotonic() > stop_at:
             return
         if time.monotonic() > deadline:
-            stacks = [f"worker {worker.rank} still ran after {timeout:g} s, here:\n{worker.abort()}" for worker in running]
-            failures = [str(worker.outcome()) for worker in team if worker not in running and worker.exitcode]
+            stacks = [
+                f"worker {worker.rank} still ran after {timeout:g} s, here:\n{worker.abort()}"
+                for worker in running
+            ]
+            failures = [
+                str(worker.outcome())
+                for worker in team
+                if worker not in running and worker.exitcode
+            ]
             raise TimeoutError("\n".join(stacks + failures))
         time.sleep(0.005)
 
@@ -136,16 +161,30 @@ def _wait(team: Sequence[_Worker], timeout: float, *, stop_at_failure: bool) -> 
 class _Worker:
     """A process that runs a body, writes its report to a file, and its stack to another when a fatal signal ends it."""
 
-    def __init__(self, rank: int, folder: Path, body: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        folder: Path,
+        body: Callable[..., Any],
+        args: Sequence[Any],
+        environment: Mapping[str, str],
+    ) -> None:
         self.rank = rank
         self.exitcode: int | None = None
         self._report, self._stack = folder / f"report-{rank}", folder / f"stack-{rank}"
         self._process: ForkProcess = get_context("fork").Process(
-            target=_work, args=(body, args, environment, self._report, self._stack), name=f"worker {rank}"
+            target=_work,
+            args=(body, args, environment, self._report, self._stack),
+            name=f"worker {rank}",
         )
         with warnings.catch_warnings():
-            # The other threads here are those of pytest's plugins; they hold no lock that a worker needs.
-            warnings.filterwarnings("ignore", r".*multi-threaded, use of fork\(\) may lead to deadlocks", DeprecationWarning)
+            # The other threads here are those of pytest's plugins; they hold no lock that a worker
+            # needs.
+            warnings.filterwarnings(
+                "ignore",
+                r".*multi-threaded, use of fork\(\) may lead to deadlocks",
+                DeprecationWarning,
+            )
             self._process.start()
 
     def ended(self) -> bool:
@@ -177,7 +216,13 @@ class _Worker:
         return self._stack.read_text() if self._stack.exists() else ""
 
 
-def _work(body: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str], report: Path, stack: Path) -> None:
+def _work(
+    body: Callable[..., Any],
+    args: Sequence[Any],
+    environment: Mapping[str, str],
+    report: Path,
+    stack: Path,
+) -> None:
     os.setpgrp()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)
@@ -188,7 +233,11 @@ def _work(body: Callable[..., Any], args: Sequence[Any], environment: Mapping[st
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001  whatever a test raises is its parent's to judge
-        told = {"failed_at": time.monotonic(), "error": _portable(error), "traceback": traceback.format_exc()}
+        told = {
+            "failed_at": time.monotonic(),
+            "error": _portable(error),
+            "traceback": traceback.format_exc(),
+        }
         report.write_bytes(pickle.dumps(told))
         sys.exit(1)
 

@@ -23,12 +23,16 @@ from tests.workers import run_workers
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-PATIENCE_SECONDS = 30.0
+TIMEOUT_SECONDS = 30.0
 
 
 def in_processes(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     """Return what `body(world, *args)` returned by rank, each worker a process that shares memory with the others; one is alone."""
-    return [body(Alone(), *args)] if workers == 1 else run_workers(_joined, workers, shared_world, body, *args)
+    return (
+        [body(Alone(), *args)]
+        if workers == 1
+        else run_workers(_joined, workers, shared_world, body, *args)
+    )
 
 
 def on_hosts(hosts: int, workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -53,21 +57,22 @@ def in_threads(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         futures = [threads.submit(work, rank) for rank in range(workers)]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
-        raise min(errors, key=lambda error: isinstance(error, WorldError))  # those that only waited come last
+        # those that only waited come last
+        raise min(errors, key=lambda error: isinstance(error, WorldError))
     return [future.result() for future in futures]
 
 
-def shared_world(patience: float = PATIENCE_SECONDS) -> Shared:
+def shared_world(timeout: float = TIMEOUT_SECONDS) -> Shared:
     """Return the world of this worker and the others of its host."""
-    return Shared(form(find_place(os.environ), patience, share=True))
+    return Shared(form(find_place(os.environ), timeout, share=True))
 
 
-def distributed_world(patience: float = PATIENCE_SECONDS, hosts: int = 1) -> Distributed:
+def distributed_world(timeout: float = TIMEOUT_SECONDS, hosts: int = 1) -> Distributed:
     """Return the world of this worker on one of several hosts: it is placed as if its host ended where it does not."""
     place = find_place(os.environ)
     workers = place.workers // hosts
     place = replace(place, local_rank=place.rank % workers, local_workers=workers)
-    return Distributed(form(place, patience, share=True), cuda=False)
+    return Distributed(form(place, timeout, share=True), cuda=False)
 
 
 def _joined(join: Callable[[], World], body: Callable[..., Any], *args: Any) -> Any:
@@ -97,9 +102,9 @@ class Threaded(World):
         """Put `given` on the table and return what `take` makes of all that lies there; then the table is free again."""
         try:
             self._meeting.table[self.rank] = given
-            self._meeting.barrier.wait(PATIENCE_SECONDS)
+            self._meeting.barrier.wait(TIMEOUT_SECONDS)
             taken = take(self._meeting.table)
-            self._meeting.barrier.wait(PATIENCE_SECONDS)
+            self._meeting.barrier.wait(TIMEOUT_SECONDS)
         except threading.BrokenBarrierError as error:
             raise WorldError("another thread failed") from error
         self.meetings += 1
@@ -118,7 +123,14 @@ class Threaded(World):
     def all_gather(self, out: torch.Tensor, own: torch.Tensor, what: str) -> None:
         out.copy_(self._meet(own.clone(), torch.cat))
 
-    def all_to_all(self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str) -> None:
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        out_sizes: Sequence[int],
+        own: torch.Tensor,
+        own_sizes: Sequence[int],
+        what: str,
+    ) -> None:
         def take(parts: list[tuple[torch.Tensor, ...]]) -> None:
             for place, sent in zip(out.split(list(out_sizes)), parts, strict=True):
                 place.copy_(sent[self.rank])

@@ -31,13 +31,19 @@ MOST_STEPS_BETWEEN = 10
 def main() -> int:
     """Run the test and print how long each kind of fault took; the exit status is 1 where anything was lost."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seed", type=int, default=0, help="of the faults: which, when and where (default: 0)")
-    parser.add_argument("--faults", type=int, default=sum(FAULTS.values()), help="how many (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the faults: which, when and where (default: 0)"
+    )
+    parser.add_argument(
+        "--faults", type=int, default=sum(FAULTS.values()), help="how many (default: %(default)s)"
+    )
     parser.add_argument("--epochs", type=int, default=20, help="of 23 steps each (default: 20)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            seconds = chaos(Path(folder), arguments.seed, arguments.faults, arguments.epochs, tell=print)
+            seconds = chaos(
+                Path(folder), arguments.seed, arguments.faults, arguments.epochs, tell=print
+            )
         except ChaosError as error:
             print(f"FAILED: {error}")
             return 1
@@ -45,7 +51,9 @@ def main() -> int:
     return 0
 
 
-def chaos(folder: Path, seed: int, faults: int, epochs: int, tell: Callable[[str], object]) -> Mapping[str, Sequence[float]]:
+def chaos(
+    folder: Path, seed: int, faults: int, epochs: int, tell: Callable[[str], object]
+) -> Mapping[str, Sequence[float]]:
     """Return the seconds that a run under fire took to go on, by fault. Raises `ChaosError` where it shows that it was not left alone."""
     chance = random.Random(seed)
     undisturbed = _undisturbed(folder / "undisturbed", epochs)
@@ -56,14 +64,20 @@ def chaos(folder: Path, seed: int, faults: int, epochs: int, tell: Callable[[str
         for fault in chosen(chance, faults):
             _pause(target, chance)
             seconds[fault.__name__].append(fault(target, chance))
-            tell(f"{fault.__name__:18} went on after {seconds[fault.__name__][-1]:.2f} s, {target.workers} workers")
+            tell(
+                f"{fault.__name__:18} went on after {seconds[fault.__name__][-1]:.2f} s, {target.workers} workers"
+            )
         target.end()
     finally:
         target.close()
     if target.hash() != undisturbed.hash():
-        raise ChaosError(f"the run under fire ended with {target.hash()}, the undisturbed one with {undisturbed.hash()}")
+        raise ChaosError(
+            f"the run under fire ended with {target.hash()}, the undisturbed one with {undisturbed.hash()}"
+        )
     _check_samples(target, undisturbed)
-    tell(f"the same bits after {faults} faults: {target.hash()[:16]}, and every epoch used every sample once")
+    tell(
+        f"the same bits after {faults} faults: {target.hash()[:16]}, and every epoch used every sample once"
+    )
     return seconds
 
 
@@ -78,7 +92,10 @@ def chosen(chance: random.Random, faults: int) -> list[Fault]:
 
 def report(seconds: Mapping[str, Sequence[float]]) -> str:
     """Return a table in Markdown of how long it took to go on."""
-    rows = [f"| {name} | {len(some)} | {statistics.median(some):.2f} s | {max(some):.2f} s |" for name, some in sorted(seconds.items())]
+    rows = [
+        f"| {name} | {len(some)} | {statistics.median(some):.2f} s | {max(some):.2f} s |"
+        for name, some in sorted(seconds.items())
+    ]
     return "\n".join(["| fault | times | median | worst |", "|---|---|---|---|", *rows])
 
 
@@ -96,7 +113,9 @@ def _pause(target: Target, chance: random.Random) -> None:
     """Return after some steps, or in the middle of one."""
     steps = chance.randrange(MOST_STEPS_BETWEEN)
     seen = _steps(target)
-    target.wait_until(lambda: _steps(target) >= seen + steps and bool(target.pids()), "no step came")
+    target.wait_until(
+        lambda: _steps(target) >= seen + steps and bool(target.pids()), "no step came"
+    )
     time.sleep(chance.uniform(0.0, 0.1))
     if not target.is_running():
         raise ChaosError("the run was over before all faults had happened: give it more --epochs")
@@ -110,7 +129,9 @@ def _check_samples(target: Target, undisturbed: Target) -> None:
     """Raise `ChaosError` unless each step used the samples that it used undisturbed, and each epoch all of them once."""
     steps, others = _samples(target), _samples(undisturbed)
     if steps != others:
-        different = [step for step in sorted({*steps, *others}) if steps.get(step) != others.get(step)]
+        different = [
+            step for step in sorted({*steps, *others}) if steps.get(step) != others.get(step)
+        ]
         raise ChaosError(f"steps {different} used other samples than undisturbed")
     epochs = defaultdict(list)
     for epoch, samples in steps.values():
@@ -125,7 +146,9 @@ def _samples(target: Target) -> dict[int, tuple[int, list[float]]]:
     found: dict[int, Any] = {}
     for event in read_history(target.directory):
         if event["event"] == "scalars":
-            samples = [value for name, value in event["values"].items() if name.startswith("sample ")]
+            samples = [
+                value for name, value in event["values"].items() if name.startswith("sample ")
+            ]
             if event["step"] in found:
                 raise ChaosError(f"step {event['step']} is there twice")
             found[event["step"]] = event["epoch"], samples

@@ -92,7 +92,11 @@ FAULTS = {
 
 def _strike(target: Target, chance: random.Random, number: signal.Signals) -> float:
     since = _send(target, chance, number)
-    target.wait_for("restarting", since, reason=f"{'stopped' if number == signal.SIGSTOP else 'killed'} by {number.name}")
+    target.wait_for(
+        "restarting",
+        since,
+        reason=f"{'stopped' if number == signal.SIGSTOP else 'killed'} by {number.name}",
+    )
     return _seconds_to_next_step(target, since)
 
 
@@ -104,12 +108,15 @@ def _send(target: Target, chance: random.Random, number: signal.Signals) -> floa
         with suppress(ProcessLookupError):
             os.kill(chance.choice(pids), number)
             return since
-        time.sleep(0.01)  # the workers of the last start are gone, and the next have not told their names yet
+        # the workers of the last start are gone, and the next have not told their names yet
+        time.sleep(0.01)
     raise ChaosError("the run has no workers")
 
 
 def _start_again(target: Target, chance: random.Random, since: float) -> float:
-    workers = chance.choice([number for number in range(1, MOST_WORKERS + 1) if number != target.workers])
+    workers = chance.choice(
+        [number for number in range(1, MOST_WORKERS + 1) if number != target.workers]
+    )
     target.start(workers)
     if len(target.wait_for(STARTS, since)["workers"]) != workers:
         raise ChaosError(f"the run did not resume with {workers} workers")

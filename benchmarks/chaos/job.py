@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds only its neighbours by itself
+# a script finds only its neighbours by itself
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import samestep as ss
 from recipes.vit.config import DataSettings, ModelSettings
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 BATCH_SIZE = 64
 LANES = 4
 HASH_FILE = "hash.txt"
-MODEL = ModelSettings(width=32, depth=2, heads=2, image_size=8, patch_size=2, channels=1, classes=10)
+MODEL = ModelSettings(
+    width=32, depth=2, heads=2, image_size=8, patch_size=2, channels=1, classes=10
+)
 DATA = DataSettings(source="digits", mean=(0.305,), std=(0.376,))
 
 
@@ -57,7 +60,9 @@ def main(epochs: int) -> None:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
         run.track(model=model, optimizer=optimizer, scheduler=scheduler)
         model.train()
-        for batch in run.batches(Numbered(open_images(DATA, MODEL).train), BATCH_SIZE, epochs=epochs):
+        for batch in run.batches(
+            Numbered(open_images(DATA, MODEL).train), BATCH_SIZE, epochs=epochs
+        ):
             means = run.backward(loss_fn, model, batch)
             optimizer.step()
             optimizer.zero_grad()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 JOB = Path(__file__).with_name("job.py")
-PATIENCE_SECONDS = 2
+TIMEOUT_SECONDS = 2
 LARGEST_BOARD = 4096  # bytes; where the launcher keeps how far the run is
 LIMIT_SECONDS = 60  # for whatever is waited for
 STARTS = {"started", "resumed"}
@@ -41,9 +41,25 @@ class Target:
 
     def start(self, workers: int) -> None:
         """Give the command, the first time or again."""
-        options = {"dir": self.directory, "hot-every": 5, "snapshot-every": 10, "patience": PATIENCE_SECONDS, "restarts": 50}
+        options = {
+            "dir": self.directory,
+            "hot-every": 5,
+            "snapshot-every": 10,
+            "timeout": TIMEOUT_SECONDS,
+            "max_restarts": 50,
+        }
         flags = [f"--{name}={value}" for name, value in options.items()]
-        command = [sys.executable, "-m", "samestep", "run", "-n", str(workers), *flags, str(JOB), str(self._epochs)]
+        command = [
+            sys.executable,
+            "-m",
+            "samestep",
+            "run",
+            "-n",
+            str(workers),
+            *flags,
+            str(JOB),
+            str(self._epochs),
+        ]
         self.directory.mkdir(exist_ok=True)
         with (self.directory / "output.txt").open("ab") as output:
             self._launcher = subprocess.Popen(command, stdout=output, stderr=output)
@@ -64,10 +80,18 @@ class Target:
         try:
             status = self._launcher.wait(LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
-            raise ChaosError(f"the run did not end within {LIMIT_SECONDS} s; {self.last_words()}") from None
+            raise ChaosError(
+                f"the run did not end within {LIMIT_SECONDS} s; {self.last_words()}"
+            ) from None
         if status != (0 if number is None else -number):
-            raise ChaosError(f"the run ended with status {status} where {number or 0!r} was expected; {self.last_words()}")
-        self.wait_until(lambda: not any(map(_is_alive, pids)), f"processes {pids} of a run that has ended are still there", ended=True)
+            raise ChaosError(
+                f"the run ended with status {status} where {number or 0!r} was expected; {self.last_words()}"
+            )
+        self.wait_until(
+            lambda: not any(map(_is_alive, pids)),
+            f"processes {pids} of a run that has ended are still there",
+            ended=True,
+        )
 
     def close(self) -> None:
         """Leave no process."""
@@ -90,13 +114,18 @@ class Target:
     def wait_for(self, kinds: str | Collection[str], since: float, **fields: Any) -> Event:
         """Return the first event of some kind after `since`, in seconds of `time.time`, with these fields, when it is there.
 
-        A field that is given as text may be the beginning of the event's. Raises `ChaosError` when it does not come.
+        A field that is given as text may be the beginning of the event's. Raises `ChaosError` when
+        it does not come.
         """
         wanted = {kinds} if isinstance(kinds, str) else kinds
         found: list[Event] = []
 
         def come() -> bool:
-            found[:] = [event for event in self.events() if event["time"] >= since and event["event"] in wanted and _has(event, fields)]
+            found[:] = [
+                event
+                for event in self.events()
+                if event["time"] >= since and event["event"] in wanted and _has(event, fields)
+            ]
             return bool(found)
 
         self.wait_until(come, f"no event of {sorted(wanted)} with {fields} came")
@@ -116,7 +145,10 @@ class Target:
 
     def last_words(self) -> str:
         """Return the end of what the run printed, and of its record."""
-        events = [" ".join(f"{name}={event[name]}" for name in ("event", "step", "time") if name in event) for event in self.events()[-5:]]
+        events = [
+            " ".join(f"{name}={event[name]}" for name in ("event", "step", "time") if name in event)
+            for event in self.events()[-5:]
+        ]
         status = None if self._launcher is None else self._launcher.poll()
         printed = (self.directory / "output.txt").read_text(errors="replace")[-2000:]
         return "\n".join([f"its status is {status}, and the last it said was", printed, *events])
@@ -137,13 +169,20 @@ def flip_byte(file: str | Path, offset: int) -> None:
 
 def hot_copies(launcher: int) -> list[Path]:
     """Return the anonymous files in which a launcher keeps copies of its workers' state."""
-    kept = [path for path in Path(f"/proc/{launcher}/fd").iterdir() if "samestep-kept" in str(path.readlink())]
+    kept = [
+        path
+        for path in Path(f"/proc/{launcher}/fd").iterdir()
+        if "samestep-kept" in str(path.readlink())
+    ]
     return [path for path in kept if path.stat().st_size > LARGEST_BOARD]
 
 
 def _has(event: Event, fields: dict[str, Any]) -> bool:
     return all(
-        str(event.get(name)).startswith(value) if isinstance(value, str) else event.get(name) == value for name, value in fields.items()
+        str(event.get(name)).startswith(value)
+        if isinstance(value, str)
+        else event.get(name) == value
+        for name, value in fields.items()
     )
 
 

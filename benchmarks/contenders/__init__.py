@@ -1,6 +1,7 @@
 """Who trains the jobs, each as its own documentation teaches; what is common to all is the job and the stopwatch.
 
-`python -m benchmarks.contenders NAME JOB` is a worker of a contender; `Contender.command` starts all of them.
+`python -m benchmarks.contenders NAME JOB` is a worker of a contender; `Contender.command` starts
+all of them.
 """
 
 from __future__ import annotations
@@ -43,9 +44,16 @@ class Contender:
 
 CONTENDERS = {
     "plain": Contender("plain loop, one worker", "with_plain_loop", "reference"),
-    "plain-fused": Contender("plain loop, fused AdamW", "with_plain_loop", "reference", {"fused": True}),
+    "plain-fused": Contender(
+        "plain loop, fused AdamW", "with_plain_loop", "reference", {"fused": True}
+    ),
     "ddp": Contender("DDP", "with_ddp"),
-    "ddp-fused": Contender("DDP, fused AdamW", "with_ddp", "tuned peer", {"fused": True, "gradient_as_bucket_view": True}),
+    "ddp-fused": Contender(
+        "DDP, fused AdamW",
+        "with_ddp",
+        "tuned peer",
+        {"fused": True, "gradient_as_bucket_view": True},
+    ),
     "accelerate": Contender("Accelerate", "with_accelerate"),
     "fabric": Contender("Fabric", "with_fabric"),
     "ignite": Contender("Ignite", "with_ignite"),

@@ -55,13 +55,18 @@ class Stopwatch:
 
 def memory() -> float:
     """Return this process's memory in megabytes; of what it shares with others, its part."""
-    found = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(encoding="ascii"), re.MULTILINE)
+    found = re.search(
+        r"^Pss:\s+(\d+) kB",
+        Path("/proc/self/smaps_rollup").read_text(encoding="ascii"),
+        re.MULTILINE,
+    )
     return int(found[1]) / 1024 if found else math.nan
 
 
 def over_workers(figures: dict[str, float]) -> dict[str, float]:
     """Return the means of all workers' figures, by torch.distributed's default group."""
-    # torch 2.13 can hang where a group goes while gloo's thread still lets go of a Python tensor: each waits for the other.
+    # torch 2.13 can hang where a group goes while gloo's thread still lets go of a Python tensor:
+    # each waits for the other.
     _GROUPS.append(dist.group.WORLD)
     values = torch.tensor(list(figures.values()), dtype=torch.float64)
     dist.all_reduce(values)

@@ -20,7 +20,9 @@ def train(job: Job) -> dict[str, float]:
     accelerator = Accelerator(cpu=True)
     model, dataset, loss_fn = job.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    loader = DataLoader(dataset, batch_size=job.batch_size // accelerator.num_processes, shuffle=True)
+    loader = DataLoader(
+        dataset, batch_size=job.batch_size // accelerator.num_processes, shuffle=True
+    )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     watch = Stopwatch(job)
     for _ in watch.epochs():

@@ -20,19 +20,30 @@ if TYPE_CHECKING:
     from benchmarks.jobs import Job
 
 
-def train(job: Job, *, fused: bool | None = None, gradient_as_bucket_view: bool = False, zero: bool = False) -> dict[str, float]:
+def train(
+    job: Job,
+    *,
+    fused: bool | None = None,
+    gradient_as_bucket_view: bool = False,
+    zero: bool = False,
+) -> dict[str, float]:
     """Train, and return figures; with `zero`, the optimizer's state is divided among the workers (ZeRO-1)."""
     dist.init_process_group("gloo")
     model, dataset, loss_fn = job.build()
     model = DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view)
     if zero:
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415  importing it warns, and nobody else needs it
+        # importing it warns, and nobody else needs it
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE
+        )
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused)
     sampler = DistributedSampler(dataset)
-    loader = DataLoader(dataset, batch_size=job.batch_size // dist.get_world_size(), sampler=sampler)
+    loader = DataLoader(
+        dataset, batch_size=job.batch_size // dist.get_world_size(), sampler=sampler
+    )
     watch = Stopwatch(job)
     for epoch in watch.epochs():
         sampler.set_epoch(epoch)

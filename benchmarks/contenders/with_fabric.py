@@ -23,7 +23,9 @@ def train(job: Job) -> dict[str, float]:
     model, dataset, loss_fn = job.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     model, optimizer = fabric.setup(model, optimizer)
-    loader = fabric.setup_dataloaders(DataLoader(dataset, batch_size=job.batch_size // fabric.world_size, shuffle=True))
+    loader = fabric.setup_dataloaders(
+        DataLoader(dataset, batch_size=job.batch_size // fabric.world_size, shuffle=True)
+    )
     watch = Stopwatch(job)
     for _ in watch.epochs():
         for batch in loader:

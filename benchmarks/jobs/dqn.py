@@ -26,8 +26,21 @@ class QNetwork(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        convolutions = [nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3, 1), nn.ReLU()]
-        self.layers = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64 * 7 * 7, 512), nn.ReLU(), nn.Linear(512, ACTIONS))
+        convolutions = [
+            nn.Conv2d(4, 32, 8, 4),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 4, 2),
+            nn.ReLU(),
+            nn.Conv2d(64, 64, 3, 1),
+            nn.ReLU(),
+        ]
+        self.layers = nn.Sequential(
+            *convolutions,
+            nn.Flatten(),
+            nn.Linear(64 * 7 * 7, 512),
+            nn.ReLU(),
+            nn.Linear(512, ACTIONS),
+        )
 
     def forward(self, frames: Tensor) -> Tensor:
         return self.layers(frames.float() / 255)

@@ -42,7 +42,10 @@ def images(batch_size: int) -> TensorDataset:
     """Return an epoch of random float32 images [3, 32, 32] with their labels, always the same."""
     generator = torch.Generator().manual_seed(1)
     size = BATCHES_AN_EPOCH * batch_size
-    return TensorDataset(torch.randn(size, 3, 32, 32, generator=generator), torch.randint(CLASSES, (size,), generator=generator))
+    return TensorDataset(
+        torch.randn(size, 3, 32, 32, generator=generator),
+        torch.randint(CLASSES, (size,), generator=generator),
+    )
 
 
 def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -20,10 +20,13 @@ def build(batch_size: int = BATCH_SIZE, depth: int = 100) -> Parts:
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in pairwise(widths):
         layer = nn.Linear(inputs, outputs)
-        # He et al. 2015: torch's own choice shrinks gradients at every layer, to denormal numbers, which are slow.
+        # He et al. 2015: torch's own choice shrinks gradients at every layer, to denormal numbers,
+        # which are slow.
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
         layers += [layer, nn.ReLU()]
-    return Parts(nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)), images(batch_size), classification_loss)
+    return Parts(
+        nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)), images(batch_size), classification_loss
+    )
 
 
 JOB = Job("100 layers of 64x64 after 3072x64", BATCH_SIZE, steps=60, build=build)

@@ -14,7 +14,14 @@ def build(batch_size: int = BATCH_SIZE, hidden: tuple[int, int] = (4096, 3000)) 
     """Return the job's parts."""
     torch.manual_seed(0)
     first, second = hidden
-    layers = [nn.Flatten(), nn.Linear(3072, first), nn.ReLU(), nn.Linear(first, second), nn.ReLU(), nn.Linear(second, CLASSES)]
+    layers = [
+        nn.Flatten(),
+        nn.Linear(3072, first),
+        nn.ReLU(),
+        nn.Linear(first, second),
+        nn.ReLU(),
+        nn.Linear(second, CLASSES),
+    ]
     return Parts(nn.Sequential(*layers), images(batch_size), classification_loss)
 
 

@@ -14,7 +14,9 @@ BATCH_SIZE = 64
 def build(batch_size: int = BATCH_SIZE, depth: int | None = None) -> Parts:
     """Return the job's parts."""
     torch.manual_seed(0)
-    model = VisionTransformer(ModelSettings(size="tiny", depth=depth, image_size=32, patch_size=8, classes=CLASSES))
+    model = VisionTransformer(
+        ModelSettings(size="tiny", depth=depth, image_size=32, patch_size=8, classes=CLASSES)
+    )
     return Parts(model, images(batch_size), classification_loss)
 
 

@@ -2,8 +2,8 @@
 
 usage: python -m benchmarks.start [--rounds 5]
 
-Contenders take turns, and every ratio is of runs of one round. Accelerate is started by torchrun, too, because its own launcher starts
-several workers without GPUs only through MPI.
+Contenders take turns, and every ratio is of runs of one round. Accelerate is started by torchrun,
+too, because its own launcher starts several workers without GPUs only through MPI.
 """
 
 from __future__ import annotations
@@ -43,8 +43,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each contender (default: 5)")
     rounds = parser.parse_args().rounds
-    found = in_turn({name: partial(first_step, command) for name, command in COMMANDS.items()}, rounds)
-    print(table("seconds", {"start to first step, 2 workers": figure("seconds", found)}, aside=[ONE_PROCESS]))
+    found = in_turn(
+        {name: partial(first_step, command) for name, command in COMMANDS.items()}, rounds
+    )
+    print(
+        table(
+            "seconds",
+            {"start to first step, 2 workers": figure("seconds", found)},
+            aside=[ONE_PROCESS],
+        )
+    )
 
 
 if __name__ == "__main__":

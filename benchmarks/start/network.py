@@ -20,7 +20,9 @@ def network() -> nn.Sequential:
 def dataset() -> TensorDataset:
     """Return 1,000 random samples."""
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(1000, 64, generator=generator), torch.randint(10, (1000,), generator=generator))
+    return TensorDataset(
+        torch.randn(1000, 64, generator=generator), torch.randint(10, (1000,), generator=generator)
+    )
 
 
 def tell_step() -> None:

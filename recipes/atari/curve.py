@@ -17,16 +17,32 @@ from matplotlib import pyplot as plt
 
 def main() -> None:
     """Read the records that were named and write the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="of a run, with its events.jsonl; a line for each")
-    parser.add_argument("--random", type=float, metavar="POINTS", help="mean return of random play, as --eval prints it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="of a run, with its events.jsonl; a line for each",
+    )
+    parser.add_argument(
+        "--random",
+        type=float,
+        metavar="POINTS",
+        help="mean return of random play, as --eval prints it",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.png")
     options = parser.parse_args()
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     for directory in options.runs:
         steps, returns, deviations = evaluations(directory)
         (line,) = axes.plot(steps, returns, marker="o", label=directory.name)
-        low, high = ([mean + sign * deviation for mean, deviation in zip(returns, deviations, strict=True)] for sign in (-1, 1))
+        low, high = (
+            [mean + sign * deviation for mean, deviation in zip(returns, deviations, strict=True)]
+            for sign in (-1, 1)
+        )
         axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
     if options.random is not None:
         axes.axhline(options.random, color="grey", linestyle="--", label="random play")

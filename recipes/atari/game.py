@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 gymnasium.register_envs(ale_py)
 cv2.setNumThreads(1)  # frames are small, and a worker has its share of the cores
-ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # or each emulator would greet the terminal
+# or each emulator would greet the terminal
+ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
 
 
 class Moment(NamedTuple):
@@ -38,8 +39,9 @@ class Moment(NamedTuple):
 class Game:
     """An emulator that plays one game after the other; `points` of the one that runs.
 
-    Frame skip, maximum of the last two frames, resizing and no-ops are gymnasium's `AtariPreprocessing` (Machado et al. 2018).
-    Where there is a fire button, it is pressed at the start of each life, since some games wait for it.
+    Frame skip, maximum of the last two frames, resizing and no-ops are gymnasium's
+    `AtariPreprocessing` (Machado et al. 2018). Where there is a fire button, it is pressed at the
+    start of each life, since some games wait for it.
     """
 
     def __init__(self, settings: GameSettings) -> None:
@@ -47,13 +49,20 @@ class Game:
             emulator = gymnasium.make(settings.name, disable_env_checker=True)
             self._ale: Any = emulator.unwrapped
             self._env = AtariPreprocessing(
-                emulator, noop_max=settings.no_ops, frame_skip=settings.frame_skip, screen_size=settings.frame_size
+                emulator,
+                noop_max=settings.no_ops,
+                frame_skip=settings.frame_skip,
+                screen_size=settings.frame_size,
             )
             draws = self._ale.ale.getFloat("repeat_action_probability") > 0
         except (gymnasium.error.Error, AssertionError, AttributeError, ValueError) as error:
-            raise SettingsError(f"game.name={settings.name} cannot be played ({error}); expected such as PongNoFrameskip-v4") from error
+            raise SettingsError(
+                f"game.name={settings.name} cannot be played ({error}); expected such as PongNoFrameskip-v4"
+            ) from error
         if draws:  # from a generator of its own, which is not part of the state that is kept
-            raise SettingsError(f"game.name={settings.name} has sticky actions; expected a game without, such as PongNoFrameskip-v4")
+            raise SettingsError(
+                f"game.name={settings.name} has sticky actions; expected a game without, such as PongNoFrameskip-v4"
+            )
         meanings = self._ale.get_action_meanings()
         self.actions = len(meanings)
         self._fire = meanings.index("FIRE") if "FIRE" in meanings else None
@@ -61,7 +70,8 @@ class Game:
 
     def start(self, seed: int) -> Tensor:
         """Start a game, whose number of no-ops `seed` decides; returns its first frame, uint8 [H, W]."""
-        self._ale.np_random = np.random.default_rng(seed)  # a seed given to reset would load the cartridge again, in 100 ms
+        # a seed given to reset would load the cartridge again, in 100 ms
+        self._ale.np_random = np.random.default_rng(seed)
         frame, info = self._env.reset()
         self.points, self._lives = 0.0, info["lives"]
         return torch.from_numpy(frame) if self._fire is None else self._act(self._fire).frame
@@ -81,7 +91,11 @@ class Game:
     def state_dict(self) -> dict[str, Any]:
         """Return the emulator's memory and registers in its own format, as bytes in a tensor, and the points so far."""
         content = self._ale.clone_state().serialize()
-        return {"emulator": torch.frombuffer(bytearray(content), dtype=torch.uint8), "points": self.points, "lives": self._lives}
+        return {
+            "emulator": torch.frombuffer(bytearray(content), dtype=torch.uint8),
+            "points": self.points,
+            "lives": self._lives,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken."""

@@ -35,8 +35,9 @@ class LaneBatch(NamedTuple):
 class Lane:
     """Endless samples of one of `lanes` lanes, for `run.streams`; its state is that of its emulators, replay and counters.
 
-    All lanes play in step, so each knows how many environment steps all have made. Everything random is drawn from torch's
-    generator, which samestep keys for each item of a lane, so that no generator has to be kept.
+    All lanes play in step, so each knows how many environment steps all have made. Everything
+    random is drawn from torch's generator, which samestep keys for each item of a lane, so that no
+    generator has to be kept.
     """
 
     def __init__(self, settings: Settings, model: nn.Module, lanes: int) -> None:
@@ -45,7 +46,10 @@ class Lane:
         self._batch_size = settings.batch_size // lanes
         self._games = [Game(settings.game) for _ in range(environments)]
         self._replay = (PrioritisedReplay if settings.replay.prioritised else Replay)(
-            settings.replay, settings.game, settings.replay.size // settings.collect.environments, environments
+            settings.replay,
+            settings.game,
+            settings.replay.size // settings.collect.environments,
+            environments,
         )
         self._returns: list[float] = []  # of the last games
         self._plays = 0  # actions in each game
@@ -64,7 +68,10 @@ class Lane:
         if self._given % collect.updates == 0:
             for _ in range(collect.steps):
                 self._play(exploration_after(self._environment_steps(), collect))
-        correction = replay.priority_correction + (1 - replay.priority_correction) * self._given / self._settings.updates
+        correction = (
+            replay.priority_correction
+            + (1 - replay.priority_correction) * self._given / self._settings.updates
+        )
         self._given += 1
         return LaneBatch(
             self._replay.draw(self._batch_size, correction),
@@ -88,24 +95,43 @@ class Lane:
         self._replay.load_state_dict(state["replay"])
         for game, its_state in zip(self._games, state["games"], strict=True):
             game.load_state_dict(its_state)
-        self._returns, self._plays, self._given = list(state["returns"]), state["plays"], state["given"]
+        self._returns, self._plays, self._given = (
+            list(state["returns"]),
+            state["plays"],
+            state["given"],
+        )
 
     def _environment_steps(self) -> int:
         return self._plays * self._settings.collect.environments
 
     def _warming_up(self) -> bool:
-        return self._environment_steps() < self._settings.collect.warmup_steps or not self._replay.ready()
+        return (
+            self._environment_steps() < self._settings.collect.warmup_steps
+            or not self._replay.ready()
+        )
 
     def _play(self, exploration: float) -> None:
         """Take one action in each game; a part of them, `exploration`, at random."""
         explored = torch.rand(len(self._games)) < exploration
         actions = torch.randint(self._games[0].actions, (len(self._games),))
         if not explored.all():
-            actions = torch.where(explored, actions, best_actions(self._model, self._replay.newest()))
-        moments = [game.play(action) for game, action in zip(self._games, actions.tolist(), strict=True)]
-        rewards = torch.tensor([moment.points for moment in moments]).sign()  # clipped, so that one learning rate does for all games
+            actions = torch.where(
+                explored, actions, best_actions(self._model, self._replay.newest())
+            )
+        moments = [
+            game.play(action) for game, action in zip(self._games, actions.tolist(), strict=True)
+        ]
+        # clipped, so that one learning rate does for all games
+        rewards = torch.tensor([moment.points for moment in moments]).sign()
         self._replay.did(actions, rewards, torch.tensor([moment.lost for moment in moments]))
-        self._replay.see(torch.stack([self._next_frame(game, moment) for game, moment in zip(self._games, moments, strict=True)]))
+        self._replay.see(
+            torch.stack(
+                [
+                    self._next_frame(game, moment)
+                    for game, moment in zip(self._games, moments, strict=True)
+                ]
+            )
+        )
         self._plays += 1
 
     def _next_frame(self, game: Game, moment: Moment) -> Tensor:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from recipes.atari.lane import LaneBatch
 
 
-def td_loss(networks: dict[str, nn.Module], batch: LaneBatch, *, settings: OptimizerSettings) -> tuple[Tensor, dict[str, float | Tensor]]:
+def td_loss(
+    networks: dict[str, nn.Module], batch: LaneBatch, *, settings: OptimizerSettings
+) -> tuple[Tensor, dict[str, float | Tensor]]:
     """Return the loss of a lane's temporal differences (Mnih et al. 2015), by double Q-learning (van Hasselt et al. 2016)."""
     samples = batch.samples
     values = networks["online"](samples.observations)  # [batch, actions]
@@ -25,12 +27,15 @@ def td_loss(networks: dict[str, nn.Module], batch: LaneBatch, *, settings: Optim
         next_value = next_values.gather(1, choosing.argmax(1, keepdim=True))[:, 0]
         goal = samples.returns + samples.discounts * next_value
     samples.tell_errors((goal - value).abs())
-    losses = (F.huber_loss if settings.loss == "huber" else F.mse_loss)(value, goal, reduction="none")
+    losses = (F.huber_loss if settings.loss == "huber" else F.mse_loss)(
+        value, goal, reduction="none"
+    )
     metrics = {
         "value": values.max(1).values.mean(),
         "exploration": batch.exploration,
         "environment_steps": batch.environment_steps,
     }
-    if batch.recent_return is not None:  # a lane that has not finished a game has no part in the mean
+    # a lane that has not finished a game has no part in the mean
+    if batch.recent_return is not None:
         metrics["training_return"] = batch.recent_return
     return (samples.weights * losses).mean(), metrics

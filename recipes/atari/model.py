@@ -21,16 +21,31 @@ class QNetwork(nn.Module):
     def __init__(self, settings: ModelSettings, game: GameSettings, actions: int) -> None:
         super().__init__()
         if len(settings.channels) != len(KERNELS):
-            raise SettingsError(f"model.channels={list(settings.channels)} was given; expected three numbers, one for each convolution")
+            raise SettingsError(
+                f"model.channels={list(settings.channels)} was given; expected three numbers, one for each convolution"
+            )
         width = game.frame_size
         for kernel, stride in zip(KERNELS, STRIDES, strict=True):
             width = (width - kernel) // stride + 1
         if width < 1:
-            raise SettingsError(f"game.frame_size={game.frame_size} was given; expected at least 36 pixels: the convolutions need them")
+            raise SettingsError(
+                f"game.frame_size={game.frame_size} was given; expected at least 36 pixels: the convolutions need them"
+            )
         layers: list[nn.Module] = []
-        for before, after, kernel, stride in zip((game.frame_stack, *settings.channels), settings.channels, KERNELS, STRIDES, strict=False):
+        for before, after, kernel, stride in zip(
+            (game.frame_stack, *settings.channels),
+            settings.channels,
+            KERNELS,
+            STRIDES,
+            strict=False,
+        ):
             layers += [nn.Conv2d(before, after, kernel, stride), nn.ReLU()]
-        self.encoder = nn.Sequential(*layers, nn.Flatten(), nn.Linear(settings.channels[-1] * width**2, settings.features), nn.ReLU())
+        self.encoder = nn.Sequential(
+            *layers,
+            nn.Flatten(),
+            nn.Linear(settings.channels[-1] * width**2, settings.features),
+            nn.ReLU(),
+        )
         self.advantages = head(settings.features, actions)
         self.value = head(settings.features, 1) if settings.dueling else None
 
@@ -40,7 +55,8 @@ class QNetwork(nn.Module):
         advantages = self.advantages(features).float()
         if self.value is None:
             return advantages
-        return self.value(features).float() + advantages - advantages.mean(1, keepdim=True)  # equation 9
+        # equation 9
+        return self.value(features).float() + advantages - advantages.mean(1, keepdim=True)
 
 
 def head(features: int, outputs: int) -> nn.Sequential:

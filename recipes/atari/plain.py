@@ -15,7 +15,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds only its neighbours by itself
+# a script finds only its neighbours by itself
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.atari.config import Settings, check
 from recipes.atari.game import Game
@@ -23,7 +24,14 @@ from recipes.atari.lane import Lane
 from recipes.atari.losses import td_loss
 from recipes.atari.model import QNetwork
 from recipes.atari.play import play_games, scores_of, shown
-from recipes.one_device import autocast, device, load_checkpoint, save_checkpoint, to_device, write_settings
+from recipes.one_device import (
+    autocast,
+    device,
+    load_checkpoint,
+    save_checkpoint,
+    to_device,
+    write_settings,
+)
 from recipes.settings import SETTINGS_FILE, SettingsError, parser, read, run_script
 
 if TYPE_CHECKING:
@@ -39,23 +47,32 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     torch.manual_seed(settings.seed)
     check(settings, lanes=1)
     actions = Game(settings.game).actions
-    networks = {name: QNetwork(settings.model, settings.game, actions).to(device()) for name in ("online", "target")}
+    networks = {
+        name: QNetwork(settings.model, settings.game, actions).to(device())
+        for name in ("online", "target")
+    }
     if not flags.eval:
         return train(flags.dir, settings, networks)
     updates_done = load_checkpoint(flags.dir, **networks)
     if updates_done == 0:
-        raise SettingsError("--eval found no checkpoint; expected the --dir of a run that has made one")
+        raise SettingsError(
+            "--eval found no checkpoint; expected the --dir of a run that has made one"
+        )
     scores = evaluate(settings, networks["online"])
     random_play = evaluate(settings, networks["online"], exploration=1.0)
     print(f"update {updates_done}: {shown(scores)}\nrandom play: {shown(random_play)}")
     return scores
 
 
-def train(directory: Path | None, settings: Settings, networks: dict[str, nn.Module]) -> dict[str, float]:
+def train(
+    directory: Path | None, settings: Settings, networks: dict[str, nn.Module]
+) -> dict[str, float]:
     """Train from the update of the checkpoint to the last update; games and replay begin anew there."""
     online, target = networks["online"], networks["target"]
     target.load_state_dict(online.state_dict())
-    optimizer = torch.optim.Adam(online.parameters(), lr=settings.optimizer.learning_rate, eps=settings.optimizer.epsilon)
+    optimizer = torch.optim.Adam(
+        online.parameters(), lr=settings.optimizer.learning_rate, eps=settings.optimizer.epsilon
+    )
     begun_at = load_checkpoint(directory, **networks, optimizer=optimizer)
     write_settings(directory, settings)
     loss_fn = partial(td_loss, settings=settings.optimizer)
@@ -82,25 +99,39 @@ def train(directory: Path | None, settings: Settings, networks: dict[str, nn.Mod
             save_checkpoint(directory, updates_done, **networks, optimizer=optimizer)
             progress.write(f"update {updates_done}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(settings, online)  # a finished run that is started again makes no step
+    # a finished run that is started again makes no step
+    return scores or evaluate(settings, online)
 
 
 @torch.no_grad()
-def evaluate(settings: Settings, online: nn.Module, exploration: float | None = None) -> dict[str, float]:
+def evaluate(
+    settings: Settings, online: nn.Module, exploration: float | None = None
+) -> dict[str, float]:
     """Play the games of the evaluation, some side by side; return mean and standard deviation of their returns."""
     games = settings.evaluation
     exploration = games.exploration if exploration is None else exploration
     play = partial(play_games, settings=settings.game, seed=settings.seed, exploration=exploration)
     with autocast(settings.precision):
         played = [play(online, numbers) for numbers in torch.arange(games.games).split(games.block)]
-    return scores_of({name: torch.cat([some[name] for some in played]) for name in ("return", "actions")})
+    return scores_of(
+        {name: torch.cat([some[name] for some in played]) for name in ("return", "actions")}
+    )
 
 
 def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
     """Return the flags and the settings that were given."""
     flags_parser = parser(Settings, "Train or evaluate a deep Q-network on an Atari game.")
-    flags_parser.add_argument("--dir", type=Path, metavar="DIR", help="of the run: settings, checkpoint; a run there is continued")
-    flags_parser.add_argument("--eval", action="store_true", help="play with the checkpoint in DIR, and at random beside it")
+    flags_parser.add_argument(
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="of the run: settings, checkpoint; a run there is continued",
+    )
+    flags_parser.add_argument(
+        "--eval",
+        action="store_true",
+        help="play with the checkpoint in DIR, and at random beside it",
+    )
     flags = flags_parser.parse_intermixed_args(arguments)
     from_run = [str(flags.dir / SETTINGS_FILE)] if flags.eval and flags.dir else []
     return flags, read(Settings, [*from_run, *flags.settings])

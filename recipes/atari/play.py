@@ -33,7 +33,8 @@ class Film:
         """Look at a game after an action."""
         if self._seen % self._every == 0:
             self._screens.append(game.screen())
-        if len(self._screens) == 2 * FILMED:  # nobody knows how long the game will last: keep every other one, also from here on
+        # nobody knows how long the game will last: keep every other one, also from here on
+        if len(self._screens) == 2 * FILMED:
             self._screens, self._every = self._screens[::2], 2 * self._every
         self._seen += 1
 
@@ -43,25 +44,36 @@ class Film:
         return np.concatenate([self._screens[number] for number in chosen], axis=1)
 
 
-def play_games(model: nn.Module, numbers: Tensor, *, settings: GameSettings, seed: int, exploration: float) -> dict[str, Any]:
+def play_games(
+    model: nn.Module, numbers: Tensor, *, settings: GameSettings, seed: int, exploration: float
+) -> dict[str, Any]:
     """Play games to their ends; returns for each of `numbers` [games] the points, float64, the actions taken, int64, and a film.
 
-    A part of the actions, `exploration`, is random; each game has a generator of its own, seeded by `seed` and its number.
-    Only game 0 is filmed, and others have None.
+    A part of the actions, `exploration`, is random; each game has a generator of its own, seeded by
+    `seed` and its number. Only game 0 is filmed, and others have None.
     """
     names = numbers.tolist()
     draws = [random.Random(f"{seed}, game {number}") for number in names]
     games = [Game(settings) for _ in draws]
-    observations = torch.stack([game.start(draw.randrange(2**31 - 1)) for game, draw in zip(games, draws, strict=True)])
-    observations = observations[:, None].repeat(1, settings.frame_stack, 1, 1)  # [games, stack, H, W]
+    observations = torch.stack(
+        [game.start(draw.randrange(2**31 - 1)) for game, draw in zip(games, draws, strict=True)]
+    )
+    # [games, stack, H, W]
+    observations = observations[:, None].repeat(1, settings.frame_stack, 1, 1)
     lengths = torch.zeros(len(games), dtype=torch.int64)
     film, playing = Film(), list(range(len(games)))
     while playing:
-        chosen = best_actions(model, observations[playing]).tolist() if exploration < 1 else [0] * len(playing)
+        chosen = (
+            best_actions(model, observations[playing]).tolist()
+            if exploration < 1
+            else [0] * len(playing)
+        )
         over = set()
         for index, best in zip(playing, chosen, strict=True):
             explores = draws[index].random() < exploration
-            moment = games[index].play(draws[index].randrange(games[index].actions) if explores else best)
+            moment = games[index].play(
+                draws[index].randrange(games[index].actions) if explores else best
+            )
             observations[index] = torch.cat([observations[index, 1:], moment.frame[None]])
             lengths[index] += 1
             if names[index] == 0:
@@ -69,7 +81,11 @@ def play_games(model: nn.Module, numbers: Tensor, *, settings: GameSettings, see
             over |= {index} if moment.over else set()
         playing = [index for index in playing if index not in over]
     points = torch.tensor([game.points for game in games], dtype=torch.float64)
-    return {"return": points, "actions": lengths, "film": [film.strip() if number == 0 else None for number in names]}
+    return {
+        "return": points,
+        "actions": lengths,
+        "film": [film.strip() if number == 0 else None for number in names],
+    }
 
 
 def scores_of(played: Mapping[str, Tensor]) -> dict[str, float]:

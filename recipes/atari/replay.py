@@ -22,8 +22,9 @@ LEAST_ERROR = 1e-6  # so that what was learned well is drawn now and then
 class Samples(NamedTuple):
     """Samples of a lane: what was seen and done, the rewards of the next steps, and where they led.
 
-    The value of `actions` in `observations` should be `returns + discounts * value of next_observations`; `discounts` is 0 where
-    the episode ended before. `tell_errors` takes the absolute errors [batch]; a prioritised replay draws by them.
+    The value of `actions` in `observations` should be `returns + discounts * value of
+    next_observations`; `discounts` is 0 where the episode ended before. `tell_errors` takes the
+    absolute errors [batch]; a prioritised replay draws by them.
     """
 
     observations: Tensor  # uint8 [batch, stack, H, W]
@@ -38,11 +39,14 @@ class Samples(NamedTuple):
 class Replay:
     """A ring of the newest `rows` moments of some games that are played in step; a row has one moment of each game.
 
-    Row `i` holds the frames that were seen, and then what was done: actions, rewards, and whether the episode ended by it.
-    `count` is the number of rows ever begun, the last of which waits for its actions.
+    Row `i` holds the frames that were seen, and then what was done: actions, rewards, and whether
+    the episode ended by it. `count` is the number of rows ever begun, the last of which waits for
+    its actions.
     """
 
-    def __init__(self, settings: ReplaySettings, game: GameSettings, rows: int, environments: int) -> None:
+    def __init__(
+        self, settings: ReplaySettings, game: GameSettings, rows: int, environments: int
+    ) -> None:
         least = game.frame_stack + settings.steps + 1
         if rows < least:
             raise SettingsError(
@@ -50,7 +54,9 @@ class Replay:
             )
         self._settings, self._stack, self.rows = settings, game.frame_stack, rows
         self.count = 0
-        self._frames = torch.zeros(rows, environments, game.frame_size, game.frame_size, dtype=torch.uint8)
+        self._frames = torch.zeros(
+            rows, environments, game.frame_size, game.frame_size, dtype=torch.uint8
+        )
         self._actions = torch.zeros(rows, environments, dtype=torch.int64)
         self._rewards = torch.zeros(rows, environments)
         self._ends = torch.zeros(rows, environments, dtype=torch.bool)
@@ -72,7 +78,9 @@ class Replay:
 
     def newest(self) -> Tensor:
         """Return the observations that wait for actions, uint8 [environments, stack, H, W]."""
-        return self._observations(torch.full((self.environments,), self.count - 1), torch.arange(self.environments))
+        return self._observations(
+            torch.full((self.environments,), self.count - 1), torch.arange(self.environments)
+        )
 
     def ready(self) -> bool:
         """Tell whether there is anything to draw."""
@@ -98,7 +106,11 @@ class Replay:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows that are filled, each as it is."""
-        return {"rows": self.rows, "count": self.count, **{name: one[: self.count] for name, one in self._columns().items()}}
+        return {
+            "rows": self.rows,
+            "count": self.count,
+            **{name: one[: self.count] for name, one in self._columns().items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take rows that `state_dict` returned. Raises `SettingsError` for those of another size."""
@@ -112,7 +124,12 @@ class Replay:
             one[: self.count] = state[name]
 
     def _columns(self) -> dict[str, Tensor]:
-        return {"frames": self._frames, "actions": self._actions, "rewards": self._rewards, "ends": self._ends}
+        return {
+            "frames": self._frames,
+            "actions": self._actions,
+            "rewards": self._rewards,
+            "ends": self._ends,
+        }
 
     def _drawable(self) -> range:
         """Return the rows whose frames before and steps after are all there."""
@@ -122,7 +139,11 @@ class Replay:
     def _choose(self, size: int, correction: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows, columns and weights of samples to draw, [size] each."""
         among = self._drawable()
-        return torch.randint(among.start, among.stop, (size,)), torch.randint(self.environments, (size,)), torch.ones(size)
+        return (
+            torch.randint(among.start, among.stop, (size,)),
+            torch.randint(self.environments, (size,)),
+            torch.ones(size),
+        )
 
     def _take_errors(self, rows: Tensor, columns: Tensor, errors: Tensor) -> None:
         """Take the errors of samples; of no use where all are drawn alike."""
@@ -140,7 +161,9 @@ class Replay:
 class PrioritisedReplay(Replay):
     """Draws by the last error of a sample; new ones count as the largest error so far (Schaul et al. 2016, proportional)."""
 
-    def __init__(self, settings: ReplaySettings, game: GameSettings, rows: int, environments: int) -> None:
+    def __init__(
+        self, settings: ReplaySettings, game: GameSettings, rows: int, environments: int
+    ) -> None:
         super().__init__(settings, game, rows, environments)
         self._priorities = torch.zeros(rows, environments)
         self._largest = torch.ones(())
@@ -162,13 +185,24 @@ class PrioritisedReplay(Replay):
     def _choose(self, size: int, correction: float) -> tuple[Tensor, Tensor, Tensor]:
         among = self._drawable()
         # All of them at each draw, with no tree of sums to keep: 50,000 take 0.7 ms.
-        priorities = self._priorities[torch.arange(among.start, among.stop) % self.rows].double().flatten()
+        priorities = (
+            self._priorities[torch.arange(among.start, among.stop) % self.rows].double().flatten()
+        )
         sums = priorities.cumsum(0)
-        chosen = torch.searchsorted(sums, torch.rand(size, dtype=torch.float64) * sums[-1], right=True).clamp(max=len(sums) - 1)
-        weights = (priorities[chosen] / priorities.min()) ** -correction  # equation of section 3.4, the largest weight being 1
-        return among.start + chosen // self.environments, chosen % self.environments, weights.float()
+        chosen = torch.searchsorted(
+            sums, torch.rand(size, dtype=torch.float64) * sums[-1], right=True
+        ).clamp(max=len(sums) - 1)
+        # equation of section 3.4, the largest weight being 1
+        weights = (priorities[chosen] / priorities.min()) ** -correction
+        return (
+            among.start + chosen // self.environments,
+            chosen % self.environments,
+            weights.float(),
+        )
 
     def _take_errors(self, rows: Tensor, columns: Tensor, errors: Tensor) -> None:
-        priorities = (errors.detach().float().cpu() + LEAST_ERROR) ** self._settings.priority_exponent
+        priorities = (
+            errors.detach().float().cpu() + LEAST_ERROR
+        ) ** self._settings.priority_exponent
         self._priorities[rows % self.rows, columns] = priorities
         self._largest = torch.maximum(self._largest, priorities.max())

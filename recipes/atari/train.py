@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds only its neighbours by itself
+# a script finds only its neighbours by itself
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import samestep as ss
 from recipes.atari.config import Settings, check
@@ -35,14 +36,21 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train or evaluate as `arguments` (default: the process's) say; return the scores of the last evaluation."""
     flags, settings = read_arguments(arguments)
-    with ss.init(dir=flags.dir, lanes=settings.lanes, seed=settings.seed, precision=settings.precision) as run:
+    with ss.init(
+        dir=flags.dir, lanes=settings.lanes, seed=settings.seed, precision=settings.precision
+    ) as run:
         check(settings, run.lanes)
         actions = Game(settings.game).actions
-        networks = {name: run.replicate(QNetwork(settings.model, settings.game, actions)) for name in ("online", "target")}
+        networks = {
+            name: run.replicate(QNetwork(settings.model, settings.game, actions))
+            for name in ("online", "target")
+        }
         if not flags.eval:
             return train(run, settings, networks)
         if run.step == 0:  # nothing was resumed: there is no snapshot
-            raise SettingsError("--eval found no snapshot; expected the --dir of a run that has made one")
+            raise SettingsError(
+                "--eval found no snapshot; expected the --dir of a run that has made one"
+            )
         run.track(**networks)  # and restore them
         scores = evaluate(run, settings, networks["online"])
         random_play = evaluate(run, settings, networks["online"], exploration=1.0)
@@ -54,11 +62,15 @@ def train(run: ss.Run, settings: Settings, networks: dict[str, nn.Module]) -> di
     """Train from where the run stands to the last update."""
     online, target = networks["online"], networks["target"]
     target.load_state_dict(online.state_dict())
-    optimizer = torch.optim.Adam(online.parameters(), lr=settings.optimizer.learning_rate, eps=settings.optimizer.epsilon)
+    optimizer = torch.optim.Adam(
+        online.parameters(), lr=settings.optimizer.learning_rate, eps=settings.optimizer.epsilon
+    )
     run.track(**networks, optimizer=optimizer)  # and restore them where the run resumes
     write_settings(run, settings)
     loss_fn = partial(td_loss, settings=settings.optimizer)
-    games = run.streams(lambda _: Lane(settings, online, run.lanes), steps=settings.updates, name="games")
+    games = run.streams(
+        lambda _: Lane(settings, online, run.lanes), steps=settings.updates, name="games"
+    )
     progress = Progress(run, settings.updates, unit="environment steps")
     scores: dict[str, float] = {}
 
@@ -71,7 +83,9 @@ def train(run: ss.Run, settings: Settings, networks: dict[str, nn.Module]) -> di
         if updates_done % settings.optimizer.target_every == 0:
             target.load_state_dict(online.state_dict())
         run.log(means)
-        progress.update(means, settings.collect.environments * settings.collect.steps / settings.collect.updates)
+        progress.update(
+            means, settings.collect.environments * settings.collect.steps / settings.collect.updates
+        )
 
         if updates_done % settings.evaluation.every == 0 or updates_done == settings.updates:
             scores = evaluate(run, settings, online)
@@ -79,10 +93,13 @@ def train(run: ss.Run, settings: Settings, networks: dict[str, nn.Module]) -> di
             run.snapshot(score=scores["return"])
             progress.say(f"update {updates_done}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(run, settings, online)  # a finished run that is started again makes no step
+    # a finished run that is started again makes no step
+    return scores or evaluate(run, settings, online)
 
 
-def evaluate(run: ss.Run, settings: Settings, online: nn.Module, exploration: float | None = None) -> dict[str, float]:
+def evaluate(
+    run: ss.Run, settings: Settings, online: nn.Module, exploration: float | None = None
+) -> dict[str, float]:
     """Play the games of the evaluation, spread over the workers; return mean and standard deviation of their returns.
 
     Screens of the first game are drawn into the record.
@@ -99,8 +116,17 @@ def evaluate(run: ss.Run, settings: Settings, online: nn.Module, exploration: fl
 def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
     """Return the flags and the settings that were given."""
     flags_parser = parser(Settings, "Train or evaluate a deep Q-network on an Atari game.")
-    flags_parser.add_argument("--dir", type=Path, metavar="DIR", help="of the run: settings, record, snapshots; a run there is continued")
-    flags_parser.add_argument("--eval", action="store_true", help="play with the newest snapshot in DIR, and at random beside it")
+    flags_parser.add_argument(
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="of the run: settings, record, snapshots; a run there is continued",
+    )
+    flags_parser.add_argument(
+        "--eval",
+        action="store_true",
+        help="play with the newest snapshot in DIR, and at random beside it",
+    )
     flags = flags_parser.parse_intermixed_args(arguments)
     from_run = [str(flags.dir / SETTINGS_FILE)] if flags.eval and flags.dir else []
     return flags, read(Settings, [*from_run, *flags.settings])

@@ -13,14 +13,32 @@ def areas(boxes: Tensor) -> Tensor:
 
 def overlaps(boxes: Tensor) -> Tensor:
     """Return the intersection over union of each box with each, [boxes, boxes]."""
-    shared = areas(torch.cat([torch.maximum(boxes[:, None, :2], boxes[:, :2]), torch.minimum(boxes[:, None, 2:], boxes[:, 2:])], dim=2))
+    shared = areas(
+        torch.cat(
+            [
+                torch.maximum(boxes[:, None, :2], boxes[:, :2]),
+                torch.minimum(boxes[:, None, 2:], boxes[:, 2:]),
+            ],
+            dim=2,
+        )
+    )
     return shared / (areas(boxes)[:, None] + areas(boxes) - shared).clamp(min=1e-9)
 
 
 def generalized_iou(left: Tensor, right: Tensor) -> Tensor:
     """Return the generalized intersection over union of boxes by pairs, [pairs], in (-1, 1] (Rezatofighi et al. 2019)."""
-    shared = areas(torch.cat([torch.maximum(left[:, :2], right[:, :2]), torch.minimum(left[:, 2:], right[:, 2:])], dim=1))
-    hull = areas(torch.cat([torch.minimum(left[:, :2], right[:, :2]), torch.maximum(left[:, 2:], right[:, 2:])], dim=1)).clamp(min=1e-6)
+    shared = areas(
+        torch.cat(
+            [torch.maximum(left[:, :2], right[:, :2]), torch.minimum(left[:, 2:], right[:, 2:])],
+            dim=1,
+        )
+    )
+    hull = areas(
+        torch.cat(
+            [torch.minimum(left[:, :2], right[:, :2]), torch.maximum(left[:, 2:], right[:, 2:])],
+            dim=1,
+        )
+    ).clamp(min=1e-6)
     union = areas(left) + areas(right) - shared
     return shared / union.clamp(min=1e-6) - (hull - union) / hull
 

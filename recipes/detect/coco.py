@@ -62,8 +62,12 @@ def read_annotations(path: Path) -> Annotations:
     lists = content if isinstance(content, dict) else {}
     for name in ("images", "annotations", "categories"):
         if not isinstance(lists.get(name), list):
-            raise AnnotationError(f"{path} has no list {name!r}; expected COCO's format with images, annotations and categories")
-    categories = sorted(_category(path, number, entry) for number, entry in enumerate(lists["categories"]))
+            raise AnnotationError(
+                f"{path} has no list {name!r}; expected COCO's format with images, annotations and categories"
+            )
+    categories = sorted(
+        _category(path, number, entry) for number, entry in enumerate(lists["categories"])
+    )
     labels = {identity: label for label, (identity, _) in enumerate(categories)}
     _check_unique(path, "categories", [identity for identity, _ in categories])
     images = [_image(path, number, entry) for number, entry in enumerate(lists["images"])]
@@ -73,7 +77,9 @@ def read_annotations(path: Path) -> Annotations:
         where = _where(path, "annotations", number, entry)
         image = by_number.get(_take(where, entry, "image_id", int))
         if image is None:
-            raise AnnotationError(f"{where} has image_id {entry['image_id']}; expected the id of one of the {len(images)} images")
+            raise AnnotationError(
+                f"{where} has image_id {entry['image_id']}; expected the id of one of the {len(images)} images"
+            )
         image.instances.append(_instance(where, entry, image, labels))
     return Annotations(images, categories)
 
@@ -98,23 +104,35 @@ def _image(path: Path, number: int, entry: Any) -> ImageEntry:
     where = _where(path, "images", number, entry)
     width, height = (_take(where, entry, side, int) for side in ("width", "height"))
     if width < 1 or height < 1:
-        raise AnnotationError(f"{where} has width {width} and height {height}; expected at least a pixel")
-    return ImageEntry(_take(where, entry, "id", int), _take(where, entry, "file_name", str), width, height)
+        raise AnnotationError(
+            f"{where} has width {width} and height {height}; expected at least a pixel"
+        )
+    return ImageEntry(
+        _take(where, entry, "id", int), _take(where, entry, "file_name", str), width, height
+    )
 
 
-def _instance(where: str, entry: dict[str, Any], image: ImageEntry, labels: dict[int, int]) -> Instance:
+def _instance(
+    where: str, entry: dict[str, Any], image: ImageEntry, labels: dict[int, int]
+) -> Instance:
     category = _take(where, entry, "category_id", int)
     if category not in labels:
-        raise AnnotationError(f"{where} has category_id {category}; expected one of {sorted(labels)}")
+        raise AnnotationError(
+            f"{where} has category_id {category}; expected one of {sorted(labels)}"
+        )
     box = entry.get("bbox")
-    if not _are_numbers(box) or len(box) != 4 or min(box[2:]) < 0:  # noqa: PLR2004
-        raise AnnotationError(f"{where} has bbox {box!r}; expected x, y, width and height in pixels")
+    if not _are_numbers(box) or len(box) != 4 or min(box[2:]) < 0:
+        raise AnnotationError(
+            f"{where} has bbox {box!r}; expected x, y, width and height in pixels"
+        )
     mask = _runs(where, entry.get("segmentation"), image)
     area = entry.get("area", float(rle.area(mask)))
     if not _are_numbers([area]):
         raise AnnotationError(f"{where} has area {area!r}; expected a number of pixels")
     x, y, width, height = map(float, box)
-    return Instance(labels[category], (x, y, width, height), mask, float(area), bool(entry.get("iscrowd", 0)))
+    return Instance(
+        labels[category], (x, y, width, height), mask, float(area), bool(entry.get("iscrowd", 0))
+    )
 
 
 def _runs(where: str, segmentation: Any, image: ImageEntry) -> dict[str, Any]:
@@ -123,15 +141,25 @@ def _runs(where: str, segmentation: Any, image: ImageEntry) -> dict[str, Any]:
     if isinstance(segmentation, dict):
         counts = segmentation.get("counts")
         if segmentation.get("size") != size:
-            raise AnnotationError(f"{where} has a mask of size {segmentation.get('size')}; expected {size}, its image's height and width")
+            raise AnnotationError(
+                f"{where} has a mask of size {segmentation.get('size')}; expected {size}, its image's height and width"
+            )
         if isinstance(counts, str):
             return {"size": size, "counts": counts.encode()}
         if _are_numbers(counts) and sum(counts) == image.height * image.width:
             return dict(rle.frPyObjects(segmentation, *size))
-        raise AnnotationError(f"{where} has a mask whose counts do not cover its {size[0]} x {size[1]} pixels")
-    if isinstance(segmentation, list) and segmentation and all(_is_polygon(part) for part in segmentation):
+        raise AnnotationError(
+            f"{where} has a mask whose counts do not cover its {size[0]} x {size[1]} pixels"
+        )
+    if (
+        isinstance(segmentation, list)
+        and segmentation
+        and all(_is_polygon(part) for part in segmentation)
+    ):
         return dict(rle.merge(rle.frPyObjects(segmentation, *size)))
-    raise AnnotationError(f"{where} has no mask that can be read; expected segmentation as polygons of x, y, x, y, … or as run lengths")
+    raise AnnotationError(
+        f"{where} has no mask that can be read; expected segmentation as polygons of x, y, x, y, … or as run lengths"
+    )
 
 
 def _is_polygon(part: Any) -> bool:
@@ -139,7 +167,9 @@ def _is_polygon(part: Any) -> bool:
 
 
 def _are_numbers(values: Any) -> bool:
-    plain = isinstance(values, list) and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    plain = isinstance(values, list) and all(
+        isinstance(value, (int, float)) and not isinstance(value, bool) for value in values
+    )
     return plain and all(map(math.isfinite, values))
 
 
@@ -152,7 +182,9 @@ def _where(path: Path, kind: str, number: int, entry: Any) -> str:
 def _take(where: str, entry: dict[str, Any], name: str, kind: type[Any]) -> Any:
     value = entry.get(name)
     if type(value) is not kind:
-        raise AnnotationError(f"{where} has {name} {value!r}; expected {'a whole number' if kind is int else 'text'}")
+        raise AnnotationError(
+            f"{where} has {name} {value!r}; expected {'a whole number' if kind is int else 'text'}"
+        )
     return value
 
 
@@ -161,4 +193,6 @@ def _check_unique(path: Path, kind: str, numbers: list[int]) -> None:
         raise AnnotationError(f"{path} has no {kind}; expected at least one")
     (number, times), *_ = Counter(numbers).most_common(1)
     if times > 1:
-        raise AnnotationError(f"{path}: {kind} has the id {number} {times} times; expected each once")
+        raise AnnotationError(
+            f"{path}: {kind} has the id {number} {times} times; expected each once"
+        )

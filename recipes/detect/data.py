@@ -1,7 +1,7 @@
 """Images of a COCO data set with boxes, labels and masks, and lane batches of them.
 
-Boxes are float32 [objects, 4]: left, top, right and bottom in pixels. Random draws come from Python's global generator,
-which samestep keys for each lane batch.
+Boxes are float32 [objects, 4]: left, top, right and bottom in pixels. Random draws come from
+Python's global generator, which samestep keys for each lane batch.
 """
 
 from __future__ import annotations
@@ -57,26 +57,39 @@ class Split(NamedTuple):
 
 def open_images(settings: DataSettings) -> Split:
     """Open the data set that settings name. Raises `SettingsError`, and `AnnotationError` for what is wrong in a file."""
-    given = {"train": (settings.train_annotations, settings.train_images), "val": (settings.val_annotations, settings.val_images)}
+    given = {
+        "train": (settings.train_annotations, settings.train_images),
+        "val": (settings.val_annotations, settings.val_images),
+    }
     parts = {}
     for part, (own_file, own_folder) in given.items():
         if settings.path is None and None in {own_file, own_folder}:
-            raise SettingsError(f"data.path is missing; expected a folder with {part}.json and {part}/: make_data.py makes one of digits")
-        file, folder = own_file or settings.path / f"{part}.json", own_folder or settings.path / part
+            raise SettingsError(
+                f"data.path is missing; expected a folder with {part}.json and {part}/: make_data.py makes one of digits"
+            )
+        file, folder = (
+            own_file or settings.path / f"{part}.json",
+            own_folder or settings.path / part,
+        )
         if not file.is_file() or not folder.is_dir():
             missing = folder if file.is_file() else file
-            raise SettingsError(f"{missing} does not exist; expected a data set in COCO format: make_data.py makes one of digits")
+            raise SettingsError(
+                f"{missing} does not exist; expected a data set in COCO format: make_data.py makes one of digits"
+            )
         parts[part] = CocoImages(file, folder, settings, training=part == "train")
     split = Split(**parts)
     if split.train.annotations.categories != split.val.annotations.categories:
-        raise AnnotationError(f"{split.val.file} has other categories than {split.train.file}; expected the same ids and names")
+        raise AnnotationError(
+            f"{split.val.file} has other categories than {split.train.file}; expected the same ids and names"
+        )
     return split
 
 
 class CocoImages(Dataset[Sample]):
     """Images with their objects; crowds and boxes without area are no objects to learn.
 
-    Raises `AnnotationError` that names an image that cannot be read, is of another size than its entry says, or whose masks are broken.
+    Raises `AnnotationError` that names an image that cannot be read, is of another size than its
+    entry says, or whose masks are broken.
     """
 
     def __init__(self, file: Path, folder: Path, settings: DataSettings, *, training: bool) -> None:
@@ -96,11 +109,16 @@ class CocoImages(Dataset[Sample]):
             boxes = boxes * torch.tensor([width / entry.width, height / entry.height] * 2)
             masks = F.interpolate(masks[:, None], size=(height, width), mode="nearest-exact")[:, 0]
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
-        mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (self.settings.mean, self.settings.std))
+        mean, std = (
+            torch.tensor(numbers)[:, None, None]
+            for numbers in (self.settings.mean, self.settings.std)
+        )
         pixels = (pixels - mean) / std
         if self.training and random.random() < self.settings.flip:
             pixels, masks = pixels.flip(2), masks.flip(2)
-            boxes = torch.stack([width - boxes[:, 2], boxes[:, 1], width - boxes[:, 0], boxes[:, 3]], dim=1)
+            boxes = torch.stack(
+                [width - boxes[:, 2], boxes[:, 1], width - boxes[:, 0], boxes[:, 3]], dim=1
+            )
         return Sample(pixels, boxes, labels, masks, entry)
 
     def read(self, index: int) -> Image.Image:
@@ -113,7 +131,9 @@ class CocoImages(Dataset[Sample]):
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise AnnotationError(f"{path} cannot be read as an image: {error}") from error
         if image.size != (entry.width, entry.height):
-            given, expected = (f"{width} x {height}" for width, height in (image.size, (entry.width, entry.height)))
+            given, expected = (
+                f"{width} x {height}" for width, height in (image.size, (entry.width, entry.height))
+            )
             raise AnnotationError(f"{path} has {given} pixels, but {self.file} says {expected}")
         return image
 
@@ -138,11 +158,15 @@ class CocoImages(Dataset[Sample]):
         try:
             masks = [torch.from_numpy(decoded(instance)) for instance in kept]
         except ValueError as error:
-            raise AnnotationError(f"{self.file}: a mask of image {entry.number} cannot be decoded: {error}") from error
+            raise AnnotationError(
+                f"{self.file}: a mask of image {entry.number} cannot be decoded: {error}"
+            ) from error
         return (
             torch.tensor(corners, dtype=torch.float32).reshape(-1, 4),
             torch.tensor([instance.label for instance in kept], dtype=torch.int64),
-            torch.stack(masks) if masks else torch.zeros(0, entry.height, entry.width, dtype=torch.uint8),
+            torch.stack(masks)
+            if masks
+            else torch.zeros(0, entry.height, entry.width, dtype=torch.uint8),
         )
 
 
@@ -150,7 +174,9 @@ def new_size(entry: ImageEntry, short_side: int | None, longest_side: int) -> tu
     """Return the height and width of an image whose shorter side gets `short_side` pixels, if the longer one's limit allows."""
     if short_side is None:
         return entry.height, entry.width
-    scale = min(short_side / min(entry.height, entry.width), longest_side / max(entry.height, entry.width))
+    scale = min(
+        short_side / min(entry.height, entry.width), longest_side / max(entry.height, entry.width)
+    )
     return max(1, round(entry.height * scale)), max(1, round(entry.width * scale))
 
 
@@ -160,7 +186,9 @@ def collate(samples: Sequence[Sample], *, multiple: int) -> Batch:
     height, width = (-(-max(sides) // multiple) * multiple for sides in zip(*sizes, strict=True))
     padding = [(0, width - own_width, 0, height - own_height) for own_height, own_width in sizes]
     return Batch(
-        torch.stack([F.pad(sample.image, pad) for sample, pad in zip(samples, padding, strict=True)]),
+        torch.stack(
+            [F.pad(sample.image, pad) for sample, pad in zip(samples, padding, strict=True)]
+        ),
         sizes,
         [sample.boxes for sample in samples],
         [sample.labels for sample in samples],

@@ -15,27 +15,41 @@ if TYPE_CHECKING:
     from recipes.detect.coco import Annotations
     from recipes.detect.predict import Predictions
 
-SCORES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")  # the first six numbers that it gives
-KINDS = {"box": ("bbox", "bbox"), "mask": ("segm", "segmentation")}  # our name: its name, and the key of a prediction
+# the first six numbers that it gives
+SCORES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
+# our name: its name, and the key of a prediction
+KINDS = {"box": ("bbox", "bbox"), "mask": ("segm", "segmentation")}
 
 
-def average_precision(annotations: Annotations, predictions: Sequence[Predictions]) -> dict[str, float]:
+def average_precision(
+    annotations: Annotations, predictions: Sequence[Predictions]
+) -> dict[str, float]:
     """Return `box_ap`, `box_ap50`, … and `mask_ap`, … in [0, 1], or -1 where no object is of that size; `predictions` are by image."""
     found = [prediction for of_image in predictions for prediction in of_image]
     truth = COCO(ground_truth(annotations))
     scores = {}
     for prefix, (kind, key) in KINDS.items():
-        # A prediction's size is that of its box where it has one, so each kind gets its own key only.
-        given = [{name: prediction[name] for name in ("image_id", "category_id", "score", key)} for prediction in found]
+        # A prediction's size is that of its box where it has one, so each kind gets its own key
+        # only.
+        given = [
+            {name: prediction[name] for name in ("image_id", "category_id", "score", key)}
+            for prediction in found
+        ]
         evaluation = COCOeval_faster(truth, truth.loadRes(given), kind, rle_iou_max_workers=1)
         evaluation.run()
-        scores |= {f"{prefix}_{name}": float(value) for name, value in zip(SCORES, evaluation.stats, strict=False)}
+        scores |= {
+            f"{prefix}_{name}": float(value)
+            for name, value in zip(SCORES, evaluation.stats, strict=False)
+        }
     return scores
 
 
 def shown(scores: Mapping[str, float]) -> str:
     """Return the main scores as a person reads them."""
-    return "  ".join(f"{kind} AP {scores[f'{kind}_ap']:.2%} (at 50% overlap {scores[f'{kind}_ap50']:.2%})" for kind in ("box", "mask"))
+    return "  ".join(
+        f"{kind} AP {scores[f'{kind}_ap']:.2%} (at 50% overlap {scores[f'{kind}_ap50']:.2%})"
+        for kind in ("box", "mask")
+    )
 
 
 def ground_truth(annotations: Annotations) -> dict[str, Any]:
@@ -54,7 +68,10 @@ def ground_truth(annotations: Annotations) -> dict[str, Any]:
     ]
     return {
         "info": {},
-        "images": [{"id": image.number, "width": image.width, "height": image.height} for image in annotations.images],
+        "images": [
+            {"id": image.number, "width": image.width, "height": image.height}
+            for image in annotations.images
+        ],
         "categories": [{"id": identity, "name": name} for identity, name in annotations.categories],
         "annotations": [{"id": number, **entry} for number, entry in enumerate(objects, start=1)],
     }

@@ -11,35 +11,51 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHANNELS = 8  # of the mask features and of the head's hidden layers, as in the paper
-LAYERS = ((CHANNELS + 2, CHANNELS), (CHANNELS, CHANNELS), (CHANNELS, 1))  # input and output channels of 1x1 convolutions
-CONTROLS = sum((inputs + 1) * outputs for inputs, outputs in LAYERS)  # weights and biases of one object's head: 169
+# input and output channels of 1x1 convolutions
+LAYERS = ((CHANNELS + 2, CHANNELS), (CHANNELS, CHANNELS), (CHANNELS, 1))
+# weights and biases of one object's head: 169
+CONTROLS = sum((inputs + 1) * outputs for inputs, outputs in LAYERS)
 REACH = 8.0  # strides of its level that an object's coordinates are measured in
 UPSAMPLING = 2  # masks are this much finer than mask features
 
 
 def grid_points(height: int, width: int, stride: int, device: torch.device) -> Tensor:
     """Return x and y in pixels of the centre of each cell of a map, row by row: float32 [height * width, 2]."""
-    y, x = torch.meshgrid(torch.arange(height, device=device), torch.arange(width, device=device), indexing="ij")
+    y, x = torch.meshgrid(
+        torch.arange(height, device=device), torch.arange(width, device=device), indexing="ij"
+    )
     return (torch.stack([x, y], dim=2).reshape(-1, 2) + 0.5) * stride
 
 
-def mask_logits(features: Tensor, stride: int, controls: Tensor, points: Tensor, strides: Tensor) -> Tensor:
+def mask_logits(
+    features: Tensor, stride: int, controls: Tensor, points: Tensor, strides: Tensor
+) -> Tensor:
     """Return the logits of objects' masks, [objects, 2 * height, 2 * width].
 
-    features  [8, height, width]   of one image, `stride` pixels apart
-    controls  [objects, 169]       weights and biases of each object's head
-    points    [objects, 2]         where in the image, in pixels, each was predicted; the head sees coordinates relative to it
-    strides   [objects]            of the levels that predicted them
+    features  [8, height, width]   of one image, `stride` pixels apart controls  [objects, 169]
+    weights and biases of each object's head points    [objects, 2]         where in the image, in
+    pixels, each was predicted; the head sees coordinates relative to it strides   [objects]
+    of the levels that predicted them
     """
     _, height, width = features.shape
     objects = len(controls)
-    relative = (grid_points(height, width, stride, features.device) - points[:, None]) / (REACH * strides[:, None, None])
-    x = torch.cat([relative.transpose(1, 2), features.flatten(1).expand(objects, -1, -1)], dim=1)  # [objects, 10, height * width]
-    parts = controls.split([size for inputs, outputs in LAYERS for size in (inputs * outputs, outputs)], dim=1)
+    relative = (grid_points(height, width, stride, features.device) - points[:, None]) / (
+        REACH * strides[:, None, None]
+    )
+    # [objects, 10, height * width]
+    x = torch.cat([relative.transpose(1, 2), features.flatten(1).expand(objects, -1, -1)], dim=1)
+    parts = controls.split(
+        [size for inputs, outputs in LAYERS for size in (inputs * outputs, outputs)], dim=1
+    )
     for number, (inputs, outputs) in enumerate(LAYERS):
-        weights, biases = parts[2 * number].view(-1, outputs, inputs), parts[2 * number + 1][:, :, None]
+        weights, biases = (
+            parts[2 * number].view(-1, outputs, inputs),
+            parts[2 * number + 1][:, :, None],
+        )
         x = torch.baddbmm(biases, weights, x)
         if number < len(LAYERS) - 1:
             x = F.relu(x)
     logits = x.view(objects, 1, height, width).float()
-    return F.interpolate(logits, scale_factor=UPSAMPLING, mode="bilinear", align_corners=False)[:, 0]
+    return F.interpolate(logits, scale_factor=UPSAMPLING, mode="bilinear", align_corners=False)[
+        :, 0
+    ]

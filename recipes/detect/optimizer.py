@@ -32,7 +32,10 @@ class Schedule(NamedTuple):
 def make_schedule(settings: OptimizerSettings, batch_size: int) -> Schedule:
     """Scale the schedule from its reference batch size: half the batch is half the learning rate and twice the steps."""
     scale = batch_size / settings.reference_batch_size
-    steps, warmup_steps, *decay_steps = (max(1, round(s / scale)) for s in (settings.steps, settings.warmup_steps, *settings.decay_steps))
+    steps, warmup_steps, *decay_steps = (
+        max(1, round(s / scale))
+        for s in (settings.steps, settings.warmup_steps, *settings.decay_steps)
+    )
     return Schedule(settings.learning_rate * scale, steps, warmup_steps, tuple(decay_steps))
 
 
@@ -45,12 +48,20 @@ def describe(schedule: Schedule, settings: OptimizerSettings, batch_size: int) -
     )
 
 
-def make_optimizer(model: nn.Module, settings: OptimizerSettings, schedule: Schedule) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, settings: OptimizerSettings, schedule: Schedule
+) -> torch.optim.Optimizer:
     """Make SGD with momentum or AdamW for a model; biases, norms and scales do not decay."""
     parameters = list(model.parameters())
     groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.ndim <= 1], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim > 1],
+            "weight_decay": settings.weight_decay,
+        },
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim <= 1],
+            "weight_decay": 0.0,
+        },
     ]
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=schedule.learning_rate, momentum=settings.momentum)

@@ -16,27 +16,38 @@ if TYPE_CHECKING:
     from recipes.detect.predict import Predictions
 
 COLOURS = tuple(
-    np.array(ImageColor.getrgb(name)) for name in ("tomato", "lime", "deepskyblue", "yellow", "magenta", "cyan", "orange", "pink")
+    np.array(ImageColor.getrgb(name))
+    for name in ("tomato", "lime", "deepskyblue", "yellow", "magenta", "cyan", "orange", "pink")
 )
 LEAST_SCORE = 0.5
-SIDE = 400  # pixels that the longer side of an image gets in the picture; small images are enlarged by whole numbers
+# pixels that the longer side of an image gets in the picture; small images are enlarged by whole
+# numbers
+SIDE = 400
 IN_A_ROW = 4
 GAP = 8  # pixels
 FONT_SIZE = 14  # pixels
 
 
-def picture(images: Sequence[Image.Image], predictions: Sequence[Predictions], names: dict[int, str]) -> NDArray[np.uint8]:
+def picture(
+    images: Sequence[Image.Image], predictions: Sequence[Predictions], names: dict[int, str]
+) -> NDArray[np.uint8]:
     """Return some images beside each other, uint8 [height, width, 3], with what was predicted in each with a fair score."""
     cards = [card(image, some, names) for image, some in zip(images, predictions, strict=True)]
-    cell_width, cell_height = (max(sides) + GAP for sides in zip(*(one.size for one in cards), strict=True))
+    cell_width, cell_height = (
+        max(sides) + GAP for sides in zip(*(one.size for one in cards), strict=True)
+    )
     rows = -(-len(cards) // IN_A_ROW)
-    whole = Image.new("RGB", (min(IN_A_ROW, len(cards)) * cell_width - GAP, rows * cell_height - GAP), "white")
+    whole = Image.new(
+        "RGB", (min(IN_A_ROW, len(cards)) * cell_width - GAP, rows * cell_height - GAP), "white"
+    )
     for number, one in enumerate(cards):
         whole.paste(one, (number % IN_A_ROW * cell_width, number // IN_A_ROW * cell_height))
     return np.array(whole)
 
 
-def card(image: Image.Image, predictions: Sequence[dict[str, Any]], names: dict[int, str]) -> Image.Image:
+def card(
+    image: Image.Image, predictions: Sequence[dict[str, Any]], names: dict[int, str]
+) -> Image.Image:
     """Return an image with tinted masks, boxes, and what each is taken for."""
     shown = [prediction for prediction in predictions if prediction["score"] >= LEAST_SCORE]
     pixels = np.array(image)
@@ -45,7 +56,9 @@ def card(image: Image.Image, predictions: Sequence[dict[str, Any]], names: dict[
         pixels[inside] = (pixels[inside] + COLOURS[number % len(COLOURS)]) // 2
     scale = SIDE // max(image.size) or SIDE / max(image.size)
     made = Image.fromarray(pixels)
-    made = made.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.NEAREST)
+    made = made.resize(
+        (round(image.width * scale), round(image.height * scale)), Image.Resampling.NEAREST
+    )
     draw = ImageDraw.Draw(made)
     for number, prediction in enumerate(shown):
         colour = tuple(COLOURS[number % len(COLOURS)].tolist())

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds only its neighbours by itself
+# a script finds only its neighbours by itself
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import samestep as ss
 from recipes.detect.config import Settings
@@ -40,13 +41,19 @@ PICTURED = 8
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train or evaluate as `arguments` (default: the process's) say; return the scores on the held-out images."""
     flags, settings = read_arguments(arguments)
-    with ss.init(dir=flags.dir, lanes=settings.lanes, seed=settings.seed, precision=settings.precision) as run:
+    with ss.init(
+        dir=flags.dir, lanes=settings.lanes, seed=settings.seed, precision=settings.precision
+    ) as run:
         images = open_images(settings.data)
-        model = run.replicate(Detector(settings.model, classes=len(images.train.annotations.categories)))
+        model = run.replicate(
+            Detector(settings.model, classes=len(images.train.annotations.categories))
+        )
         if not flags.eval:
             return train(run, settings, model, images)
         if run.step == 0:  # nothing was resumed: there is no snapshot
-            raise SettingsError("--eval found no snapshot; expected the --dir of a run that has one")
+            raise SettingsError(
+                "--eval found no snapshot; expected the --dir of a run that has one"
+            )
         run.track(model=model)  # and restore it
         scores = evaluate(run, settings, model, images)
         run.print(f"step {run.step}: {shown(scores)}")
@@ -60,7 +67,8 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
     if settings.optimizer.shard:
         optimizer = run.shard(optimizer)
     scheduler = make_scheduler(optimizer, schedule)
-    run.track(model=model, optimizer=optimizer, scheduler=scheduler)  # and restore them where the run resumes
+    # and restore them where the run resumes
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
     run.print(describe(schedule, settings.optimizer, settings.batch_size))
     write_settings(run, settings)
     loss_fn = partial(detection_loss, settings=settings.loss)
@@ -77,7 +85,8 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
 
     model.train()
     for steps_done, batch in enumerate(batches, run.step + 1):
-        # Sums over a lane's images, divided by the boxes of the global batch: a lane without a box still learns background.
+        # Sums over a lane's images, divided by the boxes of the global batch: a lane without a box
+        # still learns background.
         means = run.backward(loss_fn, model, batch, count=boxes_in, reduction="sum")
         if settings.optimizer.clip_norm is not None:
             run.clip_grad_norm(model, settings.optimizer.clip_norm)
@@ -93,13 +102,15 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
             run.snapshot(score=scores["mask_ap"])
             progress.say(f"step {steps_done}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(run, settings, model, images)  # a finished run that is started again makes no step
+    # a finished run that is started again makes no step
+    return scores or evaluate(run, settings, model, images)
 
 
 def evaluate(run: ss.Run, settings: Settings, model: Detector, images: Split) -> dict[str, float]:
     """Predict on all held-out images, one at a time so that none is padded for another; return the average precisions.
 
-    Rank 0 gets the predictions in data set order; it scores them, and writes them and a picture into the run's directory.
+    Rank 0 gets the predictions in data set order; it scores them, and writes them and a picture
+    into the run's directory.
     """
     val = images.val
     predictions = run.evaluate(
@@ -115,18 +126,36 @@ def evaluate(run: ss.Run, settings: Settings, model: Detector, images: Split) ->
     if run.is_main:
         scores = average_precision(val.annotations, predictions)
         if run.dir is not None:
-            content = json.dumps([prediction for of_image in predictions for prediction in of_image])
+            content = json.dumps(
+                [prediction for of_image in predictions for prediction in of_image]
+            )
             (run.dir / PREDICTIONS_FILE).write_text(content, encoding="utf-8")
             some = range(min(PICTURED, len(val)))
-            run.log_image("val", picture([val.read(index) for index in some], predictions[: len(some)], dict(val.annotations.categories)))
+            run.log_image(
+                "val",
+                picture(
+                    [val.read(index) for index in some],
+                    predictions[: len(some)],
+                    dict(val.annotations.categories),
+                ),
+            )
     return run.broadcast(scores)
 
 
 def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
     """Return the flags and the settings that were given."""
-    flags_parser = parser(Settings, "Train or evaluate a detector with instance masks on a data set in COCO format.")
-    flags_parser.add_argument("--dir", type=Path, metavar="DIR", help="of the run: settings, record, snapshots; a run there is continued")
-    flags_parser.add_argument("--eval", action="store_true", help="evaluate the newest snapshot in DIR")
+    flags_parser = parser(
+        Settings, "Train or evaluate a detector with instance masks on a data set in COCO format."
+    )
+    flags_parser.add_argument(
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="of the run: settings, record, snapshots; a run there is continued",
+    )
+    flags_parser.add_argument(
+        "--eval", action="store_true", help="evaluate the newest snapshot in DIR"
+    )
     flags = flags_parser.parse_intermixed_args(arguments)
     if flags.eval and not flags.dir:
         flags_parser.error("--eval needs --dir, the directory of a run")

@@ -13,18 +13,30 @@ def loss_fn(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[str, Te
     """Return the mean loss of a batch, and its accuracy."""
     images, labels = batch
     logits = model(images)
-    return F.cross_entropy(logits, labels), {"accuracy": (logits.argmax(1) == labels).float().mean()}
+    return F.cross_entropy(logits, labels), {
+        "accuracy": (logits.argmax(1) == labels).float().mean()
+    }
 
 
 def main() -> None:
     """Train and evaluate."""
     digits = load_digits()
     images, labels = torch.tensor(digits.images).float()[:, None] / 16, torch.tensor(digits.target)
-    train_set, test_set = TensorDataset(images[:1500], labels[:1500]), TensorDataset(images[1500:], labels[1500:])
+    train_set, test_set = (
+        TensorDataset(images[:1500], labels[:1500]),
+        TensorDataset(images[1500:], labels[1500:]),
+    )
 
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    layers = nn.Conv2d(1, 32, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(288, 10)
+    layers = (
+        nn.Conv2d(1, 32, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(288, 10),
+    )
     model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     for _ in range(EPOCHS):

@@ -1,7 +1,7 @@
 """Strips of tiles in DeepLIIF's layout: PNG files in `train/` and `val/`, equal squares side by side.
 
-A strip holds IHC, the modalities in their order, and Seg. Random draws come from Python's global generator, which samestep
-keys for each lane batch.
+A strip holds IHC, the modalities in their order, and Seg. Random draws come from Python's global
+generator, which samestep keys for each lane batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def open_strips(settings: Settings) -> Split:
     """Open both parts of `data.path`, and look at the size of every strip. Raises `StripError`."""
     root = settings.data.path
     if root is None:
-        raise StripError("data.path was not given; expected a folder with train/*.png and val/*.png: make_data.py makes one")
+        raise StripError(
+            "data.path was not given; expected a folder with train/*.png and val/*.png: make_data.py makes one"
+        )
     return Split(
         Strips(root / "train", settings.modalities, settings.data, augment=True),
         Strips(root / "val", settings.modalities, settings.data, augment=False),
@@ -51,10 +53,13 @@ def open_strips(settings: Settings) -> Split:
 class Strips(Dataset[Tensor]):
     """The strips of a folder by name, each float32 [tiles, 3, size, size] in [-1, 1], decoded when it is asked for.
 
-    Raises `StripError` that names the file: for a wrong width or a file of another kind at once, for a torn one when it is read.
+    Raises `StripError` that names the file: for a wrong width or a file of another kind at once,
+    for a torn one when it is read.
     """
 
-    def __init__(self, folder: Path, modalities: Sequence[str], settings: DataSettings, *, augment: bool) -> None:
+    def __init__(
+        self, folder: Path, modalities: Sequence[str], settings: DataSettings, *, augment: bool
+    ) -> None:
         self.paths = sorted(folder.glob("*.png"))
         if not self.paths:
             raise StripError(f"{folder} has no strips; expected {folder}/*.png")
@@ -68,10 +73,17 @@ class Strips(Dataset[Tensor]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> Tensor:
-        strip = np.stack([np.asarray(tile) for tile in self._tiles(self.paths[index])])  # [tiles, size, size, 3]
+        # [tiles, size, size, 3]
+        strip = np.stack([np.asarray(tile) for tile in self._tiles(self.paths[index])])
         if self.augment:
             strip = self._augmented(strip)
-        return torch.from_numpy(np.ascontiguousarray(strip)).permute(0, 3, 1, 2).div(127.5).sub(1).contiguous()
+        return (
+            torch.from_numpy(np.ascontiguousarray(strip))
+            .permute(0, 3, 1, 2)
+            .div(127.5)
+            .sub(1)
+            .contiguous()
+        )
 
     def _check(self, path: Path) -> None:
         try:
@@ -92,7 +104,10 @@ class Strips(Dataset[Tensor]):
         except UNREADABLE as error:
             raise StripError(f"{path} cannot be read as an image: {error}") from error
         side, size = strip.height, self.settings.load_size
-        tiles = [strip.crop((number * side, 0, (number + 1) * side, side)) for number in range(len(self.tiles))]
+        tiles = [
+            strip.crop((number * side, 0, (number + 1) * side, side))
+            for number in range(len(self.tiles))
+        ]
         return [tile.resize((size, size), Image.Resampling.BICUBIC) for tile in tiles]
 
     def _augmented(self, strip: np.ndarray) -> np.ndarray:

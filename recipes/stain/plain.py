@@ -17,9 +17,17 @@ from torch.optim import Adam
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds only its neighbours by itself
+# a script finds only its neighbours by itself
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.one_device import autocast, device, load_checkpoint, save_checkpoint, to_device, write_settings
+from recipes.one_device import (
+    autocast,
+    device,
+    load_checkpoint,
+    save_checkpoint,
+    to_device,
+    write_settings,
+)
 from recipes.settings import SETTINGS_FILE, SettingsError, parser, read, run_script
 from recipes.stain.config import Settings
 from recipes.stain.data import open_strips
@@ -50,20 +58,34 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     return train(flags, settings, networks, strips)
 
 
-def train(flags: argparse.Namespace, settings: Settings, networks: Networks, strips: Split) -> dict[str, float]:
+def train(
+    flags: argparse.Namespace, settings: Settings, networks: Networks, strips: Split
+) -> dict[str, float]:
     """Train from the epoch of the checkpoint to the last epoch."""
     optimizers = make_optimizers(settings, networks)
-    schedulers = {name: make_scheduler(optimizer, settings.optimizer, settings.epochs) for name, optimizer in optimizers.items()}
+    schedulers = {
+        name: make_scheduler(optimizer, settings.optimizer, settings.epochs)
+        for name, optimizer in optimizers.items()
+    }
     kept = {"generators": networks.generators, "discriminators": networks.discriminators}
     kept |= {f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()}
     kept |= {f"{name}_scheduler": scheduler for name, scheduler in schedulers.items()}
     begun_at = load_checkpoint(flags.dir, **kept)
     if flags.go_on and begun_at == 0:
-        raise SettingsError(f"--continue was given, and {flags.dir} has no checkpoint; leave it out to start a run there")
+        raise SettingsError(
+            f"--continue was given, and {flags.dir} has no checkpoint; leave it out to start a run there"
+        )
     write_settings(flags.dir, settings)
     steps_per_epoch = math.ceil(len(strips.train) / settings.batch_size)
-    batches = DataLoader(strips.train, settings.batch_size, shuffle=True, num_workers=settings.data.loader_workers)
-    progress = tqdm(total=settings.epochs * steps_per_epoch, initial=begun_at * steps_per_epoch, unit="step", disable=None)
+    batches = DataLoader(
+        strips.train, settings.batch_size, shuffle=True, num_workers=settings.data.loader_workers
+    )
+    progress = tqdm(
+        total=settings.epochs * steps_per_epoch,
+        initial=begun_at * steps_per_epoch,
+        unit="step",
+        disable=None,
+    )
     losses = Losses(settings)
     scores: dict[str, float] = {}
 
@@ -78,10 +100,13 @@ def train(flags: argparse.Namespace, settings: Settings, networks: Networks, str
 
             with autocast(settings.precision):
                 made, _ = losses.generators(networks, batch)
-            made.backward(inputs=list(networks.generators.parameters()))  # discriminators stay as they are
+            # discriminators stay as they are
+            made.backward(inputs=list(networks.generators.parameters()))
             optimizers["generators"].step()
             optimizers["generators"].zero_grad()
-            progress.set_postfix(discriminators=judged.item(), generators=made.item(), refresh=False)
+            progress.set_postfix(
+                discriminators=judged.item(), generators=made.item(), refresh=False
+            )
             progress.update()
 
         evaluated = epochs_done % settings.evaluate_every == 0 or epochs_done == settings.epochs
@@ -93,7 +118,8 @@ def train(flags: argparse.Namespace, settings: Settings, networks: Networks, str
         if evaluated:
             save_checkpoint(flags.dir, epochs_done, **kept)
     progress.close()
-    return scores or evaluate(settings, networks.generators, strips.val)  # a finished run that is started again makes no step
+    # a finished run that is started again makes no step
+    return scores or evaluate(settings, networks.generators, strips.val)
 
 
 @torch.no_grad()
@@ -101,40 +127,63 @@ def evaluate(settings: Settings, generators: nn.Module, strips: Strips) -> dict[
     """Return the scores over all strips, by name."""
     score, l1 = Scores(settings.modalities), 0.0
     generators.eval()
-    for batch in map(to_device, DataLoader(strips, settings.batch_size, num_workers=settings.data.loader_workers)):
+    for batch in map(
+        to_device, DataLoader(strips, settings.batch_size, num_workers=settings.data.loader_workers)
+    ):
         with autocast(settings.precision):
             l1 += score(generators, batch)["l1"].item() * len(batch)  # the last batch is shorter
     generators.train()
     found = {name: metric.compute().cpu() for name, metric in score.metrics.items()}
     by_class = dice_scores(found.pop("dice"))
-    return {"l1": l1 / len(strips), **{name: value.item() for name, value in found.items()}, **by_class}
+    return {
+        "l1": l1 / len(strips),
+        **{name: value.item() for name, value in found.items()},
+        **by_class,
+    }
 
 
 def make_optimizers(settings: Settings, networks: Networks) -> dict[str, torch.optim.Optimizer]:
     """Make Adam for all generators, and for all discriminators."""
     betas, rates = settings.optimizer.betas, settings.optimizer
     return {
-        "generators": Adam(networks.generators.parameters(), lr=rates.generator_learning_rate, betas=betas),
-        "discriminators": Adam(networks.discriminators.parameters(), lr=rates.discriminator_learning_rate, betas=betas),
+        "generators": Adam(
+            networks.generators.parameters(), lr=rates.generator_learning_rate, betas=betas
+        ),
+        "discriminators": Adam(
+            networks.discriminators.parameters(), lr=rates.discriminator_learning_rate, betas=betas
+        ),
     }
 
 
 def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
     """Return the flags and the settings that were given."""
     flags_parser = parser(Settings, __doc__)
-    flags_parser.add_argument("--dir", type=Path, metavar="DIR", help="of the run: settings, checkpoint; a run there is continued")
     flags_parser.add_argument(
-        "--continue", action="store_true", dest="go_on", help="with the settings in DIR; an error where there is no run"
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="of the run: settings, checkpoint; a run there is continued",
     )
     flags_parser.add_argument(
-        "--size", choices=SIZES, default=SIZES[0], help="the file to start from: tissue.yaml, or full.yaml with DeepLIIF's sizes"
+        "--continue",
+        action="store_true",
+        dest="go_on",
+        help="with the settings in DIR; an error where there is no run",
+    )
+    flags_parser.add_argument(
+        "--size",
+        choices=SIZES,
+        default=SIZES[0],
+        help="the file to start from: tissue.yaml, or full.yaml with DeepLIIF's sizes",
     )
     flags = flags_parser.parse_intermixed_args(arguments)
     base = HERE / f"{flags.size}.yaml"
     if flags.go_on:
         base = (flags.dir or Path()) / SETTINGS_FILE
         if not base.exists():
-            flags_parser.error(f"--continue found no {base}; expected the --dir of a run, or leave it out to start one")
+            flags_parser.error(
+                f"--continue found no {base}; expected the --dir of a run, or leave it out to start one"
+            )
     return flags, read(Settings, [str(base), *flags.settings])
 
 

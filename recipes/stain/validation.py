@@ -22,20 +22,28 @@ if TYPE_CHECKING:
     from recipes.stain.config import Settings
     from recipes.stain.data import Strips
 
-CLASS_OF = (0, 1, 0, 2)  # of nothing, red, green and blue: background, positive cell, background, negative cell
+# of nothing, red, green and blue: background, positive cell, background, negative cell
+CLASS_OF = (0, 1, 0, 2)
 CLASSES = ("positive", "negative")
 COLOURED = 0.5  # of the brightest channel, below which a pixel of Seg is background
 GAP = 4  # white pixels between tiles of a sheet
 
 
-def evaluate(run: ss.Run, settings: Settings, generators: nn.Module, strips: Strips) -> dict[str, float]:
+def evaluate(
+    run: ss.Run, settings: Settings, generators: nn.Module, strips: Strips
+) -> dict[str, float]:
     """Return the scores over all strips, by name.
 
-    `NAME_ssim` is the mean over tiles (Wang et al. 2004), `NAME_psnr` in dB is of the mean squared error over all pixels, `dice_positive`
-    and `dice_negative` count the pixels of all strips together, `dice` is their mean, and `l1` the smooth L1 distance in [-1, 1].
+    `NAME_ssim` is the mean over tiles (Wang et al. 2004), `NAME_psnr` in dB is of the mean squared
+    error over all pixels, `dice_positive` and `dice_negative` count the pixels of all strips
+    together, `dice` is their mean, and `l1` the smooth L1 distance in [-1, 1].
     """
     found = run.evaluate(
-        Scores(settings.modalities), generators, strips, lane_share(run, settings), loader_workers=settings.data.loader_workers
+        Scores(settings.modalities),
+        generators,
+        strips,
+        lane_share(run, settings),
+        loader_workers=settings.data.loader_workers,
     )
     dice = found.pop("dice")
     return {**found, **dice_scores(dice)}
@@ -54,7 +62,10 @@ def lane_share(run: ss.Run, settings: Settings) -> int:
 
 def shown(scores: Mapping[str, float]) -> str:
     """Return scores as a person reads them."""
-    numbers = {name: f"{value:.1f} dB" if name.endswith("psnr") else f"{value:.3f}" for name, value in scores.items()}
+    numbers = {
+        name: f"{value:.1f} dB" if name.endswith("psnr") else f"{value:.3f}"
+        for name, value in scores.items()
+    }
     return "  ".join(f"{name.replace('_', ' ')} {number}" for name, number in numbers.items())
 
 
@@ -64,9 +75,18 @@ class Scores:
     def __init__(self, modalities: Sequence[str]) -> None:
         self.modalities = modalities
         self.metrics: dict[str, Metric] = {
-            **{f"{name}_ssim": StructuralSimilarityIndexMeasure(data_range=1.0) for name in modalities},
+            **{
+                f"{name}_ssim": StructuralSimilarityIndexMeasure(data_range=1.0)
+                for name in modalities
+            },
             **{f"{name}_psnr": PeakSignalNoiseRatio(data_range=1.0) for name in modalities},
-            "dice": DiceScore(len(CLASSES) + 1, include_background=False, average="none", aggregation_level="global", input_format="index"),
+            "dice": DiceScore(
+                len(CLASSES) + 1,
+                include_background=False,
+                average="none",
+                aggregation_level="global",
+                input_format="index",
+            ),
         }
 
     def __call__(self, generators: nn.Module, strips: Tensor) -> dict[str, Any]:
@@ -107,7 +127,10 @@ def made_from(generators: nn.Module, strips: Tensor) -> Tensor:
 def sheet(truth: NDArray[np.uint8], made: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Draw a strip [tiles, height, width, 3] above what was made [tiles - 1, height, width, 3] of its IHC tile, which stays blank there."""
     rows = [truth, np.concatenate([np.full_like(truth[:1], 255), made])]
-    framed = np.pad(np.stack(rows), ((0, 0), (0, 0), (GAP, 0), (GAP, 0), (0, 0)), constant_values=255)  # [2, tiles, height, width, 3]
+    # [2, tiles, height, width, 3]
+    framed = np.pad(
+        np.stack(rows), ((0, 0), (0, 0), (GAP, 0), (GAP, 0), (0, 0)), constant_values=255
+    )
     count, tiles, height, width, colours = framed.shape
     return framed.transpose(0, 2, 1, 3, 4).reshape(count * height, tiles * width, colours)
 
@@ -118,5 +141,9 @@ def log_sheets(run: ss.Run, settings: Settings, generators: nn.Module, strips: S
     if not len(some):
         return
     made = run.evaluate(made_from, generators, some, 1, gather=True)
-    for number in range(0 if made is None else len(some)):  # gathered on the main worker, None elsewhere
-        run.log_image(f"val-{strips.paths[number].stem}", sheet(pixels(strips[number]).numpy(), made[number].numpy()))
+    # gathered on the main worker, None elsewhere
+    for number in range(0 if made is None else len(some)):
+        run.log_image(
+            f"val-{strips.paths[number].stem}",
+            sheet(pixels(strips[number]).numpy(), made[number].numpy()),
+        )

@@ -1,7 +1,7 @@
 """Labelled images: a folder in ImageNet's layout, scikit-learn's digits, or Fashion-MNIST.
 
-Each data set gives pairs of an image, float32 [channels, size, size], and a class index. Random draws come from the
-global generators of Python and torch, which samestep keys for each lane batch.
+Each data set gives pairs of an image, float32 [channels, size, size], and a class index. Random
+draws come from the global generators of Python and torch, which samestep keys for each lane batch.
 """
 
 from __future__ import annotations
@@ -45,12 +45,20 @@ class Split(NamedTuple):
 def open_images(data: DataSettings, model: ModelSettings) -> Split:
     """Open the data set that `data.source` names. Raises `ImageError` when it does not fit the model."""
     if model.channels not in MODES:
-        raise ImageError(f"model.channels={model.channels} was given; images have 1 (grey) or 3 (colour)")
+        raise ImageError(
+            f"model.channels={model.channels} was given; images have 1 (grey) or 3 (colour)"
+        )
     if not len(data.mean) == len(data.std) == model.channels:
-        raise ImageError(f"data.mean={data.mean} and data.std={data.std} were given; expected {model.channels} numbers each, one a channel")
-    split = {"digits": _digits, "fashion-mnist": _fashion_mnist, "folder": _folder}[data.source](data, model)
+        raise ImageError(
+            f"data.mean={data.mean} and data.std={data.std} were given; expected {model.channels} numbers each, one a channel"
+        )
+    split = {"digits": _digits, "fashion-mnist": _fashion_mnist, "folder": _folder}[data.source](
+        data, model
+    )
     if split.classes != model.classes:
-        raise ImageError(f"{data.source} has {split.classes} classes; set model.classes={split.classes} (it is {model.classes})")
+        raise ImageError(
+            f"{data.source} has {split.classes} classes; set model.classes={split.classes} (it is {model.classes})"
+        )
     return split
 
 
@@ -60,8 +68,18 @@ def open_images(data: DataSettings, model: ModelSettings) -> Split:
 class ImageFolder(Dataset[tuple[Tensor, int]]):
     """Images in `root/CLASS/*`, decoded when they are asked for. Raises `ImageError` that names what cannot be read."""
 
-    def __init__(self, root: Path, class_names: Sequence[str], mode: str, transform: Callable[[Image.Image], Tensor]) -> None:
-        files = [(path, label) for label, name in enumerate(class_names) for path in sorted((root / name).glob("*"))]
+    def __init__(
+        self,
+        root: Path,
+        class_names: Sequence[str],
+        mode: str,
+        transform: Callable[[Image.Image], Tensor],
+    ) -> None:
+        files = [
+            (path, label)
+            for label, name in enumerate(class_names)
+            for path in sorted((root / name).glob("*"))
+        ]
         self.items = [(path, label) for path, label in files if path.suffix.lower() in SUFFIXES]
         if not self.items:
             raise ImageError(f"{root} has no images; expected {root}/CLASS/*.jpg (or .png, .webp)")
@@ -83,13 +101,22 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
 def _folder(data: DataSettings, model: ModelSettings) -> Split:
     root = _given(data)
-    names = {part: sorted(folder.name for folder in (root / part).glob("*") if folder.is_dir()) for part in ("train", "val")}
+    names = {
+        part: sorted(folder.name for folder in (root / part).glob("*") if folder.is_dir())
+        for part in ("train", "val")
+    }
     untrained = sorted(set(names["val"]) - set(names["train"]))
     if untrained:
-        raise ImageError(f"{root}/val has classes that {root}/train has not: {', '.join(untrained[:8])}")
+        raise ImageError(
+            f"{root}/val has classes that {root}/train has not: {', '.join(untrained[:8])}"
+        )
     tensor = partial(image_tensor, mean=data.mean, std=data.std)
     crop = partial(center_crop, size=model.image_size, part=data.center_crop)
-    train_crop = partial(random_crop_and_flip, size=model.image_size, least=data.crop_least) if data.augment else crop
+    train_crop = (
+        partial(random_crop_and_flip, size=model.image_size, least=data.crop_least)
+        if data.augment
+        else crop
+    )
     mode = MODES[model.channels]
     return Split(
         ImageFolder(root / "train", names["train"], mode, lambda image: tensor(train_crop(image))),
@@ -125,7 +152,9 @@ def center_crop(image: Image.Image, size: int, part: float) -> Image.Image:
 
 def image_tensor(image: Image.Image, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """Return pixels as float32 [channels, height, width], normalised."""
-    pixels = torch.from_numpy(np.array(image)).reshape(image.height, image.width, -1).permute(2, 0, 1)
+    pixels = (
+        torch.from_numpy(np.array(image)).reshape(image.height, image.width, -1).permute(2, 0, 1)
+    )
     return normalised(pixels / 255, mean, std).contiguous()
 
 
@@ -140,7 +169,9 @@ def normalised(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> T
 class ImageTensors(Dataset[tuple[Tensor, int]]):
     """Images [samples, channels, size, size] in memory, changed by `transform` a whole batch at a time."""
 
-    def __init__(self, images: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self, images: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         self.images = images
         self.labels = labels
         self.transform = transform
@@ -159,10 +190,13 @@ class ImageTensors(Dataset[tuple[Tensor, int]]):
         return list(zip(images, self.labels[indices].tolist(), strict=True))
 
 
-def jitter(images: Tensor, *, pixels: float, degrees: float, scale: float, flip: bool = False) -> Tensor:
+def jitter(
+    images: Tensor, *, pixels: float, degrees: float, scale: float, flip: bool = False
+) -> Tensor:
     """Shift, rotate and scale half of the images [batch, channels, size, size] by up to so much, and flip half of all."""
     batch, _, size, _ = images.shape
-    # The other half stays sharp: small images lose much in resampling, and evaluation sees them sharp.
+    # The other half stays sharp: small images lose much in resampling, and evaluation sees them
+    # sharp.
     chosen = torch.rand(batch, 1) < 1 / 2
     shift, turn, zoom = ((torch.rand(3, batch, 2) * 2 - 1) * chosen).unbind()  # in [-1, 1)
     angle = turn[:, 0] * math.radians(degrees)
@@ -185,23 +219,35 @@ def held_out_fifth(labels: Tensor) -> Tensor:
 
 
 def _digits(data: DataSettings, model: ModelSettings) -> Split:
-    from sklearn.datasets import load_digits  # noqa: PLC0415  takes a second, and only this data set needs it
+    # takes a second, and only this data set needs it
+    from sklearn.datasets import load_digits
 
     digits = load_digits()
     images = torch.from_numpy(digits.images).float()[:, None] / 16
     labels = torch.from_numpy(digits.target)
     held_out = held_out_fifth(labels)
     change = partial(jitter, pixels=1, degrees=10, scale=0.1)
-    return _in_memory((images[~held_out], labels[~held_out]), (images[held_out], labels[held_out]), data, model, change)
+    return _in_memory(
+        (images[~held_out], labels[~held_out]),
+        (images[held_out], labels[held_out]),
+        data,
+        model,
+        change,
+    )
 
 
 def _fashion_mnist(data: DataSettings, model: ModelSettings) -> Split:
     root = _given(data)
     train, test = (
-        (read_idx(root / f"{part}-images-idx3-ubyte.gz")[:, None] / 255, read_idx(root / f"{part}-labels-idx1-ubyte.gz").long())
+        (
+            read_idx(root / f"{part}-images-idx3-ubyte.gz")[:, None] / 255,
+            read_idx(root / f"{part}-labels-idx1-ubyte.gz").long(),
+        )
         for part in ("train", "t10k")
     )
-    return _in_memory(train, test, data, model, partial(jitter, pixels=2, degrees=5, scale=0.1, flip=True))
+    return _in_memory(
+        train, test, data, model, partial(jitter, pixels=2, degrees=5, scale=0.1, flip=True)
+    )
 
 
 def _in_memory(
@@ -214,8 +260,12 @@ def _in_memory(
     shape = (model.channels, model.image_size, model.image_size)
     if train[0].shape[1:] != shape:
         channels, size, _ = train[0].shape[1:]
-        raise ImageError(f"{data.source} needs model.channels={channels} and model.image_size={size}, and the settings say {shape[:2]}")
-    train_images, test_images = (normalised(images, data.mean, data.std) for images, _ in (train, test))
+        raise ImageError(
+            f"{data.source} needs model.channels={channels} and model.image_size={size}, and the settings say {shape[:2]}"
+        )
+    train_images, test_images = (
+        normalised(images, data.mean, data.std) for images, _ in (train, test)
+    )
     return Split(
         ImageTensors(train_images, train[1], change if data.augment else None),
         ImageTensors(test_images, test[1]),

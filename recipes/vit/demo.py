@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds only its neighbours by itself
+# a script finds only its neighbours by itself
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import sklearn.datasets  # noqa: F401  workers are forked from this process, and so need not import it themselves
+# workers are forked from this process, and so need not import it themselves
+import sklearn.datasets  # noqa: F401
 
 import samestep as ss
 from recipes.settings import SETTINGS_FILE, read
@@ -40,15 +42,23 @@ def main(changes: Sequence[str]) -> None:
     script, settings = (os.path.relpath(HERE / name) for name in ("train.py", "digits.yaml"))
     given = [settings, *changes]
 
-    tell("Train a Vision Transformer on two workers.", f"samestep run -n 2 {script} {' '.join(given)} --dir {directory}")
+    tell(
+        "Train a Vision Transformer on two workers.",
+        f"samestep run -n 2 {script} {' '.join(given)} --dir {directory}",
+    )
     began = time.perf_counter()
     trained = ss.launch(train.main, [*given, "--dir", str(directory)], workers=2)
     print(f"trained in {time.perf_counter() - began:.0f} s")
 
-    tell("Evaluate it exactly, on one worker.", f"samestep run -n 1 {script} --eval --dir {directory}")
+    tell(
+        "Evaluate it exactly, on one worker.",
+        f"samestep run -n 1 {script} --eval --dir {directory}",
+    )
     evaluated = ss.launch(train.main, ["--eval", "--dir", str(directory)], workers=1)
     if evaluated != trained:
-        raise SystemExit(f"two workers found {trained} and one worker {evaluated}; expected the same")
+        raise SystemExit(
+            f"two workers found {trained} and one worker {evaluated}; expected the same"
+        )
     print("Two workers found the same numbers, to the last bit.")
 
     tell("Look at held-out digits, mistakes first.")
@@ -61,15 +71,20 @@ def main(changes: Sequence[str]) -> None:
     samestep("verify", "-n", "1,2", "--steps", "3", script, *given)
 
     page = directory / "report.html"
-    tell("Put its curves, events and settings on one page.", f"samestep report {directory} --out {page}")
+    tell(
+        "Put its curves, events and settings on one page.",
+        f"samestep report {directory} --out {page}",
+    )
     samestep("report", str(directory), "--out", str(page))
     command = os.path.relpath(Path(sys.executable).with_name("samestep"))
-    print(f"\nAll of this run is in {directory}: open {page} in a browser, or see runs as they go with\n$ {command} watch runs")
+    print(
+        f"\nAll of this run is in {directory}: open {page} in a browser, or see runs as they go with\n$ {command} watch runs"
+    )
 
 
 def samestep(*words: str) -> None:
     """Run a command of samestep's. Raises `CalledProcessError` where it fails."""
-    subprocess.run([sys.executable, "-m", "samestep", *words], check=True)  # noqa: S603
+    subprocess.run([sys.executable, "-m", "samestep", *words], check=True)
 
 
 def tell(what: str, command: str = "") -> None:
@@ -84,11 +99,16 @@ def show(directory: Path) -> None:
         images = open_images(settings.data, settings.model)
         models = train.make_models(run, settings)
         run.track(**models)
-        pairs = run.evaluate(labels_and_guesses, models["model"], images.test, settings.batch_size, gather=True).tolist()
+        pairs = run.evaluate(
+            labels_and_guesses, models["model"], images.test, settings.batch_size, gather=True
+        ).tolist()
     mistakes_first = sorted(range(len(pairs)), key=lambda index: pairs[index][0] == pairs[index][1])
     cards = [card(images.test[index][0], *pairs[index]) for index in mistakes_first[:SHOWN]]
     for start in range(0, SHOWN, IN_A_ROW):
-        print(*("  ".join(lines) for lines in zip(*cards[start : start + IN_A_ROW], strict=True)), sep="\n")
+        print(
+            *("  ".join(lines) for lines in zip(*cards[start : start + IN_A_ROW], strict=True)),
+            sep="\n",
+        )
 
 
 def card(image: Tensor, label: int, guessed: int) -> list[str]:

@@ -23,10 +23,14 @@ def training_loss(
         loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
     else:
         share = torch.distributions.Beta(mixup, mixup).sample().item()
-        share = max(share, 1 - share)  # as likely, since pairs come in both orders; so `labels` are those of the larger share
+        # as likely, since pairs come in both orders; so `labels` are those of the larger share
+        share = max(share, 1 - share)
         partners = torch.randperm(len(images)).to(images.device)
         logits = model(share * images + (1 - share) * images[partners])
-        losses = [F.cross_entropy(logits, target, label_smoothing=label_smoothing) for target in (labels, labels[partners])]
+        losses = [
+            F.cross_entropy(logits, target, label_smoothing=label_smoothing)
+            for target in (labels, labels[partners])
+        ]
         loss = share * losses[0] + (1 - share) * losses[1]
     return loss, {"top1": (logits.argmax(1) == labels).float().mean()}
 
@@ -36,10 +40,17 @@ def score(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
     images, labels = batch
     logits = model(images).float()
     hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]  # [batch, 5], best first
-    return {"loss": F.cross_entropy(logits, labels), "top1": hits[:, 0].double().mean(), "top5": hits.any(1).double().mean()}
+    return {
+        "loss": F.cross_entropy(logits, labels),
+        "top1": hits[:, 0].double().mean(),
+        "top5": hits.any(1).double().mean(),
+    }
 
 
 def shown(scores: Mapping[str, float]) -> str:
     """Return scores as a person reads them."""
     words = {name: name.replace("_", " ") for name in scores}
-    return "  ".join(f"{words[name]} {value:.4f}" if "loss" in name else f"{words[name]} {value:.2%}" for name, value in scores.items())
+    return "  ".join(
+        f"{words[name]} {value:.4f}" if "loss" in name else f"{words[name]} {value:.2%}"
+        for name, value in scores.items()
+    )

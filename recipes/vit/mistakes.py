@@ -30,12 +30,28 @@ FONT_SIZE = 14  # pixels
 def log_mistakes(run: ss.Run, settings: Settings, model: nn.Module, images: Split) -> None:
     """Draw some mistakes among the held-out images into the record, if there are any."""
     some = Subset(images.test, range(0, len(images.test), -(-len(images.test) // LOOKED_AT)))
-    pairs = run.evaluate(labels_and_guesses, model, some, settings.batch_size, gather=True, loader_workers=settings.data.loader_workers)
+    pairs = run.evaluate(
+        labels_and_guesses,
+        model,
+        some,
+        settings.batch_size,
+        gather=True,
+        loader_workers=settings.data.loader_workers,
+    )
     if pairs is None:  # gathered on the main worker
         return
-    wrong = [(index, label, guess) for index, (label, guess) in enumerate(pairs.tolist()) if label != guess][:PICTURED]
+    wrong = [
+        (index, label, guess)
+        for index, (label, guess) in enumerate(pairs.tolist())
+        if label != guess
+    ][:PICTURED]
     if wrong:
-        run.log_image("mistakes", picture([card(some[index][0], label, guess, settings) for index, label, guess in wrong]))
+        run.log_image(
+            "mistakes",
+            picture(
+                [card(some[index][0], label, guess, settings) for index, label, guess in wrong]
+            ),
+        )
 
 
 def labels_and_guesses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -46,12 +62,20 @@ def labels_and_guesses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor
 
 def card(image: Tensor, label: int, guess: int, settings: Settings) -> Image.Image:
     """Return an image [channels, size, size], normalised as in training, above what it is and what it was taken for."""
-    mean, std = (torch.tensor(values)[:, None, None] for values in (settings.data.mean, settings.data.std))
+    mean, std = (
+        torch.tensor(values)[:, None, None] for values in (settings.data.mean, settings.data.std)
+    )
     pixels = (image * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8).expand(3, -1, -1)
     side = image.shape[-1] * max(1, LEAST_SIDE // image.shape[-1])
     whole = Image.new("RGB", (side, side + GAP + FONT_SIZE), "white")
-    whole.paste(Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).resize((side, side), Image.Resampling.NEAREST))
-    ImageDraw.Draw(whole).text((0, side + GAP // 2), f"{label}, taken for {guess}", fill="black", font_size=FONT_SIZE)
+    whole.paste(
+        Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).resize(
+            (side, side), Image.Resampling.NEAREST
+        )
+    )
+    ImageDraw.Draw(whole).text(
+        (0, side + GAP // 2), f"{label}, taken for {guess}", fill="black", font_size=FONT_SIZE
+    )
     return whole
 
 

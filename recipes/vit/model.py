@@ -43,9 +43,15 @@ class VisionTransformer(nn.Module):
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
         size = SIZES[settings.size]
-        width, depth, heads = (settings.width or size.width, settings.depth or size.depth, settings.heads or size.heads)
+        width, depth, heads = (
+            settings.width or size.width,
+            settings.depth or size.depth,
+            settings.heads or size.heads,
+        )
         if settings.image_size % settings.patch_size:
-            raise ValueError(f"model.image_size={settings.image_size} is no multiple of model.patch_size={settings.patch_size}")
+            raise ValueError(
+                f"model.image_size={settings.image_size} is no multiple of model.patch_size={settings.patch_size}"
+            )
         if width % heads:
             raise ValueError(f"model.width={width} is no multiple of model.heads={heads}")
         patches = (settings.image_size // settings.patch_size) ** 2
@@ -54,7 +60,9 @@ class VisionTransformer(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + patches, width))
         self.pos_drop = nn.Dropout(settings.dropout)
         drop_paths = [settings.drop_path * index / max(1, depth - 1) for index in range(depth)]
-        self.blocks = nn.Sequential(*(Block(width, heads, settings, drop_path) for drop_path in drop_paths))
+        self.blocks = nn.Sequential(
+            *(Block(width, heads, settings, drop_path) for drop_path in drop_paths)
+        )
         self.norm = nn.LayerNorm(width, eps=NORM_EPSILON)
         self.head = nn.Linear(width, settings.classes)
         self.apply(_initialise)
@@ -112,8 +120,12 @@ class Attention(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Keep the shape [batch, tokens, width]."""
         # [batch, tokens, 3 * width] -> 3 of [batch, heads, tokens, width / heads]
-        query, key, value = self.qkv(tokens).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout if self.training else 0.0)
+        query, key, value = (
+            self.qkv(tokens).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout if self.training else 0.0
+        )
         return self.proj_drop(self.proj(mixed.transpose(1, 2).flatten(2)))
 
 

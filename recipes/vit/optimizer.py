@@ -16,13 +16,25 @@ if TYPE_CHECKING:
 NEVER_DECAYED = {"cls_token", "pos_embed"}
 
 
-def make_optimizer(model: nn.Module, settings: OptimizerSettings, batch_size: int) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, settings: OptimizerSettings, batch_size: int
+) -> torch.optim.Optimizer:
     """Make AdamW (Loshchilov and Hutter 2019) or SGD for a model; biases, norms, class token and position embedding do not decay."""
     parameters = dict(model.named_parameters())
-    decayed = {name for name, parameter in parameters.items() if parameter.ndim > 1 and name not in NEVER_DECAYED}
+    decayed = {
+        name
+        for name, parameter in parameters.items()
+        if parameter.ndim > 1 and name not in NEVER_DECAYED
+    }
     groups = [
-        {"params": [parameters[name] for name in parameters if name in decayed], "weight_decay": settings.weight_decay},
-        {"params": [parameters[name] for name in parameters if name not in decayed], "weight_decay": 0.0},
+        {
+            "params": [parameters[name] for name in parameters if name in decayed],
+            "weight_decay": settings.weight_decay,
+        },
+        {
+            "params": [parameters[name] for name in parameters if name not in decayed],
+            "weight_decay": 0.0,
+        },
     ]
     peak = scaled(settings, batch_size, settings.learning_rate)
     if settings.name == "sgd":
@@ -30,7 +42,9 @@ def make_optimizer(model: nn.Module, settings: OptimizerSettings, batch_size: in
     return torch.optim.AdamW(groups, lr=peak, betas=settings.betas)
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, steps: int, warmup_steps: int) -> LambdaLR:
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, settings: OptimizerSettings, steps: int, warmup_steps: int
+) -> LambdaLR:
     """Make a linear warm-up and then half a cosine from the peak to the final learning rate (Loshchilov and Hutter 2017)."""
     final = settings.final_learning_rate / settings.learning_rate
     return LambdaLR(optimizer, partial(factor, steps=steps, warmup_steps=warmup_steps, final=final))

@@ -20,9 +20,17 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds only its neighbours by itself
+# a script finds only its neighbours by itself
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.one_device import autocast, device, load_checkpoint, save_checkpoint, to_device, write_settings
+from recipes.one_device import (
+    autocast,
+    device,
+    load_checkpoint,
+    save_checkpoint,
+    to_device,
+    write_settings,
+)
 from recipes.settings import SETTINGS_FILE, SettingsError, parser, read, run_script
 from recipes.vit.config import Settings
 from recipes.vit.data import open_images
@@ -52,25 +60,34 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     epochs_done = load_checkpoint(flags.dir, **models)
     if epochs_done == 0:
         if settings.pretrained is None:
-            raise SettingsError("--eval found no checkpoint and no pretrained file; expected a run's --dir, or --pretrained FILE")
+            raise SettingsError(
+                "--eval found no checkpoint and no pretrained file; expected a run's --dir, or --pretrained FILE"
+            )
         models.pop("ema", None)  # of a pretrained file there is no average
     scores = evaluate(settings, models, images)
     print(f"epoch {epochs_done}: {shown(scores)}")
     return scores
 
 
-def train(directory: Path | None, settings: Settings, models: dict[str, nn.Module], images: Split) -> dict[str, float]:
+def train(
+    directory: Path | None, settings: Settings, models: dict[str, nn.Module], images: Split
+) -> dict[str, float]:
     """Train from the epoch of the checkpoint to the last epoch."""
     model, ema = models["model"], models.get("ema")
     steps_per_epoch = math.ceil(len(images.train) / settings.batch_size)
-    steps, warmup_steps = settings.epochs * steps_per_epoch, round(settings.optimizer.warmup_epochs * steps_per_epoch)
+    steps, warmup_steps = (
+        settings.epochs * steps_per_epoch,
+        round(settings.optimizer.warmup_epochs * steps_per_epoch),
+    )
     optimizer = make_optimizer(model, settings.optimizer, settings.batch_size)
     scheduler = make_scheduler(optimizer, settings.optimizer, steps, warmup_steps)
     begun_at = load_checkpoint(directory, **models, optimizer=optimizer, scheduler=scheduler)
     print(describe_scaling(settings.optimizer, settings.batch_size))
     write_settings(directory, settings)
     loss_fn = partial(training_loss, mixup=settings.mixup, label_smoothing=settings.label_smoothing)
-    batches = DataLoader(images.train, settings.batch_size, shuffle=True, num_workers=settings.data.loader_workers)
+    batches = DataLoader(
+        images.train, settings.batch_size, shuffle=True, num_workers=settings.data.loader_workers
+    )
     progress = tqdm(total=steps, initial=begun_at * steps_per_epoch, unit="step", disable=None)
     scores: dict[str, float] = {}
 
@@ -92,20 +109,28 @@ def train(directory: Path | None, settings: Settings, models: dict[str, nn.Modul
 
         if epochs_done % settings.evaluate_every == 0 or epochs_done == settings.epochs:
             scores = evaluate(settings, models, images)
-            save_checkpoint(directory, epochs_done, **models, optimizer=optimizer, scheduler=scheduler)
+            save_checkpoint(
+                directory, epochs_done, **models, optimizer=optimizer, scheduler=scheduler
+            )
             progress.write(f"epoch {epochs_done}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(settings, models, images)  # a finished run that is started again makes no step
+    # a finished run that is started again makes no step
+    return scores or evaluate(settings, models, images)
 
 
 @torch.no_grad()
-def evaluate(settings: Settings, models: Mapping[str, nn.Module], images: Split) -> dict[str, float]:
+def evaluate(
+    settings: Settings, models: Mapping[str, nn.Module], images: Split
+) -> dict[str, float]:
     """Return the scores of each model over all held-out images, as `model_top1` and so on."""
     scores = {}
     for name, model in models.items():
         sums: dict[str, float] = defaultdict(float)
         model.eval()
-        for batch in map(to_device, DataLoader(images.test, settings.batch_size, num_workers=settings.data.loader_workers)):
+        for batch in map(
+            to_device,
+            DataLoader(images.test, settings.batch_size, num_workers=settings.data.loader_workers),
+        ):
             with autocast(settings.precision):
                 means = score(model, batch)
             for key, value in means.items():
@@ -129,8 +154,15 @@ def make_models(settings: Settings) -> dict[str, nn.Module]:
 def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
     """Return the flags and the settings that were given."""
     flags_parser = parser(Settings, "Train or evaluate a Vision Transformer on images.")
-    flags_parser.add_argument("--dir", type=Path, metavar="DIR", help="of the run: settings, checkpoint; a run there is continued")
-    flags_parser.add_argument("--eval", action="store_true", help="evaluate the checkpoint in DIR, or the pretrained FILE")
+    flags_parser.add_argument(
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="of the run: settings, checkpoint; a run there is continued",
+    )
+    flags_parser.add_argument(
+        "--eval", action="store_true", help="evaluate the checkpoint in DIR, or the pretrained FILE"
+    )
     flags_parser.add_argument("--pretrained", metavar="FILE", help="as pretrained=FILE")
     flags = flags_parser.parse_intermixed_args(arguments)
     if flags.eval and flags.dir and flags.pretrained:

@@ -1,7 +1,7 @@
 """Start a ViT from the parameters of another run, of timm, plain PyTorch or PaddleViT.
 
-Files from elsewhere are data, never code: .safetensors holds none, .pth is read with `weights_only`, and .pdparams,
-which is a pickle, by a reader that makes arrays and nothing else.
+Files from elsewhere are data, never code: .safetensors holds none, .pth is read with
+`weights_only`, and .pdparams, which is a pickle, by a reader that makes arrays and nothing else.
 """
 
 from __future__ import annotations
@@ -50,17 +50,22 @@ class PretrainedError(ValueError):
 def load_pretrained(model: nn.Module, path: Path) -> str:
     """Load the parameters in a file into a ViT and return what was done, in a line.
 
-    The position embedding is resized to the model's image size. A head that is missing or has another number of classes
-    is left as it is. Raises `PretrainedError` that lists every other parameter that is missing, left over or of another shape.
+    The position embedding is resized to the model's image size. A head that is missing or has
+    another number of classes is left as it is. Raises `PretrainedError` that lists every other
+    parameter that is missing, left over or of another shape.
     """
     given, own = read_parameters(path), model.state_dict()
     done = [f"loaded {path}"]
     if POSITIONS in given and given[POSITIONS].shape[1] != own[POSITIONS].shape[1]:
-        done.append(f"position embedding resized from {given[POSITIONS].shape[1]} to {own[POSITIONS].shape[1]} tokens")
+        done.append(
+            f"position embedding resized from {given[POSITIONS].shape[1]} to {own[POSITIONS].shape[1]} tokens"
+        )
         given[POSITIONS] = resized_positions(given[POSITIONS], own[POSITIONS].shape[1])
     if any(name not in given or len(given[name]) != len(own[name]) for name in HEAD):
         classes = f"{len(given[HEAD[0]])} classes" if HEAD[0] in given else "none"
-        done.append(f"head left at its initial values, for {len(own[HEAD[0]])} classes: the file has {classes}")
+        done.append(
+            f"head left at its initial values, for {len(own[HEAD[0]])} classes: the file has {classes}"
+        )
         given |= {name: own[name] for name in HEAD}
     differences = _differences(given, own)
     if differences:
@@ -71,9 +76,15 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
 
 def read_parameters(path: Path) -> dict[str, Tensor]:
     """Read a file's parameters, under timm's names. Raises `PretrainedError`."""
-    readers = {".safetensors": load_file, ".pdparams": _read_paddle, **dict.fromkeys((".pth", ".pt", ".bin", ".tar"), _read_torch)}
+    readers = {
+        ".safetensors": load_file,
+        ".pdparams": _read_paddle,
+        **dict.fromkeys((".pth", ".pt", ".bin", ".tar"), _read_torch),
+    }
     if path.suffix not in readers:
-        raise PretrainedError(f"{path} was given; expected a file that ends in one of {', '.join(readers)}")
+        raise PretrainedError(
+            f"{path} was given; expected a file that ends in one of {', '.join(readers)}"
+        )
     try:
         content = readers[path.suffix](path)
     except Exception as error:  # a damaged file can fail in any way
@@ -85,22 +96,32 @@ def read_parameters(path: Path) -> dict[str, Tensor]:
         raise PretrainedError(f"{path} holds {type(content).__name__}; expected parameters by name")
     if path.suffix == ".pdparams":
         content = _from_paddle(content)
-    named = {str(name).removeprefix(AVERAGE_PREFIX): value for name, value in content.items() if name != AVERAGE_COUNT}
+    named = {
+        str(name).removeprefix(AVERAGE_PREFIX): value
+        for name, value in content.items()
+        if name != AVERAGE_COUNT
+    }
     strange = [name for name, value in named.items() if not isinstance(value, Tensor)]
     if strange:
-        raise PretrainedError(f"{path} holds {', '.join(strange[:8])}, which are no tensors; expected parameters by name")
+        raise PretrainedError(
+            f"{path} holds {', '.join(strange[:8])}, which are no tensors; expected parameters by name"
+        )
     return named
 
 
 def resized_positions(positions: Tensor, tokens: int) -> Tensor:
     """Resize a position embedding [1, 1 + height * width, features] to `tokens` tokens; the class token's, which is first, stays.
 
-    Bicubic over the grid of patches, as Dosovitskiy et al. 2021 do for finer images. Raises `PretrainedError` for no square.
+    Bicubic over the grid of patches, as Dosovitskiy et al. 2021 do for finer images. Raises
+    `PretrainedError` for no square.
     """
     old, new = (math.isqrt(count - 1) for count in (positions.shape[1], tokens))
     if old**2 + 1 != positions.shape[1] or new**2 + 1 != tokens:
-        raise PretrainedError(f"position embeddings of {positions.shape[1]} and {tokens} tokens; expected a class token and a square each")
-    grid = positions[:, 1:].float().unflatten(1, (old, old)).permute(0, 3, 1, 2)  # [1, features, old, old]
+        raise PretrainedError(
+            f"position embeddings of {positions.shape[1]} and {tokens} tokens; expected a class token and a square each"
+        )
+    # [1, features, old, old]
+    grid = positions[:, 1:].float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
     grid = F.interpolate(grid, size=(new, new), mode="bicubic", antialias=True, align_corners=False)
     return torch.cat([positions[:, :1].float(), grid.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
 
@@ -111,12 +132,20 @@ def _differences(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list
     for name in own:
         if name not in given:
             near = difflib.get_close_matches(name, left_over, n=1)
-            lines.append(f"{name} is missing" + (f"; the nearest name in the file is {near[0]}" if near else ""))
+            lines.append(
+                f"{name} is missing"
+                + (f"; the nearest name in the file is {near[0]}" if near else "")
+            )
         elif given[name].shape != own[name].shape:
-            lines.append(f"{name} has shape {tuple(given[name].shape)}; the model's has {tuple(own[name].shape)}")
+            lines.append(
+                f"{name} has shape {tuple(given[name].shape)}; the model's has {tuple(own[name].shape)}"
+            )
     for name in left_over:
         near = difflib.get_close_matches(name, own, n=1)
-        lines.append(f"{name} is not in the model" + (f"; the nearest name there is {near[0]}" if near else ""))
+        lines.append(
+            f"{name} is not in the model"
+            + (f"; the nearest name there is {near[0]}" if near else "")
+        )
     return lines
 
 
@@ -130,14 +159,18 @@ def _read_torch(path: Path) -> Any:
         # Torch's own message tells how to run whatever the file holds.
         refused = re.search(r"GLOBAL (\S+)", str(error))
         what = refused[1] if refused else "something besides tensors"
-        raise PretrainedError(f"it asks for {what}, which is refused; expected tensors and plain values") from None
+        raise PretrainedError(
+            f"it asks for {what}, which is refused; expected tensors and plain values"
+        ) from None
 
 
 def _read_paddle(path: Path) -> Any:
     with path.open("rb") as file:
         largest = path.stat().st_size
-        for code, argument, _ in pickletools.genops(file):  # raises ValueError for anything longer than the file
-            if "PUT" in code.name and not 0 <= int(argument) <= largest:  # pickle makes room for all numbers below, whatever it is
+        # raises ValueError for anything longer than the file
+        for code, argument, _ in pickletools.genops(file):
+            # pickle makes room for all numbers below, whatever it is
+            if "PUT" in code.name and not 0 <= int(argument) <= largest:
                 raise PretrainedError(f"it numbers an object {argument}, and has {largest} bytes")
         file.seek(0)
         return ArrayReader(file).load()
@@ -151,7 +184,9 @@ class ArrayReader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in PICKLED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is refused; expected NumPy arrays in plain containers")
+            raise pickle.UnpicklingError(
+                f"it asks for {module}.{name}, which is refused; expected NumPy arrays in plain containers"
+            )
         return PICKLED[module, name]
 
 
@@ -220,5 +255,7 @@ def _from_paddle(content: Mapping[str, Any]) -> dict[str, Any]:
         for pattern, replacement in PADDLE_NAMES:
             new_name = re.sub(f"^{pattern}", replacement, new_name)
         tensor = array.tensor if isinstance(array, Array) else None
-        named[new_name] = value if tensor is None else tensor.T.contiguous() if tensor.ndim == 2 else tensor  # noqa: PLR2004
+        named[new_name] = (
+            value if tensor is None else tensor.T.contiguous() if tensor.ndim == 2 else tensor
+        )
     return named

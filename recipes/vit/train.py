@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds only its neighbours by itself
+# a script finds only its neighbours by itself
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import samestep as ss
 from recipes.progress import Progress
@@ -39,14 +40,18 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train or evaluate as `arguments` (default: the process's) say; return the scores on the held-out images."""
     flags, settings = read_arguments(arguments)
-    with ss.init(dir=flags.dir, lanes=settings.lanes, seed=settings.seed, precision=settings.precision) as run:
+    with ss.init(
+        dir=flags.dir, lanes=settings.lanes, seed=settings.seed, precision=settings.precision
+    ) as run:
         images = open_images(settings.data, settings.model)
         models = make_models(run, settings)
         if not flags.eval:
             return train(run, settings, models, images)
         if run.step == 0:  # nothing was resumed: there is no snapshot
             if settings.pretrained is None:
-                raise SettingsError("--eval found no snapshot and no pretrained file; expected a run's --dir, or --pretrained FILE")
+                raise SettingsError(
+                    "--eval found no snapshot and no pretrained file; expected a run's --dir, or --pretrained FILE"
+                )
             models.pop("ema", None)  # of a pretrained file there is no average
         run.track(**models)  # and restore them where the run resumes
         scores = evaluate(run, settings, models, images)
@@ -54,21 +59,32 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         return scores
 
 
-def train(run: ss.Run, settings: Settings, models: dict[str, nn.Module], images: Split) -> dict[str, float]:
+def train(
+    run: ss.Run, settings: Settings, models: dict[str, nn.Module], images: Split
+) -> dict[str, float]:
     """Train from where the run stands to the last epoch."""
     model, ema = models["model"], models.get("ema")
     steps_per_epoch = math.ceil(len(images.train) / settings.batch_size)
-    steps, warmup_steps = settings.epochs * steps_per_epoch, round(settings.optimizer.warmup_epochs * steps_per_epoch)
+    steps, warmup_steps = (
+        settings.epochs * steps_per_epoch,
+        round(settings.optimizer.warmup_epochs * steps_per_epoch),
+    )
     evaluate_every = settings.evaluate_every * steps_per_epoch
     optimizer = make_optimizer(model, settings.optimizer, settings.batch_size)
     if settings.optimizer.shard:
         optimizer = run.shard(optimizer)
     scheduler = make_scheduler(optimizer, settings.optimizer, steps, warmup_steps)
-    run.track(**models, optimizer=optimizer, scheduler=scheduler)  # and restore them where the run resumes
+    # and restore them where the run resumes
+    run.track(**models, optimizer=optimizer, scheduler=scheduler)
     run.print(describe_scaling(settings.optimizer, settings.batch_size))
     write_settings(run, settings)
     loss_fn = partial(training_loss, mixup=settings.mixup, label_smoothing=settings.label_smoothing)
-    batches = run.batches(images.train, settings.batch_size, epochs=settings.epochs, loader_workers=settings.data.loader_workers)
+    batches = run.batches(
+        images.train,
+        settings.batch_size,
+        epochs=settings.epochs,
+        loader_workers=settings.data.loader_workers,
+    )
     progress = Progress(run, steps, steps_per_epoch)
     scores: dict[str, float] = {}
 
@@ -92,14 +108,23 @@ def train(run: ss.Run, settings: Settings, models: dict[str, nn.Module], images:
             run.snapshot(score=scores["model_top1"])
             progress.say(f"epoch {steps_done // steps_per_epoch}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(run, settings, models, images)  # a finished run that is started again makes no step
+    # a finished run that is started again makes no step
+    return scores or evaluate(run, settings, models, images)
 
 
-def evaluate(run: ss.Run, settings: Settings, models: Mapping[str, nn.Module], images: Split) -> dict[str, float]:
+def evaluate(
+    run: ss.Run, settings: Settings, models: Mapping[str, nn.Module], images: Split
+) -> dict[str, float]:
     """Return the scores of each model over all held-out images, as `model_top1` and so on."""
     scores = {}
     for name, model in models.items():
-        means = run.evaluate(score, model, images.test, settings.batch_size, loader_workers=settings.data.loader_workers)
+        means = run.evaluate(
+            score,
+            model,
+            images.test,
+            settings.batch_size,
+            loader_workers=settings.data.loader_workers,
+        )
         scores |= {f"{name}_{key}": value for key, value in means.items()}
     return scores
 
@@ -107,7 +132,8 @@ def evaluate(run: ss.Run, settings: Settings, models: Mapping[str, nn.Module], i
 def make_models(run: ss.Run, settings: Settings) -> dict[str, nn.Module]:
     """Make the model and, where settings ask for it, the average of its parameters."""
     model = VisionTransformer(settings.model)
-    if settings.pretrained is not None and run.step == 0:  # a run that resumes has its own parameters
+    # a run that resumes has its own parameters
+    if settings.pretrained is not None and run.step == 0:
         run.print(load_pretrained(model, settings.pretrained))
     models: dict[str, nn.Module] = {"model": run.replicate(model)}
     if settings.ema_decay is not None:
@@ -118,8 +144,17 @@ def make_models(run: ss.Run, settings: Settings) -> dict[str, nn.Module]:
 def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
     """Return the flags and the settings that were given."""
     flags_parser = parser(Settings, "Train or evaluate a Vision Transformer on images.")
-    flags_parser.add_argument("--dir", type=Path, metavar="DIR", help="of the run: settings, record, snapshots; a run there is continued")
-    flags_parser.add_argument("--eval", action="store_true", help="evaluate the newest snapshot in DIR, or the pretrained FILE")
+    flags_parser.add_argument(
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="of the run: settings, record, snapshots; a run there is continued",
+    )
+    flags_parser.add_argument(
+        "--eval",
+        action="store_true",
+        help="evaluate the newest snapshot in DIR, or the pretrained FILE",
+    )
     flags_parser.add_argument("--pretrained", metavar="FILE", help="as pretrained=FILE")
     flags = flags_parser.parse_intermixed_args(arguments)
     if flags.eval and flags.dir and flags.pretrained:

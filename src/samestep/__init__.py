@@ -28,14 +28,21 @@ from samestep.errors import (
     WorkerError,
     WorldError,
 )
-from samestep.launch import launch  # at once: the sub-package of the same name would take its place later
+
+# at once: the sub-package of the same name would take its place later
+from samestep.launch import launch
 
 if TYPE_CHECKING:
-    from samestep.data.packed import Packed
+    from samestep.data.packed import PackedList
     from samestep.run import Run, init
     from samestep.step.means import Means
 
-_HOME = {"Means": "samestep.step.means", "Packed": "samestep.data.packed", "Run": "samestep.run", "init": "samestep.run"}
+_HOME = {
+    "Means": "samestep.step.means",
+    "PackedList": "samestep.data.packed",
+    "Run": "samestep.run",
+    "init": "samestep.run",
+}
 
 __all__ = [
     "ConfigError",
@@ -51,7 +58,7 @@ __all__ = [
     "NonFiniteLossError",
     "OptimizerError",
     "OutOfMemoryError",
-    "Packed",
+    "PackedList",
     "RecordError",
     "Run",
     "SamestepError",

@@ -1,6 +1,7 @@
 """What this process may use: the limits that a container, Slurm or systemd set by control groups, of version 1 or 2.
 
-All functions read the kernel's files by `read`, which returns None for one that is missing or refused; nothing here raises.
+All functions read the kernel's files by `read`, which returns None for one that is missing or
+refused; nothing here raises.
 """
 
 from __future__ import annotations
@@ -37,30 +38,52 @@ def memory_left(read: Read = read_file) -> int | None:
     """Return how many bytes of the memory limit are left: what caches files can be had. None where there is no limit."""
     left = []
     for group in _groups(read, "memory"):
-        counted = numbers(read(f"{group}/memory.stat"))  # in version 1 the total has what groups below use, too
-        used = sum(counted.get(f"total_{name}", counted.get(name, 0)) for name in ("anon", "rss", "shmem"))
-        left += [max(0, limit - used) for limit in _limits(read, group, "memory.max", "memory.limit_in_bytes")]
+        # in version 1 the total has what groups below use, too
+        counted = numbers(read(f"{group}/memory.stat"))
+        used = sum(
+            counted.get(f"total_{name}", counted.get(name, 0)) for name in ("anon", "rss", "shmem")
+        )
+        left += [
+            max(0, limit - used)
+            for limit in _limits(read, group, "memory.max", "memory.limit_in_bytes")
+        ]
     return min(left, default=None)
 
 
 def memory_limit(read: Read = read_file) -> int | None:
     """Return how many bytes of memory there may be, None where there is no limit."""
     groups = _groups(read, "memory")
-    return min((limit for group in groups for limit in _limits(read, group, "memory.max", "memory.limit_in_bytes")), default=None)
+    return min(
+        (
+            limit
+            for group in groups
+            for limit in _limits(read, group, "memory.max", "memory.limit_in_bytes")
+        ),
+        default=None,
+    )
 
 
 def process_limit(read: Read = read_file) -> int | None:
     """Return how many processes and threads there may be, None where there is no limit."""
-    return min((limit for group in _groups(read, "pids") for limit in _limits(read, group, "pids.max")), default=None)
+    return min(
+        (limit for group in _groups(read, "pids") for limit in _limits(read, group, "pids.max")),
+        default=None,
+    )
 
 
 def cpu_quota(read: Read = read_file) -> float | None:
     """Return how many cores' time there is, None where there is no quota."""
     quotas = []
     for group in _groups(read, "cpu"):
-        allowed, _, period = (read(f"{group}/cpu.max") or "").partition(" ")  # "150000 100000", or "max 100000"
+        # "150000 100000", or "max 100000"
+        allowed, _, period = (read(f"{group}/cpu.max") or "").partition(" ")
         quotas.append((_number(allowed), _number(period)))
-        quotas.append((_number(read(f"{group}/cpu.cfs_quota_us")), _number(read(f"{group}/cpu.cfs_period_us"))))
+        quotas.append(
+            (
+                _number(read(f"{group}/cpu.cfs_quota_us")),
+                _number(read(f"{group}/cpu.cfs_period_us")),
+            )
+        )
     return min((allowed / period for allowed, period in quotas if allowed and period), default=None)
 
 
@@ -85,13 +108,19 @@ def _limits(read: Read, group: str, *names: str) -> Iterator[int]:
 def _groups(read: Read, controller: str) -> Iterator[str]:
     """Yield the directories of the groups this process is in, for a controller, each with all above it.
 
-    A container may see its own group as the root, and the path of another name space; so paths that are not there are harmless.
+    A container may see its own group as the root, and the path of another name space; so paths that
+    are not there are harmless.
     """
     for line in (read("/proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers and controller not in controllers.split(","):
             continue
-        trees = {f"{ROOT}/{controllers}", f"{ROOT}/{controller}"} if controllers else {ROOT, HYBRID}  # one is a link to the other
+        # one is a link to the other
+        trees = {f"{ROOT}/{controllers}", f"{ROOT}/{controller}"} if controllers else {ROOT, HYBRID}
         parts = [part for part in path.split("/") if part]
-        yield from ("/".join([tree, *parts[:count]]) for tree in trees for count in range(len(parts), -1, -1))
+        yield from (
+            "/".join([tree, *parts[:count]])
+            for tree in trees
+            for count in range(len(parts), -1, -1)
+        )

@@ -26,17 +26,34 @@ class Command:
 
 
 COMMANDS: Final = {
-    "run": Command("samestep.launch.command", "start workers on this machine and run a script in each"),
-    "verify": Command("samestep.tools.verify", "run a script at several numbers of workers and compare every bit after each step"),
+    "run": Command(
+        "samestep.launch.command", "start workers on this machine and run a script in each"
+    ),
+    "verify": Command(
+        "samestep.tools.verify",
+        "run a script at several numbers of workers and compare every bit after each step",
+    ),
     "watch": Command("samestep.watch.command", "serve a page that shows runs as they go"),
-    "report": Command("samestep.watch.report", "write a run's curves, tables and images into one HTML file that stands alone"),
+    "report": Command(
+        "samestep.watch.report",
+        "write a run's curves, tables and images into one HTML file that stands alone",
+    ),
     "plot": Command("samestep.watch.plot", "draw runs' curves into a picture"),
     "scale": Command(
-        "samestep.tools.scale.command", "measure a script at several numbers of workers, and say what limits it and what to expect of more"
+        "samestep.tools.scale.command",
+        "measure a script at several numbers of workers, and say what limits it and what to expect of more",
     ),
-    "doctor": Command("samestep.tools.doctor.command", "tell what this machine has, measure it, and say what to change"),
-    "submit": Command("samestep.tools.submit.command", "write a job of Slurm or Kubernetes that goes on after preemption, and submit it"),
-    "snapshots": Command("samestep.tools.snapshots", "list, check and export the snapshots of a run"),
+    "doctor": Command(
+        "samestep.tools.doctor.command",
+        "tell what this machine has, measure it, and say what to change",
+    ),
+    "submit": Command(
+        "samestep.tools.submit.command",
+        "write a job of Slurm or Kubernetes that goes on after preemption, and submit it",
+    ),
+    "snapshots": Command(
+        "samestep.tools.snapshots", "list, check and export the snapshots of a run"
+    ),
 }
 EXIT_FAILURE: Final = 1
 EXIT_WRONG_USE: Final = 2  # as argparse has it
@@ -49,12 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(argv)
     command = COMMANDS[given.command]
     module = import_module(command.module)
-    parser = argparse.ArgumentParser(prog=f"samestep {given.command}", description=f"{_sentence(command.summary)}.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=f"samestep {given.command}",
+        description=f"{_sentence(command.summary)}.",
+        allow_abbrev=False,
+    )
     module.add_arguments(parser)
     try:
         status: int = module.main(parser.parse_args(given.arguments))
     except SamestepError as error:
-        print(f"samestep: error: {error}", file=sys.stderr)  # noqa: T201  to nobody where it is closed
+        # to nobody where it is closed
+        print(f"samestep: error: {error}", file=sys.stderr)  # noqa: T201
         return _status(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -71,7 +93,8 @@ def main_and_exit() -> NoReturn:
     """Run the command and end the process at once: taking torch apart, as Python does at its end, takes half a second."""
     try:
         status = main()
-        atexit._run_exitfuncs()  # noqa: SLF001  they are run, and only what comes after them is left out
+        # they are run, and only what comes after them is left out
+        atexit._run_exitfuncs()  # noqa: SLF001
         for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the file was closed
             stream.flush()
     except BrokenPipeError:

@@ -1,8 +1,8 @@
 """The options of a run: typed, frozen, with units.
 
 Defaults, the arguments of `samestep.init`, and the environment are merged here and nowhere else.
-`samestep run --lanes 8` sets `SAMESTEP_LANES=8` for its workers, so flags and environment are one channel.
-Whoever starts a job has the last word: environment over arguments over defaults.
+`samestep run --lanes 8` sets `SAMESTEP_LANES=8` for its workers, so flags and environment are one
+channel. Whoever starts a job has the last word: environment over arguments over defaults.
 """
 
 from __future__ import annotations
@@ -39,15 +39,24 @@ def option(default: Any, description: str) -> Any:
 class Config:
     """Every option of a run. Raises `ConfigError` that names the option when a value cannot be used."""
 
-    lanes: int | None = option(None, "fixed slices of every global batch; default: the number of workers")
+    lanes: int | None = option(
+        None, "fixed slices of every global batch; default: the number of workers"
+    )
     seed: int = option(0, "everything random is a function of it; 0 to 2**63 - 1")
     dir: Path | None = option(None, "output directory of the run; without it nothing is kept")
-    resume: str = option("auto", "auto (newest whole snapshot in dir or remote), never, or the path or URL of a snapshot")
+    resume: str = option(
+        "auto",
+        "auto (newest whole snapshot in dir or remote), never, or the path or URL of a snapshot",
+    )
     precision: str = option("float32", "float32, or bfloat16 for autocast in forward passes")
     device: str = option("auto", "auto (a GPU a worker when there are any), cpu or cuda")
-    devices: int | tuple[str, ...] = option(1, "devices that one worker drives: how many, or their names, as in cuda:0,cuda:1")
+    devices: int | tuple[str, ...] = option(
+        1, "devices that one worker drives: how many, or their names, as in cuda:0,cuda:1"
+    )
     threads: int = option(1, "intra-op threads a worker on its CPU; bits depend on it")
-    snapshot_every: str | None = option("10min", 'steps ("500") or minutes ("10min") between snapshots, or none')
+    snapshot_every: str | None = option(
+        "10min", 'steps ("500") or minutes ("10min") between snapshots, or none'
+    )
     hot_every: str | None = option(
         "auto",
         "steps between copies of the state in memory, from which killed workers' successors continue; "
@@ -55,70 +64,113 @@ class Config:
     )
     keep_last: int = option(3, "newest snapshots that are kept")
     keep_best: int = option(1, "snapshots of the highest score that are kept besides")
-    remote: str | None = option(None, "URL (as of fsspec) to which whole snapshots are copied, such as s3://bucket/runs/one")
-    transfer: str | None = option(None, "module:function that is called with the path of every file of a whole snapshot")
+    remote: str | None = option(
+        None, "URL (as of fsspec) to which whole snapshots are copied, such as s3://bucket/runs/one"
+    )
+    transfer: str | None = option(
+        None, "module:function that is called with the path of every file of a whole snapshot"
+    )
     sinks: tuple[str, ...] | None = option(
-        None, "where the record goes besides dir: URLs (as of fsspec), tensorboard, mlflow, wandb or module:Class, comma-separated"
+        None,
+        "where the record goes besides dir: URLs (as of fsspec), tensorboard, mlflow, wandb or module:Class, comma-separated",
     )
     nonfinite_loss: str = option("stop", "stop or continue when a loss is NaN or infinite")
-    check_every: int | None = option(1000, "steps between comparisons of what all workers hold alike, or none")
+    check_every: int | None = option(
+        1000, "steps between comparisons of what all workers hold alike, or none"
+    )
     deterministic: bool = option(True, "ask torch for deterministic kernels")
-    patience: float = option(120.0, "seconds that a worker waits for another before all stop and tell where each was")
-    restarts: int = option(3, "how often in a row workers that were killed from outside are replaced without a new step in between")
-    grace: float = option(30.0, "seconds that workers get to snapshot after SIGTERM or Ctrl-C")
-    stop_after: int | None = option(None, "steps after which the run snapshots and exits with status 0")
+    timeout: float = option(
+        120.0, "seconds that a worker waits for another before all stop and tell where each was"
+    )
+    max_restarts: int = option(
+        3,
+        "how often in a row workers that were killed from outside are replaced without a new step in between",
+    )
+    grace_period: float = option(
+        30.0, "seconds that workers get to snapshot after SIGTERM or Ctrl-C"
+    )
+    stop_after: int | None = option(
+        None, "steps after which the run snapshots and exits with status 0"
+    )
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "lanes", "threads", "keep_last", "stop_after", "check_every")
-        _at_least(self, 0, "seed", "keep_best", "restarts")
+        _at_least(self, 0, "seed", "keep_best", "max_restarts")
         _one_of(self, "precision", PRECISIONS)
         _one_of(self, "device", ("auto", "cpu", "cuda"))
         _one_of(self, "nonfinite_loss", ("stop", "continue"))
         if self.seed >= 2**63:
             raise ConfigError(f"seed={self.seed} was given; expected at most 2**63 - 1")
         self._check_devices()
-        if not 0 < self.patience <= MOST_SECONDS:
-            raise ConfigError(f"patience={self.patience} was given; expected a number above 0 and at most {MOST_SECONDS}")
-        if not 0 <= self.grace <= MOST_SECONDS:
-            raise ConfigError(f"grace={self.grace} was given; expected a number from 0 to {MOST_SECONDS}")
-        if self.hot_every not in {None, "auto"} and not re.fullmatch(r"0*[1-9]\d{0,17}", self.hot_every):
-            raise ConfigError(f'hot_every={self.hot_every!r} was given; expected steps such as "100", auto or none')
+        if not 0 < self.timeout <= MOST_SECONDS:
+            raise ConfigError(
+                f"timeout={self.timeout} was given; expected a number above 0 and at most {MOST_SECONDS}"
+            )
+        if not 0 <= self.grace_period <= MOST_SECONDS:
+            raise ConfigError(
+                f"grace_period={self.grace_period} was given; expected a number from 0 to {MOST_SECONDS}"
+            )
+        if self.hot_every not in {None, "auto"} and not re.fullmatch(
+            r"0*[1-9]\d{0,17}", self.hot_every
+        ):
+            raise ConfigError(
+                f'hot_every={self.hot_every!r} was given; expected steps such as "100", auto or none'
+            )
         self._check_remote()
         self._check_sinks()
-        self.snapshot_steps, self.snapshot_seconds  # noqa: B018  a wrong value is found here, not at the first snapshot
+        # a wrong value is found here, not at the first snapshot
+        self.snapshot_steps, self.snapshot_seconds  # noqa: B018
 
     def _check_remote(self) -> None:
         if self.remote is not None and not is_url(self.remote):
-            raise ConfigError(f"remote={self.remote!r} was given; expected a URL such as s3://bucket/runs/one")
+            raise ConfigError(
+                f"remote={self.remote!r} was given; expected a URL such as s3://bucket/runs/one"
+            )
         if self.transfer is not None and not _is_name(self.transfer):
             raise ConfigError(f"transfer={self.transfer!r} was given; expected module:function")
-        given = {"remote": self.remote, "transfer": self.transfer, "resume": self.resume if is_url(self.resume) else None}
+        given = {
+            "remote": self.remote,
+            "transfer": self.transfer,
+            "resume": self.resume if is_url(self.resume) else None,
+        }
         for name, value in given.items():
             if value is not None and self.dir is None:
-                raise ConfigError(f"{name}={value!r} was given; expected a dir with it, where snapshots are first")
+                raise ConfigError(
+                    f"{name}={value!r} was given; expected a dir with it, where snapshots are first"
+                )
 
     def _check_sinks(self) -> None:
         for sink in self.sinks or ():
             if sink not in SINKS and not is_url(sink) and not _is_name(sink):
                 near = difflib.get_close_matches(sink, SINKS, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                raise ConfigError(f"sinks={sink!r} was given; expected a URL, {', '.join(SINKS)} or module:Class{hint}")
+                raise ConfigError(
+                    f"sinks={sink!r} was given; expected a URL, {', '.join(SINKS)} or module:Class{hint}"
+                )
         if self.sinks and self.dir is None:
-            raise ConfigError(f"sinks={','.join(self.sinks)!r} was given; expected a dir with it, where the record is first")
+            raise ConfigError(
+                f"sinks={','.join(self.sinks)!r} was given; expected a dir with it, where the record is first"
+            )
 
     def _check_devices(self) -> None:
         if isinstance(self.devices, int):
             _at_least(self, 1, "devices")
             if self.devices > MOST_DEVICES:
-                raise ConfigError(f"devices={self.devices} was given; expected at most {MOST_DEVICES}")
+                raise ConfigError(
+                    f"devices={self.devices} was given; expected at most {MOST_DEVICES}"
+                )
             return
         kinds = {name.partition(":")[0] for name in self.devices}
-        if len(kinds) != 1 or not all(re.fullmatch(r"cpu|cuda:\d{1,3}", name) for name in self.devices):
+        if len(kinds) != 1 or not all(
+            re.fullmatch(r"cpu|cuda:\d{1,3}", name) for name in self.devices
+        ):
             raise ConfigError(
                 f"devices={','.join(self.devices)} was given; expected a number, or names of one kind such as cuda:0,cuda:1 or cpu,cpu"
             )
         if self.device not in {"auto", *kinds}:
-            raise ConfigError(f"devices={','.join(self.devices)} was given with device={self.device!r}; give one of the two")
+            raise ConfigError(
+                f"devices={','.join(self.devices)} was given with device={self.device!r}; give one of the two"
+            )
 
     @property
     def snapshot_steps(self) -> int | None:
@@ -175,7 +227,11 @@ def _checked(name: str, value: Any) -> Any:
         return parse(name, value, name)
     if tuple in kinds and isinstance(value, (list, tuple)):
         return tuple(map(str, value))  # torch.device, too
-    if name in {"snapshot_every", "hot_every", "resume"} and isinstance(value, (int, os.PathLike)) and not isinstance(value, bool):
+    if (
+        name in {"snapshot_every", "hot_every", "resume"}
+        and isinstance(value, (int, os.PathLike))
+        and not isinstance(value, bool)
+    ):
         return str(value)
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -237,5 +293,7 @@ def _interval(text: str | None) -> tuple[int | None, float | None]:
         return None, None
     match = re.fullmatch(r"\s*(\d{1,18})\s*(min)?\s*", text)
     if match is None or int(match[1]) == 0:
-        raise ConfigError(f'snapshot_every={text!r} was given; expected steps such as "500", minutes such as "10min", or none')
+        raise ConfigError(
+            f'snapshot_every={text!r} was given; expected steps such as "500", minutes such as "10min", or none'
+        )
     return (None, 60.0 * int(match[1])) if match[2] else (int(match[1]), None)

@@ -28,8 +28,8 @@ from __future__ import annotations
 class SamestepError(Exception):
     """Base of every exception that samestep raises on purpose.
 
-    Attributes: `because_of_others` (bool): another worker failed first, and will tell more. `from_outside` (bool): nothing the program did
-    is to blame, so that it may be tried again.
+    Attributes: `because_of_others` (bool): another worker failed first, and will tell more.
+    `from_outside` (bool): nothing the program did is to blame, so that it may be tried again.
     """
 
     because_of_others = False
@@ -47,7 +47,8 @@ class LaunchError(SamestepError):
 class WorkerError(LaunchError):
     """The first worker to fail.
 
-    Attributes: `rank` (int), `traceback` (str, the worker's own), `status` (int, the exit status that tells of it).
+    Attributes: `rank` (int), `traceback` (str, the worker's own), `status` (int, the exit status
+    that tells of it).
     """
 
     def __init__(self, rank: int, summary: str, traceback: str, status: int = 1) -> None:

@@ -46,8 +46,8 @@ class StorageError(SnapshotError, RecordError):
 class Retries:
     """How often something is tried, and how long is waited before each further try.
 
-    Each pause is twice the one before, up to `longest_seconds`; a random part of up to half of it is left out, so that many
-    who failed together do not come back together.
+    Each pause is twice the one before, up to `longest_seconds`; a random part of up to half of it
+    is left out, so that many who failed together do not come back together.
     """
 
     tries: int = 6
@@ -57,7 +57,9 @@ class Retries:
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait after each failure but the last."""
         for number in range(self.tries - 1):
-            yield min(self.first_seconds * 2**number, self.longest_seconds) * _generator.uniform(0.5, 1.0)
+            yield min(self.first_seconds * 2**number, self.longest_seconds) * _generator.uniform(
+                0.5, 1.0
+            )
 
 
 RETRIES: Final = Retries()
@@ -66,8 +68,8 @@ RETRIES: Final = Retries()
 class Storage:
     """Files below a URL. Raises `StorageError` when a call fails and trying again, by `retries`, did not help or `given_up` is set.
 
-    Raises `ConfigError` where fsspec does not know the URL or lacks a package for it. Credentials are found as fsspec and the
-    storage's own library find them: in their files and variables.
+    Raises `ConfigError` where fsspec does not know the URL or lacks a package for it. Credentials
+    are found as fsspec and the storage's own library find them: in their files and variables.
     """
 
     def __init__(self, url: str, retries: Retries = RETRIES) -> None:
@@ -106,8 +108,17 @@ class Storage:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of each file in a folder, by name; nothing where there is no such folder."""
-        found = {name: entry["size"] for name, entry in self._entries(folder).items() if entry["type"] == "file"}
-        asked = {name: self.size(f"{folder}/{name}".lstrip("/")) for name, size in found.items() if size is None}  # by web servers
+        found = {
+            name: entry["size"]
+            for name, entry in self._entries(folder).items()
+            if entry["type"] == "file"
+        }
+        # by web servers
+        asked = {
+            name: self.size(f"{folder}/{name}".lstrip("/"))
+            for name, size in found.items()
+            if size is None
+        }
         return {name: int(size) for name, size in {**found, **asked}.items() if size is not None}
 
     def size(self, path: str) -> int | None:
@@ -146,7 +157,9 @@ class Storage:
 
     def send(self, source: Path, path: str) -> None:
         """Copy a local file; one that is there is replaced."""
-        self._try("take", path, lambda: self._place[0].put_file(str(source), f"{self._place[1]}/{path}"))
+        self._try(
+            "take", path, lambda: self._place[0].put_file(str(source), f"{self._place[1]}/{path}")
+        )
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file; one that is there is replaced."""
@@ -158,7 +171,11 @@ class Storage:
 
     def _create(self, path: str, data: bytes) -> None:
         files, root = self._place
-        mode = {"mode": "create"} if "mode" in inspect.signature(getattr(files, "_pipe_file", files.pipe_file)).parameters else {}
+        mode = (
+            {"mode": "create"}
+            if "mode" in inspect.signature(getattr(files, "_pipe_file", files.pipe_file)).parameters
+            else {}
+        )
         try:
             files.pipe_file(f"{root}/{path}", data, **mode)
         except Exception as error:
@@ -168,11 +185,17 @@ class Storage:
             if there is None:
                 raise
             if there != data:  # equal where an earlier try arrived and its answer did not
-                raise FileExistsError("somebody else wrote it meanwhile; give every run a URL of its own") from error
+                raise FileExistsError(
+                    "somebody else wrote it meanwhile; give every run a URL of its own"
+                ) from error
 
     def copy(self, path: str, to: str) -> None:
         """Copy a file within the storage."""
-        self._try("copy", path, lambda: self._place[0].cp_file(f"{self._place[1]}/{path}", f"{self._place[1]}/{to}"))
+        self._try(
+            "copy",
+            path,
+            lambda: self._place[0].cp_file(f"{self._place[1]}/{path}", f"{self._place[1]}/{to}"),
+        )
 
     def remove(self, path: str, *, folder: bool = False) -> None:
         """Remove a file, or a folder with all that it holds; it may be gone."""
@@ -189,30 +212,43 @@ class Storage:
         while True:
             try:
                 return action()
-            except SamestepError:  # noqa: PERF203  the loop is for the sake of the errors
+            except SamestepError:
                 raise
             except Exception as error:
                 pause = next(pauses, None)
                 if pause is None or _is_final(error) or self.given_up.wait(pause):
                     place = f"{self.url}/{path}".rstrip("/")
-                    raise StorageError(f"the storage did not {what} {place}: {type(error).__name__}: {error}") from error
+                    raise StorageError(
+                        f"the storage did not {what} {place}: {type(error).__name__}: {error}"
+                    ) from error
 
     @cached_property
     def _place(self) -> tuple[Any, str]:
         """The file system, and the path of the folder in it."""
         try:
-            import fsspec  # type: ignore[import-untyped]  # noqa: PLC0415  only who has a remote needs it
+            # only who has a remote needs it
+            import fsspec  # type: ignore[import-untyped]
         except ImportError as error:
-            raise ConfigError(f'{self.url} was given; expected fsspec to be there: pip install "samestep[remote]"') from error
+            raise ConfigError(
+                f'{self.url} was given; expected fsspec to be there: pip install "samestep[remote]"'
+            ) from error
         protocol, _ = fsspec.core.split_protocol(self.url)
         try:
             options = _options(protocol, fsspec.config.conf.get(protocol, {}))
-            files, path = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, use_listings_cache=False, **options)
+            files, path = fsspec.core.url_to_fs(
+                self.url, skip_instance_cache=True, use_listings_cache=False, **options
+            )
         except ImportError as error:
-            package = 'pip install "samestep[s3]"' if protocol in _S3 else "pip install what it names"
-            raise ConfigError(f"{self.url} was given; expected what reaches {protocol} to be installed: {package} ({error})") from error
+            package = (
+                'pip install "samestep[s3]"' if protocol in _S3 else "pip install what it names"
+            )
+            raise ConfigError(
+                f"{self.url} was given; expected what reaches {protocol} to be installed: {package} ({error})"
+            ) from error
         except ValueError as error:
-            raise ConfigError(f"{self.url} was given; expected a URL that fsspec knows, such as s3://bucket/runs/one: {error}") from error
+            raise ConfigError(
+                f"{self.url} was given; expected a URL that fsspec knows, such as s3://bucket/runs/one: {error}"
+            ) from error
         return files, path.rstrip("/")
 
 
@@ -221,7 +257,8 @@ def _options(protocol: str, told: Mapping[str, Any]) -> dict[str, Any]:
     if protocol in {"file", "local"}:
         return {"auto_mkdir": True}
     if protocol in _S3:
-        # botocore waits between tries of its own by Python's global generator, which belongs to training.
+        # botocore waits between tries of its own by Python's global generator, which belongs to
+        # training.
         config = {"retries": {"max_attempts": 0}, **told.get("config_kwargs", {})}
         return {"config_kwargs": config, "max_concurrency": told.get("max_concurrency", _UPLOADS)}
     return {}

@@ -13,9 +13,12 @@ from tests.workers import run_workers
 
 pytestmark = pytest.mark.filterwarnings("default")  # what peers are warned of is theirs to mend
 SAMPLES = 2 * BATCHES_AN_EPOCH
-# Every batch is the whole data set, so that the order in which a contender takes samples does not show in the loss.
+# Every batch is the whole data set, so that the order in which a contender takes samples does not
+# show in the loss.
 SMALL = {
-    name: replace(JOBS[name], batch_size=SAMPLES, warmup_steps=1, steps=2, build=partial(build, 2, **sizes))
+    name: replace(
+        JOBS[name], batch_size=SAMPLES, warmup_steps=1, steps=2, build=partial(build, 2, **sizes)
+    )
     for name, build, sizes in [
         ("vit", vit.build, {"depth": 1}),
         ("mlp", mlp.build, {"hidden": (64, 48)}),
@@ -27,7 +30,8 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # importing Fabric does it, and would leave it behind
+    # importing Fabric does it, and would leave it behind
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def train(name, workers, job):
@@ -41,8 +45,12 @@ def plain_loss(job):
 
 
 @pytest.mark.parametrize("job", SMALL)
-@pytest.mark.parametrize("name", [name for name, contender in CONTENDERS.items() if contender.role != "reference"])
+@pytest.mark.parametrize(
+    "name", [name for name, contender in CONTENDERS.items() if contender.role != "reference"]
+)
 def test_every_contender_trains_what_the_plain_loop_trains(name, job):
     figures = train(name, WORKERS, job)
     assert mean(worker["loss"] for worker in figures) == pytest.approx(plain_loss(job), rel=1e-5)
-    assert all(worker["samples_a_second"] > 0 and worker["memory_megabytes"] > 0 for worker in figures)
+    assert all(
+        worker["samples_a_second"] > 0 and worker["memory_megabytes"] > 0 for worker in figures
+    )

@@ -21,7 +21,11 @@ def place(tmp_path):
 
 
 def test_proofs_and_speeds_are_put_into_their_place(place, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "EAGER", [contender for contender in gpu.EAGER if contender.title in {"plain PyTorch", "samestep"}])
+    monkeypatch.setattr(
+        gpu,
+        "EAGER",
+        [contender for contender in gpu.EAGER if contender.title in {"plain PyTorch", "samestep"}],
+    )
     monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--quick", "--into", str(place)])
     assert gpu.main() == 0
     page = place.read_text()
@@ -29,13 +33,17 @@ def test_proofs_and_speeds_are_put_into_their_place(place, monkeypatch, capsys):
     assert (before, after) == ("# GPUs\n\n", "\nThe end.\n")
     assert results in capsys.readouterr().out
     assert "| two workers share a GPU, 4 lanes | the same at every step: n=1, n=2 |" in results
-    speeds = re.findall(r"^\| ([a-z].*?) \| (\d+) \((\d+) to (\d+)\) \| ", results, re.MULTILINE | re.IGNORECASE)
+    speeds = re.findall(
+        r"^\| ([a-z].*?) \| (\d+) \((\d+) to (\d+)\) \| ", results, re.MULTILINE | re.IGNORECASE
+    )
     assert [name for name, *_ in speeds] == ["plain PyTorch", "samestep"]
     assert all(int(value) > 0 for _, *values in speeds for value in values)
 
 
 def test_without_a_gpu_one_line_says_so():
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert re.fullmatch(r"no GPU: torch finds none here; .*\n", done.stderr)
     assert done.stdout == ""
@@ -64,7 +72,9 @@ def test_ratios_are_those_of_neighbouring_runs_and_failures_are_told():
         speeds.add("plain PyTorch", f"images_a_second={plain} gigabytes=1.5", "")
         speeds.add("samestep", f"images_a_second={ours} gigabytes=2.5", "")
         speeds.add("Accelerate", "", "lost | found")
-    text = markdown("a machine", [ProofResult("a proof", "DIFFERENT, first at step 2", failed=True)], [speeds])
+    text = markdown(
+        "a machine", [ProofResult("a proof", "DIFFERENT, first at step 2", failed=True)], [speeds]
+    )
     assert "| a proof | **failed**: DIFFERENT, first at step 2 |" in text
     assert "| samestep | 110 (60 to 180) | 1.10 (0.90 to 1.20) | 2.50 |" in text
     assert "| Accelerate | failed: lost / found | | |" in text

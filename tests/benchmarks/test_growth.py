@@ -14,7 +14,9 @@ pytestmark = pytest.mark.filterwarnings("default")  # what peers are warned of i
 def test_a_network_has_about_as_many_parameters_as_asked_for(parameters):
     with torch.device("meta"):
         network = growth_steps.network(parameters)
-    assert sum(parameter.numel() for parameter in network.parameters()) == pytest.approx(parameters, rel=0.02)
+    assert sum(parameter.numel() for parameter in network.parameters()) == pytest.approx(
+        parameters, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("way", ["samestep", "ddp", "zero"])
@@ -29,8 +31,13 @@ def test_workers_time_and_weigh_their_steps(way):
 def test_batches_hold_every_sample_once(way, monkeypatch):
     monkeypatch.setattr(growth_samples, "BATCHES", 4)
     seen = []
-    monkeypatch.setattr(growth_samples, "as_they_are", lambda samples: seen.extend(samples) or samples)
-    assert growth_samples.WAYS[way](growth_samples.Indices(1000)).keys() >= {"first_milliseconds", "batch_microseconds"}
+    monkeypatch.setattr(
+        growth_samples, "as_they_are", lambda samples: seen.extend(samples) or samples
+    )
+    assert growth_samples.WAYS[way](growth_samples.Indices(1000)).keys() >= {
+        "first_milliseconds",
+        "batch_microseconds",
+    }
     assert sorted(seen) == list(range(1000))
     assert seen != sorted(seen)
 
@@ -51,7 +58,8 @@ def test_a_table_compares_the_first_contender_with_its_best_peer_round_by_round(
 
 
 @pytest.mark.parametrize(
-    ("ours", "more_is_better", "loses"), [(1.0, True, True), (1.0, False, False), (3.0, True, False), (3.0, False, True)]
+    ("ours", "more_is_better", "loses"),
+    [(1.0, True, True), (1.0, False, False), (3.0, True, False), (3.0, False, True)],
 )
 def test_a_table_says_who_loses(ours, more_is_better, loses):
     told = table("title", {"one": {"ours": [ours], "peer": [2.0]}}, more_is_better=more_is_better)

@@ -24,7 +24,9 @@ def test_figures_that_were_told_before_a_failure_count():
     assert figures(python("print('a=1'); raise OSError('no luck')")) == {"a": 1.0}
 
 
-@pytest.mark.parametrize("code", ["raise OSError('no luck')", "import sys; print('no luck', file=sys.stderr)"])
+@pytest.mark.parametrize(
+    "code", ["raise OSError('no luck')", "import sys; print('no luck', file=sys.stderr)"]
+)
 def test_a_command_that_prints_no_figures_ends_the_benchmark(code):
     with pytest.raises(SystemExit, match=r"(?s)failed:.*no luck"):
         figures(python(code))

@@ -10,7 +10,12 @@ def runs(*speeds):
     return [{"samples_a_second": speed, "memory_megabytes": 300.0} for speed in speeds]
 
 
-FOUND = {"plain": runs(100, 50, 100), "ddp": runs(110, 60, 90), "fabric": runs(80, 40, 70), "ddp-fused": runs(190, 90, 200)}
+FOUND = {
+    "plain": runs(100, 50, 100),
+    "ddp": runs(110, 60, 90),
+    "fabric": runs(80, 40, 70),
+    "ddp-fused": runs(190, 90, 200),
+}
 
 
 def test_ratios_are_of_runs_of_one_round():

@@ -40,7 +40,9 @@ def test_lanes_without_samples_have_no_batch_and_a_batch_can_be_iterated_again()
 
 def test_two_iterations_at_once_see_the_same():
     batch, loaded = batch_of([1, 1, 0, 1])
-    assert list(zip(batch, batch, strict=True)) == [(f"lane {lane}", f"lane {lane}") for lane in (0, 1, 3)]
+    assert list(zip(batch, batch, strict=True)) == [
+        (f"lane {lane}", f"lane {lane}") for lane in (0, 1, 3)
+    ]
     assert loaded == [0, 1, 3]
 
 
@@ -79,7 +81,17 @@ def test_items_are_counted(batch, items):
 
 def test_to_device_keeps_containers():
     tensor = torch.ones(2)
-    for batch in (tensor, [tensor, "word"], (tensor, 3), Pair(tensor, None), {"x": [tensor]}, OrderedDict(x=tensor), "word", None, 4):
+    for batch in (
+        tensor,
+        [tensor, "word"],
+        (tensor, 3),
+        Pair(tensor, None),
+        {"x": [tensor]},
+        OrderedDict(x=tensor),
+        "word",
+        None,
+        4,
+    ):
         moved = to_device(batch, "meta")
         assert type(moved) is type(batch)
     moved = to_device({"x": [Pair(tensor, (tensor, 1))]}, "meta")

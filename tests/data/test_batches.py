@@ -10,7 +10,8 @@ from samestep.data.plan import GroupedPlan, ShuffledPlan
 from samestep.errors import LoaderError
 from samestep.step.tree import carried
 
-forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # that of loader processes, from Python 3.12 on
+# that of loader processes, from Python 3.12 on
+forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 LANES = 5
 
 
@@ -27,7 +28,12 @@ class Broken:
 
 
 def every_step(plan, epochs, start=(0, 0)):
-    return [(epoch, step) for epoch in range(epochs) for step in range(plan.steps_per_epoch) if (epoch, step) >= start]
+    return [
+        (epoch, step)
+        for epoch in range(epochs)
+        for step in range(plan.steps_per_epoch)
+        if (epoch, step) >= start
+    ]
 
 
 def batches_of(plan, lanes, positions, *, dataset=None, loader_workers=0):
@@ -46,12 +52,20 @@ def batches_of(plan, lanes, positions, *, dataset=None, loader_workers=0):
 def lane_batches(plan, lanes, positions, loader_workers=0):
     """Return what each position and lane got."""
     batches = batches_of(plan, lanes, positions, loader_workers=loader_workers)
-    return {(*position, lane): data for position, batch in zip(positions, batches, strict=True) for lane, data in batch.lane_batches()}
+    return {
+        (*position, lane): data
+        for position, batch in zip(positions, batches, strict=True)
+        for lane, data in batch.lane_batches()
+    }
 
 
 @pytest.mark.parametrize(
     "plan",
-    [ShuffledPlan(23, 8, LANES, 1), ShuffledPlan(3, 2, LANES, 1), GroupedPlan([index % 3 for index in range(14)], 14, 7, LANES, 1)],
+    [
+        ShuffledPlan(23, 8, LANES, 1),
+        ShuffledPlan(3, 2, LANES, 1),
+        GroupedPlan([index % 3 for index in range(14)], 14, 7, LANES, 1),
+    ],
     ids=["short last batch", "fewer samples than lanes", "grouped"],
 )
 @forks
@@ -59,14 +73,24 @@ def test_a_lane_batch_does_not_depend_on_workers_loaders_or_where_the_loop_began
     positions = every_step(plan, epochs=2)
     whole = lane_batches(plan, range(LANES), positions)
     for epoch in (0, 1):
-        used = [index for (of_epoch, *_), data in whole.items() for index, _ in data if of_epoch == epoch]
+        used = [
+            index
+            for (of_epoch, *_), data in whole.items()
+            for index, _ in data
+            if of_epoch == epoch
+        ]
         assert sorted(used) == list(range(plan.size))
     assert len({draw for data in whole.values() for _, draw in data}) == 2 * plan.size
     for loader_workers in (0, 2):
-        parts = [lane_batches(plan, carried(rank, 3, LANES), positions, loader_workers) for rank in range(3)]
+        parts = [
+            lane_batches(plan, carried(rank, 3, LANES), positions, loader_workers)
+            for rank in range(3)
+        ]
         assert {key: data for part in parts for key, data in part.items()} == whole
     for start in positions[1:]:
-        rest = lane_batches(plan, range(LANES), [position for position in positions if position >= start])
+        rest = lane_batches(
+            plan, range(LANES), [position for position in positions if position >= start]
+        )
         assert rest == {key: data for key, data in whole.items() if key[:2] >= start}
 
 
@@ -75,7 +99,9 @@ def test_lanes_that_nobody_iterates_shift_nothing():
     positions = every_step(plan, epochs=1)
     whole = lane_batches(plan, range(LANES), positions)
     for take in range(LANES):
-        for (epoch, step), batch in zip(positions, batches_of(plan, range(LANES), positions), strict=True):
+        for (epoch, step), batch in zip(
+            positions, batches_of(plan, range(LANES), positions), strict=True
+        ):
             assert (batch.epoch, list(batch.counts)) == (epoch, plan.counts(epoch, step))
             some = [data for _, data in zip(range(take), batch, strict=False)]
             assert some == [whole[epoch, step, lane] for lane in range(take)]
@@ -85,10 +111,17 @@ def test_lanes_that_nobody_iterates_shift_nothing():
 @pytest.mark.parametrize("loader_workers", [0, 2])
 def test_an_error_names_step_lane_and_samples(loader_workers):
     plan = ShuffledPlan(20, 6, 3, 1)
-    (where,) = [(step, lane) for _, step in every_step(plan, 1) for lane in range(3) if 17 in plan.indices(0, step, lane)]
+    (where,) = [
+        (step, lane)
+        for _, step in every_step(plan, 1)
+        for lane in range(3)
+        if 17 in plan.indices(0, step, lane)
+    ]
     indices = ", ".join(map(str, plan.indices(0, *where)))
     expected = rf"lane {where[1]} of step {where[0]} in epoch 0 failed: OSError: truncated\nsample indices \[{indices}\]"
-    batches = batches_of(plan, range(3), every_step(plan, 1), dataset=Broken(), loader_workers=loader_workers)
+    batches = batches_of(
+        plan, range(3), every_step(plan, 1), dataset=Broken(), loader_workers=loader_workers
+    )
     with pytest.raises(LoaderError, match=expected):
         deque(map(list, batches))
 

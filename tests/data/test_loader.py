@@ -1,4 +1,3 @@
-# ruff: noqa: NPY002  user code draws from NumPy's global generator
 from __future__ import annotations
 
 import gc
@@ -21,7 +20,8 @@ from samestep.errors import LoaderError
 from tests.launch.processes import end_soon
 from tests.workers import run_workers
 
-forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # that of loader processes, from Python 3.12 on
+# that of loader processes, from Python 3.12 on
+forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
 class Augmented:
@@ -31,7 +31,12 @@ class Augmented:
         return 100
 
     def __getitem__(self, index):
-        return {"index": index, "draws": torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)}
+        return {
+            "index": index,
+            "draws": torch.tensor(
+                [random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64
+            ),
+        }
 
 
 class InOneGo(Augmented):
@@ -68,11 +73,22 @@ class TooFew(Broken):
 
 
 def requests_of(*batches):
-    return [Request(f"request {number}", indices, 1000 + number) for number, indices in enumerate(batches)]
+    return [
+        Request(f"request {number}", indices, 1000 + number)
+        for number, indices in enumerate(batches)
+    ]
 
 
 def loaded(dataset, requests, loader_workers, collate_fn=None):
-    return list(load(dataset, requests, collate_fn=collate_fn, loader_workers=loader_workers, pin_memory=False))
+    return list(
+        load(
+            dataset,
+            requests,
+            collate_fn=collate_fn,
+            loader_workers=loader_workers,
+            pin_memory=False,
+        )
+    )
 
 
 def raise_too_many():
@@ -90,9 +106,13 @@ def test_batches_and_their_random_numbers_do_not_depend_on_who_loads_them():
 
     torch.manual_seed(1)
     expected = loaded(Augmented(), requests, 0, collate)
-    assert [[sample[0] for sample in batch] for batch in expected] == [list(request.indices) for request in requests]
+    assert [[sample[0] for sample in batch] for batch in expected] == [
+        list(request.indices) for request in requests
+    ]
     assert calls == [3, 1, 4, 0, 2]
-    assert len({number for batch in expected for sample in batch for number in sample[1:]}) == 4 * 10
+    assert (
+        len({number for batch in expected for sample in batch for number in sample[1:]}) == 4 * 10
+    )
     for dataset in (Augmented(), InOneGo()):
         for loader_workers in (0, 2):
             torch.rand(7), random.random(), np.random.rand()  # user code draws as it likes
@@ -125,11 +145,18 @@ def assert_same_batches(dataset, indices):
 
 @given(
     shape=st.lists(st.integers(1, 3), max_size=4),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]),
+    dtype=st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+    ),
     indices=st.lists(st.integers(0, 6), min_size=1, max_size=9),
 )
 def test_tensors_are_indexed_as_a_whole_with_the_same_result(shape, dtype, indices):
-    tensor = torch.arange(7 * 3 ** len(shape)).reshape(7, *[3] * len(shape))[(slice(None), *map(slice, shape))].contiguous().to(dtype)
+    tensor = (
+        torch.arange(7 * 3 ** len(shape))
+        .reshape(7, *[3] * len(shape))[(slice(None), *map(slice, shape))]
+        .contiguous()
+        .to(dtype)
+    )
     assert_same_batches(TensorDataset(tensor, torch.arange(7)), indices)
 
 
@@ -142,7 +169,11 @@ def test_tensors_are_not_looked_up_one_by_one(monkeypatch):
 
 def test_tensors_of_other_layouts_are_collated_as_they_were():
     plain, images = torch.rand(6, 4), torch.rand(6, 3, 4, 4)
-    for tensor in (plain.T.contiguous().T, images.to(memory_format=torch.channels_last), plain.expand(2, 6, 4)[0]):
+    for tensor in (
+        plain.T.contiguous().T,
+        images.to(memory_format=torch.channels_last),
+        plain.expand(2, 6, 4)[0],
+    ):
         assert_same_batches(TensorDataset(tensor, torch.arange(6)), [4, 0, 4])
     (batch,) = loaded(TensorDataset(plain.clone().requires_grad_()), requests_of([1, 2]), 0)
     assert batch[0].requires_grad
@@ -162,8 +193,13 @@ def test_tensors_come_from_loader_processes_and_through_a_collate_function_too()
 def test_lists_of_objects_give_loader_processes_what_they_give_others():
     records = [{"path": f"{index}.png", "label": index} for index in range(50)]
     requests = requests_of([3, 1], [49, 0, 7])
-    assert loaded(records, requests, 2, collate_fn=list) == loaded(records, requests, 0, collate_fn=list)
-    assert loaded(tuple(records), requests, 2, collate_fn=list) == [[records[3], records[1]], [records[49], records[0], records[7]]]
+    assert loaded(records, requests, 2, collate_fn=list) == loaded(
+        records, requests, 0, collate_fn=list
+    )
+    assert loaded(tuple(records), requests, 2, collate_fn=list) == [
+        [records[3], records[1]],
+        [records[49], records[0], records[7]],
+    ]
 
 
 class FrozenObjects(Broken):
@@ -181,8 +217,13 @@ def test_the_garbage_collector_of_a_loader_process_leaves_alone_what_was_there()
 @forks
 def test_loader_processes_are_as_many_requests_ahead_as_is_asked_for():
     taken = []
-    requests = (taken.append(request) or request for request in requests_of(*[[index] for index in range(60)]))
-    batches = load(Broken(None), requests, collate_fn=None, loader_workers=2, pin_memory=False, ahead=13)
+    requests = (
+        taken.append(request) or request
+        for request in requests_of(*[[index] for index in range(60)])
+    )
+    batches = load(
+        Broken(None), requests, collate_fn=None, loader_workers=2, pin_memory=False, ahead=13
+    )
     next(batches)
     batches.close()
     assert 13 <= len(taken) <= 16
@@ -200,13 +241,22 @@ def test_an_error_says_where_and_what(loader_workers):
         (TooFew(None), "DataError: __getitems__ returned 2 samples for 3 indices", "in _samples"),
     ]
     for dataset, error, line in failures:
-        batches = load(dataset, requests_of([1, 2], [12, 13, 14]), collate_fn=None, loader_workers=loader_workers, pin_memory=False)
+        batches = load(
+            dataset,
+            requests_of([1, 2], [12, 13, 14]),
+            collate_fn=None,
+            loader_workers=loader_workers,
+            pin_memory=False,
+        )
         next(batches)
         with pytest.raises(LoaderError) as caught:
             next(batches)
         for expected in ("loading request 1 failed", error, "sample indices [12, 13, 14]", line):
             assert expected in str(caught.value)
-    with pytest.raises(LoaderError, match=r"loading request 0 failed: ValueError: no\nsample indices \[0, 1, .*, 15, …\]"):
+    with pytest.raises(
+        LoaderError,
+        match=r"loading request 0 failed: ValueError: no\nsample indices \[0, 1, .*, 15, …\]",
+    ):
         loaded(Augmented(), requests_of(range(40)), loader_workers, refuse)
 
 
@@ -215,7 +265,9 @@ def refuse(samples):
 
 
 @pytest.mark.parametrize(
-    ("end", "from_outside"), [(lambda: os._exit(0), False), (lambda: os.kill(os.getpid(), signal.SIGKILL), True)], ids=["exit", "kill"]
+    ("end", "from_outside"),
+    [(lambda: os._exit(0), False), (lambda: os.kill(os.getpid(), signal.SIGKILL), True)],
+    ids=["exit", "kill"],
 )
 @forks
 def test_a_loader_process_that_dies_is_an_error_within_seconds(end, from_outside):
@@ -229,7 +281,13 @@ def test_a_loader_process_that_dies_is_an_error_within_seconds(end, from_outside
 @forks
 def test_a_dead_loader_process_is_told_by_the_next_batch_and_never_in_between():
     """An error in the middle of user code, or of an exchange with other workers, would be taken for theirs."""
-    batches = load(Broken(None), requests_of(*[[index] for index in range(12)]), collate_fn=None, loader_workers=2, pin_memory=False)
+    batches = load(
+        Broken(None),
+        requests_of(*[[index] for index in range(12)]),
+        collate_fn=None,
+        loader_workers=2,
+        pin_memory=False,
+    )
     process = int(next(batches)[0, 1])
     os.kill(process, signal.SIGKILL)
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
@@ -247,7 +305,13 @@ def test_a_signal_to_all_processes_of_a_job_leaves_its_loader_processes_alone():
         received = []
         for number in STOPPING:
             signal.signal(number, lambda number, _: received.append(number))
-        batches = load(Broken(None), requests_of(*[[index] for index in range(13)]), collate_fn=None, loader_workers=2, pin_memory=False)
+        batches = load(
+            Broken(None),
+            requests_of(*[[index] for index in range(13)]),
+            collate_fn=None,
+            loader_workers=2,
+            pin_memory=False,
+        )
         first = next(batches)
         for number in STOPPING:
             os.killpg(0, number)
@@ -261,14 +325,20 @@ def test_a_signal_in_the_first_moment_of_a_loader_process_is_ignored_and_its_par
     def body():
         parent, received = os.getpid(), []
         for number in STOPPING:
-            signal.signal(number, lambda number, _: received.append(number) if os.getpid() == parent else os._exit(1))
+            signal.signal(
+                number,
+                lambda number, _: received.append(number) if os.getpid() == parent else os._exit(1),
+            )
 
         def signal_all():
             for number in STOPPING:
                 os.kill(os.getpid(), number)
 
         os.register_at_fork(before=signal_all, after_in_child=signal_all)
-        assert [int(batch[0, 0]) for batch in loaded(Broken(None), requests_of(*[[index] for index in range(9)]), 2)] == list(range(9))
+        assert [
+            int(batch[0, 0])
+            for batch in loaded(Broken(None), requests_of(*[[index] for index in range(9)]), 2)
+        ] == list(range(9))
         assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
         return set(received)
 
@@ -284,7 +354,13 @@ class Endless(Broken):
 
 def begin_endless_loading():
     """Return an iterator whose two loader processes never end by themselves, and their process ids."""
-    batches = load(Endless(None), requests_of(*[[index] for index in range(4)]), collate_fn=None, loader_workers=2, pin_memory=False)
+    batches = load(
+        Endless(None),
+        requests_of(*[[index] for index in range(4)]),
+        collate_fn=None,
+        loader_workers=2,
+        pin_memory=False,
+    )
     return batches, [int(next(batches)[0, 1]) for _ in range(2)]
 
 
@@ -311,4 +387,6 @@ KEPT = []
 
 @forks
 def test_loader_processes_do_not_outlast_a_process_that_ends_with_its_loop_half_way():
-    assert end_soon(run_workers(lambda: KEPT.append(begin_endless_loading()) or KEPT[0][1], 1, timeout=20.0)[0])
+    assert end_soon(
+        run_workers(lambda: KEPT.append(begin_endless_loading()) or KEPT[0][1], 1, timeout=20.0)[0]
+    )

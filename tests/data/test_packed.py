@@ -11,21 +11,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.data.loader import Request, load
-from samestep.data.packed import Packed, packed_where_it_pays
+from samestep.data.packed import PackedList, packed_where_it_pays
 from samestep.errors import DataError
 
-forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # that of loader processes, from Python 3.12 on
+# that of loader processes, from Python 3.12 on
+forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda values: st.lists(values) | st.dictionaries(st.text(), values) | st.tuples(values, values),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda values: (
+        st.lists(values) | st.dictionaries(st.text(), values) | st.tuples(values, values)
+    ),
     max_leaves=6,
 )
 
 
 @given(items=st.lists(VALUES, max_size=10), index=st.integers(-12, 12), cut=st.slices(10))
 def test_it_reads_as_the_list_does(items, index, cut):
-    packed = Packed(iter(items))
+    packed = PackedList(iter(items))
     assert list(packed) == items
     assert len(packed) == len(items)
     assert packed[cut] == items[cut]
@@ -40,7 +48,7 @@ def test_it_reads_as_the_list_does(items, index, cut):
 
 def test_an_item_is_made_anew_and_shares_nothing():
     items = [{"label": [1]}] * 2
-    packed = Packed(items)
+    packed = PackedList(items)
     packed[0]["label"].append(2)
     items[1]["label"].append(3)
     assert list(packed) == [{"label": [1]}] * 2
@@ -48,23 +56,26 @@ def test_an_item_is_made_anew_and_shares_nothing():
 
 def test_objects_and_arrays_are_packed():
     items = [Path("a/b"), np.arange(3), np.float32(2)]
-    path, values, number = Packed(items)
+    path, values, number = PackedList(items)
     assert (path, values.tolist(), number) == (Path("a/b"), [0, 1, 2], 2)
     assert values.flags.writeable
 
 
 def test_what_cannot_be_packed_is_named():
-    with pytest.raises(DataError, match=r"item 1, tuple, cannot be packed: TypeError: a tensor would be copied whole"):
-        Packed([0, (torch.zeros(2), 1)])
+    with pytest.raises(
+        DataError,
+        match=r"item 1, tuple, cannot be packed: TypeError: a tensor would be copied whole",
+    ):
+        PackedList([0, (torch.zeros(2), 1)])
     with pytest.raises(DataError, match="item 2, function, cannot be packed: "):
-        Packed([0, 1, lambda: None])
+        PackedList([0, 1, lambda: None])
 
 
 def test_only_lists_of_small_objects_are_packed_by_themselves():
     records = [{"path": str(number)} for number in range(1000)]
     for dataset in (records, tuple(records)):
         packed = packed_where_it_pays(dataset)
-        assert isinstance(packed, Packed)
+        assert isinstance(packed, PackedList)
         assert list(packed) == records
 
     class Own(list):
@@ -94,12 +105,24 @@ def growth(dataset, objects, epochs):
     """Return by how many bytes the private memory of two loader processes grows from the first batch on."""
 
     def private_bytes():
-        rollups = [Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines() for process in active_children()]
+        rollups = [
+            Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+            for process in active_children()
+        ]
         assert len(rollups) == 2
-        return sum(int(line.split()[1]) * 1024 for lines in rollups for line in lines if line.startswith("Private_"))
+        return sum(
+            int(line.split()[1]) * 1024
+            for lines in rollups
+            for line in lines
+            if line.startswith("Private_")
+        )
 
     batch = 1000
-    requests = [Request(f"batch at {start}", range(start, start + batch), 0) for _ in range(epochs) for start in range(0, objects, batch)]
+    requests = [
+        Request(f"batch at {start}", range(start, start + batch), 0)
+        for _ in range(epochs)
+        for start in range(0, objects, batch)
+    ]
     batches = load(dataset, requests, collate_fn=sum, loader_workers=2, pin_memory=False)
     next(batches)
     first = private_bytes()
@@ -113,8 +136,10 @@ def growth(dataset, objects, epochs):
 @forks
 def test_loader_processes_do_not_come_to_own_a_packed_list():
     objects = 100_000
-    records = [{"path": f"images/class{number % 100}/image{number:08}.jpg"} for number in range(objects)]
+    records = [
+        {"path": f"images/class{number % 100}/image{number:08}.jpg"} for number in range(objects)
+    ]
     plain = growth(Records(records), objects, epochs=3)
-    packed = growth(Records(Packed(records)), objects, epochs=3)
+    packed = growth(Records(PackedList(records)), objects, epochs=3)
     assert plain > 8 * 2**20
     assert packed < plain / 8

@@ -13,14 +13,17 @@ from samestep.data.permutation import BLOCK, BLOCKS_KEPT, TABULATED, Permutation
 from samestep.data.seeds import key
 from samestep.errors import DataError
 
-KEYS = [key(7, "epoch", epoch) for epoch in range(4000)]  # fixed, so that a statistic is the same in every run
+# fixed, so that a statistic is the same in every run
+KEYS = [key(7, "epoch", epoch) for epoch in range(4000)]
 Z = 4.75  # a standard normal variable exceeds this once in a million
 
 
 def chi_square_bounds(freedom):
     """Return values that a chi-square variable leaves once in a million each (Wilson and Hilferty, PNAS 1931)."""
     spread = 2 / (9 * freedom)
-    return freedom * max(0.0, 1 - spread - Z * spread**0.5) ** 3, freedom * (1 - spread + Z * spread**0.5) ** 3
+    return freedom * max(0.0, 1 - spread - Z * spread**0.5) ** 3, freedom * (
+        1 - spread + Z * spread**0.5
+    ) ** 3
 
 
 def assert_uniform(counts, freedom, variance_factor=1.0):
@@ -28,13 +31,17 @@ def assert_uniform(counts, freedom, variance_factor=1.0):
     expected = counts.sum() / counts.size
     statistic = variance_factor * float(((counts - expected) ** 2 / expected).sum())
     low, high = chi_square_bounds(freedom)
-    assert low <= statistic <= high, f"chi-square {statistic:.1f} is outside {low:.1f} to {high:.1f} at {freedom} degrees of freedom"
+    assert low <= statistic <= high, (
+        f"chi-square {statistic:.1f} is outside {low:.1f} to {high:.1f} at {freedom} degrees of freedom"
+    )
 
 
 @functools.cache
 def orders(size):
     """Return the whole permutation of each key: [keys, size]."""
-    return np.stack([Permutation(size, permutation_key)[np.arange(size)] for permutation_key in KEYS])
+    return np.stack(
+        [Permutation(size, permutation_key)[np.arange(size)] for permutation_key in KEYS]
+    )
 
 
 def in_bins(values, size, bins):
@@ -56,7 +63,11 @@ def test_any_size_and_key_give_a_bijection(size, permutation_key):
 @pytest.mark.parametrize("size", [10**9, 10**12, 2**62])
 def test_huge_sizes_are_injective_within_range_and_take_no_memory(size):
     rng = np.random.default_rng(size)
-    positions = np.unique(np.concatenate([rng.integers(0, size, 50_000), np.arange(1000), np.arange(size - 1000, size)]))
+    positions = np.unique(
+        np.concatenate(
+            [rng.integers(0, size, 50_000), np.arange(1000), np.arange(size - 1000, size)]
+        )
+    )
     tracemalloc.start()
     values = Permutation(size, 11)[positions]
     _, peak_bytes = tracemalloc.get_traced_memory()
@@ -72,7 +83,9 @@ def test_huge_sizes_are_injective_within_range_and_take_no_memory(size):
 def test_positions_may_come_in_any_shape_and_order(size, data):
     permutation = Permutation(size, 3)
     whole = permutation[np.arange(size)]
-    positions = np.asarray(data.draw(st.lists(st.integers(0, size - 1), max_size=12)), dtype=np.int64)
+    positions = np.asarray(
+        data.draw(st.lists(st.integers(0, size - 1), max_size=12)), dtype=np.int64
+    )
     shaped = positions[: len(positions) // 2 * 2].reshape(2, -1)
     assert np.array_equal(permutation[positions], whole[positions])
     assert np.array_equal(permutation[list(positions)], whole[positions])
@@ -94,7 +107,11 @@ def test_a_span_is_what_its_positions_are(size, permutation_key, data):
     permutation, single = Permutation(size, permutation_key), Permutation(size, permutation_key)
     for _ in range(4):
         start = data.draw(st.one_of(st.integers(0, size), st.integers(max(0, size - 3), size)))
-        stop = min(size, start + data.draw(st.one_of(st.integers(0, 300), st.integers(BLOCK - 1, 2 * BLOCK + 1))))
+        stop = min(
+            size,
+            start
+            + data.draw(st.one_of(st.integers(0, 300), st.integers(BLOCK - 1, 2 * BLOCK + 1))),
+        )
         values = permutation.span(start, stop)
         assert values.dtype == np.int64
         assert np.array_equal(values, single[np.arange(start, stop)])
@@ -103,7 +120,11 @@ def test_a_span_is_what_its_positions_are(size, permutation_key, data):
 def evaluations(monkeypatch):
     """Return the list of what will be evaluated: the first position of each call."""
     found, evaluate = [], Permutation._evaluate
-    monkeypatch.setattr(Permutation, "_evaluate", lambda self, x, rounds: found.append(int(x[0])) or evaluate(self, x, rounds))
+    monkeypatch.setattr(
+        Permutation,
+        "_evaluate",
+        lambda self, x, rounds: found.append(int(x[0])) or evaluate(self, x, rounds),
+    )
     return found
 
 
@@ -139,7 +160,9 @@ def test_what_is_outside_is_refused():
         with pytest.raises(IndexError, match="of a permutation of 10 items"):
             permutation[outside]
     for start, stop in ((-1, 3), (0, 11), (5, 4), (11, 12)):
-        with pytest.raises(IndexError, match=f"positions {start} to {stop - 1} of a permutation of 10 items"):
+        with pytest.raises(
+            IndexError, match=f"positions {start} to {stop - 1} of a permutation of 10 items"
+        ):
             permutation.span(start, stop)
     for size in (0, -1, 2**62 + 1):
         with pytest.raises(DataError, match=f"a permutation of {size} items"):

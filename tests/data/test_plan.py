@@ -18,7 +18,10 @@ SEEDS = st.integers(0, 2**63 - 1)
 
 def lane_batches(plan, epoch):
     """Return the sample indices of every lane of every step: [steps][lanes]."""
-    return [[plan.indices(epoch, step, lane).tolist() for lane in range(plan.lanes)] for step in range(plan.steps_per_epoch)]
+    return [
+        [plan.indices(epoch, step, lane).tolist() for lane in range(plan.lanes)]
+        for step in range(plan.steps_per_epoch)
+    ]
 
 
 def samples(batches):
@@ -31,17 +34,30 @@ def assert_pure(plan, again, batches, epoch):
         again.indices(epoch + 1, 0, 0)
         for lane in reversed(range(plan.lanes)):
             assert again.indices(epoch, step, lane).tolist() == batches[step][lane]
-        assert again.counts(epoch, step) == plan.counts(epoch, step) == [len(lane) for lane in batches[step]]
+        assert (
+            again.counts(epoch, step)
+            == plan.counts(epoch, step)
+            == [len(lane) for lane in batches[step]]
+        )
 
 
-@given(size=SIZES, batch_size=SIZES, lanes=LANES, seed=SEEDS, epoch=st.integers(0, 2**40), shuffle=st.booleans())
+@given(
+    size=SIZES,
+    batch_size=SIZES,
+    lanes=LANES,
+    seed=SEEDS,
+    epoch=st.integers(0, 2**40),
+    shuffle=st.booleans(),
+)
 def test_every_sample_is_used_once_an_epoch(size, batch_size, lanes, seed, epoch, shuffle):
     plan = ShuffledPlan(size, batch_size, lanes, seed, shuffle=shuffle)
     batches = lane_batches(plan, epoch)
     assert sorted(samples(batches)) == list(range(size))
     assert shuffle or samples(batches) == list(range(size))
     sizes = [sum(map(len, step)) for step in batches]
-    assert sizes == [batch_size] * (size // batch_size) + [size % batch_size] * (size % batch_size > 0)
+    assert sizes == [batch_size] * (size // batch_size) + [size % batch_size] * (
+        size % batch_size > 0
+    )
     for step in batches:
         assert max(map(len, step)) - min(map(len, step)) <= 1
     assert_pure(plan, ShuffledPlan(size, batch_size, lanes, seed, shuffle=shuffle), batches, epoch)
@@ -50,22 +66,32 @@ def test_every_sample_is_used_once_an_epoch(size, batch_size, lanes, seed, epoch
 @given(size=SIZES, batch_size=SIZES, lanes=LANES, seed=SEEDS)
 def test_batches_do_not_depend_on_the_number_of_lanes(size, batch_size, lanes, seed):
     """Lanes cut a global batch and choose nothing."""
-    cut, whole = (lane_batches(ShuffledPlan(size, batch_size, n, seed), epoch=3) for n in (lanes, 1))
+    cut, whole = (
+        lane_batches(ShuffledPlan(size, batch_size, n, seed), epoch=3) for n in (lanes, 1)
+    )
     assert [list(chain(*step)) for step in cut] == [list(chain(*step)) for step in whole]
 
 
 @given(size=SIZES, batch_size=SIZES, lanes=LANES, seed=SEEDS)
 def test_drop_last_leaves_out_the_short_batch_and_nothing_else(size, batch_size, lanes, seed):
     if batch_size > size:
-        with pytest.raises(ConfigError, match=f"batch_size={batch_size} with drop_last leaves none of {size} samples"):
+        with pytest.raises(
+            ConfigError,
+            match=f"batch_size={batch_size} with drop_last leaves none of {size} samples",
+        ):
             ShuffledPlan(size, batch_size, lanes, seed, drop_last=True)
         return
-    dropped, kept = (lane_batches(ShuffledPlan(size, batch_size, lanes, seed, drop_last=drop_last), epoch=0) for drop_last in (True, False))
+    dropped, kept = (
+        lane_batches(ShuffledPlan(size, batch_size, lanes, seed, drop_last=drop_last), epoch=0)
+        for drop_last in (True, False)
+    )
     assert dropped == kept[: size // batch_size]
 
 
 @given(st.data(), SIZES, LANES, SEEDS, st.booleans())
-def test_grouped_lane_batches_hold_one_group_and_every_sample_once(data, batch_size, lanes, seed, shuffle):
+def test_grouped_lane_batches_hold_one_group_and_every_sample_once(
+    data, batch_size, lanes, seed, shuffle
+):
     labels = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=120))
     plan = GroupedPlan(labels, len(labels), batch_size, lanes, seed, shuffle=shuffle)
     batches = lane_batches(plan, 4)
@@ -75,17 +101,35 @@ def test_grouped_lane_batches_hold_one_group_and_every_sample_once(data, batch_s
         for lane in step:
             assert len({labels[index] for index in lane}) <= 1
             assert len(lane) <= -(-batch_size // lanes)
-    assert_pure(plan, GroupedPlan(labels, len(labels), batch_size, lanes, seed, shuffle=shuffle), batches, 4)
+    assert_pure(
+        plan, GroupedPlan(labels, len(labels), batch_size, lanes, seed, shuffle=shuffle), batches, 4
+    )
 
 
 def test_other_epochs_and_seeds_have_other_orders():
     def orders(make):
-        return {tuple(samples(lane_batches(make(seed), epoch))) for seed in range(10) for epoch in range(10)}
+        return {
+            tuple(samples(lane_batches(make(seed), epoch)))
+            for seed in range(10)
+            for epoch in range(10)
+        }
 
     assert len(orders(lambda seed: ShuffledPlan(30, 4, 2, seed))) == 100
-    assert len(orders(lambda seed: GroupedPlan([index % 3 for index in range(30)], 30, 4, 2, seed))) == 100
+    assert (
+        len(orders(lambda seed: GroupedPlan([index % 3 for index in range(30)], 30, 4, 2, seed)))
+        == 100
+    )
     assert len(orders(lambda seed: ShuffledPlan(30, 4, 2, seed, shuffle=False))) == 1
-    assert len(orders(lambda seed: GroupedPlan([index % 3 for index in range(30)], 30, 4, 2, seed, shuffle=False))) == 1
+    assert (
+        len(
+            orders(
+                lambda seed: GroupedPlan(
+                    [index % 3 for index in range(30)], 30, 4, 2, seed, shuffle=False
+                )
+            )
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +159,9 @@ def test_counts_may_be_written_to():
 
 def test_a_plan_of_any_size_takes_no_memory():
     plan = ShuffledPlan(10**12, 4096, 8, seed=1)
-    indices = np.concatenate([plan.indices(0, step, lane) for step in (0, plan.steps_per_epoch - 1) for lane in range(8)])
+    indices = np.concatenate(
+        [plan.indices(0, step, lane) for step in (0, plan.steps_per_epoch - 1) for lane in range(8)]
+    )
     assert len(set(indices.tolist())) == len(indices)
     assert plan.counts(0, 5) == [512] * 8
 
@@ -134,20 +180,31 @@ def test_group_by_takes_what_users_have():
         "function": labels.__getitem__,
         "function that returns tensors": tensor.__getitem__,
     }
-    plans = {name: lane_batches(GroupedPlan(group_by, len(labels), 4, 2, seed=0), epoch=0) for name, group_by in given_as.items()}
+    plans = {
+        name: lane_batches(GroupedPlan(group_by, len(labels), 4, 2, seed=0), epoch=0)
+        for name, group_by in given_as.items()
+    }
     assert plans == dict.fromkeys(given_as, plans["list"])
 
 
 def test_what_cannot_be_used_is_refused():
     for batch_size in (0, -1, True, 2.0, "8"):
-        for make in (lambda b: ShuffledPlan(10, b, 2, 0), lambda b: GroupedPlan([0] * 10, 10, b, 2, 0)):
+        for make in (
+            lambda b: ShuffledPlan(10, b, 2, 0),
+            lambda b: GroupedPlan([0] * 10, 10, b, 2, 0),
+        ):
             with pytest.raises(ConfigError, match=f"batch_size={batch_size!r} was given"):
                 make(batch_size)
     with pytest.raises(DataError, match="the data set has no samples"):
         ShuffledPlan(0, 4, 2, 0)
     with pytest.raises(DataError, match="group_by has 3 entries for 4 samples"):
         GroupedPlan([0, 1, 0], 4, 4, 2, 0)
-    for useless in ([[1], [2], [1], [2]], torch.ones(4, 2), lambda index: [index], lambda index: ([index],)):
+    for useless in (
+        [[1], [2], [1], [2]],
+        torch.ones(4, 2),
+        lambda index: [index],
+        lambda index: ([index],),
+    ):
         with pytest.raises(DataError, match=r"group_by gives .* for sample 0"):
             GroupedPlan(useless, 4, 4, 2, 0)
 

@@ -1,4 +1,3 @@
-# ruff: noqa: NPY002  user code draws from NumPy's global generator
 from __future__ import annotations
 
 import itertools
@@ -17,7 +16,13 @@ WORDS = st.text(st.characters(blacklist_characters=","), max_size=5)
 
 def draws():
     """Draw from every generator that user code may draw from."""
-    return random.random(), random.randrange(10**9), np.random.rand(), np.random.permutation(9).tolist(), torch.rand(5).tolist()
+    return (
+        random.random(),
+        random.randrange(10**9),
+        np.random.rand(),
+        np.random.permutation(9).tolist(),
+        torch.rand(5).tolist(),
+    )
 
 
 @given(st.integers(0, 2**63 - 1))
@@ -103,7 +108,12 @@ def test_half_a_pair_of_normal_variables_is_put_back_too():
     assert after(disturb) == after(lambda: None)
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**63 - 1), WORDS, st.lists(st.integers(0, 2**40), max_size=4)), max_size=20))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**63 - 1), WORDS, st.lists(st.integers(0, 2**40), max_size=4)),
+        max_size=20,
+    )
+)
 def test_different_arguments_give_different_keys(calls):
     distinct = {(seed, scope, *numbers) for seed, scope, numbers in calls}
     keys = {key(*arguments) for arguments in distinct}

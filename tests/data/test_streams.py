@@ -1,4 +1,3 @@
-# ruff: noqa: NPY002  user code draws from NumPy's global generator
 from __future__ import annotations
 
 import itertools
@@ -101,12 +100,17 @@ def test_streams_leave_the_generators_alone(source):
 def test_a_stream_that_ends_is_an_error():
     stream = LaneStream(lambda lane: [lane] * 3, "frames", 2, seed=0)
     assert items(stream, 3) == [2, 2, 2]
-    with pytest.raises(DataError, match="stream 'frames' of lane 2 ended after 3 items; expected an endless one"):
+    with pytest.raises(
+        DataError, match="stream 'frames' of lane 2 ended after 3 items; expected an endless one"
+    ):
         next(stream)
 
 
 def test_batches_take_an_item_of_each_lane_a_step():
-    streams = {lane: LaneStream(lambda lane: itertools.count(100 * lane), "numbers", lane, seed=0) for lane in (2, 3)}
+    streams = {
+        lane: LaneStream(lambda lane: itertools.count(100 * lane), "numbers", lane, seed=0)
+        for lane in (2, 3)
+    }
     taken = []
     for batch in itertools.islice(stream_batches(streams, range(2, 4)), 4):
         assert batch.counts is None
@@ -120,12 +124,18 @@ def test_batches_end_after_their_steps_and_take_no_item_more():
     assert next(streams[0]) == 3
 
 
-@pytest.mark.parametrize(("steps", "done", "left"), [(None, 7, None), (5, 0, 5), (5, 3, 2), (5, 5, 0), (5, 7, 0), (0, 0, 0)])
+@pytest.mark.parametrize(
+    ("steps", "done", "left"),
+    [(None, 7, None), (5, 0, 5), (5, 3, 2), (5, 5, 0), (5, 7, 0), (0, 0, 0)],
+)
 def test_steps_count_those_that_were_made(steps, done, left):
     assert steps_left(steps, done) == left
 
 
 @pytest.mark.parametrize("steps", [-1, 2.0, "3", True])
 def test_steps_are_a_whole_number(steps):
-    with pytest.raises(ConfigError, match=f"steps={steps!r} was given; expected a whole number of at least 0, or None"):
+    with pytest.raises(
+        ConfigError,
+        match=f"steps={steps!r} was given; expected a whole number of at least 0, or None",
+    ):
         steps_left(steps, 0)

@@ -2,16 +2,17 @@
 
 A comment that no reader sees may stand on the line before a block:
 
-    <!-- test: in a run -->         python: inside `with samestep.init() as run`, with a model and an optimizer (see given.py)
-    <!-- test: in a step -->        python: in the body of a loop, with a batch
-    <!-- test: file train.py -->    python: not run, but written to a file, which commands of the page run
-    <!-- test: run -->              sh: its commands are run; without this their arguments are only parsed
-    <!-- test: run, status 1 -->    sh: and each ends with that exit status
-    <!-- test: printed -->          text: exactly what the block before it printed, where ... stands for anything
-    <!-- test: not run: REASON -->  the reason is frozen in test_pages.py
+    <!-- test: in a run -->         python: inside `with samestep.init() as run`, with a model and
+    an optimizer (see given.py) <!-- test: in a step -->        python: in the body of a loop, with
+    a batch <!-- test: file train.py -->    python: not run, but written to a file, which commands
+    of the page run <!-- test: run -->              sh: its commands are run; without this their
+    arguments are only parsed <!-- test: run, status 1 -->    sh: and each ends with that exit
+    status <!-- test: printed -->          text: exactly what the block before it printed, where ...
+    stands for anything <!-- test: not run: REASON -->  the reason is frozen in test_pages.py
 
-Python without a comment is run. All blocks of a page share their names, from the first to the last, as well as a folder.
-A hidden block, `<!-- test: setup`, Python, `-->`, prepares what a reader has already.
+Python without a comment is run. All blocks of a page share their names, from the first to the last,
+as well as a folder. A hidden block, `<!-- test: setup`, Python, `-->`, prepares what a reader has
+already.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(path for path in ROOT.glob("docs/**/*.md") if "_build" not in path.parts)])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(path for path in ROOT.glob("docs/**/*.md") if "_build" not in path.parts),
+    ]
+)
 LANGUAGES = {"", "diff", "json", "python", "sh", "text", "yaml"}
 NOT_RUN = "not run: "
 WORDS = {
@@ -60,13 +66,32 @@ def blocks_of(page: Path) -> list[Block]:
         setup = match["setup"] is not None
         line = text.count("\n", 0, match.start("setup" if setup else "text")) + 1
         language = "python" if setup else match["language"].strip()
-        found.append(Block(page, line, language, match["setup"] if setup else match["text"], match["test"] or ""))
+        found.append(
+            Block(
+                page,
+                line,
+                language,
+                match["setup"] if setup else match["text"],
+                match["test"] or "",
+            )
+        )
     for block in found:
-        if block.language not in LANGUAGES and not block.language.startswith("{"):  # a directive of the site
-            raise ValueError(f"{block} is in {block.language!r}; expected one of {sorted(LANGUAGES)}")
-        known = re.fullmatch(WORDS.get(block.language, "(?!)"), block.test) or block.test.startswith(NOT_RUN)
+        # a directive of the site
+        if block.language not in LANGUAGES and not block.language.startswith("{"):
+            raise ValueError(
+                f"{block} is in {block.language!r}; expected one of {sorted(LANGUAGES)}"
+            )
+        known = re.fullmatch(
+            WORDS.get(block.language, "(?!)"), block.test
+        ) or block.test.startswith(NOT_RUN)
         if block.test and not known:
-            raise ValueError(f"{block}: nobody knows the test {block.test!r} of a block in {block.language!r}")
-    if text.count("<!-- test:") != sum(bool(block.test) for block in found) + text.count("<!-- test: setup\n"):
-        raise ValueError(f"{page} has a comment about a test that belongs to no block; put it on the line before one")
+            raise ValueError(
+                f"{block}: nobody knows the test {block.test!r} of a block in {block.language!r}"
+            )
+    if text.count("<!-- test:") != sum(bool(block.test) for block in found) + text.count(
+        "<!-- test: setup\n"
+    ):
+        raise ValueError(
+            f"{page} has a comment about a test that belongs to no block; put it on the line before one"
+        )
     return found

@@ -23,7 +23,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Programs of others, whose arguments nobody here knows.
-ELSEWHERE = {"cp", "git", "kubectl", "mkdir", "mpirun", "mv", "scancel", "scontrol", "source", "squeue", "srun", "ssh", "tail"}
+ELSEWHERE = {
+    "cp",
+    "git",
+    "kubectl",
+    "mkdir",
+    "mpirun",
+    "mv",
+    "scancel",
+    "scontrol",
+    "source",
+    "squeue",
+    "srun",
+    "ssh",
+    "tail",
+}
 WRITTEN_BY_READERS = {"train.py", "job.py"}
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
@@ -33,7 +47,9 @@ def commands_of(text: str) -> list[list[str]]:
     found = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
     for words in found:
         if operators := {"|", "||", "&&", "&", ";", ">", ">>", "<"}.intersection(words):
-            raise ValueError(f"{' '.join(words)!r} has {operators.pop()!r}; expected a command a line")
+            raise ValueError(
+                f"{' '.join(words)!r} has {operators.pop()!r}; expected a command a line"
+            )
     return [words for words in found if words]
 
 
@@ -49,30 +65,65 @@ def check(words: list[str]) -> None:
         given = _parsed(get_args_parser(), arguments)
         _check_script(given.training_script, given.training_script_args)
     elif program == "make":
-        _expect(set(arguments) <= set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)), words, "targets")
+        _expect(
+            set(arguments)
+            <= set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)),
+            words,
+            "targets",
+        )
     elif program == "pip":
-        extras = re.findall(r"^(\w+) = \[", PYPROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0], re.MULTILINE)
-        asked = [name for text in re.findall(r"\[([\w,]+)\]", " ".join(arguments)) for name in text.split(",")]
+        extras = re.findall(
+            r"^(\w+) = \[",
+            PYPROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0],
+            re.MULTILINE,
+        )
+        asked = [
+            name
+            for text in re.findall(r"\[([\w,]+)\]", " ".join(arguments))
+            for name in text.split(",")
+        ]
         _expect(set(asked) <= set(extras), words, f"extras among {extras}")
     elif program == "pytest":
-        _expect(all((ROOT / path).exists() for path in arguments if "/" in path), words, "tests that are there")
+        _expect(
+            all((ROOT / path).exists() for path in arguments if "/" in path),
+            words,
+            "tests that are there",
+        )
     else:
-        _expect(program in ELSEWHERE, words, f"a program that tests know; those of others are {sorted(ELSEWHERE)}")
-        if ours := [number for number, word in enumerate(arguments) if word in {"python", "samestep"}]:
+        _expect(
+            program in ELSEWHERE,
+            words,
+            f"a program that tests know; those of others are {sorted(ELSEWHERE)}",
+        )
+        if ours := [
+            number for number, word in enumerate(arguments) if word in {"python", "samestep"}
+        ]:
             check(arguments[ours[0] :])  # what srun and the like are to start
 
 
 def here(words: list[str]) -> list[str] | None:
     """Return how this machine runs a command, or None where that needs other machines or programs of others."""
     environment, (program, *arguments) = _divided(words)
-    several = any(word.partition("=")[0] in {"--hosts", "--nodes", "--nnodes"} for word in arguments)
+    several = any(
+        word.partition("=")[0] in {"--hosts", "--nodes", "--nnodes"} for word in arguments
+    )
     if program not in {"python", "samestep", "torchrun"} or (several and arguments[0] != "submit"):
         return None
     if arguments[:2] == ["submit", "slurm"]:
         arguments.insert(2, "--dry-run")
-    module = {"python": [], "samestep": ["-m", "samestep"], "torchrun": ["-m", "torch.distributed.run"]}[program]
+    module = {
+        "python": [],
+        "samestep": ["-m", "samestep"],
+        "torchrun": ["-m", "torch.distributed.run"],
+    }[program]
     assigned = [f"{name}={value}" for name, value in environment.items()]
-    return ["env", *assigned, sys.executable, *module, *(word for word in arguments if word != "--apply")]
+    return [
+        "env",
+        *assigned,
+        sys.executable,
+        *module,
+        *(word for word in arguments if word != "--apply"),
+    ]
 
 
 def _divided(words: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -83,14 +134,19 @@ def _divided(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def _check_samestep(arguments: list[str]) -> None:
     name, *rest = arguments
-    _expect(name in cli.COMMANDS, ["samestep", *arguments], f"a command among {sorted(cli.COMMANDS)}")
+    _expect(
+        name in cli.COMMANDS, ["samestep", *arguments], f"a command among {sorted(cli.COMMANDS)}"
+    )
     parser = argparse.ArgumentParser(prog=f"samestep {name}", allow_abbrev=False)
     import_module(cli.COMMANDS[name].module).add_arguments(parser)
     given = _parsed(parser, rest)
     if name == "run":
         merge(given_options(given), {})
         if given.nodes is not None and given.hosts is None:
-            gathering_of(argparse.Namespace(**{**vars(given), "token_file": None}), {TOKEN: "a secret of the hosts"})
+            gathering_of(
+                argparse.Namespace(**{**vars(given), "token_file": None}),
+                {TOKEN: "a secret of the hosts"},
+            )
     script = getattr(given, "script", None)
     if isinstance(script, str) and not getattr(given, "module", False):
         _check_script(script, given.arguments)
@@ -101,9 +157,17 @@ def _check_python(arguments: list[str]) -> None:
     if first == "-m":
         module, *rest = rest
         path = module.replace(".", "/")
-        places = [folder / f"{path}{end}" for folder in (ROOT, ROOT / "src") for end in (".py", "/__main__.py")]
+        places = [
+            folder / f"{path}{end}"
+            for folder in (ROOT, ROOT / "src")
+            for end in (".py", "/__main__.py")
+        ]
         there = next((place for place in places if place.exists()), None)
-        _expect(there is not None or module in sys.stdlib_module_names, ["python", *arguments], "a module that is there")
+        _expect(
+            there is not None or module in sys.stdlib_module_names,
+            ["python", *arguments],
+            "a module that is there",
+        )
         if there is not None:
             _check_flags(there, rest)
     elif first != "-c":
@@ -122,7 +186,11 @@ def _check_flags(script: Path, arguments: list[str]) -> None:
     sources = "".join(path.read_text() for path in script.parent.glob("*.py"))
     for word in arguments:
         if word.startswith("--"):
-            _expect(f'"{word.partition("=")[0]}"' in sources, [str(script), word], "a flag that the script knows")
+            _expect(
+                f'"{word.partition("=")[0]}"' in sources,
+                [str(script), word],
+                "a flag that the script knows",
+            )
         elif word.endswith((".py", ".yaml")):
             _expect((ROOT / word).exists(), [str(script), word], "a file that is there")
 
@@ -136,6 +204,6 @@ def _parsed(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.N
         raise ValueError(f"{parser.prog} {' '.join(arguments)}: {told.getvalue()}") from None
 
 
-def _expect(true: bool, words: list[str], expected: str) -> None:  # noqa: FBT001
+def _expect(true: bool, words: list[str], expected: str) -> None:
     if not true:
         raise ValueError(f"{' '.join(words)!r} is on a page; expected {expected}")

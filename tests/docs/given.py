@@ -19,14 +19,25 @@ class Net(nn.Sequential):
     """A classifier of images [1, 8, 8], with BatchNorm and dropout."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(36, 10))
+        super().__init__(
+            nn.Conv2d(1, 4, 3, stride=2),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Flatten(),
+            nn.Linear(36, 10),
+        )
 
 
-def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_fn(
+    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss and the accuracy of a lane's batch."""
     images, labels = batch
     logits = model(images)
-    return F.cross_entropy(logits, labels), {"accuracy": (logits.argmax(1) == labels).float().mean()}
+    return F.cross_entropy(logits, labels), {
+        "accuracy": (logits.argmax(1) == labels).float().mean()
+    }
 
 
 def images(size: int, seed: int) -> TensorDataset:

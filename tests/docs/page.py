@@ -25,22 +25,37 @@ _AS_DOCTEST = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 def is_run(block: Block) -> bool:
     """Tell whether there is something to run, to write or to compare in a block."""
-    return (block.language == "python" and not block.test.startswith(NOT_RUN)) or block.test.startswith(("run", "printed"))
+    return (
+        block.language == "python" and not block.test.startswith(NOT_RUN)
+    ) or block.test.startswith(("run", "printed"))
 
 
 def run_page(page: Path) -> None:
     """Run the blocks of a page, one after the other, and compare what they print with what the page says of it."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         os.environ.pop(name, None)  # a page begins in a shell, and not under torchrun
-    names: dict[str, Any] = {name: getattr(given, name) for name in given.__all__} | {"__name__": "__main__"}
+    names: dict[str, Any] = {name: getattr(given, name) for name in given.__all__} | {
+        "__name__": "__main__"
+    }
     printed = ""
     for block in filter(is_run, blocks_of(page)):
         if block.test == "printed":
-            assert doctest.OutputChecker().check_output(block.text, printed, _AS_DOCTEST), f"{block}: this was printed:\n{printed}"
+            assert doctest.OutputChecker().check_output(block.text, printed, _AS_DOCTEST), (
+                f"{block}: this was printed:\n{printed}"
+            )
         elif block.language == "sh":
             printed = _run_commands(block)
         elif block.test.startswith(FILE):
-            Path(block.test.removeprefix(FILE)).write_text(f"from tests.docs.given import *\n\n{block.text}")
+            Path(block.test.removeprefix(FILE)).write_text(
+                f"from tests.docs.given import *\n\n{block.text}"
+            )
         else:
             printed = _run_python(block, names)
 
@@ -76,8 +91,16 @@ def _run_commands(block: Block) -> str:
     for command in filter(None, map(here, commands_of(block.text))):
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_SECONDS, check=False
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
         )
-        assert done.returncode == status, f"{block}: {command} ended with status {done.returncode}:\n{done.stdout}"
+        assert done.returncode == status, (
+            f"{block}: {command} ended with status {done.returncode}:\n{done.stdout}"
+        )
         printed += done.stdout
     return printed

@@ -20,14 +20,22 @@ def page(tmp_path, monkeypatch):
 
     def write(*parts):
         path = tmp_path / "page.md"
-        path.write_text("\n".join(part if part.startswith("<!--") else f"```{part}\n```\n" for part in parts))
+        path.write_text(
+            "\n".join(part if part.startswith("<!--") else f"```{part}\n```\n" for part in parts)
+        )
         return path
 
     return write
 
 
 def test_blocks_have_a_language_a_line_and_a_test(page):
-    path = page("text\nfree", "<!-- test: setup\na = 1\n-->", "<!-- test: in a run -->", "python\nb = 2\nc = 3", "sh\nmake test")
+    path = page(
+        "text\nfree",
+        "<!-- test: setup\na = 1\n-->",
+        "<!-- test: in a run -->",
+        "python\nb = 2\nc = 3",
+        "sh\nmake test",
+    )
     assert [(block.language, block.line, block.text, block.test) for block in blocks_of(path)] == [
         ("text", 2, "free\n", ""),
         ("python", 6, "a = 1\n", ""),
@@ -73,10 +81,22 @@ def test_blocks_of_a_page_share_names_and_what_they_print_is_compared(page):
 @pytest.mark.parametrize(
     ("parts", "told"),
     [
-        (["python\nprint(1)", "<!-- test: printed -->", "text\n2"], r"page.md:7: this was printed:\n1"),
+        (
+            ["python\nprint(1)", "<!-- test: printed -->", "text\n2"],
+            r"page.md:7: this was printed:\n1",
+        ),
         (["text\nany", "python\nfirst = 1\nrun.evaluate()"], r'page.md", line 7[^$]*NameError'),
-        (["<!-- test: in a step -->", "python\nrun.backward(loss_fn, model, batch, upadte=model)"], "unexpected keyword argument 'upadte'"),
-        (["<!-- test: run -->", "sh\nsamestep snapshots list nowhere"], "ended with status 2:\n.*nowhere was given"),
+        (
+            [
+                "<!-- test: in a step -->",
+                "python\nrun.backward(loss_fn, model, batch, upadte=model)",
+            ],
+            "unexpected keyword argument 'upadte'",
+        ),
+        (
+            ["<!-- test: run -->", "sh\nsamestep snapshots list nowhere"],
+            "ended with status 2:\n.*nowhere was given",
+        ),
         (["<!-- test: run, status 1 -->", "sh\nsamestep snapshots --help"], "ended with status 0"),
     ],
 )
@@ -148,7 +168,12 @@ def test_commands_that_are_wrong_are_found(command):
 
 
 def test_commands_that_need_other_machines_are_not_run_here():
-    run = [here(words) for words in commands_of("srun python train.py\nsamestep run --nodes 2 train.py\ntorchrun --nnodes 2 train.py")]
+    run = [
+        here(words)
+        for words in commands_of(
+            "srun python train.py\nsamestep run --nodes 2 train.py\ntorchrun --nnodes 2 train.py"
+        )
+    ]
     assert run == [None, None, None]
     (words,) = commands_of("samestep submit slurm --nodes 2 --dir runs/one train.py")
     assert here(words)[-6:] == ["--dry-run", "--nodes", "2", "--dir", "runs/one", "train.py"]

@@ -7,7 +7,9 @@ import re
 from collections import Counter
 
 import pytest
-import torch._dynamo  # noqa: F401  the first optimizer imports it: once here, before pages are run in processes of their own
+
+# the first optimizer imports it: once here, before pages are run in processes of their own
+import torch._dynamo  # noqa: F401
 import yaml
 
 from samestep.cli import COMMANDS
@@ -19,10 +21,13 @@ from tests.workers import run_workers
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 NOT_RUN_BLOCKS: dict[str, int] = {}  # how many for which reason
 RUN = [page for page in PAGES if any(is_run(block) for block in blocks_of(page))]
-CODE = re.compile(rf"^\s*(\$ |samestep ({'|'.join(COMMANDS)}) |python |import |from \w+ import)", re.MULTILINE)
+CODE = re.compile(
+    rf"^\s*(\$ |samestep ({'|'.join(COMMANDS)}) |python |import |from \w+ import)", re.MULTILINE
+)
 
 
-@pytest.mark.timeout(300)  # a command of a page is a start of Python and torch, and a page has several
+# a command of a page is a start of Python and torch, and a page has several
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", RUN, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_can_be_run_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -36,19 +41,29 @@ def test_commands_have_arguments_that_their_parsers_take(block):
 
 
 def test_the_commands_that_show_what_is_guaranteed_are_there():
-    shown = re.findall(r"`((?:samestep \w+ -|pytest |python -m |make )[^`]+)`", (ROOT / "README.md").read_text())
+    shown = re.findall(
+        r"`((?:samestep \w+ -|pytest |python -m |make )[^`]+)`", (ROOT / "README.md").read_text()
+    )
     assert len(shown) > 10
     for command in shown:
         check(*commands_of(command))
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language in {"json", "yaml"}], ids=str)
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.language in {"json", "yaml"}], ids=str
+)
 def test_data_can_be_read(block):
-    assert list(yaml.safe_load_all(block.text)) if block.language == "yaml" else [json.loads(line) for line in block.text.splitlines()]
+    assert (
+        list(yaml.safe_load_all(block.text))
+        if block.language == "yaml"
+        else [json.loads(line) for line in block.text.splitlines()]
+    )
 
 
 def test_blocks_without_a_language_are_no_code():
-    assert [str(block) for block in BLOCKS if block.language in {"", "text"} and CODE.search(block.text)] == []
+    assert [
+        str(block) for block in BLOCKS if block.language in {"", "text"} and CODE.search(block.text)
+    ] == []
 
 
 def test_python_that_is_not_run_is_python_and_has_a_known_reason():

@@ -17,9 +17,24 @@ from tests.docs.blocks import PAGES, ROOT
 def site(tmp_path_factory):
     """The folder of the site, built as `make docs` builds it."""
     folder = tmp_path_factory.mktemp("site")
-    (options,) = re.findall(r"^\t\$\(BIN\)/sphinx-build (.*) docs docs/_build/html$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    command = [sys.executable, "-m", "sphinx", *options.split(), "--doctree-dir", f"{folder}/doctrees", ROOT / "docs", folder / "html"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    (options,) = re.findall(
+        r"^\t\$\(BIN\)/sphinx-build (.*) docs docs/_build/html$",
+        (ROOT / "Makefile").read_text(),
+        re.MULTILINE,
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        *options.split(),
+        "--doctree-dir",
+        f"{folder}/doctrees",
+        ROOT / "docs",
+        folder / "html",
+    ]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
     return folder / "html"
 
@@ -34,11 +49,18 @@ def test_every_page_is_there_with_its_pictures(site):
 
 
 def test_nothing_is_fetched_from_elsewhere(site):
-    loaded = re.compile(r'<(?:script|img|iframe)[^>]* src="(?:https?:)?//|<link[^>]*rel="stylesheet"[^>]*href="(?:https?:)?//')
+    loaded = re.compile(
+        r'<(?:script|img|iframe)[^>]* src="(?:https?:)?//|<link[^>]*rel="stylesheet"[^>]*href="(?:https?:)?//'
+    )
     assert [page for page in site.rglob("*.html") if loaded.search(page.read_text())] == []
 
 
 def test_the_reference_has_every_option_and_command(site):
     text = re.sub(r"<[^>]+>", "", (site / "reference.html").read_text())
-    names = [*Config.__dataclass_fields__, *(f"samestep {command}" for command in cli.COMMANDS), "clip_grad_norm", "NonFiniteLossError"]
+    names = [
+        *Config.__dataclass_fields__,
+        *(f"samestep {command}" for command in cli.COMMANDS),
+        "clip_grad_norm",
+        "NonFiniteLossError",
+    ]
     assert [name for name in names if name not in text] == []

@@ -24,8 +24,14 @@ def texts_of(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             parts |= set(map(id, node.values))
-            found.append("".join(part.value if isinstance(part, ast.Constant) else ANY for part in node.values))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            found.append(
+                "".join(
+                    part.value if isinstance(part, ast.Constant) else ANY for part in node.values
+                )
+            )
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts
+        ):
             found.append(node.value)
     return found
 
@@ -36,7 +42,9 @@ def is_said(message: str, texts: list[str]) -> bool:
     return any(pattern.search(text) for text in texts)
 
 
-TEXTS = [text for path in sorted(Path(SOURCES).rglob("*.py")) for text in texts_of(path.read_text())]
+TEXTS = [
+    text for path in sorted(Path(SOURCES).rglob("*.py")) for text in texts_of(path.read_text())
+]
 
 
 @pytest.mark.parametrize("message", MESSAGES)
@@ -46,14 +54,20 @@ def test_a_quoted_message_exists(message):
 
 
 def test_every_exception_has_an_entry():
-    classes = {name for name, member in vars(errors).items() if isinstance(member, type) and issubclass(member, Exception)}
+    classes = {
+        name
+        for name, member in vars(errors).items()
+        if isinstance(member, type) and issubclass(member, Exception)
+    }
     headings = re.findall(r"^##+ (\w+Error)$", PAGE, re.MULTILINE)
     assert sorted(headings) == sorted(classes)
     assert len(MESSAGES) > len(classes)
 
 
 def test_a_message_that_nobody_gives_is_found():
-    texts = texts_of('raise ValueError(f"lanes={lanes} was given; " "expected more")\nshort = f"{a}"')
+    texts = texts_of(
+        'raise ValueError(f"lanes={lanes} was given; " "expected more")\nshort = f"{a}"'
+    )
     assert is_said("lanes=… was given; expected more", texts)
     assert is_said("… was given; …", texts)
     assert not is_said("lanes=… was given; expected fewer", texts)

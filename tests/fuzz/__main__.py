@@ -18,21 +18,32 @@ FORK = multiprocessing.get_context("fork")
 
 def main(given: Sequence[str] | None = None) -> int:
     """Read inputs as the command line says; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Feed damaged and hostile files to whatever reads files.")
-    parser.add_argument("--inputs", type=int, default=20_000, help="how many (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz",
+        description="Feed damaged and hostile files to whatever reads files.",
+    )
+    parser.add_argument(
+        "--inputs", type=int, default=20_000, help="how many (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of all of them (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="number of the first (default: %(default)s)")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first (default: %(default)s)"
+    )
     parser.add_argument("--target", choices=names(), help="only this reader")
     arguments = parser.parse_args(given)
     numbers, count = range(arguments.first, arguments.first + arguments.inputs), 0
     for name, number, breach in breaches(arguments.seed, numbers, arguments.target):
         count += 1
-        sys.stderr.write(f"python -m tests.fuzz --seed {arguments.seed} --target {name} --first {number} --inputs 1\n{breach}\n\n")
+        sys.stderr.write(
+            f"python -m tests.fuzz --seed {arguments.seed} --target {name} --first {number} --inputs 1\n{breach}\n\n"
+        )
     sys.stdout.write(f"{arguments.inputs} inputs, {count} breaches of the law\n")
     return 1 if count else 0
 
 
-def breaches(seed: int, numbers: Sequence[int], only: str | None = None) -> Iterator[tuple[str, int, str]]:
+def breaches(
+    seed: int, numbers: Sequence[int], only: str | None = None
+) -> Iterator[tuple[str, int, str]]:
     """Yield target, number and fault wherever the law was broken; what ends the process that reads is one, and another process goes on."""
     while numbers:
         results, told = FORK.Pipe(duplex=False)

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
     from tests.fuzz.target import Target
 
-# Imported when they are first met, by json, pickle and who looks at names of hosts; by the median of what has NaN, and by a server.
+# Imported when they are first met, by json, pickle and who looks at names of hosts; by the median
+# of what has NaN, and by a server.
 UTF = tuple(f"utf-{bits}{order}" for bits in (16, 32) for order in ("", "-le", "-be"))
 CODECS = ("idna", "punycode", "raw-unicode-escape", "unicode-escape", "utf-8-sig", *UTF)
 MODULES = ("anyio._backends._asyncio", "numpy.ma")
-WARM_UP = 5  # inputs of each target that are not judged: what reading needs is imported when it is needed first
+# inputs of each target that are not judged: what reading needs is imported when it is needed first
+WARM_UP = 5
 SHOWN = 600  # letters of an input
 
 
@@ -33,11 +35,13 @@ def names() -> list[str]:
         return [target.name for target in targets(Path(folder))]
 
 
-def run(seed: int, numbers: Sequence[int], only: str | None = None) -> Iterator[tuple[int, str, str | None]]:
+def run(
+    seed: int, numbers: Sequence[int], only: str | None = None
+) -> Iterator[tuple[int, str, str | None]]:
     """Read the inputs of these numbers, in turn those of each target.
 
-    Yield the number and name of each before it is read, and again with what was wrong where the law was broken. For a process of its own,
-    which comes under the law for ever.
+    Yield the number and name of each before it is read, and again with what was wrong where the law
+    was broken. For a process of its own, which comes under the law for ever.
     """
     with TemporaryDirectory() as name:
         folder = Path(name).resolve()
@@ -61,5 +65,7 @@ def run(seed: int, numbers: Sequence[int], only: str | None = None) -> Iterator[
 
 def _breach(law: Law, target: Target, seed: str) -> str | None:
     given = target.make(Random(seed))
-    found = law.breach(lambda: target.read(given), target.allowed, reads_elsewhere=target.reads_elsewhere)
+    found = law.breach(
+        lambda: target.read(given), target.allowed, reads_elsewhere=target.reads_elsewhere
+    )
     return f"{found}\ngiven {repr(given)[:SHOWN]}" if found else None

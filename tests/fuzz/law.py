@@ -19,7 +19,18 @@ LONGEST_SECONDS = 20.0  # of a busy machine; a reader takes milliseconds
 MOST_BYTES = 2**28
 ROOM_BYTES = 2**32
 HARMLESS = {"os.listdir", "os.scandir"}
-FORBIDDEN = ("compile", "ctypes.", "exec", "import", "os.", "pickle.", "shutil.", "socket.", "subprocess.", "urllib.")
+FORBIDDEN = (
+    "compile",
+    "ctypes.",
+    "exec",
+    "import",
+    "os.",
+    "pickle.",
+    "shutil.",
+    "socket.",
+    "subprocess.",
+    "urllib.",
+)
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -42,7 +53,13 @@ class Law:
         signal.signal(signal.SIGALRM, _raise_hang)
         sys.addaudithook(self._note)
 
-    def breach(self, read: Callable[[], Any], allowed: tuple[type[Exception], ...], *, reads_elsewhere: bool = False) -> str | None:
+    def breach(
+        self,
+        read: Callable[[], Any],
+        allowed: tuple[type[Exception], ...],
+        *,
+        reads_elsewhere: bool = False,
+    ) -> str | None:
         """Read, and tell how the law was broken; None if it was not."""
         self._acts, self._reads_elsewhere = [], reads_elsewhere
         before = _most_memory()
@@ -61,7 +78,8 @@ class Law:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        faulthandler.dump_traceback_later(3 * LONGEST_SECONDS, exit=True)  # for what no signal interrupts
+        # for what no signal interrupts
+        faulthandler.dump_traceback_later(3 * LONGEST_SECONDS, exit=True)
         signal.setitimer(signal.ITIMER_REAL, LONGEST_SECONDS)
         self._watches = True
         try:

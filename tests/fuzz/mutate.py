@@ -20,7 +20,19 @@ TEXTS = (
 NUMBERS = (
     -1, 0, 1, 2, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5, -0.0, 1e308,
 )  # fmt: skip
-OTHERS = (None, True, False, [], {}, [[]], {"": {}}, [None] * 100, float("nan"), float("inf"), -float("inf"))
+OTHERS = (
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    {"": {}},
+    [None] * 100,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+)
 PARTS = (
     b"\0", b"\xff" * 8, b"\x7f" + b"\xff" * 7, b"[" * 3_000, b"{" * 3_000, b"\n", b"\r", b"\xef\xbb\xbf", b"\xc3", b"/../",
     b"- &a [*a]\n", b"c",
@@ -37,7 +49,11 @@ def text(random: Random, *expected: str) -> str:
     chosen = random.choice((*TEXTS, *map(str, NUMBERS), *expected, *expected))
     for _ in range(random.choice((0, 0, 1, 2))):
         place = random.randrange(len(chosen) + 1)
-        chosen = chosen[:place] + random.choice((*"0123456789.,:;=-+_ /\\\n\t\"'{}[]", "é", "")) + chosen[place + random.randrange(2) :]
+        chosen = (
+            chosen[:place]
+            + random.choice((*"0123456789.,:;=-+_ /\\\n\t\"'{}[]", "é", ""))
+            + chosen[place + random.randrange(2) :]
+        )
     return chosen
 
 
@@ -77,7 +93,9 @@ def of_json(random: Random, plain: Any) -> Any:
         elif what == 3 and isinstance(container, list) and container is not root:
             container.insert(key, copy.deepcopy(container[key]))
         elif what == 4:
-            container[key] = random.choice(([container[key]], {random.choice(TEXTS): container[key]}))
+            container[key] = random.choice(
+                ([container[key]], {random.choice(TEXTS): container[key]})
+            )
         elif what == 5:
             container[key] = copy.deepcopy(other[other_key])
         elif isinstance(container, dict):
@@ -87,7 +105,11 @@ def of_json(random: Random, plain: Any) -> Any:
 
 def as_json(random: Random, plain: Any) -> bytes:
     """Write JSON, sometimes with a key twice, and with what is too deep for Python's own writer."""
-    written = json.dumps(plain, ensure_ascii=random.random() < 0.5, separators=random.choice(((",", ":"), (", ", ": "))))
+    written = json.dumps(
+        plain,
+        ensure_ascii=random.random() < 0.5,
+        separators=random.choice(((",", ":"), (", ", ": "))),
+    )
     if random.random() < 0.1:
         written = written.replace("{", '{"step":1,"step":2,', 1)
     deep = random.choice((200, 900, 1_200, 50_000))
@@ -96,6 +118,12 @@ def as_json(random: Random, plain: Any) -> bytes:
 
 def _places(plain: Any) -> Iterator[tuple[Any, Any]]:
     """Yield (container, key) of every value inside JSON."""
-    for key, inner in list(plain.items()) if isinstance(plain, dict) else list(enumerate(plain)) if isinstance(plain, list) else []:
+    for key, inner in (
+        list(plain.items())
+        if isinstance(plain, dict)
+        else list(enumerate(plain))
+        if isinstance(plain, list)
+        else []
+    ):
         yield plain, key
         yield from _places(inner)

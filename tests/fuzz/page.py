@@ -63,7 +63,12 @@ HEADER_VALUES = {
     "x-forwarded-host": ("localhost",),
     "content-length": ("99",),
 }  # fmt: skip
-SIGNATURES = {"image/png": b"\x89PNG\r\n", "image/jpeg": b"\xff\xd8", "image/gif": b"GIF8", "image/webp": b"RIFF"}
+SIGNATURES = {
+    "image/png": b"\x89PNG\r\n",
+    "image/jpeg": b"\xff\xd8",
+    "image/gif": b"GIF8",
+    "image/webp": b"RIFF",
+}
 GOOD_HEADERS = [("host", "localhost"), ("authorization", f"Bearer {TOKEN}")]
 
 
@@ -103,7 +108,9 @@ def targets(folder: Path) -> list[Target]:
             status, headers, body = loop().run_until_complete(_answer(app, asked))
             _check(asked, status, headers, body, page)
             assert str(folder).encode() not in body
-            assert status in {401, 405, 421} or _may_pass(asked, token), "somebody passed who must not"
+            assert status in {401, 405, 421} or _may_pass(asked, token), (
+                "somebody passed who must not"
+            )
 
         return Target("page" if token is None else "token", make, read, ())
 
@@ -112,17 +119,34 @@ def targets(folder: Path) -> list[Target]:
 
 def _question(random: Random) -> Asked:
     path = random.choice(PATHS)
-    names = [name for name in ASKED.get(path, ()) if name in {"id", "name", "number"} or random.random() < 0.3]
+    names = [
+        name
+        for name in ASKED.get(path, ())
+        if name in {"id", "name", "number"} or random.random() < 0.3
+    ]
     if random.random() < 0.2:
         names.append(random.choice(list(PARAMETERS)))
-    pairs = [f"{name}={quote(_likely(random, PARAMETERS[name]), errors='replace')}" for name in names]
-    query, path = "&".join(pairs).encode(), quote(path if random.random() < 0.9 else mutate.text(random, path), errors="replace", safe="/.")
+    pairs = [
+        f"{name}={quote(_likely(random, PARAMETERS[name]), errors='replace')}" for name in names
+    ]
+    query, path = (
+        "&".join(pairs).encode(),
+        quote(
+            path if random.random() < 0.9 else mutate.text(random, path),
+            errors="replace",
+            safe="/.",
+        ),
+    )
     if random.random() < 0.1:
         query = mutate.of_bytes(random, query)
     headers = random.choices((GOOD_HEADERS, []), (3, 1))[0] + [
-        (name, _likely(random, HEADER_VALUES[name])) for name in random.sample(list(HEADER_VALUES), random.choice((0, 0, 1, 3)))
+        (name, _likely(random, HEADER_VALUES[name]))
+        for name in random.sample(list(HEADER_VALUES), random.choice((0, 0, 1, 3)))
     ]
-    whole = [(name.encode(), re.sub(rb"[\0\r\n]", b"", value.encode(errors="surrogatepass"))) for name, value in headers]
+    whole = [
+        (name.encode(), re.sub(rb"[\0\r\n]", b"", value.encode(errors="surrogatepass")))
+        for name, value in headers
+    ]
     return Asked(random.choice(METHODS), path, re.sub(rb"[^\x21-\x7e]", b"", query), whole)
 
 
@@ -146,12 +170,17 @@ async def _answer(app: Starlette, asked: Asked) -> tuple[int, Mapping[str, str],
 
     await app(asked.scope(), receive, send)
     start, *rest = messages
-    headers = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in start["headers"]]
+    headers = [
+        (name.decode("latin-1").lower(), value.decode("latin-1"))
+        for name, value in start["headers"]
+    ]
     assert all(re.fullmatch(r"[^\0\r\n]*", text) for header in headers for text in header)
     return start["status"], dict(headers), b"".join(message.get("body", b"") for message in rest)
 
 
-def _check(asked: Asked, status: int, headers: Mapping[str, str], body: bytes, page: set[bytes]) -> None:
+def _check(
+    asked: Asked, status: int, headers: Mapping[str, str], body: bytes, page: set[bytes]
+) -> None:
     """See to it that an answer is one that is documented, and tells nothing of the machine."""
     assert status in STATUSES, status
     assert all(headers.get(name.lower()) == value for name, value in HEADERS.items())
@@ -183,4 +212,6 @@ def _may_pass(asked: Asked, token: str | None) -> bool:
         hosts = [value for name, value in given if name == "host"]
         return len(hosts) == 1 and LOOPBACK.fullmatch(hosts[0]) is not None
     places = [asked.query.decode(), *(value for name, value in given if name == "authorization")]
-    return any(token in place for place in places) or any(PASS in value for name, value in given if name == "cookie")
+    return any(token in place for place in places) or any(
+        PASS in value for name, value in given if name == "cookie"
+    )

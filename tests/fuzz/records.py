@@ -30,14 +30,43 @@ if TYPE_CHECKING:
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SECRET = PNG + b"of another run"
-IMAGES = (PNG + b"pixels", b"\xff\xd8\xffpixels", b"GIF89apixels", b"RIFF\0\0\0\0WEBPpixels", b"<svg onload='alert(1)'/>", b"<script>", b"")
-PATHS = ("images/one.png", "images/link.png", "images/folder.png", "images/../../secret.png", "../secret.png", "images/one.png\n")
+IMAGES = (
+    PNG + b"pixels",
+    b"\xff\xd8\xffpixels",
+    b"GIF89apixels",
+    b"RIFF\0\0\0\0WEBPpixels",
+    b"<svg onload='alert(1)'/>",
+    b"<script>",
+    b"",
+)
+PATHS = (
+    "images/one.png",
+    "images/link.png",
+    "images/folder.png",
+    "images/../../secret.png",
+    "../secret.png",
+    "images/one.png\n",
+)
 BREAK_OUT = "</script><script>alert(1)</script><!--<script>"
 NAMES = ("loss", "a/b", BREAK_OUT)
 EVENTS = (
-    started(config={"lanes": 8, "patience": "inf", "remote": BREAK_OUT}),
-    {"event": "loop", "name": "train", "step": 0, "epoch": 0, "done": 0, "steps": 8, "epochs": 2, "samples": 20, "batch_size": 8},
-    *[scalars(step, **dict.fromkeys(NAMES, 1 / (step + 1)), norm="nan") | {"low": {"loss": 0}, "high": {"loss": 9}} for step in range(4)],
+    started(config={"lanes": 8, "timeout": "inf", "remote": BREAK_OUT}),
+    {
+        "event": "loop",
+        "name": "train",
+        "step": 0,
+        "epoch": 0,
+        "done": 0,
+        "steps": 8,
+        "epochs": 2,
+        "samples": 20,
+        "batch_size": 8,
+    },
+    *[
+        scalars(step, **dict.fromkeys(NAMES, 1 / (step + 1)), norm="nan")
+        | {"low": {"loss": 0}, "high": {"loss": 9}}
+        for step in range(4)
+    ],
     *[timing(step, (0.1, 0.2, 0.0, 0.1, 0.0), (0.2, 0.1, "inf", 0.1, 0.0)) for step in range(3)],
     {**scalars(2, score=0.5), "between": True},
     *[
@@ -48,19 +77,37 @@ EVENTS = (
     {"event": "sink", "name": "s3://bucket/run", "behind_bytes": 10, "dropped": 1, "error": "lost"},
     {"event": "snapshot", "step": 3, "score": 0.5},
     {"event": "snapshot_rejected", "path": "step-00000003", "reason": "damaged"},
-    {"event": "failed", "step": 3, "rank": 1, "host": "here", "error": "lost", "traceback": BREAK_OUT},
+    {
+        "event": "failed",
+        "step": 3,
+        "rank": 1,
+        "host": "here",
+        "error": "lost",
+        "traceback": BREAK_OUT,
+    },
     {"event": "restarting", "step": 2, "rank": 1, "reason": "lost"},
     started(2, kind="resumed", workers=4),
     {"event": "stopped", "step": 3, "signal": 15},
     {"event": "evaluated", "step": 3, "score": 0.5},
     {"event": "finished", "step": 4},
 )
-ODD_NAMES = ("\u0660" * 20 + "-" + "\u0661" * 20 + ".jsonl", f"{'9' * 20}-{'9' * 20}.jsonl", f"{7:020d}-{3:020d}.jsonl", "\udcff", "part\n")
+ODD_NAMES = (
+    "\u0660" * 20 + "-" + "\u0661" * 20 + ".jsonl",
+    f"{'9' * 20}-{'9' * 20}.jsonl",
+    f"{7:020d}-{3:020d}.jsonl",
+    "\udcff",
+    "part\n",
+)
 
 
 def targets(folder: Path) -> list[Target]:
     """Return the targets that read records; their files are under `folder`."""
-    return [*_events(folder / "events"), *_views(folder / "views"), *_parts(folder / "parts"), *_sent(folder / "sent")]
+    return [
+        *_events(folder / "events"),
+        *_views(folder / "views"),
+        *_parts(folder / "parts"),
+        *_sent(folder / "sent"),
+    ]
 
 
 def write_run(directory: Path, random: Random | None) -> Path:
@@ -71,7 +118,11 @@ def write_run(directory: Path, random: Random | None) -> Path:
         (directory.parent / "secret.png").write_bytes(SECRET)
         (images / "link.png").symlink_to("../../secret.png")
         (images / "folder.png").mkdir()
-    image = IMAGES[0] if random is None else random.choice((*IMAGES, mutate.of_bytes(random, IMAGES[0])))
+    image = (
+        IMAGES[0]
+        if random is None
+        else random.choice((*IMAGES, mutate.of_bytes(random, IMAGES[0])))
+    )
     (images / "one.png").write_bytes(image)
     (directory / FILE_NAME).write_bytes(lines(*EVENTS) if random is None else record(random))
     return directory
@@ -80,7 +131,10 @@ def write_run(directory: Path, random: Random | None) -> Path:
 def record(random: Random) -> bytes:
     """Return the bytes of a record: most of its events as a run writes them, and in half of all cases damaged."""
     given = [json.loads(line) for line in lines(*EVENTS).splitlines()]
-    written = [mutate.as_json(random, mutate.of_json(random, event) if random.random() < 0.2 else event) for event in given]
+    written = [
+        mutate.as_json(random, mutate.of_json(random, event) if random.random() < 0.2 else event)
+        for event in given
+    ]
     if random.random() < 0.2:
         random.shuffle(written)
     data = b"\n".join(written) + b"\n"
@@ -109,8 +163,15 @@ class Growing(LocalFiles):
 def _views(folder: Path) -> list[Target]:
     def run(random: Random) -> tuple[Path, int, Request]:
         directory = write_run(folder / "all" / "one", random)
-        ends = [random.choice((None, None, 0.0, 1.0, 2.5, -1e308, 1e308, 2.0**53)) for _ in range(2)]
-        asked = Request(*ends, random.choice((0, 1, 3, 4, 1000)), random.choice((0.0, 0.9, 0.999)), random.choice(AXES))
+        ends = [
+            random.choice((None, None, 0.0, 1.0, 2.5, -1e308, 1e308, 2.0**53)) for _ in range(2)
+        ]
+        asked = Request(
+            *ends,
+            random.choice((0, 1, 3, 4, 1000)),
+            random.choice((0.0, 0.9, 0.999)),
+            random.choice(AXES),
+        )
         return directory, random.randrange((directory / FILE_NAME).stat().st_size + 1), asked
 
     def view(given: tuple[Path, int, Request]) -> None:
@@ -120,29 +181,42 @@ def _views(folder: Path) -> list[Target]:
         for files.written in (half, 2**40):
             growing.refresh()
         fresh.refresh()
-        assert _told(growing, asked) == _told(fresh, asked), "read in two parts it tells something else"
+        assert _told(growing, asked) == _told(fresh, asked), (
+            "read in two parts it tells something else"
+        )
 
     def report(given: tuple[Path, int, Request]) -> None:
         page = make_report([str(given[0].parent)], image_bytes=1000).page
         page.encode()
         parts = Markup(page)
-        assert [tag for tag, _ in parts.elements] == tags, "a text of the record got out of its place"
+        assert [tag for tag, _ in parts.elements] == tags, (
+            "a text of the record got out of its place"
+        )
         json.loads(parts.texts["script", "answers"][0], parse_constant=_refuse)
 
     write_run(folder / "plain" / "one", None)
-    tags = [tag for tag, _ in Markup(make_report([str(folder / "plain")], image_bytes=1000).page).elements]
+    tags = [
+        tag
+        for tag, _ in Markup(make_report([str(folder / "plain")], image_bytes=1000).page).elements
+    ]
     return [Target("view", run, view, ()), Target("report", run, report, (), reads_elsewhere=True)]
 
 
 def _told(view: View, asked: Request) -> str:
     """Return all that is told of a run, but for what depends on the clock, as the JSON that it must be."""
     json.dumps(view.row(), allow_nan=False)
-    told = {name: value for name, value in view.summary().items() if name not in {"now", "progress", "state"}}
+    told = {
+        name: value
+        for name, value in view.summary().items()
+        if name not in {"now", "progress", "state"}
+    }
     told["curves"] = [view.curve(scalar["name"], asked) for scalar in told["scalars"]]
     told["timing"] = view.timing(asked.start, asked.end, asked.points)
     for number in range(len(PATHS)):
         with suppress(KeyError, RecordError):
-            assert b"".join(view.source.open_image(view.image(number).path)[1]) != SECRET, "it read an image of another run"
+            assert b"".join(view.source.open_image(view.image(number).path)[1]) != SECRET, (
+                "it read an image of another run"
+            )
     return json.dumps(told, allow_nan=False)
 
 
@@ -163,8 +237,12 @@ def _parts(folder: Path) -> list[Target]:
         for first, end in pairwise(chosen):
             part = Part(random.choice((first, first, random.choice(places))), end)
             content = data[part.first : part.end]
-            name = random.choice(ODD_NAMES) if random.random() < 0.2 else part.path.rpartition("/")[2]
-            (directory / name).write_bytes(mutate.of_bytes(random, content) if random.random() < 0.3 else content)
+            name = (
+                random.choice(ODD_NAMES) if random.random() < 0.2 else part.path.rpartition("/")[2]
+            )
+            (directory / name).write_bytes(
+                mutate.of_bytes(random, content) if random.random() < 0.3 else content
+            )
         return directory.parent
 
     def read(given: Path) -> None:
@@ -210,8 +288,12 @@ def _sent(folder: Path) -> list[Target]:
         directory = write_run(folder / "one", random)
         size = (directory / FILE_NAME).stat().st_size
         (directory / FOLDER).mkdir(exist_ok=True)
-        kept = mutate.as_json(random, mutate.of_json(random, {sink: random.randrange(size + 1), "s3://bucket/run": 0}))
-        (directory / FILE).write_bytes(mutate.of_bytes(random, kept) if random.random() < 0.3 else kept)
+        kept = mutate.as_json(
+            random, mutate.of_json(random, {sink: random.randrange(size + 1), "s3://bucket/run": 0})
+        )
+        (directory / FILE).write_bytes(
+            mutate.of_bytes(random, kept) if random.random() < 0.3 else kept
+        )
         return directory
 
     def forward(directory: Path) -> None:

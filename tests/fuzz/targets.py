@@ -26,7 +26,15 @@ from samestep.config import Config, merge, parse
 from samestep.errors import ConfigError, SnapshotError
 from samestep.launch.nodes.hosts import read_hosts
 from samestep.launch.nodes.keys import Keys
-from samestep.launch.nodes.link import MOST_BYTES, Frames, decode, frame, is_proof, nonce_of, parse_address
+from samestep.launch.nodes.link import (
+    MOST_BYTES,
+    Frames,
+    decode,
+    frame,
+    is_proof,
+    nonce_of,
+    parse_address,
+)
 from samestep.launch.nodes.membership import Membership, Terms
 from samestep.launch.nodes.options import Nodes
 from samestep.launch.place import find_place
@@ -67,12 +75,31 @@ VARIABLES = (
     "PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST",
     "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT",
 )  # fmt: skip
-PLACES = ("0", "1", "2", "29500", "127.0.0.1", "n[1-2]", "n[001-999999999],m", "2(x3),1", "1(x999999999)", "node-0.job")
+PLACES = (
+    "0",
+    "1",
+    "2",
+    "29500",
+    "127.0.0.1",
+    "n[1-2]",
+    "n[001-999999999],m",
+    "2(x3),1",
+    "1(x999999999)",
+    "node-0.job",
+)
 
 
 def targets(folder: Path) -> list[Target]:
     """Return all targets; their files are under `folder`."""
-    with_files = (_launching, _snapshots, _meetings, records.targets, page.targets, _settings, _parameters)
+    with_files = (
+        _launching,
+        _snapshots,
+        _meetings,
+        records.targets,
+        page.targets,
+        _settings,
+        _parameters,
+    )
     return [*_options(), *_messages(), *chain.from_iterable(group(folder) for group in with_files)]
 
 
@@ -80,7 +107,10 @@ def _options() -> list[Target]:
     names = [option.name for option in fields(Config)]
 
     def arguments(random: Random) -> dict[str, Any]:
-        return {random.choice((*names, "lane")): random.choice((mutate.value, _option))(random) for _ in range(random.randint(1, 4))}
+        return {
+            random.choice((*names, "lane")): random.choice((mutate.value, _option))(random)
+            for _ in range(random.randint(1, 4))
+        }
 
     def environment(random: Random) -> dict[str, str]:
         return {f"SAMESTEP_{name.upper()}": _option(random) for name in arguments(random)}
@@ -89,12 +119,19 @@ def _options() -> list[Target]:
         return random.choice(names), _option(random)
 
     def check(config: Config) -> None:
-        assert all(math.isfinite(value) for value in vars(config).values() if isinstance(value, float)), config
+        assert all(
+            math.isfinite(value) for value in vars(config).values() if isinstance(value, float)
+        ), config
 
     return [
         Target("arguments", arguments, lambda given: check(merge(given, {})), (ConfigError,)),
         Target("environment", environment, lambda given: check(merge({}, given)), (ConfigError,)),
-        Target("flags", flag, lambda given: check(merge({given[0]: parse(*given, "--flag")}, {})), (ConfigError,)),
+        Target(
+            "flags",
+            flag,
+            lambda given: check(merge({given[0]: parse(*given, "--flag")}, {})),
+            (ConfigError,),
+        ),
     ]
 
 
@@ -104,24 +141,45 @@ def _option(random: Random) -> str:
 
 def _launching(folder: Path) -> list[Target]:
     def environment(random: Random) -> dict[str, str]:
-        prefix = random.choice(("", "RANK WORLD LOCAL_ MASTER", "SLURM", "OMPI PMIX", "PMI_ MPI_", "PET_ JOB_ KUBE RANK")).split() or [""]
+        prefix = random.choice(
+            (
+                "",
+                "RANK WORLD LOCAL_ MASTER",
+                "SLURM",
+                "OMPI PMIX",
+                "PMI_ MPI_",
+                "PET_ JOB_ KUBE RANK",
+            )
+        ).split() or [""]
         likely = [name for name in VARIABLES if name.startswith(tuple(prefix))]
-        chosen = {name for name in likely if random.random() < 0.9} | {name for name in VARIABLES if random.random() < 0.03}
-        return {name: random.choice(PLACES) if random.random() < 0.8 else mutate.text(random, *PLACES) for name in sorted(chosen)}
+        chosen = {name for name in likely if random.random() < 0.9} | {
+            name for name in VARIABLES if random.random() < 0.03
+        }
+        return {
+            name: random.choice(PLACES) if random.random() < 0.8 else mutate.text(random, *PLACES)
+            for name in sorted(chosen)
+        }
 
     def address(random: Random) -> str:
         return mutate.text(random, "node1:29400", "[fd00::1]:29400", "1:4", "2")
 
     def hosts(random: Random) -> Path:
         path = folder / "hosts"
-        lines = [mutate.text(random, "node1 workers=4", "user@node2", "[fd00::1]", "# none", "-oProxyCommand=id") for _ in range(3)]
+        lines = [
+            mutate.text(
+                random, "node1 workers=4", "user@node2", "[fd00::1]", "# none", "-oProxyCommand=id"
+            )
+            for _ in range(3)
+        ]
         path.write_bytes("\n".join(["node0", *lines]).encode(errors="surrogatepass"))
         return path
 
     def read_the_hosts(path: Path) -> None:
         for host in read_hosts(path):
             assert host.name[0] not in "-@", "the remote shell would take it for an option"
-            assert not set(host.name) & set(" ;|&$`'\"\\\n\0"), "the remote shell would take it for more than a host"
+            assert not set(host.name) & set(" ;|&$`'\"\\\n\0"), (
+                "the remote shell would take it for more than a host"
+            )
 
     return [
         Target("place", environment, find_place, (ConfigError,)),
@@ -142,7 +200,15 @@ def _messages() -> list[Target]:
         {"do": "compare_set", "key": "rank", "expected": "", "value": "MA=="}, {"do": "wait", "keys": ["rank"], "seconds": 0.0},
         {"do": "count"},
     ]  # fmt: skip
-    failure = {"rank": 0, "summary": "lost", "traceback": "", "status": 1, "because_of_others": False, "from_outside": True, "step": 3}
+    failure = {
+        "rank": 0,
+        "summary": "lost",
+        "traceback": "",
+        "status": 1,
+        "because_of_others": False,
+        "from_outside": True,
+        "step": 3,
+    }
     news = [
         {"tell": "beat", "step": 3}, {"tell": "ready"}, {"tell": "ended", "attempt": 0},
         {"tell": "signalled", "signal": 15, "again": False},
@@ -151,7 +217,9 @@ def _messages() -> list[Target]:
     loop = cache(asyncio.new_event_loop)
 
     def stream(random: Random) -> bytes:
-        whole = b"".join(frame(mutate.as_json(random, mutate.of_json(random, message))) for message in messages)
+        whole = b"".join(
+            frame(mutate.as_json(random, mutate.of_json(random, message))) for message in messages
+        )
         return mutate.of_bytes(random, whole) if random.random() < 0.5 else whole
 
     def read_stream(data: bytes) -> None:
@@ -174,7 +242,9 @@ def _messages() -> list[Target]:
             return {}
 
     def hear(message: dict[str, Any]) -> None:
-        membership = Membership(Terms(1, 2, 8, 3, 30.0), 0.0, open_attempt=lambda _: None, log=lambda _: None)
+        membership = Membership(
+            Terms(1, 2, 8, 3, 30.0), 0.0, open_attempt=lambda _: None, log=lambda _: None
+        )
         node = membership.join("node1", 4, lambda _: None, lambda: None, 0.0)
         membership.hear(node, {"tell": "ready"}, 1.0)
         membership.update(3.0)  # workers start
@@ -183,7 +253,12 @@ def _messages() -> list[Target]:
 
     return [
         Target("messages", stream, read_stream, (ValueError,)),
-        Target("requests", partial(one_of, requests), lambda given: loop().run_until_complete(answer(given)), (ValueError,)),
+        Target(
+            "requests",
+            partial(one_of, requests),
+            lambda given: loop().run_until_complete(answer(given)),
+            (ValueError,),
+        ),
         Target("news", partial(one_of, news), hear, (ValueError,)),
     ]
 
@@ -211,14 +286,26 @@ def _snapshots(folder: Path) -> list[Target]:
     body = json.loads(whole[NAME])
     place = folder / "step-00000002"
     place.mkdir()
-    plain, _ = flatten({"a": [1, 2.5, "three", (None, {4})], 5: np.float32(6), "b": b"seven", "c": 8j, "d": torch.float16})
+    plain, _ = flatten(
+        {
+            "a": [1, 2.5, "three", (None, {4})],
+            5: np.float32(6),
+            "b": b"seven",
+            "c": 8j,
+            "d": torch.float16,
+        }
+    )
 
     def manifest(random: Random) -> bytes:
         what = random.random()
         if what < 0.3:
             return mutate.of_bytes(random, whole[NAME])
         changed = mutate.of_json(random, body)
-        return _signed(changed) if what < 0.8 and isinstance(changed, dict) else mutate.as_json(random, changed)
+        return (
+            _signed(changed)
+            if what < 0.8 and isinstance(changed, dict)
+            else mutate.as_json(random, changed)
+        )
 
     def snapshot(random: Random) -> Path:
         files = dict(whole)
@@ -251,7 +338,9 @@ def _snapshots(folder: Path) -> list[Target]:
 
 def _meetings(folder: Path) -> list[Target]:
     """A writer turns whatever comes out here into its own `SnapshotError`, so any error will do."""
-    meetings = [Meeting(folder / "met", "first", rank, 2, 0.0, threading.Event()) for rank in range(2)]
+    meetings = [
+        Meeting(folder / "met", "first", rank, 2, 0.0, threading.Event()) for rank in range(2)
+    ]
     (folder / "met").mkdir()
     manifest = json.loads(_saved(folder / "parts")[NAME])
     entries = {name: form for name, (form, _) in manifest["tensors"].items()}
@@ -260,7 +349,11 @@ def _meetings(folder: Path) -> list[Target]:
         {
             "state": manifest["state"] if rank == 0 else {"dict": []},
             "forms": entries,
-            "pieces": [[name, start, stop, offset, None] for name, (file, start, stop, offset) in pieces if file == rank],
+            "pieces": [
+                [name, start, stop, offset, None]
+                for name, (file, start, stop, offset) in pieces
+                if file == rank
+            ],
             "file": manifest["files"][rank],
         }
         for rank in range(2)
@@ -268,7 +361,9 @@ def _meetings(folder: Path) -> list[Target]:
 
     def part(random: Random) -> Meeting:
         for rank, one in enumerate(parts):
-            changed = mutate.as_json(random, mutate.of_json(random, one) if random.random() < 0.6 else one)
+            changed = mutate.as_json(
+                random, mutate.of_json(random, one) if random.random() < 0.6 else one
+            )
             path = meetings[0].directory / f"part-first-{rank}.json"
             path.write_bytes(mutate.of_bytes(random, changed) if random.random() < 0.2 else changed)
         return meetings[0]
@@ -277,7 +372,9 @@ def _meetings(folder: Path) -> list[Target]:
         combined(meeting.parts(), step=2, attempt="first", info={}, score=None).to_bytes()
 
     def failed(random: Random) -> Meeting:
-        words = mutate.of_bytes(random, "worker 0 could not write its part: disque plein, désolé".encode())
+        words = mutate.of_bytes(
+            random, "worker 0 could not write its part: disque plein, désolé".encode()
+        )
         (meetings[1].directory / "failed-second-0.txt").write_bytes(words)
         return Meeting(folder / "met", "second", 1, 2, 0.0, threading.Event())
 
@@ -289,22 +386,50 @@ def _meetings(folder: Path) -> list[Target]:
 
 def _settings(folder: Path) -> list[Target]:
     path, base = folder / "settings.yaml", folder / "base.yaml"
-    example = {"model": {"width": 8, "depth": 2}, "optimizer": {"lr": 0.1}, "epochs": 3, "data": {"root": "there"}}
+    example = {
+        "model": {"width": 8, "depth": 2},
+        "optimizer": {"lr": 0.1},
+        "epochs": 3,
+        "data": {"root": "there"},
+    }
     base.write_text(yaml.safe_dump(example))
     bomb = b"a: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(
-        b"%c: &%c [%s]\n" % (letter, letter, b",".join([b"*%c" % (letter - 1)] * 9)) for letter in range(ord("b"), ord("k"))
+        b"%c: &%c [%s]\n" % (letter, letter, b",".join([b"*%c" % (letter - 1)] * 9))
+        for letter in range(ord("b"), ord("k"))
     )
 
     def file(random: Random) -> list[str]:
         text = random.choice(
-            (yaml.safe_dump(example).encode(), b"base: settings.yaml", b"base: /dev/zero", bomb, bomb + b"epochs: *j", bomb + b"- *j")
+            (
+                yaml.safe_dump(example).encode(),
+                b"base: settings.yaml",
+                b"base: /dev/zero",
+                bomb,
+                bomb + b"epochs: *j",
+                bomb + b"- *j",
+            )
         )
-        changed = mutate.as_json(random, mutate.of_json(random, {"base": "base.yaml", **example})) if random.random() < 0.6 else text
+        changed = (
+            mutate.as_json(random, mutate.of_json(random, {"base": "base.yaml", **example}))
+            if random.random() < 0.6
+            else text
+        )
         path.write_bytes(mutate.of_bytes(random, changed) if random.random() < 0.6 else changed)
         return [str(path)]
 
     def argument(random: Random) -> list[str]:
-        key = random.choice(("model.width", "optimizer.lr", "data", "epochs", "lanes", "seed", "width", mutate.text(random, "model.depth")))
+        key = random.choice(
+            (
+                "model.width",
+                "optimizer.lr",
+                "data",
+                "epochs",
+                "lanes",
+                "seed",
+                "width",
+                mutate.text(random, "model.depth"),
+            )
+        )
         return [f"{key}={mutate.text(random, '1e-3', '[1, 2]', 'none', 'true')}"]
 
     def read(given: list[str]) -> object:
@@ -317,25 +442,42 @@ def _settings(folder: Path) -> list[Target]:
 
 
 def _parameters(folder: Path) -> list[Target]:
-    tensors = {"head.weight": torch.ones(3, 2), "head.bias": torch.zeros(3), "blocks.0.norm1.weight": torch.ones(2, dtype=torch.float16)}
+    tensors = {
+        "head.weight": torch.ones(3, 2),
+        "head.bias": torch.zeros(3),
+        "blocks.0.norm1.weight": torch.ones(2, dtype=torch.float16),
+    }
     safetensors = save(tensors, {"format": "pt"})
     length = int.from_bytes(safetensors[:8], "little")
     header = json.loads(safetensors[8 : 8 + length])
-    arrays = {"classifier.weight": np.ones((2, 3), np.float32), "classifier.bias": ("linear_0.b_0", np.zeros(3, np.float32))}
+    arrays = {
+        "classifier.weight": np.ones((2, 3), np.float32),
+        "classifier.bias": ("linear_0.b_0", np.zeros(3, np.float32)),
+    }
     torch.save(tensors, zipped := io.BytesIO())
-    pickles = {".pdparams": [pickle.dumps(arrays, protocol) for protocol in (2, 4)], ".pth": [zipped.getvalue()]}
+    pickles = {
+        ".pdparams": [pickle.dumps(arrays, protocol) for protocol in (2, 4)],
+        ".pth": [zipped.getvalue()],
+    }
 
     def file(random: Random, suffix: str) -> Path:
         path = folder / f"parameters{suffix}"
         if suffix == ".safetensors" and random.random() < 0.6:
             text = mutate.as_json(random, mutate.of_json(random, header))
-            said = random.choice((len(text), len(text), len(text), random.choice((0, 2**40, 2**63, 2**64 - 1))))
+            said = random.choice(
+                (len(text), len(text), len(text), random.choice((0, 2**40, 2**63, 2**64 - 1)))
+            )
             path.write_bytes(said.to_bytes(8, "little") + text + safetensors[8 + length :])
         else:
-            path.write_bytes(mutate.of_bytes(random, random.choice(pickles.get(suffix, [safetensors]))))
+            path.write_bytes(
+                mutate.of_bytes(random, random.choice(pickles.get(suffix, [safetensors])))
+            )
         return path
 
     def made(suffix: str) -> Callable[[Random], Path]:
         return lambda random: file(random, suffix)
 
-    return [Target(suffix[1:], made(suffix), read_parameters, (PretrainedError,)) for suffix in (".safetensors", *pickles)]
+    return [
+        Target(suffix[1:], made(suffix), read_parameters, (PretrainedError,))
+        for suffix in (".safetensors", *pickles)
+    ]

@@ -18,7 +18,8 @@ from samestep.record.source import open_source
 from samestep.watch.view import TAIL_BYTES, View
 
 BILLIONS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefghi", "bcdefghij", strict=True)
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefghi", "bcdefghij", strict=True)
 )
 
 
@@ -32,9 +33,17 @@ def rejected(tmp_path, text):
 
 def test_an_event_nested_too_deeply_is_left_out_as_a_torn_one_is(tmp_path):
     path = tmp_path / "events.jsonl"
-    lines = ['{"event": "started"}', '{"event": ' + "[" * 100_000, '{"event": ' + 900 * "[" + 900 * "]" + "}", '{"event": "finished"}']
+    lines = [
+        '{"event": "started"}',
+        '{"event": ' + "[" * 100_000,
+        '{"event": ' + 900 * "[" + 900 * "]" + "}",
+        '{"event": "finished"}',
+    ]
     path.write_text("\n".join(lines))
-    assert [event["event"] for event in read_events(path) if isinstance(event["event"], str)] == ["started", "finished"]
+    assert [event["event"] for event in read_events(path) if isinstance(event["event"], str)] == [
+        "started",
+        "finished",
+    ]
 
 
 def test_settings_nested_too_deeply_are_refused(tmp_path):
@@ -49,7 +58,9 @@ def test_a_base_that_is_no_file_is_refused(tmp_path, base):
 
 
 def test_settings_of_more_than_a_megabyte_are_not_read(tmp_path):
-    assert f"more than {settings.LARGEST_BYTES} bytes" in rejected(tmp_path, "#" * (settings.LARGEST_BYTES + 1))
+    assert f"more than {settings.LARGEST_BYTES} bytes" in rejected(
+        tmp_path, "#" * (settings.LARGEST_BYTES + 1)
+    )
 
 
 @pytest.mark.parametrize("ending", ["epochs: *j", "model: *j", "unknown: *j"])
@@ -64,7 +75,9 @@ def test_a_whole_number_beyond_all_floats_is_infinite(tmp_path):
 
 
 def test_a_number_too_long_to_print_is_not_printed(tmp_path):
-    assert "pretrained=a long number: expected a path or none" in rejected(tmp_path, "pretrained: 0x" + 5000 * "f")
+    assert "pretrained=a long number: expected a path or none" in rejected(
+        tmp_path, "pretrained: 0x" + 5000 * "f"
+    )
 
 
 @pytest.mark.parametrize("size", [-32769, 2**31 - 1])
@@ -87,7 +100,9 @@ def test_a_pickle_makes_no_room_for_objects_that_it_does_not_have(tmp_path):
 
 def test_a_part_is_named_in_plain_digits(tmp_path):
     (tmp_path / "record").mkdir()
-    (tmp_path / "record" / f"{20 * chr(0x660)}-{19 * chr(0x660)}{chr(0x661)}.jsonl").write_bytes(b"\n")
+    (tmp_path / "record" / f"{20 * chr(0x660)}-{19 * chr(0x660)}{chr(0x661)}.jsonl").write_bytes(
+        b"\n"
+    )
     assert open_source(tmp_path).version() == (0, ())
 
 
@@ -104,7 +119,10 @@ def test_the_end_of_a_record_may_lie_in_several_small_parts(tmp_path):
 
 
 def test_parts_that_contradict_each_other_are_read_to_their_end(tmp_path):
-    one, two = (b'{"event": "started", "time": %d, "torch": "%s"}\n' % (time, 2 * TAIL_BYTES * b"2") for time in (1, 2))
+    one, two = (
+        b'{"event": "started", "time": %d, "torch": "%s"}\n' % (time, 2 * TAIL_BYTES * b"2")
+        for time in (1, 2)
+    )
     size = len(one)
     (tmp_path / "record").mkdir()
     for part, data in ((Part(0, 2 * size), one + one), (Part(size, 3 * size), two + two)):

@@ -40,9 +40,17 @@ CRIMES = {
     "too much memory": (lambda folder: bytearray(2**40), "MemoryError"),
     "a pickle": (lambda folder: pickle.loads(pickle.dumps(Evil())), "pickle.find_class"),
     "code": (lambda folder: eval("1 + 1"), "compile"),
-    "a process": (lambda folder: subprocess.run([sys.executable, "--version"], check=True, stdout=subprocess.DEVNULL), "subprocess.Popen"),
+    "a process": (
+        lambda folder: subprocess.run(
+            [sys.executable, "--version"], check=True, stdout=subprocess.DEVNULL
+        ),
+        "subprocess.Popen",
+    ),
     "a file elsewhere": (lambda folder: Path("/etc/passwd").read_text(), "open '/etc/passwd'"),
-    "a path that leaves": (lambda folder: (folder / "../../../../../../../../etc/passwd").read_text(), "etc/passwd'"),
+    "a path that leaves": (
+        lambda folder: (folder / "../../../../../../../../etc/passwd").read_text(),
+        "etc/passwd'",
+    ),
     "a file written": (lambda folder: (folder / "new").write_text("mine"), "open '"),
 }
 
@@ -61,7 +69,10 @@ def test_what_is_allowed_is_no_breach(tmp_path):
 
     def body():
         judge = Law(tmp_path)
-        return [judge.breach(lambda: raise_(ValueError("no")), (ValueError,)), judge.breach((tmp_path / "there").read_text, ())]
+        return [
+            judge.breach(lambda: raise_(ValueError("no")), (ValueError,)),
+            judge.breach((tmp_path / "there").read_text, ()),
+        ]
 
     assert run_workers(body, 1) == [[None, None]]
 
@@ -83,7 +94,12 @@ def test_a_process_that_crashes_is_told_and_the_next_input_is_read(monkeypatch):
 
 
 def test_a_reader_that_fails_now_and_then_is_found_and_its_input_can_be_made_again(monkeypatch):
-    target = Target("picky", lambda random: random.randrange(10), lambda given: given == 7 and raise_(KeyError(given)), (ValueError,))
+    target = Target(
+        "picky",
+        lambda random: random.randrange(10),
+        lambda given: given == 7 and raise_(KeyError(given)),
+        (ValueError,),
+    )
     monkeypatch.setattr("tests.fuzz.campaign.targets", lambda folder: [target])
     found = list(breaches(5, range(100)))
     assert 0 < len(found) < 50

@@ -46,13 +46,18 @@ def _commands() -> Iterator[str]:
     for command in cli.COMMANDS:
         yield f"samestep {command}"
         options = re.findall(r"^ +(-.*?)(?:  |$)", _help(command), re.MULTILINE)
-        flags = {flag for option in options for flag in re.findall(r"(?<![\w-])--?\w[\w-]*", option)}
+        flags = {
+            flag for option in options for flag in re.findall(r"(?<![\w-])--?\w[\w-]*", option)
+        }
         yield from (f"samestep {command} {flag}" for flag in sorted(flags - {"-h", "--help"}))
 
 
 def _parameters(function: Any) -> str:
     signature = inspect.signature(function)
-    parameters = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
+    ]
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 

@@ -9,11 +9,13 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "samestep"
 MAY_TALK = {"launch", "world"}
-MEASURES = {"tools/doctor/torches.py", "tools/doctor/workers.py"}  # beside samestep's own world, what torch has
+# beside samestep's own world, what torch has
+MEASURES = {"tools/doctor/torches.py", "tools/doctor/workers.py"}
 SILENT = [
     path
     for path in sorted(PACKAGE.rglob("*.py"))
-    if path.relative_to(PACKAGE).parts[0] not in MAY_TALK and str(path.relative_to(PACKAGE)) not in MEASURES
+    if path.relative_to(PACKAGE).parts[0] not in MAY_TALK
+    and str(path.relative_to(PACKAGE)) not in MEASURES
 ]
 
 

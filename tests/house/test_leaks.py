@@ -56,10 +56,15 @@ def test_a_file_in_shared_memory_left_behind_is_found():
     file.unlink()
 
 
-@pytest.mark.parametrize("change", [lambda: os.environ.update(SAMESTEP_A="2"), lambda: os.environ.pop("SAMESTEP_A")])
+@pytest.mark.parametrize(
+    "change", [lambda: os.environ.update(SAMESTEP_A="2"), lambda: os.environ.pop("SAMESTEP_A")]
+)
 def test_a_changed_environment_variable_is_found(monkeypatch, change):
     monkeypatch.setenv("SAMESTEP_A", "1")
-    with pytest.raises(LeakError, match="environment variable SAMESTEP_A"), nothing_left(grace_seconds=0):
+    with (
+        pytest.raises(LeakError, match="environment variable SAMESTEP_A"),
+        nothing_left(grace_seconds=0),
+    ):
         change()
 
 

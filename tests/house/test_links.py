@@ -9,9 +9,18 @@ from urllib.parse import unquote
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+DOCUMENTS = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("recipes/**/*.md"),
+        *ROOT.glob("benchmarks/**/*.md"),
+    ]
+)
 CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?[^)]*\)|^\[[^\]]+\]:\s*(\S+)|(?:href|src)=\"([^\"]+)\"", re.MULTILINE)
+LINK = re.compile(
+    r"\]\(\s*<?([^)\s>]+)>?[^)]*\)|^\[[^\]]+\]:\s*(\S+)|(?:href|src)=\"([^\"]+)\"", re.MULTILINE
+)
 HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*\s*$", re.MULTILINE)
 ANCHOR = re.compile(r"(?:id|name)=\"([^\"]+)\"")
 ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
@@ -20,7 +29,9 @@ ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 def anchors(text):
     """Return the anchors of a document as GitHub makes them: words of headings, numbered where they repeat."""
     found = set(ANCHOR.findall(text))
-    for heading in HEADING.findall(re.sub(r"^(```|~~~).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)):
+    for heading in HEADING.findall(
+        re.sub(r"^(```|~~~).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
+    ):
         plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
         slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
         numbered = (f"{slug}-{n}" if n else slug for n in range(len(found) + 1))
@@ -29,14 +40,19 @@ def anchors(text):
 
 
 def broken_links(document):
-    links = (first or second or third for first, second, third in LINK.findall(CODE.sub("", document.read_text())))
+    links = (
+        first or second or third
+        for first, second, third in LINK.findall(CODE.sub("", document.read_text()))
+    )
     broken = []
     for link in links:
         if ELSEWHERE.match(link):
             continue
         path, _, anchor = unquote(link).partition("#")
         target = document.parent / path if path else document
-        if not target.exists() or (anchor and (target.suffix != ".md" or anchor not in anchors(target.read_text()))):
+        if not target.exists() or (
+            anchor and (target.suffix != ".md" or anchor not in anchors(target.read_text()))
+        ):
             broken.append(link)
     return broken
 
@@ -47,11 +63,20 @@ def test_links_resolve(document):
 
 
 def test_the_check_finds_broken_links(tmp_path):
-    (tmp_path / "other.md").write_text("# A `tree`, and *more*\n## Twice\n## Twice\n```\n# no heading\n```\n")
+    (tmp_path / "other.md").write_text(
+        "# A `tree`, and *more*\n## Twice\n## Twice\n```\n# no heading\n```\n"
+    )
     page = tmp_path / "page.md"
     page.write_text(
         "[a](other.md) [b](other.md#a-tree-and-more 'title') [c](other.md#twice-1) [d](#here) [e](https://example.org/x)\n"
         "# Here\n`[f](not-a-link.md)` ![g](missing.png) [h](other.md#twice-2) [i](#no-heading) [j](other.md#no-heading)\n"
         '```\n[k](in-code.md)\n```\n[l][ref]\n\n[ref]: gone.md\n<a href="away.md">m</a>\n'
     )
-    assert broken_links(page) == ["missing.png", "other.md#twice-2", "#no-heading", "other.md#no-heading", "gone.md", "away.md"]
+    assert broken_links(page) == [
+        "missing.png",
+        "other.md#twice-2",
+        "#no-heading",
+        "other.md#no-heading",
+        "gone.md",
+        "away.md",
+    ]

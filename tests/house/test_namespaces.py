@@ -59,7 +59,9 @@ def test_hosts_reach_each_other_until_a_cable_is_pulled():
 def test_a_command_runs_on_a_host_and_nothing_of_it_is_left():
     with hosts(1) as (host,):
         code = "import socket; print(sorted(name for _, name in socket.if_nameindex()))"
-        there = subprocess.run(host.command(sys.executable, "-c", code), check=True, capture_output=True, text=True)
+        there = subprocess.run(
+            host.command(sys.executable, "-c", code), check=True, capture_output=True, text=True
+        )
         assert there.stdout == "['cable', 'lo']\n"
         assert Path("/run/netns", host.name).exists()
     assert not Path("/run/netns", host.name).exists()

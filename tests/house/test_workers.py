@@ -38,7 +38,11 @@ def on_rank_one(action):
 
 def test_values_come_back_by_rank():
     big = "x" * 1_000_000
-    assert run_workers(lambda text: (rank_of_worker(), text), 3, big) == [(0, big), (1, big), (2, big)]
+    assert run_workers(lambda text: (rank_of_worker(), text), 3, big) == [
+        (0, big),
+        (1, big),
+        (2, big),
+    ]
 
 
 def test_workers_can_form_a_process_group_as_under_torchrun():
@@ -47,13 +51,20 @@ def test_workers_can_form_a_process_group_as_under_torchrun():
         total = torch.tensor(rank_of_worker() + 1)
         dist.all_reduce(total)
         dist.destroy_process_group()
-        return int(total), torch.get_num_threads(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
+        return (
+            int(total),
+            torch.get_num_threads(),
+            os.environ["LOCAL_RANK"],
+            os.environ["LOCAL_WORLD_SIZE"],
+        )
 
     assert run_workers(body, 2) == [(3, 1, "0", "2"), (3, 1, "1", "2")]
 
 
 def test_environment_is_added_in_the_workers_only():
-    assert run_workers(lambda: os.environ["SAMESTEP_LANES"], 2, environment={"SAMESTEP_LANES": "8"}) == ["8", "8"]
+    assert run_workers(
+        lambda: os.environ["SAMESTEP_LANES"], 2, environment={"SAMESTEP_LANES": "8"}
+    ) == ["8", "8"]
     assert "SAMESTEP_LANES" not in os.environ
     assert "RANK" not in os.environ
 
@@ -62,7 +73,9 @@ def test_first_error_is_raised_with_the_workers_traceback_and_stops_the_others()
     def give_up():
         raise KeyError("lost")
 
-    with pytest.raises(WorkerFailedError, match=r"worker 1 ended with KeyError\('lost'\)[^$]*in give_up") as caught:
+    with pytest.raises(
+        WorkerFailedError, match=r"worker 1 ended with KeyError\('lost'\)[^$]*in give_up"
+    ) as caught:
         run_workers(on_rank_one(give_up), 3)
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -113,7 +126,12 @@ def test_a_kill_is_seen_as_minus_nine_and_the_others_go_on():
 
     survivor, killed = try_workers(body, 2)
     assert (survivor.exitcode, survivor.value, survivor.failed) == (0, [0, 1, 2, 3, 4], False)
-    assert (killed.exitcode, killed.value, killed.error, killed.failed) == (-signal.SIGKILL, None, None, True)
+    assert (killed.exitcode, killed.value, killed.error, killed.failed) == (
+        -signal.SIGKILL,
+        None,
+        None,
+        True,
+    )
     with pytest.raises(WorkerFailedError, match="worker 1 ended with exit code -9"):
         run_workers(body, 2)
 
@@ -144,7 +162,9 @@ def test_a_hang_is_reported_with_rank_and_stack_and_stopped(run):
         if rank_of_worker() == 1:
             stuck()
 
-    with pytest.raises(TimeoutError, match=r"worker 1 still ran after 0.5 s[^$]*in stuck") as caught:
+    with pytest.raises(
+        TimeoutError, match=r"worker 1 still ran after 0.5 s[^$]*in stuck"
+    ) as caught:
         run(body, 2, timeout=0.5)
     assert "worker 0" not in str(caught.value)
 
@@ -153,5 +173,7 @@ def test_a_hang_after_a_failure_tells_of_both():
     def give_up():
         raise KeyError("lost")
 
-    with pytest.raises(TimeoutError, match=r"worker 0 still ran after [^$]*worker 1 ended with KeyError"):
+    with pytest.raises(
+        TimeoutError, match=r"worker 0 still ran after [^$]*worker 1 ended with KeyError"
+    ):
         try_workers(on_rank_one(give_up), 2, timeout=0.5)

@@ -33,9 +33,19 @@ def end_soon(pids):
 
 def listening(pid):
     """Return the local addresses, in hexadecimal, and ports on which a process listens."""
-    links = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
-    inodes = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
-    rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    links = [
+        str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()
+    ]
+    inodes = {
+        link.removeprefix("socket:[").removesuffix("]")
+        for link in links
+        if link.startswith("socket:")
+    }
+    rows = [
+        row.split()
+        for table in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
     return {tuple(row[1].split(":")) for row in rows if row[3] == "0A" and row[9] in inodes}
 
 

@@ -31,7 +31,10 @@ def test_a_file_without_a_name_is_to_be_had_in_any_case(system):
         assert os.pread(file, 9, 0) == b"\0\0\0kept"
         assert os.fstat(file).st_nlink == 0
         assert not os.get_inheritable(file)
-        assert str(Path(f"/proc/self/fd/{file}").readlink()).startswith("/memfd:samestep-test") == system
+        assert (
+            str(Path(f"/proc/self/fd/{file}").readlink()).startswith("/memfd:samestep-test")
+            == system
+        )
     finally:
         os.close(file)
 
@@ -49,7 +52,9 @@ def test_a_launcher_keeps_how_far_its_run_is_in_any_case(system):
 
 def test_what_is_missing_for_a_moment_is_not_taken_for_refused():
     with (
-        mock.patch.object(os, "memfd_create", side_effect=OSError(errno.EMFILE, "Too many open files")),
+        mock.patch.object(
+            os, "memfd_create", side_effect=OSError(errno.EMFILE, "Too many open files")
+        ),
         pytest.raises(OSError, match="Too many open files"),
     ):
         unnamed_memory("samestep-test")

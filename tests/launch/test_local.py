@@ -87,7 +87,12 @@ def test_options_reach_the_workers_and_win_over_the_environment(monkeypatch):
     monkeypatch.setenv("SAMESTEP_LANES", "3")
     names = ["SAMESTEP_LANES", "SAMESTEP_DETERMINISTIC", "SAMESTEP_SNAPSHOT_EVERY", "SAMESTEP_DIR"]
     options = {"lanes": 8, "deterministic": False, "snapshot_every": None, "dir": Path("runs/one")}
-    assert launch(lambda: [os.environ[name] for name in names], **options) == ["8", "false", "none", "runs/one"]
+    assert launch(lambda: [os.environ[name] for name in names], **options) == [
+        "8",
+        "false",
+        "none",
+        "runs/one",
+    ]
     assert os.environ["SAMESTEP_LANES"] == "3"
 
 
@@ -174,7 +179,9 @@ def test_of_failures_at_once_the_earliest_counts():
         launch(on_rank_one(lambda: raise_(FirstError()), others=rank_0))
 
 
-@pytest.mark.parametrize("effect", [WorldError("the others are gone"), ToldError("worker 1 could not write")])
+@pytest.mark.parametrize(
+    "effect", [WorldError("the others are gone"), ToldError("worker 1 could not write")]
+)
 def test_an_error_because_of_others_gives_way_to_one_that_comes_late(effect):
     met = FORK.Event()
 
@@ -221,7 +228,9 @@ def test_a_quiet_exit_is_a_success(code):
     assert launch(lambda: sys.exit(code) if rank() == 1 else "result") == "result"
 
 
-@pytest.mark.parametrize(("code", "told"), [(3, "exited with status 3"), ("out of ideas", "out of ideas")])
+@pytest.mark.parametrize(
+    ("code", "told"), [(3, "exited with status 3"), ("out of ideas", "out of ideas")]
+)
 def test_a_loud_exit_is_a_failure(code, told):
     with pytest.raises(WorkerError, match=f"worker 1 failed first: {told}$"):
         launch(on_rank_one(lambda: sys.exit(code)))
@@ -260,7 +269,9 @@ def test_a_worker_leads_a_session_so_that_a_terminal_interrupts_the_launcher_alo
 
 def test_signals_are_those_of_a_fresh_process_in_workers():
     def handlers():
-        return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+        return [
+            signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        ]
 
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
@@ -310,7 +321,13 @@ def test_nothing_stays_behind_in_the_launcher(body, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def state():
-        return dict(os.environ), signal_handlers(), threading.enumerate(), multiprocessing.active_children(), list(tmp_path.iterdir())
+        return (
+            dict(os.environ),
+            signal_handlers(),
+            threading.enumerate(),
+            multiprocessing.active_children(),
+            list(tmp_path.iterdir()),
+        )
 
     def attempt():
         with suppress(WorkerError):
@@ -335,7 +352,12 @@ def test_workers_listen_on_the_loopback_alone():
     def body():
         dist.init_process_group("gloo")
         dist.barrier()
-        found = listening(os.getpid()), listening(os.getppid()), os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]
+        found = (
+            listening(os.getpid()),
+            listening(os.getppid()),
+            os.environ["GLOO_SOCKET_IFNAME"],
+            os.environ["NCCL_SOCKET_IFNAME"],
+        )
         dist.barrier()
         dist.destroy_process_group()
         return found
@@ -361,7 +383,9 @@ def test_a_standard_file_that_is_closed_takes_no_other_file_in():
         for number in range(3):
             os.close(number)
         sys.stdin = sys.stdout = sys.stderr = sys.__stdin__ = sys.__stdout__ = sys.__stderr__ = None
-        links = launch(lambda: [os.fstat(int(number)).st_nlink for number in os.environ[KEPT].split(",")])
+        links = launch(
+            lambda: [os.fstat(int(number)).st_nlink for number in os.environ[KEPT].split(",")]
+        )
         os._exit(any(links))  # memory that has no name has none
 
     process = FORK.Process(target=launcher)
@@ -370,16 +394,26 @@ def test_a_standard_file_that_is_closed_takes_no_other_file_in():
     assert process.exitcode == 0
 
 
-@pytest.mark.parametrize("name", ["short", 100 * "long"])  # the address of a socket has 107 bytes at most
+# the address of a socket has 107 bytes at most
+@pytest.mark.parametrize("name", ["short", 100 * "long"])
 def test_sockets_of_killed_loader_processes_do_not_stay(name, monkeypatch):
-    with tempfile.TemporaryDirectory(dir="/tmp") as short, tempfile.TemporaryDirectory(dir=short) as other:
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as short,
+        tempfile.TemporaryDirectory(dir=short) as other,
+    ):
         folder = Path(other, name[:200])
         folder.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         monkeypatch.setattr(files, "_SHORT", other)
 
         def body():
-            for _ in load([torch.ones(1)], [Request("here", [0], 0)], collate_fn=None, loader_workers=1, pin_memory=False):
+            for _ in load(
+                [torch.ones(1)],
+                [Request("here", [0], 0)],
+                collate_fn=None,
+                loader_workers=1,
+                pin_memory=False,
+            ):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         with pytest.raises(WorkerError, match="SIGKILL"):

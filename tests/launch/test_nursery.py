@@ -58,7 +58,11 @@ def wait_until_it_waits(nursery):
     asleep = 0
     while asleep < 20:
         assert time.monotonic() < deadline
-        asleep = asleep + 1 if state(nursery) == "S" and Path(os.environ[FOLDER], "noisy.imported").exists() else 0
+        asleep = (
+            asleep + 1
+            if state(nursery) == "S" and Path(os.environ[FOLDER], "noisy.imported").exists()
+            else 0
+        )
         time.sleep(0.005)
 
 
@@ -77,7 +81,9 @@ def kill(nursery):
     assert end_soon([nursery])
 
 
-def interrupted(*modules, fault=lambda: os.kill(os.getpid(), signal.SIGKILL), before=wait_until_it_waits):
+def interrupted(
+    *modules, fault=lambda: os.kill(os.getpid(), signal.SIGKILL), before=wait_until_it_waits
+):
     """Return the body of a worker that suffers a fault in the first attempt, and in the second tells who forked it and what it found."""
     told = FORK.SimpleQueue()
 
@@ -179,7 +185,7 @@ def test_its_workers_end_with_it_and_are_replaced(module):
 
 def test_without_restarts_there_is_none(module, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SOON_SECONDS", 0.5)
-    assert launch(lambda: begin(module), workers=1, restarts=0) is None
+    assert launch(lambda: begin(module), workers=1, max_restarts=0) is None
 
 
 def test_a_launcher_that_has_all_modules_needs_none(monkeypatch):

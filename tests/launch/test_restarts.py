@@ -87,14 +87,14 @@ def test_a_stopped_worker_is_replaced_when_others_have_waited_in_vain():
     assert launch(body) == "went on"
 
 
-def test_a_stopped_worker_for_whom_nobody_waits_is_replaced_after_all_patience():
+def test_a_stopped_worker_for_whom_nobody_waits_is_replaced_after_all_timeout():
     def body():
         if attempt() == 0:
             begin()
             end_by(signal.SIGSTOP)
         return attempt()
 
-    assert launch(body, workers=1, patience=0.3) == 1
+    assert launch(body, workers=1, timeout=0.3) == 1
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_without_a_new_step_workers_are_replaced_so_many_times(restarts):
         end_by(signal.SIGKILL)
 
     with pytest.raises(WorkerError, match=r"killed by SIGKILL \[step 5, host .*\]$") as caught:
-        launch(body, workers=1, restarts=restarts)
+        launch(body, workers=1, max_restarts=restarts)
     assert attempts.value == restarts
     assert caught.value.status == 128 + signal.SIGKILL
 
@@ -138,7 +138,7 @@ def test_new_steps_give_new_attempts():
         begin(step=attempt())
         return end_by(signal.SIGKILL)
 
-    assert launch(body, workers=1, restarts=1) == "went on"
+    assert launch(body, workers=1, max_restarts=1) == "went on"
 
 
 def test_the_record_tells_of_a_restart(tmp_path):
@@ -160,7 +160,8 @@ def test_the_exit_status_of_a_script_is_that_of_the_launch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"), [(3, 4, r"killed by SIGKILL \(the kernel ran out of memory"), (3, 3, "killed by SIGKILL$")]
+    ("before", "after", "told"),
+    [(3, 4, r"killed by SIGKILL \(the kernel ran out of memory"), (3, 3, "killed by SIGKILL$")],
 )
 def test_a_kill_for_want_of_memory_is_told_as_such(monkeypatch, before, after, told):
     counts = iter([before, after])
@@ -200,10 +201,10 @@ def test_workers_that_outlast_their_grace_are_killed_with_a_word(capfd):
         os.kill(os.getppid(), signal.SIGTERM)
         for_ever()
 
-    launcher = FORK.Process(target=launch, args=(body,), kwargs={"workers": 1, "grace": 0.2})
+    launcher = FORK.Process(target=launch, args=(body,), kwargs={"workers": 1, "grace_period": 0.2})
     launcher.start()
     launcher.join()
-    assert "workers did not end within grace=0.2 s, and are killed" in capfd.readouterr().err
+    assert "workers did not end within grace_period=0.2 s, and are killed" in capfd.readouterr().err
 
 
 def test_a_killed_loader_process_is_replaced_with_its_worker():

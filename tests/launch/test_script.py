@@ -39,13 +39,17 @@ def told(folder):
 def test_a_script_is_run_as_python_runs_it(folder):
     script = str(folder / "tell.py")
     run_script(script, ["--lanes", "3", "-x"], 2, {"lanes": 4})
-    assert told(folder) == 2 * [["__main__", [script, "--lanes", "3", "-x"], str(folder), "next door", "4"]]
+    assert told(folder) == 2 * [
+        ["__main__", [script, "--lanes", "3", "-x"], str(folder), "next door", "4"]
+    ]
 
 
 def test_a_module_is_run_as_python_runs_it(folder, monkeypatch):
     monkeypatch.chdir(folder)
     run_script("tell", ["-x"], 2, {"lanes": 4}, as_module=True)
-    assert told(folder) == 2 * [["__main__", [str(folder / "tell.py"), "-x"], str(folder), "next door", "4"]]
+    assert told(folder) == 2 * [
+        ["__main__", [str(folder / "tell.py"), "-x"], str(folder), "next door", "4"]
+    ]
 
 
 def test_a_failure_is_told_from_the_scripts_own_line_and_the_workers_are_silent(folder, capfd):
@@ -66,7 +70,9 @@ def test_a_failure_is_told_from_the_scripts_own_line_and_the_workers_are_silent(
 
 
 def test_a_missing_script_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"script .*train\.py' was given, and there is no such file"):
+    with pytest.raises(
+        ConfigError, match=r"script .*train\.py' was given, and there is no such file"
+    ):
         run_script(str(tmp_path / "train.py"), [], 2, {})
 
 

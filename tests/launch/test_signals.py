@@ -46,7 +46,10 @@ def deaf(ready):
     for_ever()
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 1), (signal.SIGHUP, -signal.SIGHUP)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 1), (signal.SIGHUP, -signal.SIGHUP)],
+)
 def test_a_signal_to_the_launcher_ends_the_workers_first(number, exit_code):
     with launched(wait_for_signals) as (launcher, pids):
         os.kill(launcher.pid, number)
@@ -81,7 +84,7 @@ def test_workers_get_a_signal_once_and_time_to_act_on_it(tmp_path):
 
 
 def test_workers_that_outlast_their_time_are_killed():
-    with launched(deaf, grace=0.2) as (launcher, _):
+    with launched(deaf, grace_period=0.2) as (launcher, _):
         os.kill(launcher.pid, signal.SIGTERM)
         launcher.join(SOON_SECONDS)
         assert launcher.exitcode == -signal.SIGTERM

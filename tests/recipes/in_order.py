@@ -47,7 +47,11 @@ def in_order(script, seed=0, **options):
 def keyed_lane(script, seed=0):
     """Let the items of `script.Lane` be drawn as those of a run's stream of games are."""
     make = script.Lane
-    with patch.object(script, "Lane", lambda *given, **named: LaneStream(lambda _: make(*given, **named), "games", 0, seed)):
+    with patch.object(
+        script,
+        "Lane",
+        lambda *given, **named: LaneStream(lambda _: make(*given, **named), "games", 0, seed),
+    ):
         yield
 
 

@@ -31,14 +31,26 @@ def test_the_page_shows_both_scripts():
 
 def test_the_page_shows_their_difference():
     names = [f"recipes/first/{name}.py" for name in ("plain", "train")]
-    lines = difflib.unified_diff(*(text.splitlines(keepends=True) for text in scripts("first")), *names, n=1)
+    lines = difflib.unified_diff(
+        *(text.splitlines(keepends=True) for text in scripts("first")), *names, n=1
+    )
     assert blocks("diff") == ["".join(lines)]
 
 
 def test_every_line_that_comes_is_explained():
-    explained = [part for row in re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE) for part in re.findall(r"`(.*?)`", row)]
-    came = [line[1:].strip() for line in blocks("diff")[0].splitlines() if re.match(r"\+(?!\+\+)\s*\S", line)]
-    unexplained = [line for line in came if not any(part.partition("…")[0] in line for part in explained)]
+    explained = [
+        part
+        for row in re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE)
+        for part in re.findall(r"`(.*?)`", row)
+    ]
+    came = [
+        line[1:].strip()
+        for line in blocks("diff")[0].splitlines()
+        if re.match(r"\+(?!\+\+)\s*\S", line)
+    ]
+    unexplained = [
+        line for line in came if not any(part.partition("…")[0] in line for part in explained)
+    ]
     assert unexplained == ["from torch.utils.data import TensorDataset", "import samestep as ss"]
 
 
@@ -46,7 +58,9 @@ def test_every_line_that_comes_is_explained():
 def test_the_page_counts_changed_lines(recipe):
     needs("diff")
     files = [RECIPES / recipe / name for name in ("plain.py", "train.py")]
-    lines = subprocess.run(["diff", "-wd", *files], capture_output=True, text=True, check=False).stdout.splitlines()
+    lines = subprocess.run(
+        ["diff", "-wd", *files], capture_output=True, text=True, check=False
+    ).stdout.splitlines()
     gone, come = (sum(line.startswith(mark) for line in lines) for mark in "<>")
     (row,) = re.findall(rf"^\| \[{recipe}\].*", PAGE, re.MULTILINE)
     assert f"| {gone} | {come} |" in row

@@ -7,8 +7,13 @@ import pytest
 from recipes.progress import Progress
 
 
-@pytest.mark.parametrize(("steps_per_epoch", "expected"), [(None, "step 6/6  loss 0.5000  "), (4, "epoch 1.5  step 6/6  loss 0.5000  ")])
-def test_the_last_step_is_a_line_and_epochs_are_told_where_there_are_any(steps_per_epoch, expected, capsys):
+@pytest.mark.parametrize(
+    ("steps_per_epoch", "expected"),
+    [(None, "step 6/6  loss 0.5000  "), (4, "epoch 1.5  step 6/6  loss 0.5000  ")],
+)
+def test_the_last_step_is_a_line_and_epochs_are_told_where_there_are_any(
+    steps_per_epoch, expected, capsys
+):
     progress = Progress(SimpleNamespace(step=5, is_main=True), 6, steps_per_epoch, unit="games")
     progress.update({"loss": 0.5}, items=3)
     told = capsys.readouterr().out

@@ -37,18 +37,30 @@ KEYS = {
     "loud": True,
     "title": "17",
     "folder": Path("a/b"),
-    **{f"{section}.{name}": value for section in ("inner", "other") for name, value in (("rate", 2.0), ("shape", (3,)), ("kind", "slow"))},
+    **{
+        f"{section}.{name}": value
+        for section in ("inner", "other")
+        for name, value in (("rate", 2.0), ("shape", (3,)), ("kind", "slow"))
+    },
 }
 
 floats = st.floats(allow_nan=False)
-inners = st.builds(Inner, rate=floats, shape=st.lists(st.integers()).map(tuple), kind=st.sampled_from(["fast", "slow"]))
+inners = st.builds(
+    Inner,
+    rate=floats,
+    shape=st.lists(st.integers()).map(tuple),
+    kind=st.sampled_from(["fast", "slow"]),
+)
 outers = st.builds(
     Outer,
     steps=st.integers(),
     limit=st.none() | floats,
     loud=st.booleans(),
     title=st.text(),
-    folder=st.none() | st.from_regex(r"[a-z0-9. /-]+", fullmatch=True).map(Path).filter(lambda path: str(path) not in {"none", "null"}),
+    folder=st.none()
+    | st.from_regex(r"[a-z0-9. /-]+", fullmatch=True)
+    .map(Path)
+    .filter(lambda path: str(path) not in {"none", "null"}),
     inner=inners,
     other=inners,
 )
@@ -67,7 +79,13 @@ def nested(key, value):
 
 
 def plain(value):
-    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    return (
+        str(value)
+        if isinstance(value, Path)
+        else list(value)
+        if isinstance(value, tuple)
+        else value
+    )
 
 
 def write(path, content):
@@ -86,25 +104,37 @@ def test_written_settings_are_read_back_equal(settings, tmp_path_factory):
 @pytest.mark.parametrize("key", KEYS)
 def test_a_key_is_set_in_a_file_or_an_argument_alone(key, tmp_path):
     in_file = read(Outer, [write(tmp_path / "a.yaml", nested(key, plain(KEYS[key])))])
-    in_argument = read(Outer, [f"{key}={yaml.safe_dump(plain(KEYS[key]), default_flow_style=True).splitlines()[0].strip(chr(39))}"])
+    in_argument = read(
+        Outer,
+        [
+            f"{key}={yaml.safe_dump(plain(KEYS[key]), default_flow_style=True).splitlines()[0].strip(chr(39))}"
+        ],
+    )
 
     assert in_file == in_argument
     assert value_of(in_file, key) == KEYS[key]
-    assert {other for other in KEYS if value_of(in_file, other) != value_of(Outer(), other)} == {key}
+    assert {other for other in KEYS if value_of(in_file, other) != value_of(Outer(), other)} == {
+        key
+    }
 
 
 @given(layers=st.sets(st.sampled_from(["grand base", "base", "file", "argument"])))
 def test_the_nearest_layer_wins(layers, tmp_path_factory):
     folder = tmp_path_factory.mktemp("layers")
     values = {"grand base": 1, "base": 2, "file": 3, "argument": 4}
-    chain = {"grand base": {}, "base": {"base": "../layers/grand base.yaml"}, "file": {"base": "base.yaml"}}
+    chain = {
+        "grand base": {},
+        "base": {"base": "../layers/grand base.yaml"},
+        "file": {"base": "base.yaml"},
+    }
     (folder / "layers").mkdir()
     for layer, content in chain.items():
         own = {"steps": values[layer]} if layer in layers else {}
         write(folder / "layers" / f"{layer}.yaml", content | own | {"inner": {"rate": 7}})
     arguments = ["steps=4"] if "argument" in layers else []
 
-    settings = read(Outer, [*arguments, str(folder / "layers" / "file.yaml")])  # arguments win wherever they stand
+    # arguments win wherever they stand
+    settings = read(Outer, [*arguments, str(folder / "layers" / "file.yaml")])
 
     assert settings.steps == max((values[layer] for layer in layers), default=10)
     assert settings.inner == Inner(rate=7.0)
@@ -152,17 +182,30 @@ def test_a_wrong_argument_is_named_with_what_was_expected(text, expected):
 
 
 @pytest.mark.parametrize(
-    "content", [{"steps": "3"}, {"loud": "yes please"}, {"limit": [1]}, {"inner": 3}, {"inner": {"kind": 1}}, [1], {3: 4}]
+    "content",
+    [
+        {"steps": "3"},
+        {"loud": "yes please"},
+        {"limit": [1]},
+        {"inner": 3},
+        {"inner": {"kind": 1}},
+        [1],
+        {3: 4},
+    ],
 )
 def test_a_wrong_value_in_a_file_is_named_with_the_file(content, tmp_path):
     file = write(tmp_path / "wrong.yaml", content)
     with pytest.raises(SettingsError) as caught:
         read(Outer, [file])
     assert file in str(caught.value)
-    assert any(str(key) in str(caught.value) for key in (content if isinstance(content, dict) else "1"))
+    assert any(
+        str(key) in str(caught.value) for key in (content if isinstance(content, dict) else "1")
+    )
 
 
-@pytest.mark.parametrize(("word", "meant"), [("true", True), ("yes", True), ("off", False), ("false", False)])
+@pytest.mark.parametrize(
+    ("word", "meant"), [("true", True), ("yes", True), ("off", False), ("false", False)]
+)
 def test_a_switch_takes_the_words_of_yaml(word, meant):
     assert read(Outer, [f"loud={word}"]).loud is meant
 

@@ -15,10 +15,16 @@ from samestep.errors import RecordError
 from samestep.record.events import EventFile, read_events
 from tests.faults import full_disk
 
-TEXTS_LIKE_NUMBERS = st.sampled_from(["nan", "inf", "-inf", "\\nan", "\\\\-inf", "NaN", "-nan", "inf\n"])
+TEXTS_LIKE_NUMBERS = st.sampled_from(
+    ["nan", "inf", "-inf", "\\nan", "\\\\-inf", "NaN", "-nan", "inf\n"]
+)
 TEXTS = TEXTS_LIKE_NUMBERS | st.text(st.characters(exclude_categories=[]))
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | TEXTS
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3), max_leaves=5)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=5,
+)
 EVENTS = st.dictionaries(TEXTS, VALUES, max_size=3)
 
 
@@ -123,7 +129,10 @@ def test_a_full_disk_is_told_and_does_not_spoil_what_follows(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
     try:
-        with pytest.raises(RecordError, match=r"events\.jsonl took 5 of 11 bytes.*disk full\? Free some space there and start again"):
+        with pytest.raises(
+            RecordError,
+            match=r"events\.jsonl took 5 of 11 bytes.*disk full\? Free some space there and start again",
+        ):
             file.append({"step": 2})
         with pytest.raises(RecordError, match=r"events\.jsonl cannot be written"):
             file.append({"step": 3})
@@ -138,7 +147,10 @@ def test_a_disk_that_is_full_to_the_last_byte_is_told():
     with full_disk(4096) as disk:
         file = EventFile(disk / "events.jsonl")
         file.append({"filled": "x" * (4096 - len('{"filled":""}\n'))})
-        with pytest.raises(RecordError, match=r"events\.jsonl cannot be written: No space left on device\. Free some space there"):
+        with pytest.raises(
+            RecordError,
+            match=r"events\.jsonl cannot be written: No space left on device\. Free some space there",
+        ):
             file.append({"step": 2})
         file.close()
 
@@ -161,11 +173,20 @@ def test_a_file_that_is_no_longer_there_takes_no_events(fault, tmp_path):
     file = EventFile(tmp_path / "run" / "events.jsonl")
     file.append({"step": 1})
     fault(tmp_path / "run")
-    with pytest.raises(RecordError, match=r"events\.jsonl was removed or moved.*directory to stay in place"):
+    with pytest.raises(
+        RecordError, match=r"events\.jsonl was removed or moved.*directory to stay in place"
+    ):
         file.append({"step": 2})
     file.close()
     left = [list(read_events(path)) for path in sorted(tmp_path.glob("*/events.jsonl"))]
-    assert left == {removed: [], moved: [[{"step": 1}]], replaced: [[{"step": 1}], [{"event": "of another run"}]]}[fault]
+    assert (
+        left
+        == {
+            removed: [],
+            moved: [[{"step": 1}]],
+            replaced: [[{"step": 1}], [{"event": "of another run"}]],
+        }[fault]
+    )
 
 
 def test_a_file_is_claimed_by_one_process_until_it_closes_it(tmp_path):

@@ -81,7 +81,10 @@ def test_by_hand_it_sends_what_is_missing(record, run, far):
     record.event("finished", step=1)
     assert by_hand(run, "--to", far).returncode == 0
     assert stream(far) == written(run)
-    assert open_source(far).open_image("images/a-00000000.png")[0] == (run / "images" / "a-00000000.png").stat().st_size
+    assert (
+        open_source(far).open_image("images/a-00000000.png")[0]
+        == (run / "images" / "a-00000000.png").stat().st_size
+    )
 
 
 def test_by_hand_it_says_what_did_not_arrive(record, run):
@@ -89,19 +92,30 @@ def test_by_hand_it_says_what_did_not_arrive(record, run):
     ended = by_hand(run, "--to", "file:///proc/none/run", "--to", name_of(Refusing))
     assert ended.returncode == 1
     assert '"error": "ConnectionError: no route"' in ended.stdout
-    assert "the record does not reach file:///proc/none/run: StorageError: the storage did not" in ended.stderr
+    assert (
+        "the record does not reach file:///proc/none/run: StorageError: the storage did not"
+        in ended.stderr
+    )
 
 
 def test_by_hand_it_refuses_what_is_no_run_or_has_a_process_beside_it(record, run, far, tmp_path):
-    assert "holds no events.jsonl; expected the directory of a run" in by_hand(tmp_path, "--to", far).stderr
+    assert (
+        "holds no events.jsonl; expected the directory of a run"
+        in by_hand(tmp_path, "--to", far).stderr
+    )
     assert "nothing was given to send to; expected --to or --transfer" in by_hand(run).stderr
-    assert "sinks='nowhere:Sink' was given; expected the module:Class" in by_hand(run, "--to", "nowhere:Sink").stderr
+    assert (
+        "sinks='nowhere:Sink' was given; expected the module:Class"
+        in by_hand(run, "--to", "nowhere:Sink").stderr
+    )
     with lock(run):
         assert f"another process forwards the record of {run}" in by_hand(run, "--to", far).stderr
 
 
 def test_neither_it_nor_what_reads_records_needs_torch():
-    modules = "samestep.record.forward, samestep.record.source, samestep.record.beside, samestep.storage"
+    modules = (
+        "samestep.record.forward, samestep.record.source, samestep.record.beside, samestep.storage"
+    )
     code = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -117,7 +131,9 @@ def test_beside_the_writer_events_arrive_while_it_goes_on(record, run, far):
     assert told(run)[far].items() >= {"behind_bytes": 0, "dropped": 0, "error": None}.items()
 
 
-def test_a_killed_forwarder_is_replaced_and_nothing_comes_twice(record, run, far, caplog, monkeypatch):
+def test_a_killed_forwarder_is_replaced_and_nothing_comes_twice(
+    record, run, far, caplog, monkeypatch
+):
     monkeypatch.setattr(beside, "FIRST_PAUSE_SECONDS", 0.01)
     with caplog.at_level(logging.WARNING, "samestep"):
         forwarder = Beside(run, [far], None, record)
@@ -126,7 +142,11 @@ def test_a_killed_forwarder_is_replaced_and_nothing_comes_twice(record, run, far
             wait_until(lambda step=step: b'"step":%d' % step in stream(far))
             os.kill(forwarder.pid, signal.SIGKILL)
             record.event("scalars", step=step + 100)
-            wait_until(lambda step=step: caplog.text.count("ended with status -9; it is started again") == step + 1)
+            wait_until(
+                lambda step=step: (
+                    caplog.text.count("ended with status -9; it is started again") == step + 1
+                )
+            )
         forwarder.finish()
     check_that_all_arrived(run, far)
 
@@ -153,11 +173,14 @@ def test_after_the_writer_was_killed_the_rest_is_sent_and_nothing_stays_behind(r
             wait_until(lambda before=before: len(stream(far)) > before)
             writer.kill()
         assert writer.returncode == -signal.SIGKILL
-        wait_until(lambda: (held := lock(run)) is not None and not held.close())  # the forwarder has ended by itself
+        # the forwarder has ended by itself
+        wait_until(lambda: (held := lock(run)) is not None and not held.close())
         check_that_all_arrived(run, far)
 
 
-def test_one_that_hangs_delays_neither_the_others_nor_the_end_for_long(record, run, far, caplog, monkeypatch):
+def test_one_that_hangs_delays_neither_the_others_nor_the_end_for_long(
+    record, run, far, caplog, monkeypatch
+):
     monkeypatch.setattr(beside, "FINISH_SECONDS", 0.5)
     hanging = name_of(Hanging)
     with caplog.at_level(logging.WARNING, "samestep"):

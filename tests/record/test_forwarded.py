@@ -23,7 +23,21 @@ def test_what_is_kept_is_there_for_the_next(run):
     assert [path.name for path in (run / "record").iterdir()] == ["forwarded.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"a": "b"}', '{"a": 1.5}', '{"a": true}', '{"a": null}', "\0", "\N{SNOWMAN}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "7",
+        '{"a": "b"}',
+        '{"a": 1.5}',
+        '{"a": true}',
+        '{"a": null}',
+        "\0",
+        "\N{SNOWMAN}",
+    ],
+)
 def test_a_file_that_says_something_else_says_nothing(run, text):
     (run / FILE).write_text(text)
     assert Forwarded(run).get("a") is None
@@ -47,5 +61,7 @@ def test_one_holds_the_lock_until_it_closes_it(tmp_path):
 
 
 def test_a_directory_that_cannot_be_written_is_told(tmp_path):
-    with pytest.raises(RecordError, match=r"record/lock cannot be written: .*; expected the directory of a run"):
+    with pytest.raises(
+        RecordError, match=r"record/lock cannot be written: .*; expected the directory of a run"
+    ):
         lock(tmp_path / "nowhere")

@@ -12,8 +12,13 @@ from samestep.record import open_record, read_events, read_history
 STEPS = st.integers(0, 4)
 EVENTS = st.lists(
     st.fixed_dictionaries({"event": st.sampled_from(["started", "resumed"]), "step": STEPS})
-    | st.fixed_dictionaries({"event": st.sampled_from(["scalars", "image"]), "step": STEPS}, optional={"between": st.just(value=True)})
-    | st.fixed_dictionaries({"event": st.sampled_from(["timing", "snapshot", "failed"]), "step": STEPS}),
+    | st.fixed_dictionaries(
+        {"event": st.sampled_from(["scalars", "image"]), "step": STEPS},
+        optional={"between": st.just(value=True)},
+    )
+    | st.fixed_dictionaries(
+        {"event": st.sampled_from(["timing", "snapshot", "failed"]), "step": STEPS}
+    ),
     max_size=12,
 )
 
@@ -27,12 +32,17 @@ def write(directory, events):
     (directory / "events.jsonl").unlink(missing_ok=True)
     record = open_record(directory, writes=True)
     for event in events:
-        record.event(event["event"], **{name: value for name, value in event.items() if name != "event"})
+        record.event(
+            event["event"], **{name: value for name, value in event.items() if name != "event"}
+        )
     record.close()
 
 
 def history(directory):
-    return [{name: value for name, value in event.items() if name != "time"} for event in read_history(directory)]
+    return [
+        {name: value for name, value in event.items() if name != "time"}
+        for event in read_history(directory)
+    ]
 
 
 def stands(event, start):
@@ -41,11 +51,16 @@ def stands(event, start):
         return True
     if start["event"] == "started":
         return False
-    return event["step"] < start["step"] or (event["step"] == start["step"] and event.get("between", False))
+    return event["step"] < start["step"] or (
+        event["step"] == start["step"] and event.get("between", False)
+    )
 
 
 @given(EVENTS)
-@example([{"event": "scalars", "step": step} for step in range(4)] + [{"event": "resumed", "step": step} for step in (3, 1, 2)])
+@example(
+    [{"event": "scalars", "step": step} for step in range(4)]
+    + [{"event": "resumed", "step": step} for step in (3, 1, 2)]
+)
 def test_each_start_strikes_out_what_it_makes_void(directory, events):
     standing = []
     for event in events:
@@ -93,10 +108,21 @@ def test_what_was_logged_between_steps_stays_where_the_run_went_on(tmp_path):
 
 
 def test_a_step_that_no_run_writes_does_no_harm(tmp_path):
-    odd = [{"event": "scalars"}, {"event": "image", "step": "four"}, {"event": "timing", "step": None}]
+    odd = [
+        {"event": "scalars"},
+        {"event": "image", "step": "four"},
+        {"event": "timing", "step": None},
+    ]
     write(tmp_path, [*odd, {"event": "resumed", "step": 3}])
     assert len(history(tmp_path)) == 4
-    write(tmp_path, [{"event": "scalars", "step": math.inf}, {"event": "image", "step": 10**400}, {"event": "resumed"}])
+    write(
+        tmp_path,
+        [
+            {"event": "scalars", "step": math.inf},
+            {"event": "image", "step": 10**400},
+            {"event": "resumed"},
+        ],
+    )
     assert history(tmp_path) == [{"event": "resumed"}]
 
 

@@ -23,13 +23,17 @@ def write_image(directory, step, name, pixels):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("arranged", [np.ascontiguousarray, np.asfortranarray, lambda pixels: pixels[::-1]])
+@pytest.mark.parametrize(
+    "arranged", [np.ascontiguousarray, np.asfortranarray, lambda pixels: pixels[::-1]]
+)
 def test_pixels_come_back_from_the_file(tmp_path, shape, arranged):
     pixels = arranged(RANDOM.integers(0, 256, shape, np.uint8))
     path, width, height = write_image(tmp_path, 3, "sample", pixels)
     assert (height, width) == shape[:2]
     with Image.open(tmp_path / path) as image:
-        assert np.array_equal(np.asarray(image), pixels.squeeze(-1) if shape[2:] == (1,) else pixels)
+        assert np.array_equal(
+            np.asarray(image), pixels.squeeze(-1) if shape[2:] == (1,) else pixels
+        )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +55,24 @@ def test_what_is_no_image_is_refused_with_what_was_expected(tmp_path, pixels):
     assert list(tmp_path.iterdir()) == []
 
 
-@given(st.text() | st.sampled_from(["../../x", "/etc/passwd", "<script>", "", ".", "..", "a/b", "C:\\x", "a\0b", "x" * 300, "-rf"]))
+@given(
+    st.text()
+    | st.sampled_from(
+        [
+            "../../x",
+            "/etc/passwd",
+            "<script>",
+            "",
+            ".",
+            "..",
+            "a/b",
+            "C:\\x",
+            "a\0b",
+            "x" * 300,
+            "-rf",
+        ]
+    )
+)
 def test_no_name_leaves_the_folder(name):
     path = Path("/run/images") / f"{safe_name(name)}-00000000.png"
     assert path.resolve().parent == Path("/run/images")

@@ -5,7 +5,12 @@ from hypothesis import strategies as st
 
 from samestep.record.parts import Part, part_with, parts_of, reach, superfluous
 
-PARTS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)).map(lambda pair: Part(pair[0], pair[0] + pair[1])), max_size=8)
+PARTS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(1, 5)).map(
+        lambda pair: Part(pair[0], pair[0] + pair[1])
+    ),
+    max_size=8,
+)
 
 
 def names(parts):
@@ -20,7 +25,14 @@ def test_parts_are_known_by_their_names(parts):
 def test_what_is_no_whole_part_counts_for_nothing():
     whole = names([Part(3, 8)])
     torn = dict.fromkeys(names([Part(3, 9)]), 4)
-    others = {"lock": 0, "forwarded.json": 9, f"{5:020d}-{3:020d}.jsonl": -2, f"{3:020d}-{3:020d}.jsonl": 0, "0-5.jsonl": 5, "": 1}
+    others = {
+        "lock": 0,
+        "forwarded.json": 9,
+        f"{5:020d}-{3:020d}.jsonl": -2,
+        f"{3:020d}-{3:020d}.jsonl": 0,
+        "0-5.jsonl": 5,
+        "": 1,
+    }
     assert parts_of({**others, **torn, **whole}) == [Part(3, 8)]
 
 

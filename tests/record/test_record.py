@@ -22,7 +22,10 @@ def record(tmp_path):
 
 
 def events_of(tmp_path):
-    return [{name: value for name, value in event.items() if name != "time"} for event in read_events(tmp_path / "run")]
+    return [
+        {name: value for name, value in event.items() if name != "time"}
+        for event in read_events(tmp_path / "run")
+    ]
 
 
 def test_an_event_has_its_kind_its_time_and_its_fields(record, tmp_path):
@@ -34,7 +37,9 @@ def test_an_event_has_its_kind_its_time_and_its_fields(record, tmp_path):
 
 
 def test_scalars_are_floats_with_the_lowest_and_highest_worker(record, tmp_path):
-    record.scalars(3, 1, {"loss": np.float32(0.5), "accuracy": 1}, {"loss": 0.25}, {"loss": math.inf})
+    record.scalars(
+        3, 1, {"loss": np.float32(0.5), "accuracy": 1}, {"loss": 0.25}, {"loss": math.inf}
+    )
     record.scalars(4, 1, {"loss": -math.inf})
     assert events_of(tmp_path) == [
         {
@@ -45,7 +50,14 @@ def test_scalars_are_floats_with_the_lowest_and_highest_worker(record, tmp_path)
             "low": {"loss": 0.25},
             "high": {"loss": math.inf},
         },
-        {"event": "scalars", "step": 4, "epoch": 1, "values": {"loss": -math.inf}, "low": {}, "high": {}},
+        {
+            "event": "scalars",
+            "step": 4,
+            "epoch": 1,
+            "values": {"loss": -math.inf},
+            "low": {},
+            "high": {},
+        },
     ]
 
 
@@ -59,7 +71,9 @@ def test_what_comes_between_steps_is_marked(record, tmp_path):
 
 def test_timing_is_by_worker_and_part(record, tmp_path):
     record.timing(7, [{"data": 0.5, "compute": 1}, {"data": 0.25}])
-    assert events_of(tmp_path) == [{"event": "timing", "step": 7, "workers": [{"data": 0.5, "compute": 1.0}, {"data": 0.25}]}]
+    assert events_of(tmp_path) == [
+        {"event": "timing", "step": 7, "workers": [{"data": 0.5, "compute": 1.0}, {"data": 0.25}]}
+    ]
 
 
 @pytest.mark.parametrize("field", ["time", "event"])
@@ -93,7 +107,9 @@ def test_images_that_were_too_many_are_counted(tmp_path, monkeypatch):
         return write_picture(directory, picture)
 
     monkeypatch.setattr("samestep.record.record.write_picture", write_when_let)
-    monkeypatch.setattr("samestep.record.record.WaitingImages", partial(WaitingImages, most_bytes=50))
+    monkeypatch.setattr(
+        "samestep.record.record.WaitingImages", partial(WaitingImages, most_bytes=50)
+    )
     record = open_record(tmp_path / "run", writes=True)
     for step in range(5):
         record.image(step, "faces", np.zeros((4, 6), np.uint8))  # 24 bytes
@@ -101,7 +117,10 @@ def test_images_that_were_too_many_are_counted(tmp_path, monkeypatch):
     record.flush()
     record.image(5, "faces", np.zeros((4, 6), np.uint8))
     record.close()
-    told = [{name: event[name] for name in ("event", "step", "count") if name in event} for event in events_of(tmp_path)]
+    told = [
+        {name: event[name] for name in ("event", "step", "count") if name in event}
+        for event in events_of(tmp_path)
+    ]
     assert told[:1] == [{"event": "images_dropped", "count": 3, "step": 4}]
     assert [event["step"] for event in told[1:]] == [0, 1, 5]
 

@@ -59,18 +59,34 @@ def test_what_is_there_arrives_and_then_it_ends(run):
     assert sender.join(None)
     assert far.taken == [(0, b"".join(LINES))]
     assert far.closed
-    assert sender.state(size(run)) == {"name": "far", "behind_bytes": 0, "dropped": 0, "error": None}
+    assert sender.state(size(run)) == {
+        "name": "far",
+        "behind_bytes": 0,
+        "dropped": 0,
+        "error": None,
+    }
 
 
 def test_what_fails_is_tried_again_and_told_meanwhile(run, caplog):
     far = Far()
-    far.outcomes = [PermissionError("denied"), None, ConnectionError("reset"), ConnectionError("reset"), None]
+    far.outcomes = [
+        PermissionError("denied"),
+        None,
+        ConnectionError("reset"),
+        ConnectionError("reset"),
+        None,
+    ]
     with caplog.at_level(logging.WARNING, "samestep"):
         sender = Sender(open_source(run), far)
         far.let.release(1)
         for _ in range(2):
             far.calls.acquire()
-        assert sender.state(size(run)) == {"name": "far", "behind_bytes": size(run), "dropped": 0, "error": "PermissionError: denied"}
+        assert sender.state(size(run)) == {
+            "name": "far",
+            "behind_bytes": size(run),
+            "dropped": 0,
+            "error": "PermissionError: denied",
+        }
         far.let.release(3)
         for _ in range(3):
             far.calls.acquire()
@@ -80,7 +96,12 @@ def test_what_fails_is_tried_again_and_told_meanwhile(run, caplog):
         assert sender.join(None)
     assert far.taken == [(0, b"".join(LINES))]
     assert sender.state(size(run))["error"] is None
-    assert caplog.text.count("the record does not reach far: PermissionError: denied; it is tried again") == 1
+    assert (
+        caplog.text.count(
+            "the record does not reach far: PermissionError: denied; it is tried again"
+        )
+        == 1
+    )
     assert "ConnectionError" not in caplog.text  # of the same spell
 
 
@@ -91,7 +112,12 @@ def test_one_that_never_works_is_given_up_at_the_end(run):
     sender = Sender(open_source(run), far)
     sender.end()
     assert not sender.join(None)
-    assert sender.state(size(run)) == {"name": "far", "behind_bytes": size(run), "dropped": 0, "error": "OSError: no"}
+    assert sender.state(size(run)) == {
+        "name": "far",
+        "behind_bytes": size(run),
+        "dropped": 0,
+        "error": "OSError: no",
+    }
 
 
 def test_one_that_cannot_be_closed_did_not_get_everything(run, monkeypatch):

@@ -68,7 +68,10 @@ def scratch(tmp_path_factory):
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from(CUTS), st.sampled_from(CUTS)), max_size=12), st.integers(0, 3))
+@given(
+    st.lists(st.tuples(st.sampled_from(CUTS), st.sampled_from(CUTS)), max_size=12),
+    st.integers(0, 3),
+)
 @example([(CUTS[0], CUTS[20]), (CUTS[10], CUTS[40]), (CUTS[5], CUTS[8])], 1)
 def test_any_parts_read_as_the_bytes_up_to_the_first_that_is_missing(scratch, cuts, seed):
     """Parts may overlap, hold one another and come in any order; what they give is the same stream."""
@@ -109,7 +112,9 @@ def test_a_record_that_another_one_replaced_is_told(place, tmp_path):
     source = open_source(place(tmp_path))
     end = len(read_all(source))
     (tmp_path / "events.jsonl").write_bytes(STREAM[: CUTS[1]])
-    with pytest.raises(RecordError, match=f"has no byte {end}: another one took its place; read it from its start"):
+    with pytest.raises(
+        RecordError, match=f"has no byte {end}: another one took its place; read it from its start"
+    ):
         source.read(end)
     assert source.read(0) == STREAM[: CUTS[1]]
 
@@ -186,7 +191,15 @@ def test_runs_are_found_at_and_below_a_place(place, tmp_path):
         (tmp_path / run / "events.jsonl").touch()
     (tmp_path / "sent").mkdir()
     write_part(tmp_path / "sent", 0, CUTS[1])
-    for no_run in ("step-00000010", "images", "record", "tensorboard", ".git", "empty/record", "superseded-1"):
+    for no_run in (
+        "step-00000010",
+        "images",
+        "record",
+        "tensorboard",
+        ".git",
+        "empty/record",
+        "superseded-1",
+    ):
         (tmp_path / no_run).mkdir(parents=True)
         if no_run != "empty/record":
             (tmp_path / no_run / "events.jsonl").touch()

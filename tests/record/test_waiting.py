@@ -38,7 +38,12 @@ def test_images_are_written_in_order_beside_the_one_who_adds_them():
 def test_what_is_too_much_is_dropped_until_there_is_room():
     write = Writer()
     with closing(WaitingImages(write, most_bytes=25)) as images:
-        assert [images.add(picture(step), between=False) for step in range(4)] == [True, True, False, False]
+        assert [images.add(picture(step), between=False) for step in range(4)] == [
+            True,
+            True,
+            False,
+            False,
+        ]
         write.let.release(2)
         images.flush()
         assert images.add(picture(4), between=False)

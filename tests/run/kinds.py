@@ -21,7 +21,9 @@ class Sentences(torch.utils.data.Dataset):
     def __init__(self, fewest):
         generator = torch.Generator().manual_seed(7)
         self.lengths = torch.randint(fewest, 7, (101,), generator=generator).tolist()
-        self.sentences = [torch.randint(20, (length,), generator=generator) for length in self.lengths]
+        self.sentences = [
+            torch.randint(20, (length,), generator=generator) for length in self.lengths
+        ]
 
     def __getitem__(self, index):
         return self.sentences[index]
@@ -38,7 +40,7 @@ class Augmented(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         picture, label = self.images[index]
-        noise = np.random.standard_normal(picture.shape).astype(np.float32)  # noqa: NPY002
+        noise = np.random.standard_normal(picture.shape).astype(np.float32)
         return random.uniform(0.5, 1.0) * picture + torch.from_numpy(noise) * torch.rand(()), label
 
     def __len__(self):
@@ -61,7 +63,9 @@ class ViT(nn.Module):
 
     @staticmethod
     def block(width):
-        return nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.1, activation="gelu", batch_first=True, norm_first=True)
+        return nn.TransformerEncoderLayer(
+            width, 4, 2 * width, dropout=0.1, activation="gelu", batch_first=True, norm_first=True
+        )
 
     def forward(self, pictures):
         patches = self.patches(pictures).flatten(2).mT + self.position  # [batch, 16, width]
@@ -72,7 +76,9 @@ def mixup(model, batch):
     pictures, labels = batch
     share, order = random.betavariate(0.8, 0.8), torch.randperm(len(labels))
     logits = model(share * pictures + (1 - share) * pictures[order])
-    return share * F.cross_entropy(logits, labels) + (1 - share) * F.cross_entropy(logits, labels[order]), {"share": share}
+    return share * F.cross_entropy(logits, labels) + (1 - share) * F.cross_entropy(
+        logits, labels[order]
+    ), {"share": share}
 
 
 def vit_job(*, sharded):
@@ -85,14 +91,27 @@ def vit_job(*, sharded):
         optimizer = torch.optim.AdamW(groups, lr=3e-3, fused=True)
         if sharded:
             optimizer = run.shard(optimizer)
-        schedule = SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=3), StepLR(optimizer, 2)], milestones=[3])
+        schedule = SequentialLR(
+            optimizer,
+            [LinearLR(optimizer, 0.1, total_iters=3), StepLR(optimizer, 2)],
+            milestones=[3],
+        )
 
         def after_step(_):
             schedule.step()
             averaged.update_parameters(model)
 
         tracked = {"averaged": averaged, "schedule": schedule}
-        return fit(run, model, optimizer, images(75), loss_fn=mixup, max_norm=0.5, tracked=tracked, after_step=after_step)
+        return fit(
+            run,
+            model,
+            optimizer,
+            images(75),
+            loss_fn=mixup,
+            max_norm=0.5,
+            tracked=tracked,
+            after_step=after_step,
+        )
 
     return job
 
@@ -104,8 +123,12 @@ def three_samples_job(run):
 
 
 def adversarial_job(run):
-    generator = run.replicate(nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 64)))
-    critic = run.replicate(nn.Sequential(nn.Linear(64, 16), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(16, 1)))
+    generator = run.replicate(
+        nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 64))
+    )
+    critic = run.replicate(
+        nn.Sequential(nn.Linear(64, 16), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(16, 1))
+    )
     making = run.shard(torch.optim.Adam(generator.parameters(), betas=(0.5, 0.9)))
     judging = torch.optim.RMSprop(critic.parameters())
     models = nn.ModuleDict({"generator": generator, "critic": critic})
@@ -113,7 +136,10 @@ def adversarial_job(run):
 
     def judge(models, batch):
         made = models["generator"](torch.randn(4, 5))
-        return F.softplus(models["critic"](made)).mean() + F.softplus(-models["critic"](batch[0].flatten(1))).mean()
+        return (
+            F.softplus(models["critic"](made)).mean()
+            + F.softplus(-models["critic"](batch[0].flatten(1))).mean()
+        )
 
     def make(models, batch):
         return F.softplus(-models["critic"](models["generator"](torch.randn(4, 5)))).mean()
@@ -198,33 +224,48 @@ def words_job(run):
         return F.cross_entropy(logits.flatten(0, 1), sentences[:, 1:].flatten(), ignore_index=-1)
 
     def collate(sentences):
-        return pad_sequence([F.pad(words, (1, 0)) for words in sentences], batch_first=True, padding_value=-1)
+        return pad_sequence(
+            [F.pad(words, (1, 0)) for words in sentences], batch_first=True, padding_value=-1
+        )
 
     def count(sentences):
         return (sentences[:, 1:] >= 0).sum()
 
     model = run.replicate(nn.Sequential(nn.Embedding(20, 12), nn.Dropout(0.1), nn.Linear(12, 20)))
     optimizer = run.shard(torch.optim.NAdam(model.parameters()))
-    return fit(run, model, optimizer, Sentences(fewest=0), loss_fn=loss_fn, batch_size=12, count=count, collate_fn=collate)
+    return fit(
+        run,
+        model,
+        optimizer,
+        Sentences(fewest=0),
+        loss_fn=loss_fn,
+        batch_size=12,
+        count=count,
+        collate_fn=collate,
+    )
 
 
 def grouped_job(run):
     """Batch sentences of one length with each other."""
 
     def loss_fn(model, sentences):
-        return F.cross_entropy(model[sentences.shape[1] - 1](sentences.float()), sentences.sum(1) % 5)
+        return F.cross_entropy(
+            model[sentences.shape[1] - 1](sentences.float()), sentences.sum(1) % 5
+        )
 
     sentences = Sentences(fewest=1)
     model = run.replicate(nn.ModuleList(nn.Linear(length, 5) for length in range(1, 7)))
     optimizer = run.shard(torch.optim.Adamax(model.parameters()))
-    return fit(run, model, optimizer, sentences, loss_fn=loss_fn, batch_size=20, group_by=sentences.lengths)
+    return fit(
+        run, model, optimizer, sentences, loss_fn=loss_fn, batch_size=20, group_by=sentences.lengths
+    )
 
 
 def accumulating_job(run):
     """Add up the gradients of two losses, and of two steps."""
     model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
     optimizer = run.shard(torch.optim.Adadelta(model.parameters()))
-    schedule = ReduceLROnPlateau(optimizer, patience=0)
+    schedule = ReduceLROnPlateau(optimizer, timeout=0)
     tracked = {"model": model, "optimizer": optimizer, "schedule": schedule}
     run.track(**tracked)
     for batch in run.batches(images(75), 16, epochs=2):
@@ -270,7 +311,11 @@ def streams_job(run, hook=lambda step: None):
         for batch in run.streams(make_stream, steps=steps, name=make_stream.__name__):
             if run.step == 8:
                 break
-            run.log(run.backward(lambda model, points: (model(points) - points).square().mean(), model, batch))
+            run.log(
+                run.backward(
+                    lambda model, points: (model(points) - points).square().mean(), model, batch
+                )
+            )
             optimizer.step()
             optimizer.zero_grad()
             hook(run.step)
@@ -301,12 +346,25 @@ def mixed_dtypes_job(run):
 def float64_job(run):
     model = run.replicate(Net().double())
     optimizer = run.shard(torch.optim.RAdam(model.parameters()))
-    return fit(run, model, optimizer, images(101), loss_fn=lambda model, batch: classify(model, (batch[0].double(), batch[1])))
+    return fit(
+        run,
+        model,
+        optimizer,
+        images(101),
+        loss_fn=lambda model, batch: classify(model, (batch[0].double(), batch[1])),
+    )
 
 
 def compiled_job(backend):
     def job(run):
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.BatchNorm1d(24), nn.GELU(), nn.Dropout(0.1), nn.Linear(24, 10))
+        model = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(64, 24),
+            nn.BatchNorm1d(24),
+            nn.GELU(),
+            nn.Dropout(0.1),
+            nn.Linear(24, 10),
+        )
         model = run.replicate(torch.compile(model, backend=backend))
         optimizer = run.shard(torch.optim.ASGD(model.parameters()))
         return fit(run, model, optimizer, images(32), batch_size=16)

@@ -15,9 +15,21 @@ from tests.jobs import Net, classify, images
 from tests.workers import run_workers, try_workers
 
 
-def one_step(run, loss_fn=classify, model=None, dataset=None, *, batch_size=4, update=None, count=None, **batches):
+def one_step(
+    run,
+    loss_fn=classify,
+    model=None,
+    dataset=None,
+    *,
+    batch_size=4,
+    update=None,
+    count=None,
+    **batches,
+):
     """Make the first step of a loop over a data set."""
-    model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)) if model is None else model)
+    model = run.replicate(
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 10)) if model is None else model
+    )
     for batch in run.batches(images(8) if dataset is None else dataset, batch_size, **batches):
         run.backward(loss_fn, model, batch, update=update, count=count)
         break
@@ -91,12 +103,24 @@ def test_a_data_set_has_a_length_and_items(dataset, words):
         ({"steps": -1}, ss.ConfigError, "steps=-1"),
         ({"batch_size": 9, "drop_last": True}, ss.ConfigError, "leaves none of 8 samples"),
         ({"group_by": [0, 1]}, ss.DataError, "2 entries for 8 samples"),
-        ({"group_by": [0] * 8, "drop_last": True}, ss.ConfigError, "drop_last was given with group_by"),
+        (
+            {"group_by": [0] * 8, "drop_last": True},
+            ss.ConfigError,
+            "drop_last was given with group_by",
+        ),
         ({"count": lambda batch: 0.5}, ss.DataError, "count returned 0.5 for lane 0"),
         ({"count": lambda batch: -1}, ss.DataError, "count returned -1 for lane 0"),
         ({"update": "head"}, ss.ModelError, "update str; expected a torch.nn.Module"),
-        ({"update": nn.Linear(2, 2)}, ss.ModelError, "Linear has parameters that are not replicated"),
-        ({"model": Net().requires_grad_(requires_grad=False)}, ss.ModelError, "Net has no parameter that requires a gradient"),
+        (
+            {"update": nn.Linear(2, 2)},
+            ss.ModelError,
+            "Linear has parameters that are not replicated",
+        ),
+        (
+            {"model": Net().requires_grad_(requires_grad=False)},
+            ss.ModelError,
+            "Net has no parameter that requires a gradient",
+        ),
         ({"model": nn.LazyLinear(2)}, ss.ModelError, "'weight' has no shape yet"),
         ({"model": "a model"}, ss.ModelError, "was given str; expected a torch.nn.Module"),
     ],
@@ -110,19 +134,35 @@ def test_sparse_gradients_are_refused():
         return model(batch[0]).sum()
 
     words = TensorDataset(torch.arange(8))
-    step_fails_with(ss.LossError, r"shape \(9, 2\) has a sparse gradient.*sparse=False", loss_fn, nn.Embedding(9, 2, sparse=True), words)
+    step_fails_with(
+        ss.LossError,
+        r"shape \(9, 2\) has a sparse gradient.*sparse=False",
+        loss_fn,
+        nn.Embedding(9, 2, sparse=True),
+        words,
+    )
 
 
 def test_a_model_that_was_not_replicated_is_named():
     def body(run):
         run.backward(classify, Net(), next(iter(run.batches(images(8), 8))))
 
-    fails_with(ss.ModelError, "Net has parameters that are not replicated: pass it through run.replicate first", body)
+    fails_with(
+        ss.ModelError,
+        "Net has parameters that are not replicated: pass it through run.replicate first",
+        body,
+    )
 
 
 def test_one_loop_is_advanced_at_a_time():
     def body(run):
-        list(zip(run.batches(images(8), 4, name="one"), run.batches(images(8), 4, name="other"), strict=True))
+        list(
+            zip(
+                run.batches(images(8), 4, name="one"),
+                run.batches(images(8), 4, name="other"),
+                strict=True,
+            )
+        )
 
     fails_with(ss.DataError, "in the body of another", body)
 
@@ -136,7 +176,9 @@ def test_one_loop_is_advanced_at_a_time():
     ],
 )
 def test_an_optimizer_that_is_not_elementwise_is_refused(make, words):
-    fails_with(ss.OptimizerError, words, lambda run: run.shard(make(run.replicate(Net()).parameters())))
+    fails_with(
+        ss.OptimizerError, words, lambda run: run.shard(make(run.replicate(Net()).parameters()))
+    )
 
 
 def test_an_optimizer_is_sharded_before_its_first_step():
@@ -150,7 +192,13 @@ def test_an_optimizer_is_sharded_before_its_first_step():
     fails_with(ss.OptimizerError, "has state already", body)
 
 
-@pytest.mark.parametrize("again", [lambda optimizer: optimizer, lambda optimizer: torch.optim.SGD(optimizer.param_groups[0]["params"])])
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda optimizer: optimizer,
+        lambda optimizer: torch.optim.SGD(optimizer.param_groups[0]["params"]),
+    ],
+)
 def test_a_parameter_is_sharded_once(again):
     def body(run):
         run.shard(again(run.shard(torch.optim.SGD(run.replicate(Net()).parameters()))))
@@ -169,7 +217,10 @@ def test_a_parameter_is_sharded_once(again):
         ({"lanes": "8"}, "lanes='8' was given; expected a whole number"),
         ({"precision": "bfloat"}, "precision='bfloat'.*did you mean bfloat16"),
         ({"device": "cuda"}, "device='cuda' was given, and torch finds no GPU"),
-        ({"devices": ["cuda:0", "cuda:1"]}, "devices=cuda:0,cuda:1 was given, and torch finds no GPU"),
+        (
+            {"devices": ["cuda:0", "cuda:1"]},
+            "devices=cuda:0,cuda:1 was given, and torch finds no GPU",
+        ),
     ],
 )
 def test_a_wrong_option_is_named(options, words):
@@ -182,7 +233,11 @@ def test_a_wrong_option_is_named(options, words):
     [
         ("SAMESTEP_LANES", "many", "SAMESTEP_LANES='many' was given; expected a whole number"),
         ("SAMESTEP_LANS", "8", "SAMESTEP_LANS is no option of samestep; did you mean lanes"),
-        ("SAMESTEP_NONFINITE_LOSS", "go", "nonfinite_loss='go' was given; expected one of stop, continue"),
+        (
+            "SAMESTEP_NONFINITE_LOSS",
+            "go",
+            "nonfinite_loss='go' was given; expected one of stop, continue",
+        ),
         ("RANK", "0", "RANK=0 is set and WORLD_SIZE"),
     ],
 )
@@ -201,21 +256,35 @@ def test_a_wrong_flag_is_named(tmp_path, capsys):
 
 def test_more_workers_than_lanes_are_refused_on_every_worker():
     errors = errors_of(3, lambda run: None, lanes=2)
-    assert {str(error) for error in errors} == {"lanes=2 was given for 3 workers; expected at least a lane a worker: raise lanes"}
+    assert {str(error) for error in errors} == {
+        "lanes=2 was given for 3 workers; expected at least a lane a worker: raise lanes"
+    }
     assert {type(error) for error in errors} == {ss.ConfigError}
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda rank: nn.Linear(4, 2 + rank), r"'weight' is .*\(2, 4\).* on worker 0 and .*\(3, 4\).* on worker 1"),
-        (lambda rank: nn.Linear(4, 2, bias=rank == 0), r"'bias' is .*\(2,\).* on worker 0 and missing on worker 1"),
-        (lambda rank: nn.Linear(4, 2, dtype=(torch.float32, torch.float64)[rank]), "torch.float32.* and torch.float64"),
+        (
+            lambda rank: nn.Linear(4, 2 + rank),
+            r"'weight' is .*\(2, 4\).* on worker 0 and .*\(3, 4\).* on worker 1",
+        ),
+        (
+            lambda rank: nn.Linear(4, 2, bias=rank == 0),
+            r"'bias' is .*\(2,\).* on worker 0 and missing on worker 1",
+        ),
+        (
+            lambda rank: nn.Linear(4, 2, dtype=(torch.float32, torch.float64)[rank]),
+            "torch.float32.* and torch.float64",
+        ),
         (
             lambda rank: nn.Linear(4, 2).requires_grad_(requires_grad=rank == 0),
             r"\(2, 4\), trained on worker 0 and torch.float32 \(2, 4\) on worker 1",
         ),
-        (lambda rank: nn.ModuleDict({name: nn.Linear(2, 2) for name in ["ab", "ba"][rank]}), "in another order"),
+        (
+            lambda rank: nn.ModuleDict({name: nn.Linear(2, 2) for name in ["ab", "ba"][rank]}),
+            "in another order",
+        ),
     ],
 )
 def test_models_that_differ_between_workers_are_refused(make, words):

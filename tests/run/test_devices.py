@@ -17,7 +17,9 @@ def test_each_device_computes_its_lanes_with_its_own_parameters_and_buffers():
     ran = []
 
     def loss_fn(model, batch):
-        ran.append((len(batch[0]), model.head.weight.data_ptr(), model.features[1].running_mean.data_ptr()))
+        ran.append(
+            (len(batch[0]), model.head.weight.data_ptr(), model.features[1].running_mean.data_ptr())
+        )
         return classify(model, batch)
 
     with ss.init(devices=["cpu", "cpu", "cpu"], lanes=4) as run:
@@ -26,7 +28,8 @@ def test_each_device_computes_its_lanes_with_its_own_parameters_and_buffers():
         run.backward(loss_fn, model, next(iter(run.batches(images(10), 10))))
         assert len({weight for _, weight, _ in ran}) == len({mean for _, _, mean in ran}) == 3
         assert [weight for _, weight, _ in ran].count(own) == 1
-        # Lanes have 2, 3, 2 and 3 of 10 samples; the devices carry one, one and two of them, and take turns.
+        # Lanes have 2, 3, 2 and 3 of 10 samples; the devices carry one, one and two of them, and
+        # take turns.
         assert [samples for samples, _, _ in ran] == [2, 3, 2, 3]
         assert [weight for _, weight, _ in ran][2] == [weight for _, weight, _ in ran][3]
         assert model.head.weight.data_ptr() == own
@@ -65,7 +68,12 @@ def test_a_frozen_discriminator_is_frozen_on_every_device():
             frozen.append(not judge.weight.requires_grad)
             return judge(body(batch)).mean()
 
-        run.backward(loss_fn, None, next(run.streams(lambda lane: iter([torch.ones(3, 2)]), name="ones")), update=body)
+        run.backward(
+            loss_fn,
+            None,
+            next(run.streams(lambda lane: iter([torch.ones(3, 2)]), name="ones")),
+            update=body,
+        )
         assert frozen == [True, True]
         assert judge.weight.grad is None
 
@@ -74,7 +82,11 @@ def evaluated(devices):
     """Return means, a merged metric and outputs of an evaluation, and on how many replicas it ran."""
     with ss.init(devices=["cpu"] * devices, lanes=8) as run:
         torch.manual_seed(0)
-        model, metric, seen = run.replicate(Net()), torchmetrics.classification.MulticlassConfusionMatrix(10), set()
+        model, metric, seen = (
+            run.replicate(Net()),
+            torchmetrics.classification.MulticlassConfusionMatrix(10),
+            set(),
+        )
         average = nn.Linear(64, 10)  # was not replicated
 
         def score(model, batch):
@@ -83,8 +95,12 @@ def evaluated(devices):
             return {"loss": classify(model, batch)[0], "counts": metric}
 
         means = run.evaluate(score, model, images(37), 5)
-        outputs = run.evaluate(lambda model, batch: model(batch[0]), model, images(37), 5, gather=True)
-        others = run.evaluate(lambda model, batch: model(batch[0].flatten(1)).mean(), average, images(37), 5)
+        outputs = run.evaluate(
+            lambda model, batch: model(batch[0]), model, images(37), 5, gather=True
+        )
+        others = run.evaluate(
+            lambda model, batch: model(batch[0].flatten(1)).mean(), average, images(37), 5
+        )
         return {**means, "outputs": outputs, "others": others}, len(seen)
 
 
@@ -101,7 +117,10 @@ def test_an_evaluation_is_the_same_on_any_number_of_devices(workers):
 
 def test_a_run_continues_on_another_number_of_devices(tmp_path):
     expected = left_by(image_job, tmp_path / "straight", 1, lanes=8)
-    with ss.init(dir=tmp_path / "parted", lanes=8, devices=["cpu", "cpu"], stop_after=3) as run, pytest.raises(SystemExit):
+    with (
+        ss.init(dir=tmp_path / "parted", lanes=8, devices=["cpu", "cpu"], stop_after=3) as run,
+        pytest.raises(SystemExit),
+    ):
         image_job(run)
     assert left_by(image_job, tmp_path / "parted", 2, devices=["cpu"] * 3) == expected
     assert [event["devices"] for event in events(tmp_path / "parted")[:1]] == [["cpu", "cpu"]]
@@ -109,21 +128,25 @@ def test_a_run_continues_on_another_number_of_devices(tmp_path):
 
 def test_lanes_are_by_default_one_a_device():
     with ss.init(devices=3) as run:
-        assert (run.lanes, run.workers, run.devices) == (3, 1, [torch.device("cpu")] * 3)
+        assert (run.lanes, run.world_size, run.devices) == (3, 1, [torch.device("cpu")] * 3)
 
 
 def test_more_devices_than_lanes_are_refused(tmp_path):
-    with pytest.raises(ss.ConfigError, match="lanes=3 was given for 4 devices; expected at least a lane a device"):
+    with pytest.raises(
+        ss.ConfigError, match="lanes=3 was given for 4 devices; expected at least a lane a device"
+    ):
         ss.init(lanes=3, devices=4)
     left_by(image_job, tmp_path, 1, lanes=2)
-    with pytest.raises(ss.ConfigError, match="has 2 lanes, and 1 workers with 3 devices each were started"):
+    with pytest.raises(
+        ss.ConfigError, match="has 2 lanes, and 1 workers with 3 devices each were started"
+    ):
         ss.init(dir=tmp_path, devices=3)
 
 
 def test_launched_workers_get_their_devices():
     def devices():
         with ss.init() as run:
-            return run.workers, len(run.devices), run.lanes
+            return run.world_size, len(run.devices), run.lanes
 
     assert ss.launch(devices, workers=2, devices=["cpu", "cpu"], lanes=5) == (2, 2, 5)
 
@@ -131,12 +154,18 @@ def test_launched_workers_get_their_devices():
 TELL = """
 import samestep as ss
 with ss.init() as run:
-    run.print(run.workers, len(run.devices))
+    run.print(run.world_size, len(run.devices))
 """
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"), [([], "3 1"), (["--mode", "ddp"], "3 1"), (["--mode", "dp"], "1 3"), (["--devices", "cpu,cpu"], "3 2")]
+    ("flags", "told"),
+    [
+        ([], "3 1"),
+        (["--mode", "ddp"], "3 1"),
+        (["--mode", "dp"], "1 3"),
+        (["--devices", "cpu,cpu"], "3 2"),
+    ],
 )
 def test_a_mode_says_who_has_the_devices(flags, told, tmp_path, capfd):
     (script := tmp_path / "tell.py").write_text(TELL)

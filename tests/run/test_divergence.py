@@ -40,7 +40,13 @@ def weight(model, _):
 
 def told(workers, flipped, ranks, directory=None, **options):
     """Return the words in which each of several workers tells of the difference."""
-    ends = try_workers(train, workers, lambda run: job(run, flipped, ranks), directory, {"lanes": 4, "check_every": 2, **options})
+    ends = try_workers(
+        train,
+        workers,
+        lambda run: job(run, flipped, ranks),
+        directory,
+        {"lanes": 4, "check_every": 2, **options},
+    )
     assert [type(end.error) for end in ends] == [ss.DivergenceError] * workers
     return [str(end.error) for end in ends]
 
@@ -50,39 +56,60 @@ def told(workers, flipped, ranks, directory=None, **options):
     [
         (weight, "model/first.weight"),
         (lambda model, _: model.features[1].running_mean, "model/features.1.running_mean"),
-        (lambda model, _: model.features[1].num_batches_tracked, "model/features.1.num_batches_tracked"),
-        (lambda model, optimizer: optimizer.state[model.head.bias]["momentum_buffer"], "optimizer/state/8/momentum_buffer"),
+        (
+            lambda model, _: model.features[1].num_batches_tracked,
+            "model/features.1.num_batches_tracked",
+        ),
+        (
+            lambda model, optimizer: optimizer.state[model.head.bias]["momentum_buffer"],
+            "optimizer/state/8/momentum_buffer",
+        ),
     ],
 )
 def test_one_bit_of_one_worker_is_named(flipped, name):
     first, second = told(2, flipped, [1])
     assert first == second
-    assert first.startswith(f"workers differ after step 4: '{name}' is not the same on all of them; ")
+    assert first.startswith(
+        f"workers differ after step 4: '{name}' is not the same on all of them; "
+    )
     assert "after step 2 all was equal: resume from a snapshot of that step or before" in first
 
 
 def test_the_workers_that_differ_from_most_are_named(tmp_path):
     first, *_ = told(3, weight, [1], tmp_path)
-    assert re.search(rf"; worker 1 \({HOST}\) differs from the majority; expected the same bits everywhere", first)
-    assert {event["rank"]: event["error"].partition("(")[0] for event in events(tmp_path, "failed")} == dict.fromkeys(
-        range(3), "DivergenceError"
+    assert re.search(
+        rf"; worker 1 \({HOST}\) differs from the majority; expected the same bits everywhere",
+        first,
     )
+    assert {
+        event["rank"]: event["error"].partition("(")[0] for event in events(tmp_path, "failed")
+    } == dict.fromkeys(range(3), "DivergenceError")
 
 
 def test_without_a_majority_both_sides_are_named():
     first, *_ = told(4, weight, [1, 2])
-    assert re.search(rf"no majority: worker 0 \({HOST}\), 3 \({HOST}\) and worker 1 \({HOST}\), 2 \({HOST}\) differ from each other", first)
+    assert re.search(
+        rf"no majority: worker 0 \({HOST}\), 3 \({HOST}\) and worker 1 \({HOST}\), 2 \({HOST}\) differ from each other",
+        first,
+    )
 
 
 def test_a_difference_that_is_some_steps_old_is_still_told():
     first, _ = told(2, weight, [1], check_every=6)
     assert "after step 6: 'model/first.weight' is" in first
-    assert "nothing was compared before since this start: resume from a snapshot that you trust" in first
+    assert (
+        "nothing was compared before since this start: resume from a snapshot that you trust"
+        in first
+    )
 
 
 def test_a_difference_after_the_last_step_is_told_at_the_end_of_the_loop(tmp_path):
-    ends = try_workers(train, 2, lambda run: job(run, weight, [0], at=7), tmp_path, {"lanes": 4, "check_every": 8})
-    assert ["workers differ after step 8: 'model/first.weight'" in str(end.error) for end in ends] == [True, True]
+    ends = try_workers(
+        train, 2, lambda run: job(run, weight, [0], at=7), tmp_path, {"lanes": 4, "check_every": 8}
+    )
+    assert [
+        "workers differ after step 8: 'model/first.weight'" in str(end.error) for end in ends
+    ] == [True, True]
     assert snapshots(tmp_path)[-1] == "step-00000008"
     assert not events(tmp_path, "finished")
 
@@ -96,7 +123,9 @@ def test_a_model_that_is_not_tracked_is_compared_too():
                 flip(other.running_var)
 
     ends = try_workers(train, 2, body, None, {"check_every": 2})
-    assert ["'module 0 (BatchNorm1d)/running_var' is not the same" in str(end.error) for end in ends] == [True, True]
+    assert [
+        "'module 0 (BatchNorm1d)/running_var' is not the same" in str(end.error) for end in ends
+    ] == [True, True]
 
 
 def test_the_first_of_several_tensors_is_named():
@@ -105,11 +134,16 @@ def test_the_first_of_several_tensors_is_named():
         return model.head.bias
 
     first, _ = told(2, both, [0])
-    assert "after step 4: 'model/head.bias' is the first of 2 tensors that are not the same on all of them" in first
+    assert (
+        "after step 4: 'model/head.bias' is the first of 2 tensors that are not the same on all of them"
+        in first
+    )
 
 
 def test_none_switches_it_off():
-    assert run_workers(train, 2, lambda run: job(run, weight, [1]), None, {"lanes": 4, "check_every": None}) == [None, None]
+    assert run_workers(
+        train, 2, lambda run: job(run, weight, [1]), None, {"lanes": 4, "check_every": None}
+    ) == [None, None]
 
 
 def counted(job, options):
@@ -129,7 +163,10 @@ def counted(job, options):
 
 def spoiled_job(run):
     """Train with a loss that is NaN from the second step on."""
-    return image_job(run, loss_fn=lambda model, batch: model(batch[0]).mean() * (float("nan") if run.step else 1.0))
+    return image_job(
+        run,
+        loss_fn=lambda model, batch: model(batch[0]).mean() * (float("nan") if run.step else 1.0),
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,10 +206,16 @@ def test_bytes_are_compared():
     assert of(spread.t()) == of(spread.t().clone(memory_format=torch.contiguous_format))
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64]
+)
 @pytest.mark.parametrize("shape", [(), (0, 2), (3, 2)])
 def test_tensors_of_any_dtype_and_shape_have_a_checksum(dtype, shape):
-    state = {"a": [torch.ones(shape).to(dtype)], 1: {"b": (torch.ones(shape).to(dtype),)}, "plain": "text"}
+    state = {
+        "a": [torch.ones(shape).to(dtype)],
+        1: {"b": (torch.ones(shape).to(dtype),)},
+        "plain": "text",
+    }
     found = checksums(state)
     assert list(found)[:1] == ["a/0"]
     assert set(found.values()) == {found["a/0"]}
@@ -180,7 +223,11 @@ def test_tensors_of_any_dtype_and_shape_have_a_checksum(dtype, shape):
 
 def test_what_lies_in_one_place_has_one_checksum():
     weight = torch.ones(3)
-    assert list(checksums({"tied": weight, "again": weight.detach(), "other": weight.clone(), "part": weight[:2]})) == [
+    assert list(
+        checksums(
+            {"tied": weight, "again": weight.detach(), "other": weight.clone(), "part": weight[:2]}
+        )
+    ) == [
         "tied",
         "other",
         "part",

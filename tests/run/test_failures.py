@@ -44,7 +44,17 @@ def fit_numbers(run, loss_fn=lambda model, numbers: model(numbers).mean(), datas
     """Train a step on each eight numbers in their order; with four lanes, 21 is in lane 2 of step 2, which is worker 1's of two."""
     model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    return fit(run, model, optimizer, dataset or Numbers(), loss_fn=loss_fn, batch_size=8, epochs=1, shuffle=False, **options)
+    return fit(
+        run,
+        model,
+        optimizer,
+        dataset or Numbers(),
+        loss_fn=loss_fn,
+        batch_size=8,
+        epochs=1,
+        shuffle=False,
+        **options,
+    )
 
 
 def ends_of(workers, job, directory=None, **options):
@@ -66,7 +76,10 @@ def test_a_loss_that_is_not_finite_stops_every_worker(value, tmp_path):
     ends = ends_of(2, lambda run: fit_numbers(run, made(value)), tmp_path)
     assert [type(end.error) for end in ends] == [ss.NonFiniteLossError] * 2
     for end in ends:
-        assert re.match(r"the loss is (nan|-?inf) at step 2 in lane 2 \(worker 1\); expected a finite one", str(end.error))
+        assert re.match(
+            r"the loss is (nan|-?inf) at step 2 in lane 2 \(worker 1\); expected a finite one",
+            str(end.error),
+        )
     assert snapshots(tmp_path) == ["step-00000001", "step-00000002"]
     failed = events(tmp_path, "failed")
     assert sorted(event["rank"] for event in failed) == [0, 1]
@@ -74,7 +87,9 @@ def test_a_loss_that_is_not_finite_stops_every_worker(value, tmp_path):
 
 
 def test_a_run_may_go_on_after_a_loss_that_is_not_finite(tmp_path):
-    ends = ends_of(2, lambda run: fit_numbers(run, made(float("nan"))), tmp_path, nonfinite_loss="continue")
+    ends = ends_of(
+        2, lambda run: fit_numbers(run, made(float("nan"))), tmp_path, nonfinite_loss="continue"
+    )
     assert [end.exitcode for end in ends] == [0, 0]
     losses = [event["values"]["loss"] for event in events(tmp_path, "scalars")]
     assert [math.isnan(loss) for loss in losses] == [False, False, True, True]
@@ -113,17 +128,26 @@ def test_a_lane_without_enough_memory_says_which_lanes_to_use(use, in_backward):
         "lane 2 of 4, with 2 samples, does not fit the memory of cpu on worker 1 at step 2; expected one that does: lanes=8 would halve "
         "it. The number of lanes belongs to the result"
     )
-    assert re.search("memory: you tried to allocate|MemoryError|Tried to allocate", second.traceback)
+    assert re.search(
+        "memory: you tried to allocate|MemoryError|Tried to allocate", second.traceback
+    )
     assert "The above exception was the direct cause" in second.traceback
 
 
 def test_a_lane_of_one_sample_gets_no_smaller_by_more_lanes():
-    (end,) = ends_of(1, lambda run: fit_numbers(run, lambda model, numbers: allocate(2**60)), lanes=8)
-    assert "with 1 sample, does not fit the memory of cpu on worker 0 at step 0; more lanes would not make it smaller" in str(end.error)
+    (end,) = ends_of(
+        1, lambda run: fit_numbers(run, lambda model, numbers: allocate(2**60)), lanes=8
+    )
+    assert (
+        "with 1 sample, does not fit the memory of cpu on worker 0 at step 0; more lanes would not make it smaller"
+        in str(end.error)
+    )
 
 
 def test_other_errors_of_a_loss_function_stay_what_they_are():
-    (end,) = ends_of(1, lambda run: fit_numbers(run, lambda model, numbers: model(numbers.view(7, -1))))
+    (end,) = ends_of(
+        1, lambda run: fit_numbers(run, lambda model, numbers: model(numbers.view(7, -1)))
+    )
     assert type(end.error) is RuntimeError
     assert "shape '[7, -1]' is invalid" in str(end.error)
 
@@ -164,7 +188,9 @@ def test_a_launch_tells_the_first_failure_soon():
             fit_numbers(run, after_step=lambda _: 1 // (run.rank != 1 or run.step != 2))
 
     started = time.monotonic()
-    with pytest.raises(ss.WorkerError, match=r"(?s)^worker 1 failed first: ZeroDivisionError.*after_step") as caught:
+    with pytest.raises(
+        ss.WorkerError, match=r"(?s)^worker 1 failed first: ZeroDivisionError.*after_step"
+    ) as caught:
         ss.launch(body, workers=2, lanes=4)
     assert caught.value.rank == 1
     assert time.monotonic() - started < SOON_SECONDS
@@ -180,7 +206,10 @@ def test_workers_that_leave_their_loops_at_different_steps_are_told():
 
     ends = ends_of(2, job)
     assert [type(end.error) for end in ends] == [ss.WorldError] * 2
-    assert "worker 0 was exchanging losses while worker 1 was ending the run; expected the same calls" in str(ends[0].error)
+    assert (
+        "worker 0 was exchanging losses while worker 1 was ending the run; expected the same calls"
+        in str(ends[0].error)
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -218,7 +247,9 @@ def test_a_full_disk_stops_the_run_and_spares_the_snapshot_before(workers, tmp_p
         assert told
         assert "step-00000002 could not be written" in told[0]
         assert "The newest whole snapshot is step-00000001" in told[0]
-        left = left_by(heavy_job, tmp_path / "resumed", 1, lanes=8, resume=disk / "run" / "step-00000001")
+        left = left_by(
+            heavy_job, tmp_path / "resumed", 1, lanes=8, resume=disk / "run" / "step-00000001"
+        )
     assert left.items() <= left_by(heavy_job, tmp_path / "undisturbed", 1, lanes=8).items()
 
 
@@ -231,44 +262,66 @@ def fill(disk):
 
 def test_a_disk_that_is_full_for_the_record_stops_the_run():
     def job(run):
-        return image_job(run, epochs=20, hook=lambda step: fill(run.dir.parent) if (run.rank, step) == (0, 3) else None)
+        return image_job(
+            run,
+            epochs=20,
+            hook=lambda step: fill(run.dir.parent) if (run.rank, step) == (0, 3) else None,
+        )
 
     with full_disk(100_000) as disk:
         first, second = ends_of(2, job, disk / "run", lanes=8, snapshot_every=None)
         assert isinstance(second.error, ss.WorldError)
         assert isinstance(first.error, ss.RecordError)
         assert re.search(r"events\.jsonl .*full|No space left on device", str(first.error))
-        assert "Free some space there and start again: the run resumes from its newest snapshot" in str(first.error)
+        assert (
+            "Free some space there and start again: the run resumes from its newest snapshot"
+            in str(first.error)
+        )
 
 
 @pytest.mark.parametrize("snapshot_every", [1, None])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_directory_that_is_moved_stops_the_run_and_resumes_where_it_is(workers, snapshot_every, tmp_path):
+def test_a_directory_that_is_moved_stops_the_run_and_resumes_where_it_is(
+    workers, snapshot_every, tmp_path
+):
     there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
 
     def job(run):
-        return image_job(run, hook=lambda step: there.rename(elsewhere) if (run.rank, step) == (0, 3) else None)
+        return image_job(
+            run, hook=lambda step: there.rename(elsewhere) if (run.rank, step) == (0, 3) else None
+        )
 
     ends = ends_of(workers, job, there, lanes=8, snapshot_every=snapshot_every)
-    assert all(isinstance(end.error, (ss.RecordError, ss.SnapshotError, ss.WorldError)) for end in ends)
+    assert all(
+        isinstance(end.error, (ss.RecordError, ss.SnapshotError, ss.WorldError)) for end in ends
+    )
     assert re.search("run's directory (to stay )?in place", str(ends[0].error))
-    assert left_by(image_job, elsewhere, 1, lanes=8) == left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
+    assert left_by(image_job, elsewhere, 1, lanes=8) == left_by(
+        image_job, tmp_path / "undisturbed", 1, lanes=8
+    )
 
 
 def test_the_history_of_a_run_that_was_killed_has_each_step_once(tmp_path):
     for attempt, step in enumerate((3, 6)):
-        ends = ends_of(2, partial(image_job, hook=kill_at(step, rank=1)), tmp_path, lanes=8, snapshot_every=2)
+        ends = ends_of(
+            2, partial(image_job, hook=kill_at(step, rank=1)), tmp_path, lanes=8, snapshot_every=2
+        )
         assert ends[1].exitcode == -signal.SIGKILL, attempt
     train(image_job, tmp_path, {"snapshot_every": 2})
     assert [event["step"] for event in events(tmp_path, "scalars")] != list(range(STEPS))
     for kind in ("scalars", "timing"):
-        assert [event["step"] for event in read_history(tmp_path) if event["event"] == kind] == list(range(STEPS))
+        assert [
+            event["step"] for event in read_history(tmp_path) if event["event"] == kind
+        ] == list(range(STEPS))
     assert [event["event"] for event in read_history(tmp_path)].count("resumed") == 2
 
 
 @pytest.mark.parametrize("loader_workers", [0, 1])
 def test_a_sample_that_cannot_be_read_is_named(loader_workers):
-    job = lambda run: fit_numbers(run, dataset=Numbers(lambda number: 1 // (21 - number)), loader_workers=loader_workers)  # noqa: E731
+    def job(run):
+        dataset = Numbers(lambda number: 1 // (21 - number))
+        return fit_numbers(run, dataset=dataset, loader_workers=loader_workers)
+
     (end,) = ends_of(1, job)
     assert isinstance(end.error, ss.LoaderError)
     assert "loading lane 2 of step 2 in epoch 0 failed: ZeroDivisionError" in str(end.error)

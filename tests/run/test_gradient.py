@@ -24,7 +24,9 @@ def regress(model, batch):
 def items(lane, number):
     """Return the inputs and targets of a lane; targets differ from lane to lane, so that a mean of means would show."""
     generator = torch.Generator().manual_seed(lane)
-    return torch.randn(number, 3, generator=generator), torch.randn(number, 1, generator=generator) + 3 * lane
+    return torch.randn(number, 3, generator=generator), torch.randn(
+        number, 1, generator=generator
+    ) + 3 * lane
 
 
 def make_model():
@@ -40,7 +42,10 @@ def check(run, batch, inputs, targets, count):
     model = run.replicate(make_model())
     means = run.backward(regress, model, batch, count=count)
     assert math.isclose(means["loss"], loss.item(), rel_tol=1e-5)
-    found, expected = (torch.cat([parameter.grad.double().flatten() for parameter in some.parameters()]) for some in (model, reference))
+    found, expected = (
+        torch.cat([parameter.grad.double().flatten() for parameter in some.parameters()])
+        for some in (model, reference)
+    )
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
@@ -63,10 +68,14 @@ def test_a_counted_gradient_is_that_of_the_mean_over_all_items(sizes):
 
 @given(size=st.integers(1, 60), batch_size=st.integers(1, 70), lanes=st.integers(1, 9))
 @settings(max_examples=50)
-def test_the_gradient_of_a_short_batch_is_that_of_the_mean_over_its_samples(size, batch_size, lanes):
+def test_the_gradient_of_a_short_batch_is_that_of_the_mean_over_its_samples(
+    size, batch_size, lanes
+):
     inputs, targets = items(1, size)
     with ss.init(lanes=lanes) as run:
-        for number, batch in enumerate(run.batches(TensorDataset(inputs, targets), batch_size, shuffle=False)):
+        for number, batch in enumerate(
+            run.batches(TensorDataset(inputs, targets), batch_size, shuffle=False)
+        ):
             samples = slice(number * batch_size, (number + 1) * batch_size)
             check(run, batch, inputs[samples], targets[samples], None)
     assert number == (size - 1) // batch_size
@@ -75,7 +84,12 @@ def test_the_gradient_of_a_short_batch_is_that_of_the_mean_over_its_samples(size
 def test_counts_hold_across_workers():
     def body():
         with ss.init(lanes=7) as run:
-            for sizes in ([0, 0, 0, 0, 0, 0, 2], [5, 0, 0, 3, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7], [40, 0, 1, 1, 0, 33, 2]):
+            for sizes in (
+                [0, 0, 0, 0, 0, 0, 2],
+                [5, 0, 0, 3, 0, 0, 0],
+                [1, 2, 3, 4, 5, 6, 7],
+                [40, 0, 1, 1, 0, 33, 2],
+            ):
                 check_lanes(run, sizes, count_items)
                 check_lanes(run, sizes, None)
 
@@ -92,19 +106,32 @@ def weigh(model, batch):
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=9))
 @settings(max_examples=50)
 def test_a_sum_is_divided_by_the_items_of_all_lanes_and_lanes_without_items_take_part(boxes):
-    inputs = [torch.randn(len(some), 3, generator=torch.Generator().manual_seed(lane)) for lane, some in enumerate(boxes)]
+    inputs = [
+        torch.randn(len(some), 3, generator=torch.Generator().manual_seed(lane))
+        for lane, some in enumerate(boxes)
+    ]
     lanes = [(some, torch.tensor(numbers)) for some, numbers in zip(inputs, boxes, strict=True)]
     total = max(1, sum(map(sum, boxes)))
     reference = make_model().double()
-    loss = weigh(reference, (torch.cat(inputs).double(), torch.cat([numbers for _, numbers in lanes])))[0] / total
+    loss = (
+        weigh(
+            reference, (torch.cat(inputs).double(), torch.cat([numbers for _, numbers in lanes]))
+        )[0]
+        / total
+    )
     loss.backward()
     with ss.init(lanes=len(boxes)) as run:
         model = run.replicate(make_model())
         batch = next(run.streams(lambda lane: iter([lanes[lane]]), name="boxes"))
-        means = run.backward(weigh, model, batch, count=lambda batch: int(batch[1].sum()), reduction="sum")
+        means = run.backward(
+            weigh, model, batch, count=lambda batch: int(batch[1].sum()), reduction="sum"
+        )
     assert math.isclose(means["loss"], loss.item(), rel_tol=1e-5)
     assert means["boxes"] == (1.0 if any(map(sum, boxes)) else 0.0)
-    found, expected = (torch.cat([parameter.grad.double().flatten() for parameter in some.parameters()]) for some in (model, reference))
+    found, expected = (
+        torch.cat([parameter.grad.double().flatten() for parameter in some.parameters()])
+        for some in (model, reference)
+    )
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
@@ -113,17 +140,26 @@ def test_a_sum_over_samples_is_divided_by_their_number():
     with ss.init(lanes=3) as run:
         (batch,) = run.batches(TensorDataset(inputs, targets), 7)
         model, reference = run.replicate(make_model()), run.replicate(make_model())
-        sums = run.backward(lambda model, batch: regress(model, batch) * len(batch[0]), model, batch, reduction="sum")
+        sums = run.backward(
+            lambda model, batch: regress(model, batch) * len(batch[0]),
+            model,
+            batch,
+            reduction="sum",
+        )
         means = run.backward(regress, reference, batch)
         assert math.isclose(sums["loss"], means["loss"], rel_tol=1e-6)
         assert torch.allclose(model[0].weight.grad, reference[0].weight.grad, rtol=1e-5)
-        with pytest.raises(ss.ConfigError, match="reduction='none' was given; expected 'mean' or 'sum'"):
+        with pytest.raises(
+            ss.ConfigError, match="reduction='none' was given; expected 'mean' or 'sum'"
+        ):
             run.backward(regress, model, batch, reduction="none")
 
 
 def test_a_batch_without_items_leaves_no_gradient():
     with ss.init(lanes=2) as run:
         model = run.replicate(make_model())
-        means = run.backward(regress, model, next(run.streams(lambda lane: iter([items(lane, 0)]), name="empty")))
+        means = run.backward(
+            regress, model, next(run.streams(lambda lane: iter([items(lane, 0)]), name="empty"))
+        )
     assert list(means) == []
     assert [parameter.grad for parameter in model.parameters()] == [None] * 4

@@ -20,7 +20,7 @@ from tests.jobs import fit
 from tests.namespaces import hosts
 from tests.workers import try_workers
 
-PATIENCE = 0.5
+TIMEOUT = 0.5
 GONE_SECONDS = 5.0  # after the report
 
 
@@ -75,7 +75,7 @@ def ends_of(job, *, alone_on_hosts=False):
     """Return how two workers ended; `alone_on_hosts` lets them talk through torch.distributed."""
 
     def body():
-        with ss.init(lanes=4, patience=PATIENCE) as run:
+        with ss.init(lanes=4, timeout=TIMEOUT) as run:
             job(run)
 
     environment = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if alone_on_hosts else {}
@@ -107,12 +107,17 @@ def soon():
 @pytest.mark.parametrize("alone_on_hosts", [False, True])
 def test_a_worker_that_sleeps_for_ever_in_the_data_set(alone_on_hosts, capfd):
     with soon() as reported:
-        first, second = ends_of(lambda run: train(run, Numbers(never_return)), alone_on_hosts=alone_on_hosts)
+        first, second = ends_of(
+            lambda run: train(run, Numbers(never_return)), alone_on_hosts=alone_on_hosts
+        )
         reported(first)
     headline, *lines = str(first.error).splitlines()
     assert isinstance(first.error, HangError)
     assert not first.error.from_outside
-    assert headline == f"worker 1 did not come within {PATIENCE:g} s while worker 0 was exchanging losses at step 2"
+    assert (
+        headline
+        == f"worker 1 did not come within {TIMEOUT:g} s while worker 0 was exchanging losses at step 2"
+    )
     assert lines[0].startswith("worker 1 (host ")
     assert ": at step 2 for " in lines[0]
     assert ": loading data; its stack:" in lines[0]
@@ -124,7 +129,10 @@ def test_a_worker_that_sleeps_for_ever_in_the_data_set(alone_on_hosts, capfd):
     assert lines[-1].startswith("usual cause: the data set does not return")
     assert (second.exitcode, second.error) == (1, None)
     told = capfd.readouterr().err
-    assert "samestep: worker 1 ends here, at step 2: loading data. worker 1 did not come within" in told
+    assert (
+        "samestep: worker 1 ends here, at step 2: loading data. worker 1 did not come within"
+        in told
+    )
     assert "frame #" not in told  # of C++
 
 
@@ -146,9 +154,13 @@ def test_loader_processes_that_give_nothing():
     ],
 )
 def test_a_worker_that_leaves_early(leave, told, alone_on_hosts):
-    first, second = ends_of(lambda run: train(run, at_step_two=leave), alone_on_hosts=alone_on_hosts)
+    first, second = ends_of(
+        lambda run: train(run, at_step_two=leave), alone_on_hosts=alone_on_hosts
+    )
     assert isinstance(first.error, ss.WorldError)
-    assert "worker 0 got no answer from the others while exchanging losses; worker 1 (host " in str(first.error)
+    assert "worker 0 got no answer from the others while exchanging losses; worker 1 (host " in str(
+        first.error
+    )
     assert told in str(first.error)
     assert second.exitcode == 0
 
@@ -157,14 +169,25 @@ def test_a_worker_that_leaves_early(leave, told, alone_on_hosts):
 @pytest.mark.parametrize(
     ("job", "call", "cause"),
     [
-        (lambda run: train(run, Subset(Numbers(), range(32 - 16 * run.rank))), "ending a loop", "a worker has fewer batches"),
-        (lambda run: train(run, at_step_two=lambda: run.gather(1)), "gathering an object", "a condition that depends on the rank"),
+        (
+            lambda run: train(run, Subset(Numbers(), range(32 - 16 * run.rank))),
+            "ending a loop",
+            "a worker has fewer batches",
+        ),
+        (
+            lambda run: train(run, at_step_two=lambda: run.gather(1)),
+            "gathering an object",
+            "a condition that depends on the rank",
+        ),
     ],
 )
 def test_a_worker_that_makes_another_call(job, call, cause, alone_on_hosts):
     ends = ends_of(job, alone_on_hosts=alone_on_hosts)
     assert [type(end.error) for end in ends] == [ss.WorldError] * 2
-    assert f"worker 0 was exchanging losses while worker 1 was {call}; expected the same calls of all" in str(ends[0].error)
+    assert (
+        f"worker 0 was exchanging losses while worker 1 was {call}; expected the same calls of all"
+        in str(ends[0].error)
+    )
     assert f"usual cause: {cause}" in str(ends[0].error)
 
 
@@ -178,7 +201,7 @@ def test_a_worker_that_is_stopped(stopped):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def body():
-        with ss.init(lanes=4, patience=PATIENCE) as run:
+        with ss.init(lanes=4, timeout=TIMEOUT) as run:
             pids = run.all_gather(os.getpid())
             try:
                 train(run, Numbers(stop))
@@ -193,7 +216,10 @@ def test_a_worker_that_is_stopped(stopped):
     assert isinstance(error, HangError)
     assert error.from_outside
     if stopped:
-        assert f"worker 1 did not come within {PATIENCE:g} s while worker 0 was exchanging losses at step 2" in str(error)
+        assert (
+            f"worker 1 did not come within {TIMEOUT:g} s while worker 0 was exchanging losses at step 2"
+            in str(error)
+        )
         assert "its process is stopped (state T)" in str(error)
         assert "usual cause: SIGSTOP" in str(error)
     else:
@@ -209,10 +235,15 @@ def test_a_link_that_is_cut_between_two_hosts():
         def body():
             host = (first_host, second_host)[int(os.environ["RANK"])]
             host.enter()
-            with ss.init(lanes=4, patience=PATIENCE) as run:
+            with ss.init(lanes=4, timeout=TIMEOUT) as run:
                 train(run, at_step_two=lambda: second_host.plug(into=False))
 
-        place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": first_host.address, "GLOO_SOCKET_IFNAME": first_host.device}
+        place = {
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": first_host.address,
+            "GLOO_SOCKET_IFNAME": first_host.device,
+        }
         with soon() as reported:
             first, second = try_workers(body, 2, environment=place)
             reported(first)
@@ -252,5 +283,6 @@ def test_the_end_of_the_store_ends_a_worker_that_would_not_end(capfd):
     assert [end.exitcode for end in ends] == [-signal.SIGKILL, 1]
     told = capfd.readouterr().err
     assert "samestep: worker 1 ends here, at step 2: loading data. the store is gone" in told
-    # Where the store goes in the middle of a call, torch tells of that with a stack that nobody can keep it from.
+    # Where the store goes in the middle of a call, torch tells of that with a stack that nobody can
+    # keep it from.
     assert "frame #" not in told or "recvValue failed" in told

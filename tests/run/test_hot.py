@@ -16,7 +16,17 @@ from samestep.launch import launch
 from samestep.launch.kept import keep
 from samestep.snapshot import hot
 from tests.faults import kill_at
-from tests.jobs import STEPS, events, fingerprint, image_job, left_by, left_in, snapshots, steps_of, train
+from tests.jobs import (
+    STEPS,
+    events,
+    fingerprint,
+    image_job,
+    left_by,
+    left_in,
+    snapshots,
+    steps_of,
+    train,
+)
 from tests.run.kinds import streams_job
 from tests.seccomp import refuse
 from tests.workers import run_workers, try_workers
@@ -27,7 +37,14 @@ AGAIN = {"SAMESTEP_INTERNAL_ATTEMPT": "1"}
 def kill(kept, workers, job, directory, step, rank=0, **options):
     """Run a job until one of its workers is killed in `step`; only hot copies are made, after every step."""
     options = {"snapshot_every": None, "hot_every": 1, **options}
-    outcomes = try_workers(train, workers, partial(job, hook=kill_at(step, rank)), directory, options, environment=kept.environment)
+    outcomes = try_workers(
+        train,
+        workers,
+        partial(job, hook=kill_at(step, rank)),
+        directory,
+        options,
+        environment=kept.environment,
+    )
     assert outcomes[rank].exitcode == -signal.SIGKILL
 
 
@@ -35,7 +52,9 @@ def take_up(kept, workers, job, directory, **options):
     """Run the job to its end in a second attempt; return where it continued from."""
     options = {"snapshot_every": None, "hot_every": 1, **options}
     run_workers(train, workers, job, directory, options, environment={**kept.environment, **AGAIN})
-    return [event for event in events(directory) if event["event"] in {"started", "resumed"}][-1]["snapshot"]
+    return [event for event in events(directory) if event["event"] in {"started", "resumed"}][-1][
+        "snapshot"
+    ]
 
 
 def test_the_first_copy_is_made_after_the_first_step(tmp_path):
@@ -54,7 +73,10 @@ def test_a_run_is_known_again_by_a_relative_directory(tmp_path, monkeypatch):
         assert take_up(kept, 1, image_job, Path("run")) == "hot-copy-of-step-3"
 
 
-@pytest.mark.parametrize(("job", "before", "after"), [(image_job, 2, 2), (image_job, 2, 3), (streams_job, 3, 1), (streams_job, 1, 2)])
+@pytest.mark.parametrize(
+    ("job", "before", "after"),
+    [(image_job, 2, 2), (image_job, 2, 3), (streams_job, 3, 1), (streams_job, 1, 2)],
+)
 def test_successors_go_on_from_the_hot_copy(job, before, after, tmp_path):
     draw = Random(before + 10 * after)
     step, rank = draw.randint(2, STEPS - 1), draw.randrange(before)
@@ -80,11 +102,14 @@ def test_a_damaged_copy_is_passed_over_for_the_one_before_and_that_for_a_snapsho
         directory = tmp_path / str(number)
         with keep(2) as kept:
             kill(kept, 2, image_job, directory, 5, snapshot_every=3)
-            for slot in slots:  # the copy of step 1 is in slot 0, that of step 2 in slot 1, and so on
+            # the copy of step 1 is in slot 0, that of step 2 in slot 1, and so on
+            for slot in slots:
                 damage(kept, slot)
             assert take_up(kept, 2, image_job, directory) == expected
         reasons = [event["reason"] for event in events(directory, "hot_copy_rejected")]
-        assert [reason.partition(" cannot")[0] for reason in reasons] == [f"the hot copy of step {5 - n}" for n in range(len(slots))]
+        assert [reason.partition(" cannot")[0] for reason in reasons] == [
+            f"the hot copy of step {5 - n}" for n in range(len(slots))
+        ]
         assert all("damaged" in reason for reason in reasons)
         assert left_in(image_job, directory, lanes=8) == undisturbed
 
@@ -99,8 +124,13 @@ def test_a_run_that_began_is_not_begun_again(tmp_path):
     run_workers(train, 1, image_job, tmp_path, {"keep_last": 1})
     with keep(1) as kept:
         kill(kept, 1, image_job, tmp_path, 5, resume="never", snapshot_every=2)
-        assert take_up(kept, 1, image_job, tmp_path, resume="never", hot_every=None) == "hot-copy-of-step-5"
-    assert [event["snapshots"] for event in events(tmp_path, "snapshots_set_aside")] == [steps_of(STEPS)]
+        assert (
+            take_up(kept, 1, image_job, tmp_path, resume="never", hot_every=None)
+            == "hot-copy-of-step-5"
+        )
+    assert [event["snapshots"] for event in events(tmp_path, "snapshots_set_aside")] == [
+        steps_of(STEPS)
+    ]
     assert "step-00000002" in snapshots(tmp_path)
 
 
@@ -112,7 +142,14 @@ def killed_at_its_end(run):
 
 def test_what_was_only_in_memory_at_the_end_is_kept_by_the_successors(tmp_path):
     with keep(1) as kept:
-        try_workers(train, 1, killed_at_its_end, tmp_path, {"snapshot_every": None, "hot_every": 1}, environment=kept.environment)
+        try_workers(
+            train,
+            1,
+            killed_at_its_end,
+            tmp_path,
+            {"snapshot_every": None, "hot_every": 1},
+            environment=kept.environment,
+        )
         assert snapshots(tmp_path) == []
         assert take_up(kept, 1, image_job, tmp_path) == f"hot-copy-of-step-{STEPS}"
     assert snapshots(tmp_path) == steps_of(STEPS)
@@ -138,8 +175,13 @@ def test_copies_need_no_directory_and_are_not_taken_for_those_of_another_run(run
     (undisturbed, _), _ = run_workers(counted, 2, 1)
     with keep(2) as kept:
         hooks = [*[kill_at(STEPS, 0)] * (runs - 1), kill_at(5, 1)]
-        assert try_workers(without_directory, 2, hooks, environment=kept.environment)[1].exitcode == -signal.SIGKILL
-        assert run_workers(counted, 1, runs, environment={**kept.environment, **AGAIN}) == [(undisturbed, expected)]
+        assert (
+            try_workers(without_directory, 2, hooks, environment=kept.environment)[1].exitcode
+            == -signal.SIGKILL
+        )
+        assert run_workers(counted, 1, runs, environment={**kept.environment, **AGAIN}) == [
+            (undisturbed, expected)
+        ]
 
 
 @pytest.mark.parametrize("hot_every", ["none", "auto"])
@@ -161,7 +203,9 @@ def test_without_memory_to_spare_no_copies_are_made_and_training_goes_on(tmp_pat
 
 
 @pytest.mark.parametrize("calls", [["memfd_create"], ["memfd_create", "pidfd_open"]], ids=",".join)
-def test_where_a_sandbox_refuses_memory_that_outlives_workers_they_go_on_from_a_snapshot(calls, tmp_path):
+def test_where_a_sandbox_refuses_memory_that_outlives_workers_they_go_on_from_a_snapshot(
+    calls, tmp_path
+):
     undisturbed = left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
 
     def disturbed(step):
@@ -170,7 +214,13 @@ def test_where_a_sandbox_refuses_memory_that_outlives_workers_they_go_on_from_a_
 
     def launcher():
         refuse(*calls)
-        launch(train, partial(image_job, hook=disturbed), tmp_path / "run", {"snapshot_every": 2, "hot_every": 1}, workers=2)
+        launch(
+            train,
+            partial(image_job, hook=disturbed),
+            tmp_path / "run",
+            {"snapshot_every": 2, "hot_every": 1},
+            workers=2,
+        )
 
     process = get_context("fork").Process(target=launcher)
     process.start()

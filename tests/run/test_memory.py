@@ -17,7 +17,8 @@ PAGES = 50_000
 
 def faults_of_fresh_tensors():
     """Return how many pages the kernel had to bring while tensors as large as `PAGES` came and went again."""
-    for _ in range(10):  # alignment takes some bytes of the first holes, which fit when they have grown together
+    # alignment takes some bytes of the first holes, which fit when they have grown together
+    for _ in range(10):
         tensors = torch.ones(PAGES * 1024)
         del tensors
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -42,8 +43,11 @@ def measured():
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="only glibc has mallopt")
 def test_memory_that_a_step_freed_is_there_for_the_next_one():
-    # In a process of its own: what others did before decides which of malloc's arenas a process takes large tensors from.
-    done = subprocess.run([sys.executable, "-m", __name__], cwd=ROOT, capture_output=True, text=True, check=True)
+    # In a process of its own: what others did before decides which of malloc's arenas a process
+    # takes large tensors from.
+    done = subprocess.run(
+        [sys.executable, "-m", __name__], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     usual, kept, given_back = map(int, done.stdout.split())
     assert usual >= 3 * PAGES
     assert kept < PAGES / 100
@@ -62,10 +66,14 @@ def given_back_by_sharding():
         model = run.replicate(torch.nn.Linear(2048, 8192))
         before = kilobytes_of_its_own()
         run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
-        return before - kilobytes_of_its_own(), sum(parameter.nbytes for parameter in model.parameters()) // 1024
+        return before - kilobytes_of_its_own(), sum(
+            parameter.nbytes for parameter in model.parameters()
+        ) // 1024
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc has malloc_trim")
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc has malloc_trim"
+)
 def test_parameters_that_move_leave_no_memory_behind():
     given_back, parameters = ss.launch(given_back_by_sharding, workers=2)
     assert given_back > 0.9 * parameters

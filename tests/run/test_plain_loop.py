@@ -43,7 +43,9 @@ def made(make_model, make_optimizer):
 
 
 def left(model, optimizer, losses):
-    return fingerprint({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses})
+    return fingerprint(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
+    )
 
 
 def plain(make_model, make_optimizer, max_norm):
@@ -108,5 +110,7 @@ def test_gradients_add_up_as_in_the_plain_loop():
         for batch in run.batches(ORDERED, 32, shuffle=False):
             run.backward(classify, model, batch)
             run.backward(penalty, model, batch)
-    gradients, expected = ({name: p.grad for name, p in some.named_parameters()} for some in (model, plain_model))
+    gradients, expected = (
+        {name: p.grad for name, p in some.named_parameters()} for some in (model, plain_model)
+    )
     assert fingerprint(gradients) == fingerprint(expected)

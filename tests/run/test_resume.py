@@ -12,7 +12,19 @@ from torch import nn
 
 import samestep as ss
 from tests.faults import cut, flip_byte, kill_at
-from tests.jobs import STEPS, Net, classify, events, image_job, images, left_by, left_in, snapshots, steps_of, train
+from tests.jobs import (
+    STEPS,
+    Net,
+    classify,
+    events,
+    image_job,
+    images,
+    left_by,
+    left_in,
+    snapshots,
+    steps_of,
+    train,
+)
 from tests.run.kinds import streams_job
 from tests.workers import run_workers, try_workers
 
@@ -23,17 +35,26 @@ def undisturbed(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after", "seed"), [(2, 1, 0), (2, 3, 1), (4, 2, 2), (3, 4, 3)])
-def test_a_killed_run_resumes_at_another_number_of_workers(before, after, seed, undisturbed, tmp_path):
+def test_a_killed_run_resumes_at_another_number_of_workers(
+    before, after, seed, undisturbed, tmp_path
+):
     draw = random.Random(seed)
     step, rank, every = draw.randint(1, STEPS - 1), draw.randrange(before), draw.randint(1, 2)
     job = partial(image_job, hook=kill_at(step, rank))
     outcomes = try_workers(train, before, job, tmp_path, {"snapshot_every": every})
     assert outcomes[rank].exitcode == -signal.SIGKILL
-    assert all(isinstance(outcome.error, ss.WorldError) for outcome in outcomes if outcome.rank != rank)
-    newest = max((int(path.parent.name.removeprefix("step-")) for path in tmp_path.glob("*/manifest.json")), default=0)
+    assert all(
+        isinstance(outcome.error, ss.WorldError) for outcome in outcomes if outcome.rank != rank
+    )
+    newest = max(
+        (int(path.parent.name.removeprefix("step-")) for path in tmp_path.glob("*/manifest.json")),
+        default=0,
+    )
     assert step - 2 * every <= newest <= step
     assert left_by(image_job, tmp_path, after, lanes=8) == undisturbed
-    assert [event["step"] for event in events(tmp_path) if event["event"] in {"started", "resumed"}] == [0, newest, STEPS]
+    assert [
+        event["step"] for event in events(tmp_path) if event["event"] in {"started", "resumed"}
+    ] == [0, newest, STEPS]
 
 
 def test_a_run_resumes_from_each_of_its_steps(undisturbed, tmp_path):
@@ -42,7 +63,11 @@ def test_a_run_resumes_from_each_of_its_steps(undisturbed, tmp_path):
 
     def resume(steps):
         for step in steps:
-            train(image_job, tmp_path / f"from-{step}", {"resume": tmp_path / "whole" / f"step-{step:08d}"})
+            train(
+                image_job,
+                tmp_path / f"from-{step}",
+                {"resume": tmp_path / "whole" / f"step-{step:08d}"},
+            )
 
     run_workers(resume, 3, range(1, STEPS, 2))
     run_workers(resume, 1, range(2, STEPS, 2))
@@ -91,7 +116,9 @@ def test_an_epoch_loop_of_ones_own_resumes(tmp_path):
         assert left_by(own_epochs_job, directory, 2) == whole
 
 
-def test_a_snapshot_that_is_asked_for_in_the_body_is_taken_at_the_end_of_the_step(undisturbed, tmp_path):
+def test_a_snapshot_that_is_asked_for_in_the_body_is_taken_at_the_end_of_the_step(
+    undisturbed, tmp_path
+):
     def job(run):
         return image_job(run, hook=lambda step: run.snapshot() if step == 4 else None)
 
@@ -150,7 +177,13 @@ def test_lanes_come_from_the_snapshot_and_bound_the_workers(stopped_at):
     directory = stopped_at(2)
     with ss.init(dir=directory) as run:
         assert (run.lanes, run.step) == (8, 2)
-    outcomes = try_workers(train, 3, image_job, directory, {"lanes": None, "resume": stopped_with_two_lanes(directory.parent)})
+    outcomes = try_workers(
+        train,
+        3,
+        image_job,
+        directory,
+        {"lanes": None, "resume": stopped_with_two_lanes(directory.parent)},
+    )
     assert {type(outcome.error) for outcome in outcomes} == {ss.ConfigError}
     assert "2 lanes, and 3 workers" in str(outcomes[0].error)
 
@@ -162,7 +195,12 @@ def stopped_with_two_lanes(folder):
 
 
 def test_what_the_snapshot_does_not_hold_is_named(stopped_at):
-    with ss.init(dir=stopped_at(2)) as run, pytest.raises(ss.SnapshotError, match="holds model, optimizer, schedule, but no 'averaged'"):
+    with (
+        ss.init(dir=stopped_at(2)) as run,
+        pytest.raises(
+            ss.SnapshotError, match="holds model, optimizer, schedule, but no 'averaged'"
+        ),
+    ):
         run.track(averaged=nn.Linear(2, 2))
 
 
@@ -178,7 +216,10 @@ def test_what_is_not_tracked_again_is_named_before_it_is_lost(stopped_at):
 
 
 def test_a_model_that_the_snapshot_does_not_fit_is_named(stopped_at):
-    with ss.init(dir=stopped_at(2)) as run, pytest.raises(ss.SnapshotError, match=r"(?s)does not fit 'model' \(Linear\).*Missing key"):
+    with (
+        ss.init(dir=stopped_at(2)) as run,
+        pytest.raises(ss.SnapshotError, match=r"(?s)does not fit 'model' \(Linear\).*Missing key"),
+    ):
         run.track(model=nn.Linear(2, 2))
 
 
@@ -195,12 +236,17 @@ def test_what_has_no_state_cannot_be_tracked():
         run.track(history=[])
 
 
-@pytest.mark.parametrize("damage", [lambda path: flip_byte(path, -1), lambda path: cut(path, 100), lambda path: path.unlink()])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda path: flip_byte(path, -1), lambda path: cut(path, 100), lambda path: path.unlink()],
+)
 def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(damage, undisturbed, stopped_at):
     directory = stopped_at(6)
     damage(next((directory / "step-00000006").glob("*.safetensors")))
     assert left_by(image_job, directory, 2) == undisturbed
-    assert [event["path"] for event in events(directory, "snapshot_rejected")] == [str(directory / "step-00000006")]
+    assert [event["path"] for event in events(directory, "snapshot_rejected")] == [
+        str(directory / "step-00000006")
+    ]
     assert events(directory, "resumed")[0]["step"] == 5
 
 
@@ -209,7 +255,10 @@ def test_a_snapshot_that_is_passed_over_is_told_at_once(stopped_at, caplog):
     cut(directory / "step-00000003" / "manifest.json", 100)
     with ss.init(dir=directory) as run:
         assert run.step == 2
-    assert f"passed over: snapshot {directory / 'step-00000003'}: manifest.json is damaged" in caplog.text
+    assert (
+        f"passed over: snapshot {directory / 'step-00000003'}: manifest.json is damaged"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("resume", ["step-00000009", "nowhere"])
@@ -221,13 +270,17 @@ def test_a_snapshot_that_is_not_there_is_an_error_on_every_worker(resume, stoppe
 
 
 @pytest.mark.parametrize(("start", "aside"), [(0, (4, 5, 6)), (4, (5, 6))])
-def test_a_run_that_is_told_to_start_earlier_sets_later_snapshots_aside(start, aside, undisturbed, stopped_at):
+def test_a_run_that_is_told_to_start_earlier_sets_later_snapshots_aside(
+    start, aside, undisturbed, stopped_at
+):
     directory = stopped_at(6)
     resume = directory / steps_of(start)[0] if start else "never"
     run_workers(train, 2, image_job, directory, {"resume": resume, "stop_after": start + 1})
     assert snapshots(next(directory.glob("superseded-*"))) == steps_of(*aside)
     assert left_by(image_job, directory, 1, lanes=8) == undisturbed
-    starts = [event["step"] for event in events(directory) if event["event"] in {"started", "resumed"}]
+    starts = [
+        event["step"] for event in events(directory) if event["event"] in {"started", "resumed"}
+    ]
     assert starts == [0, start, start + 1, STEPS]
 
 
@@ -238,7 +291,9 @@ def test_the_newest_and_the_best_snapshots_stay(tmp_path):
 
     run_workers(train, 2, job, tmp_path, {"keep_last": 2, "keep_best": 2})
     assert snapshots(tmp_path) == steps_of(2, 4, 7, 8)
-    assert {event["path"] for event in events(tmp_path, "snapshot_removed")} == {str(tmp_path / name) for name in steps_of(1, 3, 5, 6)}
+    assert {event["path"] for event in events(tmp_path, "snapshot_removed")} == {
+        str(tmp_path / name) for name in steps_of(1, 3, 5, 6)
+    }
 
 
 def test_a_snapshot_after_the_loop_takes_a_score(tmp_path):
@@ -247,4 +302,6 @@ def test_a_snapshot_after_the_loop_takes_a_score(tmp_path):
         run.snapshot(score=0.5)
 
     train(job, tmp_path, {"snapshot_every": None})
-    assert [(event["step"], event["score"]) for event in events(tmp_path, "snapshot")] == [(STEPS, 0.5)]
+    assert [(event["step"], event["score"]) for event in events(tmp_path, "snapshot")] == [
+        (STEPS, 0.5)
+    ]

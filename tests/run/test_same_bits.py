@@ -18,7 +18,12 @@ DEVICES = ((1, 3), (2, 2))
 def one_left_by(job, folder, *, sizes=WORKERS, **options):
     """Return what a job left, after asserting that it left the same at all sizes: numbers of workers, and of devices of each."""
     first, *others = (
-        left_by(job, folder / f"{workers}x{devices}", workers, **{"lanes": 8, "devices": ["cpu"] * devices, **options})
+        left_by(
+            job,
+            folder / f"{workers}x{devices}",
+            workers,
+            **{"lanes": 8, "devices": ["cpu"] * devices, **options},
+        )
         for workers, devices in sizes
     )
     for size, other in zip(sizes[1:], others, strict=True):
@@ -54,27 +59,39 @@ def test_workers_that_share_no_memory_leave_the_same(job, tmp_path, monkeypatch)
 
 
 def test_bfloat16_autocast_leaves_the_same(tmp_path):
-    assert one_left_by(image_job, tmp_path / "bfloat16", precision="bfloat16") != left_by(image_job, tmp_path / "float32", 1, lanes=8)
+    assert one_left_by(image_job, tmp_path / "bfloat16", precision="bfloat16") != left_by(
+        image_job, tmp_path / "float32", 1, lanes=8
+    )
 
 
 def test_sharded_or_not_a_vit_with_mixup_clipping_and_ema_leaves_the_same(tmp_path):
     sizes = (*WORKERS, *DEVICES)
-    whole, sharded = (one_left_by(kinds.vit_job(sharded=sharded), tmp_path / str(sharded), sizes=sizes) for sharded in (False, True))
+    whole, sharded = (
+        one_left_by(kinds.vit_job(sharded=sharded), tmp_path / str(sharded), sizes=sizes)
+        for sharded in (False, True)
+    )
     assert sharded == whole
 
 
 def test_lanes_need_not_be_a_power_of_two(tmp_path):
-    assert one_left_by(image_job, tmp_path / "7", sizes=((1, 1), (3, 1), (2, 3)), lanes=7) != left_by(image_job, tmp_path / "8", 1, lanes=8)
+    assert one_left_by(
+        image_job, tmp_path / "7", sizes=((1, 1), (3, 1), (2, 3)), lanes=7
+    ) != left_by(image_job, tmp_path / "8", 1, lanes=8)
 
 
 def test_another_seed_leaves_something_else(tmp_path):
-    one, other = (left_by(image_job, tmp_path / str(seed), 1, lanes=8, seed=seed) for seed in (0, 1))
+    one, other = (
+        left_by(image_job, tmp_path / str(seed), 1, lanes=8, seed=seed) for seed in (0, 1)
+    )
     same = {name for name in one if one[name] == other[name]}
     assert not any(name.startswith(("/model/head", "loss")) for name in same)
 
 
 def test_loader_processes_leave_the_same(tmp_path):
-    without, with_two = (one_left_by(partial(kinds.augmented_job, loader_workers=n), tmp_path / f"{n}-loaders") for n in (0, 2))
+    without, with_two = (
+        one_left_by(partial(kinds.augmented_job, loader_workers=n), tmp_path / f"{n}-loaders")
+        for n in (0, 2)
+    )
     assert with_two == without
 
 
@@ -83,8 +100,15 @@ def test_a_parameter_that_no_lane_used_is_left_alone(tmp_path):
     with ss.init(dir=tmp_path) as run:
         model, optimizer = kinds.experts_job(run).values()
     state = optimizer.state_dict()["state"]
-    updates = {name: int(state[number]["step"]) if number in state else 0 for number, (name, _) in enumerate(model.named_parameters())}
-    weights = {name.removesuffix(".weight"): number for name, number in updates.items() if name.endswith(".weight")}
+    updates = {
+        name: int(state[number]["step"]) if number in state else 0
+        for number, (name, _) in enumerate(model.named_parameters())
+    }
+    weights = {
+        name.removesuffix(".weight"): number
+        for name, number in updates.items()
+        if name.endswith(".weight")
+    }
     by_lane = sum(event["values"]["by_lane"] > 0 for event in events(tmp_path, "scalars"))
     assert weights == {"frozen": 0, "always": 8, "by_lane": by_lane, "by_step": 4, "never": 0}
     assert 0 < by_lane < 8

@@ -14,7 +14,9 @@ from tests.jobs import events as events_in
 
 def means(*losses):
     """Return means of lanes that have an item each, the first on worker 0, the second on worker 1 and so on."""
-    return Means([LaneResult(lane, lane, 1, {"loss": loss, "size": 2.0}) for lane, loss in enumerate(losses)])
+    return Means(
+        [LaneResult(lane, lane, 1, {"loss": loss, "size": 2.0}) for lane, loss in enumerate(losses)]
+    )
 
 
 def test_means_have_their_names_and_workers():
@@ -26,10 +28,29 @@ def test_means_have_their_names_and_workers():
 
 
 def test_several_means_have_their_own_name_in_front():
-    values, low, high = scalars_of({}, {"generators": means(1.0, 2.0), "judges": means(5.0), "rate": 1, "scores": {"f1": 0.25}})
-    assert list(values) == ["generators/loss", "generators/size", "judges/loss", "judges/size", "rate", "scores/f1"]
-    assert (values["generators/loss"], values["judges/loss"], values["rate"], values["scores/f1"]) == (1.5, 5.0, 1.0, 0.25)
-    assert low == {"generators/loss": 1.0, "generators/size": 2.0, "judges/loss": 5.0, "judges/size": 2.0}
+    values, low, high = scalars_of(
+        {}, {"generators": means(1.0, 2.0), "judges": means(5.0), "rate": 1, "scores": {"f1": 0.25}}
+    )
+    assert list(values) == [
+        "generators/loss",
+        "generators/size",
+        "judges/loss",
+        "judges/size",
+        "rate",
+        "scores/f1",
+    ]
+    assert (
+        values["generators/loss"],
+        values["judges/loss"],
+        values["rate"],
+        values["scores/f1"],
+    ) == (1.5, 5.0, 1.0, 0.25)
+    assert low == {
+        "generators/loss": 1.0,
+        "generators/size": 2.0,
+        "judges/loss": 5.0,
+        "judges/size": 2.0,
+    }
     assert high == {**low, "generators/loss": 2.0}
 
 
@@ -45,8 +66,20 @@ def test_a_run_logs_several_means_of_a_step_and_what_comes_between_steps(tmp_pat
         one, other = run.replicate(Net()), run.replicate(Net())
         run.log(start=0)
         for batch in run.batches(images(8), 4):
-            run.log(one=run.backward(classify, one, batch), other=run.backward(classify, other, batch), rate=0.5)
+            run.log(
+                one=run.backward(classify, one, batch),
+                other=run.backward(classify, other, batch),
+                rate=0.5,
+            )
         run.log(score=1.0)
-    found = [(event["step"], "between" in event, list(event["values"])) for event in events_in(tmp_path, "scalars")]
+    found = [
+        (event["step"], "between" in event, list(event["values"]))
+        for event in events_in(tmp_path, "scalars")
+    ]
     named = ["one/loss", "one/accuracy", "other/loss", "other/accuracy", "rate"]
-    assert found == [(0, True, ["start"]), (0, False, named), (1, False, named), (2, True, ["score"])]
+    assert found == [
+        (0, True, ["start"]),
+        (0, False, named),
+        (1, False, named),
+        (2, True, ["score"]),
+    ]

@@ -71,14 +71,32 @@ def seen(url):
 
 def test_a_run_is_read_from_s3_while_it_goes_on_and_whole_after_it_was_killed(server, tmp_path):
     options = {"remote": URL, "snapshot_every": 2}
-    killed = try_workers(train, 1, lambda run: job(run, 5, lambda: wait_and_die(URL, 3)), tmp_path, options, environment=server.environment)
+    killed = try_workers(
+        train,
+        1,
+        lambda run: job(run, 5, lambda: wait_and_die(URL, 3)),
+        tmp_path,
+        options,
+        environment=server.environment,
+    )
     assert killed[0].exitcode == -signal.SIGKILL
-    run_workers(train, 1, lambda run: job(run, 0, lambda: None), tmp_path, options, environment=server.environment)
+    run_workers(
+        train,
+        1,
+        lambda run: job(run, 0, lambda: None),
+        tmp_path,
+        options,
+        environment=server.environment,
+    )
     there, runs, has_image = run_workers(seen, 1, URL, environment=server.environment)[0]
     written = (tmp_path / "events.jsonl").read_bytes()
     assert written.startswith(there)
     assert {event["event"] for event in parse_events(written[len(there) :])} <= {"sink"}
-    assert [event["event"] for event in parse_events(there) if event["event"] in {"started", "resumed", "finished"}] == [
+    assert [
+        event["event"]
+        for event in parse_events(there)
+        if event["event"] in {"started", "resumed", "finished"}
+    ] == [
         "started",
         "resumed",
         "finished",
@@ -89,7 +107,10 @@ def test_a_run_is_read_from_s3_while_it_goes_on_and_whole_after_it_was_killed(se
 
 @pytest.mark.parametrize(
     ("sink", "error"),
-    [(Hanging, "the rest did not arrive before the run ended"), (Refusing, "ConnectionError: no route")],
+    [
+        (Hanging, "the rest did not arrive before the run ended"),
+        (Refusing, "ConnectionError: no route"),
+    ],
 )
 def test_a_sink_that_takes_nothing_stops_no_training(tmp_path, monkeypatch, sink, error):
     monkeypatch.setattr(beside, "FINISH_SECONDS", 0.5)
@@ -103,11 +124,19 @@ def test_a_sink_that_takes_nothing_stops_no_training(tmp_path, monkeypatch, sink
 
 
 def test_a_failed_run_sends_its_failure(tmp_path):
-    with pytest.raises(ZeroDivisionError), ss.init(dir=tmp_path / "run", sinks=f"file://{tmp_path}/far"):
+    with (
+        pytest.raises(ZeroDivisionError),
+        ss.init(dir=tmp_path / "run", sinks=f"file://{tmp_path}/far"),
+    ):
         raise ZeroDivisionError
-    assert [event["event"] for event in parse_events(stream(f"file://{tmp_path}/far"))] == ["started", "failed"]
+    assert [event["event"] for event in parse_events(stream(f"file://{tmp_path}/far"))] == [
+        "started",
+        "failed",
+    ]
 
 
 def test_a_sink_that_could_never_work_is_told_at_the_start(tmp_path):
-    with pytest.raises(ConfigError, match="sinks='nowhere:Sink' was given; expected the module:Class to be there"):
+    with pytest.raises(
+        ConfigError, match="sinks='nowhere:Sink' was given; expected the module:Class to be there"
+    ):
         train(image_job, tmp_path, {"sinks": "nowhere:Sink"})

@@ -10,10 +10,22 @@ import pytest
 
 import samestep as ss
 from samestep.run.stop import StopRequest
-from tests.jobs import STEPS, Net, classify, events, image_job, images, left_by, snapshots, steps_of, train
+from tests.jobs import (
+    STEPS,
+    Net,
+    classify,
+    events,
+    image_job,
+    images,
+    left_by,
+    snapshots,
+    steps_of,
+    train,
+)
 from tests.workers import run_workers, try_workers
 
-forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # that of loader processes, from Python 3.12 on
+# that of loader processes, from Python 3.12 on
+forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
 @pytest.fixture
@@ -43,7 +55,9 @@ def signal_all_at(step, number, times=1):
 
 def test_a_run_that_stops_after_some_steps_goes_on_later(undisturbed, tmp_path):
     for workers, stop_after in ((1, 1), (2, 4), (3, 7)):
-        run_workers(train, workers, image_job, tmp_path, {"stop_after": stop_after, "snapshot_every": None})
+        run_workers(
+            train, workers, image_job, tmp_path, {"stop_after": stop_after, "snapshot_every": None}
+        )
         assert events(tmp_path, "stopped")[-1]["step"] == stop_after
     assert left_by(image_job, tmp_path, 2) == undisturbed
 
@@ -79,7 +93,9 @@ def test_ctrl_c_stops_after_a_snapshot_and_a_second_one_at_once(undisturbed, tmp
     assert left_by(image_job, tmp_path / "once", 2) == undisturbed
 
     def twice(run):
-        return image_job(run, hook=lambda step: [signal_at(3, signal.SIGINT)(step) for _ in range(2)])
+        return image_job(
+            run, hook=lambda step: [signal_at(3, signal.SIGINT)(step) for _ in range(2)]
+        )
 
     with pytest.raises(KeyboardInterrupt):
         train(twice, tmp_path / "twice", {"snapshot_every": None})
@@ -120,7 +136,7 @@ def test_without_a_directory_a_signal_acts_at_once():
 def test_a_process_has_its_signal_handlers_back_after_a_run():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with ss.init() as run:
-        assert run.workers == 1
+        assert run.world_size == 1
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] != before
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
@@ -128,7 +144,9 @@ def test_a_process_has_its_signal_handlers_back_after_a_run():
 def test_a_loop_that_is_made_once_gives_an_epoch_each_time(tmp_path):
     with ss.init(lanes=2) as run:
         loop = run.batches(images(10), 4)
-        assert [(len(loop), [sum(batch.counts) for batch in loop]) for _ in range(3)] == [(3, [4, 4, 2])] * 3
+        assert [(len(loop), [sum(batch.counts) for batch in loop]) for _ in range(3)] == [
+            (3, [4, 4, 2])
+        ] * 3
         assert run.step == 9
 
 

@@ -13,7 +13,14 @@ from hypothesis.extra import numpy as arrays
 
 from samestep.snapshot.state import DTYPES
 
-INFINITE = [float("nan"), float("inf"), -float("inf"), -0.0, 5e-324, struct.unpack(">d", bytes.fromhex("fff8000000000001"))[0]]
+INFINITE = [
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    -0.0,
+    5e-324,
+    struct.unpack(">d", bytes.fromhex("fff8000000000001"))[0],
+]
 
 
 def exact(value: Any) -> Any:
@@ -37,16 +44,22 @@ def exact(value: Any) -> Any:
 def in_storage_orders(tensor: torch.Tensor) -> st.SearchStrategy[torch.Tensor]:
     """Give the values of a tensor in any dense memory order."""
     dims = range(tensor.ndim)
-    return st.permutations(dims).map(lambda order: tensor.permute(order).contiguous().permute([order.index(dim) for dim in dims]))
+    return st.permutations(dims).map(
+        lambda order: tensor.permute(order).contiguous().permute([order.index(dim) for dim in dims])
+    )
 
 
 @st.composite
 def tensors(draw: st.DrawFn, max_elements_a_dim: int = 9) -> torch.Tensor:
-    dtype = draw(st.sampled_from(sorted(set(DTYPES) - {"complex32"})))  # torch warns of complex32 wherever it is made
+    # torch warns of complex32 wherever it is made
+    dtype = draw(st.sampled_from(sorted(set(DTYPES) - {"complex32"})))
     shape = draw(st.lists(st.integers(0, max_elements_a_dim), max_size=4))
     size = int(np.prod(shape)) * DTYPES[dtype].itemsize
-    content = np.random.default_rng(draw(st.integers(0, 2**32))).integers(0, 2 if dtype == "bool" else 256, size, dtype=np.uint8)
-    flat = torch.zeros(size, dtype=torch.uint8).copy_(torch.from_numpy(content))  # empty tensors of NumPy's have stride 0
+    content = np.random.default_rng(draw(st.integers(0, 2**32))).integers(
+        0, 2 if dtype == "bool" else 256, size, dtype=np.uint8
+    )
+    # empty tensors of NumPy's have stride 0
+    flat = torch.zeros(size, dtype=torch.uint8).copy_(torch.from_numpy(content))
     return draw(in_storage_orders(flat.view(DTYPES[dtype]).view(shape)))
 
 
@@ -67,7 +80,10 @@ scalars = st.one_of(
     st.frozensets(st.one_of(keys, st.frozensets(keys))),
     st.dictionaries(keys, st.integers()).map(Counter),
 )
-numpy_arrays = arrays.arrays(arrays.scalar_dtypes() | st.just(np.dtype("<U3")), arrays.array_shapes(min_dims=0, min_side=0, max_dims=3))
+numpy_arrays = arrays.arrays(
+    arrays.scalar_dtypes() | st.just(np.dtype("<U3")),
+    arrays.array_shapes(min_dims=0, min_side=0, max_dims=3),
+)
 states = st.recursive(
     scalars | tensors() | numpy_arrays,
     lambda inner: st.one_of(

@@ -20,7 +20,12 @@ NO_INFO: dict[str, Any] = {}
 
 @contextmanager
 def team(
-    directory: Path, workers: int = 1, attempt: str = "first", keep_last: int = 100, keep_best: int = 0, timeout_seconds: float = 20.0
+    directory: Path,
+    workers: int = 1,
+    attempt: str = "first",
+    keep_last: int = 100,
+    keep_best: int = 0,
+    timeout_seconds: float = 20.0,
 ) -> Iterator[tuple[list[SnapshotWriter], Reports]]:
     """Yield the writers of all workers, by rank, and what rank 0 reports."""
     reports: Reports = []
@@ -63,7 +68,9 @@ def save(
         writer.wait()
 
 
-def save_once(directory: Path, step: int, shared: Mapping[str, Any], workers: int = 1, attempt: str = "first") -> None:
+def save_once(
+    directory: Path, step: int, shared: Mapping[str, Any], workers: int = 1, attempt: str = "first"
+) -> None:
     """Save one snapshot beside those that are there."""
     with team(directory, workers, attempt) as (writers, _):
         save(writers, step, shared)
@@ -73,11 +80,16 @@ def small_state(step: int) -> dict[str, Any]:
     """Return a state that differs from step to step."""
     generator = torch.Generator().manual_seed(step)
     return {
-        "model": {"weight": torch.rand(2, 40, generator=generator), "bias": torch.rand(3, dtype=torch.float64, generator=generator)},
+        "model": {
+            "weight": torch.rand(2, 40, generator=generator),
+            "bias": torch.rand(3, dtype=torch.float64, generator=generator),
+        },
         "scheduler": {"last_epoch": step, "milestones": (1, 2.5, None)},
     }
 
 
 def sliced(tensor: torch.Tensor, start: int, stop: int) -> TensorSlice:
     """Return elements [start, stop) of a tensor as a worker of a sharded optimizer holds them."""
-    return TensorSlice(flattened(tensor)[start:stop].clone(), tuple(tensor.shape), start, storage_order(tensor))
+    return TensorSlice(
+        flattened(tensor)[start:stop].clone(), tuple(tensor.shape), start, storage_order(tensor)
+    )

@@ -28,9 +28,16 @@ class Tied(torch.nn.Module):
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_model_is_exported_under_its_usual_names(tmp_path, workers):
     model = Tied()
-    save_once(tmp_path, 5, {"model": model.state_dict(), "ema": AveragedModel(model).state_dict()}, workers)
+    save_once(
+        tmp_path,
+        5,
+        {"model": model.state_dict(), "ema": AveragedModel(model).state_dict()},
+        workers,
+    )
     assert export(tmp_path / "step-00000005", tmp_path / "model.safetensors") == []
-    assert exact(dict(sorted(load_file(tmp_path / "model.safetensors").items()))) == exact(dict(sorted(model.state_dict().items())))
+    assert exact(dict(sorted(load_file(tmp_path / "model.safetensors").items()))) == exact(
+        dict(sorted(model.state_dict().items()))
+    )
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "samestep.step": "5", "samestep.object": "model"}
@@ -48,7 +55,11 @@ def test_tensors_are_exported_exactly(tmp_path_factory, tensor):
 
 
 def test_nested_states_are_joined_by_dots_and_the_rest_is_left_out(tmp_path):
-    state = {"state": {0: {"step": torch.ones(()), "note": "x"}}, "groups": [{"lr": 0.1, "scale": torch.ones(2)}], "none": None}
+    state = {
+        "state": {0: {"step": torch.ones(()), "note": "x"}},
+        "groups": [{"lr": 0.1, "scale": torch.ones(2)}],
+        "none": None,
+    }
     save_once(tmp_path, 1, {"optimizer": state})
     left_out = export(tmp_path / "step-00000001", tmp_path / "x.safetensors", "optimizer")
     assert set(load_file(tmp_path / "x.safetensors")) == {"state.0.step", "groups.0.scale"}
@@ -60,8 +71,16 @@ def test_nested_states_are_joined_by_dots_and_the_rest_is_left_out(tmp_path):
     [
         ({"model": {"a": 1}}, "model", "'model' of snapshot .* holds no tensors to export"),
         ({"model": {}}, "ema", "it holds no ema; it holds model"),
-        ({"model": {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}}, "model", "has two tensors of one name"),
-        ({"model": {"a": torch.ones(1, dtype=torch.complex128)}}, "model", "could not be exported to .*complex128"),
+        (
+            {"model": {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}},
+            "model",
+            "has two tensors of one name",
+        ),
+        (
+            {"model": {"a": torch.ones(1, dtype=torch.complex128)}},
+            "model",
+            "could not be exported to .*complex128",
+        ),
     ],
 )
 def test_what_cannot_be_exported_is_told(tmp_path, state, name, message):

@@ -44,7 +44,8 @@ def test_data_is_durable_before_it_has_its_name(tmp_path, monkeypatch):
 
 
 def test_a_checksum_is_xxh3_of_128_bits():
-    assert files.checksum(b"") == "99aa06d3014798d86001c324468d497f"  # as every implementation has it
+    # as every implementation has it
+    assert files.checksum(b"") == "99aa06d3014798d86001c324468d497f"
 
 
 def pages(content: bytes) -> memoryview:
@@ -57,12 +58,16 @@ def pages(content: bytes) -> memoryview:
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 4096, 8191, 3 * 4096 + 5])
 @pytest.mark.parametrize("segment_bytes", [4096, 8192, 1000])
-def test_a_file_is_written_with_the_checksums_of_its_segments(tmp_path, monkeypatch, size, segment_bytes, cached):
+def test_a_file_is_written_with_the_checksums_of_its_segments(
+    tmp_path, monkeypatch, size, segment_bytes, cached
+):
     if cached:
         monkeypatch.setattr(files, "UNCACHED", 0)
     content = os.urandom(size)
     asked = []
-    checksums = files.write_durably(tmp_path / "a", pages(content), segment_bytes, lambda: asked.append(1))
+    checksums = files.write_durably(
+        tmp_path / "a", pages(content), segment_bytes, lambda: asked.append(1)
+    )
     assert (tmp_path / "a").read_bytes() == content
     segments = [content[start : start + segment_bytes] for start in range(0, size, segment_bytes)]
     assert list(checksums) == [files.checksum(segment) for segment in segments]
@@ -92,8 +97,14 @@ def test_only_the_end_of_a_file_goes_through_the_cache(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "fcntl", control)
     monkeypatch.setattr(os, "write", write)
-    files.write_durably(tmp_path / "a", pages(bytes(5 * mmap.PAGESIZE + 7)), 2 * mmap.PAGESIZE, lambda: None)
-    assert written == [(2 * mmap.PAGESIZE, True), (2 * mmap.PAGESIZE, True), (mmap.PAGESIZE + 7, False)]
+    files.write_durably(
+        tmp_path / "a", pages(bytes(5 * mmap.PAGESIZE + 7)), 2 * mmap.PAGESIZE, lambda: None
+    )
+    assert written == [
+        (2 * mmap.PAGESIZE, True),
+        (2 * mmap.PAGESIZE, True),
+        (mmap.PAGESIZE + 7, False),
+    ]
 
 
 def test_a_file_system_may_refuse_to_write_past_the_cache(tmp_path, monkeypatch):
@@ -108,7 +119,9 @@ def test_a_file_system_may_refuse_to_write_past_the_cache(tmp_path, monkeypatch)
 
 
 def test_writes_that_stop_short_are_continued(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "write", lambda descriptor, data, write=os.write: write(descriptor, data[:3]))
+    monkeypatch.setattr(
+        os, "write", lambda descriptor, data, write=os.write: write(descriptor, data[:3])
+    )
     files.write_durably(tmp_path / "a", pages(b"abcdefgh"), 5, lambda: None)
     assert (tmp_path / "a").read_bytes() == b"abcdefgh"
 
@@ -123,11 +136,15 @@ def test_other_errors_of_writing_are_not_hidden(tmp_path, monkeypatch):
 
 
 def test_places_are_filled_in_turn_from_an_offset_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "preadv", lambda file, views, offset, read=os.preadv: read(file, [views[0][:2]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda file, views, offset, read=os.preadv: read(file, [views[0][:2]], offset)
+    )
     (tmp_path / "a").write_bytes(b"0123456789")
     places = [bytearray(3), bytearray(), bytearray(4)]
     with (tmp_path / "a").open("rb") as file:
-        assert files.read_into(file.fileno(), 2, map(memoryview, places)) == files.checksum(b"2345678")
+        assert files.read_into(file.fileno(), 2, map(memoryview, places)) == files.checksum(
+            b"2345678"
+        )
         assert places == [b"234", b"", b"5678"]
         with pytest.raises(OSError, match="ends early"):
             files.read_into(file.fileno(), 8, [memoryview(bytearray(3))])

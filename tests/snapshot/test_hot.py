@@ -44,7 +44,9 @@ def _small_segments(monkeypatch):
 
 def place(rank, workers, on_host):
     """Return the place of a worker, of which there are as many on each host."""
-    return replace(find_place({}), rank=rank, workers=workers, local_rank=rank % on_host, local_workers=on_host)
+    return replace(
+        find_place({}), rank=rank, workers=workers, local_rank=rank % on_host, local_workers=on_host
+    )
 
 
 def team(hosts, workers, every="1"):
@@ -54,7 +56,11 @@ def team(hosts, workers, every="1"):
     for rank in range(workers):
         world = Alone()
         world.rank, world.size = rank, workers
-        copies.append(HotCopies(hosts[rank // on_host], place(rank, workers, on_host), world, Path("run"), every))
+        copies.append(
+            HotCopies(
+                hosts[rank // on_host], place(rank, workers, on_host), world, Path("run"), every
+            )
+        )
     return copies
 
 
@@ -64,7 +70,11 @@ def momentum(step):
 
 def state(step):
     """Return the whole state after a step; its size differs from step to step."""
-    return {**small_state(step), "optimizer": {"momentum": momentum(step)}, "streams": {lane: torch.full((2,), lane) for lane in range(4)}}
+    return {
+        **small_state(step),
+        "optimizer": {"momentum": momentum(step)},
+        "streams": {lane: torch.full((2,), lane) for lane in range(4)},
+    }
 
 
 def save(copies, worker, step, attempt="a"):
@@ -120,7 +130,10 @@ def death(at):
             raise KilledError
         return checksum(data)
 
-    with mock.patch.object(slot.os, "pwrite", pwrite), mock.patch.object(slot, "checksum", checksum_of):
+    with (
+        mock.patch.object(slot.os, "pwrite", pwrite),
+        mock.patch.object(slot, "checksum", checksum_of),
+    ):
         yield
 
 
@@ -150,7 +163,9 @@ def test_killed_workers_leave_the_last_copy_that_all_of_them_finished(data):
                 newest = step
             step += 1
             cuts = [data.draw(st.none() | st.integers(0, 20), label="killed at") for _ in copies]
-            finished = [make_until(copies, worker, step, attempt, cut) for worker, cut in enumerate(cuts)]
+            finished = [
+                make_until(copies, worker, step, attempt, cut) for worker, cut in enumerate(cuts)
+            ]
             newest = step if all(finished) else newest
             assert load_of(kept) == newest
 
@@ -226,7 +241,9 @@ def test_fewer_successors_give_back_the_memory_of_the_others():
         save_all([copies], 2)
         assert os.fstat(kept.slots[2][0]).st_size > 0
         save_all([copies], 3)
-        assert [os.fstat(file).st_size > 0 for pair in kept.slots for file in pair] == [True] * SLOTS + [False] * 2 * SLOTS
+        assert [os.fstat(file).st_size > 0 for pair in kept.slots for file in pair] == [
+            True
+        ] * SLOTS + [False] * 2 * SLOTS
         assert load_of(kept) == 3
 
 
@@ -264,21 +281,36 @@ def test_auto_makes_the_first_copy_at_once_and_then_as_rank_0_says(monkeypatch):
 
 def test_a_copy_that_cannot_be_made_is_told_and_is_the_last(tmp_path, caplog):
     events = []
-    with keep(1) as kept, mock.patch.object(slot.os, "posix_fallocate", side_effect=OSError(12, "Cannot allocate memory")):
+    with (
+        keep(1) as kept,
+        mock.patch.object(
+            slot.os, "posix_fallocate", side_effect=OSError(12, "Cannot allocate memory")
+        ),
+    ):
         (copies,) = team([kept], 1)
-        record = mock.Mock(wraps=open_record(tmp_path, writes=False), event=lambda kind, **fields: events.append((kind, fields)))
+        record = mock.Mock(
+            wraps=open_record(tmp_path, writes=False),
+            event=lambda kind, **fields: events.append((kind, fields)),
+        )
         keeper = Keeper(merge({}, {}), Alone(), record, "a", None, copies)
         keeper.tracked.add("model", torch.nn.Linear(2, 2), None)
         keeper.copy(1, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))
         keeper.copy(2, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))
         assert not copies.time_is_up()
-    assert events == [("hot_copy_failed", {"step": 1, "reason": "[Errno 12] Cannot allocate memory"})]
+    assert events == [
+        ("hot_copy_failed", {"step": 1, "reason": "[Errno 12] Cannot allocate memory"})
+    ]
     assert "no more hot copies are made: [Errno 12]" in caplog.text
 
 
 @pytest.mark.parametrize(("anew", "telling"), [(True, [0]), (False, [])])
 def test_where_no_memory_outlives_workers_one_of_them_says_so_once(anew, telling):
-    with mock.patch.object(files.os, "memfd_create", side_effect=PermissionError(1, "Operation not permitted")), keep(2) as kept:
+    with (
+        mock.patch.object(
+            files.os, "memfd_create", side_effect=PermissionError(1, "Operation not permitted")
+        ),
+        keep(2) as kept,
+    ):
         copies = team([kept], 2)
         told = {}
         for rank, one in enumerate(copies):

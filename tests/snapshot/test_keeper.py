@@ -15,14 +15,21 @@ from samestep.world.alone import Alone
 
 
 @pytest.mark.parametrize(("snapshot_every", "expected"), [("7", 1), ("10min", 1), (None, 0)])
-def test_memory_is_made_ready_once_the_first_step_gave_the_optimizer_its_state(tmp_path, monkeypatch, snapshot_every, expected):
+def test_memory_is_made_ready_once_the_first_step_gave_the_optimizer_its_state(
+    tmp_path, monkeypatch, snapshot_every, expected
+):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     prepared = []
-    monkeypatch.setattr(SnapshotWriter, "prepare", lambda _, shared, own: prepared.append((set(shared), own)))
+    monkeypatch.setattr(
+        SnapshotWriter, "prepare", lambda _, shared, own: prepared.append((set(shared), own))
+    )
     config = merge({"dir": tmp_path, "snapshot_every": snapshot_every}, {})
     hot = HotCopies(None, find_place({}), Alone(), tmp_path, config.hot_every)
-    with closing(open_record(tmp_path, writes=True)) as record, closing(Keeper(config, Alone(), record, "a", None, hot)) as keeper:
+    with (
+        closing(open_record(tmp_path, writes=True)) as record,
+        closing(Keeper(config, Alone(), record, "a", None, hot)) as keeper,
+    ):
         assert not keeper.is_due(1)
         assert prepared == []
         keeper.tracked.add("model", model, None)

@@ -46,7 +46,9 @@ class Death:
 
         return dying
 
-    def _in_the_middle_of(self, write: Callable[[Path, bytes], int]) -> Callable[[Path, bytes], int]:
+    def _in_the_middle_of(
+        self, write: Callable[[Path, bytes], int]
+    ) -> Callable[[Path, bytes], int]:
         def dying(path: Path, data: bytes) -> int:
             write(path, data[: len(data) // 2])
             self._pass()
@@ -71,11 +73,19 @@ def _wait_or_give_up(writer: SnapshotWriter, sign: Path) -> None:
     writer.wait()
 
 
-def _save_twice(directory: Path, workers: int, victim: int, point: int | None, keep_last: int) -> int:
+def _save_twice(
+    directory: Path, workers: int, victim: int, point: int | None, keep_last: int
+) -> int:
     """Save steps 1 and 2; the victim dies in the second. Return how many points there were."""
     rank = int(os.environ["RANK"])
     writer = SnapshotWriter(
-        directory, rank=rank, workers=workers, attempt="first", keep_last=keep_last, keep_best=0, report=lambda *_, **__: None
+        directory,
+        rank=rank,
+        workers=workers,
+        attempt="first",
+        keep_last=keep_last,
+        keep_best=0,
+        report=lambda *_, **__: None,
     )
     writer.save(1, small_state(1), {}, NO_INFO)
     writer.wait()
@@ -125,7 +135,8 @@ def test_one_of_two_workers_may_be_killed_anywhere(tmp_path, victim):
     for point in range(0, points, 2):
         directory = tmp_path / str(point)
         outcomes = try_workers(_save_twice, 2, directory, 2, victim, point, 3)
-        assert outcomes[victim].exitcode in {-signal.SIGKILL, 0}  # the number of polls differs from run to run
+        # the number of polls differs from run to run
+        assert outcomes[victim].exitcode in {-signal.SIGKILL, 0}
         newest = newest_after(directory)
         if newest == "step-00000001":
             assert outcomes[victim].exitcode == -signal.SIGKILL

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from samestep.snapshot.layout import ALIGNMENT, Extent, share, tiling_fault
 
-extents = st.lists(st.builds(Extent, st.integers(0, 2000), st.sampled_from([1, 2, 4, 8, 16])), max_size=12)
+extents = st.lists(
+    st.builds(Extent, st.integers(0, 2000), st.sampled_from([1, 2, 4, 8, 16])), max_size=12
+)
 
 
 @given(extents, st.integers(1, 9))
@@ -30,19 +32,31 @@ def test_shares_are_even_to_one_cut(sizes, workers):
     total = sum(extent.nbytes for extent in sizes)
     coarsest = ALIGNMENT * max((extent.element_size for extent in sizes), default=0)
     for rank in range(workers):
-        own = sum(len(elements) * extent.element_size for extent, elements in zip(sizes, share(sizes, rank, workers), strict=True))
+        own = sum(
+            len(elements) * extent.element_size
+            for extent, elements in zip(sizes, share(sizes, rank, workers), strict=True)
+        )
         assert abs(own - total / workers) <= coarsest + 1
 
 
-@given(st.lists(st.integers(0, 50), unique=True, min_size=2).map(sorted), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.integers(0, 50), unique=True, min_size=2).map(sorted),
+    st.randoms(use_true_random=False),
+)
 def test_ranges_tile_unless_one_is_lost_or_doubled(cuts, random):
     cuts[0] = 0
     ranges = list(pairwise(cuts))
     random.shuffle(ranges)
     assert tiling_fault(ranges, cuts[-1]) is None
     lost = ranges.pop()
-    assert tiling_fault(ranges, cuts[-1]) == f"elements {lost[0]} to {lost[1]} of {cuts[-1]} are missing"
-    assert tiling_fault([*ranges, lost, lost], cuts[-1]) == f"elements {lost[0]} to {lost[1]} of {cuts[-1]} are there twice"
+    assert (
+        tiling_fault(ranges, cuts[-1])
+        == f"elements {lost[0]} to {lost[1]} of {cuts[-1]} are missing"
+    )
+    assert (
+        tiling_fault([*ranges, lost, lost], cuts[-1])
+        == f"elements {lost[0]} to {lost[1]} of {cuts[-1]} are there twice"
+    )
 
 
 def test_ranges_outside_the_tensor_are_faults():

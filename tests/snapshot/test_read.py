@@ -102,7 +102,9 @@ def test_a_missing_file_is_named(snapshot, whole):
 
 def test_no_manifest_no_snapshot(tmp_path, snapshot):
     (snapshot / NAME).unlink()
-    assert f"snapshot {snapshot} has no manifest.json: it was never finished" == rejected_by(check, snapshot)
+    assert f"snapshot {snapshot} has no manifest.json: it was never finished" == rejected_by(
+        check, snapshot
+    )
     assert f"there is no snapshot {tmp_path / 'none'}" == rejected_by(check, tmp_path / "none")
 
 
@@ -129,10 +131,14 @@ def test_a_manifest_that_is_too_large_is_not_read(snapshot):
 
 def test_another_format_is_told(snapshot, whole):
     put(snapshot, {NAME: signed({**json.loads(whole[NAME]), "format": 1})})
-    assert "is of format 1; expected 2: read it with the samestep that wrote it" in rejected_by(check, snapshot)
+    assert "is of format 1; expected 2: read it with the samestep that wrote it" in rejected_by(
+        check, snapshot
+    )
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "", ".", "..", ".hidden", "a\0b", "a\n", 7, None])
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/passwd", "a/b", "", ".", "..", ".hidden", "a\0b", "a\n", 7, None]
+)
 def test_no_path_leaves_the_directory(snapshot, whole, name):
     body = json.loads(whole[NAME])
     body["files"][0][0] = name
@@ -156,7 +162,12 @@ def test_pieces_of_a_file_do_not_overlap(snapshot, whole):
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
-    [(2, 0, "segments of 0 bytes"), (2, 2**40, "segments of 1099511627776 bytes"), (2, 64, "and 1 checksums"), (3, [], "and 0 checksums")],
+    [
+        (2, 0, "segments of 0 bytes"),
+        (2, 2**40, "segments of 1099511627776 bytes"),
+        (2, 64, "and 1 checksums"),
+        (3, [], "and 0 checksums"),
+    ],
 )
 def test_every_segment_has_a_checksum(snapshot, whole, field, value, message):
     body = json.loads(whole[NAME])
@@ -167,7 +178,13 @@ def test_every_segment_has_a_checksum(snapshot, whole, field, value, message):
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield (container, key) of every value inside JSON."""
-    for key, inner in list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []:
+    for key, inner in (
+        list(value.items())
+        if isinstance(value, dict)
+        else list(enumerate(value))
+        if isinstance(value, list)
+        else []
+    ):
         yield value, key
         yield from places(inner)
 
@@ -177,12 +194,17 @@ def test_a_manifest_that_lies_is_refused_or_read_but_does_no_harm(tmp_path_facto
     body = json.loads(whole[NAME])
     for _ in range(data.draw(st.integers(1, 3))):
         container, key = data.draw(st.sampled_from(list(places(body))))
-        container[key] = data.draw(tagged_values | st.integers(-2, 2**70) | st.sampled_from(["complex64", "bool", "model/bias"]))
+        container[key] = data.draw(
+            tagged_values
+            | st.integers(-2, 2**70)
+            | st.sampled_from(["complex64", "bool", "model/bias"])
+        )
     path = put(tmp_path_factory.mktemp("run") / "step-00000002", {**whole, NAME: signed(body)})
     try:
         load(path)
     except SnapshotError as error:
-        assert str(path) in str(error)  # noqa: PT017  nothing else may come out, but a lie may also have a meaning
+        # nothing else may come out, but a lie may also have a meaning
+        assert str(path) in str(error)  # noqa: PT017
 
 
 @given(data=st.data())
@@ -194,16 +216,29 @@ def test_a_data_file_that_lies_is_refused_or_read_but_does_no_harm(tmp_path_fact
         content = (2**63 - 1).to_bytes(8, "little") + whole[name][8:]
     else:
         start = data.draw(st.integers(0, len(whole[name])))
-        content = whole[name][:start] + data.draw(st.binary(max_size=20)) + whole[name][data.draw(st.integers(start, len(whole[name]))) :]
+        content = (
+            whole[name][:start]
+            + data.draw(st.binary(max_size=20))
+            + whole[name][data.draw(st.integers(start, len(whole[name]))) :]
+        )
     body["files"][0][1:] = [len(content), len(content) or 1, [checksum(content)]]
-    path = put(tmp_path_factory.mktemp("run") / "step-00000002", {**whole, name: content, NAME: signed(body)})
+    path = put(
+        tmp_path_factory.mktemp("run") / "step-00000002",
+        {**whole, name: content, NAME: signed(body)},
+    )
     try:
         load(path)
     except SnapshotError as error:
-        assert str(path) in str(error)  # noqa: PT017  nothing else may come out, but changed values are values
+        # nothing else may come out, but changed values are values
+        assert str(path) in str(error)  # noqa: PT017
 
 
-@given(garbage=st.binary() | tagged_values.map(lambda value: canonical(value).encode()) | st.just(b"[" * 100_000) | st.just(b"9" * 10_000))
+@given(
+    garbage=st.binary()
+    | tagged_values.map(lambda value: canonical(value).encode())
+    | st.just(b"[" * 100_000)
+    | st.just(b"9" * 10_000)
+)
 def test_garbage_is_no_manifest(tmp_path_factory, garbage):
     rejected_by(check, put(tmp_path_factory.mktemp("run") / "step-00000002", {NAME: garbage}))
 
@@ -219,7 +254,10 @@ def test_damage_of_any_segment_is_found_and_named(tmp_path, monkeypatch, segment
     for index in range(0, size, 10):
         flip_byte(data, index)
         start = index // segment_bytes * segment_bytes
-        assert f"{data.name} is damaged: bytes {start} to {min(start + segment_bytes, size)} do" in rejected_by(examine, path)
+        assert (
+            f"{data.name} is damaged: bytes {start} to {min(start + segment_bytes, size)} do"
+            in rejected_by(examine, path)
+        )
         flip_byte(data, index)
     assert exact(load(path).state) == exact(small_state(2))
 
@@ -237,7 +275,10 @@ def test_the_newest_whole_snapshot_is_found_and_the_others_are_named(tmp_path):
     (tmp_path / "step-00000040").mkdir()
     flip_byte(next((tmp_path / "step-00000030").glob("tensors*")), -1)
     reports = []
-    assert find_newest(tmp_path, lambda kind, **fields: reports.append((kind, fields))) == tmp_path / "step-00000002"
+    assert (
+        find_newest(tmp_path, lambda kind, **fields: reports.append((kind, fields)))
+        == tmp_path / "step-00000002"
+    )
     assert [(kind, fields["path"]) for kind, fields in reports] == [
         ("snapshot_rejected", str(tmp_path / "step-00000040")),
         ("snapshot_rejected", str(tmp_path / "step-00000030")),
@@ -252,14 +293,30 @@ def test_without_snapshots_none_is_found(tmp_path):
 
 
 def test_snapshots_are_listed_in_order_of_steps(tmp_path):
-    for name in ("step-99999999", "step-100000000", "step-00000007", "step-7", "step-000000008", "step-0000000a", "other"):
+    for name in (
+        "step-99999999",
+        "step-100000000",
+        "step-00000007",
+        "step-7",
+        "step-000000008",
+        "step-0000000a",
+        "other",
+    ):
         (tmp_path / name).mkdir()
-    assert [path.name for path in list_snapshots(tmp_path)] == ["step-00000007", "step-99999999", "step-100000000"]
+    assert [path.name for path in list_snapshots(tmp_path)] == [
+        "step-00000007",
+        "step-99999999",
+        "step-100000000",
+    ]
 
 
 def test_one_object_is_loaded_alone(snapshot):
-    assert exact(load(snapshot, ["scheduler"]).state) == exact({"scheduler": small_state(2)["scheduler"]})
-    assert rejected_by(lambda path: load(path, ["optimizer"]), snapshot).endswith("it holds no optimizer; it holds model, scheduler")
+    assert exact(load(snapshot, ["scheduler"]).state) == exact(
+        {"scheduler": small_state(2)["scheduler"]}
+    )
+    assert rejected_by(lambda path: load(path, ["optimizer"]), snapshot).endswith(
+        "it holds no optimizer; it holds model, scheduler"
+    )
 
 
 def test_tensors_are_independent_of_the_files(snapshot, whole):

@@ -15,7 +15,9 @@ def newest_of_all(workers, directory):
 
     def body(world):
         told = []
-        snapshot = load_newest(directory, world, lambda kind, path, reason: told.append((kind, path, reason)))
+        snapshot = load_newest(
+            directory, world, lambda kind, path, reason: told.append((kind, path, reason))
+        )
         return snapshot and exact(snapshot.state), told
 
     return in_threads(workers, body)

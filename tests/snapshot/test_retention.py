@@ -19,7 +19,11 @@ def steps_in(directory):
 
 
 @given(
-    scores=st.lists(st.none() | st.just(math.nan) | st.integers(0, 3) | st.just(-math.inf), min_size=1, max_size=8),
+    scores=st.lists(
+        st.none() | st.just(math.nan) | st.integers(0, 3) | st.just(-math.inf),
+        min_size=1,
+        max_size=8,
+    ),
     keep_last=st.integers(1, 3),
     keep_best=st.integers(0, 3),
 )
@@ -68,7 +72,10 @@ def test_leftovers_go_and_later_steps_and_links_stay(tmp_path):
     assert steps_in(run) == [2, 4, 8, 9]
     assert (elsewhere / "step-00000002" / NAME).exists()
     assert (run / "notes").exists()
-    assert [fields["path"][-1] for kind, fields in reports if kind == "snapshot_removed"] == ["3", "1"]
+    assert [fields["path"][-1] for kind, fields in reports if kind == "snapshot_removed"] == [
+        "3",
+        "1",
+    ]
 
 
 def test_what_cannot_be_removed_is_reported_and_the_new_snapshot_is_whole(tmp_path, monkeypatch):

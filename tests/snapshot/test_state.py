@@ -19,7 +19,11 @@ from samestep.step.slices import TensorSlice
 from tests.snapshot.exact import exact, names, states
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
 TAGS = [
@@ -27,8 +31,13 @@ TAGS = [
     "torch.dtype", "torch.device", "numpy", "numpy.ndarray", "tensor", "module",
 ]  # fmt: skip
 tagged_values = st.recursive(
-    json_values | st.sampled_from(["", "00", "<f4:00000000", "|O:00", "<M8[x]:00", "f4,f4:00", "float32", "cuda:-7"]),
-    lambda inner: st.lists(inner) | st.builds(lambda tag, value: {tag: value}, st.sampled_from(TAGS), inner),
+    json_values
+    | st.sampled_from(
+        ["", "00", "<f4:00000000", "|O:00", "<M8[x]:00", "f4,f4:00", "float32", "cuda:-7"]
+    ),
+    lambda inner: (
+        st.lists(inner) | st.builds(lambda tag, value: {tag: value}, st.sampled_from(TAGS), inner)
+    ),
 )
 
 
@@ -39,7 +48,14 @@ def round_trip(state: Any) -> Any:
 
 def optimizers_and_schedulers() -> dict[str, Any]:
     parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, 2))]
-    kinds = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.LBFGS]
+    kinds = [
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.LBFGS,
+    ]
     objects: dict[str, Any] = {kind.__name__: kind(parameters, lr=0.1) for kind in kinds}
     for optimizer in objects.values():
         for parameter in parameters:
@@ -56,13 +72,22 @@ def optimizers_and_schedulers() -> dict[str, Any]:
         lr_scheduler.CyclicLR(sgd, 0.1, 0.2),
         lr_scheduler.OneCycleLR(sgd, 0.1, 10),
         lr_scheduler.PolynomialLR(sgd),
-        lr_scheduler.SequentialLR(sgd, [lr_scheduler.ConstantLR(sgd), lr_scheduler.ExponentialLR(sgd, 0.9)], [3]),
-        lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(sgd), lr_scheduler.StepLR(sgd, 2)], sgd),
+        lr_scheduler.SequentialLR(
+            sgd, [lr_scheduler.ConstantLR(sgd), lr_scheduler.ExponentialLR(sgd, 0.9)], [3]
+        ),
+        lr_scheduler.ChainedScheduler(
+            [lr_scheduler.LinearLR(sgd), lr_scheduler.StepLR(sgd, 2)], sgd
+        ),
         swa_utils.SWALR(sgd, 0.1),
     ]
     objects |= {type(scheduler).__name__: scheduler for scheduler in schedulers}
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    return {**objects, "model": model, "average": swa_utils.AveragedModel(model), "scaler": torch.amp.GradScaler("cpu")}
+    return {
+        **objects,
+        "model": model,
+        "average": swa_utils.AveragedModel(model),
+        "scaler": torch.amp.GradScaler("cpu"),
+    }
 
 
 @given(states)
@@ -83,7 +108,11 @@ def test_states_of_torch_objects_survive(name, item):
 @pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 3)])
 def test_tensors_of_every_dtype_survive(dtype, shape):
-    tensor = torch.zeros(64 * dtype.itemsize, dtype=torch.uint8).view(dtype)[: torch.Size(shape).numel()].view(shape)
+    tensor = (
+        torch.zeros(64 * dtype.itemsize, dtype=torch.uint8)
+        .view(dtype)[: torch.Size(shape).numel()]
+        .view(shape)
+    )
     assert exact(round_trip(tensor)) == exact(tensor)
 
 
@@ -104,8 +133,15 @@ def test_lazy_conjugates_are_written_out():
 
 
 def test_names_are_paths():
-    state = {"model": {"0.weight": torch.ones(1)}, "optimizer": {"state": {0: {"step": torch.ones(())}}, "list": [torch.ones(2)]}}
-    assert set(flatten(state)[1]) == {"model/0.weight", "optimizer/state/0/step", "optimizer/list/0"}
+    state = {
+        "model": {"0.weight": torch.ones(1)},
+        "optimizer": {"state": {0: {"step": torch.ones(())}}, "list": [torch.ones(2)]},
+    }
+    assert set(flatten(state)[1]) == {
+        "model/0.weight",
+        "optimizer/state/0/step",
+        "optimizer/list/0",
+    }
 
 
 @given(st.lists(st.lists(names, min_size=1, max_size=3), unique_by=repr))
@@ -113,7 +149,9 @@ def test_no_two_places_share_a_name(paths):
     tensor = torch.ones(1)
     used = set()
     for path in paths:
-        used |= set(flatten(functools.reduce(lambda inner, key: {key: inner}, reversed(path), tensor))[1])
+        used |= set(
+            flatten(functools.reduce(lambda inner, key: {key: inner}, reversed(path), tensor))[1]
+        )
     assert len(used) == len({canonical(flatten(path)[0]) for path in paths})
 
 
@@ -142,7 +180,9 @@ class Colour(enum.IntEnum):
     ],
 )
 def test_what_cannot_be_held_is_named_by_its_path(value, kind):
-    with pytest.raises(SnapshotError, match=rf"^scheduler/lr_lambdas/0 is a .*{kind}.*give the object a state_dict"):
+    with pytest.raises(
+        SnapshotError, match=rf"^scheduler/lr_lambdas/0 is a .*{kind}.*give the object a state_dict"
+    ):
         flatten({"scheduler": {"lr_lambdas": [value]}})
 
 
@@ -191,7 +231,8 @@ def test_restoring_garbage_fails_as_it_should(plain):
     try:
         restore(plain, tensor)
     except SnapshotError as error:
-        assert str(error)  # noqa: PT017  nothing else may come out, but garbage may also have a meaning
+        # nothing else may come out, but garbage may also have a meaning
+        assert str(error)  # noqa: PT017
 
 
 def test_a_key_is_there_once():
@@ -199,7 +240,10 @@ def test_a_key_is_there_once():
         restore({"dict": [[1, "a"], [True, "b"]]}, {}.__getitem__)
 
 
-@given(st.dictionaries(st.integers(0, 9), st.dictionaries(st.text(max_size=2), st.integers())), st.data())
+@given(
+    st.dictionaries(st.integers(0, 9), st.dictionaries(st.text(max_size=2), st.integers())),
+    st.data(),
+)
 def test_merge_puts_together_what_was_taken_apart(state, data):
     parts = [{key: {} for key in state}, {key: {} for key in state}]
     for key, inner in state.items():
@@ -213,7 +257,13 @@ def test_merge_puts_together_what_was_taken_apart(state, data):
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [({"a": 1}, {"a": 2}), ({"a": [1]}, {"a": [2]}), ({"a": {}}, {"a": []}), ({"a": 1}, {"a": True}), ({"a": 0.0}, {"a": -0.0})],
+    [
+        ({"a": 1}, {"a": 2}),
+        ({"a": [1]}, {"a": [2]}),
+        ({"a": {}}, {"a": []}),
+        ({"a": 1}, {"a": True}),
+        ({"a": 0.0}, {"a": -0.0}),
+    ],
 )
 def test_merge_refuses_what_differs(first, second):
     with pytest.raises(SnapshotError, match=r"workers hold different values of top/a: "):

@@ -37,9 +37,15 @@ def ignore(kind: str, **fields: Any) -> None:
     pass
 
 
-@given(shared=st.dictionaries(st.text(max_size=3), states, max_size=3), workers=st.integers(1, 4), segment_bytes=st.integers(50, 5000))
+@given(
+    shared=st.dictionaries(st.text(max_size=3), states, max_size=3),
+    workers=st.integers(1, 4),
+    segment_bytes=st.integers(50, 5000),
+)
 @settings(max_examples=50)
-def test_any_number_of_workers_writes_the_same_state(tmp_path_factory, shared, workers, segment_bytes):
+def test_any_number_of_workers_writes_the_same_state(
+    tmp_path_factory, shared, workers, segment_bytes
+):
     directory = tmp_path_factory.mktemp("run")
     with mock.patch.object(part, "SEGMENT_BYTES", segment_bytes):
         save_once(directory, 7, shared, workers)
@@ -50,8 +56,15 @@ def test_any_number_of_workers_writes_the_same_state(tmp_path_factory, shared, w
 def sharded_tensors(draw, workers):
     """Tensors in any memory order, each with the cuts between its workers' slices."""
     found = draw(st.lists(tensors(), min_size=1, max_size=4))
-    cuts = [sorted(draw(st.lists(st.integers(0, t.numel()), min_size=workers - 1, max_size=workers - 1))) for t in found]
-    return [(tensor, [0, *inner, tensor.numel()]) for tensor, inner in zip(found, cuts, strict=True)]
+    cuts = [
+        sorted(
+            draw(st.lists(st.integers(0, t.numel()), min_size=workers - 1, max_size=workers - 1))
+        )
+        for t in found
+    ]
+    return [
+        (tensor, [0, *inner, tensor.numel()]) for tensor, inner in zip(found, cuts, strict=True)
+    ]
 
 
 @given(st.data(), st.integers(1, 4))
@@ -59,7 +72,14 @@ def sharded_tensors(draw, workers):
 def test_slices_of_any_memory_order_make_whole_tensors(tmp_path_factory, data, workers):
     sharded = data.draw(sharded_tensors(workers))
     own = [
-        {"optimizer": {"state": {i: {"exp_avg": sliced(t, cuts[rank], cuts[rank + 1])} for i, (t, cuts) in enumerate(sharded)}}}
+        {
+            "optimizer": {
+                "state": {
+                    i: {"exp_avg": sliced(t, cuts[rank], cuts[rank + 1])}
+                    for i, (t, cuts) in enumerate(sharded)
+                }
+            }
+        }
         for rank in range(workers)
     ]
     directory = tmp_path_factory.mktemp("run")
@@ -74,7 +94,12 @@ def test_slices_of_any_memory_order_make_whole_tensors(tmp_path_factory, data, w
 def test_channels_last_comes_back_as_channels_last(tmp_path):
     tensor = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
     with team(tmp_path, 2) as (writers, _):
-        save(writers, 1, {"a": tensor}, [{"b": sliced(tensor, 0, 64)}, {"b": sliced(tensor, 64, 120)}])
+        save(
+            writers,
+            1,
+            {"a": tensor},
+            [{"b": sliced(tensor, 0, 64)}, {"b": sliced(tensor, 64, 120)}],
+        )
     state = load(tmp_path / "step-00000001").state
     for name in ("a", "b"):
         assert torch.equal(state[name], tensor)
@@ -82,16 +107,33 @@ def test_channels_last_comes_back_as_channels_last(tmp_path):
 
 
 def test_each_worker_gives_what_it_alone_has(tmp_path):
-    own = [{"streams": {rank: {"position": rank, "cache": torch.full((3,), float(rank))}}} for rank in range(3)]
+    own = [
+        {"streams": {rank: {"position": rank, "cache": torch.full((3,), float(rank))}}}
+        for rank in range(3)
+    ]
     with team(tmp_path, 3) as (writers, _):
-        save(writers, 1, {"model": {"weight": torch.ones(2)}, "streams": {"count": 3}}, own, {"lanes": 3}, 0.5)
+        save(
+            writers,
+            1,
+            {"model": {"weight": torch.ones(2)}, "streams": {"count": 3}},
+            own,
+            {"lanes": 3},
+            0.5,
+        )
     snapshot = load(tmp_path / "step-00000001")
-    assert exact(snapshot.state["streams"]) == exact({"count": 3} | own[0]["streams"] | own[1]["streams"] | own[2]["streams"])
+    assert exact(snapshot.state["streams"]) == exact(
+        {"count": 3} | own[0]["streams"] | own[1]["streams"] | own[2]["streams"]
+    )
     assert (snapshot.step, snapshot.info, snapshot.score) == (1, {"lanes": 3}, 0.5)
 
 
 def test_what_several_workers_hold_alike_is_kept_once(tmp_path):
-    own = {"optimizer": {"param_groups": [{"lr": torch.tensor(0.1), "params": [0, 1]}], "empty": torch.empty(0)}}
+    own = {
+        "optimizer": {
+            "param_groups": [{"lr": torch.tensor(0.1), "params": [0, 1]}],
+            "empty": torch.empty(0),
+        }
+    }
     with team(tmp_path, 3) as (writers, _):
         save(writers, 1, {}, [own, own, own])
     assert exact(load(tmp_path / "step-00000001").state) == exact(own)
@@ -101,13 +143,19 @@ def test_what_several_workers_hold_alike_is_kept_once(tmp_path):
     ("own", "message"),
     [
         ([{"a": torch.ones(2)}, {"a": torch.zeros(2)}], "worker 1 holds other values of tensor a"),
-        ([{"a": torch.ones(2)}, {"a": torch.ones(2, 1)}], r"worker 1 holds tensor a as \['float32', \[2, 1\]"),
+        (
+            [{"a": torch.ones(2)}, {"a": torch.ones(2, 1)}],
+            r"worker 1 holds tensor a as \['float32', \[2, 1\]",
+        ),
         ([{"a": {"b": 1}}, {"a": {"b": 2}}], "workers hold different values of a/b: 1 and 2"),
         (
             [{"a": sliced(torch.ones(9), 0, 3)}, {"a": sliced(torch.ones(9), 5, 9)}],
             "tensor a is not whole: elements 3 to 5 of 9 .* missing",
         ),
-        ([{"a": sliced(torch.ones(9), 0, 6)}, {"a": sliced(torch.ones(9), 5, 9)}], "tensor a is not whole: elements 5 to 6 of 9 .* twice"),
+        (
+            [{"a": sliced(torch.ones(9), 0, 6)}, {"a": sliced(torch.ones(9), 5, 9)}],
+            "tensor a is not whole: elements 5 to 6 of 9 .* twice",
+        ),
     ],
 )
 def test_workers_that_disagree_are_told_so(tmp_path, own, message):
@@ -118,17 +166,32 @@ def test_workers_that_disagree_are_told_so(tmp_path, own, message):
 
 def test_a_tensor_is_either_shared_or_own(tmp_path):
     with team(tmp_path) as ((writer,), _):
-        with pytest.raises(SnapshotError, match="tensor a/b was given as shared by all workers and as this worker's own"):
+        with pytest.raises(
+            SnapshotError,
+            match="tensor a/b was given as shared by all workers and as this worker's own",
+        ):
             writer.save(1, {"a": {"b": torch.ones(1)}}, {"a": {"b": torch.ones(1)}}, NO_INFO)
-        with pytest.raises(SnapshotError, match="tensor a was given as shared by all workers and is a slice"):
+        with pytest.raises(
+            SnapshotError, match="tensor a was given as shared by all workers and is a slice"
+        ):
             writer.save(1, {"a": sliced(torch.ones(4), 0, 4)}, {}, NO_INFO)
 
 
 def _save_as_a_process(directory: Path, workers: int) -> None:
     rank = int(os.environ["RANK"])
-    writer = SnapshotWriter(directory, rank=rank, workers=workers, attempt="processes", keep_last=2, keep_best=0, report=ignore)
+    writer = SnapshotWriter(
+        directory,
+        rank=rank,
+        workers=workers,
+        attempt="processes",
+        keep_last=2,
+        keep_best=0,
+        report=ignore,
+    )
     for step in range(1, 5):
-        writer.save(step, small_state(step), {"own": {rank: torch.full((9,), float(step))}}, NO_INFO)
+        writer.save(
+            step, small_state(step), {"own": {rank: torch.full((9,), float(step))}}, NO_INFO
+        )
     writer.wait()
     writer.close()
 
@@ -163,7 +226,12 @@ def test_what_is_reported(tmp_path):
     assert (first, second, removed) == ("snapshot", "snapshot", "snapshot_removed")
     path = tmp_path / "step-00000002"
     seconds = {"stall_seconds": fields.pop("stall_seconds"), "seconds": fields.pop("seconds")}
-    assert fields == {"step": 2, "path": str(path), "bytes": sum(f.stat().st_size for f in path.glob("tensors*")), "score": 1.5}
+    assert fields == {
+        "step": 2,
+        "path": str(path),
+        "bytes": sum(f.stat().st_size for f in path.glob("tensors*")),
+        "score": 1.5,
+    }
     assert all(value > 0 for value in seconds.values())
     assert old == {"path": str(tmp_path / "step-00000001")}
 
@@ -171,10 +239,19 @@ def test_what_is_reported(tmp_path):
 def test_only_what_the_manifest_names_stays(tmp_path):
     directory = tmp_path / "step-00000001"
     directory.mkdir()
-    for leftover in ("tensors-old-0-of-1.safetensors", "part-old-0.json", "failed-old-0.txt", ".manifest.json.1.tmp"):
+    for leftover in (
+        "tensors-old-0-of-1.safetensors",
+        "part-old-0.json",
+        "failed-old-0.txt",
+        ".manifest.json.1.tmp",
+    ):
         (directory / leftover).write_bytes(b"half")
     save_once(tmp_path, 1, small_state(1), 2)
-    assert names_in(directory) == [NAME, "tensors-first.1-0-of-2.safetensors", "tensors-first.1-1-of-2.safetensors"]
+    assert names_in(directory) == [
+        NAME,
+        "tensors-first.1-0-of-2.safetensors",
+        "tensors-first.1-1-of-2.safetensors",
+    ]
     save_once(tmp_path, 1, small_state(2), 1, attempt="second")
     assert names_in(directory) == [NAME, "tensors-second.1-0-of-1.safetensors"]
     assert exact(load(directory).state) == exact(small_state(2))
@@ -199,11 +276,16 @@ def test_memory_is_ready_before_the_first_save_and_kept(tmp_path):
         writer.save(3, {"larger": torch.ones(first.numel())}, {}, NO_INFO)
         writer.wait()
     assert exact(load(tmp_path / "step-00000002").state) == exact(small_state(2))
-    assert exact(load(tmp_path / "step-00000003").state) == exact({"larger": torch.ones(first.numel())})
+    assert exact(load(tmp_path / "step-00000003").state) == exact(
+        {"larger": torch.ones(first.numel())}
+    )
 
 
 def test_what_cannot_be_held_is_told_before_the_first_save(tmp_path):
-    with team(tmp_path) as ((writer,), _), pytest.raises(SnapshotError, match=r"model/weight is a tensor of .*sparse_coo"):
+    with (
+        team(tmp_path) as ((writer,), _),
+        pytest.raises(SnapshotError, match=r"model/weight is a tensor of .*sparse_coo"),
+    ):
         writer.prepare({"model": {"weight": torch.ones(2).to_sparse()}}, {})
 
 
@@ -219,7 +301,10 @@ def test_memory_that_cannot_be_had_is_told_by_the_save(tmp_path, monkeypatch):
 
 
 def test_an_attempt_is_part_of_file_names(tmp_path):
-    with pytest.raises(SnapshotError, match="attempt='a/b' was given; expected letters"), team(tmp_path, attempt="a/b"):
+    with (
+        pytest.raises(SnapshotError, match="attempt='a/b' was given; expected letters"),
+        team(tmp_path, attempt="a/b"),
+    ):
         pass
 
 
@@ -231,7 +316,9 @@ def full(*_: object) -> None:
 def test_all_workers_learn_of_a_failure(tmp_path, monkeypatch, failing):
     with team(tmp_path, 3) as (writers, reports):
         save(writers, 1, small_state(1))
-        monkeypatch.setattr(Meeting, "go_on", lambda meeting: full() if meeting.rank == failing else None)
+        monkeypatch.setattr(
+            Meeting, "go_on", lambda meeting: full() if meeting.rank == failing else None
+        )
         for writer in writers:
             writer.save(2, small_state(2), {}, NO_INFO)
         for writer in writers:
@@ -242,7 +329,9 @@ def test_all_workers_learn_of_a_failure(tmp_path, monkeypatch, failing):
             ):
                 writer.wait()
             writer.wait()
-        assert names_in(tmp_path / "step-00000002") == sorted({f"failed-first.2-{rank}.txt" for rank in (0, failing)})
+        assert names_in(tmp_path / "step-00000002") == sorted(
+            {f"failed-first.2-{rank}.txt" for rank in (0, failing)}
+        )
         assert [kind for kind, _ in reports] == ["snapshot", "snapshot_failed"]
         monkeypatch.undo()
         save(writers, 3, small_state(3))
@@ -254,7 +343,10 @@ def test_a_worker_that_could_not_say_why_failed_too(tmp_path):
         (tmp_path / "step-00000001").mkdir()
         (tmp_path / "step-00000001" / "failed-first.1-1.txt").touch()
         writer.save(1, small_state(1), {}, NO_INFO)
-        with pytest.raises(SnapshotError, match=r"worker 1 could not write its part of snapshot .*step-00000001, nor why"):
+        with pytest.raises(
+            SnapshotError,
+            match=r"worker 1 could not write its part of snapshot .*step-00000001, nor why",
+        ):
             writer.wait()
 
 
@@ -266,13 +358,18 @@ def test_a_disk_without_room_for_words_still_tells_of_a_failure(tmp_path, monkey
         for writer in writers:
             with pytest.raises(SnapshotError, match="No space left"):
                 writer.wait()
-        assert {path.stat().st_size for path in (tmp_path / "step-00000001").glob("failed-*")} == {0}
+        assert {path.stat().st_size for path in (tmp_path / "step-00000001").glob("failed-*")} == {
+            0
+        }
 
 
 def test_a_worker_that_never_comes_is_named(tmp_path):
     with team(tmp_path, 3, timeout_seconds=0.02) as ((writer, _, last), _):
         writer.save(1, small_state(1), {}, NO_INFO)
-        with pytest.raises(SnapshotError, match=r"worker 1, 2 did not write its part within 0.02 seconds. There is no whole snapshot yet"):
+        with pytest.raises(
+            SnapshotError,
+            match=r"worker 1, 2 did not write its part within 0.02 seconds. There is no whole snapshot yet",
+        ):
             writer.wait()
         last.save(1, small_state(1), {}, NO_INFO)
         with pytest.raises(SnapshotError, match="worker 1, 2 did not write its part"):
@@ -294,7 +391,9 @@ def test_rank_0_frees_what_a_worker_that_is_gone_had_written(tmp_path):
 def test_a_manifest_that_never_comes_is_told(tmp_path):
     with team(tmp_path, 2, timeout_seconds=0.02) as ((_, writer), _):
         writer.save(1, small_state(1), {}, NO_INFO)
-        with pytest.raises(SnapshotError, match="worker 1: worker 0 did not write the manifest within"):
+        with pytest.raises(
+            SnapshotError, match="worker 1: worker 0 did not write the manifest within"
+        ):
             writer.wait()
         assert not any(name.startswith("failed") for name in names_in(tmp_path / "step-00000001"))
 
@@ -321,7 +420,10 @@ def test_the_directory_may_be_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(Meeting, "go_on", lambda _: shutil.rmtree(tmp_path / "run"))
     with team(tmp_path / "run") as ((writer,), _):
         writer.save(1, small_state(1), {}, NO_INFO)
-        with pytest.raises(SnapshotError, match=r"No such file.*leave the run's directory in place.*There is no whole snapshot yet"):
+        with pytest.raises(
+            SnapshotError,
+            match=r"No such file.*leave the run's directory in place.*There is no whole snapshot yet",
+        ):
             writer.wait()
 
 
@@ -343,7 +445,10 @@ def test_the_directory_may_be_removed_while_a_worker_waits(tmp_path, monkeypatch
 
 def test_a_name_that_is_taken_is_told(tmp_path):
     (tmp_path / "step-00000001").touch()
-    with team(tmp_path) as (writers, _), pytest.raises(SnapshotError, match=r"step-00000001 could not be written: .*File exists"):
+    with (
+        team(tmp_path) as (writers, _),
+        pytest.raises(SnapshotError, match=r"step-00000001 could not be written: .*File exists"),
+    ):
         save(writers, 1, small_state(1))
 
 
@@ -351,7 +456,9 @@ def test_a_record_that_cannot_be_written_hides_no_failure(tmp_path, monkeypatch)
     def report(kind: str, **fields: Any) -> None:
         raise RecordError("full")
 
-    writer = SnapshotWriter(tmp_path, rank=0, workers=1, attempt="a", keep_last=1, keep_best=0, report=report)
+    writer = SnapshotWriter(
+        tmp_path, rank=0, workers=1, attempt="a", keep_last=1, keep_best=0, report=report
+    )
     monkeypatch.setattr(Meeting, "go_on", full)
     writer.save(1, small_state(1), {}, NO_INFO)
     with pytest.raises(SnapshotError, match="No space left"):
@@ -367,7 +474,10 @@ def test_a_full_disk_leaves_the_former_snapshot_whole(workers):
         for writer in writers:
             writer.save(2, bigger, {}, NO_INFO)
         for writer in writers:
-            with pytest.raises(SnapshotError, match=r"No space left.*free some space there.*newest whole snapshot is step-00000001"):
+            with pytest.raises(
+                SnapshotError,
+                match=r"No space left.*free some space there.*newest whole snapshot is step-00000001",
+            ):
                 writer.wait()
         assert not list(disk.glob("step-00000002/tensors*"))
         assert find_newest(disk, ignore) == disk / "step-00000001"
@@ -384,4 +494,6 @@ def test_a_disk_that_fills_up_anywhere_never_leaves_half_a_snapshot_for_whole(cu
         except SnapshotError:
             assert find_newest(disk, ignore) is None
         else:
-            assert exact(load(disk / "step-00000001").state) == exact({"weight": torch.arange(10_000.0)})
+            assert exact(load(disk / "step-00000001").state) == exact(
+                {"weight": torch.arange(10_000.0)}
+            )

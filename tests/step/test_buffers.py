@@ -41,7 +41,10 @@ class Model(torch.nn.Module):
             if name == "signed":
                 buffer.mul_(-1)  # -0.0: equal to 0.0, and yet another value
             elif buffer.is_floating_point():
-                buffer.mul_(0.9).add_(torch.rand(buffer.shape, generator=generator, dtype=torch.float64) * 10.0 ** (lane % 5))
+                buffer.mul_(0.9).add_(
+                    torch.rand(buffer.shape, generator=generator, dtype=torch.float64)
+                    * 10.0 ** (lane % 5)
+                )
             elif buffer.dtype == torch.bool:
                 buffer[lane % 3] = True
             else:
@@ -63,11 +66,16 @@ def after_a_step(world, lanes, writes):
         buffers.begin_step()
         for lane in carriers[world.rank]:
             if writes[lane] is not None:
-                assert [bits(buffer) for buffer in model.buffers()] == [bits(buffer) for buffer in start]
+                assert [bits(buffer) for buffer in model.buffers()] == [
+                    bits(buffer) for buffer in start
+                ]
                 model.write(lane, writes[lane])
                 buffers.end_lane(lane)
         written = world.all_gather_json(buffers.written(), "telling")
-        buffers.end_step(sorted({number for some in written for number in some}), [n for n in range(lanes) if writes[n] is not None])
+        buffers.end_step(
+            sorted({number for some in written for number in some}),
+            [n for n in range(lanes) if writes[n] is not None],
+        )
     return {name: bits(buffer) for name, buffer in model.named_buffers()}
 
 
@@ -83,7 +91,9 @@ def expected_after(lanes, writes):
         for name in {name for lane in with_samples for name in writes[lane]}:
             values = {lane: getattr(one, name) for lane, one in of_lane.items()}
             mine = getattr(model, name)
-            mine.copy_(tree_mean(values, lanes) if mine.is_floating_point() else values[with_samples[0]])
+            mine.copy_(
+                tree_mean(values, lanes) if mine.is_floating_point() else values[with_samples[0]]
+            )
     return {name: bits(buffer) for name, buffer in model.named_buffers()}
 
 
@@ -98,7 +108,11 @@ def tree_mean(values, lanes):
         if span[1] - span[0] > 1:
             return None
         some = next(iter(values.values()))
-        return values[span[0]].double() if span[0] in values else torch.zeros(some.shape, dtype=torch.float64)
+        return (
+            values[span[0]].double()
+            if span[0] in values
+            else torch.zeros(some.shape, dtype=torch.float64)
+        )
 
     return tree_sum((0, lanes), leaf, torch.add) / len(values)
 
@@ -115,13 +129,28 @@ def steps(draw):
 def test_all_workers_agree_on_the_rule(step, workers):
     lanes, writes = step
     workers = min(workers, lanes)
-    assert in_threads(workers, after_a_step, lanes, writes) == [expected_after(lanes, writes)] * workers
+    assert (
+        in_threads(workers, after_a_step, lanes, writes)
+        == [expected_after(lanes, writes)] * workers
+    )
 
 
 def test_processes_agree_on_the_rule():
     """Lane 2 alone writes some; lanes 4 to 7, all of the last worker's, have no samples."""
     cases = [
-        (8, [["running", "steps"], [], ["precise", "seen", "table"], ["running"], None, None, None, None]),
+        (
+            8,
+            [
+                ["running", "steps"],
+                [],
+                ["precise", "seen", "table"],
+                ["running"],
+                None,
+                None,
+                None,
+                None,
+            ],
+        ),
         (8, [None, None, None, ["rounded"], WRITABLE, None, ["signed"], []]),
         (3, [["steps"], ["steps"], None]),
         (3, [[], [], []]),
@@ -129,17 +158,22 @@ def test_processes_agree_on_the_rule():
     ]
     expected = [expected_after(lanes, writes) for lanes, writes in cases]
     for workers in (1, 2, 3):
-        assert in_processes(workers, lambda world: [after_a_step(world, *case) for case in cases]) == [expected] * workers
+        assert (
+            in_processes(workers, lambda world: [after_a_step(world, *case) for case in cases])
+            == [expected] * workers
+        )
 
 
 def test_batch_norm_over_lanes():
     """Its kernels write without a trace, and its statistics are those of the lanes' batches, averaged."""
-    inputs = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0))  # [lanes, samples, features]
+    # [lanes, samples, features]
+    inputs = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0))
     lone = [torch.nn.BatchNorm1d(5) for _ in inputs]
     for norm, batch in zip(lone, inputs, strict=True):
         norm(batch)
     expected = [
-        tree_mean(dict(enumerate(values)), 4) for values in zip(*([norm.running_mean, norm.running_var] for norm in lone), strict=True)
+        tree_mean(dict(enumerate(values)), 4)
+        for values in zip(*([norm.running_mean, norm.running_var] for norm in lone), strict=True)
     ]
 
     def body(world):
@@ -155,4 +189,7 @@ def test_batch_norm_over_lanes():
         return [bits(norm.running_mean), bits(norm.running_var), int(norm.num_batches_tracked)]
 
     for workers in (1, 2):
-        assert in_processes(workers, body) == [[bits(mean.float()) for mean in expected] + [1]] * workers
+        assert (
+            in_processes(workers, body)
+            == [[bits(mean.float()) for mean in expected] + [1]] * workers
+        )

@@ -27,7 +27,9 @@ def parameters_with_gradients(seed, dtype=torch.float32):
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         if torch.rand((), generator=generator) < 0.8:
             scale = 10.0 ** torch.randint(-3, 3, shape, generator=generator)
-            parameter.grad = torch.empty_like(parameter).copy_(torch.randn(shape, generator=generator) * scale)
+            parameter.grad = torch.empty_like(parameter).copy_(
+                torch.randn(shape, generator=generator) * scale
+            )
         parameters.append(parameter)
     return parameters
 
@@ -51,12 +53,22 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32):
     blocks = [] if block is None else [block]
     norm = gradient_norm(own, blocks, world)
     whole = [parameter.grad for parameter in own if parameter.grad is not None]
-    scale_gradients([*whole, *(part for some in blocks for part in some.gradients_of(set(map(id, own))))], norm, max_norm)
+    scale_gradients(
+        [*whole, *(part for some in blocks for part in some.gradients_of(set(map(id, own))))],
+        norm,
+        max_norm,
+    )
     if block is not None:
-        world.all_gather(flat, flat[world.rank * size : (world.rank + 1) * size].clone(), "gathering gradients")
-        for parameter, view, there in zip(in_block, block.exchange.views(flat), present, strict=True):
+        world.all_gather(
+            flat, flat[world.rank * size : (world.rank + 1) * size].clone(), "gathering gradients"
+        )
+        for parameter, view, there in zip(
+            in_block, block.exchange.views(flat), present, strict=True
+        ):
             parameter.grad = view if there else None
-    return bits(norm), [None if parameter.grad is None else bits(parameter.grad) for parameter in parameters]
+    return bits(norm), [
+        None if parameter.grad is None else bits(parameter.grad) for parameter in parameters
+    ]
 
 
 @settings(max_examples=60)
@@ -73,7 +85,10 @@ def test_processes_clip_to_the_same_bits(workers):
     def body(world):
         everything = range(len(SHAPES))
         return [
-            [clipped(world, seed, 1.0, sharded, everything, dtype) for sharded in ([], everything, everything[::2])]
+            [
+                clipped(world, seed, 1.0, sharded, everything, dtype)
+                for sharded in ([], everything, everything[::2])
+            ]
             for dtype in (torch.float32, torch.float64, torch.bfloat16)
             for seed in range(5)
         ]
@@ -82,19 +97,28 @@ def test_processes_clip_to_the_same_bits(workers):
         assert worker == [[found[0]] * 3 for found in in_processes(1, body)[0]]
 
 
-@given(st.integers(0, 10**6), st.sampled_from([1e-3, 1.0, 1e9]), st.sampled_from([torch.float32, torch.float64]))
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([1e-3, 1.0, 1e9]),
+    st.sampled_from([torch.float32, torch.float64]),
+)
 def test_it_is_close_to_what_torch_does(seed, max_norm, dtype):
     ours, theirs = (parameters_with_gradients(seed, dtype) for _ in range(2))
     expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     norm = gradient_norm(ours, [], in_threads(1, lambda world: world)[0])
-    scale_gradients([parameter.grad for parameter in ours if parameter.grad is not None], norm, max_norm)
+    scale_gradients(
+        [parameter.grad for parameter in ours if parameter.grad is not None], norm, max_norm
+    )
     torch.testing.assert_close(norm.to(dtype), expected)
     for our, their in zip(ours, theirs, strict=True):
         assert (our.grad is None) == (their.grad is None)
         torch.testing.assert_close(our.grad, their.grad)
 
 
-@pytest.mark.parametrize(("value", "norm"), [(math.inf, math.inf), (math.nan, math.nan), (0.0, 0.0), (3e-20, 3e-19), (1e18, 1e19)])
+@pytest.mark.parametrize(
+    ("value", "norm"),
+    [(math.inf, math.inf), (math.nan, math.nan), (0.0, 0.0), (3e-20, 3e-19), (1e18, 1e19)],
+)
 def test_special_gradients(value, norm):
     parameter = torch.nn.Parameter(torch.zeros(100))
     parameter.grad = torch.full((100,), value)

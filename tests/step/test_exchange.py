@@ -61,13 +61,18 @@ def exchanged(world, lanes, dtypes, seeds):
         parameters = parameters_of(dtype)
         exchange = Exchange(parameters, lanes, world)
         for seed in seeds:
-            exchange.put(subtree_sums(parameters, carried(world.rank, world.size, lanes), lanes, seed))
+            exchange.put(
+                subtree_sums(parameters, carried(world.rank, world.size, lanes), lanes, seed)
+            )
             world.barrier("exchanging losses")
             exchange.sum()
             total = exchange.gather()
             for gradient, parameter in zip(total, parameters, strict=True):
                 assert gradient.shape == parameter.shape
-                assert gradient.numel() < 2 or gradient.stride() == torch.empty_like(parameter).stride()
+                assert (
+                    gradient.numel() < 2
+                    or gradient.stride() == torch.empty_like(parameter).stride()
+                )
             found.append([bits(gradient) for gradient in total])
     return found
 
@@ -79,7 +84,10 @@ def expected_of(lanes, dtypes, seeds):
         parameters = parameters_of(dtype)
         for seed in seeds:
             (total,) = subtree_sums(parameters, range(lanes), lanes, seed)
-            whole = [torch.zeros_like(parameter) if one is None else one for one, parameter in zip(total, parameters, strict=True)]
+            whole = [
+                torch.zeros_like(parameter) if one is None else one
+                for one, parameter in zip(total, parameters, strict=True)
+            ]
             expected.append([bits(gradient) for gradient in whole])
     return expected
 
@@ -102,10 +110,16 @@ def divided(world, sizes, *arguments):
 
 
 @settings(max_examples=60)
-@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), more_lanes=st.integers(0, 9), seed=st.integers(0, 1000))
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    more_lanes=st.integers(0, 9),
+    seed=st.integers(0, 1000),
+)
 def test_hosts_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed):
     arguments = (sum(sizes) + more_lanes, [torch.float32], [seed, seed + 1])
-    assert in_threads(sum(sizes), divided, sizes, *arguments) == [expected_of(*arguments)] * sum(sizes)
+    assert in_threads(sum(sizes), divided, sizes, *arguments) == [expected_of(*arguments)] * sum(
+        sizes
+    )
 
 
 @pytest.mark.parametrize(("hosts", "workers"), [(2, 4), (3, 3)])

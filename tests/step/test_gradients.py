@@ -11,7 +11,9 @@ from tests.bits import bits
 def test_missing_gradients_count_as_zeros():
     ones, zeros = torch.ones(2), torch.tensor([-0.0, 0.0])
     assert add_gradients([None, None], [None, None]) == [None, None]
-    left, right, both = add_gradients([ones.clone(), None, ones.clone()], [None, zeros.clone(), ones.clone()])
+    left, right, both = add_gradients(
+        [ones.clone(), None, ones.clone()], [None, zeros.clone(), ones.clone()]
+    )
     assert bits(left) == bits(ones)
     assert bits(right) == bits(torch.zeros(2))
     assert bits(both) == bits(2 * ones)
@@ -26,5 +28,7 @@ def test_gradients_are_taken_and_none_is_left():
     assert parameters[0].grad is None
     embedding = torch.nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(LossError, match=r"a parameter of shape \(4, 2\) has a sparse gradient; expected dense ones"):
+    with pytest.raises(
+        LossError, match=r"a parameter of shape \(4, 2\) has a sparse gradient; expected dense ones"
+    ):
         take_gradients([embedding.weight])

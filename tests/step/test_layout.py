@@ -7,7 +7,10 @@ from hypothesis import strategies as st
 
 from samestep.step.layout import ALIGNMENT, Layout
 
-SIZES = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 1000), st.sampled_from([63, 64, 65, 128, 4096])), max_size=12).map(tuple)
+SIZES = st.lists(
+    st.one_of(st.integers(0, 3), st.integers(0, 1000), st.sampled_from([63, 64, 65, 128, 4096])),
+    max_size=12,
+).map(tuple)
 
 
 @given(SIZES, st.integers(1, 17))
@@ -25,7 +28,9 @@ def test_pieces_tile_every_tensor_once_on_multiples_of_64(sizes, workers):
         for piece in pieces:
             flat_start = rank * layout.slice_size + piece.offset
             assert flat_start == layout.offsets[piece.index] + piece.start
-            assert flat_start % ALIGNMENT == piece.start % ALIGNMENT == piece.offset % ALIGNMENT == 0
+            assert (
+                flat_start % ALIGNMENT == piece.start % ALIGNMENT == piece.offset % ALIGNMENT == 0
+            )
             assert piece.stop % ALIGNMENT == 0 or piece.stop == sizes[piece.index]
             assert 0 <= piece.start < piece.stop
             assert piece.offset + piece.stop - piece.start <= layout.slice_size
@@ -51,7 +56,10 @@ def test_no_worker_gets_more_than_its_share_rounded_up():
     layout = Layout((100, 64, 1, 300), 3)
     assert layout.offsets == (0, 128, 192, 256, 576)
     assert layout.slice_size == 192
-    assert [[(piece.index, piece.start, piece.stop) for piece in layout.pieces(rank)] for rank in range(3)] == [
+    assert [
+        [(piece.index, piece.start, piece.stop) for piece in layout.pieces(rank)]
+        for rank in range(3)
+    ] == [
         [(0, 0, 100), (1, 0, 64)],
         [(2, 0, 1), (3, 0, 128)],
         [(3, 128, 300)],

@@ -17,7 +17,9 @@ def test_what_is_frozen_added_shared_or_replaced_is_seen_at_once():
     remembered = ModuleParameters()
 
     def agrees():
-        return ids(remembered.trainable(module)) == ids(parameter for parameter in module.parameters() if parameter.requires_grad)
+        return ids(remembered.trainable(module)) == ids(
+            parameter for parameter in module.parameters() if parameter.requires_grad
+        )
 
     assert agrees()
     assert len(remembered.trainable(module)) == 4

@@ -21,7 +21,13 @@ class Tied(nn.Module):
 
 
 def standing_in(module):
-    return {name: id(tensor) for name, tensor in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]}
+    return {
+        name: id(tensor)
+        for name, tensor in [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(),
+        ]
+    }
 
 
 def replicas_of(*modules, devices=2):
@@ -58,7 +64,9 @@ def test_replicas_of_parameters_are_found_by_the_modules_own():
     own = list(module.parameters())
     assert all(a is b for a, b in zip(replicas.all[0].of(own), own, strict=True))
     with replicas.on(replicas.all[1]):
-        assert all(a is b for a, b in zip(replicas.all[1].of(own), module.parameters(), strict=True))
+        assert all(
+            a is b for a, b in zip(replicas.all[1].of(own), module.parameters(), strict=True)
+        )
 
 
 def test_values_are_copied_when_they_are_refreshed_and_what_requires_a_gradient_is_kept():
@@ -72,7 +80,10 @@ def test_values_are_copied_when_they_are_refreshed_and_what_requires_a_gradient_
     with replicas.on(replicas.all[1]):
         assert module.two.weight.eq(2.0).all()
         assert module.norm.running_mean.eq(3.0).all()
-        assert [parameter.requires_grad for parameter in (module.one.weight, module.one.bias)] == [True, False]
+        assert [parameter.requires_grad for parameter in (module.one.weight, module.one.bias)] == [
+            True,
+            False,
+        ]
         with torch.no_grad():
             module.one.weight.fill_(5.0)
     assert module.one.weight.eq(2.0).all()

@@ -23,10 +23,14 @@ class Model(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.head = nn.Linear(4, 5, bias=False)
         self.head.weight = self.embedding.weight
-        self.mixed = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2, dtype=torch.float64))
+        self.mixed = nn.Sequential(
+            nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2, dtype=torch.float64)
+        )
         self.scale = nn.Parameter(torch.randn(()))
         self.empty = nn.Parameter(torch.randn(0, 3))
-        self.large = nn.ParameterList([torch.randn(LARGE_BYTES // 8, 2), torch.randn(2, LARGE_BYTES // 8).T])
+        self.large = nn.ParameterList(
+            [torch.randn(LARGE_BYTES // 8, 2), torch.randn(2, LARGE_BYTES // 8).T]
+        )
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
         self.register_buffer("seen", torch.rand(4) > 0.5)
         self.register_buffer("unsaved", torch.rand(2), persistent=False)
@@ -66,7 +70,9 @@ def test_every_worker_has_what_rank_zero_has():
 
 
 def linear(**changes):
-    return nn.Sequential(nn.Linear(**{"in_features": 3, "out_features": 2, **changes}), nn.BatchNorm1d(2))
+    return nn.Sequential(
+        nn.Linear(**{"in_features": 3, "out_features": 2, **changes}), nn.BatchNorm1d(2)
+    )
 
 
 def in_another_order():
@@ -86,13 +92,22 @@ DIFFERENCES = {
         linear,
         lambda: linear(in_features=4),
     ),
-    r"'0.bias' is torch.float32 \(2,\), trained on worker 0 and missing on worker 1": (linear, lambda: linear(bias=False)),
-    r"'0.bias' is missing on worker 0 and torch.float32 \(2,\), trained on worker 1": (lambda: linear(bias=False), linear),
+    r"'0.bias' is torch.float32 \(2,\), trained on worker 0 and missing on worker 1": (
+        linear,
+        lambda: linear(bias=False),
+    ),
+    r"'0.bias' is missing on worker 0 and torch.float32 \(2,\), trained on worker 1": (
+        lambda: linear(bias=False),
+        linear,
+    ),
     r"'0.weight' is torch.float32 \(2, 3\), trained on worker 0 and torch.float64 \(2, 3\), trained": (
         linear,
         lambda: linear(dtype=torch.float64),
     ),
-    r"'1.running_mean' is torch.float32 \(2,\) on worker 0 and missing on worker 1": (linear, lambda: linear()[:1].append(nn.LayerNorm(2))),
+    r"'1.running_mean' is torch.float32 \(2,\) on worker 0 and missing on worker 1": (
+        linear,
+        lambda: linear()[:1].append(nn.LayerNorm(2)),
+    ),
     r"'0.weight' is torch.float32 \(2, 3\), trained on worker 0 and torch.float32 \(2, 3\) on worker 1": (
         linear,
         lambda: linear().requires_grad_(requires_grad=False),
@@ -120,8 +135,12 @@ def test_models_that_differ_are_an_error_on_every_worker():
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_what_is_no_model_or_has_no_shapes_is_refused():
-    with pytest.raises(ModelError, match=r"run.replicate was given function; expected a torch.nn.Module"):
+    with pytest.raises(
+        ModelError, match=r"run.replicate was given function; expected a torch.nn.Module"
+    ):
         replicate(linear, CPU, Alone())
-    with pytest.raises(ModelError, match="parameter 'weight' has no shape yet; run the model once on a sample"):
+    with pytest.raises(
+        ModelError, match="parameter 'weight' has no shape yet; run the model once on a sample"
+    ):
         replicate(nn.LazyLinear(3), CPU, Alone())
     replicate(nn.ReLU(), CPU, Alone())

@@ -41,7 +41,8 @@ VARIANTS = [
     (optim.ASGD, {"t0": 2}),
 ]
 SHAPES = [(65, 5), (64,), (7,), (), (2, 3, 4, 4), (500,), (64, 2), (128,), (192,), (11,)]
-ABSENT = {1: {0, 1}, 3: {2}, 2: set(range(STEPS)), 7: {1, 4}}  # parameter: steps in which it has no gradient
+# parameter: steps in which it has no gradient
+ABSENT = {1: {0, 1}, 3: {2}, 2: set(range(STEPS)), 7: {1, 4}}
 
 
 class Job:
@@ -51,9 +52,12 @@ class Job:
         generator = torch.Generator().manual_seed(1)
         dtypes = [torch.float32] * (len(SHAPES) - 1) + [torch.float64]
         self.parameters = [
-            torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape, dtype in zip(SHAPES, dtypes, strict=True)
+            torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+            for shape, dtype in zip(SHAPES, dtypes, strict=True)
         ]
-        self.parameters[4].data = self.parameters[4].data.contiguous(memory_format=torch.channels_last)
+        self.parameters[4].data = self.parameters[4].data.contiguous(
+            memory_format=torch.channels_last
+        )
         groups = [{"params": self.parameters[:3]}, {"params": self.parameters[3:], "lr": 0.02}]
         self.optimizer = kind(groups, lr=0.01, **options)
         self.world = world
@@ -70,15 +74,23 @@ class Job:
         generator = torch.Generator().manual_seed(100 + number)
         gradients = []
         for index, parameter in enumerate(self.parameters):
-            gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
-            gradients.append(None if self.lacks(index, number) else torch.empty_like(parameter).copy_(gradient))
+            gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(
+                parameter.dtype
+            )
+            gradients.append(
+                None if self.lacks(index, number) else torch.empty_like(parameter).copy_(gradient)
+            )
         if self.shard is None:
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
         else:
             of = dict(zip(self.parameters, gradients, strict=True))
             for block in self.shard.blocks:
-                give(block, [of[parameter] for parameter in block.exchange.parameters], self.world.rank)
+                give(
+                    block,
+                    [of[parameter] for parameter in block.exchange.parameters],
+                    self.world.rank,
+                )
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
@@ -86,14 +98,20 @@ class Job:
     def state(self):
         part = (self.shard or self.optimizer).state_dict()
         return deepcopy(
-            {"parameters": [parameter.data for parameter in self.parameters], "part": part, "scheduler": self.scheduler.state_dict()}
+            {
+                "parameters": [parameter.data for parameter in self.parameters],
+                "part": part,
+                "scheduler": self.scheduler.state_dict(),
+            }
         )
 
     def load(self, state):
         for parameter, value in zip(self.parameters, state["parameters"], strict=True):
             parameter.data.copy_(value)
         part = deepcopy(state["part"])
-        load_optimizer(self.optimizer, part) if self.shard is None else self.shard.load_state_dict(part)
+        load_optimizer(self.optimizer, part) if self.shard is None else self.shard.load_state_dict(
+            part
+        )
         self.scheduler.load_state_dict(state["scheduler"])
 
 
@@ -102,7 +120,9 @@ def give(block, gradients, rank):
     flat = block.exchange.storage()
     copy_gradients(block.exchange.views(flat), gradients)
     size = block.exchange.layout.slice_size
-    block.set_gradients(flat[rank * size : (rank + 1) * size], [gradient is not None for gradient in gradients])
+    block.set_gradients(
+        flat[rank * size : (rank + 1) * size], [gradient is not None for gradient in gradients]
+    )
 
 
 def trained(world, kept=None):
@@ -133,7 +153,10 @@ def whole(parts):
         for index, values in part["state"].items():
             for name, value in values.items():
                 found.setdefault(index, {}).setdefault(name, []).append(value)
-    state = {index: {name: joined(values) for name, values in of_index.items()} for index, of_index in found.items()}
+    state = {
+        index: {name: joined(values) for name, values in of_index.items()}
+        for index, of_index in found.items()
+    }
     return {"state": state, "param_groups": parts[0]["param_groups"]}
 
 
@@ -143,8 +166,13 @@ def joined(values):
     if not isinstance(first, TensorSlice):
         assert len(values) == 1
         return first
-    assert [value.start for value in values] == [0, *accumulate(len(value.values) for value in values)][:-1]
-    in_storage_order = torch.cat([value.values for value in values]).view([first.shape[dim] for dim in first.order])
+    assert [value.start for value in values] == [
+        0,
+        *accumulate(len(value.values) for value in values),
+    ][:-1]
+    in_storage_order = torch.cat([value.values for value in values]).view(
+        [first.shape[dim] for dim in first.order]
+    )
     return in_storage_order.permute([first.order.index(dim) for dim in range(len(first.shape))])
 
 
@@ -166,15 +194,24 @@ def test_sharded_optimizers_give_the_bits_of_whole_ones():
         assert len(set(one["history"])) == STEPS, variant
     for workers in (2, 3):
         sizes = tuple(torch.Size(shape).numel() for shape in SHAPES[:-1])
-        assert {piece.index for rank in range(workers) for piece in Layout(sizes, workers).pieces(rank) if piece.start} & {4, 5}
+        assert {
+            piece.index
+            for rank in range(workers)
+            for piece in Layout(sizes, workers).pieces(rank)
+            if piece.start
+        } & {4, 5}
         everyone = in_processes(workers, trained, kept)
         for number, variant in enumerate(VARIANTS):
             mine = [worker[number] for worker in everyone]
             for worker in mine:
                 assert worker["history"] == plain[number]["history"], variant
                 assert worker["continued"] == alone[number]["continued"], variant
-                assert digest(worker["middle"]["parameters"]) == digest(kept[number]["parameters"]), variant
-            assert comparable(whole([worker["middle"]["part"] for worker in mine])) == comparable(kept[number]["part"]), variant
+                assert digest(worker["middle"]["parameters"]) == digest(
+                    kept[number]["parameters"]
+                ), variant
+            assert comparable(whole([worker["middle"]["part"] for worker in mine])) == comparable(
+                kept[number]["part"]
+            ), variant
 
 
 def test_neighbours_share_a_segment_while_nothing_keeps_them_apart():
@@ -183,7 +220,9 @@ def test_neighbours_share_a_segment_while_nothing_keeps_them_apart():
 
         def shared():
             segments = [segment for block in job.shard.blocks for segment in block.segments]
-            assert [segment.parameter for segment in segments] == [p for group in job.optimizer.param_groups for p in group["params"]]
+            assert [segment.parameter for segment in segments] == [
+                p for group in job.optimizer.param_groups for p in group["params"]
+            ]
             return [[piece.index for piece in segment.pieces] for segment in segments]
 
         found = [shared()]
@@ -243,12 +282,26 @@ class OwnAdam(optim.Adam):
 
 def test_what_cannot_be_sharded_is_refused():
     parameters = [torch.nn.Parameter(torch.ones(2, 2))]
-    for optimizer in (optim.LBFGS(parameters), optim.Adafactor(parameters), OwnAdam(parameters), optim.SparseAdam(parameters)):
+    for optimizer in (
+        optim.LBFGS(parameters),
+        optim.Adafactor(parameters),
+        OwnAdam(parameters),
+        optim.SparseAdam(parameters),
+    ):
         name = type(optimizer).__name__
-        with pytest.raises(OptimizerError, match=rf"{name} cannot be sharded: .*AdamW.*; use it without run.shard"):
+        with pytest.raises(
+            OptimizerError, match=rf"{name} cannot be sharded: .*AdamW.*; use it without run.shard"
+        ):
             check_shardable(optimizer)
-    with pytest.raises(OptimizerError, match="this Adam has state already; shard it before its first step"):
+    with pytest.raises(
+        OptimizerError, match="this Adam has state already; shard it before its first step"
+    ):
         check_shardable(used_adam())
-    elsewhere = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, device="meta"))]
-    with pytest.raises(OptimizerError, match=r"this SGD has parameters on \['cpu', 'meta'\]; expected one device"):
+    elsewhere = [
+        torch.nn.Parameter(torch.ones(2)),
+        torch.nn.Parameter(torch.ones(2, device="meta")),
+    ]
+    with pytest.raises(
+        OptimizerError, match=r"this SGD has parameters on \['cpu', 'meta'\]; expected one device"
+    ):
         check_shardable(optim.SGD(elsewhere, lr=0.1))

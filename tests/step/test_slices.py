@@ -12,7 +12,9 @@ def test_a_dense_tensor_is_flattened_in_storage_order_without_a_copy(shape, rand
     order = list(range(len(shape)))
     random.shuffle(order)
     storage = torch.arange(torch.Size(shape).numel())
-    tensor = storage.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
+    tensor = storage.view([shape[dim] for dim in order]).permute(
+        [order.index(dim) for dim in range(len(shape))]
+    )
     assert list(tensor.shape) == shape
     found = storage_order(tensor)
     assert sorted(found) == list(range(len(shape)))

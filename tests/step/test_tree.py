@@ -37,7 +37,9 @@ def added_up(ranges, lanes):
 def assert_maximal(spans, own, lanes):
     """Check that spans tile `own` and that none of them could be larger."""
     assert [lane for low, high in spans for lane in range(low, high)] == list(own)
-    assert not {merged for merged in all_spans((0, lanes)) if merged[0] in own and merged[1] - 1 in own} - set(inside(spans))
+    assert not {
+        merged for merged in all_spans((0, lanes)) if merged[0] in own and merged[1] - 1 in own
+    } - set(inside(spans))
 
 
 def all_spans(span):
@@ -54,7 +56,12 @@ def inside(spans):
 def test_the_tree_is_that_of_the_definition():
     assert halves((0, 8)) == ((0, 4), (4, 8))
     assert halves((3, 10)) == ((3, 7), (7, 10))
-    assert [added_up([range(lanes)], lanes) for lanes in (1, 2, 3, 6)] == [0, (0, 1), ((0, 1), 2), (((0, 1), (2, 3)), (4, 5))]
+    assert [added_up([range(lanes)], lanes) for lanes in (1, 2, 3, 6)] == [
+        0,
+        (0, 1),
+        ((0, 1), 2),
+        (((0, 1), (2, 3)), (4, 5)),
+    ]
 
 
 @pytest.mark.parametrize("lanes", range(1, MOST_LANES + 1))

@@ -26,7 +26,9 @@ def train(run: ss.Run, way: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if way != "does not track":
         run.track(model=model, optimizer=optimizer)
-    for batch in run.batches(points, 8, steps=2 if way == "ends early" and run.workers > 1 else 9):
+    for batch in run.batches(
+        points, 8, steps=2 if way == "ends early" and run.world_size > 1 else 9
+    ):
         run.log(run.backward(loss_fn, model, batch))
         if way == "depends on the rank" and run.step == 1 and run.rank == 1:
             model.weight.grad.mul_(2)

@@ -24,7 +24,12 @@ def directory(tmp_path):
     path = tmp_path / "run"
     with team(path, 2) as (writers, _):
         for step in (1, 2, 3):
-            save(writers, step, {"model": {"weight": torch.full((600,), float(step)), "note": "x"}}, score=step / 3)
+            save(
+                writers,
+                step,
+                {"model": {"weight": torch.full((600,), float(step)), "note": "x"}},
+                score=step / 3,
+            )
     flip_byte(next((path / "step-00000002").glob("tensors*")), -1)
     cut(next((path / "step-00000003").glob("tensors*")), 10)
     return path
@@ -36,7 +41,14 @@ def test_list(directory, capsys, words):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["snapshot", "age", "size", "workers", "score", "state"]
     first = lines[1].split()
-    assert [first[0], first[2], *first[4:]] == ["step-00000001", "s", "KiB", "2", "0.333333", "complete"]
+    assert [first[0], first[2], *first[4:]] == [
+        "step-00000001",
+        "s",
+        "KiB",
+        "2",
+        "0.333333",
+        "complete",
+    ]
     assert lines[2].endswith("complete")
     assert lines[3].startswith("step-00000003")
     assert "has 10 bytes; expected" in lines[3]
@@ -57,7 +69,10 @@ def test_export_takes_the_newest_whole_snapshot(directory, tmp_path, capsys, pla
     assert run("export", directory / place, tmp_path / "x.safetensors") == 0
     assert torch.equal(load_file(tmp_path / "x.safetensors")["weight"], torch.ones(600))
     told = capsys.readouterr()
-    assert told.out == f"model of {directory / 'step-00000001'} is in {tmp_path / 'x.safetensors'}; no tensors, so left out: note\n"
+    assert (
+        told.out
+        == f"model of {directory / 'step-00000001'} is in {tmp_path / 'x.safetensors'}; no tensors, so left out: note\n"
+    )
     assert told.err.count("snapshot_rejected") == (0 if place else 2)
 
 
@@ -75,7 +90,9 @@ def test_a_directory_without_snapshots(tmp_path, capsys):
 
 
 def test_wrong_use(directory, tmp_path):
-    with pytest.raises(ConfigError, match="none was given; expected the directory of a run or of a snapshot"):
+    with pytest.raises(
+        ConfigError, match="none was given; expected the directory of a run or of a snapshot"
+    ):
         run("list", tmp_path / "none")
     with pytest.raises(ConfigError, match="export takes a file to write to"):
         run("export", directory)
@@ -84,13 +101,24 @@ def test_wrong_use(directory, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(-3, "0 s"), (119, "119 s"), (120, "2 min"), (5400, "90 min"), (7200, "2 h"), (86400 * 3, "3 d")]
+    ("seconds", "text"),
+    [
+        (-3, "0 s"),
+        (119, "119 s"),
+        (120, "2 min"),
+        (5400, "90 min"),
+        (7200, "2 h"),
+        (86400 * 3, "3 d"),
+    ],
 )
 def test_ages(seconds, text):
     assert snapshots._age(seconds) == text
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1 GiB"), (2**45, "32 TiB")])
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1 GiB"), (2**45, "32 TiB")],
+)
 def test_sizes(count, text):
     assert snapshots.size(count) == text
 
@@ -103,7 +131,12 @@ def url(directory):
 def test_list_of_a_remote(directory, url, capsys):
     assert run("list", url) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["snapshot", "step-00000001", "step-00000002", "step-00000003"]
+    assert [line.split()[0] for line in lines] == [
+        "snapshot",
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
+    ]
     assert f"snapshot {url}/step-00000003: tensors" in lines[3]
     assert run(f"{url}/none") == 0
     assert capsys.readouterr().out == f"{url}/none holds no snapshots\n"

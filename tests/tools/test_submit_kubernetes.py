@@ -27,8 +27,13 @@ def written(capsys):
     """Return a function that returns the manifests that are written, by their kinds."""
 
     def write(*arguments, then=("train.py",), where=CLAIM):
-        assert main(["submit", "kubernetes", "--image", "here/train:1", *where, *arguments, *then]) == 0
-        return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(capsys.readouterr().out)}
+        assert (
+            main(["submit", "kubernetes", "--image", "here/train:1", *where, *arguments, *then])
+            == 0
+        )
+        return {
+            manifest["kind"]: manifest for manifest in yaml.safe_load_all(capsys.readouterr().out)
+        }
 
     return write
 
@@ -41,19 +46,21 @@ def fits(manifest):
     """Check a manifest against the schema of its kind, in which no unknown field is allowed."""
     if manifest["kind"] == "TrainJob":
         package("kubeflow_trainer_api")
-        from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob  # noqa: PLC0415
+        from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
         assert TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() == manifest
     elif manifest["kind"] == "PyTorchJob":
         package("kubeflow.training")
-        from kubeflow.training import ApiClient, KubeflowOrgV1PyTorchJob  # noqa: PLC0415
+        from kubeflow.training import ApiClient, KubeflowOrgV1PyTorchJob
 
         client = ApiClient()
-        job = client.deserialize(SimpleNamespace(data=json.dumps(manifest)), KubeflowOrgV1PyTorchJob)
+        job = client.deserialize(
+            SimpleNamespace(data=json.dumps(manifest)), KubeflowOrgV1PyTorchJob
+        )
         assert client.sanitize_for_serialization(job) == manifest
     else:
         package("kubernetes_validate")
-        import kubernetes_validate  # noqa: PLC0415
+        import kubernetes_validate
 
         kubernetes_validate.validate(manifest, "1.37", strict=True)
 
@@ -62,7 +69,9 @@ def container_of(manifest):
     """Return what the container of a job's first pod runs, and its pod."""
     spec = manifest["spec"]
     if manifest["kind"] == "TrainJob":
-        (job,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        (job,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"][
+            "replicatedJobs"
+        ]
         return spec["trainer"], job["template"]["spec"]["template"]["spec"]
     replica = spec["pytorchReplicaSpecs"]["Master"] if manifest["kind"] == "PyTorchJob" else spec
     pod = replica["template"]["spec"]
@@ -70,14 +79,29 @@ def container_of(manifest):
 
 
 def job_of(manifests):
-    return next(manifest for kind, manifest in manifests.items() if kind not in {"Service", "Secret"})
+    return next(
+        manifest for kind, manifest in manifests.items() if kind not in {"Service", "Secret"}
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("nodes", "workers"), [(1, 1), (3, 1), (1, 2), (3, 2)])
 def test_manifests_fit_the_schemas(kind, nodes, workers, written):
-    size = ("--nodes", str(nodes), "-n", str(workers), "--gpus", "2", "--cpus", "3", "--memory", "8Gi")
-    manifests = written("--kind", kind, *size, "--claim", "data:/data", "--namespace", "team", "--lanes", "8")
+    size = (
+        "--nodes",
+        str(nodes),
+        "-n",
+        str(workers),
+        "--gpus",
+        "2",
+        "--cpus",
+        "3",
+        "--memory",
+        "8Gi",
+    )
+    manifests = written(
+        "--kind", kind, *size, "--claim", "data:/data", "--namespace", "team", "--lanes", "8"
+    )
     for manifest in manifests.values():
         fits(manifest)
         assert manifest["metadata"]["namespace"] == "team"
@@ -87,8 +111,14 @@ def test_manifests_fit_the_schemas(kind, nodes, workers, written):
     assert container["image"] == "here/train:1"
     assert {"name": "SAMESTEP_LANES", "value": "8"} in container["env"]
     assert {"name": "SAMESTEP_DIR", "value": "/runs/one"} in container["env"]
-    resources = container.get("resources") or job_of(manifests)["spec"]["trainer"]["resourcesPerNode"]
-    assert resources["limits"] == resources["requests"] == {"cpu": str(3 * workers), "memory": "8Gi", "nvidia.com/gpu": "2"}
+    resources = (
+        container.get("resources") or job_of(manifests)["spec"]["trainer"]["resourcesPerNode"]
+    )
+    assert (
+        resources["limits"]
+        == resources["requests"]
+        == {"cpu": str(3 * workers), "memory": "8Gi", "nvidia.com/gpu": "2"}
+    )
     mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
     volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
     assert {path: volumes[name] for name, path in mounts.items()} == {
@@ -108,7 +138,11 @@ def test_a_field_that_the_schema_does_not_know_is_found(kind, written):
 
 def environment_of(container, index, more):
     """Return what a pod's worker sees: the manifest's variables and those that the cluster adds."""
-    return {**IN_POD, **more, **{variable["name"]: variable["value"] for variable in container["env"]}}
+    return {
+        **IN_POD,
+        **more,
+        **{variable["name"]: variable["value"] for variable in container["env"]},
+    }
 
 
 @pytest.mark.parametrize(
@@ -118,7 +152,12 @@ def environment_of(container, index, more):
         (
             "pytorchjob",
             "train-master-0",
-            lambda index: {"RANK": str(index), "WORLD_SIZE": "3", "MASTER_ADDR": "train-master-0", "MASTER_PORT": "23456"},
+            lambda index: {
+                "RANK": str(index),
+                "WORLD_SIZE": "3",
+                "MASTER_ADDR": "train-master-0",
+                "MASTER_PORT": "23456",
+            },
         ),
         (
             "trainjob",
@@ -139,7 +178,13 @@ def test_a_pods_only_worker_finds_its_place(kind, address, added, written):
     assert container["command"] == ["python", "train.py"]
     for index in range(3):
         place = find_place(environment_of(container, index, added(index)))
-        assert (place.rank, place.workers, place.local_rank, place.local_workers, place.address) == (index, 3, 0, 1, address)
+        assert (
+            place.rank,
+            place.workers,
+            place.local_rank,
+            place.local_workers,
+            place.address,
+        ) == (index, 3, 0, 1, address)
 
 
 def test_one_pod_with_one_worker_is_alone(written):
@@ -159,7 +204,9 @@ def test_the_service_leads_to_the_first_pod_before_it_is_ready(written):
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_workers_a_pod_are_started_by_samestep_run(kind, written):
     masters = {"job": "vit-0.vit", "pytorchjob": "vit-master-0", "trainjob": "$(PET_MASTER_ADDR)"}
-    manifests = written("--kind", kind, "--nodes", "2", "-n", "4", then=("-m", "recipes.vit", "--epochs", "3"))
+    manifests = written(
+        "--kind", kind, "--nodes", "2", "-n", "4", then=("-m", "recipes.vit", "--epochs", "3")
+    )
     container, _ = container_of(job_of(manifests))
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
@@ -167,7 +214,11 @@ def test_several_workers_a_pod_are_started_by_samestep_run(kind, written):
     given = parser.parse_args(container["command"][2:])
     assert (given.workers, given.nodes, given.master) == (4, "2", f"{masters[kind]}:29400")
     assert (given.module, given.script, given.arguments) == (True, "recipes.vit", ["--epochs", "3"])
-    (token,) = [variable["valueFrom"]["secretKeyRef"] for variable in container["env"] if variable["name"] == TOKEN]
+    (token,) = [
+        variable["valueFrom"]["secretKeyRef"]
+        for variable in container["env"]
+        if variable["name"] == TOKEN
+    ]
     secret = manifests["Secret"]
     assert secret["metadata"]["name"] == token["name"]
     assert len(secret["stringData"][token["key"]]) == 64
@@ -178,7 +229,7 @@ def test_several_workers_a_pod_are_started_by_samestep_run(kind, written):
 
 
 def test_only_preempted_pods_are_started_again(written):
-    job = written("--grace", "45")["Job"]["spec"]
+    job = written("--grace-period", "45")["Job"]["spec"]
     assert job["backoffLimit"] == 0
     assert job["template"]["spec"]["restartPolicy"] == "Never"
     assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 45
@@ -189,7 +240,9 @@ def test_only_preempted_pods_are_started_again(written):
 
 
 def test_arguments_are_no_variables_of_kubernetes(written):
-    container, _ = container_of(job_of(written("--resume", "auto", then=("train.py", "$(HOME)", "$HOME", "it's"))))
+    container, _ = container_of(
+        job_of(written("--resume", "auto", then=("train.py", "$(HOME)", "$HOME", "it's")))
+    )
     assert container["command"] == ["python", "train.py", "$$(HOME)", "$HOME", "it's"]
 
 
@@ -201,29 +254,43 @@ def test_a_claim_without_a_path_is_mounted_where_the_run_is(written):
 def test_a_pod_with_remote_snapshots_needs_no_claim(written):
     job = job_of(written(where=("--dir", "/tmp/run", "--remote", "s3://bucket/run")))
     fits(job)
-    assert [volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]] == ["shared-memory"]
+    assert [volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]] == [
+        "shared-memory"
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--nodes", "2", "--remote", "s3://bucket/run", "--dir", "/tmp/run"], "--dir /tmp/run was given, which goes with its pod"),
+        (
+            ["--nodes", "2", "--remote", "s3://bucket/run", "--dir", "/tmp/run"],
+            "--dir /tmp/run was given, which goes with its pod",
+        ),
         (["--name", "My_job"], "--name 'My_job' was given; expected lower-case letters"),
         (["--name", "1st"], "a letter first"),
-        (["--name", "a" * 54, "--nodes", "100"], f"a pod would be {'a' * 54}-node-0-99, of more than 63"),
+        (
+            ["--name", "a" * 54, "--nodes", "100"],
+            f"a pod would be {'a' * 54}-node-0-99, of more than 63",
+        ),
         (["--namespace", "Team"], "--namespace 'Team' was given"),
         (["--memory", "64 GB"], "--memory '64 GB' was given; expected a quantity such as 64Gi"),
         (["--gpus", "a100:4"], "--gpus 'a100:4' was given; expected a number"),
         (["--resume", "never"], "--resume never was given; expected auto"),
         (["--dir", "runs/one"], "--dir 'runs/one' was given; expected an absolute path"),
-        (["--dir", "/runs-of-others/one"], "--dir /runs-of-others/one was given, which goes with its pod"),
+        (
+            ["--dir", "/runs-of-others/one"],
+            "--dir /runs-of-others/one was given, which goes with its pod",
+        ),
         (["--claim", "data:data"], "--claim data:data was given; expected CLAIM or CLAIM:PATH"),
         (["--claim", "other:/"], "--claim other:/ was given"),
         (["--claim", "other:/runs"], "with an absolute path of its own"),
     ],
 )
 def test_what_kubernetes_would_not_take_is_told(arguments, words, capsys):
-    assert main(["submit", "kubernetes", "--image", "here/train:1", *CLAIM, *arguments, "train.py"]) == 2
+    assert (
+        main(["submit", "kubernetes", "--image", "here/train:1", *CLAIM, *arguments, "train.py"])
+        == 2
+    )
     assert words in capsys.readouterr().err
 
 
@@ -234,11 +301,28 @@ def test_the_longest_name_still_fits(written):
 @pytest.mark.parametrize("status", [0, 1])
 def test_kubectl_gets_the_manifests_and_has_the_last_word(status, tmp_path, monkeypatch, capsys):
     kubectl = tmp_path / "kubectl"
-    kubectl.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/arguments\ncat >{tmp_path}/applied\nexit {status}\n')
+    kubectl.write_text(
+        f'#!/bin/sh\necho "$@" >{tmp_path}/arguments\ncat >{tmp_path}/applied\nexit {status}\n'
+    )
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     file = tmp_path / "job.yaml"
-    assert main(["submit", "kubernetes", "--image", "i", *CLAIM, "--apply", "--output", str(file), "train.py"]) == status
+    assert (
+        main(
+            [
+                "submit",
+                "kubernetes",
+                "--image",
+                "i",
+                *CLAIM,
+                "--apply",
+                "--output",
+                str(file),
+                "train.py",
+            ]
+        )
+        == status
+    )
     assert (tmp_path / "arguments").read_text() == "apply --filename=-\n"
     assert (tmp_path / "applied").read_text() == file.read_text()
     assert yaml.safe_load(file.read_text())["kind"] == "Job"

@@ -42,20 +42,64 @@ def script(capsys, tmp_path):
     """Return a function that returns the script that would be submitted."""
 
     def write(*arguments):
-        assert main(["submit", "slurm", "--dir", str(tmp_path / "run"), *arguments, "--dry-run", "train.py"]) == 0
+        assert (
+            main(
+                [
+                    "submit",
+                    "slurm",
+                    "--dir",
+                    str(tmp_path / "run"),
+                    *arguments,
+                    "--dry-run",
+                    "train.py",
+                ]
+            )
+            == 0
+        )
         return capsys.readouterr().out
 
     return write
 
 
 def directives(text):
-    return [shlex.split(line.removeprefix("#SBATCH "))[0] for line in text.splitlines() if line.startswith("#SBATCH ")]
+    return [
+        shlex.split(line.removeprefix("#SBATCH "))[0]
+        for line in text.splitlines()
+        if line.startswith("#SBATCH ")
+    ]
 
 
 def test_what_is_asked_for_is_in_the_script(script, tmp_path):
     text = script(
-        *("--nodes", "2", "-n", "4", "--gpus", "a100:4", "--cpus", "6", "--memory", "64G", "--time", "1-12:00:00", "--partition", "long"),
-        *("--account", "me", "--name", "my job", "--grace", "90.5", "--sbatch=--qos=high", "--lanes", "8", "--setup", "module load python"),
+        *(
+            "--nodes",
+            "2",
+            "-n",
+            "4",
+            "--gpus",
+            "a100:4",
+            "--cpus",
+            "6",
+            "--memory",
+            "64G",
+            "--time",
+            "1-12:00:00",
+            "--partition",
+            "long",
+        ),
+        *(
+            "--account",
+            "me",
+            "--name",
+            "my job",
+            "--grace-period",
+            "90.5",
+            "--sbatch=--qos=high",
+            "--lanes",
+            "8",
+            "--setup",
+            "module load python",
+        ),
     )
     assert set(directives(text)) == {
         "--job-name=my job",
@@ -79,7 +123,7 @@ def test_what_is_asked_for_is_in_the_script(script, tmp_path):
     assert set(lines[:started]) >= {
         "module load python",
         "export SAMESTEP_LANES=8",
-        "export SAMESTEP_GRACE=90.5",
+        "export SAMESTEP_GRACE_PERIOD=90.5",
         f"export SAMESTEP_DIR={tmp_path}/run",
     }
 
@@ -91,22 +135,52 @@ def test_without_setup_workers_have_the_python_that_submits(script):
 @pytest.mark.parametrize("argument", ["b $c", "it's", 'a "b"', "--x=#1", "a\nb", "`id`"])
 def test_arguments_and_directories_arrive_as_they_are(argument, tmp_path, capsys):
     directory = tmp_path / argument.replace("\n", "%")
-    assert main(["submit", "slurm", "--dir", str(directory), "--dry-run", "--setup", "true", "-m", "show", argument]) == 0
+    assert (
+        main(
+            [
+                "submit",
+                "slurm",
+                "--dir",
+                str(directory),
+                "--dry-run",
+                "--setup",
+                "true",
+                "-m",
+                "show",
+                argument,
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
-    assert f"--output={directory}/slurm-%j.out".replace(str(directory), str(directory).replace("%", "%%")) in directives(text)
+    assert f"--output={directory}/slurm-%j.out".replace(
+        str(directory), str(directory).replace("%", "%%")
+    ) in directives(text)
     stand_ins = 'srun() { shift 2; printf \'%s\\0\' "$SAMESTEP_DIR" "$@"; }\n'
-    shown = subprocess.run(["bash", "-c", stand_ins + text], capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        ["bash", "-c", stand_ins + text], capture_output=True, text=True, check=True
+    )
     assert shown.stdout.split("\0") == [str(directory), "python", "-m", "show", argument, ""]
 
 
 @pytest.mark.parametrize(
-    ("status", "restarts", "requeued"), [(0, 0, ""), (1, 0, ""), (137, 0, ""), (143, 0, "requeue 7\n"), (143, 1, "requeue 7\n")]
+    ("status", "restarts", "requeued"),
+    [(0, 0, ""), (1, 0, ""), (137, 0, ""), (143, 0, "requeue 7\n"), (143, 1, "requeue 7\n")],
 )
-def test_only_a_job_that_was_stopped_with_a_snapshot_is_requeued(status, restarts, requeued, script):
+def test_only_a_job_that_was_stopped_with_a_snapshot_is_requeued(
+    status, restarts, requeued, script
+):
     stand_ins = f'srun() {{ echo "resume: $SAMESTEP_RESUME"; return {status}; }}\nscontrol() {{ echo "$@"; }}\n'
-    environment = {"SLURM_JOB_ID": "7", **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {})}
+    environment = {
+        "SLURM_JOB_ID": "7",
+        **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
+    }
     done = subprocess.run(
-        ["bash", "-c", stand_ins + script("--resume", "never")], check=False, capture_output=True, text=True, env=environment
+        ["bash", "-c", stand_ins + script("--resume", "never")],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     assert done.returncode == status
     assert done.stdout == f"resume: {'auto' if restarts else 'never'}\n{requeued}"
@@ -115,18 +189,30 @@ def test_only_a_job_that_was_stopped_with_a_snapshot_is_requeued(status, restart
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--time", "soon"], "--time 'soon' was given; expected minutes, or a time such as 8:00:00"),
+        (
+            ["--time", "soon"],
+            "--time 'soon' was given; expected minutes, or a time such as 8:00:00",
+        ),
         (["--memory", "64Gi"], "--memory '64Gi' was given; expected a size such as 64G"),
         (["--gpus", "all"], "--gpus 'all' was given; expected a number"),
-        (["--grace", "0"], "--grace 0 was given; expected seconds above 0 and at most 65535"),
-        (["--grace", "70000"], "--grace 70000 was given; expected seconds above 0 and at most 65535"),
+        (
+            ["--grace-period", "0"],
+            "--grace-period 0 was given; expected seconds above 0 and at most 65535",
+        ),
+        (
+            ["--grace-period", "70000"],
+            "--grace-period 70000 was given; expected seconds above 0 and at most 65535",
+        ),
         (["--dir", f"{__file__}/run"], "/run was given, and cannot be made"),
         (["--nodes", "0"], "--nodes 0 was given; expected at least 1"),
         (["-n", "0"], "--workers 0 was given; expected at least 1"),
         (["--name", "a\n#SBATCH --nodes=9"], "expected no backslash, line break"),
         (["--partition", "a\\"], "expected no backslash, line break"),
         (["--lanes", "many"], "--lanes='many' was given"),
-        (["--output", "/no/such/folder"], "--output /no/such/folder was given, and cannot be written"),
+        (
+            ["--output", "/no/such/folder"],
+            "--output /no/such/folder was given, and cannot be written",
+        ),
     ],
 )
 def test_what_slurm_would_not_take_is_told(arguments, words, capsys, tmp_path):
@@ -136,7 +222,10 @@ def test_what_slurm_would_not_take_is_told(arguments, words, capsys, tmp_path):
 
 def test_a_script_can_be_written_for_later(tmp_path, script):
     file = tmp_path / "job.sh"
-    assert main(["submit", "slurm", "--dir", str(tmp_path / "run"), "--output", str(file), "train.py"]) == 0
+    assert (
+        main(["submit", "slurm", "--dir", str(tmp_path / "run"), "--output", str(file), "train.py"])
+        == 0
+    )
     assert file.read_text() == script()
     assert (tmp_path / "run").is_dir()
 
@@ -168,8 +257,11 @@ class Cluster:
         self.run = started.run
 
     def submit(self, *arguments):
-        port = str(free_port())  # the first job's own is that of the first job of a test that runs beside this one
-        job = self.run(sys.executable, "-m", "samestep", "submit", "slurm", *arguments, MASTER_PORT=port).stdout
+        # the first job's own is that of the first job of a test that runs beside this one
+        port = str(free_port())
+        job = self.run(
+            sys.executable, "-m", "samestep", "submit", "slurm", *arguments, MASTER_PORT=port
+        ).stdout
         assert re.fullmatch(r"\d+\n", job)
         return job.strip()
 
@@ -178,7 +270,10 @@ class Cluster:
 
     def ends(self, job, state):
         """Return how often a job was restarted, once it is in a state."""
-        found = eventually(lambda: re.search(rf"(?s)JobState={state} .*Restarts=(\d+)", self.show(job)), lambda: self.explain(job))
+        found = eventually(
+            lambda: re.search(rf"(?s)JobState={state} .*Restarts=(\d+)", self.show(job)),
+            lambda: self.explain(job),
+        )
         return int(found[1])
 
     def start_again(self, job):
@@ -202,7 +297,20 @@ def test_a_preempted_job_snapshots_requeues_resumes_and_has_the_same_bits(cluste
     train = tmp_path / "train it.py"
     train.write_text(TRAIN.format(root=str(ROOT)))
     directory = tmp_path / "a run"
-    job = cluster.submit("--nodes", "2", "--lanes", "8", "--snapshot-every", "none", "--name", "a job", "--dir", directory, train, tmp_path)
+    job = cluster.submit(
+        "--nodes",
+        "2",
+        "--lanes",
+        "8",
+        "--snapshot-every",
+        "none",
+        "--name",
+        "a job",
+        "--dir",
+        directory,
+        train,
+        tmp_path,
+    )
     undisturbed = left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
     failing = tmp_path / "failing.py"
     failing.write_text("raise SystemExit(3)")
@@ -215,5 +323,9 @@ def test_a_preempted_job_snapshots_requeues_resumes_and_has_the_same_bits(cluste
     assert cluster.ends(cluster.submit("--dir", tmp_path / "failing", failing), "FAILED") == 0
     assert cluster.ends(job, "COMPLETED") == 1
 
-    assert [len(event["workers"]) for event in events(directory) if event["event"] in {"started", "resumed"}] == [2, 2]
+    assert [
+        len(event["workers"])
+        for event in events(directory)
+        if event["event"] in {"started", "resumed"}
+    ] == [2, 2]
     assert left_in(image_job, directory) == undisturbed

@@ -24,7 +24,9 @@ def verify(capsys):
 
 
 def test_a_good_script_passes_also_when_a_worker_is_killed(verify):
-    status, printed = verify("-n", "1,2,1x2", "--lanes", "4", "--steps", "4", "--kill", way="is good")
+    status, printed = verify(
+        "-n", "1,2,1x2", "--lanes", "4", "--steps", "4", "--kill", way="is good"
+    )
     assert status == 0
     table = [line.split() for line in printed.splitlines() if re.match(r" +\d+  ", line)]
     assert [row[0] for row in table] == ["1", "2", "3", "4"]
@@ -32,13 +34,20 @@ def test_a_good_script_passes_also_when_a_worker_is_killed(verify):
     assert [len(hashes) for _, *hashes in table] == [4] * 4
     assert len({hashes[0] for _, *hashes in table}) == 4
     assert "4 lanes" in printed
-    assert re.search(r"the same at every step: n=1, n=2, n=1x2, n=1x2, worker 0 killed, n=1 from step [0-3]", printed)
+    assert re.search(
+        r"the same at every step: n=1, n=2, n=1x2, n=1x2, worker 0 killed, n=1 from step [0-3]",
+        printed,
+    )
 
 
 @pytest.mark.parametrize(
     ("way", "first", "cause"),
     [
-        ("draws", "step 1: 'metric loss' differs between n=1 and n=2", "a random generator of the script's own"),
+        (
+            "draws",
+            "step 1: 'metric loss' differs between n=1 and n=2",
+            "a random generator of the script's own",
+        ),
         (
             "depends on the rank",
             "step 2: 'optimizer/state/0/momentum_buffer' differs between n=1 and n=2",

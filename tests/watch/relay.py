@@ -17,7 +17,9 @@ HOST = "127.0.0.1"
 @contextmanager
 def relay(port: int, to: int) -> Iterator[None]:
     """Have a process listen at `port` and pass all on to the port `to`; at the end it is killed, with its connections."""
-    with subprocess.Popen([sys.executable, "-m", __name__, str(port), str(to)], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", __name__, str(port), str(to)], stdout=subprocess.PIPE
+    ) as process:
         try:
             process.stdout.readline()  # when it listens
             yield

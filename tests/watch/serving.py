@@ -36,7 +36,9 @@ class Served:
 def serving(*arguments: object) -> Iterator[Served]:
     """Run `samestep watch` with a port of its own, and end it as Ctrl-C does."""
     command = [sys.executable, "-m", "samestep", "watch", "--port", "0", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         line = process.stdout.readline()
         address = next((word for word in line.split() if word.startswith("http")), None)
         if address is None:

@@ -26,9 +26,19 @@ def test_a_run_that_cannot_be_read_is_told_once_and_none_of_the_others_business(
     version, views["bad"].source.version = views["bad"].source.version, fail
     follower._rhythm = Rhythm(0.0, 0.0)
     with caplog.at_level(logging.WARNING, "samestep"):
-        assert [follower._look(views["bad"]), follower._look(views["bad"]), follower._look(views["good"])] == [False, False, True]
-    assert [record.getMessage().endswith("RecordError: the storage did not answer") for record in caplog.records] == [True]
-    assert (told, follower.faults) == ([set()], {views["bad"].source.location: "RecordError: the storage did not answer"})
+        assert [
+            follower._look(views["bad"]),
+            follower._look(views["bad"]),
+            follower._look(views["good"]),
+        ] == [False, False, True]
+    assert [
+        record.getMessage().endswith("RecordError: the storage did not answer")
+        for record in caplog.records
+    ] == [True]
+    assert (told, follower.faults) == (
+        [set()],
+        {views["bad"].source.location: "RecordError: the storage did not answer"},
+    )
     views["bad"].source.version = version
     assert follower._look(views["bad"]) is True
     assert (told, follower.faults) == ([set(), set()], {})

@@ -43,7 +43,14 @@ def test_a_place_that_is_not_there(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"short\n", b"two words of a long token", b"two\nlines-of-a-long-token", "t\u00f6ken-of-many-letters".encode(), b"\x00" * 20],
+    [
+        b"",
+        b"short\n",
+        b"two words of a long token",
+        b"two\nlines-of-a-long-token",
+        "t\u00f6ken-of-many-letters".encode(),
+        b"\x00" * 20,
+    ],
 )
 def test_a_token_that_is_none(tmp_path, content):
     file = tmp_path / "token"
@@ -63,7 +70,9 @@ def test_a_token_is_what_its_line_holds(tmp_path):
 def test_a_port_that_is_taken_or_none(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"--port {port} was given.*in use.*such as --port 0"):
+        with pytest.raises(
+            ConfigError, match=rf"--port {port} was given.*in use.*such as --port 0"
+        ):
             watch(tmp_path, "--port", port)
     for port in (-1, 65536):
         with pytest.raises(ConfigError, match="expected 0 to 65535"):
@@ -71,10 +80,10 @@ def test_a_port_that_is_taken_or_none(tmp_path):
 
 
 def test_a_package_that_is_missing_is_named(tmp_path):
-    code = (
-        "import sys; sys.modules['uvicorn'] = None; sys.argv = ['samestep', 'watch', '.']; from samestep.cli import main; sys.exit(main())"
+    code = "import sys; sys.modules['uvicorn'] = None; sys.argv = ['samestep', 'watch', '.']; from samestep.cli import main; sys.exit(main())"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert 'pip install "samestep[watch]"' in ended.stderr
 

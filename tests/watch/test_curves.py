@@ -28,12 +28,28 @@ def ask(made, **options):
 
 def test_all_points_where_there_are_few():
     answer = ask(straight(3))
-    assert answer == {"x": [0, 1, 2], "value": [0, 1, 2], "low": None, "high": None, "smooth": None, "points": 3, "exact": True}
+    assert answer == {
+        "x": [0, 1, 2],
+        "value": [0, 1, 2],
+        "low": None,
+        "high": None,
+        "smooth": None,
+        "points": 3,
+        "exact": True,
+    }
 
 
 def test_no_points():
     answer = ask(Curve(), smooth=0.5)
-    assert answer == {"x": [], "value": [], "low": None, "high": None, "smooth": [], "points": 0, "exact": True}
+    assert answer == {
+        "x": [],
+        "value": [],
+        "low": None,
+        "high": None,
+        "smooth": [],
+        "points": 0,
+        "exact": True,
+    }
 
 
 def test_a_range_takes_both_its_ends():
@@ -60,7 +76,11 @@ def test_a_moving_average_is_that_of_all_points_also_where_few_are_drawn():
 
 def test_another_weight_is_another_average():
     made = straight(10)
-    assert ask(made, smooth=0.9)["smooth"] != ask(made, smooth=0.5)["smooth"] == ask(straight(10), smooth=0.5)["smooth"]
+    assert (
+        ask(made, smooth=0.9)["smooth"]
+        != ask(made, smooth=0.5)["smooth"]
+        == ask(straight(10), smooth=0.5)["smooth"]
+    )
 
 
 def test_a_band_is_there_where_any_point_has_one():
@@ -69,23 +89,45 @@ def test_a_band_is_there_where_any_point_has_one():
 
 
 def test_numbers_that_are_not_finite_are_null():
-    answer = ask(curve(*[(step, False, 0.0, value, NAN, NAN) for step, value in enumerate([1.0, NAN, math.inf, -math.inf])]))
+    answer = ask(
+        curve(
+            *[
+                (step, False, 0.0, value, NAN, NAN)
+                for step, value in enumerate([1.0, NAN, math.inf, -math.inf])
+            ]
+        )
+    )
     assert answer["value"] == [1.0, None, None, None]
 
 
 def test_a_clock_that_was_set_back_is_drawn_in_order():
-    made = curve((0, False, 10.0, 1.0, NAN, NAN), (1, False, 5.0, 2.0, NAN, NAN), (2, False, 7.0, 3.0, NAN, NAN))
+    made = curve(
+        (0, False, 10.0, 1.0, NAN, NAN),
+        (1, False, 5.0, 2.0, NAN, NAN),
+        (2, False, 7.0, 3.0, NAN, NAN),
+    )
     answer = ask(made, axis="time", start=6)
     assert (answer["x"], answer["value"]) == ([7, 10], [3, 1])
     assert ask(made)["x"] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("last", "left"), [((1, False), [0, 1, 2]), ((1, True), [0, 1, 2]), ((-math.inf, False), []), ((9, False), [0, 1, 2, 3])]
+    ("last", "left"),
+    [
+        ((1, False), [0, 1, 2]),
+        ((1, True), [0, 1, 2]),
+        ((-math.inf, False), []),
+        ((9, False), [0, 1, 2, 3]),
+    ],
 )
 def test_striking_out_what_a_later_start_makes_void(last, left):
     rows = [(0, False), (0, False), (1, True), (1, False)]  # step, between
-    made = curve(*[(step, between, 0.0, float(number), NAN, NAN) for number, (step, between) in enumerate(rows)])
+    made = curve(
+        *[
+            (step, between, 0.0, float(number), NAN, NAN)
+            for number, (step, between) in enumerate(rows)
+        ]
+    )
     ask(made, smooth=0.5)
     made.strike(last)
     answer = ask(made, smooth=0.5)

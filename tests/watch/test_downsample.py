@@ -9,11 +9,16 @@ from hypothesis import strategies as st
 from samestep.watch.downsample import drawn, spans
 
 NUMBERS = st.floats(-100, 100) | st.just(math.nan)
-CURVES = st.lists(st.tuples(st.integers(0, 1000), NUMBERS, NUMBERS, NUMBERS), min_size=1, max_size=200)
+CURVES = st.lists(
+    st.tuples(st.integers(0, 1000), NUMBERS, NUMBERS, NUMBERS), min_size=1, max_size=200
+)
 
 
 def columns(rows):
-    x, value, low, high = (np.asarray(column, dtype=float) for column in zip(*sorted(rows, key=lambda row: row[0]), strict=True))
+    x, value, low, high = (
+        np.asarray(column, dtype=float)
+        for column in zip(*sorted(rows, key=lambda row: row[0]), strict=True)
+    )
     return x, value, low, high
 
 

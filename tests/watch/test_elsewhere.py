@@ -81,11 +81,17 @@ def steps_at(client):
 
 def train_until_seen(directory, address):
     """Train until news of the run have come from the page, and it draws a step; the first worker is killed there."""
-    with httpx.Client(base_url=address, trust_env=False, timeout=SECONDS) as client, client.stream("GET", "/api/changes") as changes:
+    with (
+        httpx.Client(base_url=address, trust_env=False, timeout=SECONDS) as client,
+        client.stream("GET", "/api/changes") as changes,
+    ):
 
         def hook(step):
             if step == 5 and os.environ["RANK"] == "0":
-                assert next(line for line in changes.iter_lines() if line.startswith("data: ")) == 'data: {"ids": ["one"]}'
+                assert (
+                    next(line for line in changes.iter_lines() if line.startswith("data: "))
+                    == 'data: {"ids": ["one"]}'
+                )
                 until(lambda: 3 in steps_at(client))
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -98,19 +104,29 @@ def check_images(served, run, directories):
     assert [item["step"] for item in named["items"]] == list(range(STEPS))
     for item in named["items"]:
         answer = served.get("/api/image", params={"id": "one", "number": item["number"]})
-        files = [directory / "images" / f"sample-{item['step']:08d}.png" for directory in directories]
+        files = [
+            directory / "images" / f"sample-{item['step']:08d}.png" for directory in directories
+        ]
         assert answer.content in [file.read_bytes() for file in files if file.exists()]
-        assert np.array_equal(np.asarray(Image.open(BytesIO(answer.content))), picture(item["step"]))
+        assert np.array_equal(
+            np.asarray(Image.open(BytesIO(answer.content))), picture(item["step"])
+        )
 
 
 def check_that_each_step_counts_once(served, directory):
     """Compare the page's curve with what the run that went on, in a directory of its own, has of the steps that it made."""
     curve = served.json("/api/curve", id="one", name="loss")
     assert curve["x"] == list(range(STEPS))
-    written = [event for event in parse_events((directory / "events.jsonl").read_bytes()) if event["event"] == "scalars"]
+    written = [
+        event
+        for event in parse_events((directory / "events.jsonl").read_bytes())
+        if event["event"] == "scalars"
+    ]
     made = {event["step"]: event["values"]["loss"] for event in written}
     assert len(made) < STEPS
-    assert {step: loss for step, loss in zip(curve["x"], curve["value"], strict=True) if step in made} == made
+    assert {
+        step: loss for step, loss in zip(curve["x"], curve["value"], strict=True) if step in made
+    } == made
 
 
 @pytest.mark.usefixtures("environment")
@@ -125,9 +141,11 @@ def test_a_run_is_watched_by_s3_while_it_is_made_killed_and_goes_on_elsewhere(tm
         until(lambda: [run["state"] for run in served.json("/api/runs")["runs"]] == ["finished"])
         run = served.json("/api/run", id="one")
         assert (run["step"], run["attempts"], len(run["workers"])) == (STEPS, 2, 2)
-        assert [event["kind"] for event in run["events"] if event["kind"] in {"started", "resumed", "finished"}] == [
-            *("started", "resumed", "finished")
-        ]
+        assert [
+            event["kind"]
+            for event in run["events"]
+            if event["kind"] in {"started", "resumed", "finished"}
+        ] == [*("started", "resumed", "finished")]
         check_that_each_step_counts_once(served, there)
         check_images(served, run, [here, there])
         assert SECRET not in json.dumps([run, served.json("/api/runs")])
@@ -164,10 +182,15 @@ def test_a_storage_that_went_away_is_told_and_read_again_when_it_is_back(server,
             until(lambda: steps_at(served.client) == [0])
         run_workers(put, 1, f"{folder}/two", started(), environment=server.environment)
         told = served.process.stderr.readline()
-        assert re.match(rf"{folder}(/one)? cannot be read now, and is tried again: StorageError: the storage did not list {folder}", told)
+        assert re.match(
+            rf"{folder}(/one)? cannot be read now, and is tried again: StorageError: the storage did not list {folder}",
+            told,
+        )
         assert not any(secret in told for secret in (KEY, SECRET))
         (fault, *_) = served.json("/api/runs")["faults"]
-        assert told.startswith(f"{fault['location']} cannot be read now, and is tried again: {fault['text']}")
+        assert told.startswith(
+            f"{fault['location']} cannot be read now, and is tried again: {fault['text']}"
+        )
         assert steps_at(served.client) == [0]
         with relay(port, server.port):
             until(lambda: [run["id"] for run in served.json("/api/runs")["runs"]] == ["one", "two"])
@@ -185,7 +208,10 @@ def test_wrong_credentials_are_told_at_the_start(monkeypatch):
 
 @pytest.mark.parametrize("option", ["remote", "sinks", "resume"])
 def test_a_password_in_a_url_of_a_run_is_refused_and_not_repeated(option, tmp_path):
-    with pytest.raises(ConfigError, match="a URL with a password in it was given") as told, ss.init(dir=tmp_path, **{option: SECRET_URL}):
+    with (
+        pytest.raises(ConfigError, match="a URL with a password in it was given") as told,
+        ss.init(dir=tmp_path, **{option: SECRET_URL}),
+    ):
         pass
     assert SECRET not in str(told.value)
     assert not any(SECRET in path.read_text() for path in tmp_path.rglob("*.*"))
@@ -193,19 +219,26 @@ def test_a_password_in_a_url_of_a_run_is_refused_and_not_repeated(option, tmp_pa
 
 def test_a_password_in_a_url_that_is_watched_is_refused_and_not_repeated():
     with pytest.raises(
-        ConfigError, match=r"a URL with a password in it was given.*ftp://\*\*\*@example.org/runs/step-00000001; expected"
+        ConfigError,
+        match=r"a URL with a password in it was given.*ftp://\*\*\*@example.org/runs/step-00000001; expected",
     ) as told:
         open_views(SECRET_URL)
     assert SECRET not in str(told.value)
 
 
-def test_at_rest_a_look_for_runs_asks_none_of_them_and_a_look_at_one_is_one_request(tmp_path, monkeypatch):
+def test_at_rest_a_look_for_runs_asks_none_of_them_and_a_look_at_one_is_one_request(
+    tmp_path, monkeypatch
+):
     url = f"file://{tmp_path}"
     put(f"{url}/one", started())
     put(f"{url}/deep/two", started())
     views, listed, entries = open_views(url), [], Storage._entries
     assert views["one"].refresh()
-    monkeypatch.setattr(Storage, "_entries", lambda storage, folder: listed.append(folder) or entries(storage, folder))
+    monkeypatch.setattr(
+        Storage,
+        "_entries",
+        lambda storage, folder: listed.append(folder) or entries(storage, folder),
+    )
     assert not views.scan(url)
     assert listed == ["", "deep"]
     assert not views["one"].refresh()

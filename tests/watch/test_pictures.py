@@ -16,7 +16,17 @@ def test_an_image_is_known_by_its_first_bytes(kind):
     assert media_type(file.getvalue()[1:]) is None
 
 
-@pytest.mark.parametrize("data", [b"", b"<svg xmlns='http://www.w3.org/2000/svg'>", b"<html>", b"RIFF1234WAVE", b"GIF", b"%PDF-1.7"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"<svg xmlns='http://www.w3.org/2000/svg'>",
+        b"<html>",
+        b"RIFF1234WAVE",
+        b"GIF",
+        b"%PDF-1.7",
+    ],
+)
 def test_all_else_is_none(data):
     assert media_type(data) is None
 

@@ -30,7 +30,13 @@ def make_run(folder, **values):
     record.event("started", step=0, config={})
     for step in range(50):
         loss = values.get("loss", 2.0) / (step + 1)
-        record.scalars(step, 0, {"loss": loss, "accuracy": 1 - loss / 2}, {"loss": 0.9 * loss}, {"loss": 1.1 * loss})
+        record.scalars(
+            step,
+            0,
+            {"loss": loss, "accuracy": 1 - loss / 2},
+            {"loss": 0.9 * loss},
+            {"loss": 1.1 * loss},
+        )
     record.close()
     return folder
 
@@ -42,15 +48,21 @@ def draw(*arguments):
 
 
 def texts(svg):
-    return ["".join(node.itertext()) for node in ET.parse(svg).iter("{http://www.w3.org/2000/svg}text")]
+    return [
+        "".join(node.itertext()) for node in ET.parse(svg).iter("{http://www.w3.org/2000/svg}text")
+    ]
 
 
 def colours(svg):
     """Return which colours of the palette, but for black, a picture has."""
-    return [colour for colour in plot.PALETTE[:-1] if f"stroke: {colour.lower()}" in svg.read_text()]
+    return [
+        colour for colour in plot.PALETTE[:-1] if f"stroke: {colour.lower()}" in svg.read_text()
+    ]
 
 
-@pytest.mark.parametrize(("suffix", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
+@pytest.mark.parametrize(
+    ("suffix", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")]
+)
 def test_the_same_curves_give_the_same_file(run, tmp_path, suffix, begin):
     for name in ("one", "two"):
         assert draw(run, "--out", tmp_path / f"{name}.{suffix}") == 0
@@ -92,13 +104,23 @@ def test_a_scale_can_be_logarithmic_and_a_curve_smooth(run, tmp_path):
     draw(run, "--out", tmp_path / "plain.svg", "--scalars", "loss")
     draw(run, "--out", tmp_path / "log.svg", "--scalars", "loss", "--log")
     draw(run, "--out", tmp_path / "smooth.svg", "--scalars", "loss", "--smooth", "0.9")
-    assert any("10^" in text or "10⁰" in text or text.startswith("10") for text in texts(tmp_path / "log.svg"))
-    assert not any(text.startswith("10") for text in texts(tmp_path / "plain.svg") if text not in {"10", "100"})
-    lines = [(tmp_path / f"{name}.svg").read_text().count(f"stroke: {plot.PALETTE[0].lower()}") for name in ("plain", "smooth")]
+    assert any(
+        "10^" in text or "10⁰" in text or text.startswith("10")
+        for text in texts(tmp_path / "log.svg")
+    )
+    assert not any(
+        text.startswith("10") for text in texts(tmp_path / "plain.svg") if text not in {"10", "100"}
+    )
+    lines = [
+        (tmp_path / f"{name}.svg").read_text().count(f"stroke: {plot.PALETTE[0].lower()}")
+        for name in ("plain", "smooth")
+    ]
     assert lines[1] == lines[0] + 1
 
 
-@pytest.mark.parametrize(("seconds", "unit"), [(50, "seconds"), (600, "minutes"), (90_000, "hours")])
+@pytest.mark.parametrize(
+    ("seconds", "unit"), [(50, "seconds"), (600, "minutes"), (90_000, "hours")]
+)
 def test_time_is_counted_from_the_start_of_a_run(tmp_path, seconds, unit, monkeypatch):
     clock = iter([1e9, *(1e9 + seconds * step / 49 for step in range(50))])
     monkeypatch.setattr("time.time", lambda: next(clock, 1e9 + seconds))
@@ -126,12 +148,27 @@ def test_what_cannot_be_drawn_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--out", "x.gif"], r"--out x.gif was given; expected a file that ends in .pdf, .png, .svg"),
-        (["--out", "x.png", "--smooth", "1"], "--smooth 1.0 was given; expected a weight from 0 to below 1"),
-        (["--out", "x.png", "--size", "6"], "--size 6 was given; expected a width and a height of 1 to 100 inches, such as 6x4"),
+        (
+            ["--out", "x.gif"],
+            r"--out x.gif was given; expected a file that ends in .pdf, .png, .svg",
+        ),
+        (
+            ["--out", "x.png", "--smooth", "1"],
+            "--smooth 1.0 was given; expected a weight from 0 to below 1",
+        ),
+        (
+            ["--out", "x.png", "--size", "6"],
+            "--size 6 was given; expected a width and a height of 1 to 100 inches, such as 6x4",
+        ),
         (["--out", "x.png", "--size", "0x4"], "--size 0x4 was given"),
-        (["--out", "x.png", "--scalars", "loss,los"], "there is no 'los'; there are 'loss', 'accuracy'"),
-        (["--out", "missing/x.png"], "--out missing/x.png was given, and cannot be written: No such file or directory"),
+        (
+            ["--out", "x.png", "--scalars", "loss,los"],
+            "there is no 'los'; there are 'loss', 'accuracy'",
+        ),
+        (
+            ["--out", "missing/x.png"],
+            "--out missing/x.png was given, and cannot be written: No such file or directory",
+        ),
     ],
 )
 def test_wrong_use_is_told(run, monkeypatch, tmp_path, arguments, error):
@@ -161,5 +198,9 @@ def test_the_command_draws_without_torch_or_a_screen(run, tmp_path):
         "import argparse, sys; from samestep.watch import plot; parser = argparse.ArgumentParser(); plot.add_arguments(parser); "
         "plot.main(parser.parse_args(sys.argv[1:])); sys.exit('torch' in sys.modules or 'matplotlib.pyplot' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", script, run, "--out", tmp_path / "curves.png"], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", script, run, "--out", tmp_path / "curves.png"],
+        check=True,
+        timeout=60,
+    )
     assert (tmp_path / "curves.png").stat().st_size > 1000

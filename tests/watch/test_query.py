@@ -20,13 +20,26 @@ def test_what_is_asked_for():
     assert query("", "x").choice("x", ("step", "time")) == "step"
 
 
-@pytest.mark.parametrize("text", ["from=nan", "from=inf", "from=1e999", "from=", "from=1,5", "from=2", "from=-1"])
+@pytest.mark.parametrize(
+    "text", ["from=nan", "from=inf", "from=1e999", "from=", "from=1,5", "from=2", "from=-1"]
+)
 def test_no_number_within_bounds(text):
     with pytest.raises(WrongQueryError, match="expected a number from 0 to 1"):
         query(text, "from").number("from", None, 0, 1)
 
 
-@pytest.mark.parametrize("text", ["points=-1", "points=1.5", "points=101", "points=", "points=1e1", "points=²", "points=" + "9" * 4000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "points=-1",
+        "points=1.5",
+        "points=101",
+        "points=",
+        "points=1e1",
+        "points=²",
+        "points=" + "9" * 4000,
+    ],
+)
 def test_no_count(text):
     with pytest.raises(WrongQueryError, match="expected a whole number from 0 to 100"):
         query(text, "points").count("points", 5, 100)

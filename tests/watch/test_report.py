@@ -32,10 +32,22 @@ def data_of(page):
 def make_run(folder, steps, images):
     record = open_record(folder, writes=True)
     workers = [{"rank": rank, "host": "here", "pid": rank} for rank in range(2)]
-    record.event("started", step=0, lanes=4, workers=workers, devices=["cpu"], torch="2", config={"dir": NASTY})
+    record.event(
+        "started",
+        step=0,
+        lanes=4,
+        workers=workers,
+        devices=["cpu"],
+        torch="2",
+        config={"dir": NASTY},
+    )
     for step in range(steps):
-        values = dict.fromkeys(NAMES, 1 / (step + 1)) | {"loss": 7.0 if step == steps // 2 else 1 / (step + 1)}
-        record.scalars(step, 0, values, low=dict.fromkeys(NAMES, 0.0), high=dict.fromkeys(NAMES, 8.0))
+        values = dict.fromkeys(NAMES, 1 / (step + 1)) | {
+            "loss": 7.0 if step == steps // 2 else 1 / (step + 1)
+        }
+        record.scalars(
+            step, 0, values, low=dict.fromkeys(NAMES, 0.0), high=dict.fromkeys(NAMES, 8.0)
+        )
     record.timing(steps - 1, [dict.fromkeys(PARTS, seconds) for seconds in (1.0, 2.0)])
     for number in range(images):
         record.image(number, NASTY, np.full((4, 4 + number), number, np.uint8))
@@ -66,13 +78,21 @@ def answers(page):
 
 def test_no_text_of_a_record_gets_out_of_its_place(page, parts, answers):
     assert NASTY not in page
-    assert len(re.findall("<script", page)) == len(re.findall("</script", page)) == len(parts.texts["script", None]) + 1
+    assert (
+        len(re.findall("<script", page))
+        == len(re.findall("</script", page))
+        == len(parts.texts["script", None]) + 1
+    )
     assert answers["/api/run?id=."]["config"] == {"dir": NASTY}
 
 
 def test_every_scalar_is_there_for_both_axes(answers):
     # As the URLSearchParams of a browser writes these names.
-    names = {"loss", "val%2Fa+b*%7E%C3%A9%2B%26%3D%3F%23%25", "%3C%2Fscript%3E%3Cscript%3Ealert%281%29%3C%2Fscript%3E%3C%21--"}
+    names = {
+        "loss",
+        "val%2Fa+b*%7E%C3%A9%2B%26%3D%3F%23%25",
+        "%3C%2Fscript%3E%3Cscript%3Ealert%281%29%3C%2Fscript%3E%3C%21--",
+    }
     asked = {f"/api/curve?id=.&name={name}&x={axis}" for name in names for axis in ("step", "time")}
     assert {key for key in answers if key.startswith("/api/curve")} == asked
     assert {scalar["name"] for scalar in answers["/api/run?id=."]["scalars"]} == set(NAMES)
@@ -83,7 +103,14 @@ def test_every_scalar_is_there_for_both_axes(answers):
 @pytest.mark.parametrize("axis", ["step", "time"])
 def test_curves_are_short_and_keep_their_extremes(answers, axis):
     curve = answers[f"/api/curve?id=.&name=loss&x={axis}"]
-    assert len(curve["x"]) == len(curve["value"]) == len(curve["low"]) <= report.MOST_POINTS < STEPS == curve["points"]
+    assert (
+        len(curve["x"])
+        == len(curve["value"])
+        == len(curve["low"])
+        <= report.MOST_POINTS
+        < STEPS
+        == curve["points"]
+    )
     assert max(curve["value"]) == 7.0
     assert curve["x"] == sorted(set(curve["x"]))
 
@@ -95,7 +122,10 @@ def test_the_file_is_small(page, run):
 
 def test_images_are_there_as_they_were_written(answers, run):
     (written,) = (run / "images").iterdir()
-    assert answers["/api/image?id=.&number=0"] == "data:image/png;base64," + base64.b64encode(written.read_bytes()).decode()
+    assert (
+        answers["/api/image?id=.&number=0"]
+        == "data:image/png;base64," + base64.b64encode(written.read_bytes()).decode()
+    )
 
 
 def test_nothing_comes_from_outside(parts):
@@ -107,10 +137,17 @@ def test_nothing_comes_from_outside(parts):
 
 
 def test_the_content_policy_lets_these_scripts_and_styles_run_and_no_others(parts):
-    (policy,) = (given["content"] for tag, given in parts.elements if given.get("http-equiv") == "Content-Security-Policy")
+    (policy,) = (
+        given["content"]
+        for tag, given in parts.elements
+        if given.get("http-equiv") == "Content-Security-Policy"
+    )
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     for tag, count in (("script", 2), ("style", 3)):
-        hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in parts.texts[tag, None]]
+        hashes = [
+            f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+            for text in parts.texts[tag, None]
+        ]
         assert rules[f"{tag}-src"].split() == hashes
         assert len(hashes) == count
     assert rules["default-src"] == "'none'"
@@ -119,11 +156,15 @@ def test_the_content_policy_lets_these_scripts_and_styles_run_and_no_others(part
 
 def test_images_over_the_limit_are_left_out_and_told(tmp_path):
     run = make_run(tmp_path / "run", 1, 3)
-    newest = max((run / "images").iterdir(), key=lambda path: path.stat().st_mtime_ns).stat().st_size
+    newest = (
+        max((run / "images").iterdir(), key=lambda path: path.stat().st_mtime_ns).stat().st_size
+    )
     short = report.make_report([str(run)], image_bytes=newest)
     assert "2 of 3 images are left out" in short.text
     found = data_of(short.page)
-    assert [key for key in found["answers"] if key.startswith("/api/image")] == ["/api/image?id=.&number=2"]
+    assert [key for key in found["answers"] if key.startswith("/api/image")] == [
+        "/api/image?id=.&number=2"
+    ]
     assert found["report"]["text"] == short.text
 
 
@@ -147,7 +188,11 @@ def test_many_curves_share_the_points(run, monkeypatch):
     monkeypatch.setattr(report, "ALL_POINTS", 100 * len(NAMES) * 2)
     made = report.make_report([str(run)], image_bytes=0)
     assert "at most 100 points" in made.text
-    curves = [answer for key, answer in data_of(made.page)["answers"].items() if key.startswith("/api/curve")]
+    curves = [
+        answer
+        for key, answer in data_of(made.page)["answers"].items()
+        if key.startswith("/api/curve")
+    ]
     assert max(len(curve["x"]) for curve in curves) <= 100
 
 
@@ -172,7 +217,9 @@ def test_wrong_use(tmp_path):
     with pytest.raises(RecordError, match="no run is at or below"):
         called(tmp_path)
     make_run(tmp_path / "run", 1, 0)
-    with pytest.raises(ConfigError, match=r"cannot be written: .*; give a file in a folder that is there"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be written: .*; give a file in a folder that is there"
+    ):
         called(tmp_path / "run", "--out", tmp_path / "none" / "x.html")
     for size in ("-1", "nan"):
         with pytest.raises(ConfigError, match="expected megabytes, 0 or more"):
@@ -187,7 +234,9 @@ def test_it_needs_no_torch():
 def test_modules_become_one_script_in_the_order_of_their_imports():
     (script,) = (text for text in map(bundle._script, [bundle.MAIN]))
     made = re.findall(r"^const (\w+)_js = \(\(\) => \{$", script, re.MULTILINE)
-    assert sorted(f"{name}.js" for name in made) == sorted(path.name for path in bundle.PAGE.glob("*.js") if "uPlot" not in path.name)
+    assert sorted(f"{name}.js" for name in made) == sorted(
+        path.name for path in bundle.PAGE.glob("*.js") if "uPlot" not in path.name
+    )
     for place, name in enumerate(made):
         body = script.split(f"const {name}_js = ")[1].split("\nreturn {")[0]
         assert set(re.findall(r"\} = (\w+)_js;", body)) <= set(made[:place])

@@ -35,8 +35,13 @@ def address(run, tmp_path_factory):
 def test_every_answer_has_the_headers(open_server, path):
     headers = open_server.get(path).headers
     assert HEADERS.items() <= {name: headers.get(name) for name in HEADERS}.items()
-    assert "default-src 'none'; script-src 'self'; style-src 'self'" in headers["content-security-policy"]
-    assert headers["cache-control"] == ("no-cache" if path in {"/", "/page/main.js"} else "no-store")
+    assert (
+        "default-src 'none'; script-src 'self'; style-src 'self'"
+        in headers["content-security-policy"]
+    )
+    assert headers["cache-control"] == (
+        "no-cache" if path in {"/", "/page/main.js"} else "no-store"
+    )
     assert "server" not in headers
 
 
@@ -49,7 +54,16 @@ def test_nothing_but_reading(open_server, method):
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "evil.example:7007", "127.0.0.1.evil.example", "localhost.evil.example", "127.0.0.2", "", "[::1", "a@localhost"],
+    [
+        "evil.example",
+        "evil.example:7007",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "127.0.0.2",
+        "",
+        "[::1",
+        "a@localhost",
+    ],
 )
 def test_without_a_token_a_name_of_another_site_gets_nothing(open_server, host):
     response = open_server.get("/api/runs", headers={"Host": host})
@@ -57,13 +71,25 @@ def test_without_a_token_a_name_of_another_site_gets_nothing(open_server, host):
     assert "runs" not in response.text
 
 
-@pytest.mark.parametrize("host", [*(LOOPBACK_NAMES - {"::1"}), "[::1]", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:80"])
+@pytest.mark.parametrize(
+    "host", [*(LOOPBACK_NAMES - {"::1"}), "[::1]", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:80"]
+)
 def test_a_loopback_name_will_do_at_any_port(open_server, host):
     assert open_server.get("/api/runs", headers={"Host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/page/main.js", "/api/runs", "/api/changes", "/none", "/?token=wrong", "/?token=", f"/api/runs?token={TOKEN}"]
+    "path",
+    [
+        "/",
+        "/page/main.js",
+        "/api/runs",
+        "/api/changes",
+        "/none",
+        "/?token=wrong",
+        "/?token=",
+        f"/api/runs?token={TOKEN}",
+    ],
 )
 def test_without_the_token_nothing(address, path):
     response = httpx.get(f"{address}{path}", trust_env=False)
@@ -73,10 +99,21 @@ def test_without_the_token_nothing(address, path):
 
 
 @pytest.mark.parametrize(
-    "value", ["Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer", "", f"Bearer {TOKEN[:-1]}", "Bearer \xff"]
+    "value",
+    [
+        "Bearer wrong",
+        f"Basic {TOKEN}",
+        f"Bearer {TOKEN}x",
+        "Bearer",
+        "",
+        f"Bearer {TOKEN[:-1]}",
+        "Bearer \xff",
+    ],
 )
 def test_a_wrong_header_is_none(address, value):
-    response = httpx.get(f"{address}/api/runs", headers={"Authorization": value.encode("latin-1")}, trust_env=False)
+    response = httpx.get(
+        f"{address}/api/runs", headers={"Authorization": value.encode("latin-1")}, trust_env=False
+    )
     assert response.status_code == 401
 
 
@@ -99,7 +136,12 @@ def test_the_token_once_in_the_address_then_a_cookie(address):
         assert client.get("/api/runs").status_code == 200
         client.cookies.set(next(iter(client.cookies)), "0" * 64)
     name = cookie.partition("=")[0]
-    assert httpx.get(f"{address}/api/runs", headers={"Cookie": f"{name}={'0' * 64}"}, trust_env=False).status_code == 401
+    assert (
+        httpx.get(
+            f"{address}/api/runs", headers={"Cookie": f"{name}={'0' * 64}"}, trust_env=False
+        ).status_code
+        == 401
+    )
 
 
 def test_with_a_token_any_name_will_do(address):

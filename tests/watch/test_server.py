@@ -34,9 +34,15 @@ def runs(tmp_path_factory):
     write(
         one,
         started(),
-        *[scalars(step, **{"loss": 1 / (step + 1), "<script>&x=1": 2.0, "nan": "nan"}) for step in range(100)],
+        *[
+            scalars(step, **{"loss": 1 / (step + 1), "<script>&x=1": 2.0, "nan": "nan"})
+            for step in range(100)
+        ],
         timing(0, (0.1, 0.2, 0.0, 0.0, 0.0), (0.1, 0.2, 0.0, 0.0, 0.0)),
-        *[{"event": "image", "step": 1, "name": name, "path": path, "width": 1, "height": 1} for path, name in bad],
+        *[
+            {"event": "image", "step": 1, "name": name, "path": path, "width": 1, "height": 1}
+            for path, name in bad
+        ],
     )
     record = FileRecord(one)
     record.image(3, "picture", np.zeros((4, 6, 3), dtype=np.uint8))
@@ -53,7 +59,12 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(runs):
     with serving(runs) as served:
-        until(lambda: [len(name["items"]) for name in served.json("/api/run", id="one")["images"]] == [1] * 6)
+        until(
+            lambda: (
+                [len(name["items"]) for name in served.json("/api/run", id="one")["images"]]
+                == [1] * 6
+            )
+        )
         yield served
 
 
@@ -66,29 +77,61 @@ def until(condition):
 
 
 def number_of(server, name):
-    return next(image["items"][0]["number"] for image in server.json("/api/run", id="one")["images"] if image["name"] == name)
+    return next(
+        image["items"][0]["number"]
+        for image in server.json("/api/run", id="one")["images"]
+        if image["name"] == name
+    )
 
 
 def test_runs(server):
     (run,) = server.json("/api/runs")["runs"]
-    assert run.keys() == {"id", "name", "state", "started", "updated", "step", "epoch", "workers", "lanes"}
+    assert run.keys() == {
+        "id",
+        "name",
+        "state",
+        "started",
+        "updated",
+        "step",
+        "epoch",
+        "workers",
+        "lanes",
+    }
     assert (run["id"], run["step"], run["workers"], run["lanes"]) == ("one", 99, 2, 8)
 
 
 def test_a_run(server):
     run = server.json("/api/run", id="one")
     assert run.keys() == {
-        *("id", "name", "state", "started", "updated", "now", "step", "epoch", "lanes", "attempts", "torch", "devices", "progress"),
+        *(
+            "id",
+            "name",
+            "state",
+            "started",
+            "updated",
+            "now",
+            "step",
+            "epoch",
+            "lanes",
+            "attempts",
+            "torch",
+            "devices",
+            "progress",
+        ),
         *("scalars", "images", "workers", "parts", "events", "config", "sinks", "dropped_images"),
     }
     assert [scalar["name"] for scalar in run["scalars"]] == ["loss", "<script>&x=1", "nan"]
 
 
 def test_curves(server):
-    curve = server.json("/api/curve", id="one", name="loss", points=8, smooth=0.5, **{"from": 10, "to": 90})
+    curve = server.json(
+        "/api/curve", id="one", name="loss", points=8, smooth=0.5, **{"from": 10, "to": 90}
+    )
     assert curve.keys() == {"x", "value", "low", "high", "smooth", "points", "exact"}
     assert (curve["points"], curve["exact"], curve["x"][0], curve["x"][-1]) == (81, False, 10, 90)
-    assert server.json("/api/curve", id="one", name="<script>&x=1", x="time")["value"] == [2.0] * 100
+    assert (
+        server.json("/api/curve", id="one", name="<script>&x=1", x="time")["value"] == [2.0] * 100
+    )
     assert server.json("/api/curve", id="one", name="nan")["value"] == [None] * 100
 
 
@@ -108,12 +151,22 @@ def test_the_page_and_its_files(server):
 
 @pytest.mark.parametrize(
     "path",
-    ["/page/../server.py", "/page/%2e%2e/server.py", "/page/..%2fserver.py", "/page//etc/passwd", "/page/", "/etc/passwd", "/api/none"],
+    [
+        "/page/../server.py",
+        "/page/%2e%2e/server.py",
+        "/page/..%2fserver.py",
+        "/page//etc/passwd",
+        "/page/",
+        "/etc/passwd",
+        "/api/none",
+    ],
 )
 def test_no_path_leads_anywhere_else(server, path):
     host, port = server.client.base_url.host, server.client.base_url.port
     with socket.create_connection((host, port)) as connection:  # clients would tidy the path
-        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        connection.sendall(
+            f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+        )
         answer = connection.makefile("rb").read()
     assert answer.startswith(b"HTTP/1.1 404 ")
     assert b"Traceback" not in answer
@@ -145,7 +198,10 @@ def test_no_path_leads_anywhere_else(server, path):
 )
 def test_a_wrong_question_is_answered_in_plain_text(server, path, status, text):
     response = server.get(path)
-    assert (response.status_code, response.headers["content-type"]) == (status, "text/plain; charset=utf-8")
+    assert (response.status_code, response.headers["content-type"]) == (
+        status,
+        "text/plain; charset=utf-8",
+    )
     assert text in response.text
 
 
@@ -156,24 +212,37 @@ def test_fewer_points_than_an_extreme_needs_are_no_fault(server, points):
 
 
 def test_an_image_comes_as_what_its_first_bytes_say(server, runs):
-    response = server.get("/api/image", params={"id": "one", "number": number_of(server, "picture")})
+    response = server.get(
+        "/api/image", params={"id": "one", "number": number_of(server, "picture")}
+    )
     file = next((runs / "one" / "images").glob("picture*"))
     assert (response.content, response.headers["content-type"]) == (file.read_bytes(), "image/png")
     assert int(response.headers["content-length"]) == file.stat().st_size
 
 
-@pytest.mark.parametrize(("name", "status"), [("text", 415), ("page", 415), ("out", 404), ("none", 404)])
+@pytest.mark.parametrize(
+    ("name", "status"), [("text", 415), ("page", 415), ("out", 404), ("none", 404)]
+)
 def test_what_is_no_image_of_the_run_is_not_served(server, name, status):
-    assert server.get("/api/image", params={"id": "one", "number": number_of(server, name)}).status_code == status
+    assert (
+        server.get(
+            "/api/image", params={"id": "one", "number": number_of(server, name)}
+        ).status_code
+        == status
+    )
 
 
 def test_a_large_image_is_not_held_in_memory(server):
     def most_memory():
         status = Path(f"/proc/{server.process.pid}/status").read_text()
-        return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+        return 1024 * next(
+            int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")
+        )
 
     before, size = most_memory(), 0
-    with server.client.stream("GET", "/api/image", params={"id": "one", "number": number_of(server, "big")}) as response:
+    with server.client.stream(
+        "GET", "/api/image", params={"id": "one", "number": number_of(server, "big")}
+    ) as response:
         for data in response.iter_bytes():
             size += len(data)
     assert size == BIG
@@ -185,7 +254,17 @@ def test_torch_is_not_in_the_process(server):
     assert "torch" not in maps
 
 
-@pytest.mark.parametrize("path", ["/", "/api/runs", "/api/run?id=one", "/api/changes", "/api/image?id=one&number=0", "/page/main.js"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/api/runs",
+        "/api/run?id=one",
+        "/api/changes",
+        "/api/image?id=one&number=0",
+        "/page/main.js",
+    ],
+)
 def test_a_head_has_no_body(server, path):
     response = server.client.head(path)
     assert response.content == b""
@@ -195,7 +274,11 @@ def test_a_head_has_no_body(server, path):
 def test_changes_tell_of_what_was_added_of_new_runs_and_of_one_made_anew(tmp_path):
     write(tmp_path / "one", started(), scalars(0, loss=1.0))
     with serving(tmp_path) as served:
-        until(lambda: served.get("/api/curve", params={"id": "one", "name": "loss"}).status_code == 200)
+        until(
+            lambda: (
+                served.get("/api/curve", params={"id": "one", "name": "loss"}).status_code == 200
+            )
+        )
         with served.client.stream("GET", "/api/changes") as response:
             assert response.headers["content-type"].startswith("text/event-stream")
             news = told(response)
@@ -204,7 +287,12 @@ def test_changes_tell_of_what_was_added_of_new_runs_and_of_one_made_anew(tmp_pat
             assert served.json("/api/curve", id="one", name="loss")["value"] == [1, 0.5]
             (tmp_path / "one" / "events.jsonl").unlink()
             write(tmp_path / "one", started(), scalars(0, score=1.0))
-            next(ids for ids in news if served.get("/api/curve", params={"id": "one", "name": "score"}).status_code == 200)
+            next(
+                ids
+                for ids in news
+                if served.get("/api/curve", params={"id": "one", "name": "score"}).status_code
+                == 200
+            )
             write(tmp_path / "two", started())
             next(ids for ids in news if "two" in ids)
             assert [run["id"] for run in served.json("/api/runs")["runs"]] == ["one", "two"]
@@ -212,14 +300,20 @@ def test_changes_tell_of_what_was_added_of_new_runs_and_of_one_made_anew(tmp_pat
 
 def told(response):
     """Yield the ids of each message."""
-    return (json.loads(line.removeprefix("data: "))["ids"] for line in response.iter_lines() if line.startswith("data: "))
+    return (
+        json.loads(line.removeprefix("data: "))["ids"]
+        for line in response.iter_lines()
+        if line.startswith("data: ")
+    )
 
 
 def test_a_reader_that_stalls_holds_up_nobody(server):
     host, port = server.client.base_url.host, server.client.base_url.port
     number = number_of(server, "big")
     with socket.create_connection((host, port)) as stalled:
-        stalled.sendall(f"GET /api/image?id=one&number={number} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        stalled.sendall(
+            f"GET /api/image?id=one&number={number} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+        )
         assert stalled.recv(100).startswith(b"HTTP/1.1 200 ")
         assert server.json("/api/runs")["runs"]
 

@@ -30,7 +30,9 @@ def test_it_is_the_recurrence_with_the_bias_of_its_start_taken_out(values, weigh
 
 
 @given(VALUES, WEIGHTS, st.lists(st.integers(0, 4 * BLOCK), max_size=4))
-def test_values_that_come_later_change_nothing_before_them_and_nothing_at_all_of_how_they_came(values, weight, cuts):
+def test_values_that_come_later_change_nothing_before_them_and_nothing_at_all_of_how_they_came(
+    values, weight, cuts
+):
     whole = np.asarray(values, dtype=float)
     expected, average = Average(weight).over(whole), Average(weight)
     for cut in sorted(cuts):

@@ -7,7 +7,11 @@ from hypothesis import strategies as st
 from samestep.watch import table
 from samestep.watch.table import Table
 
-CHANGES = st.lists(st.integers(1, 5).map(lambda count: ("append", count)) | st.integers(0, 9).map(lambda last: ("keep", last)), max_size=20)
+CHANGES = st.lists(
+    st.integers(1, 5).map(lambda count: ("append", count))
+    | st.integers(0, 9).map(lambda last: ("keep", last)),
+    max_size=20,
+)
 
 
 @given(CHANGES, st.integers(1, 4))

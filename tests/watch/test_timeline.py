@@ -16,7 +16,11 @@ def lines(*events):
 
 def test_starts():
     assert lines(
-        started(), started(7, kind="resumed"), started(9, kind="resumed", workers=4), started(9, kind="resumed", workers=1), started()
+        started(),
+        started(7, kind="resumed"),
+        started(9, kind="resumed", workers=4),
+        started(9, kind="resumed", workers=1),
+        started(),
     ) == [
         ("started with 2 workers, 8 lanes", "info"),
         ("resumed at step 7 with 2 workers", "info"),
@@ -39,21 +43,67 @@ def test_starts():
             "bad",
         ),
         (
-            {"event": "restarting", "rank": 1, "host": "", "step": 8, "reason": "killed by SIGKILL"},
+            {
+                "event": "restarting",
+                "rank": 1,
+                "host": "",
+                "step": 8,
+                "reason": "killed by SIGKILL",
+            },
             "worker 1: killed by SIGKILL; all workers start again from step 8",
             "bad",
         ),
-        ({"event": "snapshot", "step": 9, "score": 0.25, "path": "/x"}, "snapshot of step 9, score 0.25", "good"),
+        (
+            {"event": "snapshot", "step": 9, "score": 0.25, "path": "/x"},
+            "snapshot of step 9, score 0.25",
+            "good",
+        ),
         ({"event": "snapshot", "step": 9, "score": None}, "snapshot of step 9", "good"),
-        ({"event": "snapshot_rejected", "path": "p", "reason": "cut"}, "passed over snapshot p: cut", "bad"),
-        ({"event": "snapshot_copied", "step": 9}, "snapshot of step 9 copied to remote storage", "good"),
-        ({"event": "images_dropped", "count": 3}, "3 images were dropped, since writing them could not keep up", "bad"),
-        ({"event": "loop", "name": "train", "done": 0, "steps": 9}, "loop train begins: 9 steps", "info"),
-        ({"event": "loop", "name": "train", "done": 4, "steps": 9}, "loop train goes on after 4 of 9 steps", "info"),
-        ({"event": "loop", "name": "train", "done": 4, "steps": None}, "loop train goes on after 4 steps", "info"),
-        ({"event": "sink", "name": "wandb", "error": "no disk"}, "sink wandb failed: no disk", "bad"),
-        ({"event": "sink", "name": "wandb", "behind_bytes": 5, "dropped": 2}, "sink wandb is 5 bytes behind, 2 dropped", "info"),
-        ({"event": "transfer_failed", "path": "p", "reason": "r"}, "transfer failed: path p, reason r", "bad"),
+        (
+            {"event": "snapshot_rejected", "path": "p", "reason": "cut"},
+            "passed over snapshot p: cut",
+            "bad",
+        ),
+        (
+            {"event": "snapshot_copied", "step": 9},
+            "snapshot of step 9 copied to remote storage",
+            "good",
+        ),
+        (
+            {"event": "images_dropped", "count": 3},
+            "3 images were dropped, since writing them could not keep up",
+            "bad",
+        ),
+        (
+            {"event": "loop", "name": "train", "done": 0, "steps": 9},
+            "loop train begins: 9 steps",
+            "info",
+        ),
+        (
+            {"event": "loop", "name": "train", "done": 4, "steps": 9},
+            "loop train goes on after 4 of 9 steps",
+            "info",
+        ),
+        (
+            {"event": "loop", "name": "train", "done": 4, "steps": None},
+            "loop train goes on after 4 steps",
+            "info",
+        ),
+        (
+            {"event": "sink", "name": "wandb", "error": "no disk"},
+            "sink wandb failed: no disk",
+            "bad",
+        ),
+        (
+            {"event": "sink", "name": "wandb", "behind_bytes": 5, "dropped": 2},
+            "sink wandb is 5 bytes behind, 2 dropped",
+            "info",
+        ),
+        (
+            {"event": "transfer_failed", "path": "p", "reason": "r"},
+            "transfer failed: path p, reason r",
+            "bad",
+        ),
         ({"event": "something_new", "step": 4}, "something new", "info"),
     ],
 )
@@ -64,7 +114,15 @@ def test_events_in_plain_words(event, text, tone):
 def test_what_repeats_is_told_once():
     loop = {"event": "loop", "name": "train", "done": 0}
     sink = {"event": "sink", "name": "wandb", "behind_bytes": 9, "dropped": 1}
-    told = lines(started(), loop, {**loop, "done": 4}, sink, {**sink, "behind_bytes": 0}, started(2, kind="resumed"), loop)
+    told = lines(
+        started(),
+        loop,
+        {**loop, "done": 4},
+        sink,
+        {**sink, "behind_bytes": 0},
+        started(2, kind="resumed"),
+        loop,
+    )
     assert [text.split()[0] for text, _ in told] == ["started", "loop", "sink", "resumed", "loop"]
 
 

@@ -28,14 +28,51 @@ def busy(step, *own):
 STEPS = st.integers(0, 3)
 NAMES = st.sampled_from(["loss", "accuracy"])
 EVENTS = st.lists(
-    st.builds(started, STEPS, kind=st.sampled_from(["started", "resumed"]), workers=st.integers(1, 3), epoch=STEPS)
-    | st.builds(
-        lambda step, name, mark: {**scalars(step, **{name: step / 3}), **mark}, STEPS, NAMES, st.sampled_from([{}, {"between": True}])
+    st.builds(
+        started,
+        STEPS,
+        kind=st.sampled_from(["started", "resumed"]),
+        workers=st.integers(1, 3),
+        epoch=STEPS,
     )
-    | st.builds(lambda step, own: busy(step, *own), STEPS, st.lists(st.integers(1, 9), min_size=1, max_size=3))
-    | st.builds(lambda step, name: {"event": "image", "step": step, "name": name, "path": f"images/{step}.png"}, STEPS, NAMES)
-    | st.builds(lambda step, kind: {"event": kind, "step": step}, STEPS, st.sampled_from(["snapshot", "failed", "finished", "restarting"]))
-    | st.builds(lambda step, name: {"event": "loop", "name": name, "step": step, "epoch": 0, "done": step, "steps": 9}, STEPS, NAMES),
+    | st.builds(
+        lambda step, name, mark: {**scalars(step, **{name: step / 3}), **mark},
+        STEPS,
+        NAMES,
+        st.sampled_from([{}, {"between": True}]),
+    )
+    | st.builds(
+        lambda step, own: busy(step, *own),
+        STEPS,
+        st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    )
+    | st.builds(
+        lambda step, name: {
+            "event": "image",
+            "step": step,
+            "name": name,
+            "path": f"images/{step}.png",
+        },
+        STEPS,
+        NAMES,
+    )
+    | st.builds(
+        lambda step, kind: {"event": kind, "step": step},
+        STEPS,
+        st.sampled_from(["snapshot", "failed", "finished", "restarting"]),
+    )
+    | st.builds(
+        lambda step, name: {
+            "event": "loop",
+            "name": name,
+            "step": step,
+            "epoch": 0,
+            "done": step,
+            "steps": 9,
+        },
+        STEPS,
+        NAMES,
+    ),
     max_size=16,
 )
 
@@ -49,7 +86,10 @@ def shown(run):
     curves = {name: curve.points(0.5) for name, curve in run.curves.items()}
     return (
         told,
-        {name: [column.tolist() for column in (points.step, points.value, points.smooth)] for name, points in curves.items()},
+        {
+            name: [column.tolist() for column in (points.step, points.value, points.smooth)]
+            for name, points in curves.items()
+        },
         run.timings.steps().answer(None, None, 9),
     )
 
@@ -79,19 +119,34 @@ def points_in(run):
     steps = run.timings.steps()
     own = np.split(steps.own, np.cumsum(steps.workers)[:-1])
     return (
-        {name: list(zip(points.step.tolist(), points.value.tolist(), strict=True)) for name, points in curves.items()},
+        {
+            name: list(zip(points.step.tolist(), points.value.tolist(), strict=True))
+            for name, points in curves.items()
+        },
         [(image.step, image.name) for image in run.images.values()],
-        [(step, seconds.tolist()) for step, seconds in zip(steps.step.tolist(), own[: len(steps.step)], strict=True)],
+        [
+            (step, seconds.tolist())
+            for step, seconds in zip(steps.step.tolist(), own[: len(steps.step)], strict=True)
+        ],
     )
 
 
 @given(events=EVENTS, cuts=st.lists(st.floats(0, 1), max_size=4), is_torn=st.booleans())
 @example(
-    events=[scalars(2, loss=1.0), {**scalars(2, loss=2.0), "between": True}, scalars(3, loss=3.0), started(2, kind="resumed")],
+    events=[
+        scalars(2, loss=1.0),
+        {**scalars(2, loss=2.0), "between": True},
+        scalars(3, loss=3.0),
+        started(2, kind="resumed"),
+    ],
     cuts=[],
     is_torn=False,
 )
-@example(events=[busy(0, 1), busy(1, 2), started(1, kind="resumed"), busy(1, 3, 4)], cuts=[0.5], is_torn=False)
+@example(
+    events=[busy(0, 1), busy(1, 2), started(1, kind="resumed"), busy(1, 3, 4)],
+    cuts=[0.5],
+    is_torn=False,
+)
 def test_read_in_pieces_it_shows_what_the_history_gives(directory, events, cuts, is_torn):
     """Wherever a reading ends, also in the middle of a line."""
     data = lines(*events) + (b'{"time":1,"event":"sca' if is_torn else b"")
@@ -133,7 +188,13 @@ def test_only_what_is_new_is_read(tmp_path):
 def test_a_line_that_is_longer_than_what_is_read_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr("samestep.record.source.READ_BYTES", view_module.TAIL_BYTES + 100)
     failure = {"event": "failed", "traceback": "x" * 9000}
-    view = view_of(tmp_path, started(), *[scalars(step, loss=1.0) for step in range(20)], failure, scalars(20, loss=2.0))
+    view = view_of(
+        tmp_path,
+        started(),
+        *[scalars(step, loss=1.0) for step in range(20)],
+        failure,
+        scalars(20, loss=2.0),
+    )
     assert view.curve("loss")["points"] == 21
     assert view.row()["state"] == "failed"
 
@@ -143,7 +204,12 @@ def test_a_record_that_another_took_the_place_of_is_read_anew(tmp_path, steps):
     """Whether the other one is shorter, as long, or longer."""
     view = view_of(tmp_path, started(), *[scalars(step, loss=1.0) for step in range(3)])
     (tmp_path / "events.jsonl").unlink()
-    write(tmp_path, started(workers=1), *[scalars(step, score=2.0) for step in range(steps)], start=START + 1000)
+    write(
+        tmp_path,
+        started(workers=1),
+        *[scalars(step, score=2.0) for step in range(steps)],
+        start=START + 1000,
+    )
     assert view.refresh() is True
     assert [scalar["name"] for scalar in view.summary()["scalars"]] == ["score"]
     assert view.curve("score")["points"] == steps
@@ -193,8 +259,13 @@ def test_states(tmp_path, monkeypatch, last, state):
     assert view.row()["state"] == view.summary()["state"] == state
 
 
-@pytest.mark.parametrize(("seconds", "idle", "state"), [(1, 59, "running"), (1, 61, "silent"), (30, 140, "running"), (30, 160, "silent")])
-def test_a_run_is_silent_after_a_minute_and_several_of_its_steps(tmp_path, monkeypatch, seconds, idle, state):
+@pytest.mark.parametrize(
+    ("seconds", "idle", "state"),
+    [(1, 59, "running"), (1, 61, "silent"), (30, 140, "running"), (30, 160, "silent")],
+)
+def test_a_run_is_silent_after_a_minute_and_several_of_its_steps(
+    tmp_path, monkeypatch, seconds, idle, state
+):
     view = view_of(tmp_path, *[scalars(step, loss=1.0) for step in range(9)], seconds=seconds)
     monkeypatch.setattr(view_module.time, "time", lambda: START + 8 * seconds + idle)
     assert view.row()["state"] == state
@@ -210,9 +281,21 @@ def test_news_show_that_a_run_lives_though_its_clock_is_behind(tmp_path, monkeyp
 
 
 def test_progress(tmp_path, monkeypatch):
-    loop = {"event": "loop", "name": "train", "step": 10, "epoch": 1, "done": 8, "steps": 28, "epochs": 4}
+    loop = {
+        "event": "loop",
+        "name": "train",
+        "step": 10,
+        "epoch": 1,
+        "done": 8,
+        "steps": 28,
+        "epochs": 4,
+    }
     loop = {**loop, "steps_per_epoch": 7, "samples": 50, "batch_size": 8}
-    events = [started(10, kind="resumed"), loop, *[scalars(step, loss=1.0) for step in range(10, 15)]]
+    events = [
+        started(10, kind="resumed"),
+        loop,
+        *[scalars(step, loss=1.0) for step in range(10, 15)],
+    ]
     view = view_of(tmp_path, *events, seconds=0.5)
     monkeypatch.setattr(view_module.time, "time", lambda: START + 5)
     assert view.summary()["progress"] == {
@@ -234,8 +317,21 @@ def test_progress(tmp_path, monkeypatch):
 
 
 def test_a_run_that_was_evaluated_afterwards_shows_how_it_was_trained(tmp_path):
-    loop = {"event": "loop", "name": "train", "step": 0, "epoch": 0, "done": 0, "steps": 8, "epochs": 2}
-    events = [started(workers=2), loop, *[scalars(step, loss=1.0) for step in range(8)], {"event": "finished", "step": 8}]
+    loop = {
+        "event": "loop",
+        "name": "train",
+        "step": 0,
+        "epoch": 0,
+        "done": 0,
+        "steps": 8,
+        "epochs": 2,
+    }
+    events = [
+        started(workers=2),
+        loop,
+        *[scalars(step, loss=1.0) for step in range(8)],
+        {"event": "finished", "step": 8},
+    ]
     view = view_of(tmp_path, *events, started(8, kind="resumed", workers=1, epoch=2))
     row = view.row()
     assert (row["workers"], row["epoch"], row["step"]) == (1, 2, 8)  # while it runs
@@ -256,21 +352,39 @@ def test_progress_of_what_tells_little(tmp_path):
     view = view_of(tmp_path, started(), scalars(3, loss=1.0))
     assert view.summary()["progress"] == {
         "done": 3,
-        **dict.fromkeys(("loop", "steps", "epochs", "samples", "samples_per_second", "steps_per_second", "seconds_left")),
+        **dict.fromkeys(
+            (
+                "loop",
+                "steps",
+                "epochs",
+                "samples",
+                "samples_per_second",
+                "steps_per_second",
+                "seconds_left",
+            )
+        ),
     }
 
 
 def test_workers_their_lanes_and_the_slowest(tmp_path):
     fast, slow = (0.1, 0.1, 0.5, 0.0, 0.0), (0.1, 0.5, 0.1, 0.0, 0.0)
-    view = view_of(tmp_path, started(workers=3), *[timing(step, fast, slow, fast) for step in range(3)])
+    view = view_of(
+        tmp_path, started(workers=3), *[timing(step, fast, slow, fast) for step in range(3)]
+    )
     workers = view.summary()["workers"]
-    assert [(worker["rank"], worker["host"], worker["pid"], worker["lanes"]) for worker in workers] == [
+    assert [
+        (worker["rank"], worker["host"], worker["pid"], worker["lanes"]) for worker in workers
+    ] == [
         (0, "here", 100, [0, 2]),
         (1, "here", 101, [2, 5]),
         (2, "here", 102, [5, 8]),
     ]
     assert [worker["slowest"] for worker in workers] == [False, True, False]
-    even = view_of(tmp_path / "even", started(), timing(0, (0.1, 0.2, 0.0, 0.0, 0.0), (0.1, 0.21, 0.0, 0.0, 0.0)))
+    even = view_of(
+        tmp_path / "even",
+        started(),
+        timing(0, (0.1, 0.2, 0.0, 0.0, 0.0), (0.1, 0.21, 0.0, 0.0, 0.0)),
+    )
     assert not any(worker["slowest"] for worker in even.summary()["workers"])
 
 
@@ -285,9 +399,11 @@ def test_lanes_are_those_that_training_gives_a_worker(lanes, data):
 def test_configuration_sinks_and_what_was_dropped(tmp_path):
     sink = {"event": "sink", "name": "wandb", "behind_bytes": 7, "dropped": 0, "error": None}
     drops = [{"event": "images_dropped", "count": count, "step": 1} for count in (2, 3)]
-    view = view_of(tmp_path, started(), sink, *drops, {**sink, "behind_bytes": 0, "error": "no disk"})
+    view = view_of(
+        tmp_path, started(), sink, *drops, {**sink, "behind_bytes": 0, "error": "no disk"}
+    )
     told = view.summary()
-    assert told["config"] == {"lanes": 8, "patience": "inf"}
+    assert told["config"] == {"lanes": 8, "timeout": "inf"}
     assert told["sinks"] == [{"name": "wandb", "behind_bytes": 0, "dropped": 0, "error": "no disk"}]
     assert told["dropped_images"] == 5
     assert (told["attempts"], told["torch"], told["devices"]) == (1, "2.13.0", ["cpu"])
@@ -295,13 +411,23 @@ def test_configuration_sinks_and_what_was_dropped(tmp_path):
 
 def test_images_by_name(tmp_path):
     images = [
-        {"event": "image", "name": name, "step": step, "path": f"images/{step}.png", "width": 3, "height": 2}
+        {
+            "event": "image",
+            "name": name,
+            "step": step,
+            "path": f"images/{step}.png",
+            "width": 3,
+            "height": 2,
+        }
         for step, name in enumerate("aba")
     ]
     view = view_of(tmp_path, *images)
     size = {"width": 3, "height": 2, "bytes": None}
     assert view.summary()["images"] == [
-        {"name": "a", "items": [{"number": 0, "step": 0, **size}, {"number": 2, "step": 2, **size}]},
+        {
+            "name": "a",
+            "items": [{"number": 0, "step": 0, **size}, {"number": 2, "step": 2, **size}],
+        },
         {"name": "b", "items": [{"number": 1, "step": 1, **size}]},
     ]
     assert view.image(1).path == "images/1.png"
@@ -347,7 +473,12 @@ ODD = [
     {"event": "stopped", "signal": "KILL"},
     {"event": "failed", "traceback": 3},
     {"event": "started", "workers": 3, "lanes": "x", "config": [], "devices": 1},
-    {"event": "resumed", "workers": [1], "step": 10**400, "config": {"a": [[[[[[[[]]]]]]]], "b": "nan"}},
+    {
+        "event": "resumed",
+        "workers": [1],
+        "step": 10**400,
+        "config": {"a": [[[[[[[[]]]]]]]], "b": "nan"},
+    },
     {"event": "resumed", "step": "nan"},
     {"event": ["finished"]},
     {"event": "odd_kind", "time": "now"},
@@ -369,9 +500,17 @@ def test_what_no_run_writes_does_no_harm(directory, events):
 
 
 def test_events_beyond_many_are_left_out_but_the_first(tmp_path):
-    view = view_of(tmp_path, started(), *[{"event": "snapshot", "step": step} for step in range(MOST_ITEMS + 5)])
+    view = view_of(
+        tmp_path,
+        started(),
+        *[{"event": "snapshot", "step": step} for step in range(MOST_ITEMS + 5)],
+    )
     events = view.summary()["events"]
-    assert [len(events), events[0]["kind"], events[-1]["step"]] == [MOST_ITEMS + 1, "started", MOST_ITEMS + 4]
+    assert [len(events), events[0]["kind"], events[-1]["step"]] == [
+        MOST_ITEMS + 1,
+        "started",
+        MOST_ITEMS + 4,
+    ]
 
 
 def test_a_folder_of_runs(tmp_path):
@@ -399,8 +538,13 @@ def test_one_run_and_several_places(tmp_path):
     one = open_views(tmp_path / "a/run")
     assert [(run, view.name) for run, view in one.items()] == [(".", "run")]
     several = open_views(tmp_path / "a/run", tmp_path / "b/run", tmp_path / "b", tmp_path / "b")
-    assert [(run, view.name) for run, view in several.items()] == [(run, run) for run in ("run", "run-2", "b/more", "b/run")]
-    assert [view.source.location for view in several.at(str(tmp_path / "b"))] == [str(tmp_path / "b/more"), str(tmp_path / "b/run")]
+    assert [(run, view.name) for run, view in several.items()] == [
+        (run, run) for run in ("run", "run-2", "b/more", "b/run")
+    ]
+    assert [view.source.location for view in several.at(str(tmp_path / "b"))] == [
+        str(tmp_path / "b/more"),
+        str(tmp_path / "b/run"),
+    ]
 
 
 def test_a_url(tmp_path):

@@ -11,25 +11,48 @@ if TYPE_CHECKING:
 START = 1_700_000_000.0
 
 
-def started(step: int = 0, *, kind: str = "started", workers: int = 2, lanes: int = 8, **fields: Any) -> dict[str, Any]:
+def started(
+    step: int = 0, *, kind: str = "started", workers: int = 2, lanes: int = 8, **fields: Any
+) -> dict[str, Any]:
     """Make the event of a start."""
     team = [{"rank": rank, "host": "here", "pid": 100 + rank} for rank in range(workers)]
-    base = {"event": kind, "attempt": "a", "step": step, "lanes": lanes, "workers": team, "devices": ["cpu"], "torch": "2.13.0"}
-    return {**base, "config": {"lanes": lanes, "patience": "inf"}, **fields}
+    base = {
+        "event": kind,
+        "attempt": "a",
+        "step": step,
+        "lanes": lanes,
+        "workers": team,
+        "devices": ["cpu"],
+        "torch": "2.13.0",
+    }
+    return {**base, "config": {"lanes": lanes, "timeout": "inf"}, **fields}
 
 
 def scalars(step: int, **values: Any) -> dict[str, Any]:
     """Make the event of a step's scalars."""
-    return {"event": "scalars", "step": step, "epoch": step // 4, "values": values, "low": {}, "high": {}}
+    return {
+        "event": "scalars",
+        "step": step,
+        "epoch": step // 4,
+        "values": values,
+        "low": {},
+        "high": {},
+    }
 
 
 def timing(step: int, *workers: tuple[float, ...]) -> dict[str, Any]:
     """Make the event of a step's seconds: data, compute, exchange, optimizer, snapshot, by worker."""
     parts = ("data", "compute", "exchange", "optimizer", "snapshot")
-    return {"event": "timing", "step": step, "workers": [dict(zip(parts, seconds, strict=True)) for seconds in workers]}
+    return {
+        "event": "timing",
+        "step": step,
+        "workers": [dict(zip(parts, seconds, strict=True)) for seconds in workers],
+    }
 
 
-def write(directory: Path, *events: dict[str, Any], seconds: float = 1.0, start: float = START) -> None:
+def write(
+    directory: Path, *events: dict[str, Any], seconds: float = 1.0, start: float = START
+) -> None:
     """Append events to a run's record, one each `seconds`."""
     directory.mkdir(exist_ok=True)
     with (directory / "events.jsonl").open("ab") as file:

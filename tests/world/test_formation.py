@@ -93,22 +93,28 @@ def test_workers_that_never_come_are_named():
     def body():
         if os.environ["RANK"] in "02":
             with pytest.raises(WorldError) as caught:
-                shared_world(patience=3)
+                shared_world(timeout=3)
             return str(caught.value)
         return None
 
     first, _, third, _ = run_workers(body, 4)
     for rank, message in ((0, first), (2, third)):
         assert message.startswith("workers 1 and 3 did not come within 3 s")
-        assert f"(worker {rank}, while forming the world, was told RANK={rank} of WORLD_SIZE=4)" in message
+        assert (
+            f"(worker {rank}, while forming the world, was told RANK={rank} of WORLD_SIZE=4)"
+            in message
+        )
 
 
 def test_where_rank_zero_never_comes_there_is_no_store():
     def body():
         if os.environ["RANK"] == "0":
             return
-        with pytest.raises(WorldError, match=r"worker 1 .* forming the world: nobody listens at MASTER_ADDR=127.0.0.1 MASTER_PORT=\d+ "):
-            shared_world(patience=0.5)
+        with pytest.raises(
+            WorldError,
+            match=r"worker 1 .* forming the world: nobody listens at MASTER_ADDR=127.0.0.1 MASTER_PORT=\d+ ",
+        ):
+            shared_world(timeout=0.5)
 
     run_workers(body, 2)
 
@@ -120,20 +126,27 @@ def test_two_workers_with_one_rank_are_found_at_once(rank):
             os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
         started = time.monotonic()
         with pytest.raises(WorldError) as caught:
-            shared_world(patience=20)
+            shared_world(timeout=20)
         return str(caught.value).partition("; ")[0], time.monotonic() - started
 
     told = run_workers(body, 4)
     (message,) = {message for message, _ in told}
-    assert re.fullmatch(rf"two workers have rank {rank}: process (\d+) on host \S+ and process (?!\1)\d+ on host \S+", message)
+    assert re.fullmatch(
+        rf"two workers have rank {rank}: process (\d+) on host \S+ and process (?!\1)\d+ on host \S+",
+        message,
+    )
     assert all(seconds < 10 for _, seconds in told)
 
 
-@pytest.mark.parametrize("garbage", ["", "{", "[]", "{}", '{"host": "a", "pid": "b", "home": null, "address": null}'])
+@pytest.mark.parametrize(
+    "garbage", ["", "{", "[]", "{}", '{"host": "a", "pid": "b", "home": null, "address": null}']
+)
 def test_a_stranger_who_writes_into_the_store_is_an_error(garbage):
     def body():
-        with pytest.raises(WorldError, match="expected only this run's workers at MASTER_ADDR and MASTER_PORT"):
-            shared_world(patience=10)
+        with pytest.raises(
+            WorldError, match="expected only this run's workers at MASTER_ADDR and MASTER_PORT"
+        ):
+            shared_world(timeout=10)
 
     with launcher_store() as (kept, environment):
         kept.set("attempt/0/samestep/0/offer/1", garbage or " ")
@@ -155,19 +168,21 @@ def test_a_launcher_s_store_serves_one_world_after_another():
         if world.rank == 1:
             return
         with pytest.raises(WorldError, match=r"worker 1 did not come within 0.5 s"):
-            shared_world(patience=0.5)
+            shared_world(timeout=0.5)
 
     with launcher_store() as (_, environment):
         run_workers(body, 2, environment=environment)
 
 
 @pytest.mark.parametrize(
-    ("address", "listens"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("10.1.2.3", "::")]
+    ("address", "listens"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("10.1.2.3", "::")],
 )
 def test_a_store_at_the_loopback_address_listens_there_alone(address, listens):
     """Elsewhere it listens on all addresses: a host may not have the one by which others know it."""
     place = replace(find_place({}), address=address)
     with store._listener(place) as listener:
         assert listener.getsockname()[0] == listens
-        assert store._listener(replace(place, port=listener.getsockname()[1])) is None  # taken: whose it is will be found out
+        # taken: whose it is will be found out
+        assert store._listener(replace(place, port=listener.getsockname()[1])) is None
         assert store._listener(replace(place, rank=1)) is None

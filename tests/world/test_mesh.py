@@ -35,7 +35,7 @@ def state_of(pid):
 
 def test_a_worker_that_dies_is_named_while_the_others_wait_for_it():
     def body():
-        world = shared_world(patience=300)
+        world = shared_world(timeout=300)
         pids = world.all_gather_json(os.getpid(), "telling pids")
         if world.rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -48,11 +48,13 @@ def test_a_worker_that_dies_is_named_while_the_others_wait_for_it():
 
 
 @pytest.mark.parametrize("leave", ["die", "close"])
-def test_a_worker_that_goes_is_noticed_where_a_process_that_it_forked_holds_on_to_the_connection(leave):
+def test_a_worker_that_goes_is_noticed_where_a_process_that_it_forked_holds_on_to_the_connection(
+    leave,
+):
     noticed = get_context("fork").Event()
 
     def body():
-        world = shared_world(patience=300)
+        world = shared_world(timeout=300)
         child = os.fork() if world.rank == 1 else None
         if child == 0:
             signal.pause()
@@ -62,7 +64,8 @@ def test_a_worker_that_goes_is_noticed_where_a_process_that_it_forked_holds_on_t
             noticed.set()
             return message
         if leave == "die":
-            os.kill(os.getpid(), signal.SIGKILL)  # when all have ended, the child is killed with the worker's group of processes
+            # when all have ended, the child is killed with the worker's group of processes
+            os.kill(os.getpid(), signal.SIGKILL)
         world.close()
         assert noticed.wait(30)
         os.kill(child, signal.SIGKILL)
@@ -76,7 +79,7 @@ def test_a_worker_that_goes_is_noticed_where_a_process_that_it_forked_holds_on_t
 
 def test_a_worker_that_leaves_is_noticed_by_those_who_go_on():
     def body():
-        world = shared_world(patience=300)
+        world = shared_world(timeout=300)
         world.barrier("meeting")
         if world.rank == 1:
             world.close()
@@ -93,7 +96,7 @@ def test_a_worker_that_was_stopped_is_named_after_the_timeout():
     named = get_context("fork").Barrier(2)
 
     def body():
-        world = shared_world(patience=1)
+        world = shared_world(timeout=1)
         pids = world.all_gather_json(os.getpid(), "telling pids")
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -110,9 +113,14 @@ def test_a_worker_that_was_stopped_is_named_after_the_timeout():
 
     messages = [outcome.value for outcome in try_workers(body, 3)]
     (report,) = [message for message in messages if "usual cause: SIGSTOP" in message]
-    assert report.startswith("worker 1 did not come within 1 s while workers 0 and 2 were waiting at step 0\n")
+    assert report.startswith(
+        "worker 1 did not come within 1 s while workers 0 and 2 were waiting at step 0\n"
+    )
     (other,) = {messages[0], messages[2]} - {report}
-    assert re.search(r"worker 1 \(process \d+, which is stopped\) did not come within 1 s; before that all were telling pids", other)
+    assert re.search(
+        r"worker 1 \(process \d+, which is stopped\) did not come within 1 s; before that all were telling pids",
+        other,
+    )
     assert re.search(r"; worker 1 did not come within 1 s .* tells more \(", other)
 
 
@@ -120,7 +128,8 @@ def test_workers_that_make_different_calls_are_told():
     def body(world):
         mine, other = ("sending", "receiving")[:: 1 if world.rank == 0 else -1]
         with pytest.raises(
-            WorldError, match=f"worker {world.rank} was {mine} while worker {1 - world.rank} was {other}; expected the same calls"
+            WorldError,
+            match=f"worker {world.rank} was {mine} while worker {1 - world.rank} was {other}; expected the same calls",
         ):
             world.barrier(mine)
         with pytest.raises(WorldError, match=f"an earlier call failed, while {mine}"):
@@ -192,16 +201,29 @@ def test_strangers_are_refused_and_the_world_forms_all_the_same(monkeypatch):
 def test_nobody_connects_to_a_process_that_listens_in_the_place_of_another():
     def body(address):
         members = {0: Member(os.getpid(), address), 1: Member(os.getpid(), "")}
-        with Door() as door, pytest.raises(WorldError, match=f"process {os.getppid()} listens where process {os.getpid()} should"):
-            door.connect(1, members, timeout_seconds=30, patience_seconds=30)
+        with (
+            Door() as door,
+            pytest.raises(
+                WorldError,
+                match=f"process {os.getppid()} listens where process {os.getpid()} should",
+            ),
+        ):
+            door.connect(1, members, start_timeout_seconds=30, timeout_seconds=30)
 
     with Door() as another:
         run_workers(body, 1, another.member.address)
 
 
 def test_a_worker_that_does_not_connect_is_named():
-    with Door() as door, pytest.raises(WorldError, match=r"while forming the world.*\(worker 1 \(process 1\) did not come\)"):
-        door.connect(0, {0: door.member, 1: Member(1, "")}, timeout_seconds=0.01, patience_seconds=30)
+    with (
+        Door() as door,
+        pytest.raises(
+            WorldError, match=r"while forming the world.*\(worker 1 \(process 1\) did not come\)"
+        ),
+    ):
+        door.connect(
+            0, {0: door.member, 1: Member(1, "")}, start_timeout_seconds=0.01, timeout_seconds=30
+        )
 
 
 def test_nothing_stays_open_or_behind():
@@ -214,7 +236,8 @@ def test_nothing_stays_open_or_behind():
         assert set(Path("/dev/shm").iterdir()) == named
         world.close()
         assert "memfd:samestep" not in Path("/proc/self/maps").read_text()
-        while open_files() > files:  # rank 0's store closes its ends of the others' connections when it gets round to it
+        # rank 0's store closes its ends of the others' connections when it gets round to it
+        while open_files() > files:
             os.sched_yield()
 
     run_workers(body, 3)

@@ -13,7 +13,10 @@ from tests.worlds import in_processes
 
 WORKERS = 3
 BOX_BYTES = 20_000  # small, so that data of some sizes takes one box, and of others several
-SIZES = st.one_of(st.integers(0, 5 * BOX_BYTES), st.sampled_from([INLINE_BYTES, INLINE_BYTES + 1, BOX_BYTES, BOX_BYTES + 1, 2 * BOX_BYTES]))
+SIZES = st.one_of(
+    st.integers(0, 5 * BOX_BYTES),
+    st.sampled_from([INLINE_BYTES, INLINE_BYTES + 1, BOX_BYTES, BOX_BYTES + 1, 2 * BOX_BYTES]),
+)
 
 
 def bytes_of(rank, size):
@@ -21,7 +24,11 @@ def bytes_of(rank, size):
 
 
 def numbers(rank, size):
-    return torch.frombuffer(bytearray(bytes_of(rank, size)), dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(bytes_of(rank, size)), dtype=torch.uint8)
+        if size
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 # Each example starts three processes, which then go through a list of cases.
@@ -32,15 +39,27 @@ def test_what_each_sends_comes_whole_to_each(cases):
         ranks = range(world.size)
         for sizes in cases:
             own = sizes[world.rank]
-            assert world.all_gather_bytes(bytes_of(world.rank, own), "gathering") == [bytes_of(rank, sizes[rank]) for rank in ranks]
+            assert world.all_gather_bytes(bytes_of(world.rank, own), "gathering") == [
+                bytes_of(rank, sizes[rank]) for rank in ranks
+            ]
             gathered = world.gather_bytes(bytes_of(world.rank, own), "gathering")
-            assert gathered == ([bytes_of(rank, sizes[rank]) for rank in ranks] if world.rank == 0 else None)
+            assert gathered == (
+                [bytes_of(rank, sizes[rank]) for rank in ranks] if world.rank == 0 else None
+            )
 
             # Rank r sends sizes[(r + s) % n] bytes to rank s.
-            sent = [numbers(world.rank + 10 * rank, sizes[(world.rank + rank) % world.size]) for rank in ranks]
-            expected = [numbers(rank + 10 * world.rank, sizes[(world.rank + rank) % world.size]) for rank in ranks]
+            sent = [
+                numbers(world.rank + 10 * rank, sizes[(world.rank + rank) % world.size])
+                for rank in ranks
+            ]
+            expected = [
+                numbers(rank + 10 * world.rank, sizes[(world.rank + rank) % world.size])
+                for rank in ranks
+            ]
             out = torch.empty(sum(map(len, expected)), dtype=torch.uint8)
-            world.all_to_all(out, list(map(len, expected)), torch.cat(sent), list(map(len, sent)), "exchanging")
+            world.all_to_all(
+                out, list(map(len, expected)), torch.cat(sent), list(map(len, sent)), "exchanging"
+            )
             assert torch.equal(out, torch.cat(expected))
 
             tensor = numbers(world.rank, sizes[0])
@@ -86,7 +105,9 @@ def test_a_tensor_of_another_size_than_expected_is_an_error():
         if world.rank == 0:
             world.broadcast(tensor, "copying")
         else:
-            with pytest.raises(WorldError, match="worker 0 sent 16 bytes while copying; worker 1 expected 20"):
+            with pytest.raises(
+                WorldError, match="worker 0 sent 16 bytes while copying; worker 1 expected 20"
+            ):
                 world.broadcast(tensor, "copying")
 
     in_processes(2, body)
@@ -94,7 +115,10 @@ def test_a_tensor_of_another_size_than_expected_is_an_error():
 
 def test_buffers_of_different_sizes_are_refused():
     def body(world):
-        with pytest.raises(WorldError, match=f"a buffer of {world.rank + 5} bytes was asked for and worker {1 - world.rank} asked for"):
+        with pytest.raises(
+            WorldError,
+            match=f"a buffer of {world.rank + 5} bytes was asked for and worker {1 - world.rank} asked for",
+        ):
             world.shared(world.rank + 5)
 
     in_processes(2, body)

@@ -69,7 +69,9 @@ def test_the_first_failure_is_what_all_others_tell():
 
     first, second, _ = in_processes(3, body)
     for rank, message in enumerate((first, second)):
-        assert message.startswith(f"worker {rank} got no answer from the others while meeting; worker 2 (host ")
+        assert message.startswith(
+            f"worker {rank} got no answer from the others while meeting; worker 2 (host "
+        )
         assert "failed first, at step 5: LookupError: no such thing (" in message
 
 
@@ -105,7 +107,7 @@ def test_what_a_stranger_writes_into_the_store_harms_nobody(garbage, monkeypatch
 
 def test_one_reports_and_the_others_say_who(monkeypatch):
     def body():
-        world = shared_world(patience=0.3)
+        world = shared_world(timeout=0.3)
         world.barrier("meeting")
         if world.rank == 3:
             time.sleep(3600)
@@ -120,10 +122,15 @@ def test_one_reports_and_the_others_say_who(monkeypatch):
     reports = [text for is_report, text in (end.value for end in others) if is_report]
     told = [text for is_report, text in (end.value for end in others) if not is_report]
     assert len(reports) == 1
-    assert reports[0].startswith("worker 3 did not come within 0.3 s while workers 0, 1 and 2 were meeting again at step 0\n")
+    assert reports[0].startswith(
+        "worker 3 did not come within 0.3 s while workers 0, 1 and 2 were meeting again at step 0\n"
+    )
     assert len(told) == 2
     for text in told:
-        assert "worker 3 did not come within 0.3 s while workers 0, 1 and 2 were meeting again at step 0: worker " in text
+        assert (
+            "worker 3 did not come within 0.3 s while workers 0, 1 and 2 were meeting again at step 0: worker "
+            in text
+        )
         assert "tells more" in text
 
 

@@ -19,8 +19,29 @@ from tests.workers import run_workers, try_workers
 from tests.worlds import distributed_world, in_processes, in_threads, on_hosts, shared_world
 
 FIRST_CAPACITY = ROW_BYTES - HEAD_BYTES  # bytes that fit the first message of `Distributed`
-LENGTHS = [0, 1, FIRST_CAPACITY - 1, FIRST_CAPACITY, FIRST_CAPACITY + 1, INLINE_BYTES, INLINE_BYTES + 1, 3, 200_000, 0]
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
+LENGTHS = [
+    0,
+    1,
+    FIRST_CAPACITY - 1,
+    FIRST_CAPACITY,
+    FIRST_CAPACITY + 1,
+    INLINE_BYTES,
+    INLINE_BYTES + 1,
+    3,
+    200_000,
+    0,
+]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
 
 
 def conforms(world):
@@ -29,7 +50,8 @@ def conforms(world):
     for check in CHECKS:
         before = world.meetings
         check(world)
-        assert world.meetings > before or check in {rank_zero_is_copied, workers_of_a_host_meet}  # where not all need to wait for all
+        # where not all need to wait for all
+        assert world.meetings > before or check in {rank_zero_is_copied, workers_of_a_host_meet}
     meetings = world.meetings
     world.barrier("waiting")
     assert world.meetings == meetings + 1
@@ -49,14 +71,23 @@ def bytes_of_any_length(world):
 
 
 def json_keeps_bits(world):
-    value = {"rank": world.rank, "floats": [0.1, 5e-324, 1.7976931348623157e308, -0.0, math.inf, -math.inf, math.nan], "text": "\u20ac\x00"}
+    value = {
+        "rank": world.rank,
+        "floats": [0.1, 5e-324, 1.7976931348623157e308, -0.0, math.inf, -math.inf, math.nan],
+        "text": "\u20ac\x00",
+    }
     everyone = world.all_gather_json(value, "gathering JSON")
-    assert [repr(other) for other in everyone] == [repr({**value, "rank": rank}) for rank in range(world.size)]
+    assert [repr(other) for other in everyone] == [
+        repr({**value, "rank": rank}) for rank in range(world.size)
+    ]
 
 
 def objects(world):
     own = {world.rank: (1, {2}, b"3"), "tensor": torch.full((2, 3), world.rank)}
-    for everyone in (world.all_gather_object(own, "gathering objects"), world.gather_object(own, "gathering objects")):
+    for everyone in (
+        world.all_gather_object(own, "gathering objects"),
+        world.gather_object(own, "gathering objects"),
+    ):
         if everyone is None:
             assert world.rank > 0
             continue
@@ -64,7 +95,10 @@ def objects(world):
             assert other[rank] == (1, {2}, b"3")
             assert torch.equal(other["tensor"], torch.full((2, 3), rank))
     assert world.broadcast_object(f"from {world.rank}", "sharing an object") == "from 0"
-    assert world.broadcast_object("x" * 5000 if world.rank == 0 else None, "sharing an object") == "x" * 5000
+    assert (
+        world.broadcast_object("x" * 5000 if world.rank == 0 else None, "sharing an object")
+        == "x" * 5000
+    )
 
 
 def tensors_are_gathered(world):
@@ -72,11 +106,15 @@ def tensors_are_gathered(world):
         for size in (0, 1, 1000):
             own = torch.full((size,), world.rank % 2, dtype=dtype)
             out = torch.full((world.size * size,), 3, dtype=dtype)
-            expected = torch.cat([torch.full((size,), rank % 2, dtype=dtype) for rank in range(world.size)])
+            expected = torch.cat(
+                [torch.full((size,), rank % 2, dtype=dtype) for rank in range(world.size)]
+            )
             world.all_gather(out, own, "gathering tensors")
             assert torch.equal(out, expected)
             out[: world.rank * size], out[(world.rank + 1) * size :] = 3, 3
-            world.all_gather(out, out[world.rank * size : (world.rank + 1) * size], "gathering tensors in place")
+            world.all_gather(
+                out, out[world.rank * size : (world.rank + 1) * size], "gathering tensors in place"
+            )
             assert torch.equal(out, expected)
 
 
@@ -89,7 +127,9 @@ def parts_go_to_their_ranks(world):
         sent = [part(world.rank, rank, scale) for rank in ranks]
         expected = [part(rank, world.rank, scale) for rank in ranks]
         out = torch.empty(sum(map(len, expected)))
-        world.all_to_all(out, list(map(len, expected)), torch.cat(sent), list(map(len, sent)), "exchanging parts")
+        world.all_to_all(
+            out, list(map(len, expected)), torch.cat(sent), list(map(len, sent)), "exchanging parts"
+        )
         assert torch.equal(out, torch.cat(expected))
 
 
@@ -107,11 +147,15 @@ def memory_is_shared_inside_hosts(world):
     for nbytes in (0, 1, 100_000):
         buffers = world.shared(nbytes)
         own = buffers[world.host.index(world.rank)]
-        assert [(buffer.dtype, buffer.shape, int(buffer.sum())) for buffer in buffers] == [(torch.uint8, (nbytes,), 0)] * len(world.host)
+        assert [(buffer.dtype, buffer.shape, int(buffer.sum())) for buffer in buffers] == [
+            (torch.uint8, (nbytes,), 0)
+        ] * len(world.host)
         world.barrier("reading zeros")
         own.fill_(world.rank + 1)
         world.barrier("writing")
-        assert [buffer.tolist() for buffer in buffers] == [[rank + 1] * nbytes for rank in world.host]
+        assert [buffer.tolist() for buffer in buffers] == [
+            [rank + 1] * nbytes for rank in world.host
+        ]
         world.barrier("reading")
 
 
@@ -160,7 +204,11 @@ def test_a_world_of_several_hosts_conforms(hosts, workers):
 def test_messages_pass_a_host_once_and_in_few_rounds(monkeypatch):
     sent = []
     send = dist.isend
-    monkeypatch.setattr(dist, "isend", lambda rows, *arguments: (sent.append(tuple(rows.shape)), send(rows, *arguments))[1])
+    monkeypatch.setattr(
+        dist,
+        "isend",
+        lambda rows, *arguments: (sent.append(tuple(rows.shape)), send(rows, *arguments))[1],
+    )
 
     def body(world):
         sent.clear()
@@ -178,7 +226,9 @@ def calls(world):
         "all_gather_bytes": functools.partial(world.all_gather_bytes, b"data"),
         "gather_bytes": functools.partial(world.gather_bytes, b"data"),
         "all_gather": functools.partial(world.all_gather, tensor, tensor[:1]),
-        "all_to_all": functools.partial(world.all_to_all, tensor.clone(), [1] * world.size, tensor, [1] * world.size),
+        "all_to_all": functools.partial(
+            world.all_to_all, tensor.clone(), [1] * world.size, tensor, [1] * world.size
+        ),
         "broadcast": functools.partial(world.broadcast, tensor),
         "barrier": world.barrier,
         "broadcast_object": functools.partial(world.broadcast_object, None),
@@ -186,13 +236,14 @@ def calls(world):
 
 
 @pytest.mark.parametrize(
-    ("join", "workers"), [(shared_world, 3), (distributed_world, 3), (functools.partial(distributed_world, hosts=2), 4)]
+    ("join", "workers"),
+    [(shared_world, 3), (distributed_world, 3), (functools.partial(distributed_world, hosts=2), 4)],
 )
 def test_a_lost_worker_is_an_error_on_the_others_within_seconds(join, workers):
     """After the first error every further call fails too, at once."""
 
     def body():
-        world = join(patience=300)
+        world = join(timeout=300)
         world.barrier("starting")
         if world.rank == 2:
             os._exit(7)
@@ -211,7 +262,10 @@ def test_a_lost_worker_is_an_error_on_the_others_within_seconds(join, workers):
         seconds, told = outcome.value
         assert seconds < 10
         for name, message in told.items():
-            assert f"worker {outcome.rank} got no answer from the others while making the call {name}" in message
+            assert (
+                f"worker {outcome.rank} got no answer from the others while making the call {name}"
+                in message
+            )
 
 
 @pytest.mark.parametrize("join", [shared_world, distributed_world])

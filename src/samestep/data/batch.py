@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 class Batch:
     """What `run.batches` and `run.streams` yield for a step; iterate it for this worker's lane batches, in lane order.
 
-    Lane batches are as `collate_fn` (or the stream) made them; lanes without samples have none. A batch may be
-    iterated more than once. `counts` holds the samples of each of the run's lanes where a plan knows them.
+    Lane batches are as `collate_fn` (or the stream) made them; lanes without samples have none. A
+    batch may be iterated more than once. `counts` holds the samples of each of the run's lanes
+    where a plan knows them.
     """
 
     epoch: int
@@ -30,7 +31,9 @@ class Batch:
 
     def lane_batches(self) -> Iterator[tuple[int, Any]]:
         """Yield (lane, lane batch), loading what was not loaded before."""
-        lanes_with_samples = [lane for lane in self.lanes if self.counts is None or self.counts[lane]]
+        lanes_with_samples = [
+            lane for lane in self.lanes if self.counts is None or self.counts[lane]
+        ]
         for number, lane in enumerate(lanes_with_samples):
             if number == len(self._loaded):
                 started = time.perf_counter()
@@ -58,7 +61,8 @@ def items_in(batch: Any) -> int:
 def to_device(batch: Any, device: Any) -> Any:
     """Return a collated batch with every tensor in it on `device`; containers keep their types."""
     if hasattr(batch, "to"):
-        return batch.to(device, non_blocking=str(device) != "cpu")  # on its way to the CPU it would be read before it has arrived
+        # on its way to the CPU it would be read before it has arrived
+        return batch.to(device, non_blocking=str(device) != "cpu")
     if isinstance(batch, dict):
         return type(batch)((name, to_device(value, device)) for name, value in batch.items())
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -27,7 +27,8 @@ def plan_batches(
 ) -> Iterator[Batch]:
     """Yield a `Batch` for each (epoch, step in epoch) of `positions()`, with the batches of `lanes`.
 
-    Loader processes fetch across steps and epochs, so `positions` is iterated twice: for fetching and for yielding.
+    Loader processes fetch across steps and epochs, so `positions` is iterated twice: for fetching
+    and for yielding.
     """
 
     def requests() -> Iterator[Request]:
@@ -36,10 +37,21 @@ def plan_batches(
             for lane in lanes:
                 if counts[lane]:
                     where = f"lane {lane} of step {step} in epoch {epoch}"
-                    yield Request(where, plan.indices(epoch, step, lane).tolist(), key(seed, "fetch", epoch, step, lane))
+                    yield Request(
+                        where,
+                        plan.indices(epoch, step, lane).tolist(),
+                        key(seed, "fetch", epoch, step, lane),
+                    )
 
     two_steps = 2 * len(lanes)  # one to compute on while the other is loaded
-    source = load(dataset, requests(), collate_fn=collate_fn, loader_workers=loader_workers, pin_memory=pin_memory, ahead=two_steps)
+    source = load(
+        dataset,
+        requests(),
+        collate_fn=collate_fn,
+        loader_workers=loader_workers,
+        pin_memory=pin_memory,
+        ahead=two_steps,
+    )
     for epoch, step in positions():
         batch = Batch(epoch, lanes, plan.counts(epoch, step), source)
         yield batch

@@ -56,7 +56,8 @@ class Fetcher(torch.utils.data.Dataset[Any]):
             with keyed(request.key):
                 return self.collate_fn(self._samples(request))
         except Exception as error:
-            # Only text survives the way back from a loader process, so the cause travels in the message.
+            # Only text survives the way back from a loader process, so the cause travels in the
+            # message.
             raise LoaderError(
                 f"loading {request.where} failed: {type(error).__name__}: {error}\n"
                 f"sample indices {_short(request.indices)}\n{traceback.format_exc()}"
@@ -67,7 +68,9 @@ class Fetcher(torch.utils.data.Dataset[Any]):
             return [self.dataset[index] for index in request.indices]
         samples = self.dataset.__getitems__(list(request.indices))
         if len(samples) != len(request.indices):
-            raise DataError(f"__getitems__ returned {len(samples)} samples for {len(request.indices)} indices; expected one each, in order")
+            raise DataError(
+                f"__getitems__ returned {len(samples)} samples for {len(request.indices)} indices; expected one each, in order"
+            )
         return list(samples)
 
 
@@ -111,12 +114,14 @@ def load(
         pin_memory=pin_memory,
         prefetch_factor=max(2, -(-ahead // loader_workers)) if loader_workers > 0 else None,
         worker_init_fn=partial(_begin_process, os.getpid(), on_main_thread=_on_main_thread()),
-        generator=torch.Generator(),  # the loader draws a base seed: not from the generator that user code draws from
+        # the loader draws a base seed: not from the generator that user code draws from
+        generator=torch.Generator(),
     )
     batches = _iter(loader)
     try:
         yield from batches
-    except (RuntimeError, OSError, EOFError) as error:  # what a data set raises arrives as LoaderError
+    # what a data set raises arrives as LoaderError
+    except (RuntimeError, OSError, EOFError) as error:
         reason = str(error).partition("\n")[0]
         raise LoaderError(
             f"a loader process died ({type(error).__name__}: {reason}); usually it ran out of memory or shared memory, "
@@ -125,22 +130,25 @@ def load(
         ) from error
     finally:
         if loader_workers > 0:
-            batches._shutdown_workers()  # noqa: SLF001  torch leaves it to the garbage collector, and an error's traceback delays that
+            # torch leaves it to the garbage collector, and an error's traceback delays that
+            batches._shutdown_workers()  # noqa: SLF001
 
 
 def _iter(loader: DataLoader[Any]) -> Any:
     """Start iterating, without torch's handler of SIGCHLD, and with loader processes that only their parent can end.
 
-    The handler raises in whatever runs when a loader process dies, be it an exchange. Without it the iterator finds a dead process
-    within five seconds.
+    The handler raises in whatever runs when a loader process dies, be it an exchange. Without it
+    the iterator finds a dead process within five seconds.
     """
     former = signal.getsignal(signal.SIGCHLD)
-    with _held_back(STOPPING):  # a loader process begins with these signals held back too, until it ignores them
+    # a loader process begins with these signals held back too, until it ignores them
+    with _held_back(STOPPING):
         batches: Any = iter(loader)
     if former is not None and _on_main_thread():
         signal.signal(signal.SIGCHLD, former)
     for process in getattr(batches, "_workers", ()):
-        process._popen.terminate = process._popen.kill  # noqa: SLF001  how torch and Python end one that does not end by itself
+        # how torch and Python end one that does not end by itself
+        process._popen.terminate = process._popen.kill  # noqa: SLF001
     return batches
 
 
@@ -166,14 +174,19 @@ def _held_back(numbers: Iterable[signal.Signals]) -> Iterator[None]:
 def _begin_process(parent: int, _: int, *, on_main_thread: bool) -> None:
     """Make a loader process one that lives as long as its parent needs it.
 
-    Schedulers and terminals signal all processes of a job. The parent then still has a step to end, for which it needs its batches.
+    Schedulers and terminals signal all processes of a job. The parent then still has a step to end,
+    for which it needs its batches.
     """
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-    if on_main_thread:  # else it would end with the thread that started it, and torch looks every five seconds whether the parent lives
+    # else it would end with the thread that started it, and torch looks every five seconds whether
+    # the parent lives
+    if on_main_thread:
         end_with_parent(parent)
-    gc.freeze()  # or the garbage collector would write to every object that was there before, which copies its page
+    # or the garbage collector would write to every object that was there before, which copies its
+    # page
+    gc.freeze()
 
 
 def _on_main_thread() -> bool:

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 ROUNDS: Final = 8
-SMALL: Final = 1024  # up to here a table costs little, and a network would not make all orders equally likely
-BLOCK: Final = 8192  # positions that `span` evaluates at once: enough for NumPy's arithmetic to outweigh its calls
+# up to here a table costs little, and a network would not make all orders equally likely
+SMALL: Final = 1024
+# positions that `span` evaluates at once: enough for NumPy's arithmetic to outweigh its calls
+BLOCK: Final = 8192
 BLOCKS_KEPT: Final = 4
 TABULATED: Final = 2**32  # up to here tables of all rounds fit 4 MiB
 
@@ -29,10 +31,10 @@ Round = Callable[[Values], Values]  # what is added to one half, as a function o
 class Permutation:
     """A keyed permutation of `range(size)`: `permutation[positions]` gives int64 values of the same shape.
 
-    A generalised Feistel network over Z_a x Z_b with cycle walking (Black and Rogaway, "Ciphers with
-    arbitrary finite domains", CT-RSA 2002). a and b are near the root of `size`, so that the domain
-    exceeds `size` by less than a and a walk of more than one cycle is rare. `size` is 1 to 2**62; small ones are
-    sorted by random numbers.
+    A generalised Feistel network over Z_a x Z_b with cycle walking (Black and Rogaway, "Ciphers
+    with arbitrary finite domains", CT-RSA 2002). a and b are near the root of `size`, so that the
+    domain exceeds `size` by less than a and a walk of more than one cycle is rare. `size` is 1 to
+    2**62; small ones are sorted by random numbers.
     """
 
     def __init__(self, size: int, key: int) -> None:
@@ -43,7 +45,10 @@ class Permutation:
         self._b = -(-size // self._a)
         words = hashlib.blake2b(str(key).encode(), digest_size=8 * ROUNDS).digest()
         round_keys = np.frombuffer(words, dtype=np.uint64)
-        self._rounds = [partial(_round, round_key, (self._a, self._b)[number % 2]) for number, round_key in enumerate(round_keys)]
+        self._rounds = [
+            partial(_round, round_key, (self._a, self._b)[number % 2])
+            for number, round_key in enumerate(round_keys)
+        ]
         self._table = np.argsort(_mix(np.arange(size), round_keys[0])) if size <= SMALL else None
         self._blocks: dict[int, Values] = {}
 
@@ -54,7 +59,9 @@ class Permutation:
         """Return the values at `positions`, each in [0, size); raises IndexError outside."""
         at = np.asarray(positions)
         if at.size and (at.min() < 0 or at.max() >= self.size):
-            raise IndexError(f"positions {at.min()} to {at.max()} of a permutation of {self.size} items")
+            raise IndexError(
+                f"positions {at.min()} to {at.max()} of a permutation of {self.size} items"
+            )
         if self._table is not None:
             return self._table[at.astype(np.intp)]
         return self._evaluate(np.atleast_1d(at).astype(np.int64), self._rounds).reshape(at.shape)
@@ -62,19 +69,30 @@ class Permutation:
     def span(self, start: int, stop: int) -> Values:
         """Return the values at positions [start, stop), read-only; raises IndexError outside [0, size].
 
-        Whole blocks are evaluated and the last ones kept, so that spans near each other cost a fraction of `permutation[positions]`.
+        Whole blocks are evaluated and the last ones kept, so that spans near each other cost a
+        fraction of `permutation[positions]`.
         """
         if not 0 <= start <= stop <= self.size:
-            raise IndexError(f"positions {start} to {stop - 1} of a permutation of {self.size} items")
+            raise IndexError(
+                f"positions {start} to {stop - 1} of a permutation of {self.size} items"
+            )
         first, last = start // BLOCK, max(start, stop - 1) // BLOCK
-        values = self._block(first) if first == last else np.concatenate([self._block(number) for number in range(first, last + 1)])
+        values = (
+            self._block(first)
+            if first == last
+            else np.concatenate([self._block(number) for number in range(first, last + 1)])
+        )
         return values[start - first * BLOCK : stop - first * BLOCK]
 
     def _block(self, number: int) -> Values:
         block = self._blocks.get(number)
         if block is None:
             positions = np.arange(number * BLOCK, min((number + 1) * BLOCK, self.size))
-            block = self._evaluate(positions, self._tables) if SMALL < self.size <= TABULATED else self[positions]
+            block = (
+                self._evaluate(positions, self._tables)
+                if SMALL < self.size <= TABULATED
+                else self[positions]
+            )
             block.flags.writeable = False
             if len(self._blocks) == BLOCKS_KEPT:
                 self._blocks.pop(next(iter(self._blocks)))
@@ -84,7 +102,10 @@ class Permutation:
     @cached_property
     def _tables(self) -> list[Round]:
         """The rounds as tables of O(sqrt(size)) values, which are looked up faster than computed."""
-        return [one_round(np.arange((self._b, self._a)[number % 2])).__getitem__ for number, one_round in enumerate(self._rounds)]
+        return [
+            one_round(np.arange((self._b, self._a)[number % 2])).__getitem__
+            for number, one_round in enumerate(self._rounds)
+        ]
 
     def _evaluate(self, x: Values, rounds: Sequence[Round]) -> Values:
         values = self._network(x, rounds)
@@ -111,7 +132,9 @@ def _round(round_key: np.uint64, modulus: int, half: Values) -> Values:
 
 def _mix(x: Values, round_key: np.uint64) -> NDArray[np.uint64]:
     """Hash 64 bits with a key: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
-    mixed: NDArray[np.uint64] = (x.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ round_key
+    mixed: NDArray[np.uint64] = (x.astype(np.uint64) + np.uint64(1)) * np.uint64(
+        0x9E3779B97F4A7C15
+    ) ^ round_key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))

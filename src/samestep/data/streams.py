@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class LaneStream:
     """One lane's source: counts what it gave, and draws every item under a key of its own.
 
-    A source with `state_dict` and `load_state_dict` is put back by them; any other is made again and
-    read up to where it was.
+    A source with `state_dict` and `load_state_dict` is put back by them; any other is made again
+    and read up to where it was.
     """
 
     def __init__(self, make_stream: Callable[[int], Any], name: str, lane: int, seed: int) -> None:
@@ -55,11 +55,14 @@ class LaneStream:
                 next(self)
         else:
             self._source.load_state_dict(state["source"])
-            self._items = iter(self._source)  # many sources look at their state only when an iteration starts
+            # many sources look at their state only when an iteration starts
+            self._items = iter(self._source)
             self._given = state["given"]
 
 
-def stream_batches(streams: Mapping[int, LaneStream], lanes: range, steps: int | None = None) -> Iterator[Batch]:
+def stream_batches(
+    streams: Mapping[int, LaneStream], lanes: range, steps: int | None = None
+) -> Iterator[Batch]:
     """Yield a `Batch` a step with an item of each lane's stream, for `steps` steps or for ever."""
     for _ in count() if steps is None else range(steps):
         batch = Batch(0, lanes, None, (next(streams[lane]) for lane in lanes))

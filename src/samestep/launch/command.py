@@ -30,14 +30,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [-n N] [--OPTION VALUE ...] [-m] script ..."
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLES
-    parser.add_argument("-n", "--workers", type=int, default=1, metavar="N", help="workers to start on this machine (default: 1)")
+    parser.add_argument(
+        "-n",
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="workers to start on this machine (default: 1)",
+    )
     parser.add_argument(
         "--mode",
         choices=("ddp", "dp"),
         default="ddp",
         help="ddp: N workers with a device each (default); dp: one worker with N devices, as by -n 1 --devices N",
     )
-    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module, as in python -m")
+    parser.add_argument(
+        "-m",
+        "--module",
+        action="store_true",
+        help="the script is the name of a module, as in python -m",
+    )
     add_options(parser)
     add_node_arguments(parser)
     parser.add_argument("script", help="a Python script, or with -m a module")
@@ -49,13 +61,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("options of the run, as in samestep.init")
     for option in fields(Config):
         default = "" if option.default is None else f" (default: {str(option.default).lower()})"
-        group.add_argument(_flag(option.name), metavar="VALUE", help=f"{option.metadata['description']}{default}")
+        group.add_argument(
+            _flag(option.name), metavar="VALUE", help=f"{option.metadata['description']}{default}"
+        )
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of a run that were given on the command line, by name. Raises `ConfigError` that names the flag."""
     given = {name: text for name, text in vars(arguments).items() if text is not None}
-    return {option.name: parse(option.name, given[option.name], _flag(option.name)) for option in fields(Config) if option.name in given}
+    return {
+        option.name: parse(option.name, given[option.name], _flag(option.name))
+        for option in fields(Config)
+        if option.name in given
+    }
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -63,14 +81,23 @@ def main(arguments: argparse.Namespace) -> int:
     workers, options = arguments.workers, given_options(arguments)
     if arguments.mode == "dp":
         if "devices" in options:
-            raise ConfigError("--devices was given with --mode dp, where -n is the number of devices; give one of the two")
+            raise ConfigError(
+                "--devices was given with --mode dp, where -n is the number of devices; give one of the two"
+            )
         workers, options["devices"] = 1, arguments.workers
     if arguments.hosts is not None:
-        from samestep.launch.nodes.hosts import run_on_hosts  # noqa: PLC0415
+        from samestep.launch.nodes.hosts import run_on_hosts
 
         return run_on_hosts(arguments, options)
     gathering = gathering_of(arguments)
-    run_script(arguments.script, arguments.arguments, workers, options, as_module=arguments.module, gathering=gathering)
+    run_script(
+        arguments.script,
+        arguments.arguments,
+        workers,
+        options,
+        as_module=arguments.module,
+        gathering=gathering,
+    )
     return 0
 
 

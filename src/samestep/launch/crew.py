@@ -49,7 +49,7 @@ class Crew:
         self.failures: dict[int, Failure] = {}
         self.running: dict[int, ForkProcess | Nursling] = {}
         self.reports: dict[int, Report] = {}
-        self._kept, self._patience = job.kept, job.config.patience
+        self._kept, self._timeout = job.kept, job.config.timeout
         self._stopped_since: dict[int, float] = {}
         self._files: dict[int, int] = {}  # what tells of a worker's end
         self._groups: list[int] = []
@@ -63,11 +63,15 @@ class Crew:
             self.close()
             raise LaunchError(f"workers could not be started: {error}") from error
 
-    def _start(self, job: Job, attempt: Attempt, local_rank: int, outputs: Outputs, nursery: Nursery) -> None:
+    def _start(
+        self, job: Job, attempt: Attempt, local_rank: int, outputs: Outputs, nursery: Nursery
+    ) -> None:
         rank = attempt.first_rank + local_rank
         report = self.reports[rank] = Report()
         with outputs.pipes_of(rank) as pipes:
-            process = nursery.start(attempt, local_rank, report, pipes) or _forked(job, attempt, local_rank, report, pipes)
+            process = nursery.start(attempt, local_rank, report, pipes) or _forked(
+                job, attempt, local_rank, report, pipes
+            )
         assert process.pid is not None  # noqa: S101  it has been started
         self.running[rank] = process
         self._groups.append(process.pid)
@@ -95,23 +99,31 @@ class Crew:
             os.close(file)
         if code != 0:
             out_of_memory = _killed_for_memory() > self._killed_for_memory
-            failure = self.reports[rank].failure() or Failure.of_exit(code, at=self._looked_at, out_of_memory=out_of_memory)
+            failure = self.reports[rank].failure() or Failure.of_exit(
+                code, at=self._looked_at, out_of_memory=out_of_memory
+            )
             self.failures[rank] = failure.at_step(self._kept.step)
 
     def _end_stopped(self, now: float) -> None:
         """Take workers that a signal has stopped for killed, when others have waited for them in vain, or would have by now."""
-        in_vain = bool(self.failures) and all(failure.because_of_others for failure in self.failures.values())
+        in_vain = bool(self.failures) and all(
+            failure.because_of_others for failure in self.failures.values()
+        )
         for rank, process in list(self.running.items()):
             if not _is_stopped(process.pid):
                 self._stopped_since.pop(rank, None)
-            elif in_vain or now - self._stopped_since.setdefault(rank, now) > self._patience:
+            elif in_vain or now - self._stopped_since.setdefault(rank, now) > self._timeout:
                 process.kill()
                 process.join()
                 self._note_end(rank, -signal.SIGSTOP)
 
     def first_failure(self) -> tuple[int, Failure] | None:
         """Return rank and failure of the worker that failed first, and not because of others, as far as is known by now."""
-        return min(self.failures.items(), key=lambda item: (item[1].because_of_others, item[1].at), default=None)
+        return min(
+            self.failures.items(),
+            key=lambda item: (item[1].because_of_others, item[1].at),
+            default=None,
+        )
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all that run."""
@@ -146,7 +158,9 @@ class Crew:
         return self.reports[0].result() if 0 in self.reports else None
 
 
-def _forked(job: Job, attempt: Attempt, local_rank: int, report: Report, pipes: Pipes) -> ForkProcess:
+def _forked(
+    job: Job, attempt: Attempt, local_rank: int, report: Report, pipes: Pipes
+) -> ForkProcess:
     process = FORK.Process(target=job.work, args=(attempt, local_rank, report, pipes.take_over))
     process.start()
     return process
@@ -154,7 +168,9 @@ def _forked(job: Job, attempt: Attempt, local_rank: int, report: Report, pipes: 
 
 def _is_stopped(pid: int | None) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0] in {"T", "t"}
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(
+            ")"
+        )[2].split()[0] in {"T", "t"}
     except OSError:
         return False
 

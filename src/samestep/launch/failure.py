@@ -17,18 +17,26 @@ if TYPE_CHECKING:
 LEADING_MODULES: Final = {"samestep.launch.worker", "samestep.launch.script", "runpy"}
 
 
-# What a program brings upon itself. Any other signal came from outside: a person, a scheduler, a kernel that is out of memory.
-CRASHES: Final = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
-OUT_OF_MEMORY: Final = (
-    "the kernel ran out of memory and ended a process of this host meanwhile: start fewer workers here, or a new run with more lanes"
-)
+# What a program brings upon itself. Any other signal came from outside: a person, a scheduler, a
+# kernel that is out of memory.
+CRASHES: Final = {
+    signal.SIGSEGV,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+}
+OUT_OF_MEMORY: Final = "the kernel ran out of memory and ended a process of this host meanwhile: start fewer workers here, or a new run with more lanes"
 
 
 @dataclass(frozen=True)
 class Failure:
     """How a worker failed, with the exit `status` that tells of it.
 
-    `at` is in seconds of the monotonic clock, which all processes of a host share. One `from_outside` says nothing against going on.
+    `at` is in seconds of the monotonic clock, which all processes of a host share. One
+    `from_outside` says nothing against going on.
     """
 
     at: float
@@ -49,7 +57,8 @@ class Failure:
                 return cls(at, f"exited with status {error.code}", status=error.code)
             return cls(at, str(error.code))
         lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
-        summary = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")  # the traceback ends with all of it
+        # the traceback ends with all of it
+        summary = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
         failure = cls(at, summary, "".join(lines))
         if not isinstance(error, SamestepError) or error.because_of_others:
             return replace(failure, because_of_others=isinstance(error, SamestepError))
@@ -59,7 +68,8 @@ class Failure:
     def of_exit(cls, code: int, at: float, *, out_of_memory: bool = False) -> Failure:
         """Tell an end without last words; a negative `code` is the number of the signal that ended the worker, or stopped it.
 
-        `out_of_memory` says that the kernel ended processes for that meanwhile, of which this may be one.
+        `out_of_memory` says that the kernel ended processes for that meanwhile, of which this may
+        be one.
         """
         if code >= 0:
             return cls(at, f"exited with status {code}", status=code)
@@ -77,7 +87,11 @@ class Failure:
         return replace(self, step=step, host="" if step is None else socket.gethostname())
 
     def __str__(self) -> str:
-        return self.summary if self.step is None else f"{self.summary} [step {self.step}, host {self.host}]"
+        return (
+            self.summary
+            if self.step is None
+            else f"{self.summary} [step {self.step}, host {self.host}]"
+        )
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:

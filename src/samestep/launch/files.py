@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 FOLDER: Final = "SAMESTEP_INTERNAL_FOLDER"
 _REFUSED: Final = {errno.EACCES, errno.ENOSYS, errno.EPERM}  # by seccomp profiles
 _STANDARD_FILES: Final = 3  # stdin, stdout and stderr
-_LONGEST: Final = 70  # bytes of a folder's path, so that the address of a socket in it has no more than the 107 of unix(7)
-_SHORT: Final = "/tmp"  # noqa: S108  what is made there has a name that cannot be guessed, and is its owner's alone
+# bytes of a folder's path, so that the address of a socket in it has no more than the 107 of
+# unix(7)
+_LONGEST: Final = 70
+# what is made there has a name that cannot be guessed, and is its owner's alone
+_SHORT: Final = "/tmp"  # noqa: S108
 
 
 def unnamed_memory(name: str) -> int | None:
@@ -63,7 +66,7 @@ def _opens(call: Callable[[], int]) -> bool:
 def open_standard_files() -> None:
     """Let closed standard files be open to nothing: the next file opened would take their place, and be printed to by workers."""
     while (file := os.open(os.devnull, os.O_RDWR)) < _STANDARD_FILES:
-        os.set_inheritable(file, True)  # noqa: FBT003  a name is not taken
+        os.set_inheritable(file, True)
     os.close(file)
 
 
@@ -87,4 +90,5 @@ def use_one_folder() -> None:
     """
     if folder := os.environ.get(FOLDER):
         Path(folder).mkdir(mode=0o700, exist_ok=True)
-        process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]  # noqa: SLF001  there is no other way
+        # there is no other way
+        process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]  # noqa: SLF001

@@ -29,7 +29,8 @@ _MOST_MODULES: Final = 1 << 20  # bytes of their names
 class Kept:
     """Anonymous files of a launcher, open in all workers that it forks: the kernel frees them however all of them end.
 
-    `slots[r]` are those of the host's r-th worker for copies of its state; there are none where the system has no memory without a name.
+    `slots[r]` are those of the host's r-th worker for copies of its state; there are none where the
+    system has no memory without a name.
     """
 
     board: int
@@ -46,16 +47,27 @@ class Kept:
     @classmethod
     def of(cls, board: int, modules: int, *slots: int) -> Kept:
         """Return it with the slots dealt out to workers."""
-        return cls(board, modules, [slots[start : start + SLOTS] for start in range(0, len(slots), SLOTS)])
+        return cls(
+            board, modules, [slots[start : start + SLOTS] for start in range(0, len(slots), SLOTS)]
+        )
 
     @property
     def environment(self) -> dict[str, str]:
         """The variable by which workers find it."""
-        return {VARIABLE: ",".join(map(str, [self.board, self.modules, *(file for pair in self.slots for file in pair)]))}
+        return {
+            VARIABLE: ",".join(
+                map(
+                    str, [self.board, self.modules, *(file for pair in self.slots for file in pair)]
+                )
+            )
+        }
 
     def tell_start(self, directory: str, step: int) -> None:
         """Say that a run began, in a directory (its whole path, "" for none): from now on it can be taken up again."""
-        os.pwrite(self.board, _STEP.pack(step) + _UNDER_WAY.pack(True) + os.fsencode(directory) + b"\0", 0)  # noqa: FBT003  a field
+        # a field
+        os.pwrite(
+            self.board, _STEP.pack(step) + _UNDER_WAY.pack(True) + os.fsencode(directory) + b"\0", 0
+        )
 
     def tell_step(self, step: int) -> None:
         """Say how many steps are done."""
@@ -70,11 +82,13 @@ class Kept:
     @property
     def directory(self) -> str:
         """The run's directory, "" for none or before the run began."""
-        return os.fsdecode(os.pread(self.board, _BOARD_BYTES, _STEP.size + _UNDER_WAY.size).partition(b"\0")[0])
+        return os.fsdecode(
+            os.pread(self.board, _BOARD_BYTES, _STEP.size + _UNDER_WAY.size).partition(b"\0")[0]
+        )
 
     def begin_attempt(self) -> None:
         """Say that workers are started, who have not come to the run yet."""
-        os.pwrite(self.board, _UNDER_WAY.pack(False), _STEP.size)  # noqa: FBT003  a field
+        os.pwrite(self.board, _UNDER_WAY.pack(False), _STEP.size)
 
     @property
     def is_under_way(self) -> bool:
@@ -84,7 +98,11 @@ class Kept:
 
     def tell_modules(self) -> None:
         """Say which modules from installed packages this process has, in the order in which their imports began."""
-        names = [name for name, module in list(sys.modules.items()) if "-packages" in (getattr(module, "__file__", None) or "")]
+        names = [
+            name
+            for name, module in list(sys.modules.items())
+            if "-packages" in (getattr(module, "__file__", None) or "")
+        ]
         os.pwrite(self.modules, json.dumps(names).encode(), 0)
 
     @property
@@ -101,10 +119,15 @@ class Kept:
 def keep(workers: int) -> Iterator[Kept]:
     """Yield what outlives so many workers of this host."""
     files = [unnamed_file("samestep-kept") for _ in range(2)]
-    files += [file for _ in range(SLOTS * workers) if (file := unnamed_memory("samestep-kept")) is not None]
+    files += [
+        file
+        for _ in range(SLOTS * workers)
+        if (file := unnamed_memory("samestep-kept")) is not None
+    ]
     try:
         kept = Kept.of(*files)
-        os.pwrite(kept.board, _STEP.pack(_NO_RUN) + _UNDER_WAY.pack(False), 0)  # noqa: FBT003  a field
+        # a field
+        os.pwrite(kept.board, _STEP.pack(_NO_RUN) + _UNDER_WAY.pack(False), 0)
         yield kept
     finally:
         for file in files:

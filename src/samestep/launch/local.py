@@ -26,19 +26,26 @@ if TYPE_CHECKING:
 def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any) -> Any:
     """Run `fn(*args)` in `workers` new processes on this machine and return rank 0's result, its tensors on the CPU.
 
-    `fn` may be a lambda or a closure; its result must be picklable. `options` are those of `samestep.init`, in its workers they
-    have the last word. This process must not have used CUDA, nor more than one thread for a torch operation.
+    `fn` may be a lambda or a closure; its result must be picklable. `options` are those of
+    `samestep.init`, in its workers they have the last word. This process must not have used CUDA,
+    nor more than one thread for a torch operation.
 
-    A worker that is killed from outside after the run began is replaced, up to `restarts` times in a row without a new step: all workers
-    start again from the state that is kept. Raises `ConfigError` for a wrong option and `LaunchError` when workers cannot be started, both
-    before any is; `WorkerError` with the traceback of the first worker that fails, when all have ended. A signal that stops this process
-    stops the workers first, which get `grace` seconds to snapshot.
+    A worker that is killed from outside after the run began is replaced, up to `max_restarts` times
+    in a row without a new step: all workers start again from the state that is kept. Raises
+    `ConfigError` for a wrong option and `LaunchError` when workers cannot be started, both before
+    any is; `WorkerError` with the traceback of the first worker that fails, when all have ended. A
+    signal that stops this process stops the workers first, which get `grace_period` seconds to
+    snapshot.
     """
     return start(partial(fn, *args), workers, options)
 
 
 def start(
-    body: Callable[[], Any], workers: int, options: Mapping[str, Any], gathering: Gathering | None = None, needed: Sequence[str] = NEEDED
+    body: Callable[[], Any],
+    workers: int,
+    options: Mapping[str, Any],
+    gathering: Gathering | None = None,
+    needed: Sequence[str] = NEEDED,
 ) -> Any:
     """Do what `launch` does; with a `gathering`, as one host of several. On those without rank 0 the result is None.
 
@@ -53,10 +60,19 @@ def start(
     if gathering is None:
         result = _run(body, workers, environment, config, signals, needed)
     else:
-        from samestep.launch.nodes.member import take_part  # noqa: PLC0415  asyncio is for those who need it
+        # asyncio is for those who need it
+        from samestep.launch.nodes.member import take_part
 
         with take_part(gathering, workers, config) as member:
-            result = _run(body, workers, {**environment, TOKEN: gathering.token}, config, signals, needed, member)
+            result = _run(
+                body,
+                workers,
+                {**environment, TOKEN: gathering.token},
+                config,
+                signals,
+                needed,
+                member,
+            )
     if signals.received:
         _stop_as_asked(signals.received[0])
     return result
@@ -73,14 +89,16 @@ def _run(
 ) -> Any:
     open_standard_files()
     preload(needed)
-    import torch  # noqa: PLC0415  the command line prints its help without it
+    import torch
 
-    from samestep.launch.agent import Agent  # noqa: PLC0415
-    from samestep.launch.nodes.agent import HostAgent  # noqa: PLC0415
-    from samestep.launch.worker import Job  # noqa: PLC0415
+    from samestep.launch.agent import Agent
+    from samestep.launch.nodes.agent import HostAgent
+    from samestep.launch.worker import Job
 
     if torch.cuda.is_initialized():
-        raise LaunchError("CUDA is in use in this process, and forked workers could not use it: launch before the first use of a GPU")
+        raise LaunchError(
+            "CUDA is in use in this process, and forked workers could not use it: launch before the first use of a GPU"
+        )
     with one_folder() as folder, keep(workers) as kept:
         environment = {STARTED_BY: "samestep", **folder, **kept.environment, **environment}
         job = Job(body, workers, config, environment, kept, signals, os.getpid())

@@ -41,8 +41,9 @@ ANSWER_SECONDS: Final = 2.0  # for what takes milliseconds, unless a signal has 
 class Nursery:
     """The launcher's end of it; a context manager.
 
-    Imports may take seconds, start threads or crash: not in the launcher, which sees to the workers meanwhile and must stay fit to fork
-    others, and not once for each worker. Before the imports are done, and where the launcher has all of them, workers are forked from it.
+    Imports may take seconds, start threads or crash: not in the launcher, which sees to the workers
+    meanwhile and must stay fit to fork others, and not once for each worker. Before the imports are
+    done, and where the launcher has all of them, workers are forked from it.
     """
 
     def __init__(self, job: Job) -> None:
@@ -70,13 +71,17 @@ class Nursery:
             return
         self._has_decided = True
         missing = [name for name in modules if name not in sys.modules]
-        if missing and self._job.config.restarts > 0 and "pidfd_open" not in lacking_calls():
+        if missing and self._job.config.max_restarts > 0 and "pidfd_open" not in lacking_calls():
             self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._process = FORK.Process(target=_stand_by, args=(self._job, missing, other), name="nursery")
+            self._process = FORK.Process(
+                target=_stand_by, args=(self._job, missing, other), name="nursery"
+            )
             with other, no_collection():
                 self._process.start()
 
-    def start(self, attempt: Attempt, local_rank: int, report: Report, pipes: Pipes) -> Nursling | None:
+    def start(
+        self, attempt: Attempt, local_rank: int, report: Report, pipes: Pipes
+    ) -> Nursling | None:
         """Have a worker forked; None where that has to be done otherwise."""
         self._hear()
         if not self._is_ready or self._socket is None:
@@ -169,7 +174,8 @@ def _stand_by(job: Job, modules: Sequence[str], connection: socket.socket) -> No
     """Import, then fork a worker for each message, and tell how it ended."""
     end_with_parent(job.launcher_pid)
     os.setsid()  # Ctrl-C is the launcher's
-    torch.set_num_threads(job.config.threads)  # first: inherited pools of threads have no threads after a fork
+    # first: inherited pools of threads have no threads after a fork
+    torch.set_num_threads(job.config.threads)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     print_to([nowhere, os.dup(nowhere)])
     for name in modules:

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-# By name, because `run` stands below `launch` in the reading order. torch's optimizers import torch._dynamo when they are made: 800
-# modules, which each worker would wait for, and hold in 60 MB of its own.
+# By name, because `run` stands below `launch` in the reading order. torch's optimizers import
+# torch._dynamo when they are made: 800 modules, which each worker would wait for, and hold in 60 MB
+# of its own.
 NEEDED: Final = ("samestep.run", "torch._dynamo")
 
 
 def preload(needed: Iterable[str] = NEEDED) -> None:
     """Import what workers need: by default, to train. No torch operation runs and no GPU is asked for: a fork would break either."""
-    with no_collection():  # collecting among so many new objects, of which none is garbage, takes a quarter of the time
+    # collecting among so many new objects, of which none is garbage, takes a quarter of the time
+    with no_collection():
         for name in needed:
             import_module(name)
 

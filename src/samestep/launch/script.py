@@ -31,8 +31,12 @@ def run_script(
     Options and errors are those of `launch`; a script that is not there is a `ConfigError`.
     """
     if not as_module and not Path(script).is_file():
-        raise ConfigError(f"script {script!r} was given, and there is no such file; expected a Python script, or a module after -m")
-    start(partial(_run_as_main, script, arguments, as_module=as_module), workers, options, gathering)
+        raise ConfigError(
+            f"script {script!r} was given, and there is no such file; expected a Python script, or a module after -m"
+        )
+    start(
+        partial(_run_as_main, script, arguments, as_module=as_module), workers, options, gathering
+    )
 
 
 def _run_as_main(script: str, arguments: Sequence[str], *, as_module: bool) -> None:

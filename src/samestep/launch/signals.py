@@ -18,7 +18,8 @@ ECHO_SECONDS: Final = 1.0
 class StopSignals:
     """The signals that asked this process to stop, in order, in `received`.
 
-    The echo of a signal does not count: timeout(1) and others send to a process and then to its group.
+    The echo of a signal does not count: timeout(1) and others send to a process and then to its
+    group.
     """
 
     def __init__(self) -> None:
@@ -29,12 +30,17 @@ class StopSignals:
     def noted(self) -> Iterator[None]:
         """Note signals instead of acting on them; then the handlers of before are back.
 
-        Ignored signals stay ignored (nohup). Off the main thread, where Python allows no handlers, nothing is noted.
+        Ignored signals stay ignored (nohup). Off the main thread, where Python allows no handlers,
+        nothing is noted.
         """
         before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             before = {number: signal.getsignal(number) for number in STOPPING}
-            before = {number: handler for number, handler in before.items() if handler not in {signal.SIG_IGN, None}}
+            before = {
+                number: handler
+                for number, handler in before.items()
+                if handler not in {signal.SIG_IGN, None}
+            }
         for number in before:
             signal.signal(number, self._note)
         try:
@@ -53,6 +59,9 @@ class StopSignals:
         """Give a worker, which inherits all this, the handlers of a fresh process; what was noted already takes effect."""
         for number in STOPPING:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+                signal.signal(
+                    number,
+                    signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL,
+                )
         for number in self.received:
             signal.raise_signal(number)

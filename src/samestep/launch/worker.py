@@ -37,10 +37,13 @@ class Job:
     signals: StopSignals
     launcher_pid: int
 
-    def work(self, attempt: Attempt, local_rank: int, report: Report, take_over: Callable[[], None]) -> NoReturn:
+    def work(
+        self, attempt: Attempt, local_rank: int, report: Report, take_over: Callable[[], None]
+    ) -> NoReturn:
         """Be a worker: run the body, leave its result or failure to the launcher, and end."""
-        # What the launcher would do at its exit, and what it has not collected yet, is the launcher's: its objects may have threads,
-        # and an end of theirs that waited for threads would wait for ever here, where there are none of them.
+        # What the launcher would do at its exit, and what it has not collected yet, is the
+        # launcher's: its objects may have threads, and an end of theirs that waited for threads
+        # would wait for ever here, where there are none of them.
         atexit._clear()  # noqa: SLF001
         gc.freeze()
         gc.enable()
@@ -53,9 +56,13 @@ class Job:
 
     def _settle(self, attempt: Attempt, local_rank: int) -> None:
         """Become a process of its own: its own threads, session, environment and signals."""
-        torch.set_num_threads(self.config.threads)  # first: inherited pools of threads have no threads after a fork
-        end_with_parent(self.launcher_pid)  # one that went on would meet the next attempt's workers in its files
-        os.setsid()  # Ctrl-C reaches the launcher alone, which passes it on once; and one kill reaches all that a worker started
+        # first: inherited pools of threads have no threads after a fork
+        torch.set_num_threads(self.config.threads)
+        # one that went on would meet the next attempt's workers in its files
+        end_with_parent(self.launcher_pid)
+        # Ctrl-C reaches the launcher alone, which passes it on once; and one kill reaches all that
+        # a worker started
+        os.setsid()
         os.environ.update(self.environment)
         os.environ.update(attempt.environment)
         os.environ.update(

@@ -28,9 +28,18 @@ LONGEST_PAUSE_SECONDS: Final = 60.0
 class Beside:
     """A process that forwards the record in a directory. One that dies is replaced; what it tells of its sinks is recorded."""
 
-    def __init__(self, directory: Path, sinks: Sequence[str], function: str | None, record: Record) -> None:
+    def __init__(
+        self, directory: Path, sinks: Sequence[str], function: str | None, record: Record
+    ) -> None:
         """Start it, which nothing here waits for."""
-        self._command = [sys.executable, "-m", "samestep.record.forward", str(directory), "--beside", str(os.getpid())]
+        self._command = [
+            sys.executable,
+            "-m",
+            "samestep.record.forward",
+            str(directory),
+            "--beside",
+            str(os.getpid()),
+        ]
         self._command += [word for sink in sinks for word in ("--to", sink)]
         self._command += [] if function is None else ["--transfer", function]
         self._directory, self._record = directory, record
@@ -68,18 +77,21 @@ class Beside:
             if self._ending.is_set() and process.returncode >= 0:
                 return
             if not self._ending.is_set():
-                text = "the process that forwards the record ended with status %d; it is started again"
+                text = (
+                    "the process that forwards the record ended with status %d; it is started again"
+                )
                 logging.getLogger("samestep").warning(text, process.returncode)
             self._ending.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _start(self) -> subprocess.Popen[bytes] | None:
-        paths = os.pathsep.join(path for path in sys.path if path)  # users' functions are found where this process finds them
+        # users' functions are found where this process finds them
+        paths = os.pathsep.join(path for path in sys.path if path)
         with self._starting:
             if self._abandoned:
                 return None
             try:
-                self._process = subprocess.Popen(  # noqa: S603
+                self._process = subprocess.Popen(
                     self._command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -103,6 +115,8 @@ class Beside:
         state = json.loads(line)
         if self._ending.is_set() and state["behind_bytes"]:
             text = "%d bytes of the record did not reach %s; the next start sends them, or python -m samestep.record.forward %s"
-            logging.getLogger("samestep").warning(text, state["behind_bytes"], state["name"], self._directory)
+            logging.getLogger("samestep").warning(
+                text, state["behind_bytes"], state["name"], self._directory
+            )
         with suppress(RecordError):  # the run meets a full disk itself
             self._record.event("sink", **state)

@@ -20,19 +20,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 FILE_NAME: Final = "events.jsonl"
-_FREE_SPACE: Final = "Free some space there and start again: the run resumes from its newest snapshot"
+_FREE_SPACE: Final = (
+    "Free some space there and start again: the run resumes from its newest snapshot"
+)
 _ADVICE: Final = {errno.ENOSPC: f". {_FREE_SPACE}", errno.EDQUOT: f". {_FREE_SPACE}"}
-_LOCK: Final = struct.Struct("@hhqqi4x")  # struct flock of fcntl(2): type, whence, start, length, process id
+# struct flock of fcntl(2): type, whence, start, length, process id
+_LOCK: Final = struct.Struct("@hhqqi4x")
 NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 NON_FINITE_OR_ESCAPED: Final = re.compile(r"\\*(nan|-?inf)")
-NON_FINITE_OR_ESCAPED_IN_JSON: Final = re.compile(rb'(?:nan|inf)"')  # most lines have none, and then nothing is to be decoded
+# most lines have none, and then nothing is to be decoded
+NON_FINITE_OR_ESCAPED_IN_JSON: Final = re.compile(rb'(?:nan|inf)"')
 
 
 class EventFile:
     """Appends events to a file, from any thread; an event is one line of JSON.
 
-    JSON has no NaN and no infinities: they are written as "nan", "inf" and "-inf". A text that reads like one
-    of these gets a backslash in front, which `read_events` takes off again.
+    JSON has no NaN and no infinities: they are written as "nan", "inf" and "-inf". A text that
+    reads like one of these gets a backslash in front, which `read_events` takes off again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,16 +45,21 @@ class EventFile:
         self._appending = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._descriptor = os.open(
+                path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
+            )
             size = os.fstat(self._descriptor).st_size
             self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
         except OSError as error:
-            raise RecordError(f"no record can be kept in {path}: {error.strerror}; choose a directory that can be written") from error
+            raise RecordError(
+                f"no record can be kept in {path}: {error.strerror}; choose a directory that can be written"
+            ) from error
 
     def claim(self) -> None:
         """Be the one process of this machine that runs with this file, until it is closed. Raises `RecordError` where another one is.
 
-        A lock that a process of another machine holds counts for nothing: with that machine gone, it may stay for long.
+        A lock that a process of another machine holds counts for nothing: with that machine gone,
+        it may stay for long.
         """
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,10 +86,14 @@ class EventFile:
         try:
             written = os.write(self._descriptor, line)
         except OSError as error:
-            raise RecordError(f"{self._path} cannot be written: {error.strerror}{_ADVICE.get(error.errno or 0, '')}") from error
+            raise RecordError(
+                f"{self._path} cannot be written: {error.strerror}{_ADVICE.get(error.errno or 0, '')}"
+            ) from error
         self._torn = written < len(line)
         if self._torn:
-            raise RecordError(f"{self._path} took {written} of {len(line)} bytes of an event; is the disk full? {_FREE_SPACE}")
+            raise RecordError(
+                f"{self._path} took {written} of {len(line)} bytes of an event; is the disk full? {_FREE_SPACE}"
+            )
 
     def _check_place(self) -> None:
         """Raise `RecordError` unless the file is still where it was: a file that was removed would take all that is written."""
@@ -102,7 +115,9 @@ class EventFile:
 def _holder(file: int) -> int:
     """Return the process that has locked an open file, 0 where none that can be seen from here has."""
     try:
-        kind, *_, process = _LOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)))
+        kind, *_, process = _LOCK.unpack(
+            fcntl.fcntl(file, fcntl.F_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        )
     except OSError:
         return 0
     return 0 if kind == fcntl.F_UNLCK else max(0, process)
@@ -119,7 +134,9 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     try:
         lines = file.open("rb")
     except OSError as error:
-        raise RecordError(f"no record can be read at {file}: {error.strerror}; give a run's directory or its {FILE_NAME}") from error
+        raise RecordError(
+            f"no record can be read at {file}: {error.strerror}; give a run's directory or its {FILE_NAME}"
+        ) from error
     with lines:
         yield from parse_events(lines)
 
@@ -141,7 +158,9 @@ def _to_json(event: Mapping[str, Any]) -> str:
     try:
         return json.dumps(_encoded(event), allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
-        raise RecordError(f"an event cannot be written: {error}; give numbers, texts, lists and mappings of them") from error
+        raise RecordError(
+            f"an event cannot be written: {error}; give numbers, texts, lists and mappings of them"
+        ) from error
 
 
 def _encoded(value: Any) -> Any:

@@ -66,7 +66,11 @@ class LocalFiles:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of each file in a folder, by name."""
-        return {entry.name: entry.stat().st_size for entry in self._entries(folder) if entry.is_file(follow_symlinks=False)}
+        return {
+            entry.name: entry.stat().st_size
+            for entry in self._entries(folder)
+            if entry.is_file(follow_symlinks=False)
+        }
 
     def size(self, path: str) -> int | None:
         """Return the bytes of a regular file, None where there is none."""
@@ -87,7 +91,9 @@ class LocalFiles:
         except OSError as error:
             raise _unreadable(self._folder / path, error) from error
         if len(data) != stop - start:
-            raise RecordError(f"{self._folder / path} has no bytes {start} to {stop}: it was replaced by a shorter one meanwhile")
+            raise RecordError(
+                f"{self._folder / path} has no bytes {start} to {stop}: it was replaced by a shorter one meanwhile"
+            )
         return data
 
     def _entries(self, folder: str) -> list[os.DirEntry[str]]:

@@ -2,8 +2,9 @@
 
     python -m samestep.record.forward DIR --to s3://bucket/runs/one --to tensorboard
 
-by hand sends what DIR holds and has not arrived yet, and ends. Beside training, the file of events is the queue: this process reads it, so
-that no step waits for a destination and a crash of one of the two loses nothing.
+by hand sends what DIR holds and has not arrived yet, and ends. Beside training, the file of events
+is the queue: this process reads it, so that no step waits for a destination and a crash of one of
+the two loses nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ NICENESS: Final = 5  # training comes first where there are too few cores
 class Forwarder:
     """The senders of a run's record, and what is told of them."""
 
-    def __init__(self, directory: Path, sinks: Sequence[str], function: str | None, channel: IO[str]) -> None:
+    def __init__(
+        self, directory: Path, sinks: Sequence[str], function: str | None, channel: IO[str]
+    ) -> None:
         forwarded = Forwarded(directory)
         self._file, self._channel = directory / FILE_NAME, channel
         self._told: dict[str, tuple[float, dict[str, Any]]] = {}
@@ -51,8 +54,12 @@ class Forwarder:
             kind = StorageDestination if is_url(name) else Feed
             destinations.append(kind(name, directory, open_source(directory), forwarded))
         if function is not None:
-            destinations.append(FunctionDestination(function, directory, open_source(directory), forwarded))
-        self._senders = [Sender(open_source(directory), destination) for destination in destinations]
+            destinations.append(
+                FunctionDestination(function, directory, open_source(directory), forwarded)
+            )
+        self._senders = [
+            Sender(open_source(directory), destination) for destination in destinations
+        ]
 
     def tell(self) -> None:
         """Tell of each sink whose state changed, at most every few seconds. What is only being gathered is not behind."""
@@ -70,11 +77,18 @@ class Forwarder:
         for sender in self._senders:
             sender.end()
         deadline = None if seconds is None else time.monotonic() + seconds
-        arrived = [sender.join(None if deadline is None else max(0.0, deadline - time.monotonic())) for sender in self._senders]
+        arrived = [
+            sender.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            for sender in self._senders
+        ]
         self.tell()
-        for sender in (sender for sender, has_all in zip(self._senders, arrived, strict=True) if not has_all):
+        for sender in (
+            sender for sender, has_all in zip(self._senders, arrived, strict=True) if not has_all
+        ):
             state = sender.state(self._size())
-            self._write({**state, "error": state["error"] or "the rest did not arrive before the run ended"})
+            self._write(
+                {**state, "error": state["error"] or "the rest did not arrive before the run ended"}
+            )
         return all(arrived)
 
     def _write(self, state: dict[str, Any]) -> None:
@@ -87,18 +101,39 @@ class Forwarder:
 
 def _differs(state: dict[str, Any], told: dict[str, Any]) -> bool:
     """Tell whether a state is news: what is waiting must at least have doubled."""
-    if not told or (state["error"] is None, state["dropped"]) != (told["error"] is None, told["dropped"]):
+    if not told or (state["error"] is None, state["dropped"]) != (
+        told["error"] is None,
+        told["dropped"],
+    ):
         return True
     return state["error"] is not None and state["behind_bytes"] >= 2 * max(1, told["behind_bytes"])
 
 
 def main() -> int:
     """Forward as the command line says; return 1 where something is missing at the end."""
-    parser = argparse.ArgumentParser(prog="python -m samestep.record.forward", description="Send what sinks lack of a run's record.")
+    parser = argparse.ArgumentParser(
+        prog="python -m samestep.record.forward",
+        description="Send what sinks lack of a run's record.",
+    )
     parser.add_argument("directory", type=Path, help="directory of a run")
-    parser.add_argument("--to", action="append", default=[], metavar="SINK", help="a URL, tensorboard, mlflow, wandb, or module:Class")
-    parser.add_argument("--transfer", metavar="FUNCTION", help="module:function that is called with the path of every file")
-    parser.add_argument("--beside", type=int, metavar="PID", help="go on until that parent process says or has ended")
+    parser.add_argument(
+        "--to",
+        action="append",
+        default=[],
+        metavar="SINK",
+        help="a URL, tensorboard, mlflow, wandb, or module:Class",
+    )
+    parser.add_argument(
+        "--transfer",
+        metavar="FUNCTION",
+        help="module:function that is called with the path of every file",
+    )
+    parser.add_argument(
+        "--beside",
+        type=int,
+        metavar="PID",
+        help="go on until that parent process says or has ended",
+    )
     options = parser.parse_args()
     if options.beside is not None:
         return _forward_beside(options)
@@ -109,8 +144,14 @@ def main() -> int:
         parser.error(f"{options.directory} holds no {FILE_NAME}; expected the directory of a run")
     held = lock(options.directory)
     if held is None:
-        parser.error(f"another process forwards the record of {options.directory}; wait until its run has ended")
-    return 0 if Forwarder(options.directory, options.to, options.transfer, sys.stdout).finish(None) else 1
+        parser.error(
+            f"another process forwards the record of {options.directory}; wait until its run has ended"
+        )
+    return (
+        0
+        if Forwarder(options.directory, options.to, options.transfer, sys.stdout).finish(None)
+        else 1
+    )
 
 
 def _forward_beside(options: argparse.Namespace) -> int:

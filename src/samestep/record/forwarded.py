@@ -29,7 +29,11 @@ class Forwarded:
             kept = json.loads(self._path.read_bytes())
         except (OSError, RecursionError, ValueError):
             kept = {}
-        self._kept = {name: value for name, value in kept.items() if type(value) is int and value >= 0} if isinstance(kept, dict) else {}
+        self._kept = (
+            {name: value for name, value in kept.items() if type(value) is int and value >= 0}
+            if isinstance(kept, dict)
+            else {}
+        )
 
     def get(self, name: str) -> int | None:
         """Return what was kept last under a name."""
@@ -61,7 +65,9 @@ def lock(directory: Path) -> IO[bytes] | None:
         (directory / FOLDER).mkdir(exist_ok=True)
         file = (directory / LOCK).open("ab")
     except OSError as error:
-        raise RecordError(f"{directory / LOCK} cannot be written: {error.strerror}; expected the directory of a run") from error
+        raise RecordError(
+            f"{directory / LOCK} cannot be written: {error.strerror}; expected the directory of a run"
+        ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

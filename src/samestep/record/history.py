@@ -21,19 +21,25 @@ OF_A_STEP: Final = ("scalars", "timing", "image")
 def read_history(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the events of a run's directory or of its events file, in order, without those that a later start made void.
 
-    A start that resumes from a step makes void the scalars, timing and images of the steps after it, which are made again; one from
-    the beginning makes void all of them. What was logged between two steps (`between`) after as many as were resumed from stays.
-    Events that tell of attempts themselves (`started`, `snapshot`, `failed`, ...) always stay.
-    Reads twice and holds no events. Raises `RecordError` when there is no record at `path`.
+    A start that resumes from a step makes void the scalars, timing and images of the steps after
+    it, which are made again; one from the beginning makes void all of them. What was logged between
+    two steps (`between`) after as many as were resumed from stays. Events that tell of attempts
+    themselves (`started`, `snapshot`, `failed`, ...) always stay. Reads twice and holds no events.
+    Raises `RecordError` when there is no record at `path`.
     """
-    starts: list[tuple[int, Place]] = []  # the number of its event, and the last place whose events stand
+    # the number of its event, and the last place whose events stand
+    starts: list[tuple[int, Place]] = []
     count = 0
     for count, event in enumerate(read_events(path), start=1):
         if event.get("event") in STARTS:
             starts.append((count, last_standing(event)))
-    # Of each start and all after it together; the first comes last, to be taken off when it was passed.
-    limits = list(accumulate(reversed(starts), lambda later, start: (start[0], min(start[1], later[1]))))
-    for number, event in enumerate(islice(read_events(path), count), start=1):  # what was added since belongs to the next reading
+    # Of each start and all after it together; the first comes last, to be taken off when it was
+    # passed.
+    limits = list(
+        accumulate(reversed(starts), lambda later, start: (start[0], min(start[1], later[1])))
+    )
+    # what was added since belongs to the next reading
+    for number, event in enumerate(islice(read_events(path), count), start=1):
         while limits and limits[-1][0] <= number:
             limits.pop()
         if not limits or event.get("event") not in OF_A_STEP or place_of(event) <= limits[-1][1]:

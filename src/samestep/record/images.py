@@ -42,27 +42,34 @@ def copy_picture(step: int, name: str, pixels: Any) -> Picture:
     try:
         view = memoryview(pixels)
     except TypeError as error:
-        raise RecordError(f"image {name!r} is a {type(pixels).__name__}; expected a uint8 array [H, W], [H, W, 1] or [H, W, 3]") from error
+        raise RecordError(
+            f"image {name!r} is a {type(pixels).__name__}; expected a uint8 array [H, W], [H, W, 1] or [H, W, 3]"
+        ) from error
     shape = view.shape or ()
-    if view.format != "B" or len(shape) < 2 or 0 in shape or shape[2:] not in MODES:  # noqa: PLR2004  height and width
+    # height and width
+    if view.format != "B" or len(shape) < 2 or 0 in shape or shape[2:] not in MODES:
         raise RecordError(
             f"image {name!r} has shape {list(shape)} and item format {view.format!r}; expected uint8 ('B') [H, W], [H, W, 1] or [H, W, 3]",
         )
     if find_spec("PIL") is None:
-        raise RecordError(f'image {name!r} cannot be written without Pillow: pip install "samestep[images]"')
+        raise RecordError(
+            f'image {name!r} cannot be written without Pillow: pip install "samestep[images]"'
+        )
     height, width = shape[:2]
     return Picture(step, name, MODES[shape[2:]], width, height, view.tobytes())
 
 
 def write_picture(directory: Path, picture: Picture) -> int:
     """Write a PNG file under `directory`; return its bytes. Raises `RecordError`."""
-    from PIL import Image  # noqa: PLC0415  only who logs images needs Pillow
+    from PIL import Image
 
     file = directory / picture.path
     unfinished = file.with_name(f"{file.name}.unfinished")
     try:
         unfinished.parent.mkdir(exist_ok=True)
-        Image.frombytes(picture.mode, (picture.width, picture.height), picture.data).save(unfinished, format="png")
+        Image.frombytes(picture.mode, (picture.width, picture.height), picture.data).save(
+            unfinished, format="png"
+        )
         nbytes = unfinished.stat().st_size
         unfinished.replace(file)  # a reader never meets half an image
     except OSError as error:

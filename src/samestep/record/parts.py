@@ -28,13 +28,21 @@ class Part:
 
 def parts_of(sizes: dict[str, int]) -> list[Part]:
     """Return the whole parts among files, given their sizes by name, in order; anything else in their folder counts for nothing."""
-    parts = (Part(int(match[1]), int(match[2])) for name in sizes if (match := _NAME.fullmatch(name)))
-    return sorted(part for part in parts if part.end - part.first == sizes[part.path.rpartition("/")[2]] > 0)
+    parts = (
+        Part(int(match[1]), int(match[2])) for name in sizes if (match := _NAME.fullmatch(name))
+    )
+    return sorted(
+        part for part in parts if part.end - part.first == sizes[part.path.rpartition("/")[2]] > 0
+    )
 
 
 def part_with(offset: int, parts: Iterable[Part]) -> Part | None:
     """Return the part that holds the byte at `offset` and reaches farthest, None where there is none."""
-    return max((part for part in parts if part.first <= offset < part.end), key=lambda part: part.end, default=None)
+    return max(
+        (part for part in parts if part.first <= offset < part.end),
+        key=lambda part: part.end,
+        default=None,
+    )
 
 
 def reach(parts: Iterable[Part]) -> int:

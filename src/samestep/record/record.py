@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from samestep.record.images import Picture
 
 
-PARTS: Final = ("data", "compute", "exchange", "optimizer", "snapshot")  # of a step, whose seconds `timing` tells
+# of a step, whose seconds `timing` tells
+PARTS: Final = ("data", "compute", "exchange", "optimizer", "snapshot")
 
 
 class Record:
@@ -41,7 +42,8 @@ class Record:
     ) -> None:
         """Add a step's scalars: global values by name, and of the workers the lowest and the highest.
 
-        `between` tells that they belong to no step's body: `step` of them are done, and the next has not begun.
+        `between` tells that they belong to no step's body: `step` of them are done, and the next
+        has not begun.
         """
 
     def timing(self, step: int, workers: Sequence[Mapping[str, float]]) -> None:
@@ -50,9 +52,10 @@ class Record:
     def image(self, step: int, name: str, pixels: Any, *, between: bool = False) -> None:
         """Add an image as a PNG file. `pixels` is a uint8 array [H, W], [H, W, 1] or [H, W, 3] (RGB).
 
-        `between` is that of `scalars`. The file, and then the event, are written beside training; where too many wait, an image is
-        dropped, which the next event `images_dropped` counts. Raises `RecordError` on anything else, without Pillow, and where an
-        image before could not be written.
+        `between` is that of `scalars`. The file, and then the event, are written beside training;
+        where too many wait, an image is dropped, which the next event `images_dropped` counts.
+        Raises `RecordError` on anything else, without Pillow, and where an image before could not
+        be written.
         """
 
     def flush(self) -> None:
@@ -65,7 +68,8 @@ class Record:
 def open_record(directory: Path | None, *, writes: bool) -> Record:
     """Open the record in a run's directory; where `writes` is false or there is no directory, one that does nothing.
 
-    A record that is there already is continued. Raises `RecordError` when the directory cannot be written.
+    A record that is there already is continued. Raises `RecordError` when the directory cannot be
+    written.
     """
     return NoRecord() if directory is None or not writes else FileRecord(directory)
 
@@ -89,7 +93,9 @@ class FileRecord(Record):
 
     def event(self, kind: str, **fields: Any) -> None:
         if taken := {"time", "event"} & fields.keys():
-            raise RecordError(f"an event of kind {kind!r} has a field {min(taken)!r}, which every event has already; rename it")
+            raise RecordError(
+                f"an event of kind {kind!r} has a field {min(taken)!r}, which every event has already; rename it"
+            )
         self._events.append({"time": time.time(), "event": kind, **fields})
 
     def scalars(
@@ -114,10 +120,17 @@ class FileRecord(Record):
         else:
             self._dropped = {"count": self._dropped["count"] + 1, "step": step}
 
-    def _write_image(self, picture: Picture, between: bool) -> None:  # noqa: FBT001
+    def _write_image(self, picture: Picture, between: bool) -> None:
         nbytes = write_picture(self._directory, picture)
         size = {"width": picture.width, "height": picture.height, "bytes": nbytes}
-        self.event("image", name=picture.name, step=picture.step, path=picture.path, **size, **_mark(between))
+        self.event(
+            "image",
+            name=picture.name,
+            step=picture.step,
+            path=picture.path,
+            **size,
+            **_mark(between),
+        )
 
     def _tell_dropped(self) -> None:
         if self._dropped["count"]:
@@ -137,5 +150,5 @@ def _floats(values: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items()}
 
 
-def _mark(between: bool) -> dict[str, bool]:  # noqa: FBT001
+def _mark(between: bool) -> dict[str, bool]:
     return {"between": True} if between else {}

@@ -21,8 +21,8 @@ LATE_SECONDS: Final = 10.0
 class Destination(Protocol):
     """Where a record goes. Calls may raise anything, and are made again then.
 
-    Attributes: `name`, as the user gave it; `pause_seconds`, how long more is gathered after each piece; `dropped`, how many events and
-    images it could not take.
+    Attributes: `name`, as the user gave it; `pause_seconds`, how long more is gathered after each
+    piece; `dropped`, how many events and images it could not take.
     """
 
     name: str
@@ -52,7 +52,9 @@ class Sender:
         self._failures = 0
         self._answered = time.monotonic()
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"send the record to {destination.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"send the record to {destination.name}", daemon=True
+        )
         self._thread.start()
 
     def end(self) -> None:
@@ -75,7 +77,12 @@ class Sender:
         error = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
         if error is None and behind and time.monotonic() - self._answered > LATE_SECONDS:
             error = f"no answer for more than {LATE_SECONDS:.0f} seconds"
-        return {"name": self._destination.name, "behind_bytes": behind, "dropped": self._destination.dropped, "error": error}
+        return {
+            "name": self._destination.name,
+            "behind_bytes": behind,
+            "dropped": self._destination.dropped,
+            "error": error,
+        }
 
     def _run(self) -> None:
         while True:
@@ -110,6 +117,8 @@ class Sender:
     def _note(self, error: Exception) -> None:
         if self._error is None:
             text = "the record does not reach %s: %s: %s; it is tried again"
-            logging.getLogger("samestep").warning(text, self._destination.name, type(error).__name__, error)
+            logging.getLogger("samestep").warning(
+                text, self._destination.name, type(error).__name__, error
+            )
         self._error = error
         self._failures = min(self._failures + 1, MOST_FAILURES)

@@ -22,15 +22,19 @@ if TYPE_CHECKING:
 
 READ_BYTES: Final = 4 * 2**20
 DEEPEST: Final = 4  # folders below a place in which runs are looked for
-READER_RETRIES: Final = Retries(tries=2, first_seconds=0.5)  # whoever looks on asks again anyway, and other runs wait meanwhile
-_OF_A_RUN: Final = re.compile(rf"{IMAGES}|{parts.FOLDER}|{'|'.join(SINKS)}|step-.*|superseded-.*|\..*")
+# whoever looks on asks again anyway, and other runs wait meanwhile
+READER_RETRIES: Final = Retries(tries=2, first_seconds=0.5)
+_OF_A_RUN: Final = re.compile(
+    rf"{IMAGES}|{parts.FOLDER}|{'|'.join(SINKS)}|step-.*|superseded-.*|\..*"
+)
 _IMAGE: Final = re.compile(rf"{IMAGES}/[A-Za-z0-9_-][A-Za-z0-9_.-]*", re.ASCII)
 
 
 class Source:
     """The record at a place, as far as it was written: events.jsonl, or parts of it under record/; and images/.
 
-    Every call may raise `RecordError`, and the next one may go well again: a storage did not answer, a file is not there yet.
+    Every call may raise `RecordError`, and the next one may go well again: a storage did not
+    answer, a file is not there yet.
     """
 
     def __init__(self, location: str, files: Files) -> None:
@@ -55,7 +59,8 @@ class Source:
     def read(self, offset: int) -> bytes:
         """Return the next whole lines from byte `offset` of the events, some MB at most; nothing where there are no more yet.
 
-        Raises `RecordError` where the record is shorter than `offset`: another one took its place, to be read from its start.
+        Raises `RecordError` where the record is shorter than `offset`: another one took its place,
+        to be read from its start.
         """
         with suppress(RecordError):  # small parts are replaced by larger ones while a run goes on
             if lines := self._read_known(offset):
@@ -63,7 +68,9 @@ class Source:
         self.version()
         lines = self._read_known(offset)
         if not lines and offset > max(self._size, parts.reach(self._parts)):
-            raise RecordError(f"the record at {self.location} has no byte {offset}: another one took its place; read it from its start")
+            raise RecordError(
+                f"the record at {self.location} has no byte {offset}: another one took its place; read it from its start"
+            )
         return lines
 
     def _read_known(self, offset: int) -> bytes:
@@ -91,15 +98,20 @@ class Source:
     def open_image(self, path: str) -> tuple[int, Iterator[bytes]]:
         """Return the bytes of an image and its content in pieces. `path` is that of an image event.
 
-        Raises `RecordError` where there is none, or where a path, which anybody may have written, is not that of an image of this run.
+        Raises `RecordError` where there is none, or where a path, which anybody may have written,
+        is not that of an image of this run.
         """
         if not _IMAGE.fullmatch(path):
-            raise RecordError(f"an image at {path!r} was asked for; expected one in {IMAGES}/ of {self.location}")
+            raise RecordError(
+                f"an image at {path!r} was asked for; expected one in {IMAGES}/ of {self.location}"
+            )
         size = self._files.size(path)
         if size is None:
             raise RecordError(f"there is no image at {path!r} of {self.location}")
         pieces = range(0, size, READ_BYTES)
-        return size, (self._files.read(path, start, min(start + READ_BYTES, size)) for start in pieces)
+        return size, (
+            self._files.read(path, start, min(start + READ_BYTES, size)) for start in pieces
+        )
 
     def read_image(self, path: str) -> bytes:
         """Return all of an image, as `open_image` does its pieces."""
@@ -113,7 +125,9 @@ class Place:
         """Raise `ConfigError` for a URL that cannot be used."""
         self._location = str(location)
         self._is_far = is_url(self._location)
-        self._files: Files = Storage(self._location, READER_RETRIES) if self._is_far else LocalFiles(Path(location))
+        self._files: Files = (
+            Storage(self._location, READER_RETRIES) if self._is_far else LocalFiles(Path(location))
+        )
         if isinstance(self._files, Storage):
             self._files.open()
         self._known: list[str] = []
@@ -121,7 +135,8 @@ class Place:
     def find(self) -> list[str]:
         """Return where there are runs, in order: "." for the place itself, and else relative to it, as in "a/b".
 
-        Runs of a URL that were found before are there as long as their folders are, and not looked into: every look is a request.
+        Runs of a URL that were found before are there as long as their folders are, and not looked
+        into: every look is a request.
         """
         found = sorted(self._runs("", DEEPEST))
         self._known = found if self._is_far else []
@@ -130,7 +145,9 @@ class Place:
     def _runs(self, folder: str, levels: int) -> Iterator[str]:
         folders, names = self._files.names(folder)
         run = folder or "."
-        if FILE_NAME in names or (parts.FOLDER in folders and (run in self._known or self._has_parts(folder))):
+        if FILE_NAME in names or (
+            parts.FOLDER in folders and (run in self._known or self._has_parts(folder))
+        ):
             yield run
         if not levels:
             return

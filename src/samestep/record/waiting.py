@@ -22,7 +22,9 @@ class WaitingImages:
     What `write` raises is raised by the next call of `add` or `flush`.
     """
 
-    def __init__(self, write: Callable[[Picture, bool], None], most_bytes: int = MOST_BYTES) -> None:
+    def __init__(
+        self, write: Callable[[Picture, bool], None], most_bytes: int = MOST_BYTES
+    ) -> None:
         self._write, self._most_bytes = write, most_bytes
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Picture, bool]] = deque()  # the first one is being written

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class DivergenceCheck:
     """Compares checksums of what all workers hold alike: tensors that are tracked, unless they are sharded, and replicated `modules`.
 
-    Checksums are taken every so many steps, between two of them. Their digest travels in the next step's note, so that no exchange is
-    made for it unless digests differ. Bytes are compared: a NaN is equal to itself, and 0.0 differs from -0.0.
+    Checksums are taken every so many steps, between two of them. Their digest travels in the next
+    step's note, so that no exchange is made for it unless digests differ. Bytes are compared: a NaN
+    is equal to itself, and 0.0 differs from -0.0.
     """
 
     def __init__(self, every: int | None, world: World, tracked: Tracked) -> None:
@@ -37,7 +38,10 @@ class DivergenceCheck:
         if self._every is None or step % self._every or self._world.size == 1:
             return
         states, _ = self._tracked.states()
-        others = {f"module {number} ({type(module).__name__})": module.state_dict() for number, module in enumerate(self.modules)}
+        others = {
+            f"module {number} ({type(module).__name__})": module.state_dict()
+            for number, module in enumerate(self.modules)
+        }
         self._checksums = checksums({**states, **others})
         self.digest = checksum(repr(self._checksums).encode())
         self._step = step
@@ -45,15 +49,21 @@ class DivergenceCheck:
     def compare(self, digests: Sequence[str | None]) -> None:
         """Compare the digests of all workers, by rank. Raises `DivergenceError` on all of them when one differs."""
         if len(set(digests)) > 1:
-            told = self._world.all_gather_json([socket.gethostname(), self._checksums], "comparing checksums")
-            raise DivergenceError(self._words([host for host, _ in told], [sums for _, sums in told]))
+            told = self._world.all_gather_json(
+                [socket.gethostname(), self._checksums], "comparing checksums"
+            )
+            raise DivergenceError(
+                self._words([host for host, _ in told], [sums for _, sums in told])
+            )
         if self.digest is not None:
             self.digest, self._equal_step = None, self._step
 
     def _words(self, hosts: Sequence[str], everyone: Sequence[Mapping[str, str]]) -> str:
         names = dict.fromkeys(name for sums in everyone for name in sums)
         differing = [name for name in names if len({sums.get(name) for sums in everyone}) > 1]
-        which = "is" if len(differing) == 1 else f"is the first of {len(differing)} tensors that are"
+        which = (
+            "is" if len(differing) == 1 else f"is the first of {len(differing)} tensors that are"
+        )
         resume = "nothing was compared before since this start: resume from a snapshot that you trust, or start anew"
         if self._equal_step is not None:
             resume = f"after step {self._equal_step} all was equal: resume from a snapshot of that step or before, not of a later one"
@@ -82,7 +92,9 @@ def _tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(state, torch.Tensor):
         yield path, state
     elif isinstance(state, (dict, list, tuple)):
-        parts: Iterable[tuple[Any, Any]] = state.items() if isinstance(state, dict) else enumerate(state)
+        parts: Iterable[tuple[Any, Any]] = (
+            state.items() if isinstance(state, dict) else enumerate(state)
+        )
         for name, part in parts:
             yield from _tensors(part, f"{path}/{name}" if path else str(name))
 

@@ -46,7 +46,10 @@ class PlannedLoop:
         at = self._position
         changed = sorted(name for name in {*at.plan, *plan} if at.plan.get(name) != plan.get(name))
         if at.step and changed:
-            before, now = (", ".join(f"{name}={some.get(name)}" for name in changed) for some in (at.plan, plan))
+            before, now = (
+                ", ".join(f"{name}={some.get(name)}" for name in changed)
+                for some in (at.plan, plan)
+            )
             raise DataError(
                 f"the run stands at step {at.step} of epoch {at.epoch} of a data set with {before}, but {now} was given; expected "
                 "the same until the epoch ends, or samples would be lost or repeated"
@@ -60,7 +63,11 @@ class PlannedLoop:
             at.advance(self._plan.steps_per_epoch)
 
     def _end_epoch(self) -> int | None:
-        return self._position.epoch + 1 if self._epochs is None and self._steps is None else self._epochs
+        return (
+            self._position.epoch + 1
+            if self._epochs is None and self._steps is None
+            else self._epochs
+        )
 
     def __len__(self) -> int:
         at, end, ends = self._position, self._end_epoch(), []
@@ -80,10 +87,16 @@ class PlannedLoop:
             samples=self._described["samples"],
             batch_size=self._described["batch_size"],
         )
-        return run_loop(self._batches(self._positions), self._progress, lambda: self._position.advance(self._plan.steps_per_epoch))
+        return run_loop(
+            self._batches(self._positions),
+            self._progress,
+            lambda: self._position.advance(self._plan.steps_per_epoch),
+        )
 
 
-def run_loop(batches: Iterator[Batch], progress: Progress, complete: Callable[[], int]) -> Iterator[Batch]:
+def run_loop(
+    batches: Iterator[Batch], progress: Progress, complete: Callable[[], int]
+) -> Iterator[Batch]:
     """Yield batches, and say when each step begins and ends."""
     for batch in batches:
         progress.begin_step(batch, complete)

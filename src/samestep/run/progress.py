@@ -60,7 +60,8 @@ class OpenStep:
 class Progress:
     """Counts steps, and takes snapshots, passes timings to the record and stops the run at their boundaries.
 
-    What needs all workers' consent (a clock, a signal) travels as a note with the losses of a step, so no exchange is made for it.
+    What needs all workers' consent (a clock, a signal) travels as a note with the losses of a step,
+    so no exchange is made for it.
     """
 
     def __init__(
@@ -78,7 +79,13 @@ class Progress:
         self.positions: dict[str, Position] = {}
         self.streams: dict[str, dict[int, LaneStream]] = {}
         self._optimizer_seconds = 0.0
-        self._config, self._record, self._keeper, self._stop, self._lanes = config, record, keeper, stop, lanes
+        self._config, self._record, self._keeper, self._stop, self._lanes = (
+            config,
+            record,
+            keeper,
+            stop,
+            lanes,
+        )
         self._divergence = divergence
         self.whereabouts = lanes.world.whereabouts
         self._open: OpenStep | None = None
@@ -90,7 +97,9 @@ class Progress:
             state = resumed.state["run"]
             self.step, self.epoch = state["step"], state["epoch"]
             self.whereabouts.step = self.step
-            self.positions = {name: Position(**position) for name, position in state["positions"].items()}
+            self.positions = {
+                name: Position(**position) for name, position in state["positions"].items()
+            }
 
     @property
     def between_steps(self) -> bool:
@@ -109,8 +118,16 @@ class Progress:
     ) -> None:
         """Record that a loop starts: how many steps it has (with those before a resume), where that is known, and of what."""
         at = self.positions[name]
-        planned = {"steps": steps, "epochs": epochs, "steps_per_epoch": steps_per_epoch, "samples": samples, "batch_size": batch_size}
-        self._record.event("loop", name=name, step=self.step, epoch=at.epoch, done=at.done, **planned)
+        planned = {
+            "steps": steps,
+            "epochs": epochs,
+            "steps_per_epoch": steps_per_epoch,
+            "samples": samples,
+            "batch_size": batch_size,
+        }
+        self._record.event(
+            "loop", name=name, step=self.step, epoch=at.epoch, done=at.done, **planned
+        )
 
     def begin_step(self, batch: Batch, complete: Callable[[], int]) -> None:
         """Say that the body of a loop starts on a batch; `complete` moves the loop's position on and returns the epoch there.
@@ -209,7 +226,11 @@ class Progress:
     def agree(self, notes: list[dict[str, Any]]) -> None:
         """Take what all workers told; rank 0's clock decides, and the first signal does. Raises `DivergenceError` where states differ."""
         self._divergence.compare([note["digest"] for note in notes])
-        self._agreed = next((note["stop"] for note in notes if note["stop"]), 0), notes[0]["due"], notes[0]["hot"]
+        self._agreed = (
+            next((note["stop"] for note in notes if note["stop"]), 0),
+            notes[0]["due"],
+            notes[0]["hot"],
+        )
         if self._seconds:
             self._record.timing(self.step - 1, [note["seconds"] for note in notes])
             self._seconds = {}
@@ -238,7 +259,9 @@ class Progress:
             "optimizer": self._optimizer_seconds,
             "snapshot": self._keeper.stall_seconds,
         }
-        lanes.compute_seconds = lanes.exchange_seconds = self._optimizer_seconds = self._keeper.stall_seconds = 0.0
+        lanes.compute_seconds = lanes.exchange_seconds = self._optimizer_seconds = (
+            self._keeper.stall_seconds
+        ) = 0.0
 
     def _is_last(self, step: int) -> bool:
         return self._config.stop_after is not None and step >= self._config.stop_after
@@ -263,7 +286,10 @@ class Progress:
             "lanes": self._lanes.lanes,
             "positions": {name: asdict(position) for name, position in self.positions.items()},
         }
-        streams = {name: {lane: stream.state_dict() for lane, stream in lanes.items()} for name, lanes in self.streams.items()}
+        streams = {
+            name: {lane: stream.state_dict() for lane, stream in lanes.items()}
+            for name, lanes in self.streams.items()
+        }
         return {"run": run}, {"streams": streams} if streams else {}
 
     def _finish(self, event: str, **fields: Any) -> None:

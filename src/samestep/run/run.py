@@ -50,7 +50,8 @@ def init(**options: Any) -> Run:
     """Join what started this process (`samestep run`, `torchrun`, or nothing) and return the run, a context manager.
 
     `options` are the fields of `samestep.config.Config`; `SAMESTEP_*` variables win over them.
-    Raises `ConfigError` for a wrong option and `WorldError` when the workers do not find each other.
+    Raises `ConfigError` for a wrong option and `WorldError` when the workers do not find each
+    other.
     """
     return Run(merge(options), find_place(os.environ))
 
@@ -58,17 +59,24 @@ def init(**options: Any) -> Run:
 class Run:
     """One training job, as one of its workers sees it.
 
-    Attributes: `rank` of `workers`; `is_main`, true on rank 0; `lanes`; `device`, and all `devices` of this worker; `dir`, the output
-    directory or None; `config`, every option as it was given and settled.
+    Attributes: `rank` of `world_size`; `is_main`, true on rank 0; `lanes`; `device`, and all
+    `devices` of this worker; `dir`, the output directory or None; `config`, every option as it was
+    given and settled.
     """
 
     def __init__(self, config: Config, place: Place) -> None:
-        self.rank, self.workers, self.is_main = place.rank, place.workers, place.rank == 0
+        self.rank, self.world_size, self.is_main = place.rank, place.workers, place.rank == 0
         self._session = session = Session(config, place)
         self.config, self.dir, self.lanes = session.config, config.dir, session.lanes.lanes
         self.devices, self.device = session.devices, session.devices[0]
-        self._world, self._record, self._lanes, self._progress = session.world, session.record, session.lanes, session.progress
-        self._sharded: dict[int, torch.nn.Parameter] = {}  # by id, which is theirs as long as they are here
+        self._world, self._record, self._lanes, self._progress = (
+            session.world,
+            session.record,
+            session.lanes,
+            session.progress,
+        )
+        # by id, which is theirs as long as they are here
+        self._sharded: dict[int, torch.nn.Parameter] = {}
 
     @property
     def step(self) -> int:
@@ -93,14 +101,19 @@ class Run:
     def shard(self, optimizer: Optimizer) -> Optimizer:
         """Let each worker update its slice of the optimizer's parameters; returns the same optimizer.
 
-        Its parameters' gradients then live in slices, and their `.grad` stays None. Call it before the first step.
-        Raises `OptimizerError` for optimizers that are not elementwise, and for parameters that are sharded already.
+        Its parameters' gradients then live in slices, and their `.grad` stays None. Call it before
+        the first step. Raises `OptimizerError` for optimizers that are not elementwise, and for
+        parameters that are sharded already.
         """
         check_shardable(optimizer)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         if not self._sharded.keys().isdisjoint(map(id, parameters)):
-            raise OptimizerError(f"this {type(optimizer).__name__} has parameters that were sharded before; shard a parameter once")
-        if self.workers > 1:
+            raise OptimizerError(
+                f"this {type(optimizer).__name__} has parameters that were sharded before; shard a parameter once"
+            )
+        if self.world_size > 1:
             self._lanes.shards.append(Shard(optimizer, self.lanes, self._world))
             parameters += [piece for group in optimizer.param_groups for piece in group["params"]]
             return_freed_memory()  # where parameters were before they moved into flat storage
@@ -123,14 +136,24 @@ class Run:
     ) -> PlannedLoop:
         """Return the global batches of a map-style data set, one a step, from where the loop `name` stands.
 
-        `batch_size` is the global one. The loop ends after `epochs` epochs or `steps` steps in all, counted over resumes
-        and over every call with this name; with neither, at the end of the epoch. `group_by` (a group a sample, or a
-        function of the index) fills lane batches with samples of one group. `loader_workers` processes load ahead.
+        `batch_size` is the global one. The loop ends after `epochs` epochs or `steps` steps in all,
+        counted over resumes and over every call with this name; with neither, at the end of the
+        epoch. `group_by` (a group a sample, or a function of the index) fills lane batches with
+        samples of one group. `loader_workers` processes load ahead.
         """
         iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # these may say a length
         if iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise DataError(f"{type(dataset).__name__} has no length or no __getitem__; for iterable data use run.streams")
-        plan = self._plan(len(dataset), batch_size, key(self.config.seed, f"order {name}"), shuffle, drop_last, group_by)
+            raise DataError(
+                f"{type(dataset).__name__} has no length or no __getitem__; for iterable data use run.streams"
+            )
+        plan = self._plan(
+            len(dataset),
+            batch_size,
+            key(self.config.seed, f"order {name}"),
+            shuffle,
+            drop_last,
+            group_by,
+        )
         batches = partial(
             plan_batches,
             plan,
@@ -143,24 +166,41 @@ class Run:
         )
         return PlannedLoop(self._progress, name, plan, batches, epochs=epochs, steps=steps)
 
-    def _plan(self, size: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool, group_by: GroupBy | None) -> Plan:  # noqa: FBT001
+    def _plan(
+        self,
+        size: int,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        group_by: GroupBy | None,
+    ) -> Plan:
         if group_by is None:
-            return ShuffledPlan(size, batch_size, self.lanes, seed, shuffle=shuffle, drop_last=drop_last)
+            return ShuffledPlan(
+                size, batch_size, self.lanes, seed, shuffle=shuffle, drop_last=drop_last
+            )
         if drop_last:
-            raise ConfigError("drop_last was given with group_by; expected one of them: grouped batches have no last one, any may be short")
+            raise ConfigError(
+                "drop_last was given with group_by; expected one of them: grouped batches have no last one, any may be short"
+            )
         return GroupedPlan(group_by, size, batch_size, self.lanes, seed, shuffle=shuffle)
 
-    def streams(self, make_stream: Callable[[int], Any], *, steps: int | None = None, name: str) -> Iterator[Batch]:
+    def streams(
+        self, make_stream: Callable[[int], Any], *, steps: int | None = None, name: str
+    ) -> Iterator[Batch]:
         """Return batches, one a step: each lane's next item of its own endless source `make_stream(lane)`.
 
-        The loop ends after `steps` steps in all, counted over resumes and over every call with this name; without `steps`, never.
-        A lane's items are counted by its batch's first tensor; where batches are lists, give `count` to `backward`.
-        A source with `state_dict` and `load_state_dict` continues by them after a resume; any other is read again from its start.
+        The loop ends after `steps` steps in all, counted over resumes and over every call with this
+        name; without `steps`, never. A lane's items are counted by its batch's first tensor; where
+        batches are lists, give `count` to `backward`. A source with `state_dict` and
+        `load_state_dict` continues by them after a resume; any other is read again from its start.
         """
         self._progress.settle()
         position = self._progress.positions.setdefault(name, Position())
         left = steps_left(steps, position.done)
-        streams = {lane: LaneStream(make_stream, name, lane, self.config.seed) for lane in self._lanes.own}
+        streams = {
+            lane: LaneStream(make_stream, name, lane, self.config.seed) for lane in self._lanes.own
+        }
         for lane, stream in streams.items():
             if lane in self._session.resumed_streams.get(name, {}):
                 stream.load_state_dict(self._session.resumed_streams[name][lane])
@@ -181,20 +221,25 @@ class Run:
     ) -> Means:
         """Run every lane of a batch and leave the gradient of the mean over all its items in `.grad`; returns the global means.
 
-        `loss_fn(model, lane_batch)` returns a scalar loss, the mean over the lane's items, or (loss, dict of scalars).
-        `update` is the module whose parameters get gradients (default `model`). `count(lane_batch)` gives the number of
-        items a lane's mean is over (default: its samples). With `reduction="sum"` the loss and the scalars are sums, which the
-        items of all lanes divide (1 where there are none); lanes without items are run then, too. Like backward in PyTorch, it
-        adds to gradients that are there.
-        Raises `LossError` for a loss that is no scalar or has no gradient, `NonFiniteLossError` for NaN and infinity.
+        `loss_fn(model, lane_batch)` returns a scalar loss, the mean over the lane's items, or
+        (loss, dict of scalars). `update` is the module whose parameters get gradients (default
+        `model`). `count(lane_batch)` gives the number of items a lane's mean is over (default: its
+        samples). With `reduction="sum"` the loss and the scalars are sums, which the items of all
+        lanes divide (1 where there are none); lanes without items are run then, too. Like backward
+        in PyTorch, it adds to gradients that are there. Raises `LossError` for a loss that is no
+        scalar or has no gradient, `NonFiniteLossError` for NaN and infinity.
         """
         update = model if update is None else update
         if not isinstance(update, torch.nn.Module):
-            raise ModelError(f"backward was to update {type(update).__name__}; expected a torch.nn.Module: name it with update=")
+            raise ModelError(
+                f"backward was to update {type(update).__name__}; expected a torch.nn.Module: name it with update="
+            )
         if reduction not in {"mean", "sum"}:
             raise ConfigError(f"reduction={reduction!r} was given; expected 'mean' or 'sum'")
         loss = Loss(loss_fn, model, count, reduction)
-        answer = self._lanes.backward(loss, batch, update, self._progress.next_call(), self._progress.note())
+        answer = self._lanes.backward(
+            loss, batch, update, self._progress.next_call(), self._progress.note()
+        )
         self._progress.agree(answer.notes)
         return Means(answer.results, reduction)
 
@@ -207,10 +252,18 @@ class Run:
         if self.lanes == 1:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         ids = set(map(id, parameters))
-        blocks = [block for block in self._lanes.blocks() if ids.intersection(map(id, block.exchange.parameters))]
+        blocks = [
+            block
+            for block in self._lanes.blocks()
+            if ids.intersection(map(id, block.exchange.parameters))
+        ]
         norm = gradient_norm(parameters, blocks, self._world)
         whole = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        scale_gradients([*whole, *(part for block in blocks for part in block.gradients_of(ids))], norm, max_norm)
+        scale_gradients(
+            [*whole, *(part for block in blocks for part in block.gradients_of(ids))],
+            norm,
+            max_norm,
+        )
         return norm.float()
 
     def evaluate(
@@ -227,12 +280,15 @@ class Run:
     ) -> Any:
         """Return the means of what `fn(model, batch)` gives over all samples of a data set, each used once.
 
-        A worker evaluates `batch_size` consecutive samples at a time; who takes which never shows in the result.
-        `fn` returns what a loss function returns, or a dict of scalars and torchmetrics objects, which are merged. With
-        `gather`, it returns an output a sample (a tensor, a list, or a dict or tuple of them), and rank 0 gets them in
-        data set order (None elsewhere). The model is in evaluation mode and no gradients are kept.
+        A worker evaluates `batch_size` consecutive samples at a time; who takes which never shows
+        in the result. `fn` returns what a loss function returns, or a dict of scalars and
+        torchmetrics objects, which are merged. With `gather`, it returns an output a sample (a
+        tensor, a list, or a dict or tuple of them), and rank 0 gets them in data set order (None
+        elsewhere). The model is in evaluation mode and no gradients are kept.
         """
-        evaluation = Evaluation(self._lanes, dataset, batch_size, collate_fn=collate_fn, loader_workers=loader_workers)
+        evaluation = Evaluation(
+            self._lanes, dataset, batch_size, collate_fn=collate_fn, loader_workers=loader_workers
+        )
         with self._world.whereabouts.doing("evaluating"):
             return evaluation.outputs(fn, model) if gather else evaluation.means(fn, model, count)
 
@@ -256,7 +312,10 @@ class Run:
                 raise DataError(
                     f"reduce_dict got {sorted(everyone[0])} on worker 0 and {sorted(other)} on worker {rank}; expected the same names"
                 )
-        return {name: sum(other[name] for other in everyone) / (self.workers if average else 1) for name in everyone[0]}
+        return {
+            name: sum(other[name] for other in everyone) / (self.world_size if average else 1)
+            for name in everyone[0]
+        }
 
     def barrier(self, what: str) -> None:
         """Return when every worker has arrived; `what` names the reason in errors."""
@@ -265,10 +324,13 @@ class Run:
     def log(self, means: Mapping[str, Any] | None = None, **scalars: Any) -> None:
         """Record scalars of this step: means of `backward` (with the lowest and highest worker), and others by name.
 
-        Means that are given by name have it in front: `generators=means` gives `generators/loss` and so on.
+        Means that are given by name have it in front: `generators=means` gives `generators/loss`
+        and so on.
         """
         values, low, high = scalars_of(means or {}, scalars)
-        self._record.scalars(self.step, self.epoch, values, low, high, between=self._progress.between_steps)
+        self._record.scalars(
+            self.step, self.epoch, values, low, high, between=self._progress.between_steps
+        )
 
     def log_image(self, name: str, image: Any) -> None:
         """Record an image: [H, W], [1, H, W], [3, H, W] or [H, W, 3], uint8, or floating point in [0, 1]."""
@@ -295,7 +357,9 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         try:
             if error is None:
                 self._session.end()

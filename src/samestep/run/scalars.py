@@ -10,10 +10,13 @@ from samestep.step.means import Means
 Scalars: TypeAlias = dict[str, float]
 
 
-def scalars_of(means: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[Scalars, Scalars, Scalars]:
+def scalars_of(
+    means: Mapping[str, Any], others: Mapping[str, Any]
+) -> tuple[Scalars, Scalars, Scalars]:
     """Return values by name and, of those that are means over items, the lowest and the highest worker's.
 
-    A mapping among `others` gives a value for each of its names, which get its own name and a slash in front.
+    A mapping among `others` gives a value for each of its names, which get its own name and a slash
+    in front.
     """
     values: Scalars = {}
     by_worker: dict[str, list[float]] = {}
@@ -26,4 +29,8 @@ def scalars_of(means: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[Sca
             values[full] = float(one)
             if isinstance(value, Means):
                 by_worker[full] = value.by_worker(inner)
-    return values, {name: min(some) for name, some in by_worker.items()}, {name: max(some) for name, some in by_worker.items()}
+    return (
+        values,
+        {name: min(some) for name, some in by_worker.items()},
+        {name: max(some) for name, some in by_worker.items()},
+    )

@@ -46,7 +46,12 @@ class Session:
         if self.devices[0].type == "cpu":
             keep_freed_memory()
             self._exits.callback(keep_no_more)
-        self.world = connect(place, config, cuda=self.devices[0].type == "cuda", gpus_are_shared=share_gpus(self.devices, place))
+        self.world = connect(
+            place,
+            config,
+            cuda=self.devices[0].type == "cuda",
+            gpus_are_shared=share_gpus(self.devices, place),
+        )
         try:
             self._assemble(config)
         except BaseException as error:
@@ -59,11 +64,14 @@ class Session:
         self.record = open_record(config.dir, writes=place.rank == 0)
         self._exits.callback(self.record.close)
         attempt_number = int(os.environ.get(ATTEMPT, "0"))
-        if attempt_number == 0:  # later, what holds it is a worker before, which another host may still be ending
+        # later, what holds it is a worker before, which another host may still be ending
+        if attempt_number == 0:
             self.record.claim()
         sinks = _sinks(config) if place.rank == 0 else []
         check_sinks(sinks)
-        hot = HotCopies(Kept.from_environment(os.environ), place, world, config.dir, config.hot_every)
+        hot = HotCopies(
+            Kept.from_environment(os.environ), place, world, config.dir, config.hot_every
+        )
         begun = hot.has_begun(attempt_number)
         resumed = find_snapshot(config, world, self.record, hot, begun=begun)
         lanes = agree_on_lanes(config, place.workers, len(self.devices), resumed)
@@ -75,11 +83,16 @@ class Session:
         self.keeper = Keeper(config, world, self.record, attempt, resumed, hot)
         self._exits.callback(self.keeper.close)
         self.stop = StopRequest()
-        self.stop.deferring = resumed is not None and resumed.hot  # what is in memory alone is kept at the end of a step
+        # what is in memory alone is kept at the end of a step
+        self.stop.deferring = resumed is not None and resumed.hot
         self._exits.callback(self.stop.close)
         self.divergence = DivergenceCheck(config.check_every, world, self.keeper.tracked)
-        self.progress = Progress(config, self.record, self.keeper, self.stop, self.lanes, self.divergence, resumed)
-        self.resumed_streams: dict[str, dict[int, Any]] = {} if resumed is None else resumed.state.get("streams", {})
+        self.progress = Progress(
+            config, self.record, self.keeper, self.stop, self.lanes, self.divergence, resumed
+        )
+        self.resumed_streams: dict[str, dict[int, Any]] = (
+            {} if resumed is None else resumed.state.get("streams", {})
+        )
         set_generators(config.seed)
         self._tell_start(attempt, resumed)
         hot.begin(self.progress.step, anew=not begun)
@@ -89,8 +102,16 @@ class Session:
 
     def _tell_start(self, attempt: str, resumed: Snapshot | None) -> None:
         devices = [str(device) for device in self.devices]
-        worker = {"rank": self._place.rank, "host": socket.gethostname(), "pid": os.getpid(), "devices": devices}
-        options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self.config).items()}
+        worker = {
+            "rank": self._place.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "devices": devices,
+        }
+        options = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(self.config).items()
+        }
         self.record.event(
             "started" if resumed is None else "resumed",
             attempt=attempt,
@@ -123,7 +144,9 @@ class Session:
             record = open_record(self.config.dir, writes=True)
             trace = "".join(traceback.format_exception(error))
             host, rank, step = socket.gethostname(), self._place.rank, self.progress.step
-            record.event("failed", host=host, rank=rank, step=step, error=repr(error), traceback=trace)
+            record.event(
+                "failed", host=host, rank=rank, step=step, error=repr(error), traceback=trace
+            )
             record.close()
 
     def close(self) -> None:

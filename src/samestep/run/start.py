@@ -27,17 +27,24 @@ if TYPE_CHECKING:
 
 def set_up_devices(config: Config, place: Place) -> list[torch.device]:
     """Return the worker's devices, with threads or deterministic kernels as configured. Raises `ConfigError` without the GPUs asked for."""
-    if config.device != "cpu" and torch.cuda._is_in_bad_fork():  # noqa: SLF001  torch would just say that there is no GPU
-        raise ConfigError("CUDA was in use in the process that this worker was forked from; expected a launch before that")
+    # torch would just say that there is no GPU
+    if config.device != "cpu" and torch.cuda._is_in_bad_fork():  # noqa: SLF001
+        raise ConfigError(
+            "CUDA was in use in the process that this worker was forked from; expected a launch before that"
+        )
     torch.set_num_threads(config.threads)
     names = config.devices if isinstance(config.devices, tuple) else None
     wants_cuda = config.device == "cuda" or (names is not None and names[0] != "cpu")
     cuda = torch.cuda.is_available() and config.device != "cpu" and (names is None or wants_cuda)
     if wants_cuda and not cuda:
         given = "device='cuda'" if names is None else f"devices={','.join(names)}"
-        raise ConfigError(f"{given} was given, and torch finds no GPU; expected one: check the driver and CUDA_VISIBLE_DEVICES")
+        raise ConfigError(
+            f"{given} was given, and torch finds no GPU; expected one: check the driver and CUDA_VISIBLE_DEVICES"
+        )
     if not cuda:
-        return [torch.device("cpu")] * (config.devices if isinstance(config.devices, int) else len(config.devices))
+        return [torch.device("cpu")] * (
+            config.devices if isinstance(config.devices, int) else len(config.devices)
+        )
     devices = _gpus(config.devices, place, torch.cuda.device_count())
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -53,30 +60,53 @@ def _gpus(asked: int | tuple[str, ...], place: Place, there: int) -> list[torch.
     if isinstance(asked, tuple):
         given = f"devices={','.join(asked)} was given"
         if place.local_workers > 1:
-            raise ConfigError(f"{given} to {place.local_workers} workers of one host, which would share them; expected a number")
+            raise ConfigError(
+                f"{given} to {place.local_workers} workers of one host, which would share them; expected a number"
+            )
         devices = [torch.device(name) for name in asked]
         if len(set(devices)) < len(devices) or max(device.index for device in devices) >= there:
-            raise ConfigError(f"{given}, and this host has {there} GPUs; expected different ones of them")
+            raise ConfigError(
+                f"{given}, and this host has {there} GPUs; expected different ones of them"
+            )
         return devices
     if asked > there:
-        raise ConfigError(f"devices={asked} was given, and this host has {there} GPUs; expected at most as many")
-    return [torch.device("cuda", (place.local_rank * asked + number) % there) for number in range(asked)]
+        raise ConfigError(
+            f"devices={asked} was given, and this host has {there} GPUs; expected at most as many"
+        )
+    return [
+        torch.device("cuda", (place.local_rank * asked + number) % there) for number in range(asked)
+    ]
 
 
 def share_gpus(devices: list[torch.device], place: Place) -> bool:
     """Tell whether several workers of this host use one GPU."""
-    return devices[0].type == "cuda" and len(devices) * place.local_workers > torch.cuda.device_count()
+    return (
+        devices[0].type == "cuda" and len(devices) * place.local_workers > torch.cuda.device_count()
+    )
 
 
-def find_snapshot(config: Config, world: World, record: Record, hot: HotCopies, *, begun: bool) -> Snapshot | None:
+def find_snapshot(
+    config: Config, world: World, record: Record, hot: HotCopies, *, begun: bool
+) -> Snapshot | None:
     """Load the snapshot that the run resumes from: the same on all workers.
 
-    A run that had `begun` before its workers were killed goes on from its newest hot copy or snapshot, wherever it was told to start.
+    A run that had `begun` before its workers were killed goes on from its newest hot copy or
+    snapshot, wherever it was told to start.
     """
     if begun or config.resume == "auto":
         # What has begun here is newer here than any copy of it elsewhere.
-        downloads = None if begun or config.remote is None or config.dir is None else Downloads(config.remote, config.dir, world)
-        newest = load_newest(config.dir, world, partial(_tell_rejected, record, tells=world.rank == 0), hot if begun else None, downloads)
+        downloads = (
+            None
+            if begun or config.remote is None or config.dir is None
+            else Downloads(config.remote, config.dir, world)
+        )
+        newest = load_newest(
+            config.dir,
+            world,
+            partial(_tell_rejected, record, tells=world.rank == 0),
+            hot if begun else None,
+            downloads,
+        )
         if newest is not None:
             return newest
     if config.resume in {"auto", "never"}:
@@ -107,7 +137,9 @@ def set_aside(config: Config, resumed: Snapshot | None, attempt: str, record: Re
         aside.mkdir(exist_ok=True)
         path.rename(aside / path.name)
     if later:
-        record.event("snapshots_set_aside", path=str(aside), snapshots=[path.name for path in later])
+        record.event(
+            "snapshots_set_aside", path=str(aside), snapshots=[path.name for path in later]
+        )
 
 
 def agree_on_lanes(config: Config, workers: int, devices: int, resumed: Snapshot | None) -> int:
@@ -115,7 +147,9 @@ def agree_on_lanes(config: Config, workers: int, devices: int, resumed: Snapshot
     if resumed is None:
         lanes = config.lanes or workers * devices
         if workers * devices > lanes:
-            raise ConfigError(f"lanes={lanes} was given for {workers * devices} devices; expected at least a lane a device: raise lanes")
+            raise ConfigError(
+                f"lanes={lanes} was given for {workers * devices} devices; expected at least a lane a device: raise lanes"
+            )
         return lanes
     lanes, seed = int(resumed.info["lanes"]), int(resumed.info["seed"])
     for name, given, kept in (("lanes", config.lanes or lanes, lanes), ("seed", config.seed, seed)):

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 class StopRequest:
     """Holds SIGTERM and Ctrl-C back while `deferring` is set, so that a step can end and be kept.
 
-    `received` is the number of the signal that came first, or 0. Outside of steps a signal acts at once, and so does Ctrl-C after
-    another signal; SIGTERM after another changes nothing: schedulers send it to all processes of a job, and launchers pass it on.
-    Python lets only the main thread hold signals; elsewhere nothing is held.
+    `received` is the number of the signal that came first, or 0. Outside of steps a signal acts at
+    once, and so does Ctrl-C after another signal; SIGTERM after another changes nothing: schedulers
+    send it to all processes of a job, and launchers pass it on. Python lets only the main thread
+    hold signals; elsewhere nothing is held.
     """
 
     def __init__(self) -> None:

@@ -5,4 +5,13 @@ from samestep.snapshot.read import Snapshot, check, find_newest, list_snapshots,
 from samestep.snapshot.resume import load_newest
 from samestep.snapshot.write import SnapshotWriter
 
-__all__ = ["Snapshot", "SnapshotWriter", "check", "export", "find_newest", "list_snapshots", "load", "load_newest"]
+__all__ = [
+    "Snapshot",
+    "SnapshotWriter",
+    "check",
+    "export",
+    "find_newest",
+    "list_snapshots",
+    "load",
+    "load_newest",
+]

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from samestep.snapshot.part import Part
 
 
-def combined(parts: Sequence[Part], *, step: int, attempt: str, info: Mapping[str, Any], score: float | None) -> Manifest:
+def combined(
+    parts: Sequence[Part], *, step: int, attempt: str, info: Mapping[str, Any], score: float | None
+) -> Manifest:
     """Put the parts of all workers together, by rank.
 
-    Raises `SnapshotError` where they differ in what they should hold alike, or do not make up every tensor.
+    Raises `SnapshotError` where they differ in what they should hold alike, or do not make up every
+    tensor.
     """
     return Manifest(
         step=step,
@@ -43,7 +46,9 @@ def _forms(parts: Sequence[Part]) -> dict[str, Form]:
     for rank, part in enumerate(parts):
         for name, form in part.forms.items():
             if forms.setdefault(name, form) != form:
-                raise SnapshotError(f"worker {rank} holds tensor {name} as {form.to_json()}, a worker before it as {forms[name].to_json()}")
+                raise SnapshotError(
+                    f"worker {rank} holds tensor {name} as {form.to_json()}, a worker before it as {forms[name].to_json()}"
+                )
     return forms
 
 
@@ -55,7 +60,13 @@ def _pieces(parts: Sequence[Part]) -> dict[str, tuple[Piece, ...]]:
         for name, start, stop, offset, digest in part.pieces:
             known = digests.setdefault((name, start, stop), digest)
             if known != digest:
-                raise SnapshotError(f"worker {rank} holds other values of tensor {name} than a worker before it; expected equal ones")
-            if digest is None or not any((piece.start, piece.stop) == (start, stop) for piece in pieces[name]):
+                raise SnapshotError(
+                    f"worker {rank} holds other values of tensor {name} than a worker before it; expected equal ones"
+                )
+            if digest is None or not any(
+                (piece.start, piece.stop) == (start, stop) for piece in pieces[name]
+            ):
                 pieces[name].append(Piece(rank, start, stop, offset))
-    return {name: tuple(sorted(found, key=lambda piece: piece.start)) for name, found in pieces.items()}
+    return {
+        name: tuple(sorted(found, key=lambda piece: piece.start)) for name, found in pieces.items()
+    }

@@ -20,22 +20,29 @@ if TYPE_CHECKING:
 def export(snapshot: Path, destination: Path, name: str = "model") -> list[str]:
     """Write the tensors of object `name` under their usual names, in their logical shapes; tied ones under each name.
 
-    Nested names are joined by dots. A file that is there is replaced at once. Returns the names of what is no tensor and
-    was left out. Raises `SnapshotError` if the snapshot is not whole, holds no such tensors, or the file cannot be written.
+    Nested names are joined by dots. A file that is there is replaced at once. Returns the names of
+    what is no tensor and was left out. Raises `SnapshotError` if the snapshot is not whole, holds
+    no such tensors, or the file cannot be written.
     """
     loaded = load(snapshot, [name])
     leaves = list(_leaves(loaded.state[name], ""))
     tensors = {key: value.contiguous() for key, value in leaves if isinstance(value, torch.Tensor)}
     if not tensors:
-        raise SnapshotError(f"{name!r} of snapshot {snapshot} holds no tensors to export; choose another object")
+        raise SnapshotError(
+            f"{name!r} of snapshot {snapshot} holds no tensors to export; choose another object"
+        )
     if len({key for key, _ in leaves}) < len(leaves):
-        raise SnapshotError(f"{name!r} of snapshot {snapshot} has two tensors of one name once nested names are joined by dots")
+        raise SnapshotError(
+            f"{name!r} of snapshot {snapshot} has two tensors of one name once nested names are joined by dots"
+        )
     metadata = {"format": "pt", "samestep.step": str(loaded.step), "samestep.object": name}
     try:
         with appearing(destination) as temporary:
             save_file(tensors, temporary, metadata)
     except (KeyError, OSError, SafetensorError, ValueError) as error:
-        raise SnapshotError(f"{name!r} of snapshot {snapshot} could not be exported to {destination}: {error}") from error
+        raise SnapshotError(
+            f"{name!r} of snapshot {snapshot} could not be exported to {destination}: {error}"
+        ) from error
     return [key for key, _ in leaves if key not in tensors]
 
 

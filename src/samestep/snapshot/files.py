@@ -1,7 +1,7 @@
 """Files that are whole or not there, and the checksums that tell damaged ones.
 
-A checksum is XXH3 of 128 bits: it finds damage at the speed of memory, but not forgery; a snapshot is trusted with values only.
-Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
+A checksum is XXH3 of 128 bits: it finds damage at the speed of memory, but not forgery; a snapshot
+is trusted with values only. Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not (path.is_dir() and error.errno == errno.EINVAL):  # some file systems cannot sync directories
+        # some file systems cannot sync directories
+        if not (path.is_dir() and error.errno == errno.EINVAL):
             raise
     finally:
         os.close(descriptor)
@@ -68,11 +69,13 @@ def checksum(data: bytes | memoryview) -> str:
     return xxh3_128(data).hexdigest()
 
 
-def write_durably(path: Path, data: memoryview, segment_bytes: int, go_on: Callable[[], None]) -> tuple[str, ...]:
+def write_durably(
+    path: Path, data: memoryview, segment_bytes: int, go_on: Callable[[], None]
+) -> tuple[str, ...]:
     """Write a file and return the checksums of its segments, once they would survive a loss of power.
 
-    It is written past the page cache where the file system allows that and `data` starts at a page: no copy, no new pages,
-    and what training reads stays cached. `go_on` may raise between segments.
+    It is written past the page cache where the file system allows that and `data` starts at a page:
+    no copy, no new pages, and what training reads stays cached. `go_on` may raise between segments.
     """
     checksums = []
     with path.open("wb", buffering=0) as file:
@@ -91,7 +94,8 @@ def _write(descriptor: int, data: memoryview) -> int:
     try:
         return os.write(descriptor, data)
     except OSError as error:
-        # Only whole blocks go past the cache: the end of a file does not, nor does any of it where blocks are larger than pages.
+        # Only whole blocks go past the cache: the end of a file does not, nor does any of it where
+        # blocks are larger than pages.
         if error.errno != errno.EINVAL or not _set_uncached(descriptor, uncached=False):
             raise
         return os.write(descriptor, data)

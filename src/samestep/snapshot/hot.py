@@ -1,9 +1,10 @@
 """Copies of the whole state in the launcher's memory, from which the successors of killed workers continue.
 
-Every worker puts its part of each copy into one of its two slots, and that of the next into the other. At any moment one of
-the two holds a whole copy on all workers, once there was one: copies are made at a step's boundary, all workers meet between
-any two of them, and so nobody begins a copy before everybody has finished the one before, which lies in the other slot.
-Successors, be they more or fewer, write first into the slot that they did not continue from: what they continued from stays
+Every worker puts its part of each copy into one of its two slots, and that of the next into the
+other. At any moment one of the two holds a whole copy on all workers, once there was one: copies
+are made at a step's boundary, all workers meet between any two of them, and so nobody begins a copy
+before everybody has finished the one before, which lies in the other slot. Successors, be they more
+or fewer, write first into the slot that they did not continue from: what they continued from stays
 until all of them have finished a copy. A launcher that keeps nothing has no copies made.
 """
 
@@ -58,16 +59,30 @@ class Copy:
 class HotCopies:
     """Makes and finds copies of a run's state, as one of its workers; without anything `kept` there are none."""
 
-    def __init__(self, kept: Kept | None, place: Place, world: World, directory: Path | None, every: str | None) -> None:
+    def __init__(
+        self,
+        kept: Kept | None,
+        place: Place,
+        world: World,
+        directory: Path | None,
+        every: str | None,
+    ) -> None:
         self._kept, self._place, self._world = kept, place, world
         self._directory = "" if directory is None else str(directory.resolve())
         self._every = None if kept is None else every
-        # Another run of the same script has other copies: those of its directory or, where it has none, of its number.
-        self._run = self._directory if self._directory or kept is None else str(next(_runs_without_directory))
+        # Another run of the same script has other copies: those of its directory or, where it has
+        # none, of its number.
+        self._run = (
+            self._directory
+            if self._directory or kept is None
+            else str(next(_runs_without_directory))
+        )
         self._slots = [] if kept is None else kept.slots
         self._own = [Slot(file) for file in self._slots[place.local_rank]] if self._slots else []
-        self._files: dict[tuple[Copy, int], int] = {}  # parts that this host holds, by copy and rank
-        self._seen: list[dict[tuple[Copy, int], int]] = []  # the bytes of those that each worker's host holds
+        # parts that this host holds, by copy and rank
+        self._files: dict[tuple[Copy, int], int] = {}
+        # the bytes of those that each worker's host holds
+        self._seen: list[dict[tuple[Copy, int], int]] = []
         self._first_slot = 0
         self._copies = 0
         self._given_up = False
@@ -77,7 +92,12 @@ class HotCopies:
 
     def has_begun(self, attempt: int) -> bool:
         """Tell whether this is a later attempt at a run that an earlier one began, on any host; collective."""
-        begun = attempt > 0 and self._kept is not None and self._kept.step is not None and self._kept.directory == self._directory
+        begun = (
+            attempt > 0
+            and self._kept is not None
+            and self._kept.step is not None
+            and self._kept.directory == self._directory
+        )
         return any(self._world.all_gather_json(begun, "starting"))
 
     def time_is_up(self) -> bool:
@@ -88,15 +108,20 @@ class HotCopies:
         """Tell whether a copy is made after `step`: the first one is at once; `agreed` is what rank 0's clock said."""
         if self._every is None:
             return False
-        return self._copies == 0 or (agreed if self._every == "auto" else step % int(self._every) == 0)
+        return self._copies == 0 or (
+            agreed if self._every == "auto" else step % int(self._every) == 0
+        )
 
     def begin(self, step: int, *, anew: bool) -> None:
         """Tell the launcher that the run goes on after `step`. Copies of another history, where it began `anew`, are given up."""
-        for pair in self._slots[self._place.local_rank :: self._place.local_workers] if anew else ():
+        for pair in (
+            self._slots[self._place.local_rank :: self._place.local_workers] if anew else ()
+        ):
             _empty(pair)
         if self._kept is not None and self._place.local_rank == 0:
             self._kept.tell_start(self._directory, step)
-        if not self._own and not (anew and self._place.local_rank == 0):  # one worker of a host says, once, that there is no memory
+        # one worker of a host says, once, that there is no memory
+        if not self._own and not (anew and self._place.local_rank == 0):
             self.give_up()
 
     def tell_step(self, step: int) -> None:
@@ -113,7 +138,13 @@ class HotCopies:
         self._given_up = True
 
     def save(
-        self, step: int, attempt: str, shared: Mapping[str, Any], own: Mapping[str, Any], info: Mapping[str, Any], started: float
+        self,
+        step: int,
+        attempt: str,
+        shared: Mapping[str, Any],
+        own: Mapping[str, Any],
+        info: Mapping[str, Any],
+        started: float,
     ) -> None:
         """Copy the state, given as to `SnapshotWriter.save`; `started` is when that began, by `time.monotonic`. All workers call it.
 
@@ -131,7 +162,12 @@ class HotCopies:
                 "workers: when one is killed, the run goes on from its newest snapshot; allow the call, or use hot_every=none"
             )
         mine, values = contribution(shared, own, self._world.rank, self._world.size)
-        label = {"run": self._run, "copy": list(astuple(copy)), "rank": self._world.rank, "info": dict(info)}
+        label = {
+            "run": self._run,
+            "copy": list(astuple(copy)),
+            "rank": self._world.rank,
+            "info": dict(info),
+        }
         before = time.monotonic()
         self._prepare(copy.slot, mine)
         spent_once = time.monotonic() - before
@@ -145,7 +181,11 @@ class HotCopies:
         if self._copies == 1:
             self._check_room(nbytes)
         self._own[number].reserve(nbytes)
-        for pair in self._slots[self._place.local_rank :: self._place.local_workers][1:] if self._copies == SLOTS else ():
+        for pair in (
+            self._slots[self._place.local_rank :: self._place.local_workers][1:]
+            if self._copies == SLOTS
+            else ()
+        ):
             _empty(pair)
 
     def _check_room(self, nbytes: int) -> None:
@@ -177,7 +217,9 @@ class HotCopies:
         told = self._world.all_gather_json([mine, faults], "looking for hot copies")
         for fault in dict.fromkeys(fault for _, others in told for fault in others):
             report("hot_copy_rejected", reason=fault)
-        self._seen = [{(Copy(*copy), rank): nbytes for copy, rank, nbytes in parts} for parts, _ in told]
+        self._seen = [
+            {(Copy(*copy), rank): nbytes for copy, rank, nbytes in parts} for parts, _ in told
+        ]
         found = Counter(copy for copy, _ in set().union(*self._seen))
         return sorted(copy for copy, parts in found.items() if parts == copy.workers)
 
@@ -188,8 +230,17 @@ class HotCopies:
             files = [self._file(copy, rank, exits) for rank in range(copy.workers)]
             try:
                 return _assembled(copy, files)
-            except (LookupError, OSError, RuntimeError, SnapshotError, TypeError, ValueError) as error:
-                raise SnapshotError(f"the hot copy of step {copy.step} cannot be used: {error}") from error
+            except (
+                LookupError,
+                OSError,
+                RuntimeError,
+                SnapshotError,
+                TypeError,
+                ValueError,
+            ) as error:
+                raise SnapshotError(
+                    f"the hot copy of step {copy.step} cannot be used: {error}"
+                ) from error
 
     def _file(self, copy: Copy, rank: int, exits: ExitStack) -> int:
         """Return the file that holds a part of a copy; the first worker that has it passes it on to those on other hosts."""
@@ -210,7 +261,9 @@ def _assembled(copy: Copy, files: Sequence[int]) -> Snapshot:
     if len(held) != len(files):
         raise SnapshotError("a part of it is not whole")
     info = held[0].label["info"]
-    manifest = combined([there.part for there in held], step=copy.step, attempt=copy.attempt, info=info, score=None)
+    manifest = combined(
+        [there.part for there in held], step=copy.step, attempt=copy.attempt, info=info, score=None
+    )
     manifest.validate()
     state = read_state(_OPEN_FILES, manifest, first_byte=slot.START)
     return Snapshot(Path(f"hot-copy-of-step-{copy.step}"), copy.step, info, None, state, hot=True)
@@ -222,10 +275,16 @@ def _pass_on(world: World, file: int, nbytes: int, sender: int, receivers: Seque
     at_once = max(PASSED_BYTES // len(receivers), 1)
     for start in range(0, nbytes, at_once):
         size = min(at_once, nbytes - start)
-        sizes = [size if rank in receivers else 0 for rank in range(world.size)] if world.rank == sender else [0] * world.size
+        sizes = (
+            [size if rank in receivers else 0 for rank in range(world.size)]
+            if world.rank == sender
+            else [0] * world.size
+        )
         sent = torch.empty(sum(sizes), dtype=torch.uint8)
         if world.rank == sender:
-            sent.view(len(receivers), size).copy_(torch.frombuffer(bytearray(os.pread(file, size, start)), dtype=torch.uint8))
+            sent.view(len(receivers), size).copy_(
+                torch.frombuffer(bytearray(os.pread(file, size, start)), dtype=torch.uint8)
+            )
         arriving = [size if rank == sender and receives else 0 for rank in range(world.size)]
         arrived = torch.empty(sum(arriving), dtype=torch.uint8)
         world.all_to_all(arrived, arriving, sent, sizes, "passing on a hot copy")

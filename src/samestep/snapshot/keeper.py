@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 class Keeper:
     """Takes snapshots every so many steps or minutes, when asked, and at the end; without a directory none."""
 
-    def __init__(self, config: Config, world: World, record: Record, attempt: str, resumed: Snapshot | None, hot: HotCopies) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        record: Record,
+        attempt: str,
+        resumed: Snapshot | None,
+        hot: HotCopies,
+    ) -> None:
         self.tracked = Tracked(resumed)
         self.hot = hot
         self.stall_seconds = 0.0
@@ -33,7 +41,9 @@ class Keeper:
         self._kept_time = time.monotonic()
         self._prepared = config.snapshot_every is None
         start = -1 if resumed is None else resumed.step
-        self._afterwards = open_afterwards(config, acts=world.rank == 0, attempt=attempt, start=start)
+        self._afterwards = open_afterwards(
+            config, acts=world.rank == 0, attempt=attempt, start=start
+        )
         self._writer: SnapshotWriter | None = None
         if config.dir is not None:
             self._writer = SnapshotWriter(
@@ -55,12 +65,17 @@ class Keeper:
     def time_is_up(self) -> bool:
         """Tell whether the minutes between snapshots have passed on this worker's clock."""
         seconds = self._config.snapshot_seconds
-        return self._writer is not None and seconds is not None and time.monotonic() - self._kept_time >= seconds
+        return (
+            self._writer is not None
+            and seconds is not None
+            and time.monotonic() - self._kept_time >= seconds
+        )
 
     def is_due(self, step: int) -> bool:
         """Tell whether the steps between snapshots have passed. Raises `SnapshotError` if the last one failed.
 
-        Asked for the first time, after a step that gave optimizers their state, it has memory made ready for the first one.
+        Asked for the first time, after a step that gave optimizers their state, it has memory made
+        ready for the first one.
         """
         if self._writer is None:
             return False
@@ -71,7 +86,9 @@ class Keeper:
             self._writer.prepare(*self.tracked.states())
         return self._config.snapshot_steps is not None and step % self._config.snapshot_steps == 0
 
-    def save(self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], score: float | None) -> None:
+    def save(
+        self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], score: float | None
+    ) -> None:
         """Copy the state of all tracked objects, with `shared` and `own` of the run's; files are written beside training."""
         if self._writer is None or not self.keeps:
             return
@@ -79,23 +96,37 @@ class Keeper:
             return
         forgotten = ", ".join(sorted(self.tracked.forgotten()))
         if forgotten:
-            raise SnapshotError(f"the run resumed from a snapshot that also holds {forgotten}; track it too, so that nothing is lost")
-        # Workers meet in the file system from here on, where one that is gone would be waited for in vain.
+            raise SnapshotError(
+                f"the run resumed from a snapshot that also holds {forgotten}; track it too, so that nothing is lost"
+            )
+        # Workers meet in the file system from here on, where one that is gone would be waited for
+        # in vain.
         self._world.barrier("starting a snapshot")
         started = time.perf_counter()
         tracked_shared, tracked_own = self.tracked.states()
-        self._writer.save(step, {**tracked_shared, **shared}, {**tracked_own, **own}, self._info(shared), score)
+        self._writer.save(
+            step, {**tracked_shared, **shared}, {**tracked_own, **own}, self._info(shared), score
+        )
         self._kept_step, self._kept_time = step, time.monotonic()
         self.stall_seconds += time.perf_counter() - started
 
-    def copy(self, step: int, states: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+    def copy(
+        self, step: int, states: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]
+    ) -> None:
         """Make a hot copy of the same, of which `states` gives the run's; one that cannot be made is told, and was the last attempt."""
         if not self.tracked or self.tracked.forgotten():
             return
         started = time.monotonic()
         try:
             (shared, own), (tracked_shared, tracked_own) = states(), self.tracked.states()
-            self.hot.save(step, self._attempt, {**tracked_shared, **shared}, {**tracked_own, **own}, self._info(shared), started)
+            self.hot.save(
+                step,
+                self._attempt,
+                {**tracked_shared, **shared},
+                {**tracked_own, **own},
+                self._info(shared),
+                started,
+            )
         except (OSError, SnapshotError) as error:
             self.hot.give_up()
             self._record.event("hot_copy_failed", step=step, reason=str(error))
@@ -103,7 +134,11 @@ class Keeper:
         self.stall_seconds += time.monotonic() - started
 
     def _info(self, shared: Mapping[str, Any]) -> dict[str, Any]:
-        return {"lanes": shared["run"]["lanes"], "seed": self._config.seed, "epoch": shared["run"]["epoch"]}
+        return {
+            "lanes": shared["run"]["lanes"],
+            "seed": self._config.seed,
+            "epoch": shared["run"]["epoch"],
+        }
 
     def finish(self) -> None:
         """Wait until the last snapshot is whole, and copied where it is to be. Raises `SnapshotError` if that failed."""

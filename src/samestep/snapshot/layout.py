@@ -28,8 +28,9 @@ class Extent:
 def share(extents: Sequence[Extent], rank: int, workers: int) -> list[range]:
     """Return the elements of each tensor that worker `rank` of `workers` writes.
 
-    The tensors lie one after the other and their bytes are cut evenly, each cut moved down to a multiple of 64
-    elements of the tensor that it falls into. The ranges of all workers hold every element exactly once.
+    The tensors lie one after the other and their bytes are cut evenly, each cut moved down to a
+    multiple of 64 elements of the tensor that it falls into. The ranges of all workers hold every
+    element exactly once.
     """
     offsets = list(accumulate((extent.nbytes for extent in extents), initial=0))
     low, high = (offsets[-1] * worker // workers for worker in (rank, rank + 1))

@@ -1,7 +1,7 @@
 """The manifest of a snapshot: what it holds, where in which files, with their sizes and checksums. No manifest, no snapshot.
 
-Its bytes are the canonical JSON of its content and of that content's checksum, so a file in which any byte was changed,
-added or lost is not a manifest.
+Its bytes are the canonical JSON of its content and of that content's checksum, so a file in which
+any byte was changed, added or lost is not a manifest.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ class Form:
     def from_json(cls, plain: Any) -> Form:
         """Read a form. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
         dtype, shape, order = plain
-        if not all(type(dim) is int and 0 <= dim < 2**63 for dim in shape) or len(shape) > MOST_DIMS:
+        if (
+            not all(type(dim) is int and 0 <= dim < 2**63 for dim in shape)
+            or len(shape) > MOST_DIMS
+        ):
             raise ValueError(f"{shape} is no shape")
         if any(type(dim) is not int for dim in order) or sorted(order) != list(range(len(shape))):
             raise ValueError(f"{order} is no order of {len(shape)} dims")
@@ -146,12 +149,17 @@ class Manifest:
             "score": flatten_plain(self.score, "score"),
             "info": flatten_plain(dict(self.info), "info"),
             "state": self.state,
-            "tensors": {name: [form.to_json(), [piece.to_json() for piece in self.pieces[name]]] for name, form in self.forms.items()},
+            "tensors": {
+                name: [form.to_json(), [piece.to_json() for piece in self.pieces[name]]]
+                for name, form in self.forms.items()
+            },
             "files": [file.to_json() for file in self.files],
         }
         data = canonical({**body, "checksum": _checksum(body)}).encode()
         if len(data) > LARGEST_BYTES:
-            raise SnapshotError(f"the plain state takes {len(data)} bytes; expected at most {LARGEST_BYTES}: keep large data in tensors")
+            raise SnapshotError(
+                f"the plain state takes {len(data)} bytes; expected at most {LARGEST_BYTES}: keep large data in tensors"
+            )
         return data
 
     @classmethod
@@ -161,7 +169,9 @@ class Manifest:
         try:
             manifest = cls._from_body(body)
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-            raise SnapshotError(f"{NAME} does not describe a snapshot ({type(error).__name__}: {error})") from error
+            raise SnapshotError(
+                f"{NAME} does not describe a snapshot ({type(error).__name__}: {error})"
+            ) from error
         manifest.validate()
         return manifest
 
@@ -177,7 +187,10 @@ class Manifest:
             info=_typed(restore(body["info"], no_tensor), dict),
             state=body["state"],
             forms={name: Form.from_json(form) for name, (form, _) in body["tensors"].items()},
-            pieces={name: tuple(map(Piece.from_json, pieces)) for name, (_, pieces) in body["tensors"].items()},
+            pieces={
+                name: tuple(map(Piece.from_json, pieces))
+                for name, (_, pieces) in body["tensors"].items()
+            },
             files=tuple(map(DataFile.from_json, body["files"])),
         )
 
@@ -186,15 +199,21 @@ class Manifest:
         held: list[list[tuple[int, int]]] = [[] for _ in self.files]
         for name, form in self.forms.items():
             pieces = self.pieces[name]
-            if fault := tiling_fault([(piece.start, piece.stop) for piece in pieces], form.extent.elements):
+            if fault := tiling_fault(
+                [(piece.start, piece.stop) for piece in pieces], form.extent.elements
+            ):
                 raise SnapshotError(f"tensor {name} is not whole: {fault}")
             for piece in pieces:
                 if not 0 <= piece.file < len(held):
                     raise SnapshotError(f"tensor {name} is in file {piece.file} of {len(held)}")
-                held[piece.file].append((piece.offset, piece.offset + (piece.stop - piece.start) * form.dtype.itemsize))
+                held[piece.file].append(
+                    (piece.offset, piece.offset + (piece.stop - piece.start) * form.dtype.itemsize)
+                )
         for file, places in zip(self.files, held, strict=True):
             if any(start < 0 or stop > file.size for start, stop in places):
-                raise SnapshotError(f"{file.name} has {file.size} bytes and is said to hold pieces outside of them")
+                raise SnapshotError(
+                    f"{file.name} has {file.size} bytes and is said to hold pieces outside of them"
+                )
             if any(before > after for (_, before), (after, _) in pairwise(sorted(places))):
                 raise SnapshotError(f"{file.name} is said to hold pieces of tensors that overlap")
 
@@ -203,9 +222,13 @@ def _parsed(data: bytes) -> dict[str, Any]:
     try:
         body: dict[str, Any] = json.loads(data)
         if canonical(body).encode() != data:
-            raise SnapshotError(f"{NAME} is damaged: its bytes are not those that its content is written as")
+            raise SnapshotError(
+                f"{NAME} is damaged: its bytes are not those that its content is written as"
+            )
         if body["format"] != FORMAT:
-            raise SnapshotError(f"{NAME} is of format {body['format']!r}; expected {FORMAT}: read it with the samestep that wrote it")
+            raise SnapshotError(
+                f"{NAME} is of format {body['format']!r}; expected {FORMAT}: read it with the samestep that wrote it"
+            )
         told = body.pop("checksum")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise SnapshotError(f"{NAME} is damaged: {error}") from error

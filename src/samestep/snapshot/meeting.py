@@ -1,11 +1,12 @@
 """How the workers that write one snapshot meet: in its directory alone.
 
-    every worker    writes tensors-<attempt>-<rank>-of-<workers>.safetensors, then part-<attempt>-<rank>.json
-    rank 0          waits for all parts, writes manifest.json: now, and only now, the snapshot exists; removes the parts
-    other ranks     wait until their part is gone
+    every worker    writes tensors-<attempt>-<rank>-of-<workers>.safetensors, then
+    part-<attempt>-<rank>.json rank 0          waits for all parts, writes manifest.json: now, and
+    only now, the snapshot exists; removes the parts other ranks     wait until their part is gone
 
-A worker whose part will never come leaves failed-<attempt>-<rank>.txt instead, and rank 0 one of its own whenever there
-will be no manifest. A worker that has given its part leaves its files to rank 0 until it sees that.
+A worker whose part will never come leaves failed-<attempt>-<rank>.txt instead, and rank 0 one of
+its own whenever there will be no manifest. A worker that has given its part leaves its files to
+rank 0 until it sees that.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Meeting:
         """Return when rank 0 has taken this worker's part. Raises `SnapshotError` if it never will, or is late."""
 
         def missing() -> str:
-            there = self._part_path(self.rank).exists()  # looked at first: a failure is told before parts are removed
+            # looked at first: a failure is told before parts are removed
+            there = self._part_path(self.rank).exists()
             if self._failed_path(0).exists():
                 self._discard([self.rank])
                 raise self._told(0)
@@ -113,7 +115,9 @@ class Meeting:
 
     def _told(self, rank: int) -> ToldError:
         words = self._failed_path(rank).read_text()
-        return ToldError(words or f"worker {rank} could not write its part of snapshot {self.directory}, nor why")
+        return ToldError(
+            words or f"worker {rank} could not write its part of snapshot {self.directory}, nor why"
+        )
 
     def _discard(self, ranks: Iterable[int]) -> None:
         for rank in ranks:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 SEGMENT_BYTES: Final = 2**22
 ALIGNMENT: Final = 64  # bytes; of the first tensor in its file, for those who map it into memory
-# Other dtypes are stored as bytes: not every safetensors reader knows them, and the manifest tells what they are.
+# Other dtypes are stored as bytes: not every safetensors reader knows them, and the manifest tells
+# what they are.
 _STORED: Final = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
@@ -92,12 +93,17 @@ class Part:
         return cls(
             state=body["state"],
             forms={name: Form.from_json(form) for name, form in body["forms"].items()},
-            pieces=[(name, start, stop, offset, digest) for name, start, stop, offset, digest in body["pieces"]],
+            pieces=[
+                (name, start, stop, offset, digest)
+                for name, start, stop, offset, digest in body["pieces"]
+            ],
             file=DataFile.from_json(body["file"]),
         )
 
 
-def contribution(shared: Mapping[str, Any], own: Mapping[str, Any], rank: int, workers: int) -> tuple[Contribution, list[torch.Tensor]]:
+def contribution(
+    shared: Mapping[str, Any], own: Mapping[str, Any], rank: int, workers: int
+) -> tuple[Contribution, list[torch.Tensor]]:
     """Return what a worker contributes, and the values of its pieces: 1-D, in storage order, not copied.
 
     That is its share of the tensors that all workers hold alike, and all that is its own.
@@ -107,23 +113,39 @@ def contribution(shared: Mapping[str, Any], own: Mapping[str, Any], rank: int, w
     own_state, held = flatten(dict(own))
     whole = {name: _whole(name, tensor) for name, tensor in shared_tensors.items()}
     if both := sorted(whole.keys() & held.keys()):
-        raise SnapshotError(f"tensor {both[0]} was given as shared by all workers and as this worker's own; expected one of the two")
-    pairs = sorted([*_shared_pieces(whole, rank, workers), *_held_pieces(held)], key=_descending_element_size)
+        raise SnapshotError(
+            f"tensor {both[0]} was given as shared by all workers and as this worker's own; expected one of the two"
+        )
+    pairs = sorted(
+        [*_shared_pieces(whole, rank, workers), *_held_pieces(held)], key=_descending_element_size
+    )
     pieces = [piece for piece, _ in pairs]
     told = whole.keys() if rank == 0 else whole.keys() & {piece.tensor for piece in pieces}
-    forms = {name: _form(tensor) for name, tensor in {**whole, **held}.items() if name in told or name in held}
-    return Contribution(merge(shared_state, own_state) if rank == 0 else own_state, forms, pieces), [values for _, values in pairs]
+    forms = {
+        name: _form(tensor)
+        for name, tensor in {**whole, **held}.items()
+        if name in told or name in held
+    }
+    return Contribution(
+        merge(shared_state, own_state) if rank == 0 else own_state, forms, pieces
+    ), [values for _, values in pairs]
 
 
 def _whole(name: str, tensor: torch.Tensor | TensorSlice) -> torch.Tensor:
     if isinstance(tensor, TensorSlice):
-        raise SnapshotError(f"tensor {name} was given as shared by all workers and is a slice; expected it among this worker's own")
+        raise SnapshotError(
+            f"tensor {name} was given as shared by all workers and is a slice; expected it among this worker's own"
+        )
     return tensor
 
 
-def _shared_pieces(whole: Mapping[str, torch.Tensor], rank: int, workers: int) -> Iterator[tuple[OwnPiece, torch.Tensor]]:
+def _shared_pieces(
+    whole: Mapping[str, torch.Tensor], rank: int, workers: int
+) -> Iterator[tuple[OwnPiece, torch.Tensor]]:
     tensors = sorted(whole.items())
-    ranges = share([Extent(tensor.numel(), tensor.element_size()) for _, tensor in tensors], rank, workers)
+    ranges = share(
+        [Extent(tensor.numel(), tensor.element_size()) for _, tensor in tensors], rank, workers
+    )
     for (name, tensor), elements in zip(tensors, ranges, strict=True):
         if elements:
             values = flattened(tensor)[elements.start : elements.stop]
@@ -132,7 +154,11 @@ def _shared_pieces(whole: Mapping[str, torch.Tensor], rank: int, workers: int) -
 
 def _held_pieces(held: Tensors) -> Iterator[tuple[OwnPiece, torch.Tensor]]:
     for name, tensor in held.items():
-        start, values = (tensor.start, tensor.values) if isinstance(tensor, TensorSlice) else (0, flattened(tensor))
+        start, values = (
+            (tensor.start, tensor.values)
+            if isinstance(tensor, TensorSlice)
+            else (0, flattened(tensor))
+        )
         if values.numel():
             repeated = not isinstance(tensor, TensorSlice)
             yield OwnPiece(name, start, start + values.numel(), values.dtype, repeated), values
@@ -158,7 +184,8 @@ class Staging:
     def reserve(self, nbytes: int, *, pinned: bool) -> None:
         """Have `nbytes` of memory that starts at a page and was touched."""
         if self._memory.numel() < nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # first: the old need not stay beside the new
+            # first: the old need not stay beside the new
+            self._memory = torch.empty(0, dtype=torch.uint8)
             room = torch.empty(nbytes + PAGESIZE, dtype=torch.uint8, pin_memory=pinned)
             self._memory = room[-room.data_ptr() % PAGESIZE :].zero_()
 
@@ -180,7 +207,10 @@ def write_part(path: Path, mine: Contribution, data: memoryview, go_on: Callable
     """Write the data file at `path`, durably, and return the part that tells of it. `go_on` may raise between segments."""
     checksums = write_durably(path, data, SEGMENT_BYTES, go_on)
     places = _places(mine.pieces, len(data))
-    digests = [checksum(data[start:stop]) if piece.repeated else None for piece, (start, stop) in zip(mine.pieces, places, strict=True)]
+    digests = [
+        checksum(data[start:stop]) if piece.repeated else None
+        for piece, (start, stop) in zip(mine.pieces, places, strict=True)
+    ]
     return part_of(mine, digests, DataFile(path.name, len(data), SEGMENT_BYTES, checksums))
 
 
@@ -188,7 +218,9 @@ def part_of(mine: Contribution, digests: Sequence[str | None], file: DataFile) -
     """Return the part that tells of a data file with the pieces at its end; `digests` are the checksums of the repeated ones."""
     table = [
         (piece.tensor, piece.start, piece.stop, start, digest)
-        for piece, (start, _), digest in zip(mine.pieces, _places(mine.pieces, file.size), digests, strict=True)
+        for piece, (start, _), digest in zip(
+            mine.pieces, _places(mine.pieces, file.size), digests, strict=True
+        )
     ]
     return Part(mine.state, mine.forms, table, file)
 
@@ -199,10 +231,16 @@ def _header(pieces: Sequence[OwnPiece]) -> bytes:
     Source: https://github.com/huggingface/safetensors#format
     """
     entries: dict[str, Plain] = {}
-    for piece, (start, stop) in zip(pieces, _places(pieces, sum(piece.nbytes for piece in pieces)), strict=True):
+    for piece, (start, stop) in zip(
+        pieces, _places(pieces, sum(piece.nbytes for piece in pieces)), strict=True
+    ):
         dtype = _STORED.get(piece.dtype)
         count = piece.stop - piece.start if dtype else piece.nbytes
-        entries[piece.key] = {"dtype": dtype or "U8", "shape": [count], "data_offsets": [start, stop]}
+        entries[piece.key] = {
+            "dtype": dtype or "U8",
+            "shape": [count],
+            "data_offsets": [start, stop],
+        }
     text = canonical(entries).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 Place = tuple[int, memoryview]  # from which byte of a file on, and where to
 
-READERS: Final = 2  # threads: one copies and compares while the other waits for the disk or for new pages
+# threads: one copies and compares while the other waits for the disk or for new pages
+READERS: Final = 2
 _DIRECTORY: Final = re.compile(r"step-(\d{8,})")
 
 
@@ -110,18 +111,23 @@ def find_newest(directory: Path, report: Callable[..., object]) -> Path | None:
 def load(path: Path, objects: Collection[str] | None = None) -> Snapshot:
     """Check a snapshot and load the state of all objects, or of those named. It may have been written by any number of workers.
 
-    Tensors keep the memory order (such as channels last) they had. Raises `SnapshotError` that names the snapshot and
-    what is wrong with it.
+    Tensors keep the memory order (such as channels last) they had. Raises `SnapshotError` that
+    names the snapshot and what is wrong with it.
     """
     manifest = inspect(path)
     with _faults_of(path):
-        return Snapshot(path, manifest.step, manifest.info, manifest.score, read_state(path, manifest, objects))
+        return Snapshot(
+            path, manifest.step, manifest.info, manifest.score, read_state(path, manifest, objects)
+        )
 
 
-def read_state(directory: Path, manifest: Manifest, objects: Collection[str] | None = None, first_byte: int = 0) -> dict[str, Any]:
+def read_state(
+    directory: Path, manifest: Manifest, objects: Collection[str] | None = None, first_byte: int = 0
+) -> dict[str, Any]:
     """Return the state of all objects, or of those named, from the data files in a directory; each begins at `first_byte` there.
 
-    Every byte is checked. Raises `SnapshotError` where one is damaged, and what reading files raises.
+    Every byte is checked. Raises `SnapshotError` where one is damaged, and what reading files
+    raises.
     """
     memory: dict[str, torch.Tensor] = {}
     state = _restored(manifest, objects, partial(_tensor, memory, manifest.forms))
@@ -130,12 +136,18 @@ def read_state(directory: Path, manifest: Manifest, objects: Collection[str] | N
     return state
 
 
-def _restored(manifest: Manifest, objects: Collection[str] | None, tensor: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+def _restored(
+    manifest: Manifest, objects: Collection[str] | None, tensor: Callable[[str], torch.Tensor]
+) -> dict[str, Any]:
     pairs = manifest.state["dict"]
     held = [name for name, _ in pairs]
     if missing := [name for name in objects or () if name not in held]:
-        raise SnapshotError(f"it holds no {' and no '.join(missing)}; it holds {', '.join(map(str, held))}")
-    state: dict[str, Any] = restore({"dict": [pair for pair in pairs if objects is None or pair[0] in objects]}, tensor)
+        raise SnapshotError(
+            f"it holds no {' and no '.join(missing)}; it holds {', '.join(map(str, held))}"
+        )
+    state: dict[str, Any] = restore(
+        {"dict": [pair for pair in pairs if objects is None or pair[0] in objects]}, tensor
+    )
     return state
 
 
@@ -145,7 +157,12 @@ def _tensor(memory: dict[str, torch.Tensor], forms: Mapping[str, Form], name: st
     if name not in memory:
         memory[name] = torch.empty(form.extent.nbytes, dtype=torch.uint8)
     stored_shape = [form.shape[dim] for dim in form.order]
-    return memory[name].view(form.dtype).view(stored_shape).permute([form.order.index(dim) for dim in range(len(form.order))])
+    return (
+        memory[name]
+        .view(form.dtype)
+        .view(stored_shape)
+        .permute([form.order.index(dim) for dim in range(len(form.order))])
+    )
 
 
 def _places(manifest: Manifest, memory: Mapping[str, torch.Tensor]) -> list[list[Place]]:
@@ -167,18 +184,31 @@ def _read(path: Path, file: DataFile, places: Sequence[Place], first_byte: int =
         list(readers.map(partial(_read_segments, path, file, places, first_byte), shares))
 
 
-def _read_segments(path: Path, file: DataFile, places: Sequence[Place], first_byte: int, segments: Sequence[tuple[int, int, str]]) -> None:
+def _read_segments(
+    path: Path,
+    file: DataFile,
+    places: Sequence[Place],
+    first_byte: int,
+    segments: Sequence[tuple[int, int, str]],
+) -> None:
     spare = memoryview(bytearray(min(file.segment_bytes, file.size)))
     descriptor = os.open(path / file.name, os.O_RDONLY)
     try:
         for start, stop, expected in segments:
-            if files.read_into(descriptor, first_byte + start, _cover(start, stop, places, spare)) != expected:
-                raise SnapshotError(f"{file.name} is damaged: bytes {start} to {stop} do not have their checksum in {NAME}")
+            if (
+                files.read_into(descriptor, first_byte + start, _cover(start, stop, places, spare))
+                != expected
+            ):
+                raise SnapshotError(
+                    f"{file.name} is damaged: bytes {start} to {stop} do not have their checksum in {NAME}"
+                )
     finally:
         os.close(descriptor)
 
 
-def _cover(start: int, stop: int, places: Sequence[Place], spare: memoryview) -> Iterator[memoryview]:
+def _cover(
+    start: int, stop: int, places: Sequence[Place], spare: memoryview
+) -> Iterator[memoryview]:
     """Yield where bytes [start, stop) of a file go: into places, and what lies between these into spare memory."""
     for index in range(max(bisect_right(places, start, key=_offset) - 1, 0), len(places)):
         offset, place = places[index]

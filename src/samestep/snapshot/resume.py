@@ -38,19 +38,40 @@ def load_newest(
 ) -> Snapshot | None:
     """Load the newest snapshot in a run's directory, hot copy or download that every worker finds whole, None if there is none; collective.
 
-    Each worker checks and loads in one pass, all at once. Each newer one that is not whole is told by
-    `report("snapshot_rejected", path=..., reason=...)` or `report("hot_copy_rejected", reason=...)`. Raises `SnapshotError` where
-    there may be one in remote storage that does not answer, and none elsewhere.
+    Each worker checks and loads in one pass, all at once. Each newer one that is not whole is told
+    by `report("snapshot_rejected", path=..., reason=...)` or `report("hot_copy_rejected",
+    reason=...)`. Raises `SnapshotError` where there may be one in remote storage that does not
+    answer, and none elsewhere.
     """
     candidates: list[_Candidate] = []
-    if hot is not None:  # first, and so tried first of what is of one step: it need not be read from a disk
-        candidates += [_Candidate(copy.step, partial(hot.load, copy), "hot_copy_rejected", {}) for copy in hot.find(report)]
-    paths = [] if directory is None else world.broadcast_object(list_snapshots(directory), "choosing a snapshot")
-    candidates += [_Candidate(step_of(path) or 0, partial(load, path), "snapshot_rejected", {"path": str(path)}) for path in paths]
+    # first, and so tried first of what is of one step: it need not be read from a disk
+    if hot is not None:
+        candidates += [
+            _Candidate(copy.step, partial(hot.load, copy), "hot_copy_rejected", {})
+            for copy in hot.find(report)
+        ]
+    paths = (
+        []
+        if directory is None
+        else world.broadcast_object(list_snapshots(directory), "choosing a snapshot")
+    )
+    candidates += [
+        _Candidate(
+            step_of(path) or 0, partial(load, path), "snapshot_rejected", {"path": str(path)}
+        )
+        for path in paths
+    ]
     if downloads is not None:
         for name in downloads.names(report):
             where = {"path": f"{downloads.url}/{name}"}
-            candidates.append(_Candidate(step_of(Path(name)) or 0, partial(downloads.load, name), "snapshot_rejected", where))
+            candidates.append(
+                _Candidate(
+                    step_of(Path(name)) or 0,
+                    partial(downloads.load, name),
+                    "snapshot_rejected",
+                    where,
+                )
+            )
     for candidate in sorted(candidates, key=attrgetter("step"), reverse=True):
         snapshot, fault = _loaded(candidate.load)
         faults = world.all_gather_json(fault, "loading a snapshot")

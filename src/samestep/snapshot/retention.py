@@ -23,16 +23,22 @@ class Retention:
         self._directory = directory
         self._keep_last = keep_last
         self._keep_best = keep_best
-        self._checked: set[Path] = set()  # their bytes were compared with their checksums, or written, by this process
+        # their bytes were compared with their checksums, or written, by this process
+        self._checked: set[Path] = set()
 
     def apply(self, written: Path) -> list[Path]:
         """Remove what need not stay now that `written` is whole, and return it.
 
-        Later steps than `written` are another history's and left alone, so are links. Earlier directories without a
-        manifest are leftovers. A damaged snapshot counts for nothing, and goes with the whole ones of its age.
+        Later steps than `written` are another history's and left alone, so are links. Earlier
+        directories without a manifest are leftovers. A damaged snapshot counts for nothing, and
+        goes with the whole ones of its age.
         """
         self._checked.add(written)
-        steps = {path: step for path in list_snapshots(self._directory) if (step := step_of(path)) is not None and not path.is_symlink()}
+        steps = {
+            path: step
+            for path in list_snapshots(self._directory)
+            if (step := step_of(path)) is not None and not path.is_symlink()
+        }
         candidates = [path for path in reversed(steps) if steps[path] <= steps[written]]
         scores = {path: inspect(path).score for path in candidates if fault(path, inspect) is None}
         staying, horizon = choose(scores, self._keep_last, self._keep_best, self._is_whole)
@@ -49,16 +55,28 @@ class Retention:
 
 
 def choose(
-    scores: Mapping[Path, float | None], keep_last: int, keep_best: int, is_whole: Callable[[Path], bool] = lambda _: True
+    scores: Mapping[Path, float | None],
+    keep_last: int,
+    keep_best: int,
+    is_whole: Callable[[Path], bool] = lambda _: True,
 ) -> tuple[set[Path], int]:
     """Return which snapshots stay, of those in `scores`, and the step before which all others may go.
 
-    `scores` are those of snapshots that seem whole; `is_whole` is asked of one after the other, until there are enough.
+    `scores` are those of snapshots that seem whole; `is_whole` is asked of one after the other,
+    until there are enough.
     """
     steps = {path: step_of(path) or 0 for path in scores}
-    scored = [(score, steps[path], path) for path, score in scores.items() if score is not None and not math.isnan(score)]
-    newest = list(islice(filter(is_whole, sorted(steps, key=steps.__getitem__, reverse=True)), keep_last))
-    best = islice(filter(is_whole, (path for _, _, path in sorted(scored, reverse=True))), keep_best)
+    scored = [
+        (score, steps[path], path)
+        for path, score in scores.items()
+        if score is not None and not math.isnan(score)
+    ]
+    newest = list(
+        islice(filter(is_whole, sorted(steps, key=steps.__getitem__, reverse=True)), keep_last)
+    )
+    best = islice(
+        filter(is_whole, (path for _, _, path in sorted(scored, reverse=True))), keep_best
+    )
     return {*newest, *best}, steps[newest[-1]] if len(newest) == keep_last else 0
 
 

@@ -1,11 +1,12 @@
 """A worker's part of the state in an anonymous file: whole or not there, at whatever moment its writer was killed.
 
-    from byte 0       a header, zeros while the part is being written: where the text lies, and its checksum
-    from byte START   the bytes of the worker's pieces of tensors, one after the other
-    then              the text: a line of JSON, the label, and the `Part`, which has the checksums of those bytes
+    from byte 0       a header, zeros while the part is being written: where the text lies, and its
+    checksum from byte START   the bytes of the worker's pieces of tensors, one after the other then
+    the text: a line of JSON, the label, and the `Part`, which has the checksums of those bytes
 
-The header is blanked first and written last, and a killed process has done all that it did before it was killed. So a part
-that was being written has no header, and what has a header that fits was whole once; checksums say whether it still is.
+The header is blanked first and written last, and a killed process has done all that it did before
+it was killed. So a part that was being written has no header, and what has a header that fits was
+whole once; checksums say whether it still is.
 """
 
 from __future__ import annotations
@@ -56,14 +57,17 @@ class Slot:
         """Have room for `nbytes` bytes of tensors: fresh pages cost far more time than a copy. Raises `OSError` where there is none."""
         size = START + nbytes
         if len(self._memory) < size:
-            os.posix_fallocate(self._file, 0, size)  # memory that is not there would end a process that writes to it
+            # memory that is not there would end a process that writes to it
+            os.posix_fallocate(self._file, 0, size)
             self._memory = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
 
     def missing_bytes(self, nbytes: int) -> int:
         """Return how much memory more it needs for `nbytes` bytes of tensors."""
         return max(0, START + nbytes - os.fstat(self._file).st_size)
 
-    def write(self, label: Mapping[str, Any], mine: Contribution, tensors: Sequence[torch.Tensor]) -> None:
+    def write(
+        self, label: Mapping[str, Any], mine: Contribution, tensors: Sequence[torch.Tensor]
+    ) -> None:
         """Put a worker's part, with the values of its pieces, in the place of what is there."""
         nbytes = sum(piece.nbytes for piece in mine.pieces)
         self.reserve(nbytes)
@@ -71,7 +75,8 @@ class Slot:
         contents = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
         checksums = _copy(contents, self._memory[START : START + nbytes])
         digests = [
-            checksum(content.cpu().numpy().data) if piece.repeated else None for piece, content in zip(mine.pieces, contents, strict=True)
+            checksum(content.cpu().numpy().data) if piece.repeated else None
+            for piece, content in zip(mine.pieces, contents, strict=True)
         ]
         part = part_of(mine, digests, DataFile("slot", nbytes, SEGMENT_BYTES, tuple(checksums)))
         text = canonical(dict(label)).encode() + b"\n" + part.to_bytes()
@@ -94,7 +99,9 @@ def read(file: int) -> Held | None:
         raise SnapshotError("a slot is damaged: what it says of itself does not have its checksum")
     label, _, body = text.partition(b"\n")
     part = Part.from_bytes(body)
-    return Held(json.loads(label), replace(part, file=replace(part.file, name=str(file))), start + length)
+    return Held(
+        json.loads(label), replace(part, file=replace(part.file, name=str(file))), start + length
+    )
 
 
 def _copy(contents: Sequence[torch.Tensor], memory: torch.Tensor) -> list[str]:

@@ -1,8 +1,9 @@
 """Nested state as plain JSON beside named tensors, and back: the same types, the same bits, and nothing is ever unpickled.
 
-What JSON has is itself; anything else is an object of one tag: `{"tuple": [1, 2]}`, `{"tensor": "model/weight"}`,
-`{"dict": [[key, value], ...]}` (pairs, since keys may be numbers and their order counts). A tensor is named by its path in
-the state. Workers that hold parts of one state make their parts apart; `merge` puts the JSON together.
+What JSON has is itself; anything else is an object of one tag: `{"tuple": [1, 2]}`, `{"tensor":
+"model/weight"}`, `{"dict": [[key, value], ...]}` (pairs, since keys may be numbers and their order
+counts). A tensor is named by its path in the state. Workers that hold parts of one state make their
+parts apart; `merge` puts the JSON together.
 """
 
 from __future__ import annotations
@@ -24,25 +25,32 @@ from samestep.step.slices import TensorSlice
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-Plain: TypeAlias = Union[bool, int, float, str, list["Plain"], dict[str, "Plain"], None]  # noqa: UP007  "Plain" is text still
+# "Plain" is text still
+Plain: TypeAlias = Union[bool, int, float, str, list["Plain"], dict[str, "Plain"], None]  # noqa: UP007
 Tensors: TypeAlias = dict[str, torch.Tensor | TensorSlice]
 Keys: TypeAlias = tuple[str, ...]
 
-DEEPEST: Final = 100  # levels; Python's own JSON ends in a RecursionError at about three times as many
+# levels; Python's own JSON ends in a RecursionError at about three times as many
+DEEPEST: Final = 100
 SHORT: Final = 60  # letters of a value in an error
 _DTYPE_NAMES: Final = (
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
     "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
     "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
 )  # fmt: skip
-DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
+DTYPES: Final[dict[str, torch.dtype]] = {
+    name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)
+}
 _NUMPY_KINDS: Final = "biufcmMUS"
 _MAPPINGS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _SEQUENCES: Final[dict[str, type]] = {"list": list, "tuple": tuple, "torch.Size": torch.Size}
 _SETS: Final[dict[str, type]] = {"set": set, "frozenset": frozenset}
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
-# A key that could be taken for the JSON of another is written as JSON in paths: 0 and "0" stay apart.
-_NAME: Final = re.compile(r'(?!(?:true|false|null|-?\d[\d.e+\-]*)\Z)[^/"{\ud800-\udfff][^/\ud800-\udfff]*')
+# A key that could be taken for the JSON of another is written as JSON in paths: 0 and "0" stay
+# apart.
+_NAME: Final = re.compile(
+    r'(?!(?:true|false|null|-?\d[\d.e+\-]*)\Z)[^/"{\ud800-\udfff][^/\ud800-\udfff]*'
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,11 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 _LEAVES: Final[dict[str, _Leaf]] = {
     "int": _Leaf(int, hex, lambda text: int(text, 16)),
-    "float": _Leaf(float, lambda value: struct.pack(">d", value).hex(), lambda text: struct.unpack(">d", bytes.fromhex(text))[0]),
+    "float": _Leaf(
+        float,
+        lambda value: struct.pack(">d", value).hex(),
+        lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
+    ),
     "complex": _Leaf(
         complex,
         lambda value: struct.pack(">dd", value.real, value.imag).hex(),
@@ -81,9 +93,15 @@ _LEAVES: Final[dict[str, _Leaf]] = {
         lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
     ),
     "bytes": _Leaf(bytes, bytes.hex, bytes.fromhex),
-    "torch.dtype": _Leaf(torch.dtype, lambda value: str(value).removeprefix("torch."), lambda text: _torch_dtypes()[text]),
+    "torch.dtype": _Leaf(
+        torch.dtype,
+        lambda value: str(value).removeprefix("torch."),
+        lambda text: _torch_dtypes()[text],
+    ),
     "torch.device": _Leaf(torch.device, str, torch.device),
-    "numpy": _Leaf(np.generic, lambda value: f"{value.dtype.str}:{value.tobytes().hex()}", _numpy_scalar),
+    "numpy": _Leaf(
+        np.generic, lambda value: f"{value.dtype.str}:{value.tobytes().hex()}", _numpy_scalar
+    ),
 }
 _TAGS: Final[dict[type, str]] = {
     **{kind: tag for tag, kind in (_MAPPINGS | _SEQUENCES | _SETS).items()},
@@ -103,8 +121,8 @@ def canonical(plain: Plain) -> str:
 def flatten(state: object) -> tuple[Plain, Tensors]:
     """Split nested state into JSON and tensors by name; `restore` is its inverse.
 
-    Tensors are not copied. Tied tensors get a name each, so that names depend on nothing but the structure.
-    Raises `SnapshotError` with the path of what cannot be held.
+    Tensors are not copied. Tied tensors get a name each, so that names depend on nothing but the
+    structure. Raises `SnapshotError` with the path of what cannot be held.
     """
     tensors: Tensors = {}
     return _encode(state, (), tensors), tensors
@@ -132,8 +150,18 @@ def restore(plain: Plain, tensor: Callable[[str], torch.Tensor]) -> Any:
     """
     try:
         return _decode(plain, tensor)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error) as error:
-        raise SnapshotError(f"the plain state is not what a snapshot holds ({type(error).__name__}: {error})") from error
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ) as error:
+        raise SnapshotError(
+            f"the plain state is not what a snapshot holds ({type(error).__name__}: {error})"
+        ) from error
 
 
 def merge(first: Plain, second: Plain, path: Keys = ()) -> Plain:
@@ -152,14 +180,20 @@ def merge(first: Plain, second: Plain, path: Keys = ()) -> Plain:
     united: dict[str, list[Plain]] = {}
     for key, value in [*_pairs(first, tag), *_pairs(second, tag)]:
         name = canonical(key)
-        united[name] = [key, merge(united[name][1], value, (*path, _component(key)))] if name in united else [key, value]
+        united[name] = (
+            [key, merge(united[name][1], value, (*path, _component(key)))]
+            if name in united
+            else [key, value]
+        )
     return {tag: list(united.values())}
 
 
 def _encode(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
     """Return the JSON of a value at `path`, and put its tensors into `tensors`; where that is None it may have none."""
     if len(path) > DEEPEST:
-        raise SnapshotError(f"{'/'.join(path[:3])}/... is nested deeper than {DEEPEST} levels, or contains itself; expected a finite tree")
+        raise SnapshotError(
+            f"{'/'.join(path[:3])}/... is nested deeper than {DEEPEST} levels, or contains itself; expected a finite tree"
+        )
     if _is_json(value):
         return value  # type: ignore[no-any-return]
     tag = _tag_of(value)
@@ -173,7 +207,8 @@ def _encode(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
 def _is_json(value: Any) -> bool:
     kind = type(value)
     if kind is int:
-        return bool(-(2**63) <= value < 2**64)  # Python reads long numbers in decimal only up to a limit
+        # Python reads long numbers in decimal only up to a limit
+        return bool(-(2**63) <= value < 2**64)
     if kind is float:
         return math.isfinite(value)
     if kind is str:
@@ -191,17 +226,22 @@ def _encode_container(tag: str, value: Any, path: Keys, tensors: Tensors | None)
     if tag in _MAPPINGS:
         return _encode_mapping(tag, value, path, tensors)
     if tag in _SETS:
-        return {tag: sorted((_encode(item, (*path, "item"), None) for item in value), key=canonical)}
+        return {
+            tag: sorted((_encode(item, (*path, "item"), None) for item in value), key=canonical)
+        }
     items = [_encode(item, (*path, str(index)), tensors) for index, item in enumerate(value)]
     return items if tag == "list" else {tag: items}
 
 
-def _encode_mapping(tag: str, value: Mapping[Any, Any], path: Keys, tensors: Tensors | None) -> Plain:
+def _encode_mapping(
+    tag: str, value: Mapping[Any, Any], path: Keys, tensors: Tensors | None
+) -> Plain:
     pairs: list[Plain] = []
     for key, item in value.items():
         plain_key = _encode(key, (*path, "key"), None)
         pairs.append([plain_key, _encode(item, (*path, _component(plain_key)), tensors)])
-    metadata = getattr(value, "_metadata", None)  # the versions of a module's parts, which its load_state_dict looks at
+    # the versions of a module's parts, which its load_state_dict looks at
+    metadata = getattr(value, "_metadata", None)
     if metadata is None:
         return {tag: pairs}
     return {"module": [{tag: pairs}, _encode(metadata, (*path, "_metadata"), None)]}
@@ -213,8 +253,13 @@ def _encode_tensor(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
         tensors[name] = torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8))
         return {"numpy.ndarray": [value.dtype.str, list(value.shape), name]}
     if isinstance(value, TensorSlice):
-        if value.values.ndim != 1 or not 0 <= value.start <= math.prod(value.shape) - value.values.numel():
-            raise SnapshotError(f"{name} is elements {value.start} and on of shape {value.shape}; expected a 1-D slice that lies inside it")
+        if (
+            value.values.ndim != 1
+            or not 0 <= value.start <= math.prod(value.shape) - value.values.numel()
+        ):
+            raise SnapshotError(
+                f"{name} is elements {value.start} and on of shape {value.shape}; expected a 1-D slice that lies inside it"
+            )
         tensor: torch.Tensor | TensorSlice = replace(value, values=_dense(value.values, name))
     else:
         tensor = _dense(value, name)

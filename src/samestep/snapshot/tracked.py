@@ -41,9 +41,13 @@ class Tracked:
     def add(self, name: str, item: Any, shard: Shard | None) -> None:
         """Track `item`, through `shard` where it is a sharded optimizer, and restore it. Raises `SnapshotError`."""
         if name in RESERVED or name in self._objects:
-            raise SnapshotError(f"track was given the name {name!r}, which is taken; choose another")
+            raise SnapshotError(
+                f"track was given the name {name!r}, which is taken; choose another"
+            )
         if not isinstance(item, Stateful):
-            raise SnapshotError(f"{name!r} is {type(item).__name__}, which has no state_dict and load_state_dict; give it both to track it")
+            raise SnapshotError(
+                f"{name!r} is {type(item).__name__}, which has no state_dict and load_state_dict; give it both to track it"
+            )
         tracked = self._objects[name] = item if shard is None else shard
         if self._snapshot is None:
             return
@@ -67,7 +71,9 @@ class Tracked:
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the states that all workers hold alike, and those of which this worker holds its slices."""
         sharded = {name for name, item in self._objects.items() if isinstance(item, Shard)}
-        shared = {name: item.state_dict() for name, item in self._objects.items() if name not in sharded}
+        shared = {
+            name: item.state_dict() for name, item in self._objects.items() if name not in sharded
+        }
         return shared, {name: self._objects[name].state_dict() for name in sharded}
 
     def forgotten(self) -> Mapping[str, Any]:

@@ -55,10 +55,11 @@ class _Save:
 class SnapshotWriter:
     """Writes one worker's part of the snapshots in a run's directory, which all workers share.
 
-    `attempt` is equal on all workers and differs between any two starts of the run. All workers make the same calls of
-    `save`. `report(kind, **fields)` is called by the thread that calls these methods: when a snapshot is whole, failed,
-    or removed since newer ones are there. `when_whole(path)` is called on rank 0, by a thread of its own, and returns at once.
-    After `timeout_seconds` other workers are waited for no longer.
+    `attempt` is equal on all workers and differs between any two starts of the run. All workers
+    make the same calls of `save`. `report(kind, **fields)` is called by the thread that calls these
+    methods: when a snapshot is whole, failed, or removed since newer ones are there.
+    `when_whole(path)` is called on rank 0, by a thread of its own, and returns at once. After
+    `timeout_seconds` other workers are waited for no longer.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class SnapshotWriter:
         timeout_seconds: float = 1800.0,
     ) -> None:
         if not _ATTEMPT.fullmatch(attempt):
-            raise SnapshotError(f"attempt={attempt!r} was given; expected letters, digits, dots, dashes and underscores")
+            raise SnapshotError(
+                f"attempt={attempt!r} was given; expected letters, digits, dots, dashes and underscores"
+            )
         self._directory = directory
         self._rank = rank
         self._workers = workers
@@ -107,14 +110,21 @@ class SnapshotWriter:
         self._preparation.start()
 
     def save(
-        self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], info: Mapping[str, Any], score: float | None = None
+        self,
+        step: int,
+        shared: Mapping[str, Any],
+        own: Mapping[str, Any],
+        info: Mapping[str, Any],
+        score: float | None = None,
     ) -> None:
         """Copy the state and start to write it; a save before it is waited for first.
 
-        `shared` maps names to states that are equal on all workers: each writes its share of the tensors, rank 0 what is
-        plain. `own` maps names to states of which this worker holds a part: slices (`TensorSlice`), or tensors and plain
-        values under keys that only it has. What several workers hold there must be equal. `info` is plain; the snapshots of
-        the highest `score` are kept. Raises `SnapshotError` if a state cannot be held or the save before it failed.
+        `shared` maps names to states that are equal on all workers: each writes its share of the
+        tensors, rank 0 what is plain. `own` maps names to states of which this worker holds a part:
+        slices (`TensorSlice`), or tensors and plain values under keys that only it has. What
+        several workers hold there must be equal. `info` is plain; the snapshots of the highest
+        `score` are kept. Raises `SnapshotError` if a state cannot be held or the save before it
+        failed.
         """
         self.wait()
         started = time.perf_counter()
@@ -140,7 +150,12 @@ class SnapshotWriter:
             stall_seconds=stall_seconds,
         )
         self._pending = Future()
-        self._thread = threading.Thread(target=self._run, args=(save, self._pending), name=f"write {directory_name(step)}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(save, self._pending),
+            name=f"write {directory_name(step)}",
+            daemon=True,
+        )
         self._thread.start()
 
     def _end_preparation(self) -> None:
@@ -169,7 +184,8 @@ class SnapshotWriter:
     def close(self, grace_seconds: float = 5.0) -> None:
         """Give a save that is under way `grace_seconds` to become whole, then give it up; no save may follow.
 
-        What hangs even then, in a file system that does not answer, ends with the process and harms no snapshot.
+        What hangs even then, in a file system that does not answer, ends with the process and harms
+        no snapshot.
         """
         self._end_preparation()
         if self._thread is not None:
@@ -204,14 +220,26 @@ class SnapshotWriter:
                 raise self._failure(meeting, error) from error
             return []
         seconds = {"stall_seconds": save.stall_seconds, "seconds": time.perf_counter() - started}
-        event = {"step": save.step, "path": str(meeting.directory), "bytes": manifest.size, "score": save.score, **seconds}
+        event = {
+            "step": save.step,
+            "path": str(meeting.directory),
+            "bytes": manifest.size,
+            "score": save.score,
+            **seconds,
+        }
         events = [("snapshot", event), *self._tidy(meeting.directory, manifest)]
         self._when_whole(meeting.directory)
         return events
 
     def _commit(self, save: _Save) -> Manifest:
         meeting = save.meeting
-        manifest = combined(meeting.parts(), step=save.step, attempt=meeting.attempt, info=save.info, score=save.score)
+        manifest = combined(
+            meeting.parts(),
+            step=save.step,
+            attempt=meeting.attempt,
+            info=save.info,
+            score=save.score,
+        )
         write_whole(meeting.directory / NAME, manifest.to_bytes())
         sync(self._directory)
         return manifest
@@ -224,7 +252,10 @@ class SnapshotWriter:
                 if path.name not in named:
                     path.unlink()
             inspect(directory)
-            return [("snapshot_removed", {"path": str(path)}) for path in self._retention.apply(directory)]
+            return [
+                ("snapshot_removed", {"path": str(path)})
+                for path in self._retention.apply(directory)
+            ]
         except (OSError, SnapshotError) as error:
             return [("snapshot_not_removed", {"reason": str(error)})]
 
@@ -232,11 +263,26 @@ class SnapshotWriter:
         """Say which snapshot could not be written, why, what to do, and which one there is."""
         if isinstance(error, ToldError):
             return error
-        reason = str(error) if isinstance(error, (OSError, SnapshotError)) else f"{type(error).__name__}: {error}"
+        reason = (
+            str(error)
+            if isinstance(error, (OSError, SnapshotError))
+            else f"{type(error).__name__}: {error}"
+        )
         advice = _ADVICE.get(error.errno or 0) if isinstance(error, OSError) else None
-        newest = next((path.name for path in reversed(list_snapshots(self._directory)) if not fault(path, inspect)), None)
+        newest = next(
+            (
+                path.name
+                for path in reversed(list_snapshots(self._directory))
+                if not fault(path, inspect)
+            ),
+            None,
+        )
         return SnapshotError(
             f"snapshot {meeting.directory} could not be written: worker {self._rank}: {reason}"
             + (f"; {advice}" if advice else "")
-            + (f". The newest whole snapshot is {newest}: the run can resume from it" if newest else ". There is no whole snapshot yet")
+            + (
+                f". The newest whole snapshot is {newest}: the run can resume from it"
+                if newest
+                else ". There is no whole snapshot yet"
+            )
         )

@@ -56,9 +56,13 @@ class Target:
 
     def put(self, own: Sequence[Gradients]) -> None:
         """Give the gradients of this worker's subtrees to the exchange."""
-        self.exchange.put([[None if n is None else gradients[n] for n in self.numbers] for gradients in own])
+        self.exchange.put(
+            [[None if n is None else gradients[n] for n in self.numbers] for gradients in own]
+        )
 
-    def finish(self, parameters: Sequence[torch.nn.Parameter], missing: Collection[int], scale: float) -> None:
+    def finish(
+        self, parameters: Sequence[torch.nn.Parameter], missing: Collection[int], scale: float
+    ) -> None:
         """Leave the global gradient, multiplied with `scale`, in `.grad` of all that are not `missing`, or of their segments."""
         total = self.exchange.sum()
         if scale != 1.0:
@@ -83,7 +87,9 @@ class Lanes:
     shards: list[Shard] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.carriers = [carried(rank, self.world.size, self.lanes) for rank in range(self.world.size)]
+        self.carriers = [
+            carried(rank, self.world.size, self.lanes) for rank in range(self.world.size)
+        ]
         self.own = self.carriers[self.world.rank]
         self.replicas = Replicas(self.devices, self.own)
         self.buffers = Buffers(self.own, self.lanes, self.world, self.carriers, self.devices)
@@ -105,12 +111,19 @@ class Lanes:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which user code computes losses and outputs; in float32 one that it entered itself stays."""
-        return torch.autocast(self.devices[0].type, torch.bfloat16) if self.config.precision == "bfloat16" else nullcontext()
+        return (
+            torch.autocast(self.devices[0].type, torch.bfloat16)
+            if self.config.precision == "bfloat16"
+            else nullcontext()
+        )
 
-    def backward(self, loss: Loss, batch: Batch, update: torch.nn.Module, seed: tuple[int, ...], note: Any) -> Answer:
+    def backward(
+        self, loss: Loss, batch: Batch, update: torch.nn.Module, seed: tuple[int, ...], note: Any
+    ) -> Answer:
         """Leave the gradient of the mean loss over all items of the global batch in `.grad` of `update`'s parameters.
 
-        `seed` numbers this call within the run; `note` is JSON that reaches every worker with the same message.
+        `seed` numbers this call within the run; `note` is JSON that reaches every worker with the
+        same message.
         """
         started = time.perf_counter()
         data_before = batch.data_seconds
@@ -126,8 +139,13 @@ class Lanes:
 
         started = time.perf_counter()
         overlap.finish(own)
-        reports = self.world.all_gather_json([report, note], "exchanging losses")  # where all workers meet
-        results = [LaneResult(lane, rank, *result) for rank, (report, _) in enumerate(reports) for lane, *result in report["lanes"]]
+        # where all workers meet
+        reports = self.world.all_gather_json([report, note], "exchanging losses")
+        results = [
+            LaneResult(lane, rank, *result)
+            for rank, (report, _) in enumerate(reports)
+            for lane, *result in report["lanes"]
+        ]
         self._check_finite(results, seed[0])
         written = sorted({number for report, _ in reports for number in report["buffers"]})
         self.buffers.end_step(written, [result.lane for result in results])
@@ -144,9 +162,13 @@ class Lanes:
     def _trainable(self, update: torch.nn.Module) -> list[torch.nn.Parameter]:
         parameters = self._parameters.setdefault(update, ModuleParameters()).trainable(update)
         if not parameters:
-            raise ModelError(f"{type(update).__name__} has no parameter that requires a gradient: nothing to update")
+            raise ModelError(
+                f"{type(update).__name__} has no parameter that requires a gradient: nothing to update"
+            )
         if not self._known.issuperset(map(id, parameters)):
-            raise ModelError(f"{type(update).__name__} has parameters that are not replicated: pass it through run.replicate first")
+            raise ModelError(
+                f"{type(update).__name__} has parameters that are not replicated: pass it through run.replicate first"
+            )
         return parameters
 
     def _check_finite(self, results: Iterable[LaneResult], step: int) -> None:
@@ -176,16 +198,24 @@ class Lanes:
         number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
         targets = []
         for block in self.blocks():
-            numbers = [number_of.pop(id(parameter), None) for parameter in block.exchange.parameters]
+            numbers = [
+                number_of.pop(id(parameter), None) for parameter in block.exchange.parameters
+            ]
             if any(number is not None for number in numbers):
                 targets.append(Target(block.exchange, numbers, block))
         return targets + [
-            Target(Exchange(bucket, self.lanes, self.world), [number_of[id(parameter)] for parameter in bucket], None)
+            Target(
+                Exchange(bucket, self.lanes, self.world),
+                [number_of[id(parameter)] for parameter in bucket],
+                None,
+            )
             for bucket in buckets([parameters[n] for n in number_of.values()], self.world)
         ]
 
 
-def _set_gradients(parameters: Sequence[torch.nn.Parameter], gradients: Gradients, scale: float) -> None:
+def _set_gradients(
+    parameters: Sequence[torch.nn.Parameter], gradients: Gradients, scale: float
+) -> None:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient if gradient is None or scale == 1.0 else gradient.mul_(scale)
 

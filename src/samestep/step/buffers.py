@@ -1,7 +1,8 @@
 """Buffers under lanes: all lanes start a step from the same buffers, and the step ends with one agreed value.
 
-A floating-point buffer (BatchNorm's running statistics) becomes the tree mean of the values of the lanes that
-had samples; any other takes the value of the first such lane; one that no lane wrote is left alone.
+A floating-point buffer (BatchNorm's running statistics) becomes the tree mean of the values of the
+lanes that had samples; any other takes the value of the first such lane; one that no lane wrote is
+left alone.
 """
 
 from __future__ import annotations
@@ -24,10 +25,19 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 class Buffers:
     """The buffers of all replicated modules, as lanes come and go."""
 
-    def __init__(self, own: range, lanes: int, world: World, carriers: Sequence[range], devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        own: range,
+        lanes: int,
+        world: World,
+        carriers: Sequence[range],
+        devices: Sequence[torch.device],
+    ) -> None:
         self._own, self._lanes, self._world, self._carriers = own, lanes, world, carriers
         self._homes: list[tuple[torch.nn.Module, str]] = []
-        self._starts: list[tuple[torch.device, list[torch.Tensor]]] = [(device, []) for device in devices]
+        self._starts: list[tuple[torch.device, list[torch.Tensor]]] = [
+            (device, []) for device in devices
+        ]
         self._start = self._starts[0][1]
         self._written: dict[int, dict[int, torch.Tensor]] = {}
 
@@ -52,11 +62,13 @@ class Buffers:
     def end_lane(self, lane: int, device: int = 0) -> None:
         """Keep what this lane wrote on the worker's device of this number, and put the start values back for its next one.
 
-        Bits are compared, because BatchNorm's kernels write without counting the tensor's version up. On a GPU that waits
-        until all lanes are under way.
+        Bits are compared, because BatchNorm's kernels write without counting the tensor's version
+        up. On a GPU that waits until all lanes are under way.
         """
         written = self._written[lane] = {}
-        for number, (start, buffer) in enumerate(zip(self._starts[device][1], self._current(), strict=True)):
+        for number, (start, buffer) in enumerate(
+            zip(self._starts[device][1], self._current(), strict=True)
+        ):
             if start.is_cuda or not _same_bits(start, buffer):
                 written[number] = buffer.detach().clone()
                 buffer.data.copy_(start)
@@ -64,8 +76,14 @@ class Buffers:
     def written(self) -> list[int]:
         """Return the numbers of the buffers that a lane of this worker wrote."""
         for lane, kept in self._written.items():
-            on_first_device = {number: value.to(self._start[number].device) for number, value in kept.items()}
-            self._written[lane] = {n: value for n, value in on_first_device.items() if not _same_bits(self._start[n], value)}
+            on_first_device = {
+                number: value.to(self._start[number].device) for number, value in kept.items()
+            }
+            self._written[lane] = {
+                n: value
+                for n, value in on_first_device.items()
+                if not _same_bits(self._start[n], value)
+            }
         return sorted({number for lane in self._written.values() for number in lane})
 
     def end_step(self, written: Sequence[int], lanes_with_items: Sequence[int]) -> None:
@@ -79,12 +97,17 @@ class Buffers:
         nodes: dict[Span, torch.Tensor] = {}
         for own, row in zip(self._carriers, rows, strict=True):
             spans = subtrees(own, self._lanes)
-            sums = row[: size * len(spans)].clone().view(torch.float64).view(len(spans), -1)  # a copy is aligned
+            # a copy is aligned
+            sums = row[: size * len(spans)].clone().view(torch.float64).view(len(spans), -1)
             nodes.update(zip(spans, sums, strict=True))
         mean = tree_sum((0, self._lanes), nodes.get, torch.add) / len(lanes_with_items)
-        first = next(row for own, row in zip(self._carriers, rows, strict=True) if lanes_with_items[0] in own)
+        first = next(
+            row for own, row in zip(self._carriers, rows, strict=True) if lanes_with_items[0] in own
+        )
         current = self._current()
-        for number, values in zip(averaged, mean.split([self._start[n].numel() for n in averaged]), strict=True):
+        for number, values in zip(
+            averaged, mean.split([self._start[n].numel() for n in averaged]), strict=True
+        ):
             current[number].data.copy_(values.view(self._start[number].shape))
         offset = self._most_spans() * size
         for number in taken:
@@ -93,7 +116,9 @@ class Buffers:
             current[number].data.copy_(values.view(start.dtype).view(start.shape))
             offset += len(values)
 
-    def _gather(self, averaged: Sequence[int], taken: Sequence[int], lanes_with_items: Sequence[int]) -> torch.Tensor:
+    def _gather(
+        self, averaged: Sequence[int], taken: Sequence[int], lanes_with_items: Sequence[int]
+    ) -> torch.Tensor:
         """Return a row of bytes a worker: sums of its subtrees in float64, then its first lane's other buffers."""
         own_lanes = [lane for lane in lanes_with_items if lane in self._own]
 
@@ -108,10 +133,18 @@ class Buffers:
                 return torch.zeros(sizes, dtype=torch.float64, device=self._start[0].device)
             return torch.cat([value(span[0], number).double() for number in averaged])
 
-        parts = [tree_sum(span, leaf, torch.add).view(torch.uint8) for span in subtrees(self._own, self._lanes)]
+        parts = [
+            tree_sum(span, leaf, torch.add).view(torch.uint8)
+            for span in subtrees(self._own, self._lanes)
+        ]
         parts += [parts[0].new_zeros(len(parts[0]))] * (self._most_spans() - len(parts))
         lane = own_lanes[0] if own_lanes else None
-        parts += [(self._start[n].reshape(-1) if lane is None else value(lane, n)).contiguous().view(torch.uint8) for n in taken]
+        parts += [
+            (self._start[n].reshape(-1) if lane is None else value(lane, n))
+            .contiguous()
+            .view(torch.uint8)
+            for n in taken
+        ]
         row = torch.cat(parts)
         rows = row.new_empty(self._world.size * len(row))
         self._world.all_gather(rows, row, "averaging buffers")
@@ -121,7 +154,8 @@ class Buffers:
         return max(len(subtrees(own, self._lanes)) for own in self._carriers)
 
     def _current(self) -> list[torch.Tensor]:
-        return [owner._buffers[name] for owner, name in self._homes]  # type: ignore[misc]  # noqa: SLF001  as the module sees them now
+        # as the module sees them now
+        return [owner._buffers[name] for owner, name in self._homes]  # type: ignore[misc]  # noqa: SLF001
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Clipping by the global norm, with the same bits for whole and sharded gradients at any number of workers.
 
-Squares are summed by rows of 64 elements of a parameter, which no cut between workers divides, and the rows
-of all parameters are then added in one order.
+Squares are summed by rows of 64 elements of a parameter, which no cut between workers divides, and
+the rows of all parameters are then added in one order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 Rows = dict[int, torch.Tensor]  # id of a parameter → sums of squares of its rows, float64
 
 
-def gradient_norm(parameters: Sequence[torch.nn.Parameter], blocks: Sequence[Block], world: World) -> torch.Tensor:
+def gradient_norm(
+    parameters: Sequence[torch.nn.Parameter], blocks: Sequence[Block], world: World
+) -> torch.Tensor:
     """Return the 2-norm of the parameters' gradients, float64; those in `blocks` have theirs in the workers' slices."""
     rows: Rows = {}
     for block in blocks:
@@ -38,7 +40,9 @@ def scale_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_n
     """Multiply gradients by min(1, max_norm / norm), as `torch.nn.utils.clip_grad_norm_` does."""
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for dtype in {gradient.dtype for gradient in gradients}:
-        torch._foreach_mul_([gradient for gradient in gradients if gradient.dtype == dtype], coefficient.to(dtype))
+        torch._foreach_mul_(
+            [gradient for gradient in gradients if gradient.dtype == dtype], coefficient.to(dtype)
+        )
 
 
 def _whole_rows(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -46,21 +50,32 @@ def _whole_rows(parameter: torch.nn.Parameter) -> torch.Tensor:
     if parameter.grad is None:
         return torch.zeros(-(-size // ALIGNMENT), dtype=torch.float64, device=parameter.device)
     values = flattened(parameter.grad)
-    return _row_squares(values if size % ALIGNMENT == 0 else torch.nn.functional.pad(values, (0, -size % ALIGNMENT)))
+    return _row_squares(
+        values if size % ALIGNMENT == 0 else torch.nn.functional.pad(values, (0, -size % ALIGNMENT))
+    )
 
 
 def _sharded_rows(block: Block, world: World) -> Rows:
     own = torch.zeros_like(block.own)
     for segment in block.segments:
         if segment.parameter.grad is not None:
-            own[segment.start : segment.start + segment.parameter.numel()].copy_(segment.parameter.grad)
+            own[segment.start : segment.start + segment.parameter.numel()].copy_(
+                segment.parameter.grad
+            )
     rows = own.new_empty(block.exchange.layout.flat_size // ALIGNMENT, dtype=torch.float64)
     world.all_gather(rows, _row_squares(own), "adding up the gradient norm")
     offsets = [offset // ALIGNMENT for offset in block.exchange.layout.offsets]
-    return {id(parameter): rows[start:stop] for parameter, (start, stop) in zip(block.exchange.parameters, pairwise(offsets), strict=True)}
+    return {
+        id(parameter): rows[start:stop]
+        for parameter, (start, stop) in zip(
+            block.exchange.parameters, pairwise(offsets), strict=True
+        )
+    }
 
 
 def _row_squares(flat: torch.Tensor) -> torch.Tensor:
     accumulate = torch.promote_types(flat.dtype, torch.float32)
-    norms: torch.Tensor = torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=accumulate)
+    norms: torch.Tensor = torch.linalg.vector_norm(
+        flat.view(-1, ALIGNMENT), dim=1, dtype=accumulate
+    )
     return norms.double().square()

@@ -1,7 +1,8 @@
 """The sum of gradients over all workers, in flat storage, along the tree over lanes.
 
-Every worker owns a slice of the flat gradient and adds it up for all. Workers of one host read each other's gradients where they
-are; a host adds what its own workers have before it sends sums of its subtrees to the owners on other hosts, once for the whole host.
+Every worker owns a slice of the flat gradient and adds it up for all. Workers of one host read each
+other's gradients where they are; a host adds what its own workers have before it sends sums of its
+subtrees to the owners on other hosts, once for the whole host.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ if TYPE_CHECKING:
     from samestep.world import World
 
 
-BUCKET_BYTES: Final = 8 << 20  # of gradients that travel together: the network is busy while the others are computed
+# of gradients that travel together: the network is busy while the others are computed
+BUCKET_BYTES: Final = 8 << 20
 
 
-def buckets(parameters: Sequence[torch.nn.Parameter], world: World) -> list[list[torch.nn.Parameter]]:
+def buckets(
+    parameters: Sequence[torch.nn.Parameter], world: World
+) -> list[list[torch.nn.Parameter]]:
     """Divide parameters into those that are exchanged together: of one dtype, and of no more than `BUCKET_BYTES` between hosts alone.
 
     Where memory is shared one exchange is best, since nothing is gained while all cores compute.
@@ -59,13 +63,19 @@ class Exchange:
         self.layout = Layout(tuple(parameter.numel() for parameter in parameters), world.size)
         self._world, self._lanes = world, lanes
         self._route = Route(world.hosts, world.rank)
-        self._spans = [subtrees(carried(rank, world.size, lanes), lanes) for rank in self._route.host]
+        self._spans = [
+            subtrees(carried(rank, world.size, lanes), lanes) for rank in self._route.host
+        ]
         self._sums = self.shared_storage(max(map(len, self._spans)))
         self._own = self._sums[self._route.place]
-        # Where the gradients of this worker's subtrees are added, by parameter; `put` copies no gradient that is there.
-        self.own_views = [self.views(flat) for flat in self._own[: len(self._spans[self._route.place])]]
+        # Where the gradients of this worker's subtrees are added, by parameter; `put` copies no
+        # gradient that is there.
+        self.own_views = [
+            self.views(flat) for flat in self._own[: len(self._spans[self._route.place])]
+        ]
         self._summed_at = -1
-        self._received: Callable[[], dict[Span, torch.Tensor]] | None = None  # of an exchange that has begun
+        # of an exchange that has begun
+        self._received: Callable[[], dict[Span, torch.Tensor]] | None = None
 
     @property
     def place(self) -> int:
@@ -86,7 +96,10 @@ class Exchange:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return a view of flat storage for each parameter, with its shape and storage order."""
-        return [_view_like(flat, offset, like) for offset, like in zip(self.layout.offsets, self.parameters, strict=False)]
+        return [
+            _view_like(flat, offset, like)
+            for offset, like in zip(self.layout.offsets, self.parameters, strict=False)
+        ]
 
     def slice_of(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
         """Return a worker's slice of flat storage, 1-D."""
@@ -134,7 +147,10 @@ class Exchange:
         size, own_spans = self.layout.slice_size, self._spans_of(self._route.host)
         served = self._route.brings[self._world.rank]
         parts = [_add_up(span, known) for known in map(self._here, served) for span in own_spans]
-        spans_from = {partner: self._spans_of(host) for partner, host in zip(self._route.partners, self._route.others, strict=True)}
+        spans_from = {
+            partner: self._spans_of(host)
+            for partner, host in zip(self._route.partners, self._route.others, strict=True)
+        }
         spans = [span for some in spans_from.values() for span in some]
         out = self._own[0].new_empty((len(spans), size))
         wait = self._world.begin_all_to_all(
@@ -180,7 +196,11 @@ class Exchange:
 
     def _fetch(self, own: torch.Tensor, what: str) -> None:
         """Bring this host the slices of the workers whose partner this one is."""
-        size, owners, partners = self.layout.slice_size, self._route.brings[self._world.rank], self._route.partners
+        size, owners, partners = (
+            self.layout.slice_size,
+            self._route.brings[self._world.rank],
+            self._route.partners,
+        )
         out = own.new_empty((len(owners), size))
         self._world.all_to_all(
             out.view(-1),
@@ -200,8 +220,10 @@ class Route:
         self.host = next(host for host in hosts if rank in host)
         self.place = rank - self.host.start
         self.others = [host for host in hosts if host != self.host]
-        self.partners = [host[self.place % len(host)] for host in self.others]  # in the order of ranks
-        self.brings: dict[int, list[int]] = {worker: [] for worker in self.host}  # whose slices come through a worker of this host
+        # in the order of ranks
+        self.partners = [host[self.place % len(host)] for host in self.others]
+        # whose slices come through a worker of this host
+        self.brings: dict[int, list[int]] = {worker: [] for worker in self.host}
         for host in self.others:
             for place, owner in enumerate(host):
                 self.brings[self.host[place % len(self.host)]].append(owner)
@@ -214,4 +236,6 @@ def _add_up(span: Span, known: Mapping[Span, torch.Tensor]) -> torch.Tensor:
 
 def _view_like(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     dense = flattened(like).data_ptr() == like.data_ptr()
-    return flat.as_strided(like.shape, (like if dense else like.contiguous()).stride(), flat.storage_offset() + offset)
+    return flat.as_strided(
+        like.shape, (like if dense else like.contiguous()).stride(), flat.storage_offset() + offset
+    )

@@ -1,7 +1,7 @@
 """Gradients of a list of parameters: taken from autograd, added, copied.
 
-A parameter that a lane did not use has no gradient there (None), which counts as zeros; one that no lane used
-has none at all, so that the optimizer leaves it alone as in plain PyTorch.
+A parameter that a lane did not use has no gradient there (None), which counts as zeros; one that no
+lane used has none at all, so that the optimizer leaves it alone as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def take_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
     gradients = [parameter.grad for parameter in parameters]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and gradient.layout != torch.strided:
-            raise LossError(f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient; expected dense ones: use sparse=False")
+            raise LossError(
+                f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient; expected dense ones: use sparse=False"
+            )
         parameter.grad = None
     return gradients
 
@@ -32,7 +34,9 @@ def set_gradients_aside(parameters: Sequence[torch.Tensor]) -> Gradients:
     """Return copies of the parameters' gradients and leave none behind; the memory they were in may be that of an exchange."""
     if all(parameter.grad is None for parameter in parameters):
         return [None] * len(parameters)
-    return [None if gradient is None else gradient.clone() for gradient in take_gradients(parameters)]
+    return [
+        None if gradient is None else gradient.clone() for gradient in take_gradients(parameters)
+    ]
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
@@ -42,17 +46,25 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     if len(both) == len(left):
         return left
-    return [_plus_zeros(a if b is None else b) if a is None or b is None else a for a, b in zip(left, right, strict=True)]
+    return [
+        _plus_zeros(a if b is None else b) if a is None or b is None else a
+        for a, b in zip(left, right, strict=True)
+    ]
 
 
 def _plus_zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    # Zeros are added for real, because -0.0 + 0.0 is 0.0: what is missing travels between workers as zeros.
+    # Zeros are added for real, because -0.0 + 0.0 is 0.0: what is missing travels between workers
+    # as zeros.
     return None if gradient is None else gradient.add_(0.0)
 
 
 def copy_gradients(views: Sequence[torch.Tensor], gradients: Gradients) -> None:
     """Copy gradients into views of flat storage, zeros for missing ones; a gradient may be its view already."""
-    pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None and gradient is not view]
+    pairs = [
+        (view, gradient)
+        for view, gradient in zip(views, gradients, strict=True)
+        if gradient is not None and gradient is not view
+    ]
     if pairs:
         torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
     for view, gradient in zip(views, gradients, strict=True):

@@ -53,7 +53,13 @@ class LaneWork:
         seed: tuple[int, ...],
         watching: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._lanes, self._loss, self._parameters, self._seed, self._watching = lanes, loss, parameters, seed, watching
+        self._lanes, self._loss, self._parameters, self._seed, self._watching = (
+            lanes,
+            loss,
+            parameters,
+            seed,
+            watching,
+        )
         self._counts = batch.counts
         self._total = sum(batch.counts) if loss.count is None and batch.counts is not None else None
         lanes.world.whereabouts.at("loading data")
@@ -71,8 +77,14 @@ class LaneWork:
                 pass  # devices take turns, a lane each: so all of them have work soon
         if len(replicas.all) > 1:
             first = replicas.all[0].device
-            sums = {span: [None if gradient is None else gradient.to(first) for gradient in some] for span, some in sums.items()}
-        return [tree_sum(span, sums.get, add_gradients) for span in subtrees(self._lanes.own, self._lanes.lanes)]
+            sums = {
+                span: [None if gradient is None else gradient.to(first) for gradient in some]
+                for span, some in sums.items()
+            }
+        return [
+            tree_sum(span, sums.get, add_gradients)
+            for span in subtrees(self._lanes.own, self._lanes.lanes)
+        ]
 
     def _on(self, replica: Replica, sums: dict[Span, Gradients]) -> Iterator[None]:
         """Leave in `sums` the gradients of the subtrees of one device's lanes; pauses after each lane."""
@@ -91,11 +103,20 @@ class LaneWork:
 
     def report(self, own: Sequence[Gradients]) -> dict[str, Any]:
         """Return, as JSON, the results of lanes, the numbers of parameters without a gradient, and which buffers were written."""
-        numbers = iter(_numbers([value for _, _, metrics in self._results for value in metrics.values()]))
-        results = [(lane, count, {name: next(numbers) for name in metrics}) for lane, count, metrics in self._results]
+        numbers = iter(
+            _numbers([value for _, _, metrics in self._results for value in metrics.values()])
+        )
+        results = [
+            (lane, count, {name: next(numbers) for name in metrics})
+            for lane, count, metrics in self._results
+        ]
         return {
             "lanes": sorted(results, key=lambda result: result[0]),
-            "missing": sorted(set.intersection(*({n for n, gradient in enumerate(some) if gradient is None} for some in own))),
+            "missing": sorted(
+                set.intersection(
+                    *({n for n, gradient in enumerate(some) if gradient is None} for some in own)
+                )
+            ),
             "buffers": self._lanes.buffers.written(),
         }
 
@@ -109,7 +130,9 @@ class LaneWork:
             if not is_out_of_memory(error):
                 raise
             samples = items_in(self._batches[lane]) if self._counts is None else self._counts[lane]
-            where = f"of {replica.device} on worker {self._lanes.world.rank} at step {self._seed[0]}"
+            where = (
+                f"of {replica.device} on worker {self._lanes.world.rank} at step {self._seed[0]}"
+            )
             raise does_not_fit(lane, samples, self._lanes.lanes, where) from error
 
     def _gradients(self, lane: int, replica: Replica) -> Gradients:
@@ -141,23 +164,36 @@ class LaneWork:
             return items_in(batch) if self._counts is None else self._counts[lane]
         count = self._loss.count(batch)
         if not math.isfinite(count) or int(count) != count or count < 0:
-            raise DataError(f"count returned {count!r} for lane {lane}; expected a whole number of items, 0 or more")
+            raise DataError(
+                f"count returned {count!r} for lane {lane}; expected a whole number of items, 0 or more"
+            )
         return int(count)
 
 
 def split_loss(returned: Any, lane: int) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return (loss, metrics) from what a loss function returned. Raises `LossError` unless the loss is a scalar with a gradient."""
-    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})  # noqa: PLR2004  (loss, dict)
+    # (loss, dict)
+    loss, metrics = (
+        returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    )
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{type(loss).__name__}"
-        raise LossError(f"the loss function returned {given} in lane {lane}; expected a scalar tensor: the mean over the lane's items")
+        given = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else f"{type(loss).__name__}"
+        )
+        raise LossError(
+            f"the loss function returned {given} in lane {lane}; expected a scalar tensor: the mean over the lane's items"
+        )
     if not loss.requires_grad:
         raise LossError(
             f"the loss of lane {lane} has no gradient; expected one that depends on a parameter: is the model frozen, "
             "or the loss detached or computed under no_grad?"
         )
     if not isinstance(metrics, Mapping):
-        raise LossError(f"the loss function returned {type(metrics).__name__} beside the loss; expected a dict of scalars by name")
+        raise LossError(
+            f"the loss function returned {type(metrics).__name__} beside the loss; expected a dict of scalars by name"
+        )
     return loss, {name: _detached(name, value) for name, value in metrics.items()}
 
 
@@ -166,10 +202,14 @@ def _detached(name: str, value: Any) -> torch.Tensor:
         try:
             value = torch.tensor(float(value), dtype=torch.float64)
         except (TypeError, ValueError):
-            raise LossError(f"metric {name!r} is {type(value).__name__}; expected a scalar: the mean over the lane's items") from None
+            raise LossError(
+                f"metric {name!r} is {type(value).__name__}; expected a scalar: the mean over the lane's items"
+            ) from None
     tensor: torch.Tensor = value.detach()
     if tensor.numel() != 1:
-        raise LossError(f"metric {name!r} has shape {tuple(tensor.shape)}; expected a scalar: the mean over the lane's items")
+        raise LossError(
+            f"metric {name!r} has shape {tuple(tensor.shape)}; expected a scalar: the mean over the lane's items"
+        )
     return tensor
 
 
@@ -177,6 +217,10 @@ def _numbers(scalars: Sequence[torch.Tensor]) -> list[float]:
     """Return the values of scalar tensors. Those of one device arrive together: reading each would wait for the device each time."""
     values: dict[int, float] = {}
     for device in dict.fromkeys(scalar.device for scalar in scalars):
-        there = {n: scalar.double().reshape(()) for n, scalar in enumerate(scalars) if scalar.device == device}
+        there = {
+            n: scalar.double().reshape(())
+            for n, scalar in enumerate(scalars)
+            if scalar.device == device
+        }
         values.update(zip(there, torch.stack(list(there.values())).tolist(), strict=True))
     return [values[n] for n in range(len(scalars))]

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-ALIGNMENT = 64  # elements; vectorised kernels round whole vectors and tails differently, so no cut may make a new tail
+# elements; vectorised kernels round whole vectors and tails differently, so no cut may make a new
+# tail
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Piece:
 class Layout:
     """Tensors of `sizes` elements one after the other, each aligned to 64 elements, cut into `workers` equal slices.
 
-    Slices start and end on multiples of 64 elements; the last ones may be padding, wholly or in part.
+    Slices start and end on multiples of 64 elements; the last ones may be padding, wholly or in
+    part.
     """
 
     sizes: tuple[int, ...]
@@ -32,7 +35,9 @@ class Layout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each tensor starts, and after them where the last ends, in elements."""
-        return tuple(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in self.sizes), initial=0))
+        return tuple(
+            accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in self.sizes), initial=0)
+        )
 
     @cached_property
     def slice_size(self) -> int:

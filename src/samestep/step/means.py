@@ -21,13 +21,17 @@ class Mean:
     @classmethod
     def of(cls, means: Sequence[tuple[float, int]]) -> Mean:
         """Merge (mean, count) pairs. The sum is exact before its one rounding, so no order of merging shows."""
-        return cls(_exact_sum([mean * count for mean, count in means]), sum(count for _, count in means))
+        return cls(
+            _exact_sum([mean * count for mean, count in means]), sum(count for _, count in means)
+        )
 
     @property
     def value(self) -> float:
         """The mean. Raises `EvaluationError` over no items: there is no such number."""
         if self.count == 0:
-            raise EvaluationError("a mean over no items was asked for; expected at least one item with a count above 0")
+            raise EvaluationError(
+                "a mean over no items was asked for; expected at least one item with a count above 0"
+            )
         return self.total / self.count
 
 
@@ -44,7 +48,9 @@ class LaneResult:
 class Means(Mapping[str, float]):
     """Global means by name, `"loss"` first; computed when they are read. The same bits at any number of workers."""
 
-    def __init__(self, results: Sequence[LaneResult], reduction: Literal["mean", "sum"] = "mean") -> None:
+    def __init__(
+        self, results: Sequence[LaneResult], reduction: Literal["mean", "sum"] = "mean"
+    ) -> None:
         self._results, self._sums = results, reduction == "sum"
 
     @cached_property
@@ -53,7 +59,9 @@ class Means(Mapping[str, float]):
 
     def __getitem__(self, name: str) -> float:
         if name not in self._names:
-            raise KeyError(f"{name!r}; there are {', '.join(self._names) or 'no metrics: no lane had items'}")
+            raise KeyError(
+                f"{name!r}; there are {', '.join(self._names) or 'no metrics: no lane had items'}"
+            )
         return self._mean(name, self._results).value
 
     def __iter__(self) -> Iterator[str]:
@@ -68,12 +76,20 @@ class Means(Mapping[str, float]):
     def by_worker(self, name: str) -> list[float]:
         """Return the mean over the items of each worker that had any, by rank."""
         ranks = sorted({result.rank for result in self._results if name in result.metrics})
-        return [self._mean(name, [result for result in self._results if result.rank == rank]).value for rank in ranks]
+        return [
+            self._mean(name, [result for result in self._results if result.rank == rank]).value
+            for rank in ranks
+        ]
 
     def _mean(self, name: str, results: Sequence[LaneResult]) -> Mean:
-        values = [(result.metrics[name], result.count) for result in results if name in result.metrics]
+        values = [
+            (result.metrics[name], result.count) for result in results if name in result.metrics
+        ]
         if self._sums:  # of no items, the sum itself: an image without boxes has a loss, too
-            return Mean(_exact_sum([value for value, _ in values]), max(1, sum(count for _, count in values)))
+            return Mean(
+                _exact_sum([value for value, _ in values]),
+                max(1, sum(count for _, count in values)),
+            )
         return Mean.of(values)
 
 

@@ -15,7 +15,9 @@ _WORDS: Final = re.compile(r"can't allocate memory|not enough memory|out of memo
 
 def is_out_of_memory(error: Exception) -> bool:
     """Tell whether an error says that there is not enough memory, of the host or of a device."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or bool(_WORDS.search(str(error)))
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or bool(
+        _WORDS.search(str(error))
+    )
 
 
 def does_not_fit(lane: int, samples: int, lanes: int, where: str) -> OutOfMemoryError:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from samestep.step.backward import Target
     from samestep.step.gradients import Gradients
 
-EARLY_BYTES: Final = 1 << 18  # of the smallest gradient whose early copy saves more than it costs to call for it
+# of the smallest gradient whose early copy saves more than it costs to call for it
+EARLY_BYTES: Final = 1 << 18
 
 
 class Overlap:
@@ -46,8 +47,9 @@ class Overlap:
 class EarlyExchange(Overlap):
     """Starts to exchange between hosts, a target at a time, as soon as autograd has its gradients.
 
-    Autograd reaches parameters about in the reverse of their order, and every worker must start its exchanges in the same order; so
-    targets start from the last to the first, and those that a lane does not reach wait for `finish`.
+    Autograd reaches parameters about in the reverse of their order, and every worker must start its
+    exchanges in the same order; so targets start from the last to the first, and those that a lane
+    does not reach wait for `finish`.
     """
 
     def __init__(self, targets: Sequence[Target], parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -101,6 +103,7 @@ class EarlyCopies(Overlap):
 
     def _arrived(self, view: torch.Tensor, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
-        if self._watching and gradient is not None and gradient.layout == view.layout:  # sparse ones are refused after backward
+        # sparse ones are refused after backward
+        if self._watching and gradient is not None and gradient.layout == view.layout:
             view.copy_(gradient)
             parameter.grad = view

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 class ModuleParameters:
     """Remembers the parameters of a module, each once, and walks through it again only when something in it was added or replaced.
 
-    Walking through a module of 200 layers takes longer than one of its steps should wait. The module itself is not kept alive.
+    Walking through a module of 200 layers takes longer than one of its steps should wait. The
+    module itself is not kept alive.
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,11 @@ class ModuleParameters:
     def trainable(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
         """Return the parameters of `module`, always the same one, that require a gradient now."""
         if not self._registries or self._ids() != self._content:
-            self._registries = [registry for one in module.modules() for registry in (one._parameters, one._modules)]  # noqa: SLF001
+            self._registries = [
+                registry
+                for one in module.modules()
+                for registry in (one._parameters, one._modules)  # noqa: SLF001
+            ]
             self._content = self._ids()
             self._parameters = list(module.parameters())
         return [parameter for parameter in self._parameters if parameter.requires_grad]

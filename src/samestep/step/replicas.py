@@ -1,7 +1,8 @@
 """The devices of one worker: on each a replica of the parameters and buffers of every replicated module.
 
-Modules stay the objects they are. While a device computes, its replica stands in the modules' places, so user code that holds
-a module, a part of one, or a dict of them finds the tensors of the device that it runs on.
+Modules stay the objects they are. While a device computes, its replica stands in the modules'
+places, so user code that holds a module, a part of one, or a dict of them finds the tensors of the
+device that it runs on.
 """
 
 from __future__ import annotations
@@ -42,19 +43,25 @@ class Replica:
 
     def __init__(self, number: int, device: torch.device, lanes: range) -> None:
         self.number, self.device, self.lanes = number, device, lanes
-        self.tensors: list[torch.Tensor] = []  # by home, and none on the first device; while this one computes, what stood there before
-        self.twins: dict[int, torch.Tensor] = {}  # this device's tensors by the ids of the modules' own
+        # by home, and none on the first device; while this one computes, what stood there before
+        self.tensors: list[torch.Tensor] = []
+        # this device's tensors by the ids of the modules' own
+        self.twins: dict[int, torch.Tensor] = {}
 
     def of(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         """Return this device's replicas of parameters."""
-        return [self.twins[id(parameter)] for parameter in parameters] if self.number else list(parameters)  # type: ignore[misc]
+        if self.number == 0:
+            return list(parameters)
+        return [self.twins[id(parameter)] for parameter in parameters]  # type: ignore[misc]
 
     def add(self, tensor: torch.Tensor) -> None:
         """Make a replica for the next home; a tensor that stands in several homes gets one."""
         if id(tensor) not in self.twins:
             twin = tensor.detach().to(self.device, copy=True)
             is_parameter = isinstance(tensor, torch.nn.Parameter)
-            self.twins[id(tensor)] = torch.nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
+            self.twins[id(tensor)] = (
+                torch.nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
+            )
         self.tensors.append(self.twins[id(tensor)])
 
 
@@ -63,7 +70,10 @@ class Replicas:
 
     def __init__(self, devices: Sequence[torch.device], own: range) -> None:
         ranges = [carried(number, len(devices), len(own)) for number in range(len(devices))]
-        self.all = [Replica(n, device, own[some.start : some.stop]) for n, (device, some) in enumerate(zip(devices, ranges, strict=True))]
+        self.all = [
+            Replica(n, device, own[some.start : some.stop])
+            for n, (device, some) in enumerate(zip(devices, ranges, strict=True))
+        ]
         self._homes: dict[tuple[int, str], Home] = {}
 
     def add(self, module: torch.nn.Module) -> None:
@@ -76,19 +86,26 @@ class Replicas:
 
     def holding(self, model: Any) -> list[Replica]:
         """Return the devices that a model can run on: a module that was not replicated has the first alone."""
-        everywhere = not isinstance(model, torch.nn.Module) or all(home.key in self._homes for home in _homes(model))
+        everywhere = not isinstance(model, torch.nn.Module) or all(
+            home.key in self._homes for home in _homes(model)
+        )
         return self.all if everywhere else self.all[:1]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the values that stand in the modules now to all other devices."""
         for replica in self.all[1:]:
-            pairs = {id(twin): (twin, home.registry[home.name]) for twin, home in zip(replica.tensors, self._homes.values(), strict=True)}
+            pairs = {
+                id(twin): (twin, home.registry[home.name])
+                for twin, home in zip(replica.tensors, self._homes.values(), strict=True)
+            }
             for twin, tensor in pairs.values():
                 if twin.requires_grad != tensor.requires_grad:
                     twin.requires_grad_(tensor.requires_grad)
             if pairs:
-                torch._foreach_copy_([twin for twin, _ in pairs.values()], [tensor for _, tensor in pairs.values()])
+                torch._foreach_copy_(
+                    [twin for twin, _ in pairs.values()], [tensor for _, tensor in pairs.values()]
+                )
 
     @contextmanager
     def on(self, replica: Replica) -> Iterator[None]:
@@ -101,7 +118,9 @@ class Replicas:
                 self._exchange(replica)
 
     def _exchange(self, replica: Replica) -> None:
-        for number, (home, tensor) in enumerate(zip(self._homes.values(), replica.tensors, strict=False)):
+        for number, (home, tensor) in enumerate(
+            zip(self._homes.values(), replica.tensors, strict=False)
+        ):
             replica.tensors[number] = home.registry[home.name]
             home.put(tensor)
 
@@ -109,4 +128,8 @@ class Replicas:
 def _homes(module: torch.nn.Module) -> Iterator[Home]:
     for owner in module.modules():
         for registry in (owner._parameters, owner._buffers):  # noqa: SLF001
-            yield from (Home(owner, registry, name) for name, tensor in registry.items() if tensor is not None)
+            yield from (
+                Home(owner, registry, name)
+                for name, tensor in registry.items()
+                if tensor is not None
+            )

@@ -1,8 +1,8 @@
 """Optimizers of which each worker updates its slice: less time and memory, the same bits.
 
-Parameters move into flat storage and the optimizer gets this worker's slice of it, cut so that vectorised kernels treat every
-element as in the whole parameter.
-After each step the slices are gathered (Rajbhandari et al. 2020, "ZeRO", stage 1).
+Parameters move into flat storage and the optimizer gets this worker's slice of it, cut so that
+vectorised kernels treat every element as in the whole parameter. After each step the slices are
+gathered (Rajbhandari et al. 2020, "ZeRO", stage 1).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ ELEMENTWISE: Final = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
     optim.RMSprop, optim.Rprop, optim.ASGD,
 )  # fmt: skip
-SCALAR_STATE: Final = frozenset({"step", "mu_product", "eta", "mu"})  # one number a parameter; other tensors are one an element
+# one number a parameter; other tensors are one an element
+SCALAR_STATE: Final = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 @dataclass
@@ -49,11 +50,18 @@ class Segment:
 class Block:
     """Parameters of one dtype of an optimizer, in flat storage; of this worker's slice the optimizer gets segments.
 
-    Neighbours share a segment while their sizes are multiples of 64 elements, so that no kernel's tail moves, while they are of one
-    group of the optimizer, and while each had a gradient whenever the others had one.
+    Neighbours share a segment while their sizes are multiples of 64 elements, so that no kernel's
+    tail moves, while they are of one group of the optimizer, and while each had a gradient whenever
+    the others had one.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], lanes: int, world: World, optimizer: optim.Optimizer) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        lanes: int,
+        world: World,
+        optimizer: optim.Optimizer,
+    ) -> None:
         self.exchange = Exchange(parameters, lanes, world)
         self._optimizer = optimizer
         self._rank = world.rank
@@ -72,12 +80,20 @@ class Block:
 
     def _neighbours(self) -> list[list[Piece]]:
         """Return this worker's pieces, those together that one segment may hold."""
-        group_of = {id(parameter): n for n, group in enumerate(self._optimizer.param_groups) for parameter in group["params"]}
+        group_of = {
+            id(parameter): n
+            for n, group in enumerate(self._optimizer.param_groups)
+            for parameter in group["params"]
+        }
         groups = [group_of[id(parameter)] for parameter in self.exchange.parameters]
         together: list[list[Piece]] = []
         for piece in self.exchange.layout.pieces(self._rank):
             before = together[-1][-1] if together else None
-            if before and groups[before.index] == groups[piece.index] and (before.stop - before.start) % ALIGNMENT == 0:
+            if (
+                before
+                and groups[before.index] == groups[piece.index]
+                and (before.stop - before.start) % ALIGNMENT == 0
+            ):
                 together[-1].append(piece)
             else:
                 together.append([piece])
@@ -86,25 +102,39 @@ class Block:
     def divide(self, differ: Callable[[Piece, Piece], bool]) -> None:
         """Divide segments between neighbours that differ; the optimizer's state is divided with them."""
         for segment in self.segments:
-            cuts = [n for n, (left, right) in enumerate(pairwise(segment.pieces), start=1) if differ(left, right)]
+            cuts = [
+                n
+                for n, (left, right) in enumerate(pairwise(segment.pieces), start=1)
+                if differ(left, right)
+            ]
             if cuts:
-                self._replace(segment, [segment.pieces[a:b] for a, b in pairwise([0, *cuts, len(segment.pieces)])])
+                self._replace(
+                    segment,
+                    [segment.pieces[a:b] for a, b in pairwise([0, *cuts, len(segment.pieces)])],
+                )
 
     def _replace(self, segment: Segment, parts: list[list[Piece]]) -> None:
         new = [self._segment(pieces) for pieces in parts]
         at = self.segments.index(segment)
         self.segments = [*self.segments[:at], *new, *self.segments[at + 1 :]]
         for group in self._optimizer.param_groups:
-            places = [n for n, parameter in enumerate(group["params"]) if parameter is segment.parameter]
+            places = [
+                n for n, parameter in enumerate(group["params"]) if parameter is segment.parameter
+            ]
             for place in places:
                 group["params"][place : place + 1] = [part.parameter for part in new]
         state = self._optimizer.state.pop(segment.parameter, {})
         for part in new:
-            own = slice(part.start - segment.start, part.start - segment.start + part.parameter.numel())
-            part.parameter.grad = None if segment.parameter.grad is None else segment.parameter.grad[own]
+            own = slice(
+                part.start - segment.start, part.start - segment.start + part.parameter.numel()
+            )
+            part.parameter.grad = (
+                None if segment.parameter.grad is None else segment.parameter.grad[own]
+            )
             if state:
                 self._optimizer.state[part.parameter] = {
-                    name: value[own].clone() if _is_elementwise(name, value) else _copied(value) for name, value in state.items()
+                    name: value[own].clone() if _is_elementwise(name, value) else _copied(value)
+                    for name, value in state.items()
                 }
 
     def set_aside(self) -> None:
@@ -119,7 +149,10 @@ class Block:
             self.divide(lambda left, right: present[left.index] != present[right.index])
         for segment in self.segments:
             if present[segment.pieces[0].index]:
-                gradient, earlier = own_slice[segment.start : segment.start + segment.parameter.numel()], segment.parameter.grad
+                gradient, earlier = (
+                    own_slice[segment.start : segment.start + segment.parameter.numel()],
+                    segment.parameter.grad,
+                )
                 segment.parameter.grad = gradient if earlier is None else earlier.add_(gradient)
 
     def gradients_of(self, ids: set[int]) -> list[torch.Tensor]:
@@ -142,17 +175,26 @@ class Block:
 class Shard:
     """What a sharded optimizer is made of. The optimizer stays the same object, so schedulers and `step` work as before.
 
-    Raises `OptimizerError` for optimizers that are not elementwise, have state already, or share parameters.
+    Raises `OptimizerError` for optimizers that are not elementwise, have state already, or share
+    parameters.
     """
 
     def __init__(self, optimizer: optim.Optimizer, lanes: int, world: World) -> None:
         self.optimizer = optimizer
         born_with = optimizer.state_dict()  # Adagrad's state is there before the first step
-        self._parameters: list[torch.nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+        self._parameters: list[torch.nn.Parameter] = [
+            p for group in optimizer.param_groups for p in group["params"]
+        ]
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self.blocks = [Block(bucket, lanes, world, optimizer) for bucket in buckets(self._parameters, world)]
-        firsts = {self._index(block, segment.pieces[0]): segment.parameter for block in self.blocks for segment in block.segments}
+        self.blocks = [
+            Block(bucket, lanes, world, optimizer) for bucket in buckets(self._parameters, world)
+        ]
+        firsts = {
+            self._index(block, segment.pieces[0]): segment.parameter
+            for block in self.blocks
+            for segment in block.segments
+        }
         index = 0
         for group, size in zip(optimizer.param_groups, self._group_sizes, strict=True):
             group["params"] = [firsts[i] for i in range(index, index + size) if i in firsts]
@@ -176,19 +218,28 @@ class Shard:
             for segment in block.segments:
                 values = self.optimizer.state.get(segment.parameter, {})
                 for piece in segment.pieces if values else ():
-                    state[self._index(block, piece)] = self._values_of(piece, segment, values, block)
+                    state[self._index(block, piece)] = self._values_of(
+                        piece, segment, values, block
+                    )
         groups, index = [], 0
         for group, size in zip(self.optimizer.param_groups, self._group_sizes, strict=True):
             groups.append({**group, "params": list(range(index, index + size))})
             index += size
-        return {"state": dict(sorted((index, values) for index, values in state.items() if values)), "param_groups": groups}
+        return {
+            "state": dict(sorted((index, values) for index, values in state.items() if values)),
+            "param_groups": groups,
+        }
 
     @staticmethod
-    def _values_of(piece: Piece, segment: Segment, values: Mapping[str, Any], block: Block) -> dict[str, Any]:
+    def _values_of(
+        piece: Piece, segment: Segment, values: Mapping[str, Any], block: Block
+    ) -> dict[str, Any]:
         """Return the optimizer's state of a piece; what is one a parameter is told by the worker that has its start."""
         whole = block.exchange.parameters[piece.index]
         return {
-            name: TensorSlice(segment.part(value, piece), tuple(whole.shape), piece.start, storage_order(whole))
+            name: TensorSlice(
+                segment.part(value, piece), tuple(whole.shape), piece.start, storage_order(whole)
+            )
             if _is_elementwise(name, value)
             else _copied(value)
             for name, value in values.items()
@@ -200,7 +251,11 @@ class Shard:
         numbers: dict[int, int] = {}
         values = {}
         for block in self.blocks:
-            of = {piece: state["state"].get(self._index(block, piece)) for segment in block.segments for piece in segment.pieces}
+            of = {
+                piece: state["state"].get(self._index(block, piece))
+                for segment in block.segments
+                for piece in segment.pieces
+            }
             block.divide(lambda left, right, of=of: _once(of[left]) != _once(of[right]))  # type: ignore[misc]
             for segment in block.segments:
                 first = of[segment.pieces[0]]
@@ -220,13 +275,27 @@ def _joined(name: str, segment: Segment, of: Mapping[Piece, Any], block: Block) 
     if not _is_elementwise(name, value):
         return value
     wholes = [block.exchange.parameters[piece.index] for piece in segment.pieces]
-    parts = [of[piece][name].permute(storage_order(whole)) for piece, whole in zip(segment.pieces, wholes, strict=True)]
-    return torch.cat([part.reshape(-1)[piece.start : piece.stop] for piece, part in zip(segment.pieces, parts, strict=True)])
+    parts = [
+        of[piece][name].permute(storage_order(whole))
+        for piece, whole in zip(segment.pieces, wholes, strict=True)
+    ]
+    return torch.cat(
+        [
+            part.reshape(-1)[piece.start : piece.stop]
+            for piece, part in zip(segment.pieces, parts, strict=True)
+        ]
+    )
 
 
 def _once(values: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return what of a parameter's state is one a parameter, to be compared."""
-    return None if values is None else {name: str(value) for name, value in values.items() if not _is_elementwise(name, value)}
+    return (
+        None
+        if values is None
+        else {
+            name: str(value) for name, value in values.items() if not _is_elementwise(name, value)
+        }
+    )
 
 
 def _copied(value: Any) -> Any:
@@ -258,7 +327,13 @@ def check_shardable(optimizer: optim.Optimizer) -> None:
             f"({', '.join(kind.__name__ for kind in ELEMENTWISE)} of torch.optim); use it without run.shard"
         )
     if any(float(values.get("step", 1)) for values in optimizer.state.values()):
-        raise OptimizerError(f"this {name} has state already; shard it before its first step, and load its state by run.track")
-    devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+        raise OptimizerError(
+            f"this {name} has state already; shard it before its first step, and load its state by run.track"
+        )
+    devices = {
+        parameter.device for group in optimizer.param_groups for parameter in group["params"]
+    }
     if len(devices) > 1:
-        raise OptimizerError(f"this {name} has parameters on {sorted(map(str, devices))}; expected one device: replicate the model first")
+        raise OptimizerError(
+            f"this {name} has parameters on {sorted(map(str, devices))}; expected one device: replicate the model first"
+        )

@@ -33,4 +33,8 @@ def storage_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` as 1-D in its storage order: a view where it is dense, a copy elsewhere."""
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.permute(storage_order(tensor)).reshape(-1).contiguous()
+    return (
+        tensor.view(-1)
+        if tensor.is_contiguous()
+        else tensor.permute(storage_order(tensor)).reshape(-1).contiguous()
+    )

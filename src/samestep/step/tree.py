@@ -8,8 +8,8 @@ The tree over lanes [lo, hi) splits at the largest power of two below its length
                     0   1   2   3   4   5   6   7
     3 workers       w0 w0 | w1  w1  w1 | w2 w2  w2
 
-A worker adds the maximal subtrees inside its own lanes (w1: [2,4) and 4); the exchange finishes the tree.
-So the order of additions never depends on the number of workers.
+A worker adds the maximal subtrees inside its own lanes (w1: [2,4) and 4); the exchange finishes the
+tree. So the order of additions never depends on the number of workers.
 """
 
 from __future__ import annotations
@@ -50,22 +50,28 @@ def subtrees(own: range, lanes: int) -> list[Span]:
     return inside((0, lanes)) if own else []
 
 
-def tree_sum(span: Span, known: Callable[[Span], Value | None], add: Callable[[Value, Value], Value]) -> Value:
+def tree_sum(
+    span: Span, known: Callable[[Span], Value | None], add: Callable[[Value, Value], Value]
+) -> Value:
     """Add the values of a span's lanes along the tree, in lane order.
 
-    `known` gives the value of a span, or None for one that is to be added up from its halves; it is asked for
-    spans from left to right, so it may compute a lane's value when it is asked. `add` may reuse its first argument.
+    `known` gives the value of a span, or None for one that is to be added up from its halves; it is
+    asked for spans from left to right, so it may compute a lane's value when it is asked. `add` may
+    reuse its first argument.
     """
     steps = tree_steps(span, known, add)
     while True:
         try:
             next(steps)
-        except StopIteration as end:  # noqa: PERF203  that is where a generator says what it returned
+        # that is where a generator says what it returned
+        except StopIteration as end:
             total: Value = end.value
             return total
 
 
-def tree_steps(span: Span, known: Callable[[Span], Value | None], add: Callable[[Value, Value], Value]) -> Generator[None, None, Value]:
+def tree_steps(
+    span: Span, known: Callable[[Span], Value | None], add: Callable[[Value, Value], Value]
+) -> Generator[None, None, Value]:
     """Add as `tree_sum` does, and pause after each value that was known, so that several sums can take turns."""
     value = known(span)
     if value is not None:

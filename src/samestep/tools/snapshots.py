@@ -32,9 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="list",
         help="list (default): what is there, by manifests and sizes; check: read every byte; export: one safetensors file",
     )
-    parser.add_argument("directory", help="a run's directory, or the URL of its copy; check and export also take one snapshot")
+    parser.add_argument(
+        "directory",
+        help="a run's directory, or the URL of its copy; check and export also take one snapshot",
+    )
     parser.add_argument("file", type=Path, nargs="?", help="where export writes")
-    parser.add_argument("--object", default="model", help="what export takes from the snapshot (default: model)")
+    parser.add_argument(
+        "--object", default="model", help="what export takes from the snapshot (default: model)"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -53,7 +58,9 @@ def open_run(place: str) -> LocalRun | RemoteRun:
     if is_url(place):
         return RemoteRun(place)
     if not Path(place).is_dir():
-        raise ConfigError(f"{place} was given; expected the directory of a run or of a snapshot, or a URL")
+        raise ConfigError(
+            f"{place} was given; expected the directory of a run or of a snapshot, or a URL"
+        )
     return LocalRun(Path(place))
 
 
@@ -61,8 +68,8 @@ class LocalRun:
     """The snapshots in a run's directory, or one of them, by name."""
 
     def __init__(self, directory: Path) -> None:
-        from samestep.snapshot.manifest import NAME  # noqa: PLC0415
-        from samestep.snapshot.read import check, inspect, list_snapshots, step_of  # noqa: PLC0415
+        from samestep.snapshot.manifest import NAME
+        from samestep.snapshot.read import check, inspect, list_snapshots, step_of
 
         is_snapshot = (directory / NAME).exists() or step_of(directory) is not None
         paths = [directory] if is_snapshot else list_snapshots(directory)
@@ -90,8 +97,8 @@ class RemoteRun:
     """The same of a remote storage. Raises `SnapshotError` where that does not answer."""
 
     def __init__(self, url: str) -> None:
-        from samestep.snapshot.read import step_of  # noqa: PLC0415
-        from samestep.snapshot.remote.copies import Remote  # noqa: PLC0415
+        from samestep.snapshot.read import step_of
+        from samestep.snapshot.remote.copies import Remote
 
         folder, _, name = url.rstrip("/").rpartition("/")
         is_snapshot = step_of(Path(name)) is not None
@@ -142,19 +149,22 @@ def _check(run: LocalRun | RemoteRun) -> int:
         try:
             with run.whole(name):
                 _say(f"{name}: whole")
-        except SnapshotError as error:  # noqa: PERF203  all are to be checked
+        except SnapshotError as error:
             faults += 1
             _say(f"{name}: {error}")
     return 1 if faults else 0
 
 
 def _export(run: LocalRun | RemoteRun, file: Path, name: str) -> int:
-    from samestep.snapshot.export import export  # noqa: PLC0415
+    from samestep.snapshot.export import export
 
     with ExitStack() as exits:
         snapshot, path = _newest_whole(run, exits)
         left_out = export(path, file, name)
-    _say(f"{name} of {run.where(snapshot)} is in {file}" + (f"; no tensors, so left out: {', '.join(left_out)}" if left_out else ""))
+    _say(
+        f"{name} of {run.where(snapshot)} is in {file}"
+        + (f"; no tensors, so left out: {', '.join(left_out)}" if left_out else "")
+    )
     return 0
 
 
@@ -162,7 +172,7 @@ def _newest_whole(run: LocalRun | RemoteRun, exits: ExitStack) -> tuple[str, Pat
     for name in reversed(run.names):
         try:
             return name, exits.enter_context(run.whole(name))
-        except SnapshotError as error:  # noqa: PERF203  the one before may be whole
+        except SnapshotError as error:
             sys.stderr.write(f"snapshot_rejected: {error}\n")
     raise SnapshotError(f"{run.place} holds no whole snapshot to export from")
 

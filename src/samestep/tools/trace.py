@@ -34,7 +34,9 @@ class StepTrace:
     def first_difference(self, other: StepTrace) -> str | None:
         """Return the first name whose hash differs, metrics first, then tensors in their order."""
         names = dict.fromkeys([*self.hashes, *other.hashes])
-        return next((name for name in names if self.hashes.get(name) != other.hashes.get(name)), None)
+        return next(
+            (name for name in names if self.hashes.get(name) != other.hashes.get(name)), None
+        )
 
 
 def read_traces(directory: Path) -> list[StepTrace]:
@@ -46,7 +48,10 @@ def read_traces(directory: Path) -> list[StepTrace]:
     traces = []
     for path in list_snapshots(directory):
         snapshot = load(path)
-        hashes = {f"metric {name}": _hash(repr(value).encode()) for name, value in metrics.get(snapshot.step, {}).items()}
+        hashes = {
+            f"metric {name}": _hash(repr(value).encode())
+            for name, value in metrics.get(snapshot.step, {}).items()
+        }
         for name, state in snapshot.state.items():
             plain, tensors = flatten({name: state})
             hashes.update((path, _hash_tensor(tensor)) for path, tensor in tensors.items())
@@ -58,7 +63,9 @@ def read_traces(directory: Path) -> list[StepTrace]:
 def read_start(directory: Path) -> dict[str, Any]:
     """Return the event with which the newest attempt of a run started. Raises `VerifyError` where there is none."""
     try:
-        return [event for event in read_events(directory) if event["event"] in {"started", "resumed"}][-1]
+        return [
+            event for event in read_events(directory) if event["event"] in {"started", "resumed"}
+        ][-1]
     except (RecordError, IndexError):
         raise VerifyError("the script started no run: it never called samestep.init") from None
 
@@ -70,13 +77,19 @@ def _plain(values: Mapping[str, float]) -> dict[str, float]:
 def _sorted(plain: Any) -> Any:
     """Return a plain state with the pairs of its dicts in one order: workers' parts of it come in any."""
     if isinstance(plain, dict):
-        return {tag: sorted(map(_sorted, value), key=json.dumps) if tag == "dict" else _sorted(value) for tag, value in plain.items()}
+        return {
+            tag: sorted(map(_sorted, value), key=json.dumps) if tag == "dict" else _sorted(value)
+            for tag, value in plain.items()
+        }
     return [_sorted(value) for value in plain] if isinstance(plain, list) else plain
 
 
 def _hash_tensor(tensor: Any) -> str:
     whole = tensor.detach().contiguous()
-    return _hash(f"{whole.dtype} {tuple(whole.shape)}".encode() + whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return _hash(
+        f"{whole.dtype} {tuple(whole.shape)}".encode()
+        + whole.reshape(-1).view(torch.uint8).numpy().tobytes()
+    )
 
 
 def _hash(data: bytes) -> str:

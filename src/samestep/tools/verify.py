@@ -30,28 +30,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = "numbers of workers to compare (default: 1,2); 1x2 is one worker with 2 devices"
     parser.add_argument("-n", "--workers", default="1,2", metavar="N,N,…", help=sizes)
     parser.add_argument("--steps", type=int, default=5, help="steps to compare (default: 5)")
-    parser.add_argument("--lanes", type=int, help="lanes of every run (default: the script's own, or the largest number of workers)")
-    parser.add_argument("--kill", action="store_true", help="also kill a worker in the middle, resume, and compare")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the step and the worker of --kill (default: 0)")
-    parser.add_argument("script", help="the training script; it must track what is to be compared (run.track)")
+    parser.add_argument(
+        "--lanes",
+        type=int,
+        help="lanes of every run (default: the script's own, or the largest number of workers)",
+    )
+    parser.add_argument(
+        "--kill", action="store_true", help="also kill a worker in the middle, resume, and compare"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="chooses the step and the worker of --kill (default: 0)"
+    )
+    parser.add_argument(
+        "script", help="the training script; it must track what is to be compared (run.track)"
+    )
     parser.add_argument("arguments", nargs="...", help="the script's own arguments")
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the comparison; returns 0 when all steps are the same everywhere, 1 when any differs."""
     sizes = _sizes(options.workers)
-    if options.steps < 1 or (options.kill and options.steps < 2):  # noqa: PLR2004  a kill falls between two steps
-        raise VerifyError(f"--steps {options.steps} was given; expected at least 1, and 2 with --kill")
-    from samestep.tools.job import Job  # noqa: PLC0415  it needs torch, and the command line prints its help without it
+    # a kill falls between two steps
+    if options.steps < 1 or (options.kill and options.steps < 2):
+        raise VerifyError(
+            f"--steps {options.steps} was given; expected at least 1, and 2 with --kill"
+        )
+    # it needs torch, and the command line prints its help without it
+    from samestep.tools.job import Job
 
     job = Job([options.script, *options.arguments], options.steps, options.lanes)
     traces: dict[str, list[StepTrace]] = {}
     by_devices = sorted(sizes, key=lambda size: size.workers * size.devices)
-    for size in reversed(by_devices):  # the largest first: where the script leaves lanes open, it fixes them for all
+    # the largest first: where the script leaves lanes open, it fixes them for all
+    for size in reversed(by_devices):
         traces[f"n={size}"] = job.trace(size)
     columns = [f"n={size}" for size in sizes]
     if options.kill:
-        name, trace = job.trace_with_kill(by_devices[-1], by_devices[0], random.Random(options.seed))
+        name, trace = job.trace_with_kill(
+            by_devices[-1], by_devices[0], random.Random(options.seed)
+        )
         traces[name] = trace
         columns.append(name)
     return report({column: traces[column] for column in columns}, job.lanes or 0)
@@ -60,7 +77,9 @@ def main(options: argparse.Namespace) -> int:
 def _sizes(text: str) -> list[Size]:
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,2})?", part) for part in parts):
-        raise VerifyError(f"-n {text} was given; expected numbers of workers such as 1,2,4, or 1x2 for one worker with 2 devices")
+        raise VerifyError(
+            f"-n {text} was given; expected numbers of workers such as 1,2,4, or 1x2 for one worker with 2 devices"
+        )
     return list(dict.fromkeys(Size(*map(int, part.split("x"))) for part in parts))
 
 
@@ -70,18 +89,29 @@ def report(traces: dict[str, list[StepTrace]], lanes: int) -> int:
     steps = sorted({trace.step for column in traces.values() for trace in column})
     by_step = {column: {trace.step: trace for trace in some} for column, some in traces.items()}
     widths = [max(12, len(column)) for column in columns]
-    print(f"\n{lanes} lanes")  # noqa: T201
-    print("  ".join(["step", *(column.ljust(width) for column, width in zip(columns, widths, strict=True))]))  # noqa: T201
+    print(f"\n{lanes} lanes")
+    print(
+        "  ".join(
+            ["step", *(column.ljust(width) for column, width in zip(columns, widths, strict=True))]
+        )
+    )
     difference: str | None = None
     for step in steps:
         row = {column: by_step[column].get(step) for column in columns}
         cells = [trace.digest() if trace else "-" for trace in row.values()]
-        print("  ".join([str(step).rjust(4), *(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))]))  # noqa: T201
+        print(
+            "  ".join(
+                [
+                    str(step).rjust(4),
+                    *(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)),
+                ]
+            )
+        )
         difference = difference or first_difference(step, row)
     if difference is None:
-        print(f"the same at every step: {', '.join(columns)}")  # noqa: T201
+        print(f"the same at every step: {', '.join(columns)}")
         return 0
-    print(f"DIFFERENT, first at {difference}")  # noqa: T201
+    print(f"DIFFERENT, first at {difference}")
     return 1
 
 

@@ -22,18 +22,28 @@ _ICON: Final = re.compile(r'(?<=<link rel="icon" href=")page/([\w.]+)')
 def one_file(answers: dict[str, Any]) -> str:
     """Return the page with its styles, scripts and `answers` (JSON) in it.
 
-    A content policy lets run and load nothing but these scripts and styles, and images that are in the text as well.
+    A content policy lets run and load nothing but these scripts and styles, and images that are in
+    the text as well.
     """
     page = _read("index.html")
     scripts = [_script(name) for name in _SCRIPT.findall(page)]
     styles = [_read(name) for name in _STYLE.findall(page)]
     page = _SCRIPT.sub("", page)
     page = _STYLE.sub(lambda found: f"<style>{_read(found[1])}</style>", page)
-    page = _ICON.sub(lambda found: f"data:image/png;base64,{base64.b64encode((PAGE / found[1]).read_bytes()).decode()}", page)
+    page = _ICON.sub(
+        lambda found: (
+            f"data:image/png;base64,{base64.b64encode((PAGE / found[1]).read_bytes()).decode()}"
+        ),
+        page,
+    )
     policy = f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts, styles)}">'
     page = page.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n    {policy}', 1)
-    data = json.dumps(answers, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # no text in it can end the element
-    body = [f'<script type="application/json" id="answers">{data}</script>', *(f"<script>{script}</script>" for script in scripts)]
+    # no text in it can end the element
+    data = json.dumps(answers, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    body = [
+        f'<script type="application/json" id="answers">{data}</script>',
+        *(f"<script>{script}</script>" for script in scripts),
+    ]
     head, end, tail = page.rpartition("  </body>")
     return head + "".join(f"    {element}\n" for element in body) + end + tail
 
@@ -60,15 +70,26 @@ def _script(name: str) -> str:
         if module not in sources:
             sources[module] = _read(module)
             found += [imported for _, imported in _IMPORT.findall(sources[module])]
-    order = TopologicalSorter({module: [imported for _, imported in _IMPORT.findall(source)] for module, source in sources.items()})
-    return '(() => {\n"use strict";\n' + "".join(_module(name, sources[name]) for name in order.static_order()) + "})();\n"
+    order = TopologicalSorter(
+        {
+            module: [imported for _, imported in _IMPORT.findall(source)]
+            for module, source in sources.items()
+        }
+    )
+    return (
+        '(() => {\n"use strict";\n'
+        + "".join(_module(name, sources[name]) for name in order.static_order())
+        + "})();\n"
+    )
 
 
 def _module(name: str, source: str) -> str:
     """Return a module as a call whose value holds its exports. They are never assigned anew, so that a copy of each will do."""
     exports = ", ".join(export for _, export in _EXPORT.findall(source))
     body = _EXPORT.sub(r"\1 \2", source)
-    body = _IMPORT.sub(lambda found: f"const {{{found[1].replace(' as ', ': ')}}} = {_variable(found[2])};\n", body)
+    body = _IMPORT.sub(
+        lambda found: f"const {{{found[1].replace(' as ', ': ')}}} = {_variable(found[2])};\n", body
+    )
     return f"const {_variable(name)} = (() => {{\n{body}return {{ {exports} }};\n}})();\n"
 
 

@@ -47,16 +47,21 @@ REMOTE_SCAN: Final = Rhythm(shortest=1.0, longest=10.0)
 class Follower(threading.Thread):
     """Reads what is new of the runs at one location, some MB of each in turn.
 
-    `tell` is called with the ids of those that changed, and with none when it is another place than before that cannot be read.
+    `tell` is called with the ids of those that changed, and with none when it is another place than
+    before that cannot be read.
     """
 
     def __init__(self, views: Views, location: str, tell: Callable[[set[str]], None]) -> None:
-        super().__init__(name=f"following {location}", daemon=True)  # a storage may not answer for long
+        # a storage may not answer for long
+        super().__init__(name=f"following {location}", daemon=True)
         self._views, self._location, self._tell = views, location, tell
-        self._rhythm, self._scan_rhythm = (REMOTE, REMOTE_SCAN) if is_url(location) else (LOCAL, LOCAL_SCAN)
+        self._rhythm, self._scan_rhythm = (
+            (REMOTE, REMOTE_SCAN) if is_url(location) else (LOCAL, LOCAL_SCAN)
+        )
         self._ended = threading.Event()
         self.faults: dict[str, str] = {}  # why a place cannot be read now
-        self._due: dict[str, tuple[float, float]] = {}  # when a place is looked at next, and when it was last found changed
+        # when a place is looked at next, and when it was last found changed
+        self._due: dict[str, tuple[float, float]] = {}
 
     def end(self) -> None:
         """Stop soon."""
@@ -65,7 +70,11 @@ class Follower(threading.Thread):
     def run(self) -> None:
         while not self._ended.is_set():
             self._when_due("", self._scan_rhythm, self._scan)
-            changed = {view.id for view in self._views.at(self._location) if not self._ended.is_set() and self._look(view)}
+            changed = {
+                view.id
+                for view in self._views.at(self._location)
+                if not self._ended.is_set() and self._look(view)
+            }
             if changed:
                 self._tell(changed)
             self._ended.wait(0.001 if changed else self._rhythm.shortest)
@@ -80,7 +89,9 @@ class Follower(threading.Thread):
 
     def _look(self, view: View) -> bool:
         """Read the next part of a run's record where it is due, and tell whether there was something new."""
-        return self._when_due(view.id, self._rhythm, lambda: self._try(view.source.location, view.advance))
+        return self._when_due(
+            view.id, self._rhythm, lambda: self._try(view.source.location, view.advance)
+        )
 
     def _when_due(self, key: str, rhythm: Rhythm, look: Callable[[], bool]) -> bool:
         """Look if it is time to, and tell whether there was something new."""
@@ -103,7 +114,9 @@ class Follower(threading.Thread):
             if self.faults.get(place) != fault:
                 self.faults[place] = fault
                 self._tell(set())
-                logging.getLogger("samestep").warning("%s cannot be read now, and is tried again: %s", place, fault)
+                logging.getLogger("samestep").warning(
+                    "%s cannot be read now, and is tried again: %s", place, fault
+                )
             return False
         if self.faults.pop(place, None) is not None:
             self._tell(set())
@@ -142,7 +155,9 @@ class Changes:
     def begin(self) -> None:
         """Follow all locations. Called in the event loop."""
         self._loop = asyncio.get_running_loop()
-        self._followers = [Follower(self._views, location, self._tell_soon) for location in self._views.locations]
+        self._followers = [
+            Follower(self._views, location, self._tell_soon) for location in self._views.locations
+        ]
         for follower in self._followers:
             follower.start()
 
@@ -160,7 +175,11 @@ class Changes:
     @property
     def faults(self) -> dict[str, str]:
         """Why places cannot be read now, by place."""
-        return {place: fault for follower in self._followers for place, fault in dict(follower.faults).items()}
+        return {
+            place: fault
+            for follower in self._followers
+            for place, fault in dict(follower.faults).items()
+        }
 
     @property
     def is_full(self) -> bool:

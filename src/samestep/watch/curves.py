@@ -38,7 +38,8 @@ class Curve:
     """A scalar's points, 41 bytes each (and 8 more while it is drawn smooth), as float64."""
 
     def __init__(self) -> None:
-        self._table = Table(np.float64, np.bool_, *[np.float64] * 4)  # step, between, time, value, low, high
+        # step, between, time, value, low, high
+        self._table = Table(np.float64, np.bool_, *[np.float64] * 4)
         self._average: Average | None = None
 
     def __len__(self) -> int:
@@ -72,7 +73,9 @@ class Curve:
             if self._average is None or self._average.weight != smooth:
                 self._average = Average(smooth)
             average = self._average.over(value)
-        return Points(step, time, value, low if has_band else None, high if has_band else None, average)
+        return Points(
+            step, time, value, low if has_band else None, high if has_band else None, average
+        )
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,27 @@ class Points:
         axis = getattr(self, request.axis)
         if (axis[1:] < axis[:-1]).any():  # a clock that was set back, or a record that no run wrote
             return self.at(np.argsort(axis, kind="stable")).answer(request)
-        first = 0 if request.start is None else int(np.searchsorted(axis, request.start, side="left"))
-        end = len(axis) if request.end is None else int(np.searchsorted(axis, request.end, side="right"))
+        first = (
+            0 if request.start is None else int(np.searchsorted(axis, request.start, side="left"))
+        )
+        end = (
+            len(axis)
+            if request.end is None
+            else int(np.searchsorted(axis, request.end, side="right"))
+        )
         inside = self.at(slice(first, max(first, end)))
-        rows = drawn(getattr(inside, request.axis), inside.value, inside.low, inside.high, request.points)
+        rows = drawn(
+            getattr(inside, request.axis), inside.value, inside.low, inside.high, request.points
+        )
         some = inside.at(rows)
-        columns = {"x": getattr(some, request.axis), "value": some.value, "low": some.low, "high": some.high, "smooth": some.smooth}
-        lists = {name: None if column is None else to_json(column) for name, column in columns.items()}
+        columns = {
+            "x": getattr(some, request.axis),
+            "value": some.value,
+            "low": some.low,
+            "high": some.high,
+            "smooth": some.smooth,
+        }
+        lists = {
+            name: None if column is None else to_json(column) for name, column in columns.items()
+        }
         return {**lists, "points": len(inside.value), "exact": len(rows) == len(inside.value)}

@@ -13,15 +13,25 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def drawn(x: NDArray[Any], value: NDArray[Any], low: NDArray[Any] | None, high: NDArray[Any] | None, points: int) -> NDArray[np.intp]:
+def drawn(
+    x: NDArray[Any],
+    value: NDArray[Any],
+    low: NDArray[Any] | None,
+    high: NDArray[Any] | None,
+    points: int,
+) -> NDArray[np.intp]:
     """Return which points to draw, in order, at most `points`: all, where there are no more. `x` ascends.
 
-    M4 (Jugel et al. 2014, "M4: A visualization-oriented time series data aggregation"): of each of equal spans of the x axis
-    the first, the last, the lowest and the highest value, and of a band its lowest and its highest.
+    M4 (Jugel et al. 2014, "M4: A visualization-oriented time series data aggregation"): of each of
+    equal spans of the x axis the first, the last, the lowest and the highest value, and of a band
+    its lowest and its highest.
     """
     if len(x) <= points:
         return np.arange(len(x))
-    falling, rising = [value] + ([] if low is None else [low]), [value] + ([] if high is None else [high])
+    falling, rising = (
+        [value] + ([] if low is None else [low]),
+        [value] + ([] if high is None else [high]),
+    )
     lowest = [np.where(np.isfinite(some), some, np.inf) for some in falling]
     highest = [np.where(np.isfinite(some), some, -np.inf) for some in rising]
     chosen: set[int] = set()

@@ -40,4 +40,7 @@ def real(value: object) -> float:
 
 def to_json(values: NDArray[Any]) -> list[float | None]:
     """Return values as JSON has them: what is not finite is null."""
-    return [value if finite else None for value, finite in zip(values.tolist(), np.isfinite(values).tolist(), strict=True)]
+    return [
+        value if finite else None
+        for value, finite in zip(values.tolist(), np.isfinite(values).tolist(), strict=True)
+    ]

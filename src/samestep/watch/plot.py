@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from samestep.watch.view import View
 
-# Okabe and Ito (2008), "Color Universal Design", without yellow, which is faint on paper: told apart by the colour-blind, too.
+# Okabe and Ito (2008), "Color Universal Design", without yellow, which is faint on paper: told
+# apart by the colour-blind, too.
 PALETTE: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES: Final = ("-", "--", ":", "-.")
 FORMATS: Final = (".pdf", ".png", ".svg")
@@ -46,30 +47,67 @@ STYLE: Final[dict[Any, Any]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `samestep plot` to its parser; `main` takes what it parses."""
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder, a folder of runs, or the URL of either")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to draw: a .png, .pdf or .svg file")
-    parser.add_argument("--scalars", metavar="NAMES", help="what to draw, comma-separated, a panel each (default: all there are)")
-    parser.add_argument("--x", choices=("step", "time"), default="step", help="what lies along: step (default), or time since the start")
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="a run's folder, a folder of runs, or the URL of either",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="where to draw: a .png, .pdf or .svg file",
+    )
+    parser.add_argument(
+        "--scalars",
+        metavar="NAMES",
+        help="what to draw, comma-separated, a panel each (default: all there are)",
+    )
+    parser.add_argument(
+        "--x",
+        choices=("step", "time"),
+        default="step",
+        help="what lies along: step (default), or time since the start",
+    )
     parser.add_argument("--log", action="store_true", help="a logarithmic scale")
-    parser.add_argument("--smooth", type=float, default=0.0, metavar="WEIGHT", help="of what came before in a moving average, such as 0.9")
-    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="of the whole picture in inches (default: 6x4, and more for several panels)")
+    parser.add_argument(
+        "--smooth",
+        type=float,
+        default=0.0,
+        metavar="WEIGHT",
+        help="of what came before in a moving average, such as 0.9",
+    )
+    parser.add_argument(
+        "--size",
+        metavar="WIDTHxHEIGHT",
+        help="of the whole picture in inches (default: 6x4, and more for several panels)",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     """Run `samestep plot` and return its exit status. Raises `ConfigError` for wrong use, `RecordError` where there is nothing to draw."""
     if options.out.suffix not in FORMATS:
-        raise ConfigError(f"--out {options.out} was given; expected a file that ends in {', '.join(FORMATS)}")
+        raise ConfigError(
+            f"--out {options.out} was given; expected a file that ends in {', '.join(FORMATS)}"
+        )
     if not 0 <= options.smooth < 1:
-        raise ConfigError(f"--smooth {options.smooth} was given; expected a weight from 0 to below 1")
+        raise ConfigError(
+            f"--smooth {options.smooth} was given; expected a weight from 0 to below 1"
+        )
     size = None if options.size is None else _size(options.size)
     try:
-        import matplotlib as mpl  # noqa: PLC0415
+        import matplotlib as mpl
     except ImportError as error:
-        raise ConfigError('samestep plot draws with matplotlib; expected it to be there: pip install "samestep[plot]"') from error
+        raise ConfigError(
+            'samestep plot draws with matplotlib; expected it to be there: pip install "samestep[plot]"'
+        ) from error
     views = _read(options.runs)
     names = _chosen(views, options.scalars)
     with mpl.rc_context():
-        mpl.rcdefaults()  # whatever the user's own settings are, the same curves give the same picture
+        # whatever the user's own settings are, the same curves give the same picture
+        mpl.rcdefaults()
         mpl.rcParams.update(STYLE)
         figure = _draw(views, names, size, axis=options.x, log=options.log, smooth=options.smooth)
         _save(figure, options.out)
@@ -80,17 +118,21 @@ def _size(text: str) -> tuple[float, float]:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)x(\d+(?:\.\d+)?)", text)
     width, height = map(float, found.groups()) if found else (0.0, 0.0)
     if not (1 <= width <= LARGEST and 1 <= height <= LARGEST):
-        raise ConfigError(f"--size {text} was given; expected a width and a height of 1 to {LARGEST:g} inches, such as 6x4")
+        raise ConfigError(
+            f"--size {text} was given; expected a width and a height of 1 to {LARGEST:g} inches, such as 6x4"
+        )
     return width, height
 
 
 def _read(locations: Sequence[str]) -> list[View]:
-    from samestep.watch.view import open_views  # noqa: PLC0415
+    from samestep.watch.view import open_views
 
     views = open_views(*locations)
     for location in views.locations:
         if not views.at(location):
-            raise RecordError(f"there is no record at {location}; give a run's folder, a folder of runs, or the URL of either")
+            raise RecordError(
+                f"there is no record at {location}; give a run's folder, a folder of runs, or the URL of either"
+            )
     for view in views.values():
         view.refresh()
     return list(views.values())
@@ -98,22 +140,36 @@ def _read(locations: Sequence[str]) -> list[View]:
 
 def _chosen(views: Iterable[View], wanted: str | None) -> list[str]:
     """Return the names of the scalars to draw. Raises `RecordError` where there are none, and `ConfigError` for one that is not there."""
-    there = list(dict.fromkeys(scalar["name"] for view in views for scalar in view.summary()["scalars"]))
+    there = list(
+        dict.fromkeys(scalar["name"] for view in views for scalar in view.summary()["scalars"])
+    )
     if not there:
-        raise RecordError("there is nothing to draw: no run has a scalar yet, as run.log makes them")
+        raise RecordError(
+            "there is nothing to draw: no run has a scalar yet, as run.log makes them"
+        )
     if wanted is None:
         return there
     if wanted in there:
         return [wanted]  # a name with a comma
     names = [name.strip() for name in wanted.split(",")]
     if missing := [name for name in names if name not in there]:
-        raise ConfigError(f"--scalars {wanted} was given, and there is no {missing[0]!r}; there are {', '.join(map(repr, there))}")
+        raise ConfigError(
+            f"--scalars {wanted} was given, and there is no {missing[0]!r}; there are {', '.join(map(repr, there))}"
+        )
     return names
 
 
-def _draw(views: Sequence[View], names: Sequence[str], size: tuple[float, float] | None, *, axis: str, log: bool, smooth: float) -> Figure:
+def _draw(
+    views: Sequence[View],
+    names: Sequence[str],
+    size: tuple[float, float] | None,
+    *,
+    axis: str,
+    log: bool,
+    smooth: float,
+) -> Figure:
     """Draw a panel a scalar, and in each a curve a run."""
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.figure import Figure
 
     columns = math.ceil(math.sqrt(len(names)))
     rows = math.ceil(len(names) / columns)
@@ -126,7 +182,10 @@ def _draw(views: Sequence[View], names: Sequence[str], size: tuple[float, float]
         for name, (number, view) in product(names, enumerate(views))
         if view.has_curve(name)
     }
-    longest = max((curve["x"][-1] - starts[number] for (_, number), curve in curves.items() if curve["x"]), default=0.0)
+    longest = max(
+        (curve["x"][-1] - starts[number] for (_, number), curve in curves.items() if curve["x"]),
+        default=0.0,
+    )
     unit, label = _unit(longest) if axis == "time" else (1.0, "step")
     for panel_axes, name in zip(panels, names, strict=True):
         panel_axes.set_title(name, parse_math=False)
@@ -135,7 +194,9 @@ def _draw(views: Sequence[View], names: Sequence[str], size: tuple[float, float]
             panel_axes.set_yscale("log", nonpositive="clip")
         for number in range(len(views)):
             if curve := curves.get((name, number)):
-                _draw_curve(panel_axes, curve, [(x - starts[number]) / unit for x in curve["x"]], number)
+                _draw_curve(
+                    panel_axes, curve, [(x - starts[number]) / unit for x in curve["x"]], number
+                )
     if len(views) > 1:
         _add_legend(figure, views)
     return figure
@@ -152,11 +213,12 @@ def _draw_curve(axes: Axes, curve: dict[str, Any], x: list[float], number: int) 
 
 
 def _add_legend(figure: Figure, views: Sequence[View]) -> None:
-    from matplotlib.lines import Line2D  # noqa: PLC0415
+    from matplotlib.lines import Line2D
 
     often = Counter(view.name for view in views)
     names = [view.id if often[view.name] > 1 else view.name for view in views]
-    labels = [f" {name}" if name.startswith("_") else name for name in names]  # matplotlib leaves out what begins with _
+    # matplotlib leaves out what begins with _
+    labels = [f" {name}" if name.startswith("_") else name for name in names]
     lines = [Line2D([], [], **_style(number)) for number in range(len(views))]
     legend = figure.legend(lines, labels, loc="outside upper center", ncols=min(len(views), 4))
     for text in legend.get_texts():
@@ -164,7 +226,10 @@ def _add_legend(figure: Figure, views: Sequence[View]) -> None:
 
 
 def _style(number: int) -> dict[str, Any]:
-    return {"color": PALETTE[number % len(PALETTE)], "linestyle": DASHES[number // len(PALETTE) % len(DASHES)]}
+    return {
+        "color": PALETTE[number % len(PALETTE)],
+        "linestyle": DASHES[number // len(PALETTE) % len(DASHES)],
+    }
 
 
 def _unit(seconds: float) -> tuple[float, str]:

@@ -34,8 +34,18 @@ AXES: Final = ("step", "time")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `samestep report` to its parser; `main` takes what it parses."""
-    parser.add_argument("locations", metavar="RUN", nargs="+", help="a run's folder, a folder of runs, or the URL of either")
-    parser.add_argument("--out", type=Path, default=Path("report.html"), help="the file to write (default: %(default)s)")
+    parser.add_argument(
+        "locations",
+        metavar="RUN",
+        nargs="+",
+        help="a run's folder, a folder of runs, or the URL of either",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("report.html"),
+        help="the file to write (default: %(default)s)",
+    )
     parser.add_argument(
         "--images",
         type=float,
@@ -51,12 +61,16 @@ def main(options: argparse.Namespace) -> int:
         raise ConfigError(f"--images {options.images} was given; expected megabytes, 0 or more")
     for location in options.locations:
         if not is_url(location) and not Path(location).is_dir():
-            raise ConfigError(f"{location} was given; expected the folder of a run or of runs, or a URL")
+            raise ConfigError(
+                f"{location} was given; expected the folder of a run or of runs, or a URL"
+            )
     report = make_report(options.locations, image_bytes=round(options.images * 1e6))
     try:
         options.out.write_text(report.page, encoding="utf-8", newline="")
     except OSError as error:
-        raise ConfigError(f"--out {options.out} cannot be written: {error.strerror}; give a file in a folder that is there") from error
+        raise ConfigError(
+            f"--out {options.out} cannot be written: {error.strerror}; give a file in a folder that is there"
+        ) from error
     sys.stdout.write(f"{options.out}: {report.text}\n")
     return 0
 
@@ -72,14 +86,17 @@ class Report:
 def make_report(locations: Iterable[str], *, image_bytes: int) -> Report:
     """Read all runs at or below `locations` and return their report, with at most `image_bytes` of image files.
 
-    Curves are downsampled, their extremes kept, and values rounded to 6 digits. Raises `RecordError` where there is no run.
+    Curves are downsampled, their extremes kept, and values rounded to 6 digits. Raises
+    `RecordError` where there is no run.
     """
     locations = list(locations)
     views = list(open_views(*locations).values())
     for view in views:
         view.refresh()
     if not views:
-        raise RecordError(f"no run is at or below {' or '.join(locations)}; give a folder that holds an events.jsonl")
+        raise RecordError(
+            f"no run is at or below {' or '.join(locations)}; give a folder that holds an events.jsonl"
+        )
     answers: dict[str, Any] = {_path("runs"): {"runs": [view.row() for view in views]}}
     summaries = {view: view.summary() for view in views}
     curves = sum(len(summary["scalars"]) for summary in summaries.values())
@@ -96,7 +113,10 @@ def make_report(locations: Iterable[str], *, image_bytes: int) -> Report:
         images.take(view, number)
     now = time.time()
     text = _told(len(views), now, points, images)
-    return Report(one_file({"answers": answers | images.taken, "report": {"text": text, "written": now}}), text)
+    return Report(
+        one_file({"answers": answers | images.taken, "report": {"text": text, "written": now}}),
+        text,
+    )
 
 
 @dataclass
@@ -119,7 +139,9 @@ class _Images:
             self.left_out += 1
             return
         self.room -= len(data)
-        self.taken[_path("image", id=view.id, number=number)] = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        self.taken[_path("image", id=view.id, number=number)] = (
+            f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        )
 
 
 def _newest_first(summaries: dict[View, dict[str, Any]]) -> Iterable[tuple[View, int]]:
@@ -142,13 +164,18 @@ def _told(runs: int, now: float, points: int, images: _Images) -> str:
 
 def _path(place: str, **query: str | int) -> str:
     """Return the path that the page asks for, with the query as a browser's URLSearchParams writes it."""
-    return f"/api/{place}" + (f"?{urlencode(query, safe='*', errors='replace').replace('~', '%7E')}" if query else "")
+    return f"/api/{place}" + (
+        f"?{urlencode(query, safe='*', errors='replace').replace('~', '%7E')}" if query else ""
+    )
 
 
 def _rounded(answer: Any) -> Any:
     """Return an answer with values of fewer digits; places on the x axis, such as times, keep microseconds."""
     if isinstance(answer, dict):
-        return {key: [round(place, 6) for place in item] if key == "x" else _rounded(item) for key, item in answer.items()}
+        return {
+            key: [round(place, 6) for place in item] if key == "x" else _rounded(item)
+            for key, item in answer.items()
+        }
     if isinstance(answer, list):
         return [_rounded(item) for item in answer]
     return float(f"{answer:.{DIGITS}g}") if isinstance(answer, float) else answer

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
     from samestep.record.history import Place
 
-ENDS: Final = {"finished": "finished", "stopped": "stopped", "failed": "failed", "restarting": "running"}
+ENDS: Final = {
+    "finished": "finished",
+    "stopped": "stopped",
+    "failed": "failed",
+    "restarting": "running",
+}
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,8 @@ class Line:
 class RunState:
     """Where a run stands, and all that is drawn of it.
 
-    What a later start made void is struck out when that start comes, so that after any number of events it is what
-    `samestep.record.read_history` would give.
+    What a later start made void is struck out when that start comes, so that after any number of
+    events it is what `samestep.record.read_history` would give.
     """
 
     def __init__(self) -> None:
@@ -74,8 +79,10 @@ class RunState:
         self.step = 0.0
         self.epoch: int | None = None
         self.loop: Mapping[str, Any] | None = None
-        self._trained: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None  # the last start that began a loop, and the loop
-        self.paces: deque[tuple[float, float]] = deque(maxlen=RECENT + 1)  # steps that were done, and when
+        # the last start that began a loop, and the loop
+        self._trained: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+        # steps that were done, and when
+        self.paces: deque[tuple[float, float]] = deque(maxlen=RECENT + 1)
         self._images_seen = 0
         self._takers = {"scalars": self._scalars, "timing": self._timing, "image": self._image}
 
@@ -105,7 +112,8 @@ class RunState:
         if kind == "sink":
             name = str(event.get("name"))
             before, self.sinks[name] = self.sinks.get(name, {}), event
-            return any(before.get(field) != event.get(field) for field in ("error", "dropped"))  # not how far behind it is
+            # not how far behind it is
+            return any(before.get(field) != event.get(field) for field in ("error", "dropped"))
         if kind == "loop":
             before, self.loop = self.loop or {}, event
             self.epoch = whole(event.get("epoch"))
@@ -119,12 +127,19 @@ class RunState:
             curve.strike(last)
         self.curves = {name: curve for name, curve in self.curves.items() if len(curve)}
         self.timings.strike(last)
-        self.images = {number: image for number, image in self.images.items() if image.place <= last}
+        self.images = {
+            number: image for number, image in self.images.items() if image.place <= last
+        }
         self.started = time if self.started is None else self.started
         self._tell(event, kind, time)
         if self.loop is not None:
             self._trained = self.start, self.loop
-        self.state, self.start, self.loop, self.epoch = "running", event, None, whole(event.get("epoch"))
+        self.state, self.start, self.loop, self.epoch = (
+            "running",
+            event,
+            None,
+            whole(event.get("epoch")),
+        )
         self.step = number(event.get("step")) or 0.0
         self.attempts += 1
         self.paces.clear()
@@ -133,7 +148,9 @@ class RunState:
         place, values = _place(event), event.get("values")
         if place is None or not isinstance(values, dict):
             return
-        low, high = (some if isinstance(some, dict) else {} for some in (event.get("low"), event.get("high")))
+        low, high = (
+            some if isinstance(some, dict) else {} for some in (event.get("low"), event.get("high"))
+        )
         for name, value in values.items():
             if not isinstance(value, (int, float)):
                 continue
@@ -145,7 +162,12 @@ class RunState:
 
     def _timing(self, event: dict[str, Any], time: float) -> None:
         place, workers = _place(event), event.get("workers")
-        if place is None or not isinstance(workers, list) or not workers or not all(isinstance(worker, dict) for worker in workers):
+        if (
+            place is None
+            or not isinstance(workers, list)
+            or not workers
+            or not all(isinstance(worker, dict) for worker in workers)
+        ):
             return
         seconds = [[real(worker.get(part)) for part in PARTS] for worker in workers]
         self.timings.append(place[0], time, self.attempts, seconds)
@@ -156,7 +178,15 @@ class RunState:
         if place is None or not isinstance(path, str):
             return
         width, height = whole(event.get("width")) or 0, whole(event.get("height")) or 0
-        image = Image(self._images_seen, str(event.get("name")), place, path, width, height, whole(event.get("bytes")))
+        image = Image(
+            self._images_seen,
+            str(event.get("name")),
+            place,
+            path,
+            width,
+            height,
+            whole(event.get("bytes")),
+        )
         self.images[image.number] = image
         self._images_seen += 1
 
@@ -171,12 +201,21 @@ class RunState:
     def _tell(self, event: dict[str, Any], kind: str, time: float) -> None:
         text, tone = told(event, kind, self.start or None)
         detail = event.get("traceback")
-        self.lines.append(Line(time, kind, whole(event.get("step")), text, tone, detail if isinstance(detail, str) else None))
+        self.lines.append(
+            Line(
+                time,
+                kind,
+                whole(event.get("step")),
+                text,
+                tone,
+                detail if isinstance(detail, str) else None,
+            )
+        )
 
     @property
     def step_seconds(self) -> float | None:
         """The seconds that one of the newest steps took on average, with all that came between them."""
-        if len(self.paces) < 2:  # noqa: PLR2004  a time between two
+        if len(self.paces) < 2:
             return None
         (first, begun), (last, ended) = self.paces[0], self.paces[-1]
         return max(0.0, ended - begun) / (last - first)
@@ -185,7 +224,9 @@ class RunState:
     def usual_seconds(self) -> float:
         """The median of the times between the newest steps; 0 where nobody knows it."""
         times = [time for _, time in self.paces]
-        gaps = sorted(later - earlier for earlier, later in zip(times, islice(times, 1, None), strict=False))
+        gaps = sorted(
+            later - earlier for earlier, later in zip(times, islice(times, 1, None), strict=False)
+        )
         return gaps[len(gaps) // 2] if gaps else 0.0
 
 

@@ -1,7 +1,8 @@
 """Who may read, and what a browser may do with it.
 
-Without a token the server listens on loopback only, and answers only those who call it by a loopback name: a page of another site that
-has its own name point here (DNS rebinding) sends that name as Host. With a token any name will do, since such a page has none.
+Without a token the server listens on loopback only, and answers only those who call it by a
+loopback name: a page of another site that has its own name point here (DNS rebinding) sends that
+name as Host. With a token any name will do, since such a page has none.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
 }
 _HOST: Final = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/@\s]+))(?::\d+)?")
-# A redirect would come without the cookie where a link on another site led here: SameSite=Strict looks at who began.
-_ENTRANCE: Final = '<!doctype html><meta http-equiv="refresh" content="0; url=./"><title>samestep</title>'
+# A redirect would come without the cookie where a link on another site led here: SameSite=Strict
+# looks at who began.
+_ENTRANCE: Final = (
+    '<!doctype html><meta http-equiv="refresh" content="0; url=./"><title>samestep</title>'
+)
 
 
 class Guard:
@@ -43,7 +47,9 @@ class Guard:
         self._token = token
         self._names = LOOPBACK_NAMES | {host.lower()}
         self._cookie = f"samestep-{port}"  # cookies do not tell ports apart
-        self._pass = "" if token is None else hashlib.sha256(f"samestep watch {token}".encode()).hexdigest()
+        self._pass = (
+            "" if token is None else hashlib.sha256(f"samestep watch {token}".encode()).hexdigest()
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it on."""
@@ -64,9 +70,13 @@ class Guard:
     def _answer(self, request: Request) -> Response | None:
         """Return what is answered here, None for what may pass."""
         if request.method not in {"GET", "HEAD"}:
-            return PlainTextResponse("this page only reads: expected GET or HEAD", 405, {"Allow": "GET, HEAD"})
+            return PlainTextResponse(
+                "this page only reads: expected GET or HEAD", 405, {"Allow": "GET, HEAD"}
+            )
         if not self._is_called_rightly(request):
-            return PlainTextResponse("expected to be called by a loopback name, such as localhost or 127.0.0.1", 421)
+            return PlainTextResponse(
+                "expected to be called by a loopback name, such as localhost or 127.0.0.1", 421
+            )
         if self._token is None or self._has_pass(request):
             return None
         if request.url.path == "/" and _equal(request.query_params.get("token", ""), self._token):

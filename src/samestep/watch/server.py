@@ -1,16 +1,18 @@
 """The page's server. It only reads, and everything it tells comes from records.
 
-    GET /, /page/NAME          the page and its files
-    GET /api/runs              {"runs": [{id, name, state, started, updated, step, epoch, workers, lanes}],
+    GET /, /page/NAME          the page and its files GET /api/runs              {"runs": [{id,
+    name, state, started, updated, step, epoch, workers, lanes}],
                                 "faults": [{location, text}]}, the places that cannot be read now
-    GET /api/run?id=           all of a run but its curves: progress, scalars, images, workers, parts, events, config, sinks
-    GET /api/curve?id=&name=   {x, value, low, high, smooth, points, exact}; further from=, to=, points=1000, smooth=0, x=step|time
-    GET /api/timing?id=        {x, parts, workers}: seconds a step; further from=, to=, points=500
-    GET /api/image?id=&number= an image, as the type that its first bytes tell
-    GET /api/changes           server-sent events: {"ids": [...]} of the runs that changed, none where faults did, at most one in 0.75 s
+    GET /api/run?id=           all of a run but its curves: progress, scalars, images, workers,
+    parts, events, config, sinks GET /api/curve?id=&name=   {x, value, low, high, smooth, points,
+    exact}; further from=, to=, points=1000, smooth=0, x=step|time GET /api/timing?id=        {x,
+    parts, workers}: seconds a step; further from=, to=, points=500 GET /api/image?id=&number= an
+    image, as the type that its first bytes tell GET /api/changes           server-sent events:
+    {"ids": [...]} of the runs that changed, none where faults did, at most one in 0.75 s
 
-States are running, stopped, finished, failed and silent; times are Unix seconds; a number that is not finite is null.
-A wrong parameter is answered with 400 and what was expected, an unknown run, curve or image with 404, both as plain text.
+States are running, stopped, finished, failed and silent; times are Unix seconds; a number that is
+not finite is null. A wrong parameter is answered with 400 and what was expected, an unknown run,
+curve or image with 404, both as plain text.
 """
 
 from __future__ import annotations
@@ -57,7 +59,14 @@ MOST_IMAGES: Final = 10**9
 LARGEST_SMOOTHING: Final = 0.999
 
 
-def make_app(views: Views, changes: Changes, *, token: str | None = None, host: str = "127.0.0.1", port: int = 0) -> Starlette:
+def make_app(
+    views: Views,
+    changes: Changes,
+    *,
+    token: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+) -> Starlette:
     """Return the application that serves `views` and tells `changes`, to be called as `host` and `port`; with a `token`, to who has it."""
     answers = Answers(views, changes)
     files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in MEDIA_TYPES}
@@ -66,7 +75,11 @@ def make_app(views: Views, changes: Changes, *, token: str | None = None, host: 
         name = request.path_params.get("name", "index.html")
         if name not in files:
             return PlainTextResponse("the page has no such file", 404)
-        return Response(files[name], media_type=MEDIA_TYPES[Path(name).suffix], headers={"Cache-Control": "no-cache"})
+        return Response(
+            files[name],
+            media_type=MEDIA_TYPES[Path(name).suffix],
+            headers={"Cache-Control": "no-cache"},
+        )
 
     @asynccontextmanager
     async def follow(_: Starlette) -> AsyncIterator[None]:
@@ -124,7 +137,11 @@ class Answers:
 
     def timing(self, request: requests.Request) -> Response:
         query = Query(request.query_params, "id", "from", "to", "points")
-        start, end, points = query.number("from", None), query.number("to", None), query.count("points", 500, MOST_SPANS)
+        start, end, points = (
+            query.number("from", None),
+            query.number("to", None),
+            query.count("points", 500, MOST_SPANS),
+        )
         return _json(self._view(query).timing(start, end, points))
 
     def image(self, request: requests.Request) -> Response:
@@ -164,7 +181,9 @@ def _found(action: Callable[[], Answer], otherwise: str) -> Answer:
 
 def _json(value: Any) -> Response:
     # As ASCII, so that a lone surrogate in a name is written as it came.
-    return Response(json.dumps(value, allow_nan=False, separators=(",", ":")), media_type="application/json")
+    return Response(
+        json.dumps(value, allow_nan=False, separators=(",", ":")), media_type="application/json"
+    )
 
 
 def _wrong_query(_: requests.Request, error: Exception) -> Response:
@@ -172,5 +191,9 @@ def _wrong_query(_: requests.Request, error: Exception) -> Response:
 
 
 def _not_found(_: requests.Request, error: Exception) -> Response:
-    status, text = (error.status_code, error.detail) if isinstance(error, HTTPException) else (404, "there is no such page")
+    status, text = (
+        (error.status_code, error.detail)
+        if isinstance(error, HTTPException)
+        else (404, "there is no such page")
+    )
     return PlainTextResponse(text, status)

@@ -15,16 +15,18 @@ BLOCK: Final = 64
 class Average:
     """The exponential moving average of values that more are appended to, with the bias of its start taken out.
 
-    m_t = weight * m_(t-1) + (1 - weight) * x_t from m_0 = 0, divided by 1 - weight**t: the correction of Adam (Kingma and Ba 2015,
-    section 3), so that the first values are not drawn to 0. Values that are no finite numbers are passed over; there it is NaN.
-    Averages over blocks are products with one triangular matrix; what follows a block weighs its end less and less.
+    m_t = weight * m_(t-1) + (1 - weight) * x_t from m_0 = 0, divided by 1 - weight**t: the
+    correction of Adam (Kingma and Ba 2015, section 3), so that the first values are not drawn to 0.
+    Values that are no finite numbers are passed over; there it is NaN. Averages over blocks are
+    products with one triangular matrix; what follows a block weighs its end less and less.
     """
 
     def __init__(self, weight: float) -> None:
         """Average with `weight` on what came before, 0 to below 1."""
         self.weight = weight
         powers = np.arange(BLOCK)[:, None] - np.arange(BLOCK)[None, :]
-        self._within = np.where(powers >= 0, (1 - weight) * weight ** np.maximum(powers, 0), 0.0)  # [BLOCK, BLOCK]
+        # [BLOCK, BLOCK]
+        self._within = np.where(powers >= 0, (1 - weight) * weight ** np.maximum(powers, 0), 0.0)
         self._decay = weight ** np.arange(1, BLOCK + 1)
         self._carry = 0.0  # the average at the end of all whole blocks
         self._done = np.empty(0)  # of all values up to the end of the last whole block

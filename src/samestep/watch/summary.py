@@ -47,12 +47,17 @@ def summary(run: RunState, now: float, seen: float | None) -> dict[str, Any]:
         "torch": _text(run.start.get("torch")),
         "devices": _texts(run.start.get("devices")),
         "progress": _progress(run, is_running=top["state"] == "running"),
-        "scalars": [{"name": name, "points": len(curve), **curve.extremes()} for name, curve in run.curves.items()],
+        "scalars": [
+            {"name": name, "points": len(curve), **curve.extremes()}
+            for name, curve in run.curves.items()
+        ],
         "images": _images(run),
         "workers": _workers(run),
         "parts": run.timings.parts(),
         "events": [vars(line) for line in run.lines[:1] + run.lines[1:][-MOST_ITEMS:]],
-        "config": _shown(run.start.get("config")) if isinstance(run.start.get("config"), dict) else {},
+        "config": _shown(run.start.get("config"))
+        if isinstance(run.start.get("config"), dict)
+        else {},
         "sinks": [_sink(name, event) for name, event in run.sinks.items()],
         "dropped_images": run.dropped_images,
     }
@@ -67,12 +72,20 @@ def _state(run: RunState, now: float, seen: float | None) -> str:
     if run.state != "running":
         return run.state
     newest = max(run.updated or 0.0, seen or 0.0)  # the clock of another machine may differ
-    return "silent" if now - newest > max(SILENT_SECONDS, SILENT_STEPS * run.usual_seconds) else "running"
+    return (
+        "silent"
+        if now - newest > max(SILENT_SECONDS, SILENT_STEPS * run.usual_seconds)
+        else "running"
+    )
 
 
 def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:
     loop, seconds = run.loop or {}, run.step_seconds
-    done = None if run.loop is None else (whole(loop.get("done")) or 0) + max(0, int(run.step) - (whole(loop.get("step")) or 0))
+    done = (
+        None
+        if run.loop is None
+        else (whole(loop.get("done")) or 0) + max(0, int(run.step) - (whole(loop.get("step")) or 0))
+    )
     steps, batch = whole(loop.get("steps")), whole(loop.get("batch_size"))
     pace = 1 / seconds if seconds and is_running else None
     return {
@@ -83,7 +96,9 @@ def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:
         "samples": _samples(loop, done, batch),
         "samples_per_second": None if pace is None or batch is None else pace * batch,
         "steps_per_second": pace,
-        "seconds_left": None if pace is None or steps is None or done is None else max(0, steps - done) / pace,
+        "seconds_left": None
+        if pace is None or steps is None or done is None
+        else max(0, steps - done) / pace,
     }
 
 
@@ -119,12 +134,17 @@ def _workers(run: RunState) -> list[dict[str, Any]]:
 
 def _told_workers(run: RunState) -> list[dict[str, Any]]:
     told = run.start.get("workers")
-    return [worker if isinstance(worker, dict) else {} for worker in told] if isinstance(told, list) else []
+    return (
+        [worker if isinstance(worker, dict) else {} for worker in told]
+        if isinstance(told, list)
+        else []
+    )
 
 
 def _slowest(seconds: Sequence[float]) -> int | None:
     """Return who is clearly slower than most, None where nobody is."""
-    if len(seconds) < 2 or max(seconds) <= CLEARLY_SLOWER * median(seconds):  # noqa: PLR2004  there are others
+    # there are others
+    if len(seconds) < 2 or max(seconds) <= CLEARLY_SLOWER * median(seconds):
         return None
     return seconds.index(max(seconds))
 
@@ -132,7 +152,13 @@ def _slowest(seconds: Sequence[float]) -> int | None:
 def _images(run: RunState) -> list[dict[str, Any]]:
     names: dict[str, list[dict[str, Any]]] = {}
     for image in run.images.values():
-        item = {"number": image.number, "step": image.step, "width": image.width, "height": image.height, "bytes": image.size}
+        item = {
+            "number": image.number,
+            "step": image.step,
+            "width": image.width,
+            "height": image.height,
+            "bytes": image.size,
+        }
         names.setdefault(image.name, []).append(item)
     return [{"name": name, "items": thinned(items, MOST_ITEMS)} for name, items in names.items()]
 
@@ -148,7 +174,12 @@ def thinned(items: Sequence[Item], most: int) -> list[Item]:
 
 def _sink(name: str, event: Mapping[str, Any]) -> dict[str, Any]:
     behind, dropped = whole(event.get("behind_bytes")), whole(event.get("dropped")) or 0
-    return {"name": name, "behind_bytes": behind, "dropped": dropped, "error": _text(event.get("error"))}
+    return {
+        "name": name,
+        "behind_bytes": behind,
+        "dropped": dropped,
+        "error": _text(event.get("error")),
+    }
 
 
 def _text(value: object) -> str | None:

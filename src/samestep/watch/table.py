@@ -17,7 +17,8 @@ ROWS_AT_A_TIME: Final = 4096
 class Table:
     """Rows that are appended at the end and struck out anywhere; they lie as one array a column, with up to half as much room again.
 
-    What `columns` returned is never written to again, so that whoever has it may go on reading while the table changes.
+    What `columns` returned is never written to again, so that whoever has it may go on reading
+    while the table changes.
     """
 
     def __init__(self, *dtypes: DTypeLike) -> None:

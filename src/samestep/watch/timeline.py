@@ -32,7 +32,9 @@ def told(event: Mapping[str, Any], kind: str, before: Mapping[str, Any] | None) 
         return _start(event, kind, before)[:LONGEST_TEXT], INFO
     words = WORDS.get(kind)
     if words is None:
-        return f"{kind.replace('_', ' ')}{_details(event)}"[:LONGEST_TEXT], BAD if kind.endswith(("failed", "rejected")) else INFO
+        return f"{kind.replace('_', ' ')}{_details(event)}"[:LONGEST_TEXT], BAD if kind.endswith(
+            ("failed", "rejected")
+        ) else INFO
     return words.text(event)[:LONGEST_TEXT], BAD if event.get("error") else words.tone
 
 
@@ -75,8 +77,12 @@ def _who(event: Mapping[str, Any]) -> str:
 def _loop(event: Mapping[str, Any]) -> str:
     done, steps = whole(event.get("done")), whole(event.get("steps"))
     if not done:
-        return f"loop {event.get('name')} begins" + ("" if steps is None else f": {_counted(steps, 'step')}")
-    return f"loop {event.get('name')} goes on after {done} " + ("steps" if steps is None else f"of {_counted(steps, 'step')}")
+        return f"loop {event.get('name')} begins" + (
+            "" if steps is None else f": {_counted(steps, 'step')}"
+        )
+    return f"loop {event.get('name')} goes on after {done} " + (
+        "steps" if steps is None else f"of {_counted(steps, 'step')}"
+    )
 
 
 def _sink(event: Mapping[str, Any]) -> str:
@@ -89,23 +95,45 @@ def _sink(event: Mapping[str, Any]) -> str:
 
 def _snapshot(event: Mapping[str, Any]) -> str:
     score = real(event.get("score"))
-    return f"snapshot of step {event.get('step')}" + ("" if math.isnan(score) else f", score {score:.6g}")
+    return f"snapshot of step {event.get('step')}" + (
+        "" if math.isnan(score) else f", score {score:.6g}"
+    )
 
 
 def _details(event: Mapping[str, Any]) -> str:
-    fields = [f"{name} {value}" for name, value in event.items() if name not in _KNOWN and isinstance(value, (str, int, float))]
+    fields = [
+        f"{name} {value}"
+        for name, value in event.items()
+        if name not in _KNOWN and isinstance(value, (str, int, float))
+    ]
     return ": " + ", ".join(fields) if fields else ""
 
 
 WORDS: Final[Mapping[str, Words]] = {
     "finished": Words(GOOD, lambda event: f"finished after {event.get('step')} steps"),
     "stopped": Words(INFO, _stopped),
-    "failed": Words(BAD, lambda event: f"{_who(event)} failed at step {event.get('step')}: {event.get('error')}"),
-    "restarting": Words(BAD, lambda event: f"{_who(event)}: {event.get('reason')}; all workers start again from step {event.get('step')}"),
+    "failed": Words(
+        BAD, lambda event: f"{_who(event)} failed at step {event.get('step')}: {event.get('error')}"
+    ),
+    "restarting": Words(
+        BAD,
+        lambda event: (
+            f"{_who(event)}: {event.get('reason')}; all workers start again from step {event.get('step')}"
+        ),
+    ),
     "snapshot": Words(GOOD, _snapshot),
     "loop": Words(INFO, _loop),
     "sink": Words(INFO, _sink),
-    "images_dropped": Words(BAD, lambda event: f"{event.get('count')} images were dropped, since writing them could not keep up"),
-    "snapshot_rejected": Words(BAD, lambda event: f"passed over snapshot {event.get('path')}: {event.get('reason')}"),
-    "snapshot_copied": Words(GOOD, lambda event: f"snapshot of step {event.get('step')} copied to remote storage"),
+    "images_dropped": Words(
+        BAD,
+        lambda event: (
+            f"{event.get('count')} images were dropped, since writing them could not keep up"
+        ),
+    ),
+    "snapshot_rejected": Words(
+        BAD, lambda event: f"passed over snapshot {event.get('path')}: {event.get('reason')}"
+    ),
+    "snapshot_copied": Words(
+        GOOD, lambda event: f"snapshot of step {event.get('step')} copied to remote storage"
+    ),
 }

@@ -28,17 +28,30 @@ RECENT: Final = 100  # steps
 class Timings:
     """Seconds of each step: 44 bytes a step, and 4 more a worker.
 
-    A worker's own seconds are those of its parts without `exchange`, in which it waits for the slowest: with it, all would take the same.
+    A worker's own seconds are those of its parts without `exchange`, in which it waits for the
+    slowest: with it, all would take the same.
     """
 
     def __init__(self) -> None:
-        self._steps = Table(np.float64, np.float64, np.int32, np.int32, *[np.float32] * len(PARTS))  # step, time, attempt, workers, parts
+        # step, time, attempt, workers, parts
+        self._steps = Table(np.float64, np.float64, np.int32, np.int32, *[np.float32] * len(PARTS))
         self._own = Table(np.float32)  # of each step's workers, in rank order
-        self._newest: deque[Sequence[Sequence[float]]] = deque(maxlen=RECENT)  # of the attempt: seconds by worker and part
+        # of the attempt: seconds by worker and part
+        self._newest: deque[Sequence[Sequence[float]]] = deque(maxlen=RECENT)
 
-    def append(self, step: float, time: float, attempt: int, workers: Sequence[Sequence[float]]) -> None:
+    def append(
+        self, step: float, time: float, attempt: int, workers: Sequence[Sequence[float]]
+    ) -> None:
         """Add a step of at least one worker, which took seconds by part."""
-        self._steps.append((step, time, attempt, len(workers), *[sum(part) / len(workers) for part in zip(*workers, strict=True)]))
+        self._steps.append(
+            (
+                step,
+                time,
+                attempt,
+                len(workers),
+                *[sum(part) / len(workers) for part in zip(*workers, strict=True)],
+            )
+        )
         for parts in workers:
             self._own.append((sum(parts) - parts[EXCHANGE],))
         self._newest.append(workers)
@@ -65,14 +78,22 @@ class Timings:
         if not self._newest:
             return []
         count = len(self._newest[-1])
-        seconds = np.asarray([step for step in self._newest if len(step) == count])  # [steps, workers, parts]
+        # [steps, workers, parts]
+        seconds = np.asarray([step for step in self._newest if len(step) == count])
         own = seconds.sum(axis=2) - seconds[:, :, EXCHANGE]
         means = seconds.mean(axis=0)
         wall = _mean(self._recent().wall()[-len(seconds) :])
-        rests = [None if wall is None else max(0.0, wall - total) for total in means.sum(axis=1).tolist()]
+        rests = [
+            None if wall is None else max(0.0, wall - total) for total in means.sum(axis=1).tolist()
+        ]
         return [
-            {"seconds": _finite(median), "parts": {**dict(zip(PARTS, map(_finite, parts), strict=True)), OTHER: rest}}
-            for median, parts, rest in zip(np.median(own, axis=0).tolist(), means.tolist(), rests, strict=True)
+            {
+                "seconds": _finite(median),
+                "parts": {**dict(zip(PARTS, map(_finite, parts), strict=True)), OTHER: rest},
+            }
+            for median, parts, rest in zip(
+                np.median(own, axis=0).tolist(), means.tolist(), rests, strict=True
+            )
         ]
 
     def _recent(self) -> Steps:
@@ -96,7 +117,14 @@ class Steps:
         """Return steps that follow each other."""
         first, count = int(self.workers[: rows.start].sum()), int(self.workers[rows].sum())
         parts = tuple(part[rows] for part in self.parts)
-        return Steps(self.step[rows], self.time[rows], self.attempt[rows], self.workers[rows], parts, self.own[first : first + count])
+        return Steps(
+            self.step[rows],
+            self.time[rows],
+            self.attempt[rows],
+            self.workers[rows],
+            parts,
+            self.own[first : first + count],
+        )
 
     def answer(self, start: float | None, end: float | None, points: int) -> dict[str, Any]:
         """Return x, parts and workers, from step `start` to `end`: means over at most `points` equal spans of steps.
@@ -111,10 +139,14 @@ class Steps:
             return {"x": [], "parts": {name: [] for name in (*PARTS, OTHER)}, "workers": []}
         asked = self.at(slice(first, stop))
         bounds = spans(asked.step, max(1, points))
-        span = np.repeat(np.arange(len(bounds)), [stop - start for start, stop in bounds])  # of each step
+        # of each step
+        span = np.repeat(np.arange(len(bounds)), [stop - start for start, stop in bounds])
         return {
             "x": [float(asked.step[start]) for start, _ in bounds],
-            "parts": {name: to_json(_means(span, column, len(bounds))) for name, column in asked.by_part().items()},
+            "parts": {
+                name: to_json(_means(span, column, len(bounds)))
+                for name, column in asked.by_part().items()
+            },
             "workers": asked.by_worker(span, len(bounds)),
         }
 
@@ -134,19 +166,31 @@ class Steps:
         """Return the mean own seconds of each worker in each of `count` spans."""
         most = int(self.workers.max())
         cells = np.repeat(span * most, self.workers) + self._ranks()
-        return [to_json(column) for column in _means(cells, self.own, count * most).reshape(count, most).T]
+        return [
+            to_json(column)
+            for column in _means(cells, self.own, count * most).reshape(count, most).T
+        ]
 
     def _ranks(self) -> NDArray[Any]:
         """Return whose each of the own seconds is."""
         ends = np.cumsum(self.workers, dtype=np.int64)
-        ranks: NDArray[Any] = np.arange(len(self.own)) - np.repeat(ends - self.workers, self.workers)
+        ranks: NDArray[Any] = np.arange(len(self.own)) - np.repeat(
+            ends - self.workers, self.workers
+        )
         return ranks
 
     def _in_order(self) -> Steps:
         order = np.argsort(self.step, kind="stable")
         own = np.argsort(np.repeat(np.argsort(order, kind="stable"), self.workers), kind="stable")
         parts = tuple(part[order] for part in self.parts)
-        return Steps(self.step[order], self.time[order], self.attempt[order], self.workers[order], parts, self.own[own])
+        return Steps(
+            self.step[order],
+            self.time[order],
+            self.attempt[order],
+            self.workers[order],
+            parts,
+            self.own[own],
+        )
 
 
 def _finite(value: float) -> float | None:
@@ -164,4 +208,8 @@ def _means(groups: NDArray[Any], values: NDArray[Any], count: int) -> NDArray[np
     if not known.all():
         groups, values = groups[known], values[known]
     counts = np.bincount(groups, minlength=count)
-    return np.where(counts > 0, np.bincount(groups, weights=values, minlength=count) / np.maximum(counts, 1), np.nan)
+    return np.where(
+        counts > 0,
+        np.bincount(groups, weights=values, minlength=count) / np.maximum(counts, 1),
+        np.nan,
+    )

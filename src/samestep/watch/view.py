@@ -31,7 +31,8 @@ class View:
     `id` tells it from the others, `name` is what people call it.
     """
 
-    def __init__(self, source: Source, id: str = ".", name: str | None = None) -> None:  # noqa: A002  the page's word
+    # the page's word
+    def __init__(self, source: Source, id: str = ".", name: str | None = None) -> None:  # noqa: A002
         self.id = id
         self.name = name or Path(source.location).name or source.location
         self.source = source
@@ -88,7 +89,8 @@ class View:
                 raise
             data = b""
         if data.startswith(self._tail):
-            return data[len(self._tail) :] or self.source.read(self._offset)  # a line that is longer than what is read at a time
+            # a line that is longer than what is read at a time
+            return data[len(self._tail) :] or self.source.read(self._offset)
         if self._began_anew:  # parts that contradict each other would have it begin anew for ever
             with suppress(RecordError):
                 return self.source.read(self._offset)
@@ -101,7 +103,9 @@ class View:
     def _again(self) -> bytes:
         """Read the last bytes that were read once more, and what the file that holds their end has beyond; they may lie in several."""
         data = b""
-        while len(data) < len(self._tail) and (more := self.source.read(self._offset - len(self._tail) + len(data))):
+        while len(data) < len(self._tail) and (
+            more := self.source.read(self._offset - len(self._tail) + len(data))
+        ):
             data += more
         return data
 
@@ -129,7 +133,9 @@ class View:
             points = self._run.curves[name].points(request.smooth)
         return points.answer(request)
 
-    def timing(self, start: float | None = None, end: float | None = None, points: int = 500) -> dict[str, Any]:
+    def timing(
+        self, start: float | None = None, end: float | None = None, points: int = 500
+    ) -> dict[str, Any]:
         """Return seconds a step by part and by worker, from step `start` to `end`: means over at most `points` spans of steps."""
         with self._lock:
             steps = self._run.timings.steps()
@@ -173,7 +179,10 @@ class Views(Mapping[str, View]):
         """Look for runs that came to one of the locations, or went, and tell whether there were any. Raises `RecordError`."""
         label, place, before = self._labels[location], self._places[location], self._views[location]
         names = {_id(label, name): name for name in place.find()}
-        views = {run: before.get(run) or View(place.source(name), run, _name(location, run)) for run, name in names.items()}
+        views = {
+            run: before.get(run) or View(place.source(name), run, _name(location, run))
+            for run, name in names.items()
+        }
         self._views[location] = views
         return views.keys() != before.keys()
 
@@ -181,7 +190,8 @@ class Views(Mapping[str, View]):
 def open_views(*locations: str | Path) -> Views:
     """Return the runs at or below folders or URLs. Raises `RecordError` where one cannot be read, `ConfigError` for a bad URL.
 
-    Of one location ids are as `samestep.record.source.find_runs` tells them; of several, the location's name comes before them.
+    Of one location ids are as `samestep.record.source.find_runs` tells them; of several, the
+    location's name comes before them.
     """
     views = Views(*locations)
     for location in views.locations:

@@ -34,7 +34,14 @@ class Alone(World):
     def all_gather(self, out: torch.Tensor, own: torch.Tensor, what: str) -> None:
         self.all_to_all(out, [len(out)], own, [len(own)], what)
 
-    def all_to_all(self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str) -> None:
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        out_sizes: Sequence[int],
+        own: torch.Tensor,
+        own_sizes: Sequence[int],
+        what: str,
+    ) -> None:
         if out.data_ptr() != own.data_ptr():
             out.copy_(own)
         self._met(None)

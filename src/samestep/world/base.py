@@ -23,10 +23,11 @@ FORMING = "forming the world"
 class World(ABC):
     """The workers of a run and the ways they talk; `rank` of `size`.
 
-    `hosts` are the ranks that see each other's memory, a range a host, in the order of ranks. Where nothing is shared each worker is
-    a host of its own. `meetings` counts the calls in which every worker waited for all others: a barrier, and whatever gathers.
-    `what` names the reason of a call: it stands in the error when another worker does not answer.
-    Raises `WorldError` when a worker is gone or late.
+    `hosts` are the ranks that see each other's memory, a range a host, in the order of ranks. Where
+    nothing is shared each worker is a host of its own. `meetings` counts the calls in which every
+    worker waited for all others: a barrier, and whatever gathers. `what` names the reason of a
+    call: it stands in the error when another worker does not answer. Raises `WorldError` when a
+    worker is gone or late.
     """
 
     rank: int
@@ -62,11 +63,23 @@ class World(ABC):
         """Fill `out` [size * n] with every worker's `own` [n] by rank; `own` may be this worker's part of `out`."""
 
     @abstractmethod
-    def all_to_all(self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str) -> None:
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        out_sizes: Sequence[int],
+        own: torch.Tensor,
+        own_sizes: Sequence[int],
+        what: str,
+    ) -> None:
         """Send consecutive parts of `own` (1-D, `own_sizes[r]` elements to rank r) and receive in the same way into `out`."""
 
     def begin_all_to_all(
-        self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str
+        self,
+        out: torch.Tensor,
+        out_sizes: Sequence[int],
+        own: torch.Tensor,
+        own_sizes: Sequence[int],
+        what: str,
     ) -> Callable[[], None]:
         """Begin an `all_to_all` and return the call that ends it; until then `out` and `own` are in use. Worlds may do it all at once."""
         self.all_to_all(out, out_sizes, own, own_sizes, what)
@@ -98,7 +111,9 @@ class World(ABC):
         Raises `WorldError` where another worker made another call.
         """
         values = []
-        for rank, data in enumerate(self.all_gather_bytes(json.dumps([what, value]).encode(), what)):
+        for rank, data in enumerate(
+            self.all_gather_bytes(json.dumps([what, value]).encode(), what)
+        ):
             told, other = _read(data)
             if told != what:
                 raise another_call(self.rank, what, rank, told)
@@ -116,13 +131,16 @@ class World(ABC):
 
     def broadcast_object(self, value: Any, what: str) -> Any:
         """Return rank 0's object."""
-        return pickle.loads(self.all_gather_bytes(pickle.dumps(value) if self.rank == 0 else b"", what)[0])  # noqa: S301
+        data = pickle.dumps(value) if self.rank == 0 else b""
+        return pickle.loads(self.all_gather_bytes(data, what)[0])  # noqa: S301
 
 
 def another_call(rank: int, what: str, other: int, told: str) -> WorldError:
     """Return the error of worker `rank` that was doing `what` while worker `other` said to be doing something else."""
     cause = FEWER if {what, told}.intersection(ENDINGS) else OTHER_CALL
-    return WorldError(f"worker {rank} was {what} while worker {other} was {told}; expected the same calls of all; usual cause: {cause}")
+    return WorldError(
+        f"worker {rank} was {what} while worker {other} was {told}; expected the same calls of all; usual cause: {cause}"
+    )
 
 
 def _read(data: bytes) -> tuple[str, Any]:

@@ -22,10 +22,14 @@ if TYPE_CHECKING:
 LENGTH_BYTES = 8
 WHAT_BYTES = 200  # of `what`, after the length
 HEAD_BYTES = LENGTH_BYTES + WHAT_BYTES
-ROW_BYTES = 1024  # of the first message that a worker sends all others for a reason; later ones are as long as that needs
-KEPT_ROW_BYTES = 64 << 10  # of the longest message whose length and tables are kept for the next one
-LATE = 0.95  # of the patience: an error after that is the backend's own clock
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+# of the first message that a worker sends all others for a reason; later ones are as long as that
+# needs
+ROW_BYTES = 1024
+# of the longest message whose length and tables are kept for the next one
+KEPT_ROW_BYTES = 64 << 10
+LATE = 0.95  # of the timeout: an error after that is the backend's own clock
+# renamed in torch 2.13
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Distributed(World):
@@ -39,11 +43,17 @@ class Distributed(World):
         self._tables: dict[int, torch.Tensor] = {}  # by the bytes of a row
         self._turn = 0
         self._failure = ""
-        self._patience_seconds = formation.patience_seconds
-        timeout = timedelta(seconds=formation.patience_seconds)
+        self._timeout_seconds = formation.timeout_seconds
+        timeout = timedelta(seconds=formation.timeout_seconds)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         with self._answering(FORMING):
-            dist.init_process_group(backend, store=formation.store, rank=self.rank, world_size=self.size, timeout=timeout)
+            dist.init_process_group(
+                backend,
+                store=formation.store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timeout,
+            )
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
@@ -59,8 +69,10 @@ class Distributed(World):
             try:
                 yield
             except RuntimeError as error:
-                late = time.monotonic() - started >= LATE * self._patience_seconds
-                failure = self.whereabouts.explain(what, str(error).strip().partition("\n")[0], late=late)
+                late = time.monotonic() - started >= LATE * self._timeout_seconds
+                failure = self.whereabouts.explain(
+                    what, str(error).strip().partition("\n")[0], late=late
+                )
                 if self._mesh is not None:
                     self._mesh.close()  # where the others of this host may wait
                 raise failure from error
@@ -75,7 +87,10 @@ class Distributed(World):
             lengths = [int.from_bytes(row[:LENGTH_BYTES].tobytes(), "little") for row in rows]
             if max(lengths) + HEAD_BYTES <= size:
                 self.meetings += 1
-                return [row[HEAD_BYTES : HEAD_BYTES + n].tobytes() for row, n in zip(rows, lengths, strict=True)]
+                return [
+                    row[HEAD_BYTES : HEAD_BYTES + n].tobytes()
+                    for row, n in zip(rows, lengths, strict=True)
+                ]
             size = 2 * (max(lengths) + HEAD_BYTES)
             if size <= KEPT_ROW_BYTES:
                 self._row_bytes[what] = size
@@ -83,8 +98,9 @@ class Distributed(World):
     def _all_gather_rows(self, own: torch.Tensor, what: str) -> torch.Tensor:
         """Return every worker's row by rank, to be read before the next call.
 
-        They lie in a table that the workers of a host share; the first of them fetches the rows of other hosts. There are two tables,
-        used in turn: who writes its row to one has come to the meetings of the other, and so have all who read in this one before.
+        They lie in a table that the workers of a host share; the first of them fetches the rows of
+        other hosts. There are two tables, used in turn: who writes its row to one has come to the
+        meetings of the other, and so have all who read in this one before.
         """
         tables = self._tables.get(len(own))
         if tables is None:
@@ -104,7 +120,8 @@ class Distributed(World):
     def _fetch_rows(self, table: torch.Tensor) -> None:
         """Fill the rows of other hosts in ceil(log2(hosts)) rounds, where gloo's ring takes a round for each (Bruck et al. 1997).
 
-        In each round a host hands another one all rows that it has, so that it has those of twice as many hosts after it.
+        In each round a host hands another one all rows that it has, so that it has those of twice
+        as many hosts after it.
         """
         hosts, own, have = self.hosts, self.hosts.index(self.host), 1
         while have < len(hosts):
@@ -115,42 +132,71 @@ class Distributed(World):
             sending = dist.isend(sent, left.start)
             rows = table.new_empty(sum(map(len, received)), table.shape[1])
             dist.recv(rows, right.start)
-            for place, some in zip(received, rows.split([len(part) for part in received]), strict=True):
+            for place, some in zip(
+                received, rows.split([len(part) for part in received]), strict=True
+            ):
                 place.copy_(some)
-            sending.wait()  # type: ignore[union-attr]  # it is None for workers outside of the group, and there are none
+            # it is None for workers outside of the group, and there are none
+            sending.wait()  # type: ignore[union-attr]
             have += new
 
     def _check_call(self, told: Sequence[bytes], what: str) -> None:
         for rank, other in enumerate(told):
             if other != told[self.rank]:
-                raise another_call(self.rank, what, rank, other.rstrip(b"\0").decode(errors="replace"))
+                raise another_call(
+                    self.rank, what, rank, other.rstrip(b"\0").decode(errors="replace")
+                )
 
     def gather_bytes(self, data: bytes, what: str) -> list[bytes] | None:
         """Two collectives: lengths to all, then the bytes to rank 0."""
-        lengths = [int.from_bytes(length, "little") for length in self.all_gather_bytes(len(data).to_bytes(LENGTH_BYTES, "little"), what)]
+        lengths = [
+            int.from_bytes(length, "little")
+            for length in self.all_gather_bytes(len(data).to_bytes(LENGTH_BYTES, "little"), what)
+        ]
         own = torch.zeros(max(lengths), dtype=torch.uint8)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        own[: len(data)] = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if data
+            else torch.empty(0, dtype=torch.uint8)
+        )
         rows = [torch.empty_like(own) for _ in lengths] if self.rank == 0 else None
         with self._answering(what):
             dist.gather(own, rows, dst=0)
-        return None if rows is None else [row[:n].numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
+        return (
+            None
+            if rows is None
+            else [row[:n].numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
+        )
 
     def all_gather(self, out: torch.Tensor, own: torch.Tensor, what: str) -> None:
         with self._answering(what):
             _all_gather_flat(out, own)
         self.meetings += 1
 
-    def all_to_all(self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str) -> None:
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        out_sizes: Sequence[int],
+        own: torch.Tensor,
+        own_sizes: Sequence[int],
+        what: str,
+    ) -> None:
         self.begin_all_to_all(out, out_sizes, own, own_sizes, what)()
 
     def begin_all_to_all(
-        self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str
+        self,
+        out: torch.Tensor,
+        out_sizes: Sequence[int],
+        own: torch.Tensor,
+        own_sizes: Sequence[int],
+        what: str,
     ) -> Callable[[], None]:
         with self._answering(what):
             work = dist.all_to_all_single(out, own, list(out_sizes), list(own_sizes), async_op=True)
         self.meetings += 1
 
-        def end(kept: torch.Tensor = own) -> None:  # the sender's memory has to stay until all is sent
+        # the sender's memory has to stay until all is sent
+        def end(kept: torch.Tensor = own) -> None:
             with self._answering(what):
                 work.wait()
             del kept
@@ -182,7 +228,9 @@ class Distributed(World):
 def _row(data: bytes, what: str, size: int) -> torch.Tensor:
     """Return what a worker tells all others, uint8 [size]: how long its data is, what it does, and as much of the data as fits."""
     row = bytearray(size)
-    head = len(data).to_bytes(LENGTH_BYTES, "little") + what.encode()[:WHAT_BYTES].ljust(WHAT_BYTES, b"\0")
+    head = len(data).to_bytes(LENGTH_BYTES, "little") + what.encode()[:WHAT_BYTES].ljust(
+        WHAT_BYTES, b"\0"
+    )
     start = head + data[: size - HEAD_BYTES]
     row[: len(start)] = start
     return torch.frombuffer(row, dtype=torch.uint8)

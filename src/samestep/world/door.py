@@ -52,27 +52,38 @@ class Door:
         self,
         rank: int,
         members: Mapping[int, Member],
+        start_timeout_seconds: float,
         timeout_seconds: float,
-        patience_seconds: float,
         whereabouts: Whereabouts | None = None,
     ) -> Mesh:
         """Return the mesh of `members`, by rank, of which this worker is one. Raises `WorldError` where some do not come.
 
-        Each worker calls those before it and lets in those after it. The kernel says who is at the other end: strangers are refused.
-        `timeout_seconds` is for that; later on the mesh waits for `patience_seconds`.
+        Each worker calls those before it and lets in those after it. The kernel says who is at the
+        other end: strangers are refused. `start_timeout_seconds` is for that; later on the mesh
+        waits for `timeout_seconds`.
         """
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + start_timeout_seconds
         with ExitStack() as exits:
             try:
-                sockets = {other: _call(member, exits) for other, member in members.items() if other < rank}
-                sockets |= self._let_in({member.pid: other for other, member in members.items() if other > rank}, deadline, exits)
-                peers = [_peer(other, members[other], sockets[other], exits) for other in sorted(sockets)]
+                sockets = {
+                    other: _call(member, exits) for other, member in members.items() if other < rank
+                }
+                sockets |= self._let_in(
+                    {member.pid: other for other, member in members.items() if other > rank},
+                    deadline,
+                    exits,
+                )
+                peers = [
+                    _peer(other, members[other], sockets[other], exits) for other in sorted(sockets)
+                ]
             except OSError as error:
                 raise no_answer(rank, FORMING, str(error)) from error
             exits.pop_all()
-        return Mesh(rank, sorted(members), peers, patience_seconds, whereabouts)
+        return Mesh(rank, sorted(members), peers, timeout_seconds, whereabouts)
 
-    def _let_in(self, ranks: dict[int, int], deadline: float, exits: ExitStack) -> dict[int, socket.socket]:
+    def _let_in(
+        self, ranks: dict[int, int], deadline: float, exits: ExitStack
+    ) -> dict[int, socket.socket]:
         """Return by rank the connections of those processes that `ranks` has, and of no other. Raises `TimeoutError`."""
         sockets: dict[int, socket.socket] = {}
         while ranks:
@@ -80,7 +91,9 @@ class Door:
             try:
                 connection, _ = self._socket.accept()
             except TimeoutError:
-                missing = " and ".join(f"worker {rank} (process {pid})" for pid, rank in ranks.items())
+                missing = " and ".join(
+                    f"worker {rank} (process {pid})" for pid, rank in ranks.items()
+                )
                 raise TimeoutError(f"{missing} did not come") from None
             pid, user = _other_end(connection)
             if user == os.geteuid() and pid in ranks:
@@ -94,7 +107,9 @@ def _call(member: Member, exits: ExitStack) -> socket.socket:
     connection = exits.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     connection.connect("\0" + member.address)
     if _other_end(connection) != (member.pid, os.geteuid()):
-        raise PermissionError(f"process {_other_end(connection)[0]} listens where process {member.pid} should")
+        raise PermissionError(
+            f"process {_other_end(connection)[0]} listens where process {member.pid} should"
+        )
     return connection
 
 
@@ -106,5 +121,7 @@ def _peer(rank: int, member: Member, connection: socket.socket, exits: ExitStack
 
 def _other_end(connection: socket.socket) -> tuple[int, int]:
     """Return process and user at the other end."""
-    pid, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    pid, user, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
     return pid, user

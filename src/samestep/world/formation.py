@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from samestep.world.whereabouts import Whereabouts
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-NAMESPACES = ("net", "pid", "user")  # in which sockets without a file, processes and users have one name for all
-START_SHARE: Final = 0.25  # of the patience, for all to come: what is started together comes together
-LEAST_START_SECONDS: Final = 30.0  # unless that is more than the patience
+# in which sockets without a file, processes and users have one name for all
+NAMESPACES = ("net", "pid", "user")
+# of the timeout, for all to come: what is started together comes together
+START_SHARE: Final = 0.25
+LEAST_START_SECONDS: Final = 30.0  # unless that is more than the timeout
 PART_SECONDS: Final = 3.0
 PAUSE_SECONDS: Final = 0.0005  # between looks who came
 UNFORMED: Final = "unformed"  # the key of why no world forms, and how many workers are to know
@@ -53,8 +55,17 @@ class Offer:
     @classmethod
     def read(cls, rank: int, told: Any) -> Offer:
         """Return the offer of worker `rank`. Raises `WorldError` where a stranger wrote into the store."""
-        kinds: dict[str, tuple[type, ...]] = {"host": (str,), "pid": (int,), "home": (str, NoneType), "address": (str, NoneType)}
-        if isinstance(told, dict) and told.keys() == kinds.keys() and all(isinstance(told[name], kind) for name, kind in kinds.items()):
+        kinds: dict[str, tuple[type, ...]] = {
+            "host": (str,),
+            "pid": (int,),
+            "home": (str, NoneType),
+            "address": (str, NoneType),
+        }
+        if (
+            isinstance(told, dict)
+            and told.keys() == kinds.keys()
+            and all(isinstance(told[name], kind) for name, kind in kinds.items())
+        ):
             return cls(**told)
         raise _stranger(f"{str(told)[:80]!r} stands in the store as worker {rank}'s offer")
 
@@ -69,32 +80,42 @@ class Formation:
     mesh: Mesh | None
     store: Store
     whereabouts: Whereabouts
-    patience_seconds: float
+    timeout_seconds: float
 
 
-def form(place: Place, patience_seconds: float, *, share: bool) -> Formation:
+def form(place: Place, timeout_seconds: float, *, share: bool) -> Formation:
     """Meet the other workers; with `share`, find those that share this one's memory. Raises `WorldError` where some do not come."""
-    seconds = max(START_SHARE * patience_seconds, min(patience_seconds, LEAST_START_SECONDS))
+    seconds = max(START_SHARE * timeout_seconds, min(timeout_seconds, LEAST_START_SECONDS))
     home = _home(place) if share else None
     try:
         store, line = open_store(place, f"samestep/{next(_worlds_formed)}", seconds)
         with Door() if home else nullcontext() as door:
-            own = Offer(socket.gethostname(), os.getpid(), home, door.member.address if door else None)
+            own = Offer(
+                socket.gethostname(), os.getpid(), home, door.member.address if door else None
+            )
             offers = _exchange_offers(line, place, own, seconds)
             hosts = _hosts([offer.home for offer in offers])
-            watch = Watch(line, place.rank, place.workers, patience_seconds)
+            watch = Watch(line, place.rank, place.workers, timeout_seconds)
             neighbours = next(ranks for ranks in hosts if place.rank in ranks)
-            members = {rank: Member(offers[rank].pid, offers[rank].address or "") for rank in neighbours}
+            members = {
+                rank: Member(offers[rank].pid, offers[rank].address or "") for rank in neighbours
+            }
             try:
-                mesh = door.connect(place.rank, members, seconds, patience_seconds, watch) if door and len(members) > 1 else None
+                mesh = (
+                    door.connect(place.rank, members, seconds, timeout_seconds, watch)
+                    if door and len(members) > 1
+                    else None
+                )
             except BaseException:
                 watch.close()
                 raise
     except OSError as error:
-        raise WorldError(f"worker {place.rank} got no answer from the others while {FORMING}: {error}") from error
+        raise WorldError(
+            f"worker {place.rank} got no answer from the others while {FORMING}: {error}"
+        ) from error
     except ValueError as error:
         raise _stranger(f"the store holds what is no JSON: {error}") from None
-    return Formation(place.rank, place.workers, hosts, mesh, store, watch, patience_seconds)
+    return Formation(place.rank, place.workers, hosts, mesh, store, watch, timeout_seconds)
 
 
 def _exchange_offers(line: Line, place: Place, own: Offer, seconds: float) -> list[Offer]:
@@ -109,10 +130,12 @@ def _exchange_offers(line: Line, place: Place, own: Offer, seconds: float) -> li
         if (unformed := line.get(UNFORMED)) is not None:
             reason, coming = unformed
             _part(line, coming)
-            raise WorldError(f"{reason}: look at what started them (worker {place.rank}, while {FORMING}, was told {place.source})")
+            raise WorldError(
+                f"{reason}: look at what started them (worker {place.rank}, while {FORMING}, was told {place.source})"
+            )
         if time.monotonic() > deadline:
             missing = [rank for rank, key in enumerate(keys) if not line.has([key])]
-            late = f"{workers(missing)} did not come within {seconds:g} s; expected all, or more patience where some start late"
+            late = f"{workers(missing)} did not come within {seconds:g} s; expected all, or more timeout where some start late"
             line.put_first(UNFORMED, [late, place.workers - len(missing)])
         time.sleep(pause)
         pause = min(2 * pause, PAUSE_SECONDS * place.workers)  # the store answers everybody
@@ -133,7 +156,9 @@ def _where(offer: Offer) -> str:
 
 
 def _stranger(found: str) -> WorldError:
-    return WorldError(f"{found}; expected only this run's workers at MASTER_ADDR and MASTER_PORT: choose a port that nobody else uses")
+    return WorldError(
+        f"{found}; expected only this run's workers at MASTER_ADDR and MASTER_PORT: choose a port that nobody else uses"
+    )
 
 
 def _home(place: Place) -> str | None:
@@ -144,7 +169,10 @@ def _home(place: Place) -> str | None:
     if lacking_calls():
         return None
     try:
-        machine = [BOOT_ID.read_text().strip(), *(str(Path(f"/proc/self/ns/{name}").readlink()) for name in NAMESPACES)]
+        machine = [
+            BOOT_ID.read_text().strip(),
+            *(str(Path(f"/proc/self/ns/{name}").readlink()) for name in NAMESPACES),
+        ]
     except OSError:
         return None
     return " ".join([*machine, str(os.geteuid()), str(place.rank - place.local_rank)])
@@ -152,5 +180,7 @@ def _home(place: Place) -> str | None:
 
 def _hosts(names: Sequence[str | None]) -> list[range]:
     """Return the runs of ranks whose host has the same name; one without a name is a host of its own."""
-    runs = [list(run) for _, run in groupby(range(len(names)), key=lambda rank: names[rank] or rank)]
+    runs = [
+        list(run) for _, run in groupby(range(len(names)), key=lambda rank: names[rank] or rank)
+    ]
     return [range(run[0], run[-1] + 1) for run in runs]

@@ -28,14 +28,14 @@ CAUSES: Final = {
 }
 PARTS: Final = {
     "loading data": "the data set does not return, because of a file system, download or lock: see the last line of its stack; "
-    "where reading takes so long, raise patience",
-    "computing": "a lane that computes for very long, because it is compiled or its device hangs; where it has to, raise patience",
-    "taking a snapshot": "a disk or a remote storage that is slow; where it has to be, raise patience or take snapshots more rarely",
+    "where reading takes so long, raise timeout",
+    "computing": "a lane that computes for very long, because it is compiled or its device hangs; where it has to, raise timeout",
+    "taking a snapshot": "a disk or a remote storage that is slow; where it has to be, raise timeout or take snapshots more rarely",
 }
-LOADERS: Final = "its loader processes give no batch: try loader_workers=0 to see where; where reading takes so long, raise patience"
+LOADERS: Final = "its loader processes give no batch: try loader_workers=0 to see where; where reading takes so long, raise timeout"
 OTHER_CALL: Final = "a condition that depends on the rank or on a worker's own data: let all workers make the same calls in the same order"
 FEWER: Final = "a worker has fewer batches, or left its loop early: give all the same data set and the same number of steps"
-ALONE: Final = "something that one worker does alone, such as a download or an evaluation: let all do it, or raise patience"
+ALONE: Final = "something that one worker does alone, such as a download or an evaluation: let all do it, or raise timeout"
 NETWORK: Final = "all made the same call, and the network between them lost what they sent: look at firewalls and network interfaces"
 
 
@@ -43,8 +43,8 @@ NETWORK: Final = "all made the same call, and the network between them lost what
 class Beat:
     """What a worker said of where it is, at clock time `at`: it had been there for `seconds`. Plain data.
 
-    `machine` is common to workers that see each other's processes; one that `left` or `knows` of a failure asks nothing more.
-    `stack` is there in answer to a question.
+    `machine` is common to workers that see each other's processes; one that `left` or `knows` of a
+    failure asks nothing more. `stack` is there in answer to a question.
     """
 
     rank: int
@@ -101,7 +101,7 @@ class Report:
     from_outside: bool
 
 
-def report(own: Beat, beats: Sequence[Beat], size: int, patience_seconds: float) -> Report:
+def report(own: Beat, beats: Sequence[Beat], size: int, timeout_seconds: float) -> Report:
     """Tell why worker `own` of `size` waits in vain, from what the others said last, in the order of ranks."""
     what, machine = own.waits, own.machine
     silent = sorted(set(range(size)).difference(beat.rank for beat in [own, *beats]))
@@ -111,12 +111,15 @@ def report(own: Beat, beats: Sequence[Beat], size: int, patience_seconds: float)
     came = sorted(beat.rank for beat in waiting)
     were = "were" if len(came) > 1 else "was"
     if missing:
-        headline = f"{workers(missing)} did not come within {patience_seconds:g} s while {workers(came)} {were} {what} at step {own.step}"
+        headline = f"{workers(missing)} did not come within {timeout_seconds:g} s while {workers(came)} {were} {what} at step {own.step}"
     else:
-        headline = f"{workers(came)} {were} {what} at step {own.step}, and waited for each other in vain for {patience_seconds:g} s"
+        headline = f"{workers(came)} {were} {what} at step {own.step}, and waited for each other in vain for {timeout_seconds:g} s"
     lines = [beat.told(machine) for beat in late[:MOST_TOLD]]
     lines += [f"worker {rank}: was never heard of" for rank in silent[:MOST_TOLD]]
-    lines += [f"worker {beat.rank} (host {beat.host}, process {beat.pid}): waited" for beat in waiting[:MOST_TOLD]]
+    lines += [
+        f"worker {beat.rank} (host {beat.host}, process {beat.pid}): waited"
+        for beat in waiting[:MOST_TOLD]
+    ]
     cause = late[0].cause(machine) if late else CAUSES[SILENT] if silent else NETWORK
     from_outside = bool(silent) or any(beat.state(machine) in FROM_OUTSIDE for beat in late)
     return Report(headline, "\n".join([headline, *lines, f"usual cause: {cause}"]), from_outside)
@@ -131,7 +134,12 @@ def workers(ranks: Iterable[int]) -> str:
 def process_state(pid: int) -> str:
     """Return the state of a process of this machine as in /proc: T where it is stopped, "" where there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
+        return (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="ascii", errors="replace")
+            .rpartition(")")[2]
+            .split()[0]
+        )
     except OSError:
         return ""
 

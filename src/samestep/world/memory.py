@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def share(mesh: Mesh, nbytes: int, what: str = "sharing memory") -> list[torch.Tensor]:
     """Return a buffer of every worker of the mesh by rank, uint8 [nbytes], zeros, each seen by all. Collective.
 
-    Buffers are anonymous files without a place in any directory, so the kernel frees them however workers end.
+    Buffers are anonymous files without a place in any directory, so the kernel frees them however
+    workers end.
     """
     with ExitStack() as exits:
         own = os.memfd_create("samestep")
@@ -34,5 +35,7 @@ def share(mesh: Mesh, nbytes: int, what: str = "sharing memory") -> list[torch.T
 def _map(file: int, nbytes: int, rank: int) -> torch.Tensor:
     size = max(1, nbytes)
     if os.fstat(file).st_size != size:
-        raise WorldError(f"a buffer of {nbytes} bytes was asked for and worker {rank} asked for another size; expected the same of all")
+        raise WorldError(
+            f"a buffer of {nbytes} bytes was asked for and worker {rank} asked for another size; expected the same of all"
+        )
     return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)[:nbytes]

@@ -17,7 +17,8 @@ from samestep.world.whereabouts import Whereabouts, no_answer
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-MESSAGE_BYTES = 16 * 1024  # of the largest message: a socket holds several, so that sending never waits
+# of the largest message: a socket holds several, so that sending never waits
+MESSAGE_BYTES = 16 * 1024
 WHAT_CHARACTERS = 200  # of `what`, with which messages begin
 BUFFER_BYTES = MESSAGE_BYTES + 4 * WHAT_CHARACTERS + 1
 
@@ -72,19 +73,25 @@ class Peer:
 class Mesh:
     """The workers `ranks` of a host, each connected to every other. Each call is collective among them.
 
-    In a call a worker sends each other one message and waits for theirs; so nobody is ever more than one call ahead. It sleeps in the
-    kernel: a worker that looked again and again would take the core from the one it waits for. After a failure every further call
-    fails at once, because messages of the failed one may be left.
+    In a call a worker sends each other one message and waits for theirs; so nobody is ever more
+    than one call ahead. It sleeps in the kernel: a worker that looked again and again would take
+    the core from the one it waits for. After a failure every further call fails at once, because
+    messages of the failed one may be left.
     """
 
     def __init__(
-        self, rank: int, ranks: Sequence[int], peers: Sequence[Peer], patience_seconds: float, whereabouts: Whereabouts | None = None
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        peers: Sequence[Peer],
+        timeout_seconds: float,
+        whereabouts: Whereabouts | None = None,
     ) -> None:
         for peer in peers:
             peer.socket.settimeout(0)
         self.rank, self.ranks = rank, ranks
         self._peers = peers
-        self._patience_seconds = patience_seconds
+        self._timeout_seconds = timeout_seconds
         self._whereabouts = whereabouts or Whereabouts(rank)
         self._last = FORMING  # what all were doing when they last met
         self._failure = ""
@@ -112,10 +119,13 @@ class Mesh:
             peer.close()
         self._peers = []
 
-    def _exchange(self, messages: Mapping[int, bytes], files: list[int], what: str) -> dict[int, Message]:
+    def _exchange(
+        self, messages: Mapping[int, bytes], files: list[int], what: str
+    ) -> dict[int, Message]:
         if self._failure:
             raise no_answer(self.rank, what, self._failure)
-        self._failure = f"an earlier call failed, while {what}"  # unless this one ends well, which a signal's handler may prevent too
+        # unless this one ends well, which a signal's handler may prevent too
+        self._failure = f"an earlier call failed, while {what}"
         head = what[:WHAT_CHARACTERS].encode() + b"\0"
         with self._whereabouts.waiting(what):
             try:
@@ -128,15 +138,19 @@ class Mesh:
                 raise self._whereabouts.explain(what, self._failure, late=late) from None
         for rank, (message, _) in received.items():
             if not message.startswith(head):
-                raise another_call(self.rank, what, rank, message.partition(b"\0")[0].decode(errors="replace"))
+                raise another_call(
+                    self.rank, what, rank, message.partition(b"\0")[0].decode(errors="replace")
+                )
         self._last, self._failure = what, ""
-        return {rank: (message[len(head) :], attached) for rank, (message, attached) in received.items()}
+        return {
+            rank: (message[len(head) :], attached) for rank, (message, attached) in received.items()
+        }
 
     def _receive(self, files: int) -> dict[int, Message]:
         """Return every peer's next message. Raises `OSError` where one is gone, `TimeoutError` where one does not come."""
         received: dict[int, Message] = {}
         missing = {peer.rank: peer for peer in self._peers}
-        deadline = time.monotonic() + self._patience_seconds
+        deadline = time.monotonic() + self._timeout_seconds
         ready: set[int] = set()
         while True:
             for rank, peer in list(missing.items()):
@@ -151,12 +165,16 @@ class Mesh:
             ready = _ready(missing.values(), select.POLLIN, max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = " and ".join(map(str, missing.values()))
-                raise TimeoutError(f"{late} did not come within {self._patience_seconds:g} s")
+                raise TimeoutError(f"{late} did not come within {self._timeout_seconds:g} s")
 
     def _gone(self) -> str:
         """Return the names of all that have ended or left by now."""
         ready = _ready(self._peers, 0, 0)
-        return " and ".join(str(peer) for peer in self._peers if not ready.isdisjoint({peer.socket.fileno(), peer.process}))
+        return " and ".join(
+            str(peer)
+            for peer in self._peers
+            if not ready.isdisjoint({peer.socket.fileno(), peer.process})
+        )
 
 
 def _ready(peers: Iterable[Peer], event: int, seconds: float) -> set[int]:

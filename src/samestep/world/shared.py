@@ -24,33 +24,47 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-BOX_BYTES = 2 << 20  # of what a worker puts down for others at a time: few meetings, and still in the cache when they read it
-_HEAD = struct.Struct("<QQQ")  # of what a worker sends: all its bytes, and where in them those for the receiver start and stop
+# of what a worker puts down for others at a time: few meetings, and still in the cache when they
+# read it
+BOX_BYTES = 2 << 20
+# of what a worker sends: all its bytes, and where in them those for the receiver start and stop
+_HEAD = struct.Struct("<QQQ")
 INLINE_BYTES = MESSAGE_BYTES - _HEAD.size
 
 
 class Shared(World):
     """The world of CPU workers on one host, over their mesh.
 
-    Small data travels in the sockets. Of larger data the sender puts a part into a box in memory that all see, they meet, and each
-    copies what is its own. A worker has two boxes and fills them in turn: those who come to a meeting have read what lay in the boxes
-    at the meeting before.
+    Small data travels in the sockets. Of larger data the sender puts a part into a box in memory
+    that all see, they meet, and each copies what is its own. A worker has two boxes and fills them
+    in turn: those who come to a meeting have read what lay in the boxes at the meeting before.
     """
 
     def __init__(self, formation: Formation) -> None:
         self.rank, self.size, self.hosts = formation.rank, formation.size, formation.hosts
         self.whereabouts = formation.whereabouts
-        self._mesh: Mesh = formation.mesh  # type: ignore[assignment]  # there is one where workers share memory
-        self._boxes = [buffer.numpy().reshape(2, BOX_BYTES) for buffer in share(self._mesh, 2 * BOX_BYTES)]
+        # there is one where workers share memory
+        self._mesh: Mesh = formation.mesh  # type: ignore[assignment]
+        self._boxes = [
+            buffer.numpy().reshape(2, BOX_BYTES) for buffer in share(self._mesh, 2 * BOX_BYTES)
+        ]
         self._turn = 0
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
         received = self._exchange(np.frombuffer(data, np.uint8), [(0, len(data))] * self.size, what)
-        return [data if rank == self.rank else received[rank].tobytes() for rank in range(self.size)]
+        return [
+            data if rank == self.rank else received[rank].tobytes() for rank in range(self.size)
+        ]
 
     def gather_bytes(self, data: bytes, what: str) -> list[bytes] | None:
-        received = self._exchange(np.frombuffer(data, np.uint8), [(0, len(data))] + [(0, 0)] * (self.size - 1), what)
-        return [data, *(received[rank].tobytes() for rank in range(1, self.size))] if self.rank == 0 else None
+        received = self._exchange(
+            np.frombuffer(data, np.uint8), [(0, len(data))] + [(0, 0)] * (self.size - 1), what
+        )
+        return (
+            [data, *(received[rank].tobytes() for rank in range(1, self.size))]
+            if self.rank == 0
+            else None
+        )
 
     def all_gather(self, out: torch.Tensor, own: torch.Tensor, what: str) -> None:
         data, places = _bytes(own), _bytes(out)
@@ -59,7 +73,14 @@ class Shared(World):
             into[self.rank][:] = data
         self._exchange(data, [(0, len(data))] * self.size, what, into)
 
-    def all_to_all(self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str) -> None:
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        out_sizes: Sequence[int],
+        own: torch.Tensor,
+        own_sizes: Sequence[int],
+        what: str,
+    ) -> None:
         data, places = _bytes(own), _bytes(out)
         ranges = _ranges(own_sizes, own.element_size())
         into = [places[start:stop] for start, stop in _ranges(out_sizes, out.element_size())]
@@ -73,7 +94,9 @@ class Shared(World):
         if self.rank == 0:
             self._exchange(data, [(0, len(data))] * self.size, what, [nothing] * self.size)
         else:
-            self._exchange(nothing, [(0, 0)] * self.size, what, [data] + [nothing] * (self.size - 1))
+            self._exchange(
+                nothing, [(0, 0)] * self.size, what, [data] + [nothing] * (self.size - 1)
+            )
 
     def barrier(self, what: str) -> None:
         self._mesh.meet(what)
@@ -87,13 +110,20 @@ class Shared(World):
         self._mesh.close()
         self._boxes = []
 
-    def _exchange(self, data: Bytes, ranges: Sequence[tuple[int, int]], what: str, into: Sequence[Bytes] | None = None) -> dict[int, Bytes]:
+    def _exchange(
+        self,
+        data: Bytes,
+        ranges: Sequence[tuple[int, int]],
+        what: str,
+        into: Sequence[Bytes] | None = None,
+    ) -> dict[int, Bytes]:
         """Send the range `ranges[r]` of `data` to each other rank r; return by rank what they sent, in `into` if that is given."""
         inline = len(data) <= INLINE_BYTES
         if not inline:
             self._put(data, 0)
         messages = {
-            rank: _HEAD.pack(len(data), start, stop) + (data[start:stop].tobytes() if inline else b"")
+            rank: _HEAD.pack(len(data), start, stop)
+            + (data[start:stop].tobytes() if inline else b"")
             for rank, (start, stop) in enumerate(ranges)
         }
         received: dict[int, Bytes] = {}
@@ -104,7 +134,9 @@ class Shared(World):
             longest = max(longest, length)
             received[rank] = np.empty(stop - start, np.uint8) if into is None else into[rank]
             if len(received[rank]) != stop - start:
-                raise WorldError(f"worker {rank} sent {stop - start} bytes while {what}; worker {self.rank} expected {len(received[rank])}")
+                raise WorldError(
+                    f"worker {rank} sent {stop - start} bytes while {what}; worker {self.rank} expected {len(received[rank])}"
+                )
             if length > INLINE_BYTES:
                 boxed[rank] = (start, stop)
             else:
@@ -122,12 +154,16 @@ class Shared(World):
         part = data[offset : offset + BOX_BYTES]
         self._boxes[self.rank][self._turn][: len(part)] = part
 
-    def _take(self, boxed: Mapping[int, tuple[int, int]], received: Mapping[int, Bytes], offset: int) -> None:
+    def _take(
+        self, boxed: Mapping[int, tuple[int, int]], received: Mapping[int, Bytes], offset: int
+    ) -> None:
         """Copy what the boxes have of each range in `boxed`, from `offset` on; then it is the other boxes' turn."""
         for rank, (start, stop) in boxed.items():
             first, last = max(start, offset), min(stop, offset + BOX_BYTES)
             if first < last:
-                received[rank][first - start : last - start] = self._boxes[rank][self._turn][first - offset : last - offset]
+                received[rank][first - start : last - start] = self._boxes[rank][self._turn][
+                    first - offset : last - offset
+                ]
         self._turn = 1 - self._turn
 
 

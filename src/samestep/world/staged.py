@@ -34,7 +34,14 @@ class Staged(World):
         out.copy_(received)
         self.meetings += 1
 
-    def all_to_all(self, out: torch.Tensor, out_sizes: Sequence[int], own: torch.Tensor, own_sizes: Sequence[int], what: str) -> None:
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        out_sizes: Sequence[int],
+        own: torch.Tensor,
+        own_sizes: Sequence[int],
+        what: str,
+    ) -> None:
         received = torch.empty(out.shape, dtype=out.dtype)
         self._world.all_to_all(received, out_sizes, own.cpu(), own_sizes, what)
         out.copy_(received)

@@ -26,15 +26,17 @@ if TYPE_CHECKING:
 CALL_SECONDS: Final = 10.0  # for a store that is there to answer
 PAUSE_SECONDS: Final = 0.01
 GONE_SECONDS: Final = 0.1  # for both connections to a store that goes to be closed
-LOOPBACK: Final = ("localhost", "127.", "::1")  # how the addresses begin at which nobody else is to be let in
+# how the addresses begin at which nobody else is to be let in
+LOOPBACK: Final = ("localhost", "127.", "::1")
 
 
 class Line:
     """A connection to the store that says nothing on the terminal when the other end goes: torch would, with a C++ stack each time.
 
-    So it looks first at a connection of its own whether the other end is there. Values are JSON. Every call raises `OSError` when it is
-    not, and `ValueError` for what is no JSON. A store whose process is stopped, or whose host is gone without a word, answers never:
-    let nobody but a thread of its own make these calls.
+    So it looks first at a connection of its own whether the other end is there. Values are JSON.
+    Every call raises `OSError` when it is not, and `ValueError` for what is no JSON. A store whose
+    process is stopped, or whose host is gone without a word, answers never: let nobody but a thread
+    of its own make these calls.
     """
 
     def __init__(self, store: Store, bell: Bell, *, keeps_store: bool) -> None:
@@ -85,8 +87,8 @@ class Line:
 def open_store(place: Place, prefix: str, seconds: float) -> tuple[Store, Line]:
     """Return the store of a worker's `place`, with its keys under `prefix`, and another connection to it.
 
-    It is that of several hosts' coordinator, the launcher's, or else rank 0's. Raises `OSError` where nobody listens within so many
-    seconds, or something else does.
+    It is that of several hosts' coordinator, the launcher's, or else rank 0's. Raises `OSError`
+    where nobody listens within so many seconds, or something else does.
     """
     store, bell, keeps_store = _store(place, seconds)
     mine = PrefixStore(prefix, store)
@@ -115,7 +117,8 @@ def _store(place: Place, seconds: float) -> tuple[Store, Bell, bool]:
     )
     if listener is not None:
         bell = _ring(place, time.monotonic() + seconds)
-    # torchrun's own store stays from one attempt to the next; its count of them may differ between hosts where rank 0's is used instead.
+    # torchrun's own store stays from one attempt to the next; its count of them may differ between
+    # hosts where rank 0's is used instead.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _launcher_has_store() else "0"
     return PrefixStore(f"attempt/{attempt}", store), bell, listener is not None
 
@@ -129,7 +132,9 @@ def _listener(place: Place) -> socket.socket | None:
             family = socket.AF_INET6 if place.address == "::1" else socket.AF_INET
             return socket.create_server((place.address, place.port), family=family)
         if socket.has_dualstack_ipv6():
-            return socket.create_server(("", place.port), family=socket.AF_INET6, dualstack_ipv6=True)
+            return socket.create_server(
+                ("", place.port), family=socket.AF_INET6, dualstack_ipv6=True
+            )
         return socket.create_server(("", place.port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -145,11 +150,15 @@ def _ring(place: Place, deadline: float) -> socket.socket:
     """Return a connection to where the store listens, or will in time."""
     while True:
         try:
-            return socket.create_connection((place.address, place.port), timeout=max(PAUSE_SECONDS, deadline - time.monotonic()))
-        except OSError as error:  # noqa: PERF203  the loop is for its sake
+            return socket.create_connection(
+                (place.address, place.port), timeout=max(PAUSE_SECONDS, deadline - time.monotonic())
+            )
+        except OSError as error:
             if time.monotonic() > deadline:
                 where = f"MASTER_ADDR={place.address} MASTER_PORT={place.port}"
-                raise OSError(f"nobody listens at {where} ({error}): worker 0 did not come, or the address is not its own") from error
+                raise OSError(
+                    f"nobody listens at {where} ({error}): worker 0 did not come, or the address is not its own"
+                ) from error
             time.sleep(PAUSE_SECONDS)
 
 

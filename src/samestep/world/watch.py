@@ -39,28 +39,34 @@ ALARMED_SECONDS: Final = 0.05  # between looks, once something is wrong
 ANSWER_SECONDS: Final = 2.0  # for others to tell where they are
 FIND_OUT_SECONDS: Final = 3.0  # for what one finds out to reach all
 FAREWELL_SECONDS: Final = 2.0  # for a worker to end by itself after the first failure
-LINGER_SECONDS: Final = 1.5  # for others to hear of a failure, before their store goes with this process
+# for others to hear of a failure, before their store goes with this process
+LINGER_SECONDS: Final = 1.5
 CLOSE_SECONDS: Final = 0.2
 MOST_FRAMES: Final = 12
 OWN: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<frozen")
-STANDARD, INSTALLED = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")  # the latter may be below the former
-LOADER: Final = "dataloader.py"  # of torch, shown all the same: then loader processes keep the worker waiting
+# the latter may be below the former
+STANDARD, INSTALLED = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
+# of torch, shown all the same: then loader processes keep the worker waiting
+LOADER: Final = "dataloader.py"
 
-GARBAGE: Final = (TypeError, ValueError)  # what a stranger may have written into the store shows as these
+# what a stranger may have written into the store shows as these
+GARBAGE: Final = (TypeError, ValueError)
 
-ALARM, REPORTER, FAILURE = "alarm", "reporter", "failure"  # keys: something is wrong; who finds out; what failed first
+# keys: something is wrong; who finds out; what failed first
+ALARM, REPORTER, FAILURE = "alarm", "reporter", "failure"
 
 
 class Watch(Whereabouts):
     """Leaves a worker's whereabouts in the store from a thread of its own, which alone uses the `line`.
 
-    The first that waited for more than `patience_seconds` raises the alarm: all leave their stacks, and it tells what it finds.
-    Once a failure is known, be it a hang or another, a worker that does not end by itself soon is ended here, whatever it does.
+    The first that waited for more than `timeout_seconds` raises the alarm: all leave their stacks,
+    and it tells what it finds. Once a failure is known, be it a hang or another, a worker that does
+    not end by itself soon is ended here, whatever it does.
     """
 
-    def __init__(self, line: Line, rank: int, size: int, patience_seconds: float) -> None:
+    def __init__(self, line: Line, rank: int, size: int, timeout_seconds: float) -> None:
         super().__init__(rank)
-        self._line, self._size, self._patience_seconds = line, size, patience_seconds
+        self._line, self._size, self._timeout_seconds = line, size, timeout_seconds
         self._host, self._machine = socket.gethostname(), machine_name()
         self._name = f"worker {rank} (host {self._host}, process {os.getpid()})"
         self._main = threading.get_ident()
@@ -82,11 +88,16 @@ class Watch(Whereabouts):
         if isinstance(found, str):
             return no_answer(self.rank, what, reason, found)
         silent = "nor does the store answer, over which workers tell where they are: see whether its host does"
-        return found or HangError(str(no_answer(self.rank, what, reason, silent)), from_outside=True)
+        return found or HangError(
+            str(no_answer(self.rank, what, reason, silent)), from_outside=True
+        )
 
     def tell_failure(self, error: BaseException) -> None:
         summary = f"{type(error).__name__}: {error}".partition("\n")[0]
-        self._ask(partial(self._tell, f"{self._name} failed first, at step {self.step}: {summary}"), FAREWELL_SECONDS)
+        self._ask(
+            partial(self._tell, f"{self._name} failed first, at step {self.step}: {summary}"),
+            FAREWELL_SECONDS,
+        )
 
     def end(self) -> None:
         self._all_ended = True
@@ -138,7 +149,11 @@ class Watch(Whereabouts):
 
     def _next_job(self) -> Callable[[], None] | None:
         try:
-            return self._jobs.get(timeout=ALARMED_SECONDS if self._alarmed else min(BEAT_SECONDS, self._patience_seconds / 4))
+            return self._jobs.get(
+                timeout=ALARMED_SECONDS
+                if self._alarmed
+                else min(BEAT_SECONDS, self._timeout_seconds / 4)
+            )
         except Empty:
             return self._beat
 
@@ -190,12 +205,14 @@ class Watch(Whereabouts):
             self._beat()
             if finds_out:
                 beats = self._beats_of_others()
-                if len(beats) == self._size - 1 and all(beat.stack is not None or self._is_gone(beat) for beat in beats):
+                if len(beats) == self._size - 1 and all(
+                    beat.stack is not None or self._is_gone(beat) for beat in beats
+                ):
                     break
             time.sleep(ALARMED_SECONDS)
         if self._failure is not None or not finds_out:
             return self._failure
-        found = report(self._where(), beats, self._size, self._patience_seconds)
+        found = report(self._where(), beats, self._size, self._timeout_seconds)
         self._tell(f"{found.headline}: {self._name} tells more")
         return HangError(found.text, from_outside=found.from_outside)
 
@@ -237,10 +254,13 @@ class Watch(Whereabouts):
 
 def _stack(thread: int) -> list[str]:
     """Return where a thread is: the user's own frames, and the innermost one."""
-    frames = traceback.extract_stack(sys._current_frames().get(thread))  # noqa: SLF001  there is no other way
+    # there is no other way
+    frames = traceback.extract_stack(sys._current_frames().get(thread))  # noqa: SLF001
     return traceback.format_list([*filter(_is_users, frames[:-1]), *frames[-1:]][-MOST_FRAMES:])
 
 
 def _is_users(frame: traceback.FrameSummary) -> bool:
     file = frame.filename
-    return file.endswith(LOADER) or (not file.startswith(OWN) and (file.startswith(INSTALLED) or not file.startswith(STANDARD)))
+    return file.endswith(LOADER) or (
+        not file.startswith(OWN) and (file.startswith(INSTALLED) or not file.startswith(STANDARD))
+    )

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Whereabouts:
     """Where a worker is: plain attributes, because a step sets them many times. Of a worker alone nobody reads them.
 
-    `step` and the `part` of it; what the worker `waits` for, "" while for nobody; `since` when, in seconds of the monotonic clock.
+    `step` and the `part` of it; what the worker `waits` for, "" while for nobody; `since` when, in
+    seconds of the monotonic clock.
     """
 
     def __init__(self, rank: int = 0) -> None:

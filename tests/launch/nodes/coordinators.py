@@ -29,8 +29,21 @@ class Leader:
 
     def restart(self):
         """End the attempt as if a worker had been killed; return when the next one starts."""
-        failure = {"rank": 0, "summary": "killed", "traceback": "", "status": 137, "because_of_others": False, "from_outside": True}
-        self.member.tell("failed", attempt=self.attempt, age=0.0, step=1, failure={**failure, "step": 1, "host": "here"})
+        failure = {
+            "rank": 0,
+            "summary": "killed",
+            "traceback": "",
+            "status": 137,
+            "because_of_others": False,
+            "from_outside": True,
+        }
+        self.member.tell(
+            "failed",
+            attempt=self.attempt,
+            age=0.0,
+            step=1,
+            failure={**failure, "step": 1, "host": "here"},
+        )
         self.wait_for("stop")
         self.member.tell("ended", attempt=self.attempt, step=1)
         self.wait_for("start")

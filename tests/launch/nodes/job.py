@@ -24,7 +24,7 @@ class Fault:
 
     def happen(self, run: ss.Run) -> None:
         """Do it, if this is when."""
-        if (run.workers, run.rank, run.step) != (self.workers, self.rank, self.step):
+        if (run.world_size, run.rank, run.step) != (self.workers, self.rank, self.step):
             return
         (run.dir / "fault").write_text(str(os.getpid()))
         while self.does == "wait" and not run._session.stop.received:
@@ -39,7 +39,7 @@ def main(directory, fault='{"workers": 0, "rank": 0, "step": 0, "does": ""}'):
     with ss.init(dir=directory, lanes=8, snapshot_every=1) as run:
         hook = Fault(**json.loads(fault)).happen
         image_job(run, hook=lambda _: hook(run))
-        sys.stdout.write(f"trained at {run.workers} workers\n")
+        sys.stdout.write(f"trained at {run.world_size} workers\n")
 
 
 main(*sys.argv[1:])

@@ -32,8 +32,20 @@ def start(nodes, tmp_path):
     with launchers() as start_on:
 
         def start_launcher(number, *flags, fault=None):
-            flags = ["run", "--master", f"{nodes[0].address}:{PORT}", *flags, str(JOB), str(tmp_path / "run")]
-            return start_on(nodes[number], tmp_path / f"log-{number}", *flags, *([json.dumps(fault)] if fault else []))
+            flags = [
+                "run",
+                "--master",
+                f"{nodes[0].address}:{PORT}",
+                *flags,
+                str(JOB),
+                str(tmp_path / "run"),
+            ]
+            return start_on(
+                nodes[number],
+                tmp_path / f"log-{number}",
+                *flags,
+                *([json.dumps(fault)] if fault else []),
+            )
 
         yield start_launcher
 
@@ -65,7 +77,10 @@ def test_a_killed_worker_is_replaced_on_its_host(start, alone, tmp_path):
 
 def test_a_host_that_is_killed_is_left_out(start, alone, tmp_path):
     fault = at(2, 1, 3, "wait")
-    one, other = start(0, "--nodes", "1:2", "--lanes", "8", fault=fault), start(1, "--nodes", "1:2", "--lanes", "8", fault=fault)
+    one, other = (
+        start(0, "--nodes", "1:2", "--lanes", "8", fault=fault),
+        start(1, "--nodes", "1:2", "--lanes", "8", fault=fault),
+    )
     one.wait_until((tmp_path / "run" / "fault").exists)
     other.send(signal.SIGKILL)
     assert one.end() == 0, one.output()
@@ -89,7 +104,10 @@ def test_a_host_that_is_killed_is_replaced(start, alone, tmp_path):
 def test_a_host_that_comes_later_is_taken_in_and_a_stranger_is_not(start, nodes, alone, tmp_path):
     one = start(0, "--nodes", "1:2", "--lanes", "8", fault=at(1, 0, 3, "wait"))
     one.wait_until((tmp_path / "run" / "fault").exists)
-    subprocess.run(nodes[1].command("bash", "-c", f"echo garbage > /dev/tcp/{nodes[0].address}/{PORT}"), check=True)
+    subprocess.run(
+        nodes[1].command("bash", "-c", f"echo garbage > /dev/tcp/{nodes[0].address}/{PORT}"),
+        check=True,
+    )
     one.wait_for(f"a connection from {nodes[1].address} is refused")
     other = start(1, "--nodes", "1:2", "--lanes", "8")
     assert one.end() == other.end() == 0, one.output() + other.output()
@@ -118,7 +136,9 @@ def test_a_signal_on_one_host_lets_all_snapshot_and_stop(start, tmp_path):
 
 def test_a_host_that_is_preempted_leaves_and_the_run_goes_on(start, alone, tmp_path):
     fault = at(2, 0, 3, "wait")
-    one, other = (start(number, "--nodes", "1:2", "--lanes", "8", fault=fault) for number in range(2))
+    one, other = (
+        start(number, "--nodes", "1:2", "--lanes", "8", fault=fault) for number in range(2)
+    )
     one.wait_until((tmp_path / "run" / "fault").exists)
     other.send(signal.SIGTERM)
     assert other.end() == -signal.SIGTERM
@@ -140,7 +160,10 @@ def test_nothing_is_left_when_the_first_host_is_killed(start, tmp_path):
 
 def test_a_host_whose_cable_is_pulled_is_left_out_and_ends(start, nodes, alone, tmp_path):
     fault = at(2, 1, 3, "wait")
-    one, other = start(0, "--nodes", "1:2", "--lanes", "8", fault=fault), start(1, "--nodes", "1:2", "--lanes", "8", fault=fault)
+    one, other = (
+        start(0, "--nodes", "1:2", "--lanes", "8", fault=fault),
+        start(1, "--nodes", "1:2", "--lanes", "8", fault=fault),
+    )
     one.wait_until((tmp_path / "run" / "fault").exists)
     nodes[1].plug(into=False)
     assert one.end() == 0, one.output()

@@ -63,7 +63,10 @@ def is_closed(connection):
 
 
 def still_serves(leader):
-    store = join_store({"RANK": "0", TOKEN: SECRET, **store_variables(leader.coordinator, leader.attempt)}, timedelta(seconds=5))
+    store = join_store(
+        {"RANK": "0", TOKEN: SECRET, **store_variables(leader.coordinator, leader.attempt)},
+        timedelta(seconds=5),
+    )
     store.set("key", "value")
     return store.get("key") == b"value"
 
@@ -71,11 +74,17 @@ def still_serves(leader):
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes was announced; expected at most 512"),
+        (
+            b"GET / HTTP/1.1\r\n\r\n",
+            "a frame of 1195725856 bytes was announced; expected at most 512",
+        ),
         (b"\xff" * 4096, "a frame of 4294967295 bytes was announced"),
         (frame(b"\x80\x04."), "can't decode"),
         (frame(b'{"as":"host","name":"me"}'), "a hello without a nonce"),
-        (frame(encode({"as": "worker", "rank": 1, "nonce": 64 * "0", "proof": 64 * "0"})), "it does not have this run's token"),
+        (
+            frame(encode({"as": "worker", "rank": 1, "nonce": 64 * "0", "proof": 64 * "0"})),
+            "it does not have this run's token",
+        ),
         (frame(b"[" * 500), "a message is nested too deeply|Expecting value"),
     ],
 )
@@ -141,12 +150,22 @@ def test_garbage_of_every_kind_disturbs_nothing(leader):
     for _ in range(300):
         with stranger(leader) as connection, suppress(ConnectionError):
             body = random.randbytes(random.randrange(64))
-            connection.sendall(random.choice([body, frame(body), frame(encode({"nonce": body.hex(), "proof": body.hex()}))]))
+            connection.sendall(
+                random.choice(
+                    [body, frame(body), frame(encode({"nonce": body.hex(), "proof": body.hex()}))]
+                )
+            )
     assert still_serves(leader)
 
 
 @pytest.mark.parametrize(
-    "hello", [{}, {"as": "host"}, {"as": "host", "name": "x", "workers": 0, "same": {}}, {"as": "worker", "attempt": 5}]
+    "hello",
+    [
+        {},
+        {"as": "host"},
+        {"as": "host", "name": "x", "workers": 0, "same": {}},
+        {"as": "worker", "attempt": 5},
+    ],
 )
 def test_who_holds_the_token_and_makes_no_sense_is_refused(leader, terminal, hello):
     link = Link(leader.coordinator, SECRET, HELLO_SECONDS)
@@ -160,10 +179,20 @@ def test_who_holds_the_token_and_makes_no_sense_is_refused(leader, terminal, hel
 
 
 @pytest.mark.parametrize(
-    "asked", [{}, {"do": "set"}, {"do": "get", "key": 1}, {"do": "wait", "keys": "x", "seconds": 1}, {"do": "no", "key": ""}]
+    "asked",
+    [
+        {},
+        {"do": "set"},
+        {"do": "get", "key": 1},
+        {"do": "wait", "keys": "x", "seconds": 1},
+        {"do": "no", "key": ""},
+    ],
 )
 def test_a_request_that_makes_no_sense_ends_its_connection(leader, asked):
-    store = join_store({"RANK": "0", TOKEN: SECRET, **store_variables(leader.coordinator, leader.attempt)}, timedelta(seconds=5))
+    store = join_store(
+        {"RANK": "0", TOKEN: SECRET, **store_variables(leader.coordinator, leader.attempt)},
+        timedelta(seconds=5),
+    )
     store._link.send(asked)
     with pytest.raises(ConnectionError):
         store._link.receive(5)
@@ -184,13 +213,18 @@ def other(leader, nodes=None, token=SECRET):
 
 
 def test_a_host_with_another_token_is_told_so(leader):
-    with pytest.raises(LaunchError, match="cannot join there: the token there is another one"), other(leader, token=16 * "x"):
+    with (
+        pytest.raises(LaunchError, match="cannot join there: the token there is another one"),
+        other(leader, token=16 * "x"),
+    ):
         pass
 
 
 def test_a_host_with_other_nodes_is_refused(leader, terminal):
     with (
-        pytest.raises(LaunchError, match=r"refuses this one: its --nodes is '2', and '1' on the first host"),
+        pytest.raises(
+            LaunchError, match=r"refuses this one: its --nodes is '2', and '1' on the first host"
+        ),
         other(leader, Nodes(2, 2)),
     ):
         pass
@@ -209,10 +243,14 @@ def test_a_host_that_comes_when_all_is_over_is_refused(terminal):
 
 def test_a_master_that_does_not_answer_is_named(monkeypatch):
     monkeypatch.setattr(member_module, "COME_SECONDS", 0.3)
-    gathering = Gathering(("192.0.2.1", 29400), SECRET, Nodes(2, 2))  # an address of documentation (RFC 5737)
+    # an address of documentation (RFC 5737)
+    gathering = Gathering(("192.0.2.1", 29400), SECRET, Nodes(2, 2))
     monkeypatch.setattr(member_module, "HELLO_SECONDS", 0.1)
     with (
-        pytest.raises(LaunchError, match=r"--master 192\.0\.2\.1:29400 was given, and did not answer within 0\.3 s"),
+        pytest.raises(
+            LaunchError,
+            match=r"--master 192\.0\.2\.1:29400 was given, and did not answer within 0\.3 s",
+        ),
         take_part(gathering, 1, Config()),
     ):
         pass
@@ -220,7 +258,10 @@ def test_a_master_that_does_not_answer_is_named(monkeypatch):
 
 def test_hosts_that_may_come_and_go_need_lanes():
     gathering = Gathering(("127.0.0.1", 29411), SECRET, Nodes(1, 2))
-    with pytest.raises(ConfigError, match=r"--nodes 1:2 was given without --lanes"), take_part(gathering, 1, Config()):
+    with (
+        pytest.raises(ConfigError, match=r"--nodes 1:2 was given without --lanes"),
+        take_part(gathering, 1, Config()),
+    ):
         pass
 
 
@@ -228,7 +269,10 @@ def test_a_name_that_is_the_loopback_here_is_refused(monkeypatch):
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29411))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
     gathering = Gathering(("node1", 29411), SECRET, Nodes(2, 2))
-    with pytest.raises(ConfigError, match=r"node1 is 127\.0\.1\.1, which no other host reaches"), take_part(gathering, 1, Config()):
+    with (
+        pytest.raises(ConfigError, match=r"node1 is 127\.0\.1\.1, which no other host reaches"),
+        take_part(gathering, 1, Config()),
+    ):
         pass
 
 

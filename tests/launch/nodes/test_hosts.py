@@ -122,7 +122,15 @@ def start(tmp_path, monkeypatch):
     with launchers() as start_on:
 
         def start_here(names, shell, *flags, fault=None, on=HERE):
-            flags = ["--hosts", str(write(tmp_path, "\n".join(names))), "--ssh", shell, *flags, str(JOB), str(tmp_path / "run")]
+            flags = [
+                "--hosts",
+                str(write(tmp_path, "\n".join(names))),
+                "--ssh",
+                shell,
+                *flags,
+                str(JOB),
+                str(tmp_path / "run"),
+            ]
             return start_on(on, tmp_path / "log", "run", *flags, *([fault] if fault else []))
 
         yield start_here
@@ -142,12 +150,17 @@ def ssh_servers(nodes, folder):
     needs("/usr/sbin/sshd")
     Path("/run/sshd").mkdir(exist_ok=True)  # of sshd, into which it locks itself
     for name in ("host-key", "user-key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True
+        )
     with ExitStack() as exits:
         for node in nodes:
             configuration = folder / f"sshd-{node.name}"
             configuration.write_text(SSHD.format(address=node.address, folder=folder))
-            server = subprocess.Popen(node.command("/usr/sbin/sshd", "-D", "-e", "-f", str(configuration)), stderr=subprocess.PIPE)
+            server = subprocess.Popen(
+                node.command("/usr/sbin/sshd", "-D", "-e", "-f", str(configuration)),
+                stderr=subprocess.PIPE,
+            )
             exits.callback(server.communicate)
             exits.callback(server.kill)
             while b"listening" not in (line := server.stderr.readline()):
@@ -158,7 +171,14 @@ def ssh_servers(nodes, folder):
 def test_a_run_over_ssh_ends_with_its_starter_and_is_taken_up_again(start, alone, tmp_path):
     with hosts(2) as nodes, ssh_servers(nodes, tmp_path) as shell:
         names = [f"root@{nodes[0].address} workers=1", nodes[1].address]
-        first = start(names, shell, "-n", "2", fault=json.dumps({"workers": 3, "rank": 0, "step": 3, "does": "wait"}), on=nodes[1])
+        first = start(
+            names,
+            shell,
+            "-n",
+            "2",
+            fault=json.dumps({"workers": 3, "rank": 0, "step": 3, "does": "wait"}),
+            on=nodes[1],
+        )
         first.wait_until((tmp_path / "run" / "fault").exists)
         assert not any(TOKEN in line for line in command_lines())
         first.send(signal.SIGKILL)
@@ -166,7 +186,11 @@ def test_a_run_over_ssh_ends_with_its_starter_and_is_taken_up_again(start, alone
         assert (tmp_path / "run" / "step-00000004" / "manifest.json").exists()
         second = start(names, shell, "-n", "2", on=nodes[1])
         assert second.end() == 0, second.output()
-        assert {"trained at 3 workers", "[1] trained at 3 workers", "[2] trained at 3 workers"} <= set(second.output().splitlines())
+        assert {
+            "trained at 3 workers",
+            "[1] trained at 3 workers",
+            "[2] trained at 3 workers",
+        } <= set(second.output().splitlines())
         assert left_in(image_job, tmp_path / "run", lanes=8) == alone
 
 
@@ -179,14 +203,24 @@ def test_ctrl_c_lets_workers_snapshot_on_their_hosts(start, tmp_path):
     assert (tmp_path / "run" / "step-00000004" / "manifest.json").exists()
 
 
-def test_what_hosts_print_passes_in_whole_lines_and_the_first_failure_is_the_status(start, tmp_path):
+def test_what_hosts_print_passes_in_whole_lines_and_the_first_failure_is_the_status(
+    start, tmp_path
+):
     shell = pretended(
-        tmp_path, 'printf "out of $host, "; echo "errors of $host" >&2; echo and more; printf unfinished; if [ $host = b ]; then exit 3; fi'
+        tmp_path,
+        'printf "out of $host, "; echo "errors of $host" >&2; echo and more; printf unfinished; if [ $host = b ]; then exit 3; fi',
     )
     launcher = start(["a", "b"], shell)
     assert launcher.end() == 3
     assert Counter(launcher.output().splitlines()) == Counter(
-        ["out of a, and more", "errors of a", "unfinished", "out of b, and more", "errors of b", "unfinished"]
+        [
+            "out of a, and more",
+            "errors of a",
+            "unfinished",
+            "out of b, and more",
+            "errors of b",
+            "unfinished",
+        ]
     )
 
 

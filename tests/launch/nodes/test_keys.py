@@ -11,7 +11,25 @@ import pytest
 
 from samestep.launch.nodes.keys import Keys, to_text
 
-VALUES = [None, True, 0, -1, 10**30, 0.01, float("inf"), float("nan"), "", "x", "é", to_text(b"12"), [], ["x"], [1], {}, {"x": 1}]
+VALUES = [
+    None,
+    True,
+    0,
+    -1,
+    10**30,
+    0.01,
+    float("inf"),
+    float("nan"),
+    "",
+    "x",
+    "é",
+    to_text(b"12"),
+    [],
+    ["x"],
+    [1],
+    {},
+    {"x": 1},
+]
 
 
 def test_any_request_is_answered_or_an_error():
@@ -21,11 +39,33 @@ def test_any_request_is_answered_or_an_error():
         keys = Keys()
         answered = 0
         for _ in range(20_000):
-            names = random.sample(["key", "keys", "value", "expected", "amount", "seconds", "other"], k=random.randrange(7))
+            names = random.sample(
+                ["key", "keys", "value", "expected", "amount", "seconds", "other"],
+                k=random.randrange(7),
+            )
             request = {name: random.choice(VALUES) for name in names}
-            request["do"] = random.choice(["set", "get", "add", "append", "check", "compare_set", "count", "delete", "wait", "", None, []])
+            request["do"] = random.choice(
+                [
+                    "set",
+                    "get",
+                    "add",
+                    "append",
+                    "check",
+                    "compare_set",
+                    "count",
+                    "delete",
+                    "wait",
+                    "",
+                    None,
+                    [],
+                ]
+            )
             with suppress(ValueError):
-                json.dumps(await asyncio.wait_for(keys.answer({**request, "seconds": request.get("seconds") and 0}), 5))
+                json.dumps(
+                    await asyncio.wait_for(
+                        keys.answer({**request, "seconds": request.get("seconds") and 0}), 5
+                    )
+                )
                 answered += 1
         return answered
 

@@ -45,7 +45,9 @@ def test_messages_pass_both_ways_in_order(seals):
         assert one.open(body_of(other.seal(message))) == message
 
 
-@pytest.mark.parametrize("fault", ["changed", "repeated", "left out", "sent back", "cut", "of another connection"])
+@pytest.mark.parametrize(
+    "fault", ["changed", "repeated", "left out", "sent back", "cut", "of another connection"]
+)
 def test_a_frame_that_the_other_end_did_not_make_next_is_refused(seals, fault):
     one, other = seals
     first, second = body_of(one.seal({"a": 1})), body_of(one.seal({"a": 2}))
@@ -105,7 +107,9 @@ def whole(data):
     return None
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"1", b"{", b"\xff", b"[" * 100_000, b'{"a":' * 100_000])
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"1", b"{", b"\xff", b"[" * 100_000, b'{"a":' * 100_000]
+)
 def test_what_is_no_object_is_an_error(text):
     with pytest.raises(ValueError):  # noqa: PT011  of several kinds
         decode(text)
@@ -132,14 +136,29 @@ def answering(*answers):
 @pytest.mark.parametrize(
     ("answers", "said"),
     [
-        ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], "no coordinator of samestep: a frame of 1213486160 bytes was announced"),
+        (
+            [b"HTTP/1.1 400 Bad Request\r\n\r\n"],
+            "no coordinator of samestep: a frame of 1213486160 bytes was announced",
+        ),
         ([frame(b"{}")], "a hello without a nonce"),
         ([frame(b'{"nonce":"' + 64 * b"z" + b'"}')], "no coordinator of samestep"),
-        ([frame(encode({"nonce": 64 * "0"})), frame(encode({"refused": "token"}))], "the token there is another one"),
-        ([frame(encode({"nonce": 64 * "0"})), frame(encode({"proof": 64 * "0"}))], "does not know the token"),
-        ([frame(encode({"nonce": 64 * "0"})), frame(encode({"proof": "é"}))], "does not know the token"),
         (
-            [frame(encode({"nonce": 64 * "0"})), frame(encode({"proof": prove(TOKEN, b"member", bytes(64)).hex()}))],
+            [frame(encode({"nonce": 64 * "0"})), frame(encode({"refused": "token"}))],
+            "the token there is another one",
+        ),
+        (
+            [frame(encode({"nonce": 64 * "0"})), frame(encode({"proof": 64 * "0"}))],
+            "does not know the token",
+        ),
+        (
+            [frame(encode({"nonce": 64 * "0"})), frame(encode({"proof": "é"}))],
+            "does not know the token",
+        ),
+        (
+            [
+                frame(encode({"nonce": 64 * "0"})),
+                frame(encode({"proof": prove(TOKEN, b"member", bytes(64)).hex()})),
+            ],
             "does not know the token",
         ),
     ],
@@ -154,13 +173,30 @@ def test_who_never_answers_is_waited_for_so_long():
         Link(listener.getsockname(), TOKEN, 0.1)
 
 
-@pytest.mark.parametrize(("host", "text"), [("node1", "node1:29400"), ("10.0.0.1", "10.0.0.1:29400"), ("fd00::1", "[fd00::1]:29400")])
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [("node1", "node1:29400"), ("10.0.0.1", "10.0.0.1:29400"), ("fd00::1", "[fd00::1]:29400")],
+)
 def test_an_address_is_a_host_and_a_port(host, text):
     assert parse_address(text, "--master") == (host, 29400)
     assert write_address(host, 29400) == text
 
 
-@pytest.mark.parametrize("text", ["", "node1", ":1", "node1:", "node1:0", "node1:65536", "node1:x", "node1:1٣", "fd00::1:29400", "[]:1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "node1",
+        ":1",
+        "node1:",
+        "node1:0",
+        "node1:65536",
+        "node1:x",
+        "node1:1٣",
+        "fd00::1:29400",
+        "[]:1",
+    ],
+)
 def test_what_is_no_address_is_named(text):
     with pytest.raises(ConfigError, match=r"--master '.*' was given; expected HOST:PORT"):
         parse_address(text, "--master")

@@ -20,7 +20,7 @@ from samestep.launch.nodes.membership import (
     Terms,
 )
 
-TERMS = {"least": 1, "most": 4, "lanes": None, "restarts": 3, "grace": 30.0}
+TERMS = {"least": 1, "most": 4, "lanes": None, "max_restarts": 3, "grace_period": 30.0}
 
 
 class Hosts:
@@ -32,7 +32,12 @@ class Hosts:
         self.attempts = []
         self.nodes = {}
         self.told = {}
-        self.membership = Membership(Terms(**{**TERMS, **terms}), self.now, open_attempt=self.attempts.append, log=self.log.append)
+        self.membership = Membership(
+            Terms(**{**TERMS, **terms}),
+            self.now,
+            open_attempt=self.attempts.append,
+            log=self.log.append,
+        )
 
     def join(self, name, workers=1, *, ready=True, leads=False):
         told = []
@@ -43,10 +48,20 @@ class Hosts:
         return node.name
 
     def hear(self, name, what, **fields):
-        self.membership.hear(self.nodes[name], {"tell": what, "attempt": len(self.attempts) - 1, **fields}, self.now)
+        self.membership.hear(
+            self.nodes[name], {"tell": what, "attempt": len(self.attempts) - 1, **fields}, self.now
+        )
 
     def fail(self, name, *, age=0.0, **failure):
-        told = {"rank": 0, "at": 0.0, "summary": "failed", "traceback": "", "status": 1, "because_of_others": False, "from_outside": False}
+        told = {
+            "rank": 0,
+            "at": 0.0,
+            "summary": "failed",
+            "traceback": "",
+            "status": 1,
+            "because_of_others": False,
+            "from_outside": False,
+        }
         self.hear(name, "failed", age=age, failure={**told, "step": None, "host": name, **failure})
 
     def lose(self, name):
@@ -78,7 +93,12 @@ class Hosts:
 
 
 def start_of(first_rank, local_workers, workers):
-    return {"order": "start", "first_rank": first_rank, "local_workers": local_workers, "workers": workers}
+    return {
+        "order": "start",
+        "first_rank": first_rank,
+        "local_workers": local_workers,
+        "workers": workers,
+    }
 
 
 @pytest.fixture
@@ -142,7 +162,9 @@ def test_too_few_hosts_end_the_run_and_are_named():
     hosts.join("b", ready=False)
     hosts.wait(COME_SECONDS + 1)
     (end,) = hosts.orders("a")
-    assert end["error"].startswith("2 of 3 to 4 hosts (a, b) are here after 30 s; start the same command")
+    assert end["error"].startswith(
+        "2 of 3 to 4 hosts (a, b) are here after 30 s; start the same command"
+    )
 
 
 def test_a_host_that_never_loads_is_waited_for_in_vain():
@@ -337,7 +359,14 @@ def test_hosts_whose_workers_do_not_end_are_given_up(two):
 
 
 @pytest.mark.parametrize(
-    "message", [{}, {"tell": None}, {"tell": "failed", "attempt": 0}, {"tell": "beat", "step": "x"}, {"tell": "signalled", "signal": None}]
+    "message",
+    [
+        {},
+        {"tell": None},
+        {"tell": "failed", "attempt": 0},
+        {"tell": "beat", "step": "x"},
+        {"tell": "signalled", "signal": None},
+    ],
 )
 def test_what_makes_no_sense_is_an_error(two, message):
     with pytest.raises(ValueError, match=r"told|valid"):
@@ -346,8 +375,34 @@ def test_what_makes_no_sense_is_an_error(two, message):
 
 def test_any_message_is_taken_or_an_error():
     random = Random(0)
-    values = [None, True, 0, -1, 15, 10**30, 0.5, float("inf"), float("nan"), "", "x", [], {}, {"rank": 0}]
-    failure = dict.fromkeys(["rank", "summary", "traceback", "status", "because_of_others", "from_outside", "step", "host"])
+    values = [
+        None,
+        True,
+        0,
+        -1,
+        15,
+        10**30,
+        0.5,
+        float("inf"),
+        float("nan"),
+        "",
+        "x",
+        [],
+        {},
+        {"rank": 0},
+    ]
+    failure = dict.fromkeys(
+        [
+            "rank",
+            "summary",
+            "traceback",
+            "status",
+            "because_of_others",
+            "from_outside",
+            "step",
+            "host",
+        ]
+    )
     hosts = Hosts()
     taken = 0
     for _ in range(20_000):
@@ -355,9 +410,13 @@ def test_any_message_is_taken_or_an_error():
             hosts = Hosts(most=1)
             hosts.join("a")
             hosts.wait(0)
-        names = random.sample(["attempt", "step", "age", "failure", "signal", "again"], k=random.randrange(7))
+        names = random.sample(
+            ["attempt", "step", "age", "failure", "signal", "again"], k=random.randrange(7)
+        )
         message = {name: random.choice(values) for name in names}
-        message["tell"] = random.choice(["beat", "ready", "failed", "ended", "signalled", random.choice(values)])
+        message["tell"] = random.choice(
+            ["beat", "ready", "failed", "ended", "signalled", random.choice(values)]
+        )
         if "failure" in message:
             message["failure"] = {name: random.choice(values) for name in failure}
         with suppress(ValueError):
@@ -373,7 +432,10 @@ def happen(hosts, name, node, random):
     if event == 0:
         hosts.lose(name)
     elif event in {1, 2} and node.busy:
-        failure = {"from_outside": random.random() < 0.9, "because_of_others": random.random() < 0.3}
+        failure = {
+            "from_outside": random.random() < 0.9,
+            "because_of_others": random.random() < 0.3,
+        }
         hosts.fail(name, status=random.choice([1, 143]), **failure)
     elif event < 12 and node.busy:
         hosts.hear(name, "ended", step=random.randrange(100))
@@ -384,7 +446,9 @@ def happen(hosts, name, node, random):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_happens_no_attempt_starts_before_the_one_before_has_ended_and_all_hear_of_the_end(seed):
+def test_whatever_happens_no_attempt_starts_before_the_one_before_has_ended_and_all_hear_of_the_end(
+    seed,
+):
     random = Random(seed)
     hosts = Hosts(least=random.randint(1, 2), most=random.randint(2, 4))
     names = iter(f"host {number}" for number in range(1000))
@@ -395,13 +459,23 @@ def test_whatever_happens_no_attempt_starts_before_the_one_before_has_ended_and_
             happen(hosts, name, node, random)
         busy = [node for node in hosts.nodes.values() if node.busy]
         hosts.wait(random.choice([0, 0.5, 2]))
-        hosts.nodes = {name: node for name, node in hosts.nodes.items() if node in hosts.membership._nodes}  # neither gone nor given up
-        started = {name: [order for order in hosts.orders(name) if order["order"] in {"start", "end"}] for name in hosts.nodes}
+        # neither gone nor given up
+        hosts.nodes = {
+            name: node for name, node in hosts.nodes.items() if node in hosts.membership._nodes
+        }
+        started = {
+            name: [order for order in hosts.orders(name) if order["order"] in {"start", "end"}]
+            for name in hosts.nodes
+        }
         if hosts.membership.phase is Phase.OVER:
             assert all(orders[-1]["order"] == "end" for orders in started.values())
             return
         dealt = sorted(
-            (orders[-1]["first_rank"], node.room) for node, orders in zip(hosts.nodes.values(), started.values(), strict=True) if orders
+            (orders[-1]["first_rank"], node.room)
+            for node, orders in zip(hosts.nodes.values(), started.values(), strict=True)
+            if orders
         )
         assert not dealt or not set(busy) & set(hosts.nodes.values())
-        assert [rank for rank, _ in dealt] == list(accumulate([0, *(room for _, room in dealt)]))[: len(dealt)]
+        assert [rank for rank, _ in dealt] == list(accumulate([0, *(room for _, room in dealt)]))[
+            : len(dealt)
+        ]

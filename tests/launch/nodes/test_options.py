@@ -16,7 +16,9 @@ def gathered(monkeypatch):
 
     def gather(*flags):
         found = []
-        monkeypatch.setattr(command, "run_script", lambda *_, gathering, **__: found.append(gathering))
+        monkeypatch.setattr(
+            command, "run_script", lambda *_, gathering, **__: found.append(gathering)
+        )
         status = cli.main(["run", *flags, "train.py"])
         return found[0] if found else status
 
@@ -25,12 +27,17 @@ def gathered(monkeypatch):
 
 def test_flags_say_where_hosts_gather(gathered, monkeypatch, tmp_path):
     monkeypatch.setenv(TOKEN, SECRET)
-    assert gathered("--nodes", "2", "--master", "node1:29400") == Gathering(("node1", 29400), SECRET, Nodes(2, 2))
+    assert gathered("--nodes", "2", "--master", "node1:29400") == Gathering(
+        ("node1", 29400), SECRET, Nodes(2, 2)
+    )
     assert gathered("--nodes", "1:4", "--master", "node1:29400").nodes == Nodes(1, 4)
     file = tmp_path / "token"
     file.write_text(f"{SECRET[::-1]}\n")
     file.chmod(0o600)
-    assert gathered("--nodes", "2", "--master", "node1:29400", "--token-file", str(file)).token == SECRET[::-1]
+    assert (
+        gathered("--nodes", "2", "--master", "node1:29400", "--token-file", str(file)).token
+        == SECRET[::-1]
+    )
 
 
 def test_without_them_this_host_is_alone(gathered):
@@ -38,10 +45,15 @@ def test_without_them_this_host_is_alone(gathered):
     assert gathered("--nodes", "1") is None
 
 
-@pytest.mark.parametrize("nodes", ["0", "x", "2:1", "1:", ":2", "1:2:3", "-1", "1.5", "٣", "9999999"])
+@pytest.mark.parametrize(
+    "nodes", ["0", "x", "2:1", "1:", ":2", "1:2:3", "-1", "1.5", "٣", "9999999"]
+)
 def test_a_number_of_nodes_that_makes_no_sense_is_named(gathered, capsys, nodes):
     assert gathered(f"--nodes={nodes}", "--master", "node1:1") == 2
-    assert f"--nodes {nodes} was given; expected a number of hosts such as 2" in capsys.readouterr().err
+    assert (
+        f"--nodes {nodes} was given; expected a number of hosts such as 2"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,8 +62,14 @@ def test_a_number_of_nodes_that_makes_no_sense_is_named(gathered, capsys, nodes)
         (["--nodes", "2"], "--nodes 2 was given without --master"),
         (["--master", "node1:29400"], "--master node1:29400 was given without --nodes"),
         (["--nodes", "2", "--master", "node1"], "--master 'node1' was given; expected HOST:PORT"),
-        (["--nodes", "2", "--master", "node1:29400"], "--nodes 2 was given, and no token; make one by `python -c"),
-        (["--nodes", "2", "--master", "node1:29400", "--token-file", "none"], "--token-file none was given, and cannot be read"),
+        (
+            ["--nodes", "2", "--master", "node1:29400"],
+            "--nodes 2 was given, and no token; make one by `python -c",
+        ),
+        (
+            ["--nodes", "2", "--master", "node1:29400", "--token-file", "none"],
+            "--token-file none was given, and cannot be read",
+        ),
         (["--ssh", "rsh"], "--ssh 'rsh' was given without --hosts"),
     ],
 )

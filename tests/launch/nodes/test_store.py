@@ -92,7 +92,9 @@ def test_a_key_that_comes_is_waited_for(store):
 
 def test_threads_share_a_connection(member):
     store = join_store(variables(member), SOON)
-    threads = [threading.Thread(target=lambda: [store.add("sum", 1) for _ in range(50)]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: [store.add("sum", 1) for _ in range(50)]) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -110,11 +112,17 @@ def test_a_value_may_be_large_and_one_that_is_too_large_is_an_error(member):
 
 def test_workers_train_over_it_with_gloo(member):
     def body(address):
-        import os  # noqa: PLC0415
+        import os
 
         os.environ.update(variables(address, os.environ["RANK"]))
         store = PrefixStore("world", join_store(os.environ, SOON))
-        dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=3, timeout=timedelta(seconds=20))
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=int(os.environ["RANK"]),
+            world_size=3,
+            timeout=timedelta(seconds=20),
+        )
         total = torch.ones(3) * dist.get_rank()
         dist.all_reduce(total)
         dist.monitored_barrier()

@@ -34,13 +34,19 @@ ss.launch(body, 20, workers=2)
 @pytest.fixture(scope="module")
 def executed():
     """Return the cells of a notebook that launches three times, with what they showed."""
-    cells = [nbformat.v4.new_code_cell(source.strip()) for source in (DEFINES, FAILS, IS_STOPPED, WORKS)]
+    cells = [
+        nbformat.v4.new_code_cell(source.strip()) for source in (DEFINES, FAILS, IS_STOPPED, WORKS)
+    ]
     notebook = nbformat.v4.new_notebook(cells=cells)
     return NotebookClient(notebook, timeout=60, allow_errors=True).execute().cells
 
 
 def shown(cell, kind, name=None):
-    return [output for output in cell.outputs if output.output_type == kind and name in {None, output.get("name")}]
+    return [
+        output
+        for output in cell.outputs
+        if output.output_type == kind and name in {None, output.get("name")}
+    ]
 
 
 def lines(cell):

@@ -61,7 +61,11 @@ class Host:
 @pytest.fixture
 def host(tmp_path, monkeypatch):
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
-        monkeypatch.setattr(outputs, "standard_screens", lambda: (Screen(File(out.fileno())), Screen(File(err.fileno()))))
+        monkeypatch.setattr(
+            outputs,
+            "standard_screens",
+            lambda: (Screen(File(out.fileno())), Screen(File(err.fileno()))),
+        )
         host = Host(tmp_path)
         yield host
         host.outputs.close()
@@ -181,7 +185,9 @@ def test_a_megabyte_without_a_newline_passes(host):
     host.run(1, put(megabyte))
     host.outputs.drain()
     assert host.out().removeprefix(megabyte).replace(b"\n", b"").replace(b"[1] ", b"") == megabyte
-    assert max(map(len, host.out().removeprefix(megabyte).splitlines(keepends=True))) < 3 * 64 * 1024
+    assert (
+        max(map(len, host.out().removeprefix(megabyte).splitlines(keepends=True))) < 3 * 64 * 1024
+    )
 
 
 def test_lines_reach_the_screen_before_a_worker_is_killed(host):
@@ -263,7 +269,10 @@ def test_what_a_worker_started_may_print_for_ever(host):
     host.run(1, body)
     host.outputs.drain()
     assert host.outputs.files() == []
-    assert set(host.out().splitlines()) <= {b"[1] on and on", *(b"[1] on and on"[:length] for length in range(4, 13))}
+    assert set(host.out().splitlines()) <= {
+        b"[1] on and on",
+        *(b"[1] on and on"[:length] for length in range(4, 13)),
+    }
 
 
 @pytest.fixture
@@ -288,7 +297,8 @@ def read_all(file):
 
 def test_a_screen_that_takes_nothing_holds_up_nobody_but_who_prints(narrow, tmp_path):
     host = Host(tmp_path)
-    lines = [b"%06d\n" % line for line in range(40_000)]  # more than the screen, the worker's pipe and the launcher take together
+    # more than the screen, the worker's pipe and the launcher take together
+    lines = [b"%06d\n" % line for line in range(40_000)]
     worker = host.fork(0, put(b"".join(lines)))
     for _ in range(10):
         host.pump(SOON_SECONDS)
@@ -362,7 +372,9 @@ def test_a_log_goes_on_at_each_attempt_and_each_launch(host, run_folder):
             host.run(0, put(b"half a line"))
             host.outputs.drain()
         host.outputs = Outputs()
-    attempts = [line.split(b",")[1] for line in log(run_folder).splitlines() if line.startswith(b"===")]
+    attempts = [
+        line.split(b",")[1] for line in log(run_folder).splitlines() if line.startswith(b"===")
+    ]
     assert attempts == [b" attempt 1", b" attempt 2"] * 2
     assert log(run_folder).splitlines()[1::2] == 4 * [b"half a line"]
 
@@ -401,9 +413,15 @@ def disk_is_full(folder):
 
 @pytest.mark.parametrize(
     ("happens", "next_rank", "reason"),
-    [(directory_is_removed, 0, "was removed"), (directory_is_removed, 1, "No such file"), (disk_is_full, 1, "No space left on device")],
+    [
+        (directory_is_removed, 0, "was removed"),
+        (directory_is_removed, 1, "No such file"),
+        (disk_is_full, 1, "No space left on device"),
+    ],
 )
-def test_logs_that_cannot_be_written_are_told_once_and_given_up(host, run_folder, happens, next_rank, reason):
+def test_logs_that_cannot_be_written_are_told_once_and_given_up(
+    host, run_folder, happens, next_rank, reason
+):
     go_on = FORK.Semaphore(0)
     host.outputs.keep_in(run_folder)
     host.fork(0, lambda: (go_on.acquire(), say("more")))

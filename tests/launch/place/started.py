@@ -17,8 +17,8 @@ TRAIN = (*TELL, "train")
 
 def trained():
     """Train, alone or as one of several workers; return a hash of the model."""
-    import samestep as ss  # noqa: PLC0415  a worker that only tells its place starts without torch
-    from tests.jobs import fingerprint, image_job  # noqa: PLC0415
+    import samestep as ss
+    from tests.jobs import fingerprint, image_job
 
     with ss.init(lanes=4) as run:
         return str(fingerprint(image_job(run)["model"].state_dict()))

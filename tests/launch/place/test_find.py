@@ -42,17 +42,26 @@ def test_nothing_set_is_one_worker_alone():
 
 
 @pytest.mark.parametrize(
-    ("extra", "started_by"), [({}, "variables"), ({STARTED_BY: "samestep"}, "samestep"), ({"TORCHELASTIC_RUN_ID": "none"}, "torchrun")]
+    ("extra", "started_by"),
+    [
+        ({}, "variables"),
+        ({STARTED_BY: "samestep"}, "samestep"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "torchrun"),
+    ],
 )
 def test_the_place_is_read_as_torchrun_sets_it(extra, started_by):
     place = Place(1, 4, 1, 2, "10.0.0.7", 29500, started_by, "RANK=1 of WORLD_SIZE=4")
     assert find_place({**SECOND_OF_FOUR, **extra}) == place
 
 
-@pytest.mark.parametrize("other", [TASK, MPI, {**POD, "JOB_COMPLETION_INDEX": "3"}, {"PMI_RANK": "3", "PMI_SIZE": "9"}])
+@pytest.mark.parametrize(
+    "other", [TASK, MPI, {**POD, "JOB_COMPLETION_INDEX": "3"}, {"PMI_RANK": "3", "PMI_SIZE": "9"}]
+)
 @pytest.mark.parametrize("extra", [{STARTED_BY: "samestep"}, {"TORCHELASTIC_RUN_ID": "none"}])
 def test_who_started_the_worker_itself_is_believed_before_who_started_that(other, extra):
-    assert find_place({**SECOND_OF_FOUR, **other, **extra}) == find_place({**SECOND_OF_FOUR, **extra})
+    assert find_place({**SECOND_OF_FOUR, **other, **extra}) == find_place(
+        {**SECOND_OF_FOUR, **extra}
+    )
 
 
 def test_without_local_variables_all_workers_are_on_one_host():
@@ -60,12 +69,18 @@ def test_without_local_variables_all_workers_are_on_one_host():
     assert (place.rank, place.workers, place.local_rank, place.local_workers) == (1, 4, 1, 4)
 
 
-@given(st.sets(st.sampled_from(VARIABLES), min_size=1).filter(lambda names: not names.issuperset(NEEDED)))
+@given(
+    st.sets(st.sampled_from(VARIABLES), min_size=1).filter(
+        lambda names: not names.issuperset(NEEDED)
+    )
+)
 def test_a_part_of_the_variables_is_an_error_that_names_those_set_and_those_missing(given_names):
     with pytest.raises(ConfigError, match="unset all to run one worker alone") as caught:
         find_place({name: SECOND_OF_FOUR[name] for name in given_names})
     was_set, _, missing = str(caught.value).split(";")[0].partition(" is set and ")
-    assert was_set == ", ".join(f"{name}={SECOND_OF_FOUR[name]}" for name in VARIABLES if name in given_names)
+    assert was_set == ", ".join(
+        f"{name}={SECOND_OF_FOUR[name]}" for name in VARIABLES if name in given_names
+    )
     assert missing == ", ".join(name for name in NEEDED if name not in given_names) + " is not"
 
 
@@ -76,7 +91,16 @@ def test_what_is_no_number_is_named(name, text):
         find_place({**SECOND_OF_FOUR, name: text})
 
 
-@pytest.mark.parametrize("changed", [{"RANK": "4"}, {"WORLD_SIZE": "0"}, {"LOCAL_RANK": "2"}, {"LOCAL_WORLD_SIZE": "5"}, {"RANK": "0"}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"RANK": "4"},
+        {"WORLD_SIZE": "0"},
+        {"LOCAL_RANK": "2"},
+        {"LOCAL_WORLD_SIZE": "5"},
+        {"RANK": "0"},
+    ],
+)
 def test_contradictions_are_told_with_all_values(changed):
     (name, value) = next(iter(changed.items()))
     with pytest.raises(ConfigError, match=f"{name}={value}.*contradict"):
@@ -86,12 +110,17 @@ def test_contradictions_are_told_with_all_values(changed):
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        *(("MASTER_ADDR", text, "a host name or an address") for text in ("", "two words", "a\n", "a" * 64, "a..b", "\ud800")),
+        *(
+            ("MASTER_ADDR", text, "a host name or an address")
+            for text in ("", "two words", "a\n", "a" * 64, "a..b", "\ud800")
+        ),
         *(("MASTER_PORT", text, "a port from 1 to 65535") for text in ("0", "65536")),
     ],
 )
 def test_where_workers_meet_must_be_possible(name, text, expected):
-    with pytest.raises(ConfigError, match=re.escape(f"{name}={text!r} was given; expected {expected}")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{name}={text!r} was given; expected {expected}")
+    ):
         find_place({**SECOND_OF_FOUR, name: text})
 
 
@@ -107,16 +136,27 @@ def test_every_place_of_a_cluster_is_read(hosts, local_workers, data):
         "LOCAL_WORLD_SIZE": str(local_workers),
     }
     place = find_place(environment)
-    assert (place.rank, place.workers, place.local_rank, place.local_workers) == (rank, workers, rank % local_workers, local_workers)
+    assert (place.rank, place.workers, place.local_rank, place.local_workers) == (
+        rank,
+        workers,
+        rank % local_workers,
+        local_workers,
+    )
 
 
 @pytest.mark.parametrize(
     ("variables", "source"),
     [
-        ({"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "4", **MEETING_POINT}, "JOB_COMPLETION_INDEX=1 of WORLD_SIZE=4"),
+        (
+            {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "4", **MEETING_POINT},
+            "JOB_COMPLETION_INDEX=1 of WORLD_SIZE=4",
+        ),
         ({**POD, **PLAIN, "PET_NPROC_PER_NODE": "auto"}, "RANK=1 of WORLD_SIZE=4"),
         ({**POD, **PLAIN, "JOB_COMPLETION_INDEX": "0"}, "RANK=1 of WORLD_SIZE=4"),
-        (dict(zip(TRAIN_JOB, ("1", "4", "10.0.0.7", "29500"), strict=True)) | POD, "PET_NODE_RANK=1 of PET_NNODES=4"),
+        (
+            dict(zip(TRAIN_JOB, ("1", "4", "10.0.0.7", "29500"), strict=True)) | POD,
+            "PET_NODE_RANK=1 of PET_NNODES=4",
+        ),
     ],
     ids=["an Indexed Job", "a PyTorchJob", "a rank goes before an index", "a TrainJob"],
 )
@@ -136,11 +176,26 @@ def test_a_pod_with_local_variables_has_several_workers():
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "4"}, "INDEX=1, WORLD_SIZE=4 is set and MASTER_ADDR, MASTER_PORT is not"),
-        ({**POD, "WORLD_SIZE": "4", **MEETING_POINT}, "WORLD_SIZE=4, .* is set and JOB_COMPLETION_INDEX is not"),
-        ({**POD, "PET_NNODES": "1:4"}, "PET_NNODES=1:4 is set and PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT is not; .*torchrun"),
-        ({**POD, **PLAIN, "PET_NPROC_PER_NODE": "2"}, "PET_NPROC_PER_NODE='2' was given; expected 1"),
-        ({"JOB_COMPLETION_INDEX": "4", "WORLD_SIZE": "4", **MEETING_POINT}, "JOB_COMPLETION_INDEX=4, WORLD_SIZE=4.*contradict each other"),
+        (
+            {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "4"},
+            "INDEX=1, WORLD_SIZE=4 is set and MASTER_ADDR, MASTER_PORT is not",
+        ),
+        (
+            {**POD, "WORLD_SIZE": "4", **MEETING_POINT},
+            "WORLD_SIZE=4, .* is set and JOB_COMPLETION_INDEX is not",
+        ),
+        (
+            {**POD, "PET_NNODES": "1:4"},
+            "PET_NNODES=1:4 is set and PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT is not; .*torchrun",
+        ),
+        (
+            {**POD, **PLAIN, "PET_NPROC_PER_NODE": "2"},
+            "PET_NPROC_PER_NODE='2' was given; expected 1",
+        ),
+        (
+            {"JOB_COMPLETION_INDEX": "4", "WORLD_SIZE": "4", **MEETING_POINT},
+            "JOB_COMPLETION_INDEX=4, WORLD_SIZE=4.*contradict each other",
+        ),
     ],
 )
 def test_a_pod_that_is_told_too_little_is_an_error(variables, message):
@@ -148,8 +203,37 @@ def test_a_pod_that_is_told_too_little_is_an_error(variables, message):
         find_place(variables)
 
 
-NAMES = (*VARIABLES, *OPEN_MPI, *HYDRA, *TRAIN_JOB, *TASK, *POD, "JOB_COMPLETION_INDEX", "PET_NPROC_PER_NODE", "PMIX_NAMESPACE", STARTED_BY)
-TEXTS = ("", "0", "1", "2", "4", "-1", "x", "3,1", "2(x2)", "n[1-2]", "n[2-1]", "[", "127.0.0.1", "29500", "9" * 20, "\ud800", "samestep")
+NAMES = (
+    *VARIABLES,
+    *OPEN_MPI,
+    *HYDRA,
+    *TRAIN_JOB,
+    *TASK,
+    *POD,
+    "JOB_COMPLETION_INDEX",
+    "PET_NPROC_PER_NODE",
+    "PMIX_NAMESPACE",
+    STARTED_BY,
+)
+TEXTS = (
+    "",
+    "0",
+    "1",
+    "2",
+    "4",
+    "-1",
+    "x",
+    "3,1",
+    "2(x2)",
+    "n[1-2]",
+    "n[2-1]",
+    "[",
+    "127.0.0.1",
+    "29500",
+    "9" * 20,
+    "\ud800",
+    "samestep",
+)
 WHOLE = (
     {},
     SECOND_OF_FOUR,

@@ -14,7 +14,12 @@ ASK = "import sys; from samestep.launch.place.interface import interface_towards
 
 def answers(host, *targets):
     """Return the interface that a host names for each target."""
-    done = subprocess.run(host.command(sys.executable, "-c", ASK, *targets), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        host.command(sys.executable, "-c", ASK, *targets),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return done.stdout.split()
 
 
@@ -33,13 +38,18 @@ def test_a_name_of_ones_own_that_stands_for_the_loopback_means_the_default_route
     name = "127.1"  # is looked up as 127.0.0.1
     with hosts(1) as (host,):
         assert answers(host, name) == ["None"]
-        subprocess.run(host.command("ip", "route", "add", "default", "dev", host.device), check=True)
+        subprocess.run(
+            host.command("ip", "route", "add", "default", "dev", host.device), check=True
+        )
         assert answers(host, name) == ["cable"]
 
 
 def test_an_address_of_ipv6_is_found():
     with hosts(1) as (host,):
-        subprocess.run(host.command("ip", "address", "add", "fd00:213::1/64", "dev", host.device, "nodad"), check=True)
+        subprocess.run(
+            host.command("ip", "address", "add", "fd00:213::1/64", "dev", host.device, "nodad"),
+            check=True,
+        )
         assert answers(host, "fd00:213::1", "fd00:213::2") == ["cable", "cable"]
 
 

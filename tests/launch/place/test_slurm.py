@@ -36,17 +36,37 @@ def test_a_task_of_a_step_is_a_worker():
 
 
 def test_a_step_on_one_host_meets_on_its_loopback():
-    assert find_place({**TASK, "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_STEP_NODELIST": "n07"}).address == "127.0.0.1"
+    assert (
+        find_place(
+            {
+                **TASK,
+                "SLURM_NODEID": "0",
+                "SLURM_STEP_TASKS_PER_NODE": "4",
+                "SLURM_STEP_NODELIST": "n07",
+            }
+        ).address
+        == "127.0.0.1"
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "workers"), [("3,1", [3, 1]), ("2(x2)", [2, 2]), ("1(x2),2", [1, 1, 2]), ("4", [4]), ("1,2(x1),1", [1, 2, 1])]
+    ("text", "workers"),
+    [
+        ("3,1", [3, 1]),
+        ("2(x2)", [2, 2]),
+        ("1(x2),2", [1, 1, 2]),
+        ("4", [4]),
+        ("1,2(x1),1", [1, 2, 1]),
+    ],
 )
 def test_local_workers_are_counted_node_by_node(text, workers):
     given = {**TASK, "SLURM_STEP_TASKS_PER_NODE": text, "MASTER_ADDR": "n07"}
     nodes = [{**given, "SLURM_NODEID": str(node)} for node in range(len(workers) + 1)]
     assert [find_place(node).local_workers for node in nodes[:-1]] == workers
-    with pytest.raises(ConfigError, match=f"SLURM_NODEID='{len(workers)}' was given; expected a node of SLURM_STEP_TASKS_PER_NODE"):
+    with pytest.raises(
+        ConfigError,
+        match=f"SLURM_NODEID='{len(workers)}' was given; expected a node of SLURM_STEP_TASKS_PER_NODE",
+    ):
         find_place(nodes[-1])
 
 
@@ -56,7 +76,11 @@ def test_where_workers_meet_can_be_given():
 
 
 @pytest.mark.parametrize(
-    "changed", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "?"}]
+    "changed",
+    [
+        {"SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "?"},
+    ],
 )
 def test_a_step_of_one_task_says_nothing(changed):
     assert find_place({**TASK, **changed}).started_by == "alone"
@@ -67,18 +91,42 @@ def test_a_step_of_one_task_says_nothing(changed):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"SLURM_STEP_TASKS_PER_NODE": "3,x"}, "SLURM_STEP_TASKS_PER_NODE='3,x' was given; expected numbers such as"),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "3,x"},
+            "SLURM_STEP_TASKS_PER_NODE='3,x' was given; expected numbers such as",
+        ),
         ({"SLURM_STEP_TASKS_PER_NODE": "3,2"}, "whose sum is 4"),
-        ({"SLURM_STEP_NODELIST": "n[1-"}, r"SLURM_STEP_NODELIST='n\[1-' was given; expected a list of hosts"),
+        (
+            {"SLURM_STEP_NODELIST": "n[1-"},
+            r"SLURM_STEP_NODELIST='n\[1-' was given; expected a list of hosts",
+        ),
         ({"SLURM_STEP_NODELIST": "n[2-1]"}, "expected a list of hosts"),
         ({"SLURM_STEP_NODELIST": "a" * 64}, "expected a list of hosts"),
         ({"SLURM_PROCID": "-1"}, "SLURM_PROCID='-1' was given; expected a whole number"),
-        ({"SLURM_PROCID": "4"}, "SLURM_PROCID=4, SLURM_STEP_NUM_TASKS=4, SLURM_LOCALID=0, .* contradict each other; .* srun"),
-        ({"SLURM_LOCALID": "1"}, "SLURM_LOCALID=1, SLURM_STEP_TASKS_PER_NODE=3,1 at SLURM_NODEID=1 contradict each other"),
-        ({"SLURM_NTASKS": "2"}, "SLURM_STEP_NUM_TASKS=4, left from the step that submitted this job, contradicts SLURM_NTASKS=2; .* srun"),
-        ({"SLURM_NODEID": "0"}, "SLURM_PROCID=3 of .* does not tell where rank 0 listens, and MASTER_ADDR is not set; give all workers"),
-        ({"RANK": "0", "WORLD_SIZE": "4"}, "SLURM_PROCID=3 and RANK=0 contradict each other; unset those of RANK, .* or start .* torchrun"),
-        ({"RANK": "3", "WORLD_SIZE": "2"}, "SLURM_STEP_NUM_TASKS=4 and WORLD_SIZE=2 contradict each other"),
+        (
+            {"SLURM_PROCID": "4"},
+            "SLURM_PROCID=4, SLURM_STEP_NUM_TASKS=4, SLURM_LOCALID=0, .* contradict each other; .* srun",
+        ),
+        (
+            {"SLURM_LOCALID": "1"},
+            "SLURM_LOCALID=1, SLURM_STEP_TASKS_PER_NODE=3,1 at SLURM_NODEID=1 contradict each other",
+        ),
+        (
+            {"SLURM_NTASKS": "2"},
+            "SLURM_STEP_NUM_TASKS=4, left from the step that submitted this job, contradicts SLURM_NTASKS=2; .* srun",
+        ),
+        (
+            {"SLURM_NODEID": "0"},
+            "SLURM_PROCID=3 of .* does not tell where rank 0 listens, and MASTER_ADDR is not set; give all workers",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4"},
+            "SLURM_PROCID=3 and RANK=0 contradict each other; unset those of RANK, .* or start .* torchrun",
+        ),
+        (
+            {"RANK": "3", "WORLD_SIZE": "2"},
+            "SLURM_STEP_NUM_TASKS=4 and WORLD_SIZE=2 contradict each other",
+        ),
         ({"LOCAL_RANK": "3"}, "SLURM_LOCALID=0 and LOCAL_RANK=3 contradict each other"),
     ],
 )
@@ -108,13 +156,24 @@ def test_a_list_of_hosts_is_expanded_in_its_order(text, hosts):
 
 @given(
     st.lists(
-        st.tuples(st.from_regex(r"[a-z]([a-z-]{0,3})", fullmatch=True), st.integers(0, 99), st.integers(0, 5), st.integers(1, 4)),
+        st.tuples(
+            st.from_regex(r"[a-z]([a-z-]{0,3})", fullmatch=True),
+            st.integers(0, 99),
+            st.integers(0, 5),
+            st.integers(1, 4),
+        ),
         min_size=1,
     )
 )
 def test_every_range_is_expanded_with_its_zeros(parts):
-    text = ",".join(f"{name}[{first:0{width}}-{first + more:0{width}}]" for name, first, more, width in parts)
-    names = [f"{name}{number:0{width}}" for name, first, more, width in parts for number in range(first, first + more + 1)]
+    text = ",".join(
+        f"{name}[{first:0{width}}-{first + more:0{width}}]" for name, first, more, width in parts
+    )
+    names = [
+        f"{name}{number:0{width}}"
+        for name, first, more, width in parts
+        for number in range(first, first + more + 1)
+    ]
     assert list(expand_hosts(text)) == names
 
 
@@ -122,7 +181,23 @@ def test_a_list_of_very_many_hosts_is_expanded_as_far_as_it_is_read():
     assert list(islice(expand_hosts("n[1-999999999999][1-999999999999]"), 2)) == ["n11", "n12"]
 
 
-@pytest.mark.parametrize("text", ["", ",", "n1,", "n[", "n[]", "n[2-1]", "n[1,]", "n[x]", "n[1]]", "n 1", "n[1]" * 10, "n" + "[1]" * 5000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ",",
+        "n1,",
+        "n[",
+        "n[]",
+        "n[2-1]",
+        "n[1,]",
+        "n[x]",
+        "n[1]]",
+        "n 1",
+        "n[1]" * 10,
+        "n" + "[1]" * 5000,
+    ],
+)
 def test_what_is_no_list_of_hosts_is_an_error(text):
     with pytest.raises(ValueError, match=r"is no list of hosts|counts down"):
         list(expand_hosts(text))
@@ -158,8 +233,12 @@ def srun(cluster, *options, command=TELL, **environment):
 
 def test_srun_trains_on_two_nodes_what_one_worker_trains(cluster):
     workers = srun(cluster, "-N2", "-n3", command=TRAIN)
-    assert [(worker["rank"], worker["local_rank"], worker["local_workers"]) for worker in workers] == [(0, 0, 2), (1, 1, 2), (2, 0, 1)]
-    assert {(worker["workers"], worker["address"], worker["started_by"]) for worker in workers} == {(3, "127.0.0.1", "slurm")}
+    assert [
+        (worker["rank"], worker["local_rank"], worker["local_workers"]) for worker in workers
+    ] == [(0, 0, 2), (1, 1, 2), (2, 0, 1)]
+    assert {(worker["workers"], worker["address"], worker["started_by"]) for worker in workers} == {
+        (3, "127.0.0.1", "slurm")
+    }
     assert [worker["trained"] for worker in workers] == [trained()] * 3
 
 
@@ -182,14 +261,32 @@ def test_every_way_of_dealing_tasks_gives_each_its_place(cluster, options, local
 def test_tasks_dealt_in_an_order_of_the_users_need_an_address(cluster, tmp_path):
     (tmp_path / "hosts").write_text("127.0.0.2\n127.0.0.1\n")
     hosts = str(tmp_path / "hosts")
-    done = cluster.run("srun", "-n2", "--distribution=arbitrary", *TELL, check=False, SLURM_HOSTFILE=hosts)
-    assert "SLURM_PROCID=0 of SLURM_STEP_NUM_TASKS=2 does not tell where rank 0 listens, and MASTER_ADDR is not set" in done.stderr
-    assert len(srun(cluster, "-n2", "--distribution=arbitrary", SLURM_HOSTFILE=hosts, MASTER_ADDR="127.0.0.2")) == 2
+    done = cluster.run(
+        "srun", "-n2", "--distribution=arbitrary", *TELL, check=False, SLURM_HOSTFILE=hosts
+    )
+    assert (
+        "SLURM_PROCID=0 of SLURM_STEP_NUM_TASKS=2 does not tell where rank 0 listens, and MASTER_ADDR is not set"
+        in done.stderr
+    )
+    assert (
+        len(
+            srun(
+                cluster,
+                "-n2",
+                "--distribution=arbitrary",
+                SLURM_HOSTFILE=hosts,
+                MASTER_ADDR="127.0.0.2",
+            )
+        )
+        == 2
+    )
 
 
 def test_variables_left_in_the_shell_are_found_at_once(cluster):
     done = cluster.run("srun", "-n2", *TELL, check=False, RANK="0", WORLD_SIZE="1")
-    assert "ConfigError: SLURM_STEP_NUM_TASKS=2 and WORLD_SIZE=1 contradict each other" in done.stderr
+    assert (
+        "ConfigError: SLURM_STEP_NUM_TASKS=2 and WORLD_SIZE=1 contradict each other" in done.stderr
+    )
     assert "ConfigError: SLURM_PROCID=1 and RANK=0 contradict each other" in done.stderr
     assert done.stdout == ""
 
@@ -205,14 +302,19 @@ def test_without_srun_a_process_in_an_allocation_is_alone(cluster, tmp_path):
 def test_a_step_that_an_allocation_inherits_is_not_its_own(cluster):
     command = "[ $SLURM_PROCID = 1 ] || salloc -n1 " + " ".join(TELL)
     done = cluster.run("srun", "-n2", "bash", "-c", command, check=False)
-    assert "SLURM_STEP_NUM_TASKS=2, left from the step that submitted this job, contradicts SLURM_NTASKS=1" in done.stderr
+    assert (
+        "SLURM_STEP_NUM_TASKS=2, left from the step that submitted this job, contradicts SLURM_NTASKS=1"
+        in done.stderr
+    )
     assert done.stdout == ""
 
 
 def test_mpirun_in_an_allocation_says_the_ranks(cluster, tmp_path):
     needs("mpirun")
     mpirun = ("mpirun", "--allow-run-as-root", "-x", "MASTER_ADDR=127.0.0.1", *TELL)
-    workers = told(cluster.run("salloc", "-N2", "-n3", *mpirun, OMPI_MCA_orte_tmpdir_base=str(tmp_path)).stdout)
+    workers = told(
+        cluster.run("salloc", "-N2", "-n3", *mpirun, OMPI_MCA_orte_tmpdir_base=str(tmp_path)).stdout
+    )
     assert [(worker["rank"], worker["local_rank"], worker["started_by"]) for worker in workers] == [
         (0, 0, "mpi"),
         (1, 1, "mpi"),

@@ -11,7 +11,8 @@ from tests.launch.place.started import ROOT, trained
 from tests.workers import free_port
 
 SECONDS = 60.0
-# A worker that is alone stays in its fourth step until torchrun stops it, because another node has come.
+# A worker that is alone stays in its fourth step until torchrun stops it, because another node has
+# come.
 JOB = """
 import signal, sys, threading
 from pathlib import Path
@@ -23,7 +24,7 @@ stopped = threading.Event()
 
 with ss.init(lanes=4, dir=directory / "run") as run:
     def wait_for_another(step):
-        if run.workers == 1 and step == 4:
+        if run.world_size == 1 and step == 4:
             act = signal.getsignal(signal.SIGTERM)
             signal.signal(signal.SIGTERM, lambda *received: (stopped.set(), act(*received)))
             (directory / "alone").touch()
@@ -48,13 +49,25 @@ main()
 @contextmanager
 def node(directory, port, started_after):
     """Run torchrun for one of at most two nodes."""
-    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=7", "--rdzv-conf=last_call_timeout=1"]
+    rendezvous = [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-id=7",
+        "--rdzv-conf=last_call_timeout=1",
+    ]
     options = ["--nnodes=1:2", "--nproc-per-node=1", "--local-addr=127.0.0.1", *rendezvous]
     command = [sys.executable, "-c", NODE, started_after, *options, directory / "job.py", directory]
-    # Without the last one torchrun of torch 2.13 never tells the second node where the first one's workers meet.
-    variables = {"PYTHONPATH": str(ROOT), "TMPDIR": str(directory), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    # Without the last one torchrun of torch 2.13 never tells the second node where the first one's
+    # workers meet.
+    variables = {
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(directory),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     with (directory / "printed").open("ab") as output:
-        process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            command, env={**os.environ, **variables}, stdout=output, stderr=output
+        )
     try:
         yield process
     finally:
@@ -65,9 +78,16 @@ def node(directory, port, started_after):
 def test_a_node_that_comes_late_is_taken_in_and_nothing_else_changes(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     port, deadline = free_port(), time.monotonic() + SECONDS
-    with node(tmp_path, port, tmp_path / "job.py") as first, node(tmp_path, port, tmp_path / "alone") as second:
+    with (
+        node(tmp_path, port, tmp_path / "job.py") as first,
+        node(tmp_path, port, tmp_path / "alone") as second,
+    ):
         ended = [process.wait(deadline - time.monotonic()) for process in (first, second)]
     assert ended == [0, 0], (tmp_path / "printed").read_text()
-    assert [len(event["workers"]) for event in events(tmp_path / "run") if "workers" in event and "attempt" in event] == [1, 2]
+    assert [
+        len(event["workers"])
+        for event in events(tmp_path / "run")
+        if "workers" in event and "attempt" in event
+    ] == [1, 2]
     left = [(tmp_path / f"left-{rank}").read_text() for rank in range(2)]
     assert left == [trained()] * 2

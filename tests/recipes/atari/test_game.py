@@ -11,7 +11,10 @@ from recipes.settings import SettingsError
 from tests.jobs import fingerprint
 
 SMALL = GameSettings(frame_size=36)
-GAMES = {"fires": SMALL, "does not fire": GameSettings(name="FreewayNoFrameskip-v4", frame_size=36, no_ops=5)}
+GAMES = {
+    "fires": SMALL,
+    "does not fire": GameSettings(name="FreewayNoFrameskip-v4", frame_size=36, no_ops=5),
+}
 
 
 def played(game, actions):
@@ -54,7 +57,9 @@ def test_a_game_goes_on_where_its_state_was_taken(games, before, seed):
 
 def test_a_game_depends_on_its_seed_alone(game):
     def whole(seed):
-        return fingerprint(game.start(seed)), played(game, [index % game.actions for index in range(40)])
+        return fingerprint(game.start(seed)), played(
+            game, [index % game.actions for index in range(40)]
+        )
 
     first = [whole(seed) for seed in range(4)]
     assert [whole(seed) for seed in range(4)] == first

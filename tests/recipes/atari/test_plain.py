@@ -12,10 +12,27 @@ from tests.recipes.in_order import keyed_lane, left_in_checkpoint
 
 SMALL = [
     *("updates=4", "batch_size=8", "lanes=1", "model.channels=[4,4,8]", "model.features=16"),
-    *("game.name=BreakoutNoFrameskip-v4", "game.frame_size=36", "game.frame_skip=40"),  # so that games end within a few actions
-    *("collect.environments=2", "collect.steps=2", "collect.updates=2", "collect.warmup_steps=30", "collect.exploration_decay=50"),
-    *("replay.size=44", "replay.prioritised=true", "optimizer.target_every=2", "optimizer.learning_rate=0.01"),
-    *("evaluation.every=4", "evaluation.games=2", "evaluation.block=1", "evaluation.exploration=0.3"),
+    # so that games end within a few actions
+    *("game.name=BreakoutNoFrameskip-v4", "game.frame_size=36", "game.frame_skip=40"),
+    *(
+        "collect.environments=2",
+        "collect.steps=2",
+        "collect.updates=2",
+        "collect.warmup_steps=30",
+        "collect.exploration_decay=50",
+    ),
+    *(
+        "replay.size=44",
+        "replay.prioritised=true",
+        "optimizer.target_every=2",
+        "optimizer.learning_rate=0.01",
+    ),
+    *(
+        "evaluation.every=4",
+        "evaluation.games=2",
+        "evaluation.block=1",
+        "evaluation.exploration=0.3",
+    ),
 ]
 
 
@@ -24,7 +41,9 @@ def test_one_lane_leaves_the_bits_of_the_plain_script(tmp_path):
         scores = plain.main([*SMALL, "--dir", str(tmp_path / "plain")])
     assert train.main([*SMALL, "--dir", str(tmp_path / "samestep")]) == scores
     state = load(list_snapshots(tmp_path / "samestep")[-1]).state
-    assert left_in_checkpoint(tmp_path / "plain") == fingerprint({name: state[name] for name in ("online", "target", "optimizer")})
+    assert left_in_checkpoint(tmp_path / "plain") == fingerprint(
+        {name: state[name] for name in ("online", "target", "optimizer")}
+    )
 
 
 def test_it_trains_goes_on_and_evaluates(tmp_path):

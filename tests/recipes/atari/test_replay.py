@@ -22,7 +22,11 @@ class All:
 
     def _choose(self, size, correction):
         rows = torch.tensor(self._drawable(), dtype=torch.int64)
-        return rows.repeat_interleave(ENVIRONMENTS), torch.arange(ENVIRONMENTS).repeat(len(rows)), torch.ones(size)
+        return (
+            rows.repeat_interleave(ENVIRONMENTS),
+            torch.arange(ENVIRONMENTS).repeat(len(rows)),
+            torch.ones(size),
+        )
 
 
 class AllOfReplay(All, Replay):
@@ -34,7 +38,10 @@ def filled(kind, rows, steps, *, game=None, settings=SETTINGS, end_rate=0.2):
     game = game or GameSettings(frame_size=SIZE, frame_stack=3)
     replay = kind(settings, game, rows, ENVIRONMENTS)
     frames = torch.randint(256, (steps + 1, ENVIRONMENTS, SIZE, SIZE), dtype=torch.uint8)
-    actions, rewards = torch.randint(6, (steps, ENVIRONMENTS)), torch.randint(-1, 2, (steps, ENVIRONMENTS)).float()
+    actions, rewards = (
+        torch.randint(6, (steps, ENVIRONMENTS)),
+        torch.randint(-1, 2, (steps, ENVIRONMENTS)).float(),
+    )
     ends = torch.rand(steps, ENVIRONMENTS) < end_rate
     replay.see(frames[0])
     for step in range(steps):
@@ -46,20 +53,35 @@ def filled(kind, rows, steps, *, game=None, settings=SETTINGS, end_rate=0.2):
 def stack_at(frames, ends, row, column, stack):
     """Return an observation as its definition says it, frame by frame."""
     starts = [0] + [step + 1 for step in range(row) if ends[step, column]]
-    return torch.stack([frames[max(row - back, starts[-1]), column] for back in reversed(range(stack))])
+    return torch.stack(
+        [frames[max(row - back, starts[-1]), column] for back in reversed(range(stack))]
+    )
 
 
-@given(rows=st.integers(7, 20), steps=st.integers(0, 50), stack=st.integers(1, 3), ahead=st.integers(1, 3), seed=st.integers(0, 2**32))
+@given(
+    rows=st.integers(7, 20),
+    steps=st.integers(0, 50),
+    stack=st.integers(1, 3),
+    ahead=st.integers(1, 3),
+    seed=st.integers(0, 2**32),
+)
 def test_samples_are_what_was_played(rows, steps, stack, ahead, seed):
     torch.manual_seed(seed)
-    game, settings = GameSettings(frame_size=SIZE, frame_stack=stack), replace(SETTINGS, steps=ahead)
-    replay, (frames, actions, rewards, ends) = filled(AllOfReplay, rows, steps, game=game, settings=settings)
+    game, settings = (
+        GameSettings(frame_size=SIZE, frame_stack=stack),
+        replace(SETTINGS, steps=ahead),
+    )
+    replay, (frames, actions, rewards, ends) = filled(
+        AllOfReplay, rows, steps, game=game, settings=settings
+    )
     oldest = max(0, steps + 1 - rows)
     among = range(oldest + stack - 1 if oldest else 0, steps + 1 - ahead)
     assert replay.ready() == (len(among) > 0)
 
     drawn = replay.draw(len(among) * ENVIRONMENTS, 1.0) if among else []
-    for index, (observation, action, gain, after, discount, *_) in enumerate(zip(*drawn[:-1], strict=True)):
+    for index, (observation, action, gain, after, discount, *_) in enumerate(
+        zip(*drawn[:-1], strict=True)
+    ):
         row, column = among[index // ENVIRONMENTS], index % ENVIRONMENTS
         assert torch.equal(observation, stack_at(frames, ends, row, column, stack))
         assert action == actions[row, column]
@@ -70,7 +92,9 @@ def test_samples_are_what_was_played(rows, steps, stack, ahead, seed):
         if last is None:
             assert torch.equal(after, stack_at(frames, ends, row + ahead, column, stack))
 
-    newest = torch.stack([stack_at(frames, ends, steps, column, stack) for column in range(ENVIRONMENTS)])
+    newest = torch.stack(
+        [stack_at(frames, ends, steps, column, stack) for column in range(ENVIRONMENTS)]
+    )
     assert torch.equal(replay.newest(), newest)
 
 
@@ -104,7 +128,10 @@ def test_a_replay_holds_a_frame_once(kind):
 
 def test_a_replay_of_another_size_is_not_taken():
     state = filled(Replay, 8, 3)[0].state_dict()
-    for other in (filled(Replay, 9, 3)[0], filled(Replay, 8, 0, game=GameSettings(frame_size=SIZE, frame_stack=2))[0]):
+    for other in (
+        filled(Replay, 9, 3)[0],
+        filled(Replay, 8, 0, game=GameSettings(frame_size=SIZE, frame_stack=2))[0],
+    ):
         if other.rows == 8:
             other.load_state_dict(state)  # the stack is put together from the same frames
             continue
@@ -131,8 +158,11 @@ def test_samples_are_drawn_in_proportion_to_their_priority():
     chosen_rows, columns, weights = replay._choose(40_000, correction=0.5)
 
     index = (chosen_rows - rows[0]) * ENVIRONMENTS + columns
-    torch.testing.assert_close(index.bincount() / len(index), errors**2 / (errors**2).sum(), atol=0.01, rtol=0.05)
-    torch.testing.assert_close(weights, 1 / errors[index], atol=0, rtol=1e-4)  # (probability / the least)^-0.5
+    torch.testing.assert_close(
+        index.bincount() / len(index), errors**2 / (errors**2).sum(), atol=0.01, rtol=0.05
+    )
+    # (probability / the least)^-0.5
+    torch.testing.assert_close(weights, 1 / errors[index], atol=0, rtol=1e-4)
 
 
 def test_a_new_sample_counts_as_the_largest_error_so_far():

@@ -29,21 +29,57 @@ from tests.workers import WorkerFailedError, run_workers
 RECIPE = Path(recipes.atari.__file__).parent
 LANES, UPDATES = 4, 6
 SMALL = [
-    *(f"updates={UPDATES}", "batch_size=16", f"lanes={LANES}", "model.channels=[4,4,8]", "model.features=16"),
-    *("game.name=BreakoutNoFrameskip-v4", "game.frame_size=36", "game.frame_skip=40"),  # so that games end within a few actions
-    *("collect.environments=4", "collect.steps=3", "collect.updates=2", "collect.warmup_steps=60", "collect.exploration_decay=50"),
-    *("replay.size=88", "replay.prioritised=true", "optimizer.target_every=2", "optimizer.learning_rate=0.01"),
-    *("evaluation.every=6", "evaluation.games=3", "evaluation.block=2", "evaluation.exploration=0.3"),
+    *(
+        f"updates={UPDATES}",
+        "batch_size=16",
+        f"lanes={LANES}",
+        "model.channels=[4,4,8]",
+        "model.features=16",
+    ),
+    # so that games end within a few actions
+    *("game.name=BreakoutNoFrameskip-v4", "game.frame_size=36", "game.frame_skip=40"),
+    *(
+        "collect.environments=4",
+        "collect.steps=3",
+        "collect.updates=2",
+        "collect.warmup_steps=60",
+        "collect.exploration_decay=50",
+    ),
+    *(
+        "replay.size=88",
+        "replay.prioritised=true",
+        "optimizer.target_every=2",
+        "optimizer.learning_rate=0.01",
+    ),
+    *(
+        "evaluation.every=6",
+        "evaluation.games=3",
+        "evaluation.block=2",
+        "evaluation.exploration=0.3",
+    ),
 ]
-PLAIN = ["replay.prioritised=false", "model.dueling=false", "optimizer.double=false", "optimizer.loss=squared", "optimizer.clip_norm=none"]
+PLAIN = [
+    "replay.prioritised=false",
+    "model.dueling=false",
+    "optimizer.double=false",
+    "optimizer.loss=squared",
+    "optimizer.clip_norm=none",
+]
 VARIANTS = {"plain Q-learning": PLAIN, "bfloat16": ["precision=bfloat16"]}
 
 
 def train(workers, directory, *changes):
     """Return the scores of a run and all that it left, by name: networks, optimizer, emulators, replays, what it logged and drew."""
-    scores = run_workers(recipe.main, workers, [*SMALL, "--dir", str(directory), *changes], timeout=100)
+    scores = run_workers(
+        recipe.main, workers, [*SMALL, "--dir", str(directory), *changes], timeout=100
+    )
     assert all(others == scores[0] for others in scores)
-    return {**scores[0], **fingerprint(state_left(directory)), **logged(directory), **pictures(directory)}
+    return {
+        **scores[0],
+        **fingerprint(state_left(directory)),
+        **logged(directory),
+        **pictures(directory),
+    }
 
 
 def state_left(directory):
@@ -89,9 +125,15 @@ def test_every_lane_fills_its_share_of_the_replay(trained):
         assert replay["count"] == warmup + collected + 1 > replay["rows"] == 88 // LANES
         assert replay["ends"].any()
     assert any(lane["returns"] for lane in lanes)  # games ended, and others began
-    last = [event["values"] for event in events(trained[0], "scalars") if "environment_steps" in event["values"]][-1]
+    last = [
+        event["values"]
+        for event in events(trained[0], "scalars")
+        if "environment_steps" in event["values"]
+    ][-1]
     assert last["environment_steps"] == LANES * (warmup + collected)
-    assert last["exploration"] == pytest.approx(exploration_after(LANES * (warmup + collected), read(Settings, SMALL).collect))
+    assert last["exploration"] == pytest.approx(
+        exploration_after(LANES * (warmup + collected), read(Settings, SMALL).collect)
+    )
 
 
 def killed_at(arguments, step, rank):
@@ -109,7 +151,15 @@ def killed_at(arguments, step, rank):
 
 def test_a_run_that_was_killed_goes_on_at_another_number_of_workers(trained, tmp_path):
     with pytest.raises(WorkerFailedError, match="worker 1 ended with exit code -9"):
-        run_workers(killed_at, 2, [*SMALL, "--dir", str(tmp_path)], 4, 1, timeout=60, environment={"SAMESTEP_SNAPSHOT_EVERY": "1"})
+        run_workers(
+            killed_at,
+            2,
+            [*SMALL, "--dir", str(tmp_path)],
+            4,
+            1,
+            timeout=60,
+            environment={"SAMESTEP_SNAPSHOT_EVERY": "1"},
+        )
     assert 0 < load(list_snapshots(tmp_path)[-1]).step < UPDATES
 
     assert train(4, tmp_path) == trained[1]
@@ -129,7 +179,13 @@ def test_a_game_of_an_evaluation_is_the_same_beside_any_others():
     network = QNetwork(read(Settings, SMALL).model, GameSettings(frame_size=36), 6)
 
     def play(*numbers, seed=0):
-        played = play_games(network, torch.tensor(numbers), settings=GameSettings(frame_size=36), seed=seed, exploration=1.0)
+        played = play_games(
+            network,
+            torch.tensor(numbers),
+            settings=GameSettings(frame_size=36),
+            seed=seed,
+            exploration=1.0,
+        )
         return list(zip(played["return"].tolist(), played["actions"].tolist(), strict=True))
 
     together = play(3, 4, 5)
@@ -146,19 +202,25 @@ def test_a_film_shows_a_game_from_its_start_to_its_end(actions):
     strip = film.strip()
     assert strip.shape == (2, FILMED, 3)
     assert strip[0, 0, 0] == 0
-    assert np.abs(strip[0, :, 0] - np.linspace(0, actions - 1, FILMED)).max() <= max(1 / 2, actions / FILMED)
+    assert np.abs(strip[0, :, 0] - np.linspace(0, actions - 1, FILMED)).max() <= max(
+        1 / 2, actions / FILMED
+    )
 
 
 def test_a_film_shows_the_screens_of_the_game():
     settings = read(Settings, SMALL)
-    (strip,) = play_games(nn.Module(), torch.tensor([0]), settings=settings.game, seed=0, exploration=1.0)["film"]
+    (strip,) = play_games(
+        nn.Module(), torch.tensor([0]), settings=settings.game, seed=0, exploration=1.0
+    )["film"]
     assert strip.shape == (210, FILMED * 160, 3)
     assert strip.dtype == np.uint8
     assert len({screen.tobytes() for screen in np.split(strip, FILMED, axis=1)}) > 1
 
 
 def test_samestep_verify_finds_every_step_the_same(capsys):
-    assert samestep(["verify", "-n", "2,1x2", "--steps", "2", str(RECIPE / "train.py"), *SMALL]) == 0
+    assert (
+        samestep(["verify", "-n", "2,1x2", "--steps", "2", str(RECIPE / "train.py"), *SMALL]) == 0
+    )
     assert "the same at every step: n=2, n=1x2" in capsys.readouterr().out
 
 
@@ -179,14 +241,26 @@ class Table(nn.Module):
 @pytest.mark.parametrize(("double", "next_value"), [(True, 10.0), (False, 20.0)])
 @pytest.mark.parametrize("loss", ["huber", "squared"])
 def test_the_loss_is_that_of_the_temporal_differences(double, next_value, loss):
-    networks = {"online": Table([[1.0, 0.0], [0.0, 5.0]]), "target": Table([[0.0, 0.0], [20.0, 10.0]])}
-    seen, after = torch.zeros(2, 1, 1, 1, dtype=torch.uint8), torch.ones(2, 1, 1, 1, dtype=torch.uint8)
+    networks = {
+        "online": Table([[1.0, 0.0], [0.0, 5.0]]),
+        "target": Table([[0.0, 0.0], [20.0, 10.0]]),
+    }
+    seen, after = (
+        torch.zeros(2, 1, 1, 1, dtype=torch.uint8),
+        torch.ones(2, 1, 1, 1, dtype=torch.uint8),
+    )
     told = []
-    gains, discounts, weights = torch.tensor([2.0, 0.5]), torch.tensor([0.5, 0.0]), torch.tensor([1.0, 3.0])
+    gains, discounts, weights = (
+        torch.tensor([2.0, 0.5]),
+        torch.tensor([0.5, 0.0]),
+        torch.tensor([1.0, 3.0]),
+    )
     samples = Samples(seen, torch.tensor([0, 1]), gains, after, discounts, weights, told.append)
 
     batch = LaneBatch(samples, environment_steps=7, exploration=0.1, recent_return=None)
-    got, metrics = recipe.td_loss(networks, batch, settings=OptimizerSettings(double=double, loss=loss))
+    got, metrics = recipe.td_loss(
+        networks, batch, settings=OptimizerSettings(double=double, loss=loss)
+    )
     got.backward()
 
     errors = torch.tensor([2 + 0.5 * next_value - 1.0, 0.5])
@@ -196,18 +270,30 @@ def test_the_loss_is_that_of_the_temporal_differences(double, next_value, loss):
     assert metrics["value"].item() == 1.0
     assert "training_return" not in metrics
     slopes = 2 * errors if loss == "squared" else torch.tensor([1.0, 0.5])
-    assert torch.equal(networks["online"].values.grad, torch.stack([-slopes * weights / 2, torch.zeros(2)]))
+    assert torch.equal(
+        networks["online"].values.grad, torch.stack([-slopes * weights / 2, torch.zeros(2)])
+    )
     assert networks["target"].values.grad is None
 
 
 def test_advantages_have_no_mean():
     network = QNetwork(read(Settings, SMALL).model, GameSettings(frame_size=36), 5)
     observations = torch.randint(256, (3, 4, 36, 36), dtype=torch.uint8)
-    torch.testing.assert_close(network(observations).mean(1, keepdim=True), network.value(network.encoder(observations / 255)))
+    torch.testing.assert_close(
+        network(observations).mean(1, keepdim=True),
+        network.value(network.encoder(observations / 255)),
+    )
 
 
 def test_exploration_falls_by_the_steps_of_all_lanes():
-    settings = read(Settings, ["collect.exploration_decay=100", "collect.exploration_start=0.9", "collect.exploration_end=0.1"]).collect
+    settings = read(
+        Settings,
+        [
+            "collect.exploration_decay=100",
+            "collect.exploration_start=0.9",
+            "collect.exploration_end=0.1",
+        ],
+    ).collect
     assert exploration_after(0, settings) == pytest.approx(0.9)
     assert exploration_after(100, settings) == pytest.approx(0.1 + 0.8 / torch.e)
     assert exploration_after(10_000, settings) == pytest.approx(0.1)

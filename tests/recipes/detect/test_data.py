@@ -20,7 +20,16 @@ SQUARE = [2, 1, 6, 1, 6, 4, 2, 4]  # x from 2 to 6, y from 1 to 4
 
 
 def entry(**changes):
-    return {"id": 1, "image_id": 7, "category_id": 3, "bbox": [2, 1, 4, 3], "segmentation": [SQUARE], "area": 12, "iscrowd": 0, **changes}
+    return {
+        "id": 1,
+        "image_id": 7,
+        "category_id": 3,
+        "bbox": [2, 1, 4, 3],
+        "segmentation": [SQUARE],
+        "area": 12,
+        "iscrowd": 0,
+        **changes,
+    }
 
 
 def write(directory, *annotations, part="train", **lists):
@@ -31,7 +40,11 @@ def write(directory, *annotations, part="train", **lists):
     pixels = np.arange(240, dtype=np.uint8).reshape(8, 10, 3)
     Image.fromarray(pixels).save(directory / part / "a.png")
     file = directory / f"{part}.json"
-    file.write_text(json.dumps({"images": [image], "annotations": list(annotations), "categories": categories} | lists))
+    file.write_text(
+        json.dumps(
+            {"images": [image], "annotations": list(annotations), "categories": categories} | lists
+        )
+    )
     return file
 
 
@@ -58,14 +71,18 @@ def test_polygons_and_both_kinds_of_run_lengths_give_the_same_mask(tmp_path):
     (image,) = read_annotations(file).images
 
     assert [np.array_equal(decoded(instance), square) for instance in image.instances] == [True] * 3
-    assert [instance.label for instance in image.instances] == [1] * 3  # labels are in the order of ids
+    # labels are in the order of ids
+    assert [instance.label for instance in image.instances] == [1] * 3
     assert [instance.area for instance in image.instances] == [12.0] * 3
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"image_id": 8}, "annotations[1] (id 1) has image_id 8; expected the id of one of the 1 images"),
+        (
+            {"image_id": 8},
+            "annotations[1] (id 1) has image_id 8; expected the id of one of the 1 images",
+        ),
         ({"image_id": "7"}, "annotations[1] (id 1) has image_id '7'; expected a whole number"),
         ({"category_id": 2}, "annotations[1] (id 1) has category_id 2; expected one of [1, 3]"),
         ({"bbox": [1, 2, 3]}, "has bbox [1, 2, 3]; expected x, y, width and height"),
@@ -77,8 +94,14 @@ def test_polygons_and_both_kinds_of_run_lengths_give_the_same_mask(tmp_path):
         ({"segmentation": []}, "has no mask that can be read"),
         ({"segmentation": [[1, 2, 3, 4]]}, "has no mask that can be read"),
         ({"segmentation": [[1, 2, 3, 4, 5, 6, 7]]}, "has no mask that can be read"),
-        ({"segmentation": {"size": [10, 8], "counts": [80]}}, "has a mask of size [10, 8]; expected [8, 10]"),
-        ({"segmentation": {"size": [8, 10], "counts": [79]}}, "whose counts do not cover its 8 x 10 pixels"),
+        (
+            {"segmentation": {"size": [10, 8], "counts": [80]}},
+            "has a mask of size [10, 8]; expected [8, 10]",
+        ),
+        (
+            {"segmentation": {"size": [8, 10], "counts": [79]}},
+            "whose counts do not cover its 8 x 10 pixels",
+        ),
     ],
 )
 def test_a_wrong_annotation_is_named_with_its_file(change, expected, tmp_path):
@@ -96,9 +119,18 @@ def test_a_wrong_annotation_is_named_with_its_file(change, expected, tmp_path):
         ({"categories": []}, "has no categories"),
         ({"annotations": [3]}, "annotations[0] is 3; expected an object"),
         ({"categories": [{"id": 3}]}, "categories[0] (id 3) has name None; expected text"),
-        ({"categories": [{"id": 3, "name": "a"}, {"id": 3, "name": "b"}]}, "categories has the id 3 2 times"),
-        ({"images": [{"id": 1, "file_name": "a.png", "width": 0, "height": 8}]}, "images[0] (id 1) has width 0 and height 8"),
-        ({"images": [{"file_name": "a.png", "width": 1, "height": 8}]}, "images[0] has id None; expected a whole number"),
+        (
+            {"categories": [{"id": 3, "name": "a"}, {"id": 3, "name": "b"}]},
+            "categories has the id 3 2 times",
+        ),
+        (
+            {"images": [{"id": 1, "file_name": "a.png", "width": 0, "height": 8}]},
+            "images[0] (id 1) has width 0 and height 8",
+        ),
+        (
+            {"images": [{"file_name": "a.png", "width": 1, "height": 8}]},
+            "images[0] has id None; expected a whole number",
+        ),
     ],
 )
 def test_a_wrong_list_is_named_with_its_file(lists, expected, tmp_path):
@@ -121,28 +153,44 @@ def test_what_is_no_annotation_file_is_named(content, tmp_path):
 
 
 def test_boxes_are_cut_to_the_image_and_crowds_left_out(tmp_path):
-    images = open_one(tmp_path, entry(bbox=[-3, 2, 20, 99]), entry(iscrowd=1), entry(bbox=[4, 4, 0, 2]), entry(bbox=[10, 0, 3, 3]))
+    images = open_one(
+        tmp_path,
+        entry(bbox=[-3, 2, 20, 99]),
+        entry(iscrowd=1),
+        entry(bbox=[4, 4, 0, 2]),
+        entry(bbox=[10, 0, 3, 3]),
+    )
     sample = images[0]
     assert sample.boxes.tolist() == [[0, 2, 10, 8]]
     assert sample.labels.tolist() == [1]
     assert sample.masks.shape == (1, 8, 10)
-    torch.testing.assert_close(sample.image, torch.arange(240).view(8, 10, 3).permute(2, 0, 1) / 255)
+    torch.testing.assert_close(
+        sample.image, torch.arange(240).view(8, 10, 3).permute(2, 0, 1) / 255
+    )
 
 
 def test_an_image_without_objects_is_a_sample(tmp_path):
     sample = open_one(tmp_path)[0]
-    assert (sample.boxes.shape, sample.labels.shape, sample.masks.shape) == ((0, 4), (0,), (0, 8, 10))
+    assert (sample.boxes.shape, sample.labels.shape, sample.masks.shape) == (
+        (0, 4),
+        (0,),
+        (0, 8, 10),
+    )
 
 
 def test_resizing_and_mirroring_keep_boxes_around_masks(tmp_path):
     images = open_one(tmp_path, entry(), short_sides=(16, 32))
-    images.settings = settings(tmp_path, short_sides=(16, 32)).__class__(**{**vars(images.settings), "flip": 0.5})
+    images.settings = settings(tmp_path, short_sides=(16, 32)).__class__(
+        **{**vars(images.settings), "flip": 0.5}
+    )
     random.seed(1)
     seen = set()
     for _ in range(20):
         sample = images[0]
         rows, columns = (torch.nonzero(sample.masks[0].amax(axis))[:, 0] for axis in (1, 0))
-        assert sample.boxes.tolist() == [[int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1]]
+        assert sample.boxes.tolist() == [
+            [int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1]
+        ]
         seen.add((sample.image.shape[1], bool(sample.image[0, 0, 0] > sample.image[0, 0, -1])))
     assert seen == {(16, False), (16, True), (32, False), (32, True)}
 
@@ -156,7 +204,9 @@ def test_held_out_images_are_never_mirrored_and_have_the_last_size(tmp_path):
     assert sample.boxes.tolist() == [[4, 2, 12, 8]]
 
 
-@pytest.mark.parametrize(("sides", "size"), [((100, None), (8, 10)), ((100, 16), (16, 20)), ((15, 16), (12, 15))])
+@pytest.mark.parametrize(
+    ("sides", "size"), [((100, None), (8, 10)), ((100, 16), (16, 20)), ((15, 16), (12, 15))]
+)
 def test_the_longer_side_limits_the_shorter(sides, size, tmp_path):
     write(tmp_path)
     longest, short = sides
@@ -185,7 +235,9 @@ def test_groups_are_those_of_aspect(digits):
     train = open_images(DataSettings(path=digits)).train
     groups = train.groups()
     assert set(groups) == {False, True}
-    assert groups == [train.read(index).width >= train.read(index).height for index in range(len(train))]
+    assert groups == [
+        train.read(index).width >= train.read(index).height for index in range(len(train))
+    ]
 
 
 # What is missing or broken
@@ -204,7 +256,11 @@ def test_missing_data_is_named(tmp_path):
 def test_paths_of_their_own_stand_for_the_folder(tmp_path):
     write(tmp_path, entry(), part="images2017")
     file, folder = tmp_path / "images2017.json", tmp_path / "images2017"
-    images = open_images(DataSettings(train_annotations=file, train_images=folder, val_annotations=file, val_images=folder))
+    images = open_images(
+        DataSettings(
+            train_annotations=file, train_images=folder, val_annotations=file, val_images=folder
+        )
+    )
     assert len(images.train) == len(images.val) == 1
 
 
@@ -220,7 +276,9 @@ def test_broken_images_and_masks_are_named(tmp_path):
     with pytest.raises(AnnotationError, match=r"train\.json: a mask of image 7 cannot be decoded"):
         images[0]
     Image.new("RGB", (9, 8)).save(tmp_path / "train" / "a.png")
-    with pytest.raises(AnnotationError, match=r"a\.png has 9 x 8 pixels, but .*train\.json says 10 x 8"):
+    with pytest.raises(
+        AnnotationError, match=r"a\.png has 9 x 8 pixels, but .*train\.json says 10 x 8"
+    ):
         images[0]
     (tmp_path / "train" / "a.png").write_bytes(b"no image")
     with pytest.raises(AnnotationError, match=r"a\.png cannot be read as an image"):
@@ -235,8 +293,12 @@ def test_the_made_set_is_the_same_each_time_and_other_with_another_seed(digits, 
     make_data.main([str(tmp_path / "other"), "--train", "13", "--val", "5", "--seed", "1"])
     files = sorted(path.relative_to(digits) for path in digits.rglob("*") if path.is_file())
     assert len(files) == 13 + 5 + 2
-    assert all((digits / file).read_bytes() == (tmp_path / "again" / file).read_bytes() for file in files)
-    assert all((digits / file).read_bytes() != (tmp_path / "other" / file).read_bytes() for file in files)
+    assert all(
+        (digits / file).read_bytes() == (tmp_path / "again" / file).read_bytes() for file in files
+    )
+    assert all(
+        (digits / file).read_bytes() != (tmp_path / "other" / file).read_bytes() for file in files
+    )
 
 
 def test_the_made_set_has_what_it_promises(tmp_path):
@@ -253,15 +315,24 @@ def test_the_made_set_has_what_it_promises(tmp_path):
         for mask, instance in zip(masks, image.instances, strict=True):
             assert instance.box == tuple(rle.toBbox(instance.mask))
             assert instance.area == mask.sum() > 0
-        boxes = np.array([[x, y, x + w, y + h] for x, y, w, h in (instance.box for instance in image.instances)]).reshape(-1, 4)
-        low, high = np.maximum(boxes[:, None, :2], boxes[:, :2]), np.minimum(boxes[:, None, 2:], boxes[:, 2:])
+        boxes = np.array(
+            [[x, y, x + w, y + h] for x, y, w, h in (instance.box for instance in image.instances)]
+        ).reshape(-1, 4)
+        low, high = (
+            np.maximum(boxes[:, None, :2], boxes[:, :2]),
+            np.minimum(boxes[:, None, 2:], boxes[:, 2:]),
+        )
         overlapping += ((high > low).all(2).sum() > len(boxes)).item()
     assert overlapping > 5
 
 
 def test_held_out_digits_are_seen_in_no_training_image(tmp_path, monkeypatch):
     given = {}
-    monkeypatch.setattr(make_data, "write", lambda directory, part, images, digits, labels, draw: given.update({part: digits}))
+    monkeypatch.setattr(
+        make_data,
+        "write",
+        lambda directory, part, images, digits, labels, draw: given.update({part: digits}),
+    )
     make_data.main([str(tmp_path)])
     train, val = ({digit.tobytes() for digit in given[part]} for part in ("train", "val"))
     assert not train & val

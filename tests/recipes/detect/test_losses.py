@@ -9,20 +9,42 @@ from hypothesis import strategies as st
 
 from recipes.detect.config import LossSettings, ModelSettings
 from recipes.detect.data import Batch
-from recipes.detect.losses import BACKGROUND, assign, centerness, detection_loss, focal_loss, positives_of, some_of
+from recipes.detect.losses import (
+    BACKGROUND,
+    assign,
+    centerness,
+    detection_loss,
+    focal_loss,
+    positives_of,
+    some_of,
+)
 from recipes.detect.masks import grid_points
 from recipes.detect.model import Detector
 
 SMALL = ModelSettings(
-    blocks=(1, 1), widths=(8, 8), bottleneck=1, stem_width=8, stem_pool=False, strides=(4, 8), width=8, tower=1, mask_width=8
+    blocks=(1, 1),
+    widths=(8, 8),
+    bottleneck=1,
+    stem_width=8,
+    stem_pool=False,
+    strides=(4, 8),
+    width=8,
+    tower=1,
+    mask_width=8,
 )
 LEVELS = {4: (16, 16), 8: (8, 8), 16: (4, 4)}  # of an image of 64 x 64 pixels
-POINTS = torch.cat([grid_points(*size, stride, torch.device("cpu")) for stride, size in LEVELS.items()])
-STRIDES = torch.cat([torch.full((height * width,), float(stride)) for stride, (height, width) in LEVELS.items()])
+POINTS = torch.cat(
+    [grid_points(*size, stride, torch.device("cpu")) for stride, size in LEVELS.items()]
+)
+STRIDES = torch.cat(
+    [torch.full((height * width,), float(stride)) for stride, (height, width) in LEVELS.items()]
+)
 
 corners = st.tuples(st.floats(0, 60), st.floats(0, 60), st.floats(1, 64), st.floats(1, 64))
 box_tensors = st.lists(corners, max_size=5).map(
-    lambda some: torch.tensor([[x, y, min(64, x + w), min(64, y + h)] for x, y, w, h in some]).reshape(-1, 4)
+    lambda some: torch.tensor(
+        [[x, y, min(64, x + w), min(64, y + h)] for x, y, w, h in some]
+    ).reshape(-1, 4)
 )
 
 
@@ -30,13 +52,19 @@ box_tensors = st.lists(corners, max_size=5).map(
 def test_a_location_learns_the_smallest_box_that_fits_it(boxes, radius):
     learnt = assign(POINTS, STRIDES, boxes, LossSettings(center_radius=radius))
 
-    for (x, y), stride, chosen in zip(POINTS.tolist(), STRIDES.tolist(), learnt.tolist(), strict=True):
+    for (x, y), stride, chosen in zip(
+        POINTS.tolist(), STRIDES.tolist(), learnt.tolist(), strict=True
+    ):
         fitting = {}
         for number, (left, top, right, bottom) in enumerate(boxes.tolist()):
             reaches = (x - left, y - top, right - x, bottom - y)
             off_center = max(abs(x - (left + right) / 2), abs(y - (top + bottom) / 2))
             low, high = {4: (0, 32), 8: (32, 64), 16: (64, math.inf)}[stride]
-            if min(reaches) > 0 and off_center < radius * stride - 1e-3 and low < max(reaches) <= high:
+            if (
+                min(reaches) > 0
+                and off_center < radius * stride - 1e-3
+                and low < max(reaches) <= high
+            ):
                 fitting[number] = (right - left) * (bottom - top)
         if chosen == BACKGROUND:
             assert not fitting
@@ -48,7 +76,11 @@ def test_a_location_learns_the_smallest_box_that_fits_it(boxes, radius):
             assert top < y < bottom
 
 
-@given(learnt=st.lists(st.integers(-1, 4), max_size=30), most=st.integers(1, 5), seed=st.integers(0, 2**32))
+@given(
+    learnt=st.lists(st.integers(-1, 4), max_size=30),
+    most=st.integers(1, 5),
+    seed=st.integers(0, 2**32),
+)
 def test_each_box_weighs_one_with_all_or_some_of_its_locations(learnt, most, seed):
     torch.manual_seed(seed)
     learnt = torch.tensor(learnt, dtype=torch.int64)
@@ -59,7 +91,9 @@ def test_each_box_weighs_one_with_all_or_some_of_its_locations(learnt, most, see
         for box in range(5):
             there = int((learnt == box).sum())
             assert int((found.boxes == box).sum()) == min(there, limit)
-            assert float(found.weights[found.boxes == box].sum()) == pytest.approx(float(there > 0), abs=1e-5)
+            assert float(found.weights[found.boxes == box].sum()) == pytest.approx(
+                float(there > 0), abs=1e-5
+            )
 
 
 def test_the_locations_drawn_for_masks_change():
@@ -72,7 +106,12 @@ def test_focal_loss_is_its_formula(logit, truth, gamma):
     chance = 1 / (1 + math.exp(-logit))
     right = chance if truth else 1 / (1 + math.exp(logit))
     expected = (0.25 if truth else 0.75) * (1 - right) ** gamma * -math.log(right)
-    found = focal_loss(torch.tensor([logit], dtype=torch.float64), torch.tensor([float(truth)], dtype=torch.float64), 0.25, gamma)
+    found = focal_loss(
+        torch.tensor([logit], dtype=torch.float64),
+        torch.tensor([float(truth)], dtype=torch.float64),
+        0.25,
+        gamma,
+    )
     assert found.item() == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
@@ -88,11 +127,16 @@ def test_centerness_is_one_at_the_centre_and_falls_to_zero_at_the_sides():
 def make_batch(*counts):
     """Return images of 32 x 48 pixels with so many boxes each, and their masks."""
     images = torch.rand(len(counts), 3, 32, 48)
-    boxes = [torch.cat([at := torch.rand(count, 2) * 16, at + 4 + torch.rand(count, 2) * 12], dim=1) for count in counts]
+    boxes = [
+        torch.cat([at := torch.rand(count, 2) * 16, at + 4 + torch.rand(count, 2) * 12], dim=1)
+        for count in counts
+    ]
     labels = [torch.randint(3, (count,)) for count in counts]
     masks = [torch.zeros(count, 32, 48, dtype=torch.uint8) for count in counts]
     for some, drawn in zip(boxes, masks, strict=True):
-        for (left, top, right, bottom), mask in zip(some.round().int().tolist(), drawn, strict=True):
+        for (left, top, right, bottom), mask in zip(
+            some.round().int().tolist(), drawn, strict=True
+        ):
             mask[top:bottom, left:right] = 1
     return Batch(images, [(32, 48)] * len(counts), boxes, labels, masks, entries=[])
 
@@ -100,10 +144,17 @@ def make_batch(*counts):
 @pytest.mark.parametrize("counts", [(2, 0, 3), (0, 0), (5,)])
 def test_the_loss_of_a_lane_is_the_sum_of_its_images(counts):
     torch.manual_seed(0)
-    model, batch, settings = Detector(SMALL, 3), make_batch(*counts), LossSettings(mask_locations=1000)
+    model, batch, settings = (
+        Detector(SMALL, 3),
+        make_batch(*counts),
+        LossSettings(mask_locations=1000),
+    )
     whole, sums = detection_loss(model, batch, settings=settings)
     parts = [
-        detection_loss(model, Batch(*(some[i : i + 1] for some in batch[:5]), entries=[]), settings=settings) for i in range(len(counts))
+        detection_loss(
+            model, Batch(*(some[i : i + 1] for some in batch[:5]), entries=[]), settings=settings
+        )
+        for i in range(len(counts))
     ]
 
     torch.testing.assert_close(whole, torch.stack([loss for loss, _ in parts]).sum())
@@ -120,7 +171,11 @@ def test_without_boxes_only_the_background_is_learnt():
     loss.backward()
     assert loss > 0
     assert [float(sums[name].detach()) for name in ("box", "centerness", "mask")] == [0, 0, 0]
-    learning = {name.partition(".")[0] for name, parameter in model.named_parameters() if parameter.grad is not None}
+    learning = {
+        name.partition(".")[0]
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     assert learning == {"backbone", "pyramid", "class_tower", "class_head"}
 
 
@@ -142,4 +197,7 @@ def test_a_detector_learns_one_image_by_heart():
         loss.backward()
         optimizer.step()
         losses.append({name: float(value.detach()) for name, value in sums.items()})
-    assert all(losses[-1][name] < losses[0][name] * 0.7 for name in ("class", "box", "mask")), (losses[0], losses[-1])
+    assert all(losses[-1][name] < losses[0][name] * 0.7 for name in ("class", "box", "mask")), (
+        losses[0],
+        losses[-1],
+    )

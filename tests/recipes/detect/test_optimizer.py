@@ -18,11 +18,15 @@ def test_half_the_batch_is_half_the_rate_and_twice_the_steps(halvings):
     assert schedule.learning_rate * scale == pytest.approx(REFERENCE.learning_rate)
     assert (schedule.steps, schedule.warmup_steps) == (round(90_000 * scale), round(500 * scale))
     assert schedule.decay_steps == tuple(round(step * scale) for step in REFERENCE.decay_steps)
-    assert schedule.learning_rate * schedule.steps == pytest.approx(REFERENCE.learning_rate * REFERENCE.steps)
+    assert schedule.learning_rate * schedule.steps == pytest.approx(
+        REFERENCE.learning_rate * REFERENCE.steps
+    )
 
 
 def test_the_rate_grows_from_a_third_and_falls_by_ten():
-    schedule = make_schedule(OptimizerSettings(learning_rate=3.0, steps=12, warmup_steps=4, decay_steps=(8, 10)), 16)
+    schedule = make_schedule(
+        OptimizerSettings(learning_rate=3.0, steps=12, warmup_steps=4, decay_steps=(8, 10)), 16
+    )
     optimizer = make_optimizer(torch.nn.Linear(2, 2), REFERENCE, schedule)
     scheduler = make_scheduler(optimizer, schedule)
     rates = []

@@ -16,10 +16,26 @@ from tests.recipes.in_order import in_order, left_in_checkpoint
 
 SMALL = [
     *("batch_size=4", "lanes=1", "evaluate_every=6"),
-    *("model.blocks=[1, 1]", "model.widths=[8, 8]", "model.bottleneck=1", "model.stem_width=8", "model.stem_pool=false"),
+    *(
+        "model.blocks=[1, 1]",
+        "model.widths=[8, 8]",
+        "model.bottleneck=1",
+        "model.stem_width=8",
+        "model.stem_pool=false",
+    ),
     *("model.strides=[4, 8]", "model.width=8", "model.tower=1", "model.mask_width=8"),
-    *("data.mean=[0.5, 0.5, 0.5]", "data.std=[0.3, 0.3, 0.3]", "predict.least_score=0.02", "predict.most=5"),
-    *("optimizer.steps=6", "optimizer.reference_batch_size=4", "optimizer.warmup_steps=2", "optimizer.decay_steps=[4]"),
+    *(
+        "data.mean=[0.5, 0.5, 0.5]",
+        "data.std=[0.3, 0.3, 0.3]",
+        "predict.least_score=0.02",
+        "predict.most=5",
+    ),
+    *(
+        "optimizer.steps=6",
+        "optimizer.reference_batch_size=4",
+        "optimizer.warmup_steps=2",
+        "optimizer.decay_steps=[4]",
+    ),
     *("optimizer.name=adamw", "optimizer.learning_rate=0.01", "optimizer.clip_norm=5"),
 ]
 
@@ -31,8 +47,13 @@ def test_one_lane_leaves_the_bits_of_the_plain_script(digits, tmp_path):
         scores = plain.main([*arguments, "--dir", str(tmp_path / "plain")])
     assert train.main([*arguments, "--dir", str(tmp_path / "samestep")]) == scores
     state = load(list_snapshots(tmp_path / "samestep")[-1]).state
-    assert left_in_checkpoint(tmp_path / "plain") == fingerprint({name: state[name] for name in ("model", "optimizer", "scheduler")})
-    predictions = [json.loads((tmp_path / run / plain.PREDICTIONS_FILE).read_text()) for run in ("plain", "samestep")]
+    assert left_in_checkpoint(tmp_path / "plain") == fingerprint(
+        {name: state[name] for name in ("model", "optimizer", "scheduler")}
+    )
+    predictions = [
+        json.loads((tmp_path / run / plain.PREDICTIONS_FILE).read_text())
+        for run in ("plain", "samestep")
+    ]
     assert predictions[0] == predictions[1] != []
 
 
@@ -42,7 +63,11 @@ def test_it_trains_goes_on_and_evaluates(digits, tmp_path):
     before = left_in_checkpoint(tmp_path)
     scores = plain.main([*arguments, "optimizer.steps=2"])
     after = left_in_checkpoint(tmp_path)
-    assert all(after[name] != value for name, value in before.items() if name.startswith("/optimizer/state") and name.endswith("exp_avg"))
+    assert all(
+        after[name] != value
+        for name, value in before.items()
+        if name.startswith("/optimizer/state") and name.endswith("exp_avg")
+    )
     assert plain.main(["--eval", "--dir", str(tmp_path)]) == scores
 
 

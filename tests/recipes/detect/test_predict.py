@@ -14,7 +14,15 @@ from recipes.detect.picture import picture
 from recipes.detect.predict import predict, whole_mask
 
 SMALL = ModelSettings(
-    blocks=(1, 1), widths=(8, 8), bottleneck=1, stem_width=8, stem_pool=False, strides=(4, 8), width=8, tower=1, mask_width=8
+    blocks=(1, 1),
+    widths=(8, 8),
+    bottleneck=1,
+    stem_width=8,
+    stem_pool=False,
+    strides=(4, 8),
+    width=8,
+    tower=1,
+    mask_width=8,
 )
 
 
@@ -47,7 +55,10 @@ def truth_of(val):
 def test_the_truth_scores_one_and_nothing_scores_zero(val):
     truth = truth_of(val)
     scores = average_precision(val.annotations, truth)
-    assert {name: scores[name] for name in ("box_ap", "box_ap75", "mask_ap", "mask_ap50", "mask_ap_small")} == pytest.approx(
+    assert {
+        name: scores[name]
+        for name in ("box_ap", "box_ap75", "mask_ap", "mask_ap50", "mask_ap_small")
+    } == pytest.approx(
         {"box_ap": 1, "box_ap75": 1, "mask_ap": 1, "mask_ap50": 1, "mask_ap_small": 1}
     )
     empty = average_precision(val.annotations, [[] for _ in truth])
@@ -74,7 +85,10 @@ def test_a_class_or_an_image_that_is_wrong_costs(val):
 
 
 def test_without_any_object_there_is_no_score(val):
-    images = [ImageEntry(image.number, image.file_name, image.width, image.height) for image in val.annotations.images]
+    images = [
+        ImageEntry(image.number, image.file_name, image.width, image.height)
+        for image in val.annotations.images
+    ]
     annotations = Annotations(images, val.annotations.categories)
     assert average_precision(annotations, [[] for _ in annotations.images])["box_ap"] == -1
 
@@ -92,14 +106,25 @@ class Oracle(Detector):
     def forward(self, images):
         outputs = super().forward(images)
         points, strides = outputs.points, outputs.strides
-        class_logits, distances = torch.full_like(outputs.class_logits, -9), torch.ones_like(outputs.distances)
-        for image, (boxes, labels) in enumerate(zip(self.batch.boxes, self.batch.labels, strict=True)):
+        class_logits, distances = (
+            torch.full_like(outputs.class_logits, -9),
+            torch.ones_like(outputs.distances),
+        )
+        for image, (boxes, labels) in enumerate(
+            zip(self.batch.boxes, self.batch.labels, strict=True)
+        ):
             learnt = assign(points, strides, boxes, LossSettings())
             (where,) = (learnt >= 0).nonzero(as_tuple=True)
             class_logits[image, where, labels[learnt[where]]] = 9
             goals = boxes[learnt[where]]
-            distances[image, where] = torch.cat([points[where] - goals[:, :2], goals[:, 2:] - points[where]], dim=1)
-        return outputs._replace(class_logits=class_logits, distances=distances, centerness=torch.full_like(outputs.centerness, 9))
+            distances[image, where] = torch.cat(
+                [points[where] - goals[:, :2], goals[:, 2:] - points[where]], dim=1
+            )
+        return outputs._replace(
+            class_logits=class_logits,
+            distances=distances,
+            centerness=torch.full_like(outputs.centerness, 9),
+        )
 
 
 @torch.no_grad()
@@ -110,9 +135,13 @@ def test_a_model_that_knows_the_truth_scores_one(digits):
         for index in range(len(val)):
             batch = collate([val[index]], multiple=4)
             model = Oracle(batch, classes=10)
-            found += predict(model, batch, categories=val.annotations.categories, settings=PredictSettings())
+            found += predict(
+                model, batch, categories=val.annotations.categories, settings=PredictSettings()
+            )
         assert average_precision(val.annotations, found)["box_ap"] > 0.9
-        assert [len(some) for some in found] == [len(image.instances) for image in val.annotations.images]
+        assert [len(some) for some in found] == [
+            len(image.instances) for image in val.annotations.images
+        ]
 
 
 @torch.no_grad()
@@ -123,7 +152,11 @@ def test_predictions_are_the_likeliest_within_limits(val):
     batch = collate([val[index] for index in range(len(val))], multiple=4)
     for most, least in ((3, 0.0), (100, 0.4)):
         settings = PredictSettings(most=most, least_score=least, candidates=200)
-        for entry, some in zip(batch.entries, predict(model, batch, categories=val.annotations.categories, settings=settings), strict=True):
+        for entry, some in zip(
+            batch.entries,
+            predict(model, batch, categories=val.annotations.categories, settings=settings),
+            strict=True,
+        ):
             scores = [prediction["score"] for prediction in some]
             assert scores == sorted(scores, reverse=True)
             assert len(some) <= most

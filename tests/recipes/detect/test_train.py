@@ -26,14 +26,35 @@ from tests.workers import WorkerFailedError, run_workers
 RECIPE = Path(recipes.detect.__file__).parent
 SMALL = [
     *("batch_size=4", "lanes=4", "evaluate_every=3"),
-    *("model.blocks=[1, 1]", "model.widths=[8, 8]", "model.bottleneck=1", "model.stem_width=8", "model.stem_pool=false"),
+    *(
+        "model.blocks=[1, 1]",
+        "model.widths=[8, 8]",
+        "model.bottleneck=1",
+        "model.stem_width=8",
+        "model.stem_pool=false",
+    ),
     *("model.strides=[4, 8]", "model.width=8", "model.tower=1", "model.mask_width=8"),
-    *("data.mean=[0.5, 0.5, 0.5]", "data.std=[0.3, 0.3, 0.3]", "predict.least_score=0.02", "predict.most=5"),
-    *("optimizer.steps=6", "optimizer.reference_batch_size=4", "optimizer.warmup_steps=2", "optimizer.decay_steps=[4]"),
+    *(
+        "data.mean=[0.5, 0.5, 0.5]",
+        "data.std=[0.3, 0.3, 0.3]",
+        "predict.least_score=0.02",
+        "predict.most=5",
+    ),
+    *(
+        "optimizer.steps=6",
+        "optimizer.reference_batch_size=4",
+        "optimizer.warmup_steps=2",
+        "optimizer.decay_steps=[4]",
+    ),
     *("optimizer.name=adamw", "optimizer.learning_rate=0.01", "optimizer.clip_norm=5"),
 ]
 OTHERWISE = [
-    *("optimizer.name=sgd", "optimizer.shard=true", "optimizer.clip_norm=none", "precision=bfloat16"),
+    *(
+        "optimizer.name=sgd",
+        "optimizer.shard=true",
+        "optimizer.clip_norm=none",
+        "precision=bfloat16",
+    ),
     *("data.short_sides=[48, 64]", "data.longest_side=80", "data.loader_workers=1"),
 ]
 
@@ -43,9 +64,19 @@ def train(workers, directory, data, *changes, **environment):
     arguments = [*SMALL, f"data.path={data}", "--dir", str(directory), *changes]
     scores = run_workers(main, workers, arguments, timeout=110, environment=environment)
     assert all(others == scores[0] for others in scores)
-    predictions = (directory / PREDICTIONS_FILE).read_text() if (directory / PREDICTIONS_FILE).exists() else ""
+    predictions = (
+        (directory / PREDICTIONS_FILE).read_text()
+        if (directory / PREDICTIONS_FILE).exists()
+        else ""
+    )
     state = fingerprint(load(list_snapshots(directory)[-1]).state)
-    return {**scores[0], **state, **logged(directory), **pictures(directory), "predictions": predictions}
+    return {
+        **scores[0],
+        **state,
+        **logged(directory),
+        **pictures(directory),
+        "predictions": predictions,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +86,21 @@ def trained(tmp_path_factory, digits):
 
 
 def test_samestep_verify_finds_every_step_the_same(digits, capsys):
-    assert samestep(["verify", "-n", "2,1x2", "--steps", "2", str(RECIPE / "train.py"), *SMALL, f"data.path={digits}"]) == 0
+    assert (
+        samestep(
+            [
+                "verify",
+                "-n",
+                "2,1x2",
+                "--steps",
+                "2",
+                str(RECIPE / "train.py"),
+                *SMALL,
+                f"data.path={digits}",
+            ]
+        )
+        == 0
+    )
     assert "the same at every step: n=2, n=1x2" in capsys.readouterr().out
 
 
@@ -66,8 +111,12 @@ def test_the_number_of_workers_changes_nothing(workers, trained, digits, tmp_pat
     assert json.loads(left["predictions"])
 
 
-def test_nor_does_it_with_sharded_sgd_bfloat16_loader_processes_and_sizes_that_are_drawn(digits, tmp_path):
-    assert train(3, tmp_path / "3", digits, *OTHERWISE) == train(1, tmp_path / "1", digits, *OTHERWISE)
+def test_nor_does_it_with_sharded_sgd_bfloat16_loader_processes_and_sizes_that_are_drawn(
+    digits, tmp_path
+):
+    assert train(3, tmp_path / "3", digits, *OTHERWISE) == train(
+        1, tmp_path / "1", digits, *OTHERWISE
+    )
 
 
 def test_nor_do_several_devices_of_one_worker(trained, digits, tmp_path):
@@ -78,7 +127,9 @@ def test_a_run_that_stopped_in_an_epoch_goes_on_as_if_it_had_not(trained, digits
     stopped_at, steps_per_epoch = 2, steps_of(digits)
     assert 0 < stopped_at < steps_per_epoch
     arguments = [*SMALL, f"data.path={digits}", "--dir", str(tmp_path)]
-    run_workers(main, 2, arguments, timeout=110, environment={"SAMESTEP_STOP_AFTER": str(stopped_at)})
+    run_workers(
+        main, 2, arguments, timeout=110, environment={"SAMESTEP_STOP_AFTER": str(stopped_at)}
+    )
     assert [event["step"] for event in events(tmp_path, "stopped")] == [stopped_at]
 
     assert train(3, tmp_path, digits) == trained[1]
@@ -108,7 +159,9 @@ def test_predictions_are_by_image_in_coco_format(trained, digits):
 
 def test_the_record_has_each_loss_and_a_picture(trained):
     scalars = events(trained[0], "scalars")
-    assert {"loss", "class", "box", "centerness", "mask", "learning_rate"} <= scalars[0]["values"].keys()
+    assert {"loss", "class", "box", "centerness", "mask", "learning_rate"} <= scalars[0][
+        "values"
+    ].keys()
     assert {event["step"] for event in events(trained[0], "image")} == {2, 5}
 
 
@@ -136,8 +189,12 @@ def seen_by(arguments):
 @pytest.mark.parametrize(("workers", "epochs"), [(1, 1), (3, 2)])
 def test_every_image_is_used_once_an_epoch(workers, epochs, digits):
     steps = epochs * steps_of(digits)
-    seen = run_workers(seen_by, workers, [*SMALL, f"data.path={digits}", f"optimizer.steps={steps}"], timeout=110)
-    assert Counter(number for some in seen for number in some) == dict.fromkeys(range(1, 14), epochs)
+    seen = run_workers(
+        seen_by, workers, [*SMALL, f"data.path={digits}", f"optimizer.steps={steps}"], timeout=110
+    )
+    assert Counter(number for some in seen for number in some) == dict.fromkeys(
+        range(1, 14), epochs
+    )
 
 
 # Few images and no boxes
@@ -147,30 +204,43 @@ def keep(data, directory, part, numbers, with_boxes):
     """Copy some images of a set, with the annotations of some of them."""
     content = json.loads((data / f"{part}.json").read_text())
     content["images"] = [image for image in content["images"] if image["id"] in numbers]
-    content["annotations"] = [entry for entry in content["annotations"] if entry["image_id"] in with_boxes]
+    content["annotations"] = [
+        entry for entry in content["annotations"] if entry["image_id"] in with_boxes
+    ]
     directory.mkdir(exist_ok=True)
     (directory / f"{part}.json").write_text(json.dumps(content))
     (directory / part).symlink_to(data / part)
 
 
 @pytest.mark.parametrize("with_boxes", [set(), {1}])
-def test_more_workers_than_images_and_images_without_boxes_are_no_trouble(with_boxes, digits, tmp_path):
+def test_more_workers_than_images_and_images_without_boxes_are_no_trouble(
+    with_boxes, digits, tmp_path
+):
     data = tmp_path / "data"
     keep(digits, data, "train", {1, 2, 3}, with_boxes)
     keep(digits, data, "val", {1}, with_boxes={1})
 
     left = train(4, tmp_path / "4", data, "optimizer.steps=3")
     assert left == train(1, tmp_path / "1", data, "optimizer.steps=3")
-    losses = {name: float(value) for name, value in left.items() if name.startswith(("class at", "mask at"))}
+    losses = {
+        name: float(value)
+        for name, value in left.items()
+        if name.startswith(("class at", "mask at"))
+    }
     assert losses
-    assert all((value > 0) == (name.startswith("class") or bool(with_boxes)) for name, value in losses.items()), losses
+    assert all(
+        (value > 0) == (name.startswith("class") or bool(with_boxes))
+        for name, value in losses.items()
+    ), losses
 
 
 # Settings
 
 
 def test_a_written_settings_file_gives_the_same_run(trained, digits):
-    assert read(Settings, [str(trained[0] / SETTINGS_FILE)]) == read(Settings, [*SMALL, f"data.path={digits}"])
+    assert read(Settings, [str(trained[0] / SETTINGS_FILE)]) == read(
+        Settings, [*SMALL, f"data.path={digits}"]
+    )
 
 
 def test_evaluation_without_parameters_is_an_error(tmp_path, digits, capsys):
@@ -206,7 +276,14 @@ def test_levels_that_do_not_fit_are_refused(change, message):
 def test_one_image_gives_outputs_of_every_level():
     torch.manual_seed(0)
     settings = read(
-        Settings, [*SMALL, "model.strides=[4, 8, 16, 32]", "model.widths=[8, 20]", "model.stem_pool=true", "model.bottleneck=4"]
+        Settings,
+        [
+            *SMALL,
+            "model.strides=[4, 8, 16, 32]",
+            "model.widths=[8, 20]",
+            "model.stem_pool=true",
+            "model.bottleneck=4",
+        ],
     )
     model = script.Detector(read(Settings, [*SMALL, "model.strides=[4, 8, 16]"]).model, classes=3)
     outputs = model(torch.rand(2, 3, 24, 40))

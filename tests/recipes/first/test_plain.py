@@ -25,7 +25,9 @@ def test_one_lane_leaves_the_bits_of_the_plain_script(tmp_path, monkeypatch, cap
         plain.main()
     with ss.init(lanes=1, dir=tmp_path / "run") as run:
         train.main(run)
-    assert fingerprint(torch.load("digits.pt", weights_only=True)) == fingerprint(left_in(tmp_path / "run")["model"])
+    assert fingerprint(torch.load("digits.pt", weights_only=True)) == fingerprint(
+        left_in(tmp_path / "run")["model"]
+    )
     said, said_by_samestep = capsys.readouterr().out.splitlines()
     assert said == said_by_samestep
     assert float(said.removeprefix("accuracy ").rstrip("%")) > 80
@@ -39,7 +41,12 @@ def test_two_workers_leave_the_bits_of_one(tmp_path):
     left = []
     for workers in (1, 2):
         directory = tmp_path / str(workers)
-        run_workers(as_a_script, workers, environment={"SAMESTEP_DIR": str(directory), "SAMESTEP_STOP_AFTER": "30"})  # in the 2nd epoch
+        # in the 2nd epoch
+        run_workers(
+            as_a_script,
+            workers,
+            environment={"SAMESTEP_DIR": str(directory), "SAMESTEP_STOP_AFTER": "30"},
+        )
         left.append({**fingerprint(left_in(directory)), **logged(directory)})
     assert left[0] == left[1]
     assert "accuracy at step 29" in left[0]

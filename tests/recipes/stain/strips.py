@@ -14,7 +14,13 @@ RECIPE = Path(recipes.stain.__file__).parent
 SIZE = 16
 SMALL = [
     *("epochs=2", "batch_size=7", "lanes=4", "evaluate_every=1", "shown=1"),
-    *("model.width=2", "model.blocks=1", "model.unet_depth=2", "model.discriminator_width=2", "model.discriminator_layers=1"),
+    *(
+        "model.width=2",
+        "model.blocks=1",
+        "model.unet_depth=2",
+        "model.discriminator_width=2",
+        "model.discriminator_layers=1",
+    ),
     *("model.dropout=0.5", "data.load_size=16", "data.crop_size=12"),
 ]
 

@@ -25,13 +25,18 @@ def save(path, strip):
 
 
 def plain_strip(size=16):
-    return np.concatenate([np.full((size, size, 3), colour, np.uint8) for colour in COLOURS.values()], axis=1)
+    return np.concatenate(
+        [np.full((size, size, 3), colour, np.uint8) for colour in COLOURS.values()], axis=1
+    )
 
 
 def strip_of_places(size):
     """Return a strip whose every tile says, in red and green, from which row and column a pixel comes."""
     rows, columns = np.mgrid[:size, :size].astype(np.uint8)
-    return np.concatenate([np.stack([rows, columns, np.full_like(rows, number)], axis=-1) for number in range(4)], axis=1)
+    return np.concatenate(
+        [np.stack([rows, columns, np.full_like(rows, number)], axis=-1) for number in range(4)],
+        axis=1,
+    )
 
 
 @pytest.fixture
@@ -56,7 +61,9 @@ def test_strips_are_cut_into_tiles_in_their_order(folder):
     strip = strips.val[0]
     assert (strip.shape, strip.dtype) == ((4, 3, 16, 16), torch.float32)
     for tile, colour in zip(strip, COLOURS.values(), strict=True):
-        torch.testing.assert_close(tile, (torch.tensor(colour) / 127.5 - 1)[:, None, None].expand(3, 16, 16))
+        torch.testing.assert_close(
+            tile, (torch.tensor(colour) / 127.5 - 1)[:, None, None].expand(3, 16, 16)
+        )
 
 
 def test_tiles_are_resized_and_training_tiles_cropped(folder):
@@ -77,8 +84,12 @@ def test_all_tiles_of_a_strip_are_cropped_and_flipped_alike(tmp_path):
         rows, columns = places(strips.train[0])
         assert torch.equal(rows, rows[:1].expand_as(rows))
         assert torch.equal(columns, columns[:1].expand_as(columns))
-        assert torch.equal(rows[0].sort(0).values, rows[0].min() + torch.arange(12)[:, None].expand(12, 12))
-        assert torch.equal(columns[0].sort(1).values, columns[0].min() + torch.arange(12).expand(12, 12))
+        assert torch.equal(
+            rows[0].sort(0).values, rows[0].min() + torch.arange(12)[:, None].expand(12, 12)
+        )
+        assert torch.equal(
+            columns[0].sort(1).values, columns[0].min() + torch.arange(12).expand(12, 12)
+        )
         seen.add(
             (
                 rows.min().item(),
@@ -87,7 +98,12 @@ def test_all_tiles_of_a_strip_are_cropped_and_flipped_alike(tmp_path):
                 (columns[0, :, 0] > columns[0, :, 1]).any().item(),
             )
         )
-    assert [set(values) for values in zip(*seen, strict=True)] == [set(range(5)), set(range(5)), {False, True}, {False, True}]
+    assert [set(values) for values in zip(*seen, strict=True)] == [
+        set(range(5)),
+        set(range(5)),
+        {False, True},
+        {False, True},
+    ]
 
 
 def test_what_is_drawn_depends_on_the_generator_and_held_out_strips_on_none(tmp_path):
@@ -112,7 +128,8 @@ def test_what_is_drawn_depends_on_the_generator_and_held_out_strips_on_none(tmp_
 def test_a_strip_of_another_width_is_named(folder):
     save(folder / "train" / "wide.png", np.zeros((16, 80, 3), np.uint8))
     with pytest.raises(
-        StripError, match=r"train/wide\.png is 80 x 16 pixels; expected a width of 4 times the height, for .* IHC, a, b, Seg"
+        StripError,
+        match=r"train/wide\.png is 80 x 16 pixels; expected a width of 4 times the height, for .* IHC, a, b, Seg",
     ):
         open_strips(settings(folder))
 

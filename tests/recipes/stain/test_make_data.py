@@ -13,10 +13,15 @@ BLACK, RED, GREEN, BLUE = (0, 0, 0), (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
 
 @pytest.mark.parametrize(("size", "train", "val"), [(128, 12, 4), (100, 15, 10), (64, 48, 16)])
-def test_the_image_is_cut_without_overlap_and_its_lowest_quarter_is_held_out(size, train, val, tmp_path, capsys):
+def test_the_image_is_cut_without_overlap_and_its_lowest_quarter_is_held_out(
+    size, train, val, tmp_path, capsys
+):
     main([str(tmp_path), "--size", str(size)])
 
-    assert f"{train} strips in train/, {val} in val/; modalities='[hematoxylin, dab]'" in capsys.readouterr().out
+    assert (
+        f"{train} strips in train/, {val} in val/; modalities='[hematoxylin, dab]'"
+        in capsys.readouterr().out
+    )
     counted = np.zeros((512, 512), int)
     for path in tmp_path.glob("*/*.png"):
         top, left = int(path.stem[3:6]), int(path.stem[13:])
@@ -40,7 +45,9 @@ def test_the_recipe_reads_what_was_made(tmp_path):
 def test_nuclei_are_red_in_positive_tissue_and_blue_elsewhere():
     rows, columns = np.mgrid[:60, :120]
     nuclei = np.hypot(rows - 30, columns - 30) < 8, np.hypot(rows - 30, columns - 90) < 8
-    seg = segmented(hematoxylin=(nuclei[0] | nuclei[1]).astype(float), dab=(columns < 60).astype(float))
+    seg = segmented(
+        hematoxylin=(nuclei[0] | nuclei[1]).astype(float), dab=(columns < 60).astype(float)
+    )
 
     assert tuple(seg[30, 30]) == RED
     assert tuple(seg[30, 90]) == BLUE

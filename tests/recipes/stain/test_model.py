@@ -9,11 +9,23 @@ from torch import nn
 from recipes.settings import SettingsError, read
 from recipes.stain.config import DataSettings, LossSettings, ModelSettings, Settings
 from recipes.stain.losses import Losses
-from recipes.stain.model import Discriminators, Generators, Networks, PatchGAN, ResNet, UNet, seg_weights
+from recipes.stain.model import (
+    Discriminators,
+    Generators,
+    Networks,
+    PatchGAN,
+    ResNet,
+    UNet,
+    seg_weights,
+)
 from tests.recipes.stain.strips import RECIPE
 
-MODEL = ModelSettings(width=2, blocks=1, unet_depth=3, discriminator_width=2, discriminator_layers=2, dropout=0.0)
-SETTINGS = Settings(modalities=("a", "b"), model=MODEL, data=DataSettings(load_size=16, crop_size=16))
+MODEL = ModelSettings(
+    width=2, blocks=1, unet_depth=3, discriminator_width=2, discriminator_layers=2, dropout=0.0
+)
+SETTINGS = Settings(
+    modalities=("a", "b"), model=MODEL, data=DataSettings(load_size=16, crop_size=16)
+)
 
 
 def strips(count=2, modalities=2, size=16):
@@ -26,12 +38,20 @@ def test_the_full_size_is_that_of_deepliif():
         networks = Networks(read(Settings, [str(RECIPE / "full.yaml")]))
     made, judged = networks.generators, networks.discriminators
     every = [*made.translation, *made.segmentation, *judged.translation, *judged.segmentation]
-    assert [len(part) for part in (made.translation, made.segmentation, judged.translation, judged.segmentation)] == [4, 5, 4, 5]
+    assert [
+        len(part)
+        for part in (made.translation, made.segmentation, judged.translation, judged.segmentation)
+    ] == [4, 5, 4, 5]
     assert len(every) == 18
-    millions = [sum(parameter.numel() for parameter in network.parameters()) / 1e6 for network in every]
+    millions = [
+        sum(parameter.numel() for parameter in network.parameters()) / 1e6 for network in every
+    ]
     assert millions == pytest.approx([11.4] * 4 + [67.0] * 5 + [7.0] * 9, rel=0.01)
     assert made.weights == judged.weights == (0.25, 0.15, 0.25, 0.1, 0.25)
-    assert sum(isinstance(module, nn.Dropout) and module.p == 0.5 for module in made.modules()) == 4 * 9 + 5 * 4
+    assert (
+        sum(isinstance(module, nn.Dropout) and module.p == 0.5 for module in made.modules())
+        == 4 * 9 + 5 * 4
+    )
 
 
 @pytest.mark.parametrize("file", sorted(RECIPE.glob("*.yaml")), ids=lambda file: file.stem)
@@ -55,7 +75,9 @@ def test_generators_make_a_tile_for_each_modality_and_seg(norm, depth):
 
 
 def test_seg_is_the_weighted_sum_of_what_is_segmented_from_the_input_and_each_translation():
-    generators = Generators(replace(SETTINGS, model=replace(MODEL, seg_weights=(0.5, 0.25, 2.0)))).eval()
+    generators = Generators(
+        replace(SETTINGS, model=replace(MODEL, seg_weights=(0.5, 0.25, 2.0)))
+    ).eval()
     ihc = strips()[:, 0]
     made = generators(ihc)
     seen = [ihc, generators.translation[0](ihc), generators.translation[1](ihc)]
@@ -70,9 +92,14 @@ def test_discriminators_see_modalities_beside_ihc_and_seg_beside_every_real_tile
     real, judged = strips(), strips()[:, 1:]
     maps = discriminators(real, judged)
     for number in range(2):
-        expected = discriminators.translation[number](torch.cat([real[:, 0], judged[:, number]], dim=1))
+        expected = discriminators.translation[number](
+            torch.cat([real[:, 0], judged[:, number]], dim=1)
+        )
         torch.testing.assert_close(maps[number], expected)
-    segs = [network(torch.cat([real[:, number], judged[:, 2]], dim=1)) for number, network in enumerate(discriminators.segmentation)]
+    segs = [
+        network(torch.cat([real[:, number], judged[:, 2]], dim=1))
+        for number, network in enumerate(discriminators.segmentation)
+    ]
     torch.testing.assert_close(maps[2], sum(segs) / 3)
 
 
@@ -96,19 +123,39 @@ def test_weights_start_as_in_pix2pix():
     ):
         network.apply(lambda module: None)
     networks = Networks(replace(SETTINGS, model=replace(MODEL, width=16)))
-    weights = torch.cat([module.weight.flatten() for module in networks.modules() if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d))])
+    weights = torch.cat(
+        [
+            module.weight.flatten()
+            for module in networks.modules()
+            if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d))
+        ]
+    )
     assert (weights.mean().item(), weights.std().item()) == pytest.approx((0, 0.02), abs=1e-3)
-    scales = torch.cat([module.weight for module in networks.modules() if isinstance(module, nn.BatchNorm2d)])
+    scales = torch.cat(
+        [module.weight for module in networks.modules() if isinstance(module, nn.BatchNorm2d)]
+    )
     assert (scales.mean().item(), scales.std().item()) == pytest.approx((1, 0.02), abs=1e-2)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"data": DataSettings(load_size=16, crop_size=12)}, r"data\.crop_size=12 was given; expected a multiple of 8"),
-        ({"data": DataSettings(load_size=8, crop_size=8)}, r"data\.load_size=8 was given; expected at least 12"),
-        ({"data": DataSettings(load_size=16, crop_size=24)}, r"data\.crop_size=24 is larger than data\.load_size=16"),
-        ({"model": replace(MODEL, unet_depth=1)}, r"model\.unet_depth=1 was given; expected at least 2"),
+        (
+            {"data": DataSettings(load_size=16, crop_size=12)},
+            r"data\.crop_size=12 was given; expected a multiple of 8",
+        ),
+        (
+            {"data": DataSettings(load_size=8, crop_size=8)},
+            r"data\.load_size=8 was given; expected at least 12",
+        ),
+        (
+            {"data": DataSettings(load_size=16, crop_size=24)},
+            r"data\.crop_size=24 is larger than data\.load_size=16",
+        ),
+        (
+            {"model": replace(MODEL, unet_depth=1)},
+            r"model\.unet_depth=1 was given; expected at least 2",
+        ),
         (
             {"model": replace(MODEL, seg_weights=(1.0, 0.0))},
             r"model\.seg_weights=\[1\.0, 0\.0\] was given; expected 3 numbers for 2 modalities",
@@ -122,8 +169,16 @@ def test_sizes_and_weights_that_do_not_fit_are_told(changed, message):
 
 def test_weights_are_equal_unless_given_or_those_of_four_modalities():
     assert seg_weights(SETTINGS) == (1 / 3, 1 / 3, 1 / 3)
-    assert seg_weights(replace(SETTINGS, modalities=("a", "b", "c", "d"))) == (0.25, 0.15, 0.25, 0.1, 0.25)
-    with pytest.raises(SettingsError, match=r"loss\.generator_weights=\[1\.0\] was given; expected 3 numbers"):
+    assert seg_weights(replace(SETTINGS, modalities=("a", "b", "c", "d"))) == (
+        0.25,
+        0.15,
+        0.25,
+        0.1,
+        0.25,
+    )
+    with pytest.raises(
+        SettingsError, match=r"loss\.generator_weights=\[1\.0\] was given; expected 3 numbers"
+    ):
         Losses(replace(SETTINGS, loss=LossSettings(generator_weights=(1.0,))))
 
 
@@ -147,7 +202,10 @@ class Constants(nn.Module):
 
 def test_losses_are_those_of_the_paper():
     """Binary cross entropy of logits for modalities, least squares for Seg, 100 times smooth L1; real is 1 and made is 0."""
-    settings = replace(SETTINGS, loss=LossSettings(generator_weights=(0.5, 0.3, 0.2), discriminator_weights=(0.1, 0.2, 0.7)))
+    settings = replace(
+        SETTINGS,
+        loss=LossSettings(generator_weights=(0.5, 0.3, 0.2), discriminator_weights=(0.1, 0.2, 0.7)),
+    )
     networks, tiles = Constants(0.5, [2.0, -1.0, 0.25]), torch.zeros(2, 4, 3, 16, 16)
 
     def entropy(logit, *, real):
@@ -160,12 +218,18 @@ def test_losses_are_those_of_the_paper():
     )
     assert [parts[f"{name}_fake"].item() for name in ("a", "b", "seg")] == pytest.approx(fake)
     assert [parts[f"{name}_real"].item() for name in ("a", "b", "seg")] == pytest.approx(real)
-    assert total.item() == pytest.approx(sum(w * (f + r) / 2 for w, f, r in zip((0.1, 0.2, 0.7), fake, real, strict=True)))
+    assert total.item() == pytest.approx(
+        sum(w * (f + r) / 2 for w, f, r in zip((0.1, 0.2, 0.7), fake, real, strict=True))
+    )
 
     total, parts = Losses(settings).generators(networks, tiles)
     assert [parts[f"{name}_gan"].item() for name in ("a", "b", "seg")] == pytest.approx(real)
-    assert [parts[f"{name}_l1"].item() for name in ("a", "b", "seg")] == pytest.approx([0.5**2 / 2] * 3)
-    assert total.item() == pytest.approx(sum(w * (g + 12.5) for w, g in zip((0.5, 0.3, 0.2), real, strict=True)))
+    assert [parts[f"{name}_l1"].item() for name in ("a", "b", "seg")] == pytest.approx(
+        [0.5**2 / 2] * 3
+    )
+    assert total.item() == pytest.approx(
+        sum(w * (g + 12.5) for w, g in zip((0.5, 0.3, 0.2), real, strict=True))
+    )
 
 
 def test_discriminators_are_not_trained_through_generators():

@@ -24,15 +24,26 @@ def test_one_lane_leaves_the_bits_of_the_plain_script(precision, data, tmp_path)
     arguments = [*SMALL, data, "lanes=1", "model.dropout=0", f"precision={precision}"]
     with in_order(plain):
         scores = plain.main([*arguments, "--dir", str(tmp_path / "plain")])
-    assert train.main([*arguments, "--dir", str(tmp_path / "samestep")]) == pytest.approx(scores, rel=1e-6)  # one sums exactly
+    # one sums exactly
+    assert train.main([*arguments, "--dir", str(tmp_path / "samestep")]) == pytest.approx(
+        scores, rel=1e-6
+    )
     left = left_in_checkpoint(tmp_path / "plain")
     state = load(list_snapshots(tmp_path / "samestep")[-1]).state
-    assert left == fingerprint({name: value for name, value in state.items() if name.startswith(("generators", "discriminators"))})
+    assert left == fingerprint(
+        {
+            name: value
+            for name, value in state.items()
+            if name.startswith(("generators", "discriminators"))
+        }
+    )
 
 
 def test_it_trains_goes_on_and_continues_with_its_own_settings(data, tmp_path):
     directory = ["--dir", str(tmp_path)]
-    first = plain.main([*SMALL, data, *directory, "epochs=1", "optimizer.generator_learning_rate=0.01"])
+    first = plain.main(
+        [*SMALL, data, *directory, "epochs=1", "optimizer.generator_learning_rate=0.01"]
+    )
     second = plain.main(["--continue", *directory, "epochs=8", "evaluate_every=8"])
     assert second["l1"] < first["l1"]
     assert plain.main(["--continue", *directory, "epochs=8"]) == second  # nothing is left to do

@@ -28,8 +28,18 @@ from tests.workers import WorkerFailedError, run_workers
 
 VARIANTS = {
     "linear": [],
-    "sharded, step, bfloat16": ["optimizer.shard=true", "optimizer.policy=step", "optimizer.step_epochs=1", "precision=bfloat16"],
-    "plateau, loader processes": ["optimizer.policy=plateau", "optimizer.patience=0", "data.loader_workers=1", "model.norm=instance"],
+    "sharded, step, bfloat16": [
+        "optimizer.shard=true",
+        "optimizer.policy=step",
+        "optimizer.step_epochs=1",
+        "precision=bfloat16",
+    ],
+    "plateau, loader processes": [
+        "optimizer.policy=plateau",
+        "optimizer.timeout=0",
+        "data.loader_workers=1",
+        "model.norm=instance",
+    ],
 }
 
 
@@ -46,16 +56,25 @@ def trained(data, tmp_path_factory):
 
 def run_to_end(workers, directory, *changes, **environment):
     """Return the scores of a run and all that it left, by name."""
-    scores = run_workers(train.main, workers, [*SMALL, "--dir", str(directory), *changes], environment=environment)
+    scores = run_workers(
+        train.main, workers, [*SMALL, "--dir", str(directory), *changes], environment=environment
+    )
     assert all(others == scores[0] for others in scores)
-    return {**scores[0], **fingerprint(load(list_snapshots(directory)[-1]).state), **logged(directory), **pictures(directory)}
+    return {
+        **scores[0],
+        **fingerprint(load(list_snapshots(directory)[-1]).state),
+        **logged(directory),
+        **pictures(directory),
+    }
 
 
 # The same at any number of workers
 
 
 @pytest.mark.parametrize(("workers", "devices"), [(2, "1"), (4, "1"), (1, "cpu,cpu")])
-def test_the_number_of_workers_and_devices_changes_nothing(workers, devices, trained, data, tmp_path):
+def test_the_number_of_workers_and_devices_changes_nothing(
+    workers, devices, trained, data, tmp_path
+):
     assert run_to_end(workers, tmp_path, data, SAMESTEP_DEVICES=devices) == trained[1]
 
 
@@ -82,18 +101,26 @@ def test_what_is_compared_holds_every_network_and_both_optimizers_after_updates(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_run_that_stopped_goes_on_as_if_it_had_not_at_another_number_of_workers(variant, data, trained, tmp_path):
+def test_a_run_that_stopped_goes_on_as_if_it_had_not_at_another_number_of_workers(
+    variant, data, trained, tmp_path
+):
     changes = [data, *VARIANTS[variant]]
     whole = run_to_end(1, tmp_path / "whole", *changes) if VARIANTS[variant] else trained[1]
     stopped = [*SMALL, *changes, "--dir", str(tmp_path / "stopped")]
-    run_workers(train.main, 2, stopped, environment={"SAMESTEP_STOP_AFTER": "3"})  # in the middle of the second epoch
+    # in the middle of the second epoch
+    run_workers(train.main, 2, stopped, environment={"SAMESTEP_STOP_AFTER": "3"})
     assert [event["step"] for event in events(tmp_path / "stopped", "stopped")] == [3]
 
     assert run_to_end(3, tmp_path / "stopped", *changes, "--continue") == whole
 
 
 def test_a_run_is_continued_with_its_own_settings(data, tmp_path):
-    run_workers(train.main, 1, [*SMALL, data, "--dir", str(tmp_path)], environment={"SAMESTEP_STOP_AFTER": "1"})
+    run_workers(
+        train.main,
+        1,
+        [*SMALL, data, "--dir", str(tmp_path)],
+        environment={"SAMESTEP_STOP_AFTER": "1"},
+    )
     before = read(Settings, [str(tmp_path / SETTINGS_FILE)])
     run_workers(train.main, 1, ["--continue", "--dir", str(tmp_path), "epochs=1"])
     after = read(Settings, [str(tmp_path / SETTINGS_FILE), "epochs=2"])
@@ -106,9 +133,16 @@ def test_there_must_be_a_run_to_continue(data, tmp_path, capsys):
         train.main(["--continue", "--dir", str(tmp_path)])
     assert f"--continue found no {tmp_path / SETTINGS_FILE}" in capsys.readouterr().err
     (tmp_path / SETTINGS_FILE).write_text(f"data: {{path: {data.partition('=')[2]}}}\n")
-    for command, message in ((train.main, "--continue was given, and .* has no snapshot"), (test.main, "has no snapshot to test")):
+    for command, message in (
+        (train.main, "--continue was given, and .* has no snapshot"),
+        (test.main, "has no snapshot to test"),
+    ):
         with pytest.raises(SettingsError, match=message):
-            command(["--continue", "--dir", str(tmp_path)] if command is train.main else ["--dir", str(tmp_path)])
+            command(
+                ["--continue", "--dir", str(tmp_path)]
+                if command is train.main
+                else ["--dir", str(tmp_path)]
+            )
 
 
 # What a step does
@@ -116,22 +150,44 @@ def test_there_must_be_a_run_to_continue(data, tmp_path, capsys):
 
 def test_the_record_has_the_means_over_all_workers_as_a_plain_step_has_them(data, tmp_path):
     """A step of two workers, five lanes of 3, 3, 2, 2 and 2 strips, beside one of plain PyTorch on all 12 strips at once."""
-    changes = ["lanes=5", "batch_size=12", "epochs=1", "model.norm=instance", "model.dropout=0", "data.crop_size=16", "data.flip=false"]
+    changes = [
+        "lanes=5",
+        "batch_size=12",
+        "epochs=1",
+        "model.norm=instance",
+        "model.dropout=0",
+        "data.crop_size=16",
+        "data.flip=false",
+    ]
     run_workers(train.main, 2, [*SMALL, data, *changes, "--dir", str(tmp_path)])
-    (recorded,) = (event["values"] for event in events(tmp_path, "scalars") if "generators/loss" in event["values"])
+    (recorded,) = (
+        event["values"]
+        for event in events(tmp_path, "scalars")
+        if "generators/loss" in event["values"]
+    )
 
     settings = read(Settings, [str(tmp_path / SETTINGS_FILE)])
     with ss.init(lanes=5, seed=settings.seed):
         networks = Networks(settings)
     strips = torch.stack(list(open_strips(settings).train))
-    expected = {"generators/learning_rate": settings.optimizer.generator_learning_rate, "discriminators/learning_rate": 2e-4}
+    expected = {
+        "generators/learning_rate": settings.optimizer.generator_learning_rate,
+        "discriminators/learning_rate": 2e-4,
+    }
     for kind in ("discriminators", "generators"):
-        optimizer = torch.optim.Adam(getattr(networks, kind).parameters(), lr=expected[f"{kind}/learning_rate"], betas=(0.5, 0.999))
+        optimizer = torch.optim.Adam(
+            getattr(networks, kind).parameters(),
+            lr=expected[f"{kind}/learning_rate"],
+            betas=(0.5, 0.999),
+        )
         loss, parts = getattr(Losses(settings), kind)(networks, strips)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        expected |= {f"{kind}/{name}": value.item() for name, value in {"loss": loss.detach(), **parts}.items()}
+        expected |= {
+            f"{kind}/{name}": value.item()
+            for name, value in {"loss": loss.detach(), **parts}.items()
+        }
 
     assert recorded == pytest.approx(expected, rel=1e-4)
     of_one_worker, _ = Losses(settings).discriminators(Networks(settings), strips[:8])
@@ -146,13 +202,23 @@ def test_each_call_updates_its_own_networks_alone(data):
         for batch in run.batches(open_strips(settings).train, 4, steps=1):
             for kind, other in (("discriminators", "generators"), ("generators", "discriminators")):
                 run.backward(getattr(losses, kind), networks, batch, update=getattr(networks, kind))
-                assert all(parameter.grad is not None for parameter in getattr(networks, kind).parameters())
-                assert all(parameter.grad is None for parameter in getattr(networks, other).parameters())
+                assert all(
+                    parameter.grad is not None for parameter in getattr(networks, kind).parameters()
+                )
+                assert all(
+                    parameter.grad is None for parameter in getattr(networks, other).parameters()
+                )
                 networks.zero_grad()
 
 
 def test_training_improves_on_a_blank_start(data, tmp_path):
-    changes = [data, "epochs=8", "evaluate_every=8", "optimizer.generator_learning_rate=0.01", "model.dropout=0"]
+    changes = [
+        data,
+        "epochs=8",
+        "evaluate_every=8",
+        "optimizer.generator_learning_rate=0.01",
+        "model.dropout=0",
+    ]
     (scores,) = run_workers(train.main, 1, [*SMALL, *changes, "--dir", str(tmp_path)])
     settings = read(Settings, [str(tmp_path / SETTINGS_FILE)])
     with ss.init(lanes=settings.lanes, seed=settings.seed) as run:
@@ -171,7 +237,11 @@ def files_written(command, arguments, directory):
     written = set()
 
     def watch(event, details):
-        if event == "open" and isinstance(details[0], (str, os.PathLike)) and details[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        if (
+            event == "open"
+            and isinstance(details[0], (str, os.PathLike))
+            and details[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        ):
             path = Path(details[0])
             if path.is_relative_to(directory):
                 written.add(str(path.relative_to(directory)))
@@ -185,11 +255,25 @@ def test_only_the_main_worker_writes(data, tmp_path):
     arguments = [*SMALL, data, "--dir", str(tmp_path)]
     first, second = run_workers(files_written, 2, train.main, arguments, tmp_path)
     images = {f"images/val-row032-column000-{step:08}.png.unfinished" for step in (1, 3)}
-    assert {name for name in first if not name.startswith("step-")} == {SETTINGS_FILE, "events.jsonl", *images}
+    assert {name for name in first if not name.startswith("step-")} == {
+        SETTINGS_FILE,
+        "events.jsonl",
+        *images,
+    }
     assert all(name.startswith("step-") for name in second)  # its part of a snapshot
 
-    first, second = run_workers(files_written, 2, test.main, ["--dir", str(tmp_path), "--out", str(tmp_path / "out")], tmp_path)
-    names = {f"out/row032-column{column:03}-{kind}.png" for column in range(0, 96, 16) for kind in ("hematoxylin", "dab", "seg", "sheet")}
+    first, second = run_workers(
+        files_written,
+        2,
+        test.main,
+        ["--dir", str(tmp_path), "--out", str(tmp_path / "out")],
+        tmp_path,
+    )
+    names = {
+        f"out/row032-column{column:03}-{kind}.png"
+        for column in range(0, 96, 16)
+        for kind in ("hematoxylin", "dab", "seg", "sheet")
+    }
     assert {name for name in first if name != "events.jsonl"} == names
     assert second == set()
 
@@ -197,25 +281,39 @@ def test_only_the_main_worker_writes(data, tmp_path):
 def test_the_same_images_and_scores_come_from_any_number_of_workers(trained, tmp_path):
     directory, left = trained
     for workers in (1, 2):
-        for scores in run_workers(test.main, workers, ["--dir", str(directory), "--out", str(tmp_path / str(workers))]):
+        for scores in run_workers(
+            test.main, workers, ["--dir", str(directory), "--out", str(tmp_path / str(workers))]
+        ):
             assert scores.items() <= left.items()
     files = sorted(path.name for path in (tmp_path / "1").iterdir())
     assert len(files) == 6 * 4
-    assert all((tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes() for name in files)
+    assert all(
+        (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+        for name in files
+    )
 
 
 def test_a_sheet_has_the_truth_above_what_was_made(trained, data, tmp_path):
     run_workers(test.main, 1, ["--dir", str(trained[0]), "--out", str(tmp_path)])
-    truth = np.asarray(Image.open(Path(data.partition("=")[2]) / "val" / "row032-column016.png")).reshape(16, 4, 16, 3)
-    sheet = np.asarray(Image.open(tmp_path / "row032-column016-sheet.png")).reshape(2, 20, 4, 20, 3)[:, 4:, :, 4:]
+    truth = np.asarray(
+        Image.open(Path(data.partition("=")[2]) / "val" / "row032-column016.png")
+    ).reshape(16, 4, 16, 3)
+    sheet = np.asarray(Image.open(tmp_path / "row032-column016-sheet.png")).reshape(
+        2, 20, 4, 20, 3
+    )[:, 4:, :, 4:]
     assert np.array_equal(sheet[0], truth)
     assert (sheet[1, :, 0] == 255).all()
     for number, name in enumerate(("hematoxylin", "dab", "seg"), start=1):
-        assert np.array_equal(sheet[1, :, number], np.asarray(Image.open(tmp_path / f"row032-column016-{name}.png")))
+        assert np.array_equal(
+            sheet[1, :, number], np.asarray(Image.open(tmp_path / f"row032-column016-{name}.png"))
+        )
 
 
 def test_a_wrong_strip_stops_the_run_with_its_name(data, tmp_path):
     make_strips(tmp_path)
     Image.new("RGB", (50, 16)).save(tmp_path / "val" / "zzz.png")
-    with pytest.raises(WorkerFailedError, match=r"val/zzz\.png is 50 x 16 pixels; expected a width of 4 times the height"):
+    with pytest.raises(
+        WorkerFailedError,
+        match=r"val/zzz\.png is 50 x 16 pixels; expected a width of 4 times the height",
+    ):
         run_workers(train.main, 2, [*SMALL, f"data.path={tmp_path}"])

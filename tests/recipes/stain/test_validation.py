@@ -29,7 +29,10 @@ class Noisy(nn.Module):
 
 
 def made_of(strip, number, noise):
-    return (strip[1:] + noise * torch.randn(strip[1:].shape, generator=torch.Generator().manual_seed(number))).clamp(-1, 1)
+    return (
+        strip[1:]
+        + noise * torch.randn(strip[1:].shape, generator=torch.Generator().manual_seed(number))
+    ).clamp(-1, 1)
 
 
 def some_strips(count=5, size=24):
@@ -44,25 +47,46 @@ def scores_of(lanes, strips=None, noise=NOISE):
     strips = some_strips() if strips is None else strips
     with ss.init(lanes=lanes, seed=0) as run:
         generators = run.replicate(Noisy(strips, noise))
-        return evaluate(run, Settings(modalities=MODALITIES, batch_size=8), generators, list(strips))
+        return evaluate(
+            run, Settings(modalities=MODALITIES, batch_size=8), generators, list(strips)
+        )
 
 
 def test_scores_are_those_of_scikit_image_over_all_strips():
     strips = some_strips()
     made = torch.stack([made_of(strip, number, NOISE) for number, strip in enumerate(strips)])
-    mine, true = ((tiles.movedim(2, -1).numpy().astype(np.float64) + 1) / 2 for tiles in (made, strips[:, 1:]))  # [strips, tiles, H, W, 3]
+    # [strips, tiles, H, W, 3]
+    mine, true = (
+        (tiles.movedim(2, -1).numpy().astype(np.float64) + 1) / 2 for tiles in (made, strips[:, 1:])
+    )
 
     scores = scores_of(lanes=1)
 
     for number, name in enumerate(MODALITIES):
-        settings = {"data_range": 1.0, "channel_axis": -1, "gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
-        similar = [structural_similarity(true[i, number], mine[i, number], **settings) for i in range(len(strips))]
-        assert scores[f"{name}_ssim"] == pytest.approx(np.mean(similar), abs=0.02)  # they differ at the borders
-        assert scores[f"{name}_psnr"] == pytest.approx(peak_signal_noise_ratio(true[:, number], mine[:, number], data_range=1.0), rel=1e-5)
-    assert scores["l1"] == pytest.approx(nn.functional.smooth_l1_loss(made, strips[:, 1:]).item(), rel=1e-5)
+        settings = {
+            "data_range": 1.0,
+            "channel_axis": -1,
+            "gaussian_weights": True,
+            "sigma": 1.5,
+            "use_sample_covariance": False,
+        }
+        similar = [
+            structural_similarity(true[i, number], mine[i, number], **settings)
+            for i in range(len(strips))
+        ]
+        # they differ at the borders
+        assert scores[f"{name}_ssim"] == pytest.approx(np.mean(similar), abs=0.02)
+        assert scores[f"{name}_psnr"] == pytest.approx(
+            peak_signal_noise_ratio(true[:, number], mine[:, number], data_range=1.0), rel=1e-5
+        )
+    assert scores["l1"] == pytest.approx(
+        nn.functional.smooth_l1_loss(made, strips[:, 1:]).item(), rel=1e-5
+    )
     for number, name in enumerate(("positive", "negative"), start=1):
         there, found = (classes((seg + 1) / 2) == number for seg in (strips[:, 3], made[:, 2]))
-        assert scores[f"dice_{name}"] == pytest.approx((2 * (there & found).sum() / (there.sum() + found.sum())).item())
+        assert scores[f"dice_{name}"] == pytest.approx(
+            (2 * (there & found).sum() / (there.sum() + found.sum())).item()
+        )
     assert scores["dice"] == pytest.approx((scores["dice_positive"] + scores["dice_negative"]) / 2)
 
 

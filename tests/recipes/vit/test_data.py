@@ -15,7 +15,15 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from recipes.vit.config import DataSettings, ModelSettings
-from recipes.vit.data import ImageError, center_crop, held_out_fifth, jitter, open_images, random_crop_and_flip, read_idx
+from recipes.vit.data import (
+    ImageError,
+    center_crop,
+    held_out_fifth,
+    jitter,
+    open_images,
+    random_crop_and_flip,
+    read_idx,
+)
 
 DIGITS = DataSettings(source="digits", mean=(0.3,), std=(0.4,))
 DIGITS_MODEL = ModelSettings(image_size=8, patch_size=2, channels=1, classes=10)
@@ -50,7 +58,8 @@ def test_a_fifth_of_each_class_is_held_out(labels):
 
     sizes, held = Counter(labels.tolist()), Counter(labels[held_out].tolist())
     assert all(held[label] == size // 5 for label, size in sizes.items())
-    assert torch.equal(held_out[: len(labels) // 2], held_out_fifth(labels[: len(labels) // 2]))  # later samples change nothing
+    # later samples change nothing
+    assert torch.equal(held_out[: len(labels) // 2], held_out_fifth(labels[: len(labels) // 2]))
 
 
 def test_the_digits_are_split_without_loss():
@@ -59,7 +68,9 @@ def test_the_digits_are_split_without_loss():
 
     assert (len(split.train), len(split.test), split.classes) == (1442, 355, 10)
     both = torch.cat([images_of(split.train), images_of(split.test)]) * 0.4 + 0.3
-    assert Counter((both * 16).round().int().flatten(1).sum(1).tolist()) == Counter(every.int().flatten(1).sum(1).tolist())
+    assert Counter((both * 16).round().int().flatten(1).sum(1).tolist()) == Counter(
+        every.int().flatten(1).sum(1).tolist()
+    )
     torch.testing.assert_close(images_of(split.train)[0], (every[0] / 16 - 0.3) / 0.4)
 
 
@@ -78,7 +89,9 @@ def test_training_digits_change_with_the_generators_and_held_out_ones_never():
 @given(size=st.integers(2, 12), shift=st.integers(-2, 2))
 def test_jitter_of_nothing_leaves_images_as_they_are(size, shift):
     images = torch.rand(6, 1, size, size)
-    torch.testing.assert_close(jitter(images, pixels=0, degrees=0, scale=0), images, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        jitter(images, pixels=0, degrees=0, scale=0), images, atol=1e-4, rtol=0
+    )
 
 
 def test_jitter_shifts_by_at_most_so_many_pixels_and_leaves_half_sharp():
@@ -111,22 +124,33 @@ def test_jitter_flips_half_where_asked():
 def test_a_folder_is_read_in_the_order_of_its_names(folder):
     split = open_images(DataSettings(path=folder), FOLDER_MODEL)
 
-    assert [(path.name, label) for path, label in split.test.items] == [("a.JPG", 0), ("b.png", 0), ("c.webp", 1)]
+    assert [(path.name, label) for path, label in split.test.items] == [
+        ("a.JPG", 0),
+        ("b.png", 0),
+        ("c.webp", 1),
+    ]
     image, label = split.test[1]
     assert (image.shape, image.dtype, label) == ((3, 16, 16), torch.float32, 0)
-    torch.testing.assert_close(image, torch.tensor([1.0, -1.0, -1.0])[:, None, None].expand(3, 16, 16))
+    torch.testing.assert_close(
+        image, torch.tensor([1.0, -1.0, -1.0])[:, None, None].expand(3, 16, 16)
+    )
 
 
 def test_a_class_may_have_no_held_out_images(folder):
     for file in (folder / "val" / "cat").iterdir():
         file.unlink()
     (folder / "val" / "cat").rmdir()
-    assert [label for _, label in open_images(DataSettings(path=folder), FOLDER_MODEL).test.items] == [1]
+    assert [
+        label for _, label in open_images(DataSettings(path=folder), FOLDER_MODEL).test.items
+    ] == [1]
 
 
 def test_grey_models_see_grey_images(folder):
-    split = open_images(DataSettings(path=folder, mean=(0.0,), std=(1.0,)), replace(FOLDER_MODEL, channels=1))
-    torch.testing.assert_close(split.test[1][0], torch.full((1, 16, 16), 76 / 255))  # ITU-R 601: 0.299 red
+    split = open_images(
+        DataSettings(path=folder, mean=(0.0,), std=(1.0,)), replace(FOLDER_MODEL, channels=1)
+    )
+    # ITU-R 601: 0.299 red
+    torch.testing.assert_close(split.test[1][0], torch.full((1, 16, 16), 76 / 255))
 
 
 def test_training_images_change_with_the_generators(folder):
@@ -158,7 +182,12 @@ def test_a_torn_image_is_named(folder):
         open_images(DataSettings(path=folder), FOLDER_MODEL).train[1]
 
 
-@given(width=st.integers(1, 60), height=st.integers(1, 60), least=st.floats(0.05, 1), seed=st.integers(0, 2**32))
+@given(
+    width=st.integers(1, 60),
+    height=st.integers(1, 60),
+    least=st.floats(0.05, 1),
+    seed=st.integers(0, 2**32),
+)
 def test_a_random_crop_lies_inside_and_is_no_smaller_than_asked(width, height, least, seed):
     assume(max(width, height) <= 16 * min(width, height))
     columns, rows = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
@@ -198,7 +227,13 @@ def test_fashion_mnist_is_read_from_its_files(tmp_path):
 
 # mtime: with the time in it, the test would have another name in each process of pytest-xdist.
 @pytest.mark.parametrize(
-    "content", [b"", b"no gzip", gzip.compress(b"", mtime=0), gzip.compress(idx(np.zeros((2, 3), np.uint8))[:-1], mtime=0)]
+    "content",
+    [
+        b"",
+        b"no gzip",
+        gzip.compress(b"", mtime=0),
+        gzip.compress(idx(np.zeros((2, 3), np.uint8))[:-1], mtime=0),
+    ],
 )
 def test_a_damaged_idx_file_is_named(tmp_path, content):
     (tmp_path / "a.gz").write_bytes(content)
@@ -219,7 +254,11 @@ def test_an_idx_file_of_another_type_is_named(tmp_path):
     ("data", "model", "message"),
     [
         (DIGITS, replace(DIGITS_MODEL, classes=9), "digits has 10 classes; set model.classes=10"),
-        (DIGITS, replace(DIGITS_MODEL, image_size=16), "digits needs model.channels=1 and model.image_size=8"),
+        (
+            DIGITS,
+            replace(DIGITS_MODEL, image_size=16),
+            "digits needs model.channels=1 and model.image_size=8",
+        ),
         (replace(DIGITS, mean=(0.1, 0.2)), DIGITS_MODEL, "expected 1 numbers each"),
         (DIGITS, replace(DIGITS_MODEL, channels=2), "model.channels=2 was given"),
         (DataSettings(), FOLDER_MODEL, "data.source=folder needs data.path"),

@@ -41,9 +41,14 @@ def test_the_first_mistakes_are_drawn_as_the_images_are(tmp_path):
     assert len(wrong) == PICTURED
     for number, image in enumerate(wrong):
         top, left = (number // 8) * (picture.shape[0] + 8) // 2, (number % 8) * (LEAST_SIDE + 8)
-        pixels = ((image[0] * SETTINGS.data.std[0] + SETTINGS.data.mean[0]) * 255).round().byte().numpy()
+        pixels = (
+            ((image[0] * SETTINGS.data.std[0] + SETTINGS.data.mean[0]) * 255).round().byte().numpy()
+        )
         enlarged = np.kron(pixels, np.ones((LEAST_SIDE // 8, LEAST_SIDE // 8), np.uint8))
-        assert np.array_equal(picture[top : top + LEAST_SIDE, left : left + LEAST_SIDE], np.stack([enlarged] * 3, axis=-1))
+        assert np.array_equal(
+            picture[top : top + LEAST_SIDE, left : left + LEAST_SIDE],
+            np.stack([enlarged] * 3, axis=-1),
+        )
 
 
 @pytest.mark.parametrize("size", [1, LOOKED_AT, LOOKED_AT + 1, 3 * LOOKED_AT + 1])
@@ -56,7 +61,8 @@ def test_those_looked_at_are_spread_over_all(size, tmp_path):
             return super().__getitems__(indices)
 
     drawn(tmp_path, Images(torch.zeros(size, 1, 8, 8), torch.zeros(size, dtype=torch.int64)))
-    looked_at = asked[:-PICTURED] if size >= PICTURED else asked[:1]  # those that are drawn are asked for again
+    # those that are drawn are asked for again
+    looked_at = asked[:-PICTURED] if size >= PICTURED else asked[:1]
     assert len(looked_at) <= LOOKED_AT
     assert looked_at == list(range(0, size, -(-size // LOOKED_AT)))
 

@@ -8,23 +8,38 @@ import torch
 from recipes.vit.config import ModelSettings
 from recipes.vit.model import Attention, DropPath, VisionTransformer
 
-SMALL = ModelSettings(size="tiny", width=16, depth=2, heads=4, image_size=8, patch_size=2, channels=1, classes=10)
+SMALL = ModelSettings(
+    size="tiny", width=16, depth=2, heads=4, image_size=8, patch_size=2, channels=1, classes=10
+)
 
 # The keys of timm 1.0's VisionTransformer with global_pool="token" and depth 2.
 TIMM_BLOCK = ["norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2"]
-TIMM_LAYERS = ["patch_embed.proj", *[f"blocks.{block}.{layer}" for block in range(2) for layer in TIMM_BLOCK], "norm", "head"]
-TIMM_KEYS = ["cls_token", "pos_embed", *[f"{layer}.{kind}" for layer in TIMM_LAYERS for kind in ("weight", "bias")]]
+TIMM_LAYERS = [
+    "patch_embed.proj",
+    *[f"blocks.{block}.{layer}" for block in range(2) for layer in TIMM_BLOCK],
+    "norm",
+    "head",
+]
+TIMM_KEYS = [
+    "cls_token",
+    "pos_embed",
+    *[f"{layer}.{kind}" for layer in TIMM_LAYERS for kind in ("weight", "bias")],
+]
 
 
 def test_parameters_have_the_names_of_timm():
     assert list(VisionTransformer(SMALL).state_dict()) == TIMM_KEYS
     without_bias = VisionTransformer(replace(SMALL, qkv_bias=False)).state_dict()
-    assert set(TIMM_KEYS) - set(without_bias) == {"blocks.0.attn.qkv.bias", "blocks.1.attn.qkv.bias"}
+    assert set(TIMM_KEYS) - set(without_bias) == {
+        "blocks.0.attn.qkv.bias",
+        "blocks.1.attn.qkv.bias",
+    }
 
 
 @pytest.mark.parametrize(
     ("size", "parameters"),
-    # As published: 5.7, 22, 86 and 304 million (Touvron et al. 2021, Dosovitskiy et al. 2021), and to the last one as in timm.
+    # As published: 5.7, 22, 86 and 304 million (Touvron et al. 2021, Dosovitskiy et al. 2021), and
+    # to the last one as in timm.
     [("tiny", 5_717_416), ("small", 22_050_664), ("base", 86_567_656), ("large", 304_326_632)],
 )
 def test_sizes_are_those_of_the_papers(size, parameters):
@@ -39,14 +54,21 @@ def test_a_number_overrides_that_of_the_size():
     assert (len(model.blocks), model.blocks[0].attn.heads, model.head.in_features) == (3, 6, 384)
 
 
-@pytest.mark.parametrize(("channels", "image_size", "patch_size"), [(1, 8, 2), (3, 32, 8), (3, 16, 16)])
+@pytest.mark.parametrize(
+    ("channels", "image_size", "patch_size"), [(1, 8, 2), (3, 32, 8), (3, 16, 16)]
+)
 def test_logits_come_from_images_of_any_size(channels, image_size, patch_size):
-    model = VisionTransformer(replace(SMALL, channels=channels, image_size=image_size, patch_size=patch_size))
+    model = VisionTransformer(
+        replace(SMALL, channels=channels, image_size=image_size, patch_size=patch_size)
+    )
     assert model(torch.randn(5, channels, image_size, image_size)).shape == (5, 10)
     assert model.pos_embed.shape == (1, 1 + (image_size // patch_size) ** 2, 16)
 
 
-@pytest.mark.parametrize(("change", "named"), [({"patch_size": 3}, "model.patch_size=3"), ({"heads": 5}, "model.heads=5")])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"patch_size": 3}, "model.patch_size=3"), ({"heads": 5}, "model.heads=5")],
+)
 def test_numbers_that_do_not_fit_are_named(change, named):
     with pytest.raises(ValueError, match=named):
         VisionTransformer(replace(SMALL, **change))
@@ -79,7 +101,13 @@ def test_dropping_happens_in_training_alone_and_keeps_the_mean():
 
 
 def test_every_parameter_gets_a_gradient_once_the_output_depends_on_all():
-    model = VisionTransformer(replace(SMALL, dropout=0.1, attention_dropout=0.1, drop_path=0.1)).train()
+    model = VisionTransformer(
+        replace(SMALL, dropout=0.1, attention_dropout=0.1, drop_path=0.1)
+    ).train()
     torch.manual_seed(1)
     model(torch.randn(16, 1, 8, 8)).square().sum().backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None or not parameter.grad.abs().sum() > 0] == []
+    assert [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is None or not parameter.grad.abs().sum() > 0
+    ] == []

@@ -16,7 +16,13 @@ from tests.recipes.in_order import in_order, left_in_checkpoint
 SMALL = [
     str(Path(recipes.vit.__file__).with_name("digits.yaml")),
     *("epochs=2", "batch_size=400", "lanes=1", "evaluate_every=1", "mixup=0.2", "ema_decay=0.5"),
-    *("model.depth=1", "model.width=16", "model.dropout=0.1", "model.attention_dropout=0.1", "model.drop_path=0.1"),
+    *(
+        "model.depth=1",
+        "model.width=16",
+        "model.dropout=0.1",
+        "model.attention_dropout=0.1",
+        "model.drop_path=0.1",
+    ),
     *("optimizer.learning_rate=0.01", "optimizer.warmup_epochs=0.5"),
 ]
 
@@ -24,7 +30,10 @@ SMALL = [
 def test_one_lane_leaves_the_bits_of_the_plain_script(tmp_path):
     with in_order(plain):
         scores = plain.main([*SMALL, "--dir", str(tmp_path / "plain")])
-    assert train.main([*SMALL, "--dir", str(tmp_path / "samestep")]) == pytest.approx(scores, rel=1e-12)  # one sums exactly
+    # one sums exactly
+    assert train.main([*SMALL, "--dir", str(tmp_path / "samestep")]) == pytest.approx(
+        scores, rel=1e-12
+    )
     state = load(list_snapshots(tmp_path / "samestep")[-1]).state
     tracked = {name: state[name] for name in ("model", "ema", "optimizer", "scheduler")}
     assert left_in_checkpoint(tmp_path / "plain") == fingerprint(tracked)
@@ -35,7 +44,10 @@ def test_it_trains_goes_on_and_evaluates(tmp_path):
     first = plain.main([*SMALL, *directory, "epochs=1", "mixup=0"])
     second = plain.main([*SMALL, *directory, "epochs=4", "mixup=0"])
     assert second["model_loss"] < first["model_loss"]
-    assert plain.main(["--eval", *directory]) == plain.main([*SMALL, *directory, "epochs=4"]) == second  # nothing is left to do
+    # nothing is left to do
+    assert (
+        plain.main(["--eval", *directory]) == plain.main([*SMALL, *directory, "epochs=4"]) == second
+    )
 
 
 def test_evaluation_without_parameters_is_an_error():

@@ -20,7 +20,9 @@ from recipes.vit.config import ModelSettings
 from recipes.vit.model import VisionTransformer
 from recipes.vit.pretrained import PretrainedError, load_pretrained, resized_positions
 
-SETTINGS = ModelSettings(width=8, depth=2, heads=2, image_size=8, patch_size=2, channels=1, classes=3)
+SETTINGS = ModelSettings(
+    width=8, depth=2, heads=2, image_size=8, patch_size=2, channels=1, classes=3
+)
 PADDLE_LAYERS = {
     "patch_embed.proj": "patch_embedding.patch_embedding",
     "norm": "encoder.encoder_norm",
@@ -39,7 +41,10 @@ PADDLE_LAYERS = {
     },
 }
 PADDLE_TOKENS = {
-    "first": {"cls_token": "patch_embedding.cls_token", "pos_embed": "patch_embedding.position_embeddings"},
+    "first": {
+        "cls_token": "patch_embedding.cls_token",
+        "pos_embed": "patch_embedding.position_embeddings",
+    },
     "second": {"cls_token": "cls_token", "pos_embed": "position_embedding"},
 }
 
@@ -51,7 +56,9 @@ def model(seed=0, **changes):
 
 def equal(one, other, *, besides=()):
     states = one.state_dict(), other.state_dict()
-    return all(torch.equal(states[0][name], states[1][name]) for name in states[0] if name not in besides)
+    return all(
+        torch.equal(states[0][name], states[1][name]) for name in states[0] if name not in besides
+    )
 
 
 def paddle_state(source, generation="second"):
@@ -76,11 +83,21 @@ def test_safetensors_are_loaded(tmp_path):
     source, target = model(1), model(2)
     save_file(source.state_dict(), tmp_path / "a.safetensors")
 
-    assert load_pretrained(target, tmp_path / "a.safetensors") == f"loaded {tmp_path / 'a.safetensors'}"
+    assert (
+        load_pretrained(target, tmp_path / "a.safetensors")
+        == f"loaded {tmp_path / 'a.safetensors'}"
+    )
     assert equal(source, target)
 
 
-@pytest.mark.parametrize("wrapper", [lambda state: state, lambda state: {"model": state, "epoch": 3}, lambda state: {"state_dict": state}])
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        lambda state: state,
+        lambda state: {"model": state, "epoch": 3},
+        lambda state: {"state_dict": state},
+    ],
+)
 @pytest.mark.parametrize("suffix", ["pth", "pt", "bin", "pth.tar"])
 def test_state_dicts_of_torch_and_timm_are_loaded(tmp_path, wrapper, suffix):
     source, target = model(1), model(2)
@@ -102,7 +119,9 @@ def test_averages_are_loaded_as_models(tmp_path):
 @pytest.mark.parametrize("generation", PADDLE_TOKENS)
 def test_files_of_paddlevit_are_loaded(tmp_path, generation, protocol):
     source, target = model(1), model(2)
-    state = paddle_state(source, generation) | {"StructuredToParameterName@@": {"cls_token": "parameter_1"}}
+    state = paddle_state(source, generation) | {
+        "StructuredToParameterName@@": {"cls_token": "parameter_1"}
+    }
 
     load_pretrained(target, save(tmp_path / "a.pdparams", state, protocol))
 
@@ -123,7 +142,10 @@ def test_checkpoints_of_paddlevit_are_loaded(tmp_path):
     source, target = model(1), model(2)
     state = OrderedDict((name, PaddleTensor(array)) for name, array in paddle_state(source).items())
 
-    load_pretrained(target, save(tmp_path / "a.pdparams", {"model": state, "epoch": 7, "optimizer": {"step": 1}}))
+    load_pretrained(
+        target,
+        save(tmp_path / "a.pdparams", {"model": state, "epoch": 7, "optimizer": {"step": 1}}),
+    )
 
     assert equal(source, target)
 
@@ -149,7 +171,10 @@ def test_a_head_that_does_not_fit_keeps_its_values(tmp_path, change):
 
     report = load_pretrained(target, tmp_path / "a.pth")
 
-    assert f"head left at its initial values, for 3 classes: the file has {'5 classes' if change else 'none'}" in report
+    assert (
+        f"head left at its initial values, for 3 classes: the file has {'5 classes' if change else 'none'}"
+        in report
+    )
     assert equal(source, target, besides=("head.weight", "head.bias"))
     assert torch.equal(target.head.weight, untouched.head.weight)
 
@@ -171,14 +196,18 @@ def test_a_position_embedding_that_is_the_same_everywhere_stays_so(old, new, val
 def test_a_resized_position_embedding_keeps_its_directions():
     rows, columns = torch.meshgrid(torch.arange(6.0), torch.arange(6.0), indexing="ij")
     grid = torch.stack([rows, columns], dim=-1).reshape(1, 36, 2)
-    resized = resized_positions(torch.cat([torch.zeros(1, 1, 2), grid], dim=1), 1 + 12**2)[0, 1:].view(12, 12, 2)
+    resized = resized_positions(torch.cat([torch.zeros(1, 1, 2), grid], dim=1), 1 + 12**2)[
+        0, 1:
+    ].view(12, 12, 2)
     assert (resized[1:, :, 0] > resized[:-1, :, 0]).all()
     assert (resized[:, 1:, 1] > resized[:, :-1, 1]).all()
     torch.testing.assert_close(resized[..., 0], resized[..., 1].T)
 
 
 def test_a_position_embedding_that_is_no_square_is_refused():
-    with pytest.raises(PretrainedError, match="of 18 and 17 tokens; expected a class token and a square each"):
+    with pytest.raises(
+        PretrainedError, match="of 18 and 17 tokens; expected a class token and a square each"
+    ):
         resized_positions(torch.zeros(1, 18, 4), 17)
 
 
@@ -197,8 +226,14 @@ def test_parameters_that_do_not_fit_are_listed_with_the_nearest_names(tmp_path):
 
     message = str(caught.value)
     assert f"{tmp_path / 'a.pth'} does not fit the model" in message
-    assert "blocks.0.attn.qkv.weight is missing; the nearest name in the file is blocks.0.attn.query_key_value.weight" in message
-    assert "blocks.0.attn.query_key_value.weight is not in the model; the nearest name there is blocks.0.attn" in message
+    assert (
+        "blocks.0.attn.qkv.weight is missing; the nearest name in the file is blocks.0.attn.query_key_value.weight"
+        in message
+    )
+    assert (
+        "blocks.0.attn.query_key_value.weight is not in the model; the nearest name there is blocks.0.attn"
+        in message
+    )
     assert "norm.weight has shape (9,); the model's has (8,)" in message
     assert equal(target, untouched)
 
@@ -208,12 +243,17 @@ def test_parameters_that_do_not_fit_are_listed_with_the_nearest_names(tmp_path):
 def test_a_file_without_parameters_is_named(tmp_path, content, suffix):
     file = tmp_path / f"a.{suffix}"
     torch.save(content, file) if suffix == "pth" else save(file, content)
-    with pytest.raises(PretrainedError, match=rf"a\.{suffix} holds .*; expected parameters by name"):
+    with pytest.raises(
+        PretrainedError, match=rf"a\.{suffix} holds .*; expected parameters by name"
+    ):
         load_pretrained(model(), file)
 
 
 def test_a_file_of_another_kind_is_named(tmp_path):
-    with pytest.raises(PretrainedError, match=r"a\.onnx was given; expected a file that ends in one of \.safetensors"):
+    with pytest.raises(
+        PretrainedError,
+        match=r"a\.onnx was given; expected a file that ends in one of \.safetensors",
+    ):
         load_pretrained(model(), tmp_path / "a.onnx")
 
 
@@ -281,5 +321,7 @@ def test_a_file_that_would_run_code_is_refused_and_runs_nothing(tmp_path, attack
 def test_what_was_refused_is_named(tmp_path):
     for file in (tmp_path / "a.pdparams", tmp_path / "a.pth"):
         save(file, {"norm.weight": Attack(os.system, "true")}, 2)
-        with pytest.raises(PretrainedError, match=r"it asks for (posix|nt)\.system, which is refused"):
+        with pytest.raises(
+            PretrainedError, match=r"it asks for (posix|nt)\.system, which is refused"
+        ):
             load_pretrained(model(), file)

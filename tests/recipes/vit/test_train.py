@@ -27,13 +27,24 @@ RECIPE = Path(recipes.vit.__file__).parent
 SMALL = [
     str(RECIPE / "digits.yaml"),
     *("epochs=2", "batch_size=400", "lanes=4", "evaluate_every=1"),
-    *("model.depth=2", "model.width=16", "model.dropout=0.1", "model.attention_dropout=0.1", "model.drop_path=0.1"),
+    *(
+        "model.depth=2",
+        "model.width=16",
+        "model.dropout=0.1",
+        "model.attention_dropout=0.1",
+        "model.drop_path=0.1",
+    ),
     *("mixup=0.2", "ema_decay=0.5", "optimizer.learning_rate=0.01", "optimizer.warmup_epochs=0.5"),
 ]
 VARIANTS = {
     "whole": [],
     "sharded": ["optimizer.shard=true"],
-    "sgd without clipping": ["optimizer.name=sgd", "optimizer.clip_norm=none", "optimizer.shard=true", "ema_decay=none"],
+    "sgd without clipping": [
+        "optimizer.name=sgd",
+        "optimizer.clip_norm=none",
+        "optimizer.shard=true",
+        "ema_decay=none",
+    ],
     "bfloat16, loader processes": ["precision=bfloat16", "data.loader_workers=1", "mixup=0"],
 }
 
@@ -42,7 +53,12 @@ def train(workers, directory, *changes):
     """Return the scores of a run and all that it left, by name."""
     scores = run_workers(main, workers, [*SMALL, "--dir", str(directory), *changes], timeout=110)
     assert all(others == scores[0] for others in scores)
-    return {**scores[0], **fingerprint(load(list_snapshots(directory)[-1]).state), **logged(directory), **pictures(directory)}
+    return {
+        **scores[0],
+        **fingerprint(load(list_snapshots(directory)[-1]).state),
+        **logged(directory),
+        **pictures(directory),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +69,9 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_number_of_workers_changes_nothing(variant, tmp_path):
-    assert train(3, tmp_path / "3", *VARIANTS[variant]) == train(1, tmp_path / "1", *VARIANTS[variant])
+    assert train(3, tmp_path / "3", *VARIANTS[variant]) == train(
+        1, tmp_path / "1", *VARIANTS[variant]
+    )
 
 
 def test_a_run_that_stopped_goes_on_as_if_it_had_not(trained, tmp_path):
@@ -68,7 +86,9 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(trained, tmp_path):
 def test_evaluation_as_a_command_gives_the_same_numbers(trained, workers):
     directory, left = trained
     for scores in run_workers(main, workers, ["--eval", "--dir", str(directory)]):
-        assert scores.keys() == {f"{model}_{name}" for model in ("model", "ema") for name in ("loss", "top1", "top5")}
+        assert scores.keys() == {
+            f"{model}_{name}" for model in ("model", "ema") for name in ("loss", "top1", "top5")
+        }
         assert scores.items() <= left.items()
 
 
@@ -76,7 +96,9 @@ def test_an_exported_model_gives_the_same_numbers(trained, tmp_path):
     directory, left = trained
     for name in ("model", "ema"):
         export(list_snapshots(directory)[-1], tmp_path / f"{name}.safetensors", name)
-        (scores,) = run_workers(main, 1, [*SMALL, "--eval", "--pretrained", str(tmp_path / f"{name}.safetensors")])
+        (scores,) = run_workers(
+            main, 1, [*SMALL, "--eval", "--pretrained", str(tmp_path / f"{name}.safetensors")]
+        )
         assert scores == {f"model_{key}": left[f"{name}_{key}"] for key in ("loss", "top1", "top5")}
 
 
@@ -88,14 +110,25 @@ def test_a_written_settings_file_gives_the_same_run(trained, tmp_path):
 
 
 def test_what_the_run_decided_is_written(tmp_path):
-    run_workers(main, 2, [*SMALL, "lanes=none", "epochs=1", "--dir", str(tmp_path)], environment={"SAMESTEP_SEED": "7"})
+    run_workers(
+        main,
+        2,
+        [*SMALL, "lanes=none", "epochs=1", "--dir", str(tmp_path)],
+        environment={"SAMESTEP_SEED": "7"},
+    )
     written = read(Settings, [str(tmp_path / SETTINGS_FILE)])
     assert (written.lanes, written.seed, written.precision) == (2, 7, "float32")
 
 
 def test_fine_tuning_starts_from_a_file_and_goes_on_from_its_own_snapshots(trained, tmp_path):
     export(list_snapshots(trained[0])[-1], tmp_path / "model.safetensors")
-    arguments = [*SMALL, "--pretrained", str(tmp_path / "model.safetensors"), "--dir", str(tmp_path / "run")]
+    arguments = [
+        *SMALL,
+        "--pretrained",
+        str(tmp_path / "model.safetensors"),
+        "--dir",
+        str(tmp_path / "run"),
+    ]
     (first,) = run_workers(main, 1, [*arguments, "epochs=3"])
     (again,) = run_workers(main, 1, [*arguments, "epochs=3"])
     assert first["model_loss"] < trained[1]["model_loss"]
@@ -122,7 +155,11 @@ def test_the_demonstration_ends_well(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     demo.main([change for change in SMALL if "=" in change])
     shown = capfd.readouterr().out
-    for line in ("the same numbers, to the last bit", "taken for", "the same at every step: n=1, n=2"):
+    for line in (
+        "the same numbers, to the last bit",
+        "taken for",
+        "the same at every step: n=1, n=2",
+    ):
         assert line in shown
 
 
@@ -143,12 +180,19 @@ def test_mixup_mixes_targets_as_images(size, mixup, seed):
 
     loss, _ = training_loss(model, (images, labels), mixup=mixup, label_smoothing=0.1)
 
-    # Mixing is linear, so the share of each image is found by least squares, and the loss is that of the targets so mixed.
+    # Mixing is linear, so the share of each image is found by least squares, and the loss is that
+    # of the targets so mixed.
     torch.testing.assert_close(seen[0].mean(0), images.mean(0))
-    shares = torch.linalg.lstsq(images.flatten(1).T.double(), seen[0].flatten(1).T.double()).solution.T if size <= 4 else None
+    shares = (
+        torch.linalg.lstsq(images.flatten(1).T.double(), seen[0].flatten(1).T.double()).solution.T
+        if size <= 4
+        else None
+    )
     if shares is not None:
         targets = shares.float() @ (nn.functional.one_hot(labels, 3).float() * 0.9 + 0.1 / 3)
-        torch.testing.assert_close(loss, nn.functional.cross_entropy(model(seen[0]), targets), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            loss, nn.functional.cross_entropy(model(seen[0]), targets), rtol=1e-3, atol=1e-3
+        )
 
 
 def test_without_mixup_nothing_is_drawn():

@@ -1,6 +1,7 @@
 """Hands a record to a sink as the process beside training does: `python -m tests.record.sinks.deliver NAME DIR FIRST SECONDS`.
 
-It begins with the event FIRST. With SECONDS, which may be empty, it is killed when so many have passed after the last event.
+It begins with the event FIRST. With SECONDS, which may be empty, it is killed when so many have
+passed after the last event.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
 
     from samestep.record.sinks.base import Sink
 
-CONFIG = {"lanes": 4, "seed": 7, "dir": "runs/<b>a|b</b>", "stop_after": None, "devices": ["cpu", "cpu"], "patience": 1.5}
+CONFIG = {
+    "lanes": 4,
+    "seed": 7,
+    "dir": "runs/<b>a|b</b>",
+    "stop_after": None,
+    "devices": ["cpu", "cpu"],
+    "timeout": 1.5,
+}
 ODD = "<script>alert(1)</script>/../ü\n"
 
 
@@ -29,11 +37,17 @@ def write_start(record: FileRecord, step: int, **config: object) -> None:
     record.event("resumed" if step else "started", step=step, config={**CONFIG, **config})
 
 
-def write_step(record: FileRecord, number: int, /, *, between: bool = False, **values: float) -> None:
-    record.scalars(number, 0, values or {"loss": 1 / (number + 1), ODD: float(number)}, between=between)
+def write_step(
+    record: FileRecord, number: int, /, *, between: bool = False, **values: float
+) -> None:
+    record.scalars(
+        number, 0, values or {"loss": 1 / (number + 1), ODD: float(number)}, between=between
+    )
 
 
-def write_image(record: FileRecord, step: int, pixels: np.ndarray, name: str = "cells", *, between: bool = False) -> None:
+def write_image(
+    record: FileRecord, step: int, pixels: np.ndarray, name: str = "cells", *, between: bool = False
+) -> None:
     record.image(step, name, pixels, between=between)
     record.flush()
 

@@ -28,15 +28,24 @@ def test_every_name_that_options_know_has_a_class():
 def test_a_missing_package_is_told_with_how_to_install_it(name, monkeypatch):
     check_sinks([name])
     monkeypatch.setitem(sys.modules, NAMED[name][1], None)
-    with pytest.raises(ConfigError, match=rf'sinks=.{name}. was given; expected {name} to be there: pip install "samestep\[{name}\]"'):
+    with pytest.raises(
+        ConfigError,
+        match=rf'sinks=.{name}. was given; expected {name} to be there: pip install "samestep\[{name}\]"',
+    ):
         check_sinks([name])
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere:Sink", "sinks='nowhere:Sink' was given; expected the module:Class to be there for import: ModuleNotFoundError"),
-        ("math:pi", "sinks='math:pi' was given; expected a class that is called with a run's directory, and it is float"),
+        (
+            "nowhere:Sink",
+            "sinks='nowhere:Sink' was given; expected the module:Class to be there for import: ModuleNotFoundError",
+        ),
+        (
+            "math:pi",
+            "sinks='math:pi' was given; expected a class that is called with a run's directory, and it is float",
+        ),
         ("s4://bucket/run", "s4://bucket/run was given; expected a URL that fsspec knows"),
     ],
 )

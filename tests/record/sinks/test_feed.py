@@ -83,7 +83,9 @@ def test_another_process_goes_on_after_what_was_flushed(feed, run):
 
 def test_what_was_not_flushed_comes_again_in_another_process(feed, run):
     feed.begin()
-    Notes.fault = staticmethod(lambda call: ConnectionError("reset") if call == ("flush",) else None)
+    Notes.fault = staticmethod(
+        lambda call: ConnectionError("reset") if call == ("flush",) else None
+    )
     with pytest.raises(ConnectionError):
         feed.send(0, lines(run))
     assert Feed(feed.name, run, open_source(run), Forwarded(run)).begin() == 0
@@ -106,12 +108,19 @@ def test_after_a_failure_it_goes_on_with_what_failed(feed, run, failing):
 
 def test_an_event_that_cannot_be_taken_is_left_out_and_counted(feed, run, caplog):
     feed.begin()
-    Notes.fault = staticmethod(lambda call: KeyError("epoch") if call[0] in {"image", "take"} and call[1] == 1 else None)
+    Notes.fault = staticmethod(
+        lambda call: KeyError("epoch") if call[0] in {"image", "take"} and call[1] == 1 else None
+    )
     with caplog.at_level(logging.WARNING, "samestep"):
         feed.send(0, lines(run))
     assert Notes.last.calls == [("take", 0), ("take", 2), ("flush",)]
     assert feed.dropped == 2
-    assert caplog.text.count("cannot take an event: KeyError: 'epoch'; such ones are left out and counted") == 1
+    assert (
+        caplog.text.count(
+            "cannot take an event: KeyError: 'epoch'; such ones are left out and counted"
+        )
+        == 1
+    )
 
 
 def test_an_image_that_is_gone_is_counted(feed, run):

@@ -50,7 +50,9 @@ def test_it_is_given_images_and_parts_and_no_part_stays(run):
     assert destination(run).begin() == len(LINES)
 
 
-@pytest.mark.parametrize(("error", "told"), [(OSError("no route"), OSError), (SystemExit(3), RecordError)])
+@pytest.mark.parametrize(
+    ("error", "told"), [(OSError("no route"), OSError), (SystemExit(3), RecordError)]
+)
 def test_what_it_raises_leaves_the_part_to_be_passed_again(run, error, told):
     function = destination(run)
     function.begin()
@@ -69,5 +71,8 @@ def test_a_part_that_a_kill_left_behind_is_removed(run):
 
 
 def test_a_function_that_is_not_there_is_told(run):
-    with pytest.raises(ConfigError, match="transfer='nowhere:send' was given; expected the module:function to be there for import"):
+    with pytest.raises(
+        ConfigError,
+        match="transfer='nowhere:send' was given; expected the module:function to be there for import",
+    ):
         destination(run, "nowhere:send").begin()

@@ -16,7 +16,15 @@ from mlflow.tracking import MlflowClient
 from samestep.errors import ConfigError
 from samestep.record import read_events
 from samestep.record.sinks.mlflow import MlflowSink
-from tests.record.sinks.deliver import CONFIG, ODD, deliver, deliver_all, write_image, write_start, write_step
+from tests.record.sinks.deliver import (
+    CONFIG,
+    ODD,
+    deliver,
+    deliver_all,
+    write_image,
+    write_start,
+    write_step,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +41,9 @@ def client(directory):
 def the_run(directory):
     """Return the only run of a directory's store."""
     there = client(directory)
-    (experiment,) = [experiment for experiment in there.search_experiments() if experiment.name == "samestep"]
+    (experiment,) = [
+        experiment for experiment in there.search_experiments() if experiment.name == "samestep"
+    ]
     (run,) = there.search_runs([experiment.experiment_id])
     return run
 
@@ -49,7 +59,9 @@ def test_scalars_have_their_steps_times_and_values(record, tmp_path):
     deliver_all("mlflow", tmp_path)
     points = history(tmp_path, "loss")
     assert [(point.step, point.value) for point in points] == list(enumerate(values))
-    assert [point.timestamp for point in points] == [int(event["time"] * 1000) for event in read_events(tmp_path)][1:]
+    assert [point.timestamp for point in points] == [
+        int(event["time"] * 1000) for event in read_events(tmp_path)
+    ][1:]
     assert the_run(tmp_path).info.run_name == tmp_path.name
 
 
@@ -66,8 +78,12 @@ def test_images_are_artifacts_of_the_same_bytes(record, tmp_path):
     deliver_all("mlflow", tmp_path)
     (file,) = (tmp_path / "images").iterdir()
     run = the_run(tmp_path).info
-    assert [artifact.path for artifact in client(tmp_path).list_artifacts(run.run_id, "images")] == [f"images/{file.name}"]
-    assert Path(urlsplit(run.artifact_uri).path, "images", file.name).read_bytes() == file.read_bytes()
+    assert [
+        artifact.path for artifact in client(tmp_path).list_artifacts(run.run_id, "images")
+    ] == [f"images/{file.name}"]
+    assert (
+        Path(urlsplit(run.artifact_uri).path, "images", file.name).read_bytes() == file.read_bytes()
+    )
 
 
 def test_the_configuration_is_its_parameters(record, tmp_path):
@@ -78,34 +94,48 @@ def test_the_configuration_is_its_parameters(record, tmp_path):
         "dir": CONFIG["dir"],
         "stop_after": "null",
         "devices": '["cpu", "cpu"]',
-        "patience": "1.5",
+        "timeout": "1.5",
     }
 
 
-@pytest.mark.parametrize(("event", "status"), [("finished", "FINISHED"), ("failed", "FAILED"), ("stopped", "KILLED")])
+@pytest.mark.parametrize(
+    ("event", "status"), [("finished", "FINISHED"), ("failed", "FAILED"), ("stopped", "KILLED")]
+)
 def test_the_end_of_the_run_is_its_status(record, tmp_path, event, status):
     deliver_all("mlflow", tmp_path)
     assert the_run(tmp_path).info.status == "RUNNING"
     record.event(event, step=0)
     deliver_all("mlflow", tmp_path, 1)
     info = the_run(tmp_path).info
-    assert (info.status, info.end_time) == (status, int(list(read_events(tmp_path))[-1]["time"] * 1000))
+    assert (info.status, info.end_time) == (
+        status,
+        int(list(read_events(tmp_path))[-1]["time"] * 1000),
+    )
 
 
 def test_a_resume_continues_the_same_run(record, tmp_path):
     write_step(record, 0, loss=0.5)
     record.event("stopped", step=1)
     deliver_all("mlflow", tmp_path)
-    write_start(record, 1, patience=9.0, new=1)
+    write_start(record, 1, timeout=9.0, new=1)
     write_step(record, 1, loss=0.25)
     deliver_all("mlflow", tmp_path, 3)
     run = the_run(tmp_path)
-    assert [(point.step, point.value) for point in history(tmp_path, "loss")] == [(0, 0.5), (1, 0.25)]
-    assert (run.info.status, run.data.params["patience"], run.data.params["new"]) == ("RUNNING", "1.5", "1")
-    assert run.data.tags["patience"] == "9.0"
+    assert [(point.step, point.value) for point in history(tmp_path, "loss")] == [
+        (0, 0.5),
+        (1, 0.25),
+    ]
+    assert (run.info.status, run.data.params["timeout"], run.data.params["new"]) == (
+        "RUNNING",
+        "1.5",
+        "1",
+    )
+    assert run.data.tags["timeout"] == "9.0"
 
 
-def test_events_that_are_taken_again_change_nothing_but_that_points_are_there_twice(record, tmp_path):
+def test_events_that_are_taken_again_change_nothing_but_that_points_are_there_twice(
+    record, tmp_path
+):
     write_step(record, 0, loss=0.5)
     write_image(record, 0, np.zeros((2, 2), dtype=np.uint8))
     deliver(MlflowSink(tmp_path), tmp_path)  # and killed before that was noted
@@ -117,7 +147,22 @@ def test_events_that_are_taken_again_change_nothing_but_that_points_are_there_tw
 
 
 def test_names_that_mlflow_refuses_are_changed_and_told_once(record, tmp_path, caplog):
-    names = [ODD, "/a", "a//b", "../x", ".", "x" * 251, "", "loss", "loss/aux", "deep/er/one", "deep", "good name: a-b.c/d", "ü", "\ud800"]
+    names = [
+        ODD,
+        "/a",
+        "a//b",
+        "../x",
+        ".",
+        "x" * 251,
+        "",
+        "loss",
+        "loss/aux",
+        "deep/er/one",
+        "deep",
+        "good name: a-b.c/d",
+        "ü",
+        "\ud800",
+    ]
     for step in range(2):
         record.scalars(step, 0, {name: float(number) for number, name in enumerate(names)})
     with caplog.at_level(logging.WARNING, "samestep"):
@@ -160,7 +205,8 @@ def test_a_store_of_ones_own_is_used(record, tmp_path, monkeypatch):
     deliver_all("mlflow", tmp_path)
     there = client(tmp_path / "elsewhere")
     assert (
-        there.get_run((tmp_path / "mlflow" / "run-id").read_text()).info.experiment_id == there.get_experiment_by_name("mine").experiment_id
+        there.get_run((tmp_path / "mlflow" / "run-id").read_text()).info.experiment_id
+        == there.get_experiment_by_name("mine").experiment_id
     )
 
 

@@ -55,7 +55,13 @@ def stream(url=URL):
 
 
 def parts_there(far):
-    return parts_of({path.rpartition("/")[2]: len(file.getvalue()) for path, file in far.store.items() if "/record/" in path})
+    return parts_of(
+        {
+            path.rpartition("/")[2]: len(file.getvalue())
+            for path, file in far.store.items()
+            if "/record/" in path
+        }
+    )
 
 
 def test_each_piece_becomes_a_part(far, run):
@@ -72,10 +78,19 @@ def test_an_image_is_there_before_the_part_that_names_it(far, run):
     (run / "images" / "a.png").write_bytes(b"pixels")
     (run.parent / "secret").write_text("secret")
     gone = {"event": "image", "path": "images/gone.png"}
-    log(run, {"event": "image", "path": "images/a.png"}, gone, {"event": "image", "path": "../secret"}, {"event": "image"})
+    log(
+        run,
+        {"event": "image", "path": "images/a.png"},
+        gone,
+        {"event": "image", "path": "../secret"},
+        {"event": "image"},
+    )
     sink = destination(run)
     pass_on(run, sink)
-    assert [path for operation, path in far.calls if operation == "pipe_file"] == ["images/a.png", f"record/{parts_there(far)[0].path[7:]}"]
+    assert [path for operation, path in far.calls if operation == "pipe_file"] == [
+        "images/a.png",
+        f"record/{parts_there(far)[0].path[7:]}",
+    ]
     assert b"".join(open_source(URL).open_image("images/a.png")[1]) == b"pixels"
     assert sink.dropped == 3
 
@@ -97,11 +112,16 @@ def test_images_that_arrived_are_not_sent_again_with_a_part_that_did_not(far, ru
         pass_on(run, sink, offset)
     far.before = staticmethod(lambda operation, path: None)
     pass_on(run, sink, offset)
-    assert [path for operation, path in far.calls if operation == "pipe_file"][:2] == ["images/a.png", "images/b.png"]
+    assert [path for operation, path in far.calls if operation == "pipe_file"][:2] == [
+        "images/a.png",
+        "images/b.png",
+    ]
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.integers(0, 6)), min_size=1, max_size=8))
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.integers(0, 6)), min_size=1, max_size=8)
+)
 def test_whatever_fails_and_whoever_is_killed_each_byte_is_there_once(tmp_path_factory, plan):
     """Each turn some events are logged, the process may be another one (which knows no more than is on file), and a call may fail."""
     run = tmp_path_factory.mktemp("run")

@@ -7,17 +7,31 @@ import sys
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+from tensorboard.plugins.hparams.metadata import (
+    SESSION_START_INFO_TAG,
+    parse_session_start_info_plugin_data,
+)
 
 from samestep.errors import ConfigError
 from samestep.record import read_history
 from samestep.record.sinks.tensorboard import TensorBoardSink
-from tests.record.sinks.deliver import CONFIG, ODD, deliver, deliver_all, write_image, write_start, write_step
+from tests.record.sinks.deliver import (
+    CONFIG,
+    ODD,
+    deliver,
+    deliver_all,
+    write_image,
+    write_start,
+    write_step,
+)
 
 
 def read(directory):
     """Return TensorBoard's reading of a run's directory."""
-    accumulator = EventAccumulator(str(directory / "tensorboard"), size_guidance=dict.fromkeys(("scalars", "images", "tensors"), 0))
+    accumulator = EventAccumulator(
+        str(directory / "tensorboard"),
+        size_guidance=dict.fromkeys(("scalars", "images", "tensors"), 0),
+    )
     return accumulator.Reload()
 
 
@@ -41,7 +55,11 @@ def test_scalars_have_their_steps_times_and_values(record, tmp_path):
     deliver_all("tensorboard", tmp_path)
     there = read(tmp_path)
     assert there.Tags()["scalars"] == ["loss", "wrong"]
-    assert points(tmp_path, "loss") == told(tmp_path, "loss") == [(0, float(np.float32(1 / 3))), (1, float(np.float32(1e30)))]
+    assert (
+        points(tmp_path, "loss")
+        == told(tmp_path, "loss")
+        == [(0, float(np.float32(1 / 3))), (1, float(np.float32(1e30)))]
+    )
     times = [event["time"] for event in read_history(tmp_path) if event["event"] == "scalars"]
     assert [event.wall_time for event in there.Scalars("loss")] == times
     assert [str(event.value) for event in there.Scalars("wrong")] == ["nan", "-inf"]
@@ -52,8 +70,14 @@ def test_images_are_the_files_themselves(record, tmp_path):
         write_image(record, step, np.full((3, 5, 3), step, dtype=np.uint8))
     deliver_all("tensorboard", tmp_path)
     images = read(tmp_path).Images("cells")
-    files = [(tmp_path / event["path"]).read_bytes() for event in read_history(tmp_path) if event["event"] == "image"]
-    assert [(image.step, image.width, image.height, image.encoded_image_string) for image in images] == [
+    files = [
+        (tmp_path / event["path"]).read_bytes()
+        for event in read_history(tmp_path)
+        if event["event"] == "image"
+    ]
+    assert [
+        (image.step, image.width, image.height, image.encoded_image_string) for image in images
+    ] == [
         (0, 5, 3, files[0]),
         (2, 5, 3, files[1]),
     ]
@@ -67,7 +91,11 @@ def test_the_configuration_is_a_text_and_hyperparameters(record, tmp_path):
     assert "| dir | runs/<b>a\\|b</b> |" in text.tensor_proto.string_val[0].decode()
     content = there.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
     given = parse_session_start_info_plugin_data(content).hparams
-    assert (given["lanes"].number_value, given["patience"].number_value, given["dir"].string_value) == (4, 1.5, CONFIG["dir"])
+    assert (
+        given["lanes"].number_value,
+        given["timeout"].number_value,
+        given["dir"].string_value,
+    ) == (4, 1.5, CONFIG["dir"])
 
 
 def test_odd_names_are_kept(record, tmp_path):
@@ -89,7 +117,9 @@ def test_a_resume_takes_back_what_is_made_again(record, tmp_path, sinks):
     for step in (2, 3):
         write_step(record, step, loss=step + 100.0)
     deliver_all("tensorboard", tmp_path, {1: 0, 2: 9}[sinks])
-    assert points(tmp_path, "loss") == told(tmp_path, "loss") == [(0, 0), (1, 1), (2, 102), (3, 103)]
+    assert (
+        points(tmp_path, "loss") == told(tmp_path, "loss") == [(0, 0), (1, 1), (2, 102), (3, 103)]
+    )
     assert points(tmp_path, "score") == told(tmp_path, "score") == [(2, 1.5)]
     assert [image.step for image in read(tmp_path).Images("cells")] == [2]
 

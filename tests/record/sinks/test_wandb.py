@@ -26,7 +26,15 @@ def start(*command):
     """Start Python where no home can be written and nobody answers; return how it ended."""
     environment = {**os.environ, "HOME": "/nonexistent", "WANDB_BASE_URL": "http://127.0.0.1:9"}
     arguments = [sys.executable, "-m", *map(str, command)]
-    return subprocess.run(arguments, cwd=ROOT, env=environment, check=False, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        arguments,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def deliver(directory, first=0, killed_after=""):
@@ -42,8 +50,13 @@ class Read:
         program = Path(sys.executable).with_name("wandb")
         commands = [[program, "leet", "inspect", "--json", file] for file in self.files]
         environment = {**os.environ, "HOME": str(directory)}
-        ends = [subprocess.run(command, env=environment, check=True, capture_output=True, text=True) for command in commands]
-        self._records = [json.loads(line) for line in chain(*(end.stdout.splitlines() for end in ends))]
+        ends = [
+            subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+            for command in commands
+        ]
+        self._records = [
+            json.loads(line) for line in chain(*(end.stdout.splitlines() for end in ends))
+        ]
 
     def all(self, kind):
         return [record[kind] for record in self._records if record["type"] == kind]
@@ -58,19 +71,26 @@ def test_configuration_scalars_and_images_are_there(record, tmp_path):
     write_step(record, 1)
     write_image(record, 1, np.arange(60, dtype=np.uint8).reshape(4, 5, 3))
     record.event("finished", step=2)
-    ended = start("samestep.record.forward", tmp_path, "--to", "wandb")  # as beside training: in a thread
+    # as beside training: in a thread
+    ended = start("samestep.record.forward", tmp_path, "--to", "wandb")
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == "wandb has 'step' as 'metric/step': the name has a meaning there\n"
     there = Read(tmp_path)
-    assert {name: value for update in there.all("config") for name, value in update["update"].items()} == CONFIG
-    assert [metric["step_metric"] for metric in there.all("metric") if metric.get("glob_name") == "*"] == ["step"]
+    assert {
+        name: value for update in there.all("config") for name, value in update["update"].items()
+    } == CONFIG
+    assert [
+        metric["step_metric"] for metric in there.all("metric") if metric.get("glob_name") == "*"
+    ] == ["step"]
     assert [end.get("exit_code", 0) for end in there.all("exit")] == [0]
     first, second, third, image = (row["item"] for row in there.all("history"))
     assert (first["step"], first["loss"], first["wrong"]) == (0, 1 / 3, "NaN")
     assert (second["step"], second["loss"], second["metric/step"]) == (1, 0.25, 5)
     assert third[ODD] == 1
     times = [event["time"] for event in read_events(tmp_path)]
-    assert [row["_timestamp"] for row in (first, second, third, image)] == pytest.approx(times[1:5], abs=1e-6)
+    assert [row["_timestamp"] for row in (first, second, third, image)] == pytest.approx(
+        times[1:5], abs=1e-6
+    )
     (file,) = (tmp_path / "images").iterdir()
     kept = there.files[0].parent / "files" / image["cells.path"]
     assert (image["step"], image["cells.sha256"]) == (1, sha256(file.read_bytes()).hexdigest())
@@ -80,7 +100,7 @@ def test_configuration_scalars_and_images_are_there(record, tmp_path):
 def test_a_resume_continues_the_same_run_and_a_failure_is_told(record, tmp_path):
     write_step(record, 0, loss=0.5)
     assert deliver(tmp_path).returncode == 0
-    write_start(record, 1, patience=9.0)
+    write_start(record, 1, timeout=9.0)
     write_step(record, 1, loss=0.25)
     record.event("failed", step=1)
     ended = deliver(tmp_path, 2)
@@ -93,7 +113,8 @@ def test_a_resume_continues_the_same_run_and_a_failure_is_told(record, tmp_path)
 
 def test_what_was_taken_a_second_before_a_kill_is_there(record, tmp_path):
     write_step(record, 0, loss=0.5)
-    assert deliver(tmp_path, killed_after=2).returncode == -signal.SIGKILL  # its service ends, too: no test leaves a process
+    # its service ends, too: no test leaves a process
+    assert deliver(tmp_path, killed_after=2).returncode == -signal.SIGKILL
     assert Read(tmp_path).losses() == [(0, 0.5)]
 
 

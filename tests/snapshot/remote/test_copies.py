@@ -52,7 +52,9 @@ def brought(remote, name, directory):
 
 def test_what_was_sent_is_found_and_brought_back(directory, remote, tmp_path):
     assert remote.names() == []
-    assert remote.send(directory / SECOND) == sum(path.stat().st_size for path in (directory / SECOND).iterdir())
+    assert remote.send(directory / SECOND) == sum(
+        path.stat().st_size for path in (directory / SECOND).iterdir()
+    )
     remote.send(directory / FIRST)
     remote.storage.create("step-1/no", b"snapshot")
     assert remote.names() == [FIRST, SECOND]
@@ -68,11 +70,16 @@ def test_data_comes_first_and_the_manifest_last_and_goes_first(directory, remote
     assert [path.endswith(NAME) for path in sent] == [False, False, True]
     far.calls.clear()
     remote.remove(FIRST)
-    assert [path for operation, path in far.calls if operation == "rm"] == [f"{FIRST}/{NAME}", FIRST]
+    assert [path for operation, path in far.calls if operation == "rm"] == [
+        f"{FIRST}/{NAME}",
+        FIRST,
+    ]
     assert remote.names() == []
 
 
-def test_a_sender_that_is_killed_anywhere_leaves_nothing_half_whole_and_its_successor_sends_the_rest(directory, remote, far, tmp_path):
+def test_a_sender_that_is_killed_anywhere_leaves_nothing_half_whole_and_its_successor_sends_the_rest(
+    directory, remote, far, tmp_path
+):
     def killing(point):
         calls = iter(range(10**6))
 
@@ -96,11 +103,16 @@ def test_a_sender_that_is_killed_anywhere_leaves_nothing_half_whole_and_its_succ
         assert (NAME in there) == (point == 3)
         far.calls.clear()
         remote.send(directory / FIRST)
-        assert len([path for operation, path in far.calls if operation in {"put_file", "pipe_file"}]) == 3 - point
+        assert (
+            len([path for operation, path in far.calls if operation in {"put_file", "pipe_file"}])
+            == 3 - point
+        )
         assert fault(remote.fetch(FIRST, tmp_path / str(point))) is None
 
 
-def test_files_of_another_size_are_sent_again_and_what_the_manifest_does_not_name_goes(directory, remote, far):
+def test_files_of_another_size_are_sent_again_and_what_the_manifest_does_not_name_goes(
+    directory, remote, far
+):
     remote.send(directory / FIRST)
     data = next(path for path in far.store if not path.endswith(NAME))
     remote.storage.remove(data.removeprefix("/far/run/"))
@@ -110,14 +122,18 @@ def test_files_of_another_size_are_sent_again_and_what_the_manifest_does_not_nam
         remote.inspect(FIRST)
     remote.send(directory / FIRST)
     assert remote.inspect(FIRST).step == 1
-    assert remote.storage.sizes(FIRST).keys() == {path.name for path in (directory / FIRST).iterdir()}
+    assert remote.storage.sizes(FIRST).keys() == {
+        path.name for path in (directory / FIRST).iterdir()
+    }
 
 
 def test_a_step_that_was_saved_again_takes_the_place_of_the_former(directory, remote, tmp_path):
     remote.send(directory / FIRST)
     save_once(directory, 1, small_state(7), attempt="second")
     remote.send(directory / FIRST)
-    assert remote.storage.sizes(FIRST).keys() == {path.name for path in (directory / FIRST).iterdir()}
+    assert remote.storage.sizes(FIRST).keys() == {
+        path.name for path in (directory / FIRST).iterdir()
+    }
     assert brought(remote, FIRST, tmp_path / "new")[0] == exact(small_state(7))
 
 
@@ -126,7 +142,9 @@ def test_of_two_that_send_one_step_at_once_one_wins_and_its_snapshot_is_whole(fa
     for number, run in enumerate(runs):
         save_once(run, 1, small_state(number), attempt=run.name)
     both_have_data = threading.Barrier(2, timeout=20)
-    far.before = staticmethod(lambda operation, path: both_have_data.wait() if operation == "pipe_file" else None)
+    far.before = staticmethod(
+        lambda operation, path: both_have_data.wait() if operation == "pipe_file" else None
+    )
 
     def send(run):
         try:
@@ -245,6 +263,8 @@ def test_workers_of_one_host_that_all_ask_are_served_by_one_download(remote, far
     (segments,) = [len(file.checksums) for file in remote.inspect(FIRST).files]
     far.calls.clear()
     with ThreadPoolExecutor(3) as workers:
-        paths = list(workers.map(lambda _: Remote(URL, HASTY).fetch(FIRST, tmp_path / "new"), range(3)))
+        paths = list(
+            workers.map(lambda _: Remote(URL, HASTY).fetch(FIRST, tmp_path / "new"), range(3))
+        )
     assert exact(load(paths[0]).state) == exact(small_state(1))
     assert len([path for operation, path in far.calls if operation == "cat_file"]) == segments + 3

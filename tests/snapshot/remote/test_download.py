@@ -36,7 +36,10 @@ def resumed(workers, directory, url=URL):
         told = []
         place = directory(world.rank) if callable(directory) else directory
         snapshot = load_newest(
-            place, world, lambda kind, **fields: told.append((kind, *fields.values())), downloads=Downloads(url, place, world)
+            place,
+            world,
+            lambda kind, **fields: told.append((kind, *fields.values())),
+            downloads=Downloads(url, place, world),
         )
         return snapshot and exact(snapshot.state), told
 
@@ -53,7 +56,9 @@ def test_an_empty_machine_gets_the_newest(old, far, tmp_path, workers):
 
 
 def test_hosts_that_share_no_file_system_each_get_it(old, tmp_path):
-    assert resumed(4, lambda rank: tmp_path / f"host{rank // 2}") == [(exact(small_state(3)), [])] * 4
+    assert (
+        resumed(4, lambda rank: tmp_path / f"host{rank // 2}") == [(exact(small_state(3)), [])] * 4
+    )
     for host in ("host0", "host1"):
         assert [path.name for path in (tmp_path / host).iterdir()] == steps_of(3)
 
@@ -75,7 +80,9 @@ def test_damaged_ones_are_named_and_passed_over(old, far, tmp_path):
         remote.storage.send(data, f"{steps_of(step)[0]}/{data.name}")
     for state, told in resumed(2, tmp_path / "new"):
         assert state == exact(small_state(1))
-        assert [(kind, path) for kind, path, _ in told] == [("snapshot_rejected", f"{URL}/{name}") for name in steps_of(3, 2)]
+        assert [(kind, path) for kind, path, _ in told] == [
+            ("snapshot_rejected", f"{URL}/{name}") for name in steps_of(3, 2)
+        ]
         assert all("is damaged: bytes" in reason for _, _, reason in told)
 
 
@@ -83,7 +90,9 @@ def test_what_is_damaged_here_is_taken_from_there(old):
     flip_byte(next((old / steps_of(3)[0]).glob("tensors*")), -1)
     for state, told in resumed(2, old):
         assert state == exact(small_state(3))
-        assert [(kind, path) for kind, path, _ in told] == [("snapshot_rejected", str(old / steps_of(3)[0]))]
+        assert [(kind, path) for kind, path, _ in told] == [
+            ("snapshot_rejected", str(old / steps_of(3)[0]))
+        ]
 
 
 def test_a_storage_that_does_not_answer_is_told_where_there_is_something_to_resume_from(old, far):
@@ -95,7 +104,10 @@ def test_a_storage_that_does_not_answer_is_told_where_there_is_something_to_resu
 @pytest.mark.parametrize("operation", ["ls", "cat_file"])
 def test_it_is_an_error_where_there_is_not(old, far, tmp_path, operation):
     far.before = staticmethod(failing(100, PermissionError("denied"), operation))
-    with pytest.raises(SnapshotError, match=r"PermissionError: denied. What the run would resume from may be there, and there is none in"):
+    with pytest.raises(
+        SnapshotError,
+        match=r"PermissionError: denied. What the run would resume from may be there, and there is none in",
+    ):
         resumed(2, tmp_path / "new")
 
 
@@ -104,11 +116,16 @@ def test_without_snapshots_there_is_none(far, tmp_path):
 
 
 def test_one_snapshot_is_loaded_by_its_url(old, tmp_path):
-    states = in_threads(2, lambda world: exact(load_from(f"{URL}/{steps_of(2)[0]}", tmp_path / "new", world).state))
+    states = in_threads(
+        2, lambda world: exact(load_from(f"{URL}/{steps_of(2)[0]}", tmp_path / "new", world).state)
+    )
     assert states == [exact(small_state(2))] * 2
     with pytest.raises(SnapshotError, match=f"snapshot {URL}/step-00000009: there is none"):
         in_threads(2, lambda world: load_from(f"{URL}/{steps_of(9)[0]}", tmp_path / "new", world))
-    with pytest.raises(ConfigError, match=f"resume='{URL}' was given; expected the URL of a snapshot, such as {URL}/step-00001200"):
+    with pytest.raises(
+        ConfigError,
+        match=f"resume='{URL}' was given; expected the URL of a snapshot, such as {URL}/step-00001200",
+    ):
         in_threads(1, lambda world: load_from(URL, tmp_path / "new", world))
 
 

@@ -56,7 +56,12 @@ def test_every_snapshot_is_copied_once_and_those_that_go_here_go_there(tmp_path,
     assert kinds(told) == ["snapshot_copied"] * 3 + ["snapshot_removed"]
     assert told[-1][1] == {"path": f"{URL}/step-00000001"}
     copied = told[0][1]
-    assert (copied["step"], copied["url"], copied["bytes"] > 600, copied["seconds"] > 0) == (1, f"{URL}/step-00000001", True, True)
+    assert (copied["step"], copied["url"], copied["bytes"] > 600, copied["seconds"] > 0) == (
+        1,
+        f"{URL}/step-00000001",
+        True,
+        True,
+    )
     assert mirrored(tmp_path) == []
 
 
@@ -119,14 +124,19 @@ def test_another_history_is_set_aside_once(tmp_path, remote):
     save_once(tmp_path / "new", 1, small_state(1))
     with mirroring(tmp_path / "new", keep_last=3, set_aside=(1, "superseded-x")) as (mirror, told):
         mirror.finish()
-        assert told[0] == ("snapshots_set_aside", {"path": f"{URL}/superseded-x", "snapshots": steps_of(2, 3)})
+        assert told[0] == (
+            "snapshots_set_aside",
+            {"path": f"{URL}/superseded-x", "snapshots": steps_of(2, 3)},
+        )
         save_once(tmp_path / "new", 2, small_state(7), attempt="second")
         mirror.snapshot_is_whole(tmp_path / "new" / steps_of(2)[0])
         mirror.finish()
     assert kinds(told).count("snapshots_set_aside") == 1
     assert remote.names() == steps_of(1, 2)
     assert sorted(remote.storage._entries("superseded-x")) == steps_of(2, 3)
-    assert exact(load(remote.fetch(steps_of(2)[0], tmp_path / "there")).state) == exact(small_state(7))
+    assert exact(load(remote.fetch(steps_of(2)[0], tmp_path / "there")).state) == exact(
+        small_state(7)
+    )
 
 
 def test_a_storage_that_refuses_is_told_once_until_it_works_again(tmp_path, remote, far, caplog):
@@ -148,7 +158,9 @@ def test_a_storage_that_refuses_is_told_once_until_it_works_again(tmp_path, remo
     reason = f"the storage did not list {URL}: PermissionError: denied"
     assert told[0] == ("remote_failed", {"url": URL, "reason": reason})
     assert kinds(told) == ["remote_failed", "snapshot_copied"]
-    assert [record.getMessage() for record in caplog.records] == [f"{reason}; it is tried again at the next snapshot"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{reason}; it is tried again at the next snapshot"
+    ]
     assert remote.names() == steps_of(1)
 
 
@@ -158,7 +170,9 @@ def test_a_snapshot_that_newer_ones_replace_while_it_is_sent_is_no_failure(tmp_p
     (oldest,) = steps_of(1)
 
     def remove_it(operation, path):
-        if (operation, path.partition("/")[0]) == ("put_file", oldest) and (tmp_path / oldest / NAME).exists():
+        if (operation, path.partition("/")[0]) == ("put_file", oldest) and (
+            tmp_path / oldest / NAME
+        ).exists():
             for file in (tmp_path / oldest).iterdir():
                 file.unlink()
 

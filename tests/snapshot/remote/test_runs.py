@@ -23,8 +23,12 @@ def url(tmp_path):
 def test_a_run_moves_from_machine_to_machine_with_the_same_bits(tmp_path, url):
     options = {"remote": url, "snapshot_every": 3}
     for machine, (workers, last) in enumerate(((2, 4), (1, 6), (3, None))):
-        run_workers(train, workers, image_job, tmp_path / str(machine), {**options, "stop_after": last})
-    assert [event["step"] for machine in "12" for event in events(tmp_path / machine, "resumed")] == [4, 6]
+        run_workers(
+            train, workers, image_job, tmp_path / str(machine), {**options, "stop_after": last}
+        )
+    assert [
+        event["step"] for machine in "12" for event in events(tmp_path / machine, "resumed")
+    ] == [4, 6]
     undisturbed = left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
     left = left_in(image_job, tmp_path / "2", lanes=8)
     assert left == {name: value for name, value in undisturbed.items() if name in left}
@@ -34,7 +38,12 @@ def test_a_run_moves_from_machine_to_machine_with_the_same_bits(tmp_path, url):
 
 def test_a_run_starts_from_the_url_of_a_snapshot_and_sets_later_ones_aside(tmp_path, url):
     train(image_job, tmp_path / "old", {"remote": url, "snapshot_every": 2})
-    options = {"remote": url, "resume": f"{url}/step-00000004", "snapshot_every": 3, "stop_after": 6}
+    options = {
+        "remote": url,
+        "resume": f"{url}/step-00000004",
+        "snapshot_every": 3,
+        "stop_after": 6,
+    }
     run_workers(train, 1, image_job, tmp_path / "new", options)
     assert [event["step"] for event in events(tmp_path / "new", "resumed")] == [4]
     (aside,) = events(tmp_path / "new", "snapshots_set_aside")
@@ -64,7 +73,9 @@ def test_after_a_killed_worker_only_what_is_missing_is_sent(tmp_path, url, files
     assert not list((tmp_path / "far").rglob(NAME))
     train(image_job, tmp_path / "run", {"remote": url})
     (copied,) = events(tmp_path / "run", "snapshot_copied")
-    sizes = sorted(path.stat().st_size for path in (tmp_path / "far" / "step-00000008").glob("tensors*"))
+    sizes = sorted(
+        path.stat().st_size for path in (tmp_path / "far" / "step-00000008").glob("tensors*")
+    )
     manifest = (tmp_path / "far" / "step-00000008" / NAME).stat().st_size
     assert copied["bytes"] - manifest in ([0] if files == 2 else sizes)
     assert len(sizes) == 2
@@ -73,7 +84,8 @@ def test_after_a_killed_worker_only_what_is_missing_is_sent(tmp_path, url, files
 def test_a_storage_that_refuses_fails_the_run_at_its_end_only(tmp_path):
     directory, url = tmp_path / "run", "file:///proc/none/runs"
     with pytest.raises(
-        SnapshotError, match=f"the last snapshot is whole in {directory}, and could not be copied to {url}: the storage did"
+        SnapshotError,
+        match=f"the last snapshot is whole in {directory}, and could not be copied to {url}: the storage did",
     ):
         train(image_job, directory, {"remote": url, "snapshot_every": 2})
     assert snapshots(directory) == steps_of(4, 6, 8)
@@ -82,7 +94,11 @@ def test_a_storage_that_refuses_fails_the_run_at_its_end_only(tmp_path):
 
 
 def test_a_function_gets_every_file_of_every_snapshot(tmp_path):
-    train(image_job, tmp_path, {"transfer": f"{functions.__name__}:note", "keep_last": 10, "snapshot_every": 4})
+    train(
+        image_job,
+        tmp_path,
+        {"transfer": f"{functions.__name__}:note", "keep_last": 10, "snapshot_every": 4},
+    )
     noted = [path for path in (tmp_path / "noted").read_text().splitlines() if "/step-" in path]
     assert [path.rsplit("/", 2)[1] for path in noted] == [*steps_of(4, 4), *steps_of(8, 8)]
     assert set(noted) == {str(path) for path in tmp_path.glob("step-*/*")}
@@ -99,11 +115,26 @@ def test_a_function_that_fails_stops_no_training(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"remote": "s4://bucket/run"}, "s4://bucket/run was given; expected a URL that fsspec knows"),
-        ({"remote": "s4://bucket/run", "resume": "never"}, "s4://bucket/run was given; expected a URL that fsspec knows"),
-        ({"transfer": "nowhere:send"}, "transfer='nowhere:send' was given; expected the module:function to be there for import"),
-        ({"resume": "s4://bucket/run/step-00000001"}, "s4://bucket/run was given; expected a URL that fsspec knows"),
-        ({"resume": "file:///a/run"}, "resume='file:///a/run' was given; expected the URL of a snapshot"),
+        (
+            {"remote": "s4://bucket/run"},
+            "s4://bucket/run was given; expected a URL that fsspec knows",
+        ),
+        (
+            {"remote": "s4://bucket/run", "resume": "never"},
+            "s4://bucket/run was given; expected a URL that fsspec knows",
+        ),
+        (
+            {"transfer": "nowhere:send"},
+            "transfer='nowhere:send' was given; expected the module:function to be there for import",
+        ),
+        (
+            {"resume": "s4://bucket/run/step-00000001"},
+            "s4://bucket/run was given; expected a URL that fsspec knows",
+        ),
+        (
+            {"resume": "file:///a/run"},
+            "resume='file:///a/run' was given; expected the URL of a snapshot",
+        ),
     ],
 )
 def test_what_could_never_work_is_told_at_the_start(tmp_path, options, message):

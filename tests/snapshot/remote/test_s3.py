@@ -36,11 +36,29 @@ def _listed(url):
 
 def test_a_run_goes_on_with_the_same_bits_on_a_machine_that_has_nothing(server, tmp_path):
     old, new, url = tmp_path / "old", tmp_path / "new", "s3://bucket/runs/one"
-    run_workers(train, 2, image_job, old, {"remote": url, "stop_after": 5, "snapshot_every": 5}, environment=server.environment)
-    run_workers(train, 1, image_job, new, {"remote": url, "snapshot_every": 8}, environment=server.environment)
+    run_workers(
+        train,
+        2,
+        image_job,
+        old,
+        {"remote": url, "stop_after": 5, "snapshot_every": 5},
+        environment=server.environment,
+    )
+    run_workers(
+        train,
+        1,
+        image_job,
+        new,
+        {"remote": url, "snapshot_every": 8},
+        environment=server.environment,
+    )
     (resumed,) = events(new, "resumed")
     assert (resumed["step"], resumed["snapshot"]) == (5, str(new / steps_of(5)[0]))
-    assert run_workers(_listed, 1, url, environment=server.environment) == [snapshots(new)] == [steps_of(5, 8)]
+    assert (
+        run_workers(_listed, 1, url, environment=server.environment)
+        == [snapshots(new)]
+        == [steps_of(5, 8)]
+    )
     undisturbed = left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
     left = left_in(image_job, new, lanes=8)
     assert left == {name: value for name, value in undisturbed.items() if name in left}
@@ -52,11 +70,17 @@ def test_a_wrong_secret_is_told_and_stops_no_training(server, tmp_path):
     options = {"remote": "s3://bucket/runs/two", "resume": "never", "snapshot_every": 2}
     (ended,) = try_workers(train, 1, image_job, tmp_path / "run", options, environment=wrong)
     assert isinstance(ended.error, SnapshotError)
-    assert str(ended.error).startswith(f"the last snapshot is whole in {tmp_path / 'run'}, and could not be copied to s3://bucket/runs/two")
+    assert str(ended.error).startswith(
+        f"the last snapshot is whole in {tmp_path / 'run'}, and could not be copied to s3://bucket/runs/two"
+    )
     (told,) = events(tmp_path / "run", "remote_failed")
-    assert told["reason"].startswith("the storage did not list s3://bucket/runs/two: PermissionError: The request signature")
+    assert told["reason"].startswith(
+        "the storage did not list s3://bucket/runs/two: PermissionError: The request signature"
+    )
     assert snapshots(tmp_path / "run") == steps_of(4, 6, 8)
-    (refused,) = try_workers(train, 1, image_job, tmp_path / "new", {"remote": "s3://bucket/runs/two"}, environment=wrong)
+    (refused,) = try_workers(
+        train, 1, image_job, tmp_path / "new", {"remote": "s3://bucket/runs/two"}, environment=wrong
+    )
     assert "What the run would resume from may be there" in str(refused.error)
 
 
@@ -115,7 +139,13 @@ def _mirror(directory, url, sign):
         send(storage, source, path)
 
     Storage.send = send_when_told
-    mirror = Mirror(remote, directory, keep_last=1, keep_best=0, report=lambda kind, **fields: told.append((kind, fields)))
+    mirror = Mirror(
+        remote,
+        directory,
+        keep_last=1,
+        keep_best=0,
+        report=lambda kind, **fields: told.append((kind, fields)),
+    )
     mirror.finish()
     mirror.close()
     assert random.getstate() == state  # it belongs to training
@@ -133,16 +163,24 @@ def test_killed_senders_and_killed_servers_cost_only_what_was_under_way(tmp_path
     (path,) = (tmp_path / "run").iterdir()
     first, second = (file.size for file in inspect(path).files)
     with s3_server(tmp_path) as server:
-        (killed,) = try_workers(_send_one_file_and_die, 1, path, url, environment=server.environment)
+        (killed,) = try_workers(
+            _send_one_file_and_die, 1, path, url, environment=server.environment
+        )
         assert killed.exitcode == -signal.SIGKILL
         breaking = threading.Thread(target=_break, args=(server, sign), daemon=True)
         breaking.start()
-        ((before, told, pauses),) = run_workers(_mirror, 1, path.parent, url, sign, environment=server.environment)
+        ((before, told, pauses),) = run_workers(
+            _mirror, 1, path.parent, url, sign, environment=server.environment
+        )
         breaking.join()
         assert pauses > 0
         assert list(before.values()) == [first]
-        assert [(kind, fields["bytes"]) for kind, fields in told] == [("snapshot_copied", second + (path / NAME).stat().st_size)]
-        assert run_workers(_fetch, 1, url, tmp_path / "new", environment=server.environment) == [inspect(path).attempt]
+        assert [(kind, fields["bytes"]) for kind, fields in told] == [
+            ("snapshot_copied", second + (path / NAME).stat().st_size)
+        ]
+        assert run_workers(_fetch, 1, url, tmp_path / "new", environment=server.environment) == [
+            inspect(path).attempt
+        ]
 
 
 def _break(server, sign):

@@ -24,7 +24,9 @@ def directory(tmp_path):
 def transferred(directory, function, *steps):
     """Have the snapshots of these steps transferred; return what is reported."""
     told = []
-    with closing(Transfer(function, lambda kind, **fields: told.append((kind, fields)))) as transfer:
+    with closing(
+        Transfer(function, lambda kind, **fields: told.append((kind, fields)))
+    ) as transfer:
         for name in steps_of(*steps):
             transfer.snapshot_is_whole(directory / name)
         transfer.finish()
@@ -34,13 +36,17 @@ def transferred(directory, function, *steps):
 def test_every_file_is_passed_and_the_manifest_last(directory):
     paths = []
     assert transferred(directory, paths.append, 1, 2) == []
-    assert [path.parent.name for path in paths] == [name for name in steps_of(1, 2) for _ in range(3)]
+    assert [path.parent.name for path in paths] == [
+        name for name in steps_of(1, 2) for _ in range(3)
+    ]
     assert [path.name == NAME for path in paths] == [False, False, True] * 2
     assert set(paths) == set(directory.glob("*/*"))
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), SystemExit(3)])
-def test_a_function_that_fails_is_told_and_asked_again_at_the_next_snapshot(directory, caplog, error):
+def test_a_function_that_fails_is_told_and_asked_again_at_the_next_snapshot(
+    directory, caplog, error
+):
     paths = []
 
     def fail_once(path):
@@ -89,7 +95,10 @@ def test_a_function_is_found_by_its_name():
             "no_such_module:send",
             "expected the module:function to be there for import: ModuleNotFoundError: No module named 'no_such_module'",
         ),
-        ("shutil:send", "expected the module:function to be there for import: AttributeError: module 'shutil' has no attribute 'send'"),
+        (
+            "shutil:send",
+            "expected the module:function to be there for import: AttributeError: module 'shutil' has no attribute 'send'",
+        ),
         ("math:pi", "expected a function of a file's path, and it is float"),
     ],
 )

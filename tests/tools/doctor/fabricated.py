@@ -59,7 +59,12 @@ class Fabricated(System):
             if content is not None:
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 (root / name).write_text(content)
-        self._commands, self._spaces, self._lacking, self._folder = commands, spaces, lacking, folder
+        self._commands, self._spaces, self._lacking, self._folder = (
+            commands,
+            spaces,
+            lacking,
+            folder,
+        )
 
     def space(self, path):
         return self._spaces.get(path, Space(100 * GIGABYTE, 50 * GIGABYTE, 1_000_000))
@@ -95,10 +100,14 @@ def case_of(
 ) -> Case:
     """Return a healthy machine of 8 cores that differs in what is given, and a run of 2 workers on it."""
     folder = folder or Folder(DIRECTORY, writable=True, locks=True)
-    system = Fabricated(root, files or {}, environment or {}, commands or {}, spaces or {}, lacking, folder)
+    system = Fabricated(
+        root, files or {}, environment or {}, commands or {}, spaces or {}, lacking, folder
+    )
     return Case(system, DIRECTORY, workers, find_gpus(system), torch or {}, failure)
 
 
 def told(section: Section, tone: str) -> str:
     """Return what a section's findings of a tone say and what mends them, a line each; "" for none."""
-    return "\n".join(f"{finding.text} {finding.mend}" for finding in section.findings if finding.tone == tone)
+    return "\n".join(
+        f"{finding.text} {finding.mend}" for finding in section.findings if finding.tone == tone
+    )

@@ -19,11 +19,23 @@ DOCTOR = [sys.executable, "-m", "samestep", "doctor", "--quick"]
 
 
 def doctor(*arguments, **options):
-    return subprocess.run([*DOCTOR, *map(str, arguments)], capture_output=True, text=True, timeout=90, check=False, **options)
+    return subprocess.run(
+        [*DOCTOR, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        **options,
+    )
 
 
 def findings(report, tone):
-    return [finding["text"] for section in report["sections"] for finding in section["findings"] if finding["tone"] == tone]
+    return [
+        finding["text"]
+        for section in report["sections"]
+        for finding in section["findings"]
+        if finding["tone"] == tone
+    ]
 
 
 def lower_open_files(limit):
@@ -31,7 +43,9 @@ def lower_open_files(limit):
 
 
 def test_this_machine_is_examined_and_a_lowered_limit_is_found(tmp_path):
-    done = doctor("--json", "--dir", tmp_path / "run", "-n", 1, preexec_fn=partial(lower_open_files, 256))
+    done = doctor(
+        "--json", "--dir", tmp_path / "run", "-n", 1, preexec_fn=partial(lower_open_files, 256)
+    )
     report = json.loads(done.stdout)
     assert done.stderr == ""
     assert done.returncode == 1
@@ -44,15 +58,27 @@ def test_this_machine_is_examined_and_a_lowered_limit_is_found(tmp_path):
     assert facts["memory"]["total_bytes"] > 1 << 28
     assert facts["directory"]["nearest_that_exists"] == str(tmp_path)
     measured = facts["measured"]
-    for name in ("exchange of gradients, 25 MB", "all-to-all, 4 kB", "all-reduce by gloo, 25 MB", "file written and synced, 16.8 MB"):
-        assert measured[name]["lowest_seconds"] <= measured[name]["median_seconds"] <= measured[name]["highest_seconds"]
+    for name in (
+        "exchange of gradients, 25 MB",
+        "all-to-all, 4 kB",
+        "all-reduce by gloo, 25 MB",
+        "file written and synced, 16.8 MB",
+    ):
+        assert (
+            measured[name]["lowest_seconds"]
+            <= measured[name]["median_seconds"]
+            <= measured[name]["highest_seconds"]
+        )
     assert not list(tmp_path.iterdir())
 
 
 def test_a_task_of_a_real_slurm_job_knows_its_place(tmp_path_factory):
     with slurm(tmp_path_factory.mktemp("s")) as cluster:
         done = cluster.run("srun", "-n2", "-N2", sys.executable, "-c", IN_SLURM)
-    assert sorted(done.stdout.split("\n"))[1:] == ["worker 0 of 2, started by slurm", "worker 1 of 2, started by slurm"]
+    assert sorted(done.stdout.split("\n"))[1:] == [
+        "worker 0 of 2, started by slurm",
+        "worker 1 of 2, started by slurm",
+    ]
 
 
 IN_SLURM = """
@@ -79,7 +105,10 @@ def fast(monkeypatch):
     return monkeypatch
 
 
-@pytest.mark.parametrize(("finding", "status"), [(good("fine"), 0), (note("slow", "do it"), 0), (change("broken", "mend it"), 1)])
+@pytest.mark.parametrize(
+    ("finding", "status"),
+    [(good("fine"), 0), (note("slow", "do it"), 0), (change("broken", "mend it"), 1)],
+)
 def test_only_what_has_to_be_changed_is_a_failure(fast, capsys, finding, status):
     fast.setattr(command, "examine", lambda _: [Section("all", {}, [finding])])
     assert main(["doctor"]) == status
@@ -89,7 +118,10 @@ def test_only_what_has_to_be_changed_is_a_failure(fast, capsys, finding, status)
 def test_the_directory_of_the_environment_is_meant_where_none_is_given(fast, capsys, tmp_path):
     fast.setenv("SAMESTEP_DIR", str(tmp_path / "run"))
     main(["doctor", "--json"])
-    sections = {section["name"]: section["facts"] for section in json.loads(capsys.readouterr().out)["sections"]}
+    sections = {
+        section["name"]: section["facts"]
+        for section in json.loads(capsys.readouterr().out)["sections"]
+    }
     assert sections["directory"]["directory"] == str(tmp_path / "run")
 
 
@@ -105,9 +137,22 @@ def test_less_than_a_worker_is_refused(capsys):
 
 
 def test_the_text_has_facts_with_units_and_what_is_urgent_first():
-    figure = {"bytes": 25_000_000, "times": 3, "median_seconds": 0.05, "lowest_seconds": 0.04, "highest_seconds": 0.5}
+    figure = {
+        "bytes": 25_000_000,
+        "times": 3,
+        "median_seconds": 0.05,
+        "lowest_seconds": 0.04,
+        "highest_seconds": 0.5,
+    }
     gpus = [{"name": "G1", "memory_bytes": 1 << 30}, {"name": "G2", "memory_bytes": None}]
-    facts = {"free_bytes": 3 << 29, "files": 3_000_000, "quota": 1.5, "speed": None, "locks": True, "gpus": gpus}
+    facts = {
+        "free_bytes": 3 << 29,
+        "files": 3_000_000,
+        "quota": 1.5,
+        "speed": None,
+        "locks": True,
+        "gpus": gpus,
+    }
     sections = [
         Section("found", facts, [good("fine"), change("broken", "mend it")]),
         Section("measured", {"all-reduce": figure, "variables": {}}, [note("slow", "hurry")]),

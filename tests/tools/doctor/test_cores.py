@@ -9,7 +9,11 @@ from tests.tools.doctor.fabricated import case_of, told
 def test_affinity_is_told_beside_all_cores(tmp_path):
     section = cores.examine(case_of(tmp_path))
     assert section.facts["model"] == "Abacus 8000"
-    assert (section.facts["cores"], section.facts["cores_allowed"], section.facts["cores_quota"]) == (12, 8, "unlimited")
+    assert (
+        section.facts["cores"],
+        section.facts["cores_allowed"],
+        section.facts["cores_quota"],
+    ) == (12, 8, "unlimited")
     assert told(section, "change") == told(section, "note") == ""
     assert "2 workers of 1 thread on 8 cores" in told(section, "good")
 
@@ -18,7 +22,11 @@ def test_affinity_is_told_beside_all_cores(tmp_path):
     "files",
     [
         {"sys/fs/cgroup/cpu.max": "150000 100000"},
-        {"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "150000 100000", "sys/fs/cgroup/a/b/cpu.max": "max 100000"},
+        {
+            "proc/self/cgroup": "0::/a/b",
+            "sys/fs/cgroup/a/cpu.max": "150000 100000",
+            "sys/fs/cgroup/a/b/cpu.max": "max 100000",
+        },
         {
             "proc/self/cgroup": "4:cpu,cpuacct:/docker/x\n0::/",
             "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "150000",
@@ -38,17 +46,28 @@ def test_a_quota_of_a_container_bounds_the_workers(tmp_path, files):
 
 
 def test_no_quota_of_version_1_is_none(tmp_path):
-    files = {"proc/self/cgroup": "1:cpu:/", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}
+    files = {
+        "proc/self/cgroup": "1:cpu:/",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+    }
     assert cores.examine(case_of(tmp_path, files=files)).facts["cores_quota"] == "unlimited"
 
 
 def test_threads_count_against_the_cores(tmp_path):
-    assert told(cores.examine(case_of(tmp_path, environment={"SAMESTEP_THREADS": "4"})), "change") == ""
+    assert (
+        told(cores.examine(case_of(tmp_path, environment={"SAMESTEP_THREADS": "4"})), "change")
+        == ""
+    )
     section = cores.examine(case_of(tmp_path, workers=3, environment={"SAMESTEP_THREADS": "4"}))
     assert "3 workers of 4 threads on 8 cores" in told(section, "change")
     assert "samestep run -n 2," in told(section, "change")
 
 
 def test_threads_that_workers_do_not_take_are_noted(tmp_path):
-    assert "--threads 8" in told(cores.examine(case_of(tmp_path, environment={"OMP_NUM_THREADS": "8"})), "note")
-    assert told(cores.examine(case_of(tmp_path, environment={"OMP_NUM_THREADS": "1"})), "note") == ""
+    assert "--threads 8" in told(
+        cores.examine(case_of(tmp_path, environment={"OMP_NUM_THREADS": "8"})), "note"
+    )
+    assert (
+        told(cores.examine(case_of(tmp_path, environment={"OMP_NUM_THREADS": "1"})), "note") == ""
+    )

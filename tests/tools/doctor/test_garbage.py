@@ -17,10 +17,32 @@ from tests.tools.doctor.fabricated import DIRECTORY, HEALTHY
 from tests.tools.doctor.test_gpus import TWO
 
 WORDS = st.sampled_from(
-    ["max", "-1", "0", "9" * 30, "²", "0-", ":", "|--", "/32 host LOCAL", "\0", "MemTotal:", "SwapTotal: 9", "GPU0", "[", "1,2", ", "]
+    [
+        "max",
+        "-1",
+        "0",
+        "9" * 30,
+        "²",
+        "0-",
+        ":",
+        "|--",
+        "/32 host LOCAL",
+        "\0",
+        "MemTotal:",
+        "SwapTotal: 9",
+        "GPU0",
+        "[",
+        "1,2",
+        ", ",
+    ]
 )
 GARBAGE = st.lists(WORDS | st.text(max_size=5), max_size=8).map(" ".join)
-TEXTS = st.none() | GARBAGE | st.lists(GARBAGE, max_size=4).map("\n".join) | st.sampled_from([*HEALTHY.values(), *TWO.values()])
+TEXTS = (
+    st.none()
+    | GARBAGE
+    | st.lists(GARBAGE, max_size=4).map("\n".join)
+    | st.sampled_from([*HEALTHY.values(), *TWO.values()])
+)
 NAMES = st.lists(st.text(min_size=1, max_size=4) | st.just("eth0"), max_size=3)
 
 
@@ -31,7 +53,10 @@ class Drawn(System):
         super().__init__(draw(st.dictionaries(st.sampled_from(VARIABLES), GARBAGE, max_size=4)))
         self._texts = draw(st.lists(TEXTS, min_size=1, max_size=8))
         self._names = draw(NAMES)
-        self._space = draw(st.none() | st.builds(Space, st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(0, 9)))
+        self._space = draw(
+            st.none()
+            | st.builds(Space, st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(0, 9))
+        )
         self._way = draw(st.none() | st.just("eth0"))
 
     def text(self, path):
@@ -54,8 +79,22 @@ class Drawn(System):
 
 
 VARIABLES = [
-    *("SAMESTEP_THREADS", "SAMESTEP_LANES", "SAMESTEP_REMOTE", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "SLURM_JOB_ID"),
-    *("SLURM_STEP_NUM_TASKS", "KUBERNETES_SERVICE_HOST", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES"),
+    *(
+        "SAMESTEP_THREADS",
+        "SAMESTEP_LANES",
+        "SAMESTEP_REMOTE",
+        "OMP_NUM_THREADS",
+        "RANK",
+        "WORLD_SIZE",
+        "SLURM_JOB_ID",
+    ),
+    *(
+        "SLURM_STEP_NUM_TASKS",
+        "KUBERNETES_SERVICE_HOST",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "CUDA_VISIBLE_DEVICES",
+    ),
 ]
 
 

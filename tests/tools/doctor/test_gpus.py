@@ -16,7 +16,10 @@ SEES = [{"name": "Abacus G1", "memory_bytes": 1}, {"name": "Abacus G1", "memory_
 
 def seen_by_torch(devices=2, *, peers=True, build="12.4"):
     access = [[peers or one == other for other in range(devices)] for one in range(devices)]
-    return {"cuda_build": build, "cuda": {"devices": SEES[:devices], "peers": access, "nccl": "2.21.5"}}
+    return {
+        "cuda_build": build,
+        "cuda": {"devices": SEES[:devices], "peers": access, "nccl": "2.21.5"},
+    }
 
 
 def test_gpus_are_told_with_their_links(tmp_path):
@@ -49,8 +52,16 @@ def test_gpus_that_torch_cannot_use_have_to_be_mended(tmp_path, torch, says):
 
 
 def test_gpus_that_were_hidden_are_noted(tmp_path):
-    hidden = case_of(tmp_path, commands=TWO, torch=seen_by_torch(1), environment={"CUDA_VISIBLE_DEVICES": "1"}, workers=1)
-    assert "torch sees 1 of 2 GPUs, because CUDA_VISIBLE_DEVICES=1" in told(gpus.examine(hidden), "note")
+    hidden = case_of(
+        tmp_path,
+        commands=TWO,
+        torch=seen_by_torch(1),
+        environment={"CUDA_VISIBLE_DEVICES": "1"},
+        workers=1,
+    )
+    assert "torch sees 1 of 2 GPUs, because CUDA_VISIBLE_DEVICES=1" in told(
+        gpus.examine(hidden), "note"
+    )
 
 
 def test_gpus_without_a_way_to_each_other_are_noted(tmp_path):
@@ -64,7 +75,9 @@ def test_more_workers_than_gpus_are_noted(tmp_path):
 
 
 def test_a_gpu_without_its_command_is_noted(tmp_path):
-    assert "nvidia-smi does not answer" in told(gpus.examine(case_of(tmp_path, files={"dev/nvidia0": ""})), "note")
+    assert "nvidia-smi does not answer" in told(
+        gpus.examine(case_of(tmp_path, files={"dev/nvidia0": ""})), "note"
+    )
 
 
 def test_a_machine_without_gpus_has_nothing_to_tell(tmp_path):

@@ -17,10 +17,24 @@ def examined(tmp_path, *rows, **others):
 
 
 def test_figures_are_medians_with_their_spread(tmp_path):
-    section = examined(tmp_path, row("all-to-all", 0.5, 0.25, 4.0, nbytes=25_000_000), row("import of torch", 1.5))
+    section = examined(
+        tmp_path, row("all-to-all", 0.5, 0.25, 4.0, nbytes=25_000_000), row("import of torch", 1.5)
+    )
     assert section.facts == {
-        "all-to-all, 25 MB": {"bytes": 25_000_000, "times": 3, "median_seconds": 0.5, "lowest_seconds": 0.25, "highest_seconds": 4.0},
-        "import of torch": {"bytes": None, "times": 1, "median_seconds": 1.5, "lowest_seconds": 1.5, "highest_seconds": 1.5},
+        "all-to-all, 25 MB": {
+            "bytes": 25_000_000,
+            "times": 3,
+            "median_seconds": 0.5,
+            "lowest_seconds": 0.25,
+            "highest_seconds": 4.0,
+        },
+        "import of torch": {
+            "bytes": None,
+            "times": 1,
+            "median_seconds": 1.5,
+            "lowest_seconds": 1.5,
+            "highest_seconds": 1.5,
+        },
     }
 
 
@@ -39,8 +53,16 @@ def test_what_is_slow_is_noted_and_no_more(tmp_path, measurement, says):
 
 
 def test_what_is_fast_is_good(tmp_path):
-    rows = [row(measured.EXCHANGE, 0.01, nbytes=25_000_000), row(measured.ALL_REDUCE, 0.04, nbytes=25_000_000)]
-    section = examined(tmp_path, row(measured.WRITE, 1.0, nbytes=1 << 30), row(measured.EXCHANGE, 9.0, nbytes=4000), *rows)
+    rows = [
+        row(measured.EXCHANGE, 0.01, nbytes=25_000_000),
+        row(measured.ALL_REDUCE, 0.04, nbytes=25_000_000),
+    ]
+    section = examined(
+        tmp_path,
+        row(measured.WRITE, 1.0, nbytes=1 << 30),
+        row(measured.EXCHANGE, 9.0, nbytes=4000),
+        *rows,
+    )
     assert [finding.tone for finding in section.findings] == ["good", "good"]
     assert "1 GiB a second" in told(section, "good")
     assert "25 MB of gradients in 10.0 ms; gloo's all-reduce takes 40.0 ms" in told(section, "good")
@@ -52,7 +74,9 @@ def test_workers_that_cannot_talk_have_to_be_mended(tmp_path):
 
 
 def test_a_process_that_cannot_import_torch_says_why(tmp_path, monkeypatch):
-    (tmp_path / "torch.py").write_text("raise ImportError('libwrong.so: cannot open shared object file')")
+    (tmp_path / "torch.py").write_text(
+        "raise ImportError('libwrong.so: cannot open shared object file')"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found, failure = measured.measure(tmp_path, quick=True, gpus=False)
     assert found == {}
@@ -65,7 +89,9 @@ def test_a_python_that_is_gone_is_told(tmp_path, monkeypatch):
 
 
 def test_a_disk_is_measured_and_left_clean(tmp_path):
-    found = {name: (seconds, nbytes) for name, seconds, nbytes in disk.measure(tmp_path, quick=True)}
+    found = {
+        name: (seconds, nbytes) for name, seconds, nbytes in disk.measure(tmp_path, quick=True)
+    }
     assert found[measured.WRITE][1] == found["file read, not cached"][1] == disk.LARGE_BYTES
     assert all(second > 0 for seconds, _ in found.values() for second in seconds)
     assert not list(tmp_path.iterdir())

@@ -20,7 +20,12 @@ def test_interfaces_are_told_with_speed_and_addresses(tmp_path):
     files = {"proc/net/if_inet6": "fe8000000000000000fc00fffe000001 04 40 20 80     eth0\n"}
     section = network.examine(case_of(tmp_path, files=files))
     assert section.facts["interfaces"] == [
-        {"name": "eth0", "state": "up", "megabits": 10000, "addresses": ["10.0.0.5", "fe80::fc:ff:fe00:1"]},
+        {
+            "name": "eth0",
+            "state": "up",
+            "megabits": 10000,
+            "addresses": ["10.0.0.5", "fe80::fc:ff:fe00:1"],
+        },
         {"name": "lo", "state": "unknown", "megabits": None, "addresses": ["127.0.0.1"]},
     ]
     assert section.facts["gloo_takes"] == "eth0"
@@ -35,7 +40,11 @@ def test_a_faster_interface_has_to_be_chosen_where_there_are_other_hosts(tmp_pat
     assert told(alone, "change") == ""
     one_of_two = network.examine(case_of(tmp_path, files=FASTER, environment=ONE_OF_TWO_HOSTS))
     assert "eth0 (10 Gbit/s), and ib0 is faster (200 Gbit/s)" in told(one_of_two, "change")
-    chosen = network.examine(case_of(tmp_path, files=FASTER, environment={**ONE_OF_TWO_HOSTS, "GLOO_SOCKET_IFNAME": "ib0"}))
+    chosen = network.examine(
+        case_of(
+            tmp_path, files=FASTER, environment={**ONE_OF_TWO_HOSTS, "GLOO_SOCKET_IFNAME": "ib0"}
+        )
+    )
     assert chosen.facts["gloo_takes"] == "ib0"
     assert told(chosen, "change") == ""
 
@@ -57,14 +66,26 @@ def test_a_variable_that_names_no_interface_is_found(tmp_path):
 
 
 def test_the_loopback_leads_to_no_other_host(tmp_path):
-    section = network.examine(case_of(tmp_path, environment={**ONE_OF_TWO_HOSTS, "GLOO_SOCKET_IFNAME": "lo"}))
+    section = network.examine(
+        case_of(tmp_path, environment={**ONE_OF_TWO_HOSTS, "GLOO_SOCKET_IFNAME": "lo"})
+    )
     assert "unset GLOO_SOCKET_IFNAME" in told(section, "change")
-    assert told(network.examine(case_of(tmp_path, environment={"GLOO_SOCKET_IFNAME": "lo"})), "change") == ""
+    assert (
+        told(network.examine(case_of(tmp_path, environment={"GLOO_SOCKET_IFNAME": "lo"})), "change")
+        == ""
+    )
 
 
 @pytest.mark.parametrize(
     ("variable", "takes"),
-    [("eth", ["eth0", "eth1"]), ("=eth1", ["eth1"]), ("=eth", []), ("^eth", ["ib0", "lo"]), ("^=eth0,lo", ["eth1", "ib0"]), ("", ["ib0"])],
+    [
+        ("eth", ["eth0", "eth1"]),
+        ("=eth1", ["eth1"]),
+        ("=eth", []),
+        ("^eth", ["ib0", "lo"]),
+        ("^=eth0,lo", ["eth1", "ib0"]),
+        ("", ["ib0"]),
+    ],
 )
 def test_nccl_takes_what_its_variable_says(tmp_path, variable, takes):
     system = case_of(tmp_path, environment={"NCCL_SOCKET_IFNAME": variable}).system

@@ -13,7 +13,9 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 
 
 def on(kind):
-    return {"proc/self/mountinfo": f"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n23 22 8:2 / /runs rw,noatime shared:1 - {kind} somewhere rw\n"}
+    return {
+        "proc/self/mountinfo": f"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n23 22 8:2 / /runs rw,noatime shared:1 - {kind} somewhere rw\n"
+    }
 
 
 def test_a_local_disk_is_good(tmp_path):
@@ -41,22 +43,34 @@ def test_where_a_directory_lies_matters(tmp_path, kind, environment, tone, says)
 
 
 def test_a_shared_disk_is_right_for_several_hosts(tmp_path):
-    assert told(storage.examine(case_of(tmp_path, files=on("nfs4"), environment=ONE_OF_TWO_HOSTS)), "note") == ""
+    assert (
+        told(
+            storage.examine(case_of(tmp_path, files=on("nfs4"), environment=ONE_OF_TWO_HOSTS)),
+            "note",
+        )
+        == ""
+    )
 
 
 def test_a_disk_that_is_full_is_found_by_bytes_and_by_files(tmp_path):
-    section = storage.examine(case_of(tmp_path, spaces={str(DIRECTORY): Space(GIGABYTE, 1 << 20, 10)}))
+    section = storage.examine(
+        case_of(tmp_path, spaces={str(DIRECTORY): Space(GIGABYTE, 1 << 20, 10)})
+    )
     assert "1 MiB are free" in told(section, "change")
     assert "10 more files" in told(section, "change")
 
 
 def test_a_directory_that_cannot_be_written_is_found(tmp_path):
-    section = storage.examine(case_of(tmp_path, folder=Folder(DIRECTORY, writable=False, locks=None)))
+    section = storage.examine(
+        case_of(tmp_path, folder=Folder(DIRECTORY, writable=False, locks=None))
+    )
     assert "nothing can be written in /runs/one" in told(section, "change")
 
 
 def test_a_directory_without_locks_is_noted(tmp_path):
-    section = storage.examine(case_of(tmp_path, folder=Folder(DIRECTORY, writable=True, locks=False)))
+    section = storage.examine(
+        case_of(tmp_path, folder=Folder(DIRECTORY, writable=True, locks=False))
+    )
     assert "cannot be locked" in told(section, "note")
 
 
@@ -66,4 +80,6 @@ def test_the_real_folder_of_a_run_that_is_not_there_yet_is_tried_and_left_clean(
 
 
 def test_a_real_folder_that_takes_no_files_is_found():
-    assert System().folder(Path("/proc/sys/kernel")) == Folder(Path("/proc/sys/kernel"), writable=False, locks=None)
+    assert System().folder(Path("/proc/sys/kernel")) == Folder(
+        Path("/proc/sys/kernel"), writable=False, locks=None
+    )

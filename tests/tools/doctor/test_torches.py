@@ -20,7 +20,8 @@ def test_gpus_are_asked_for_in_a_process_of_its_own():
     def body():
         return torches.cuda_in_child(), torch.cuda.is_initialized()
 
-    assert run_workers(body, 1) == [({"devices": [], "peers": [], "nccl": None}, False)]  # conftest hides those there are
+    # conftest hides those there are
+    assert run_workers(body, 1) == [({"devices": [], "peers": [], "nccl": None}, False)]
 
 
 def test_a_driver_that_ends_the_process_which_asks_is_no_answer():

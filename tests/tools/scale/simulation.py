@@ -1,7 +1,7 @@
 """The messages of a step's exchange, event by event: what the exchange asks of its world is written down, and then played through.
 
-Nothing here knows the model's formulas. A worker sends one message at a time; each takes the latency, and before that its turn on the link
-of its host. Within a host, bytes cost nothing.
+Nothing here knows the model's formulas. A worker sends one message at a time; each takes the
+latency, and before that its turn on the link of its host. Within a host, bytes cost nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class WrittenDown(World):
 
     def __init__(self, rank: int, size: int, per_host: int) -> None:
         self.rank, self.size = rank, size
-        self.hosts = [range(first, min(first + per_host, size)) for first in range(0, size, per_host)]
+        self.hosts = [
+            range(first, min(first + per_host, size)) for first in range(0, size, per_host)
+        ]
         self.calls: list[AllToAll | Ring | Doubling | Meeting] = []
 
     def all_gather_bytes(self, data, what):
@@ -93,7 +95,9 @@ class WrittenDown(World):
         raise NotImplementedError
 
 
-def calls_of(rank: int, workers: int, per_host: int, lanes: int, elements: int) -> list[AllToAll | Ring | Doubling | Meeting]:
+def calls_of(
+    rank: int, workers: int, per_host: int, lanes: int, elements: int
+) -> list[AllToAll | Ring | Doubling | Meeting]:
     """Return what one worker's exchange of a step asks of the world, in order, as `samestep.step.backward` leads it."""
     world = WrittenDown(rank, workers, per_host)
     parameter = torch.zeros(elements)
@@ -113,7 +117,9 @@ class Simulation:
     network: Network
     now: float = 0.0
     _link_free_at: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    _arrived: defaultdict[tuple[int, int], deque[float]] = field(default_factory=lambda: defaultdict(deque))
+    _arrived: defaultdict[tuple[int, int], deque[float]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
 
     def play(self) -> float:
         """Return how many seconds pass until all workers are done."""
@@ -130,7 +136,9 @@ class Simulation:
                 waiting.add((asked, rank))
             for pair in [pair for pair in waiting if self._arrived[pair]]:
                 waiting.remove(pair)
-                heapq.heappush(events, (max(self.now, self._arrived[pair].popleft()), next(numbers), pair[1]))
+                heapq.heappush(
+                    events, (max(self.now, self._arrived[pair].popleft()), next(numbers), pair[1])
+                )
         assert not waiting
         return self.now
 
@@ -166,7 +174,11 @@ class Simulation:
 
     def _meet(self, rank: int) -> Iterator[float | int]:
         on_host = self.network.workers_per_host
-        others = [other for other in range(len(self.calls)) if other // on_host == rank // on_host and other != rank]
+        others = [
+            other
+            for other in range(len(self.calls))
+            if other // on_host == rank // on_host and other != rank
+        ]
         for other in others:
             yield self._send(rank, other, 0, self.network.memory.latency)
         yield from others
@@ -177,7 +189,9 @@ class Simulation:
         host, other = (rank // self.network.workers_per_host for rank in (sender, receiver))
         left_at = self.now
         if host != other:
-            left_at = max(self.now, self._link_free_at[host]) + nbytes / self.network.between.bandwidth
+            left_at = (
+                max(self.now, self._link_free_at[host]) + nbytes / self.network.between.bandwidth
+            )
             self._link_free_at[host] = left_at
         self._arrived[sender, receiver].append(left_at + latency)
         return left_at + latency

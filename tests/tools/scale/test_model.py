@@ -10,17 +10,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.step.exchange import BUCKET_BYTES, buckets
-from samestep.tools.scale.model import Costs, Link, Network, exchange_seconds, predict, serial_fraction
+from samestep.tools.scale.model import (
+    Costs,
+    Link,
+    Network,
+    exchange_seconds,
+    predict,
+    serial_fraction,
+)
 from samestep.tools.scale.ranges import Range
 from samestep.tools.scale.traffic import MEETING_BYTES, Traffic, traffic
-from tests.tools.scale.simulation import AllToAll, Doubling, Meeting, Ring, Simulation, WrittenDown, calls_of
+from tests.tools.scale.simulation import (
+    AllToAll,
+    Doubling,
+    Meeting,
+    Ring,
+    Simulation,
+    WrittenDown,
+    calls_of,
+)
 
 FREE = math.inf  # the bandwidth of a memory that costs nothing
 
 latencies = st.floats(1e-6, 1e-2)
 bandwidths = st.floats(1e6, 1e11)
 sizes = st.integers(1, 50_000)  # elements
-teams = st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4])).filter(lambda team: team[0] * team[1] > 1)  # hosts, and workers of each
+# hosts, and workers of each
+teams = st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4])).filter(
+    lambda team: team[0] * team[1] > 1
+)
 
 
 @settings(max_examples=60)
@@ -40,13 +58,19 @@ def test_what_is_counted_is_what_the_exchange_asks_for(team, more_lanes, element
     assert counted.batches == len(batches)
     assert counted.messages == len(batches) * (workers - 1)
     doublings = [call for call in calls[0] if isinstance(call, Doubling)]
-    assert counted.rounds == len(rings) * (workers - 1) + len(doublings) * math.ceil(math.log2(hosts))
-    assert counted.passed_bytes == sum(call.nbytes for call in rings) * (workers - 1) + sum(call.nbytes for call in doublings) * (hosts - 1)
+    assert counted.rounds == len(rings) * (workers - 1) + len(doublings) * math.ceil(
+        math.log2(hosts)
+    )
+    assert counted.passed_bytes == sum(call.nbytes for call in rings) * (workers - 1) + sum(
+        call.nbytes for call in doublings
+    ) * (hosts - 1)
     assert counted.meetings == len(meetings) * (per_host - 1)
 
 
 def test_buckets_are_counted_between_workers_that_share_no_memory():
-    parameters = [torch.nn.Parameter(torch.empty(BUCKET_BYTES // 4, device="meta")) for _ in range(3)]
+    parameters = [
+        torch.nn.Parameter(torch.empty(BUCKET_BYTES // 4, device="meta")) for _ in range(3)
+    ]
     there = len(buckets(parameters, WrittenDown(0, 4, 1)))
     counted = traffic(4, 1, 4, 3 * BUCKET_BYTES)
     assert counted.batches == there == 3
@@ -63,7 +87,8 @@ def test_a_worker_alone_sends_nothing():
 def test_times_are_those_of_the_simulation(team, doublings, elements, latency, bandwidth):
     """With one worker a host all send in step: the formula is exact. With several, one's latency passes while others use the link.
 
-    A call then takes at least the longer of its latencies and its bytes, and at most both: no less than half of what the formula says.
+    A call then takes at least the longer of its latencies and its bytes, and at most both: no less
+    than half of what the formula says.
     """
     hosts, per_host = team
     middle, simulated = _both(hosts, per_host, doublings, elements, latency, bandwidth)
@@ -83,7 +108,9 @@ def test_times_are_exact_where_bytes_cost_nothing(team, doublings, elements, lat
 
 @settings(max_examples=30)
 @given(teams.filter(lambda team: team[0] > 1), st.integers(0, 2), sizes, bandwidths)
-def test_times_are_those_of_the_bytes_where_messages_cost_nothing(team, doublings, elements, bandwidth):
+def test_times_are_those_of_the_bytes_where_messages_cost_nothing(
+    team, doublings, elements, bandwidth
+):
     hosts, per_host = team
     middle, simulated = _both(hosts, per_host, doublings, elements, 0.0, bandwidth)
     assert simulated == pytest.approx(middle, rel=1e-9)
@@ -105,14 +132,25 @@ NETWORK = Network(Link(50e-6, 10e9), Link(20e-6, 1e9), 2)
 
 def _costs(**changes):
     ones = {name: Range(0.5, 1.0, 2.0) for name in ("data", "compute", "optimizer", "constant")}
-    return Costs(**{"lanes": 8, "nbytes": 4_000_000, "sharded": False, "waiting": Range(0.0, 0.0, 0.0), **ones, **changes})
+    return Costs(
+        **{
+            "lanes": 8,
+            "nbytes": 4_000_000,
+            "sharded": False,
+            "waiting": Range(0.0, 0.0, 0.0),
+            **ones,
+            **changes,
+        }
+    )
 
 
 def test_the_worker_with_most_lanes_decides():
     parts = {workers: predict(_costs(), NETWORK, workers).parts for workers in (1, 2, 3, 5, 8)}
     assert [part["compute"].middle for part in parts.values()] == [8.0, 4.0, 3.0, 2.0, 1.0]
     assert [part["data"].highest for part in parts.values()] == [16.0, 8.0, 6.0, 4.0, 2.0]
-    assert all(part["other"] == Range(0.5, 1.0, 2.0) == part["optimizer"] for part in parts.values())
+    assert all(
+        part["other"] == Range(0.5, 1.0, 2.0) == part["optimizer"] for part in parts.values()
+    )
     assert parts[1]["exchange"] == Range.exactly(0.0)
 
 
@@ -128,16 +166,24 @@ def test_a_sharded_optimizer_is_divided():
 def test_waiting_counts_with_the_exchange():
     waited = predict(_costs(waiting=Range(0.0, 3.0, 7.0)), NETWORK, 4).parts["exchange"]
     plain = predict(_costs(), NETWORK, 4).parts["exchange"]
-    assert (waited.lowest, waited.middle, waited.highest) == (plain.lowest, plain.middle + 3.0, plain.highest + 7.0)
+    assert (waited.lowest, waited.middle, waited.highest) == (
+        plain.lowest,
+        plain.middle + 3.0,
+        plain.highest + 7.0,
+    )
 
 
 def test_an_exchange_between_workers_with_a_lane_each_may_be_hidden():
     network = Network(NETWORK.memory, Link(1e-3, 1e6), 1)
-    small, large = (predict(_costs(compute=Range.exactly(seconds)), network, 8).parts["exchange"] for seconds in (0.01, 100.0))
+    small, large = (
+        predict(_costs(compute=Range.exactly(seconds)), network, 8).parts["exchange"]
+        for seconds in (0.01, 100.0)
+    )
     assert small.middle == large.middle
     assert large.lowest < small.lowest < small.middle
     two_lanes = predict(_costs(compute=Range.exactly(100.0)), network, 4).parts["exchange"]
-    assert two_lanes.middle - two_lanes.lowest == pytest.approx(2e-3)  # three messages leave together: one latency and not three
+    # three messages leave together: one latency and not three
+    assert two_lanes.middle - two_lanes.lowest == pytest.approx(2e-3)
 
 
 @given(st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4]), latencies, bandwidths)

@@ -26,14 +26,29 @@ FREE = Link(1e-12, 1e30)
 
 
 def _timing(compute, *, other=0.0, optimizer=0.0, waiting=0.0):
-    parts = {**dict.fromkeys(PARTS, 0.0), "compute": compute, "other": other, "optimizer": optimizer, "exchange": waiting}
+    parts = {
+        **dict.fromkeys(PARTS, 0.0),
+        "compute": compute,
+        "other": other,
+        "optimizer": optimizer,
+        "exchange": waiting,
+    }
     return Timing(sum(parts.values()), parts, waiting)
 
 
-def _study(timings, *, lanes=4, batch_size=64, room=8, network=FREE, per_host=8, sharded=False, **setting):
+def _study(
+    timings, *, lanes=4, batch_size=64, room=8, network=FREE, per_host=8, sharded=False, **setting
+):
     job = Job(lanes, 4_000_000, batch_size, "cpu", 1, sharded)
     setting = Setting(**{"room": room, "load": 0.0, "available": 10**9, **setting})
-    return Study(job, timings, Network(FREE, network, per_host), network_is_given=True, memory=None, setting=setting)
+    return Study(
+        job,
+        timings,
+        Network(FREE, network, per_host),
+        network_is_given=True,
+        memory=None,
+        setting=setting,
+    )
 
 
 def _text(study):
@@ -41,7 +56,12 @@ def _text(study):
 
 
 def test_speed_up_is_between_the_worst_and_the_best_of_what_was_measured():
-    study = _study({1: [_timing(4.0), _timing(5.0), _timing(8.0)], 2: [_timing(2.0), _timing(2.5), _timing(4.0)]})
+    study = _study(
+        {
+            1: [_timing(4.0), _timing(5.0), _timing(8.0)],
+            2: [_timing(2.0), _timing(2.5), _timing(4.0)],
+        }
+    )
     assert study.speed_up(1) == Range.exactly(1)
     assert study.speed_up(2) == Range(1.0, 2.0, 4.0)
     assert study.serial() == 0.0
@@ -88,7 +108,10 @@ def test_the_same_lane_batch_takes_a_lane_a_worker_and_is_compared_with_one_work
 
 
 def test_a_network_that_waits_for_messages_is_told_from_one_that_waits_for_bytes():
-    slow, narrow = (_study({1: [_timing(0.1)]}, network=link, per_host=1) for link in (Link(1e-2, 1e12), Link(1e-9, 1e3)))
+    slow, narrow = (
+        _study({1: [_timing(0.1)]}, network=link, per_host=1)
+        for link in (Link(1e-2, 1e12), Link(1e-9, 1e3))
+    )
     assert slow.share_of_latency(1024) == pytest.approx(1.0)
     assert "fewer and larger workers help" in _text(slow)
     assert narrow.share_of_latency(1024) == pytest.approx(0.0, abs=1e-3)
@@ -96,10 +119,15 @@ def test_a_network_that_waits_for_messages_is_told_from_one_that_waits_for_bytes
 
 
 def test_lanes_and_learning_rates_are_told_where_the_batch_size_is_known():
-    told = _text(_study({1: [_timing(8.0, other=0.99)], 2: [_timing(4.0, other=0.99)]}, learning_rate=0.1))
-    assert "8 for at most 8 workers, 8 for at most 64 workers" in told  # 8 s of 8 lanes are still more than what stays
+    told = _text(
+        _study({1: [_timing(8.0, other=0.99)], 2: [_timing(4.0, other=0.99)]}, learning_rate=0.1)
+    )
+    # 8 s of 8 lanes are still more than what stays
+    assert "8 for at most 8 workers, 8 for at most 64 workers" in told
     assert "now 0.1 at 64" in told
-    assert re.search(r"^ +8 +128 +0\.2 \(0\.1\) +0\.141 \(0\.1\) +5 epochs +0\.8, 0\.998$", told, re.MULTILINE)
+    assert re.search(
+        r"^ +8 +128 +0\.2 \(0\.1\) +0\.141 \(0\.1\) +5 epochs +0\.8, 0\.998$", told, re.MULTILINE
+    )
     assert "the record names no batch size" in _text(_study({1: [_timing(8.0)]}, batch_size=None))
 
 
@@ -112,7 +140,9 @@ def test_the_largest_lane_batch_is_that_of_a_worker_s_share_of_the_memory():
 
 
 def test_a_busy_machine_is_told():
-    assert "Other programs were using this machine (a load of 1.5)" in _text(_study({1: [_timing(8.0)]}, room=2, load=1.5))
+    assert "Other programs were using this machine (a load of 1.5)" in _text(
+        _study({1: [_timing(8.0)]}, room=2, load=1.5)
+    )
     assert "Other programs" not in _text(_study({1: [_timing(8.0)]}))
 
 
@@ -129,15 +159,20 @@ def test_links_are_what_explains_the_medians():
     moved = traffic(2, 2, 2, nbytes).moved_bytes
     seconds = Seconds([1.0, 2.0, 9.0], [6.0 + 4.0] * 3, [0.5] * 3, [0.5 + 2.0] * 3)
     assert links_of(seconds, nbytes) == (Link(2.0, moved / 4.0), Link(0.5, nbytes / 2.0))
-    noise = Seconds([1.0], [2.0], [0.5], [0.25])  # large messages that took no longer than small ones
-    assert all(link.bandwidth > 1e12 and math.isfinite(link.bandwidth) for link in links_of(noise, nbytes))
+    # large messages that took no longer than small ones
+    noise = Seconds([1.0], [2.0], [0.5], [0.25])
+    assert all(
+        link.bandwidth > 1e12 and math.isfinite(link.bandwidth) for link in links_of(noise, nbytes)
+    )
 
 
 def test_columns_stand_under_each_other():
     assert list(table([["a", "bcd"], ["12", "3"]])) == [" a  bcd", "12    3"]
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.0, "0"), (0.00123456, "1.23"), (0.12345, "123"), (12.3456, "12346")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0"), (0.00123456, "1.23"), (0.12345, "123"), (12.3456, "12346")]
+)
 def test_milliseconds_have_three_digits(seconds, text):
     assert milliseconds(seconds) == text
 

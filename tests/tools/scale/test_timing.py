@@ -8,7 +8,12 @@ from samestep.errors import RecordError
 from samestep.tools.scale.timing import FEWEST_RECORDED, PARTS, WARM_UP, read_timing
 
 
-def _events(seconds, workers=lambda step: [{"data": 0.125, "compute": 0.25, "exchange": 0.125, "optimizer": 0.125, "snapshot": 0.0}]):
+def _events(
+    seconds,
+    workers=lambda step: [
+        {"data": 0.125, "compute": 0.25, "exchange": 0.125, "optimizer": 0.125, "snapshot": 0.0}
+    ],
+):
     """Return the timing events of steps that took so long, with others between them."""
     now, events = 1000.0, []
     for step, duration in enumerate(seconds):
@@ -23,7 +28,14 @@ def _events(seconds, workers=lambda step: [{"data": 0.125, "compute": 0.25, "exc
 def test_a_step_is_what_passes_between_two_events_and_other_is_the_rest():
     timing = read_timing(_events([1.0] * 9))
     assert timing.step == 1.0
-    assert timing.parts == {"data": 0.125, "compute": 0.25, "exchange": 0.125, "optimizer": 0.125, "snapshot": 0.0, "other": 0.375}
+    assert timing.parts == {
+        "data": 0.125,
+        "compute": 0.25,
+        "exchange": 0.125,
+        "optimizer": 0.125,
+        "snapshot": 0.0,
+        "other": 0.375,
+    }
     assert tuple(timing.parts) == PARTS
     assert timing.waiting == 0.0
 
@@ -36,7 +48,10 @@ def test_the_first_steps_and_the_last_are_left_out():
 
 def test_parts_are_means_over_workers_and_medians_over_steps():
     def workers(step):
-        return [{"compute": 1.0 if step % 2 else 3.0, "exchange": 0.5}, {"compute": 2.0 if step % 2 else 4.0, "exchange": 0.25}]
+        return [
+            {"compute": 1.0 if step % 2 else 3.0, "exchange": 0.5},
+            {"compute": 2.0 if step % 2 else 4.0, "exchange": 0.25},
+        ]
 
     timing = read_timing(_events([9.0] * 11, workers))  # steps 4 to 9 are left: three of each kind
     assert timing.parts["compute"] == 2.5
@@ -51,5 +66,7 @@ def test_other_is_never_below_nothing():
 
 @pytest.mark.parametrize("steps", [0, 1, FEWEST_RECORDED - 1])
 def test_too_few_steps_are_an_error(steps):
-    with pytest.raises(RecordError, match=f"the timing of {steps} steps; expected at least {FEWEST_RECORDED}"):
+    with pytest.raises(
+        RecordError, match=f"the timing of {steps} steps; expected at least {FEWEST_RECORDED}"
+    ):
         read_timing(_events([1.0] * steps))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CHROMIUM = "/usr/bin/chromium"
 CHROMEDRIVER = "/usr/bin/chromedriver"
-PATIENCE_SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 MOST_TABS = 80  # presses of the key until something is reached
 OWN_SCRIPTS = 2  # elements of index.html
 FLAGS = (
@@ -53,7 +53,9 @@ class Server:
     def __init__(self, *locations: Path, port: int = 0) -> None:
         places = [str(location) for location in locations]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "samestep", "watch", *places, "--port", str(port)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "samestep", "watch", *places, "--port", str(port)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None
         self.line = self._process.stdout.readline()
@@ -62,11 +64,13 @@ class Server:
     def most_memory(self) -> int:
         """Return the most bytes that the process has had in memory."""
         status = Path(f"/proc/{self._process.pid}/status").read_text()
-        return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")))
+        return 1024 * int(
+            next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+        )
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGTERM)
-        self._process.wait(timeout=PATIENCE_SECONDS)
+        self._process.wait(timeout=TIMEOUT_SECONDS)
         assert self._process.stdout is not None
         self._process.stdout.close()
 
@@ -106,17 +110,21 @@ class Page:
         """Show runs (their curves, and the first of them in the rest of the page), with what else the address says."""
         self.driver.get("about:blank")
         shown = [("shown", run) for run in runs]
-        self.driver.get(f"{self.server.address}#{urlencode([('run', runs[0]), *shown, *chosen.items()])}")
+        self.driver.get(
+            f"{self.server.address}#{urlencode([('run', runs[0]), *shown, *chosen.items()])}"
+        )
         self.run("window.opened = true")
         self.until("return document.getElementById('run-name')")
         return self
 
     def wait_for_run(self, run: str) -> None:
         """Return when the server has found a run."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while run not in {row["id"] for row in json.load(urlopen(f"{self.server.address}api/runs"))["runs"]}:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while run not in {
+            row["id"] for row in json.load(urlopen(f"{self.server.address}api/runs"))["runs"]
+        }:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"after {PATIENCE_SECONDS:g} s the server has no run {run}")
+                raise TimeoutError(f"after {TIMEOUT_SECONDS:g} s the server has no run {run}")
             time.sleep(0.05)
 
     def run(self, script: str, *arguments: Any) -> Any:
@@ -124,15 +132,19 @@ class Page:
 
     def until(self, script: str, *arguments: Any) -> Any:
         """Return what a script returns as soon as it is true. Raises `TimeoutError`."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while not (found := self.run(script, *arguments)):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"after {PATIENCE_SECONDS:g} s still not: {script} {arguments}\n{self.text('body')}")
+                raise TimeoutError(
+                    f"after {TIMEOUT_SECONDS:g} s still not: {script} {arguments}\n{self.text('body')}"
+                )
             time.sleep(0.01)
         return found
 
     def text(self, selector: str) -> str:
-        return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+        return str(
+            self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
+        )
 
     def points(self, scalar: str, count: int | None = None) -> int:
         """Return how many points are drawn of a scalar, as soon as there are any, or `count` of them."""
@@ -144,7 +156,10 @@ class Page:
 
     def newest(self, scalar: str) -> str:
         """Return the value that stands beside a scalar's name."""
-        return self.run("return document.querySelector(`[data-scalar='${arguments[0]}'] .readout`).textContent", scalar)
+        return self.run(
+            "return document.querySelector(`[data-scalar='${arguments[0]}'] .readout`).textContent",
+            scalar,
+        )
 
     def choose_tab(self, name: str) -> None:
         self.driver.find_element(By.ID, f"tab-{name}").click()
@@ -154,8 +169,14 @@ class Page:
         """Draw the mouse over a chart, from a share of its width to another."""
         chart = self.driver.find_element(By.CSS_SELECTOR, f"[data-scalar='{scalar}'] .u-over")
         left, right = ((share - 0.5) * chart.size["width"] for share in (start, end))
-        actions = ActionChains(self.driver, duration=20).move_to_element_with_offset(chart, round(left), 0).click_and_hold()
-        actions.move_by_offset(round((right - left) / 2), 0).move_by_offset(round(right - left) - round((right - left) / 2), 0)
+        actions = (
+            ActionChains(self.driver, duration=20)
+            .move_to_element_with_offset(chart, round(left), 0)
+            .click_and_hold()
+        )
+        actions.move_by_offset(round((right - left) / 2), 0).move_by_offset(
+            round(right - left) - round((right - left) / 2), 0
+        )
         actions.release().perform()
 
     def press(self, *keys: str) -> None:
@@ -174,12 +195,22 @@ class Page:
 
     def requests(self) -> list[str]:
         """Return what was asked for since the last call."""
-        messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        return [message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+        messages = [
+            json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
+        ]
+        return [
+            message["params"]["request"]["url"]
+            for message in messages
+            if message["method"] == "Network.requestWillBeSent"
+        ]
 
     def complaints(self) -> list[str]:
         """Return what the browser has complained of since the last call: errors, and what the content policy forbids."""
-        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in {"SEVERE", "WARNING"}]
+        return [
+            entry["message"]
+            for entry in self.driver.get_log("browser")
+            if entry["level"] in {"SEVERE", "WARNING"}
+        ]
 
     def on_a_phone(self) -> None:
         size = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
@@ -199,4 +230,7 @@ class Page:
 
 def is_local(url: str) -> bool:
     """Tell whether what a browser asked for is of this machine: the server's, or the browser's own."""
-    return urlsplit(url).scheme in {"about", "blob", "chrome", "chrome-untrusted", "data", "file"} or urlsplit(url).hostname == "127.0.0.1"
+    return (
+        urlsplit(url).scheme in {"about", "blob", "chrome", "chrome-untrusted", "data", "file"}
+        or urlsplit(url).hostname == "127.0.0.1"
+    )

@@ -1,8 +1,9 @@
 """Takes the pictures of docs/watch.md from real runs: `python -m tests.watch.browser.screenshots FOLDER OUT`.
 
-FOLDER holds the runs, all with two workers: `digits` and `digits-low` of recipes/vit with digits.yaml, 16 epochs and an evaluation each
-two, the second with a learning rate of 0.0003; and `tissue` of recipes/stain, 60 epochs with an evaluation each six, of which a worker
-was killed on the way.
+FOLDER holds the runs, all with two workers: `digits` and `digits-low` of recipes/vit with
+digits.yaml, 16 epochs and an evaluation each two, the second with a learning rate of 0.0003; and
+`tissue` of recipes/stain, 60 epochs with an evaluation each six, of which a worker was killed on
+the way.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def main(runs: Path, out: Path) -> None:
         take(page, out / "images.png", "tissue", tab="images")
         take(page, out / "workers.png", "tissue", tab="workers")
         page.open("tissue", tab="events")
-        page.driver.find_element(By.CSS_SELECTOR, "[aria-label='Kinds of events'] [data-kind=snapshot_removed]").click()
+        page.driver.find_element(
+            By.CSS_SELECTOR, "[aria-label='Kinds of events'] [data-kind=snapshot_removed]"
+        ).click()
         keep(page, out / "events.png")
         page.in_colours("dark")
         page.on_a_phone()

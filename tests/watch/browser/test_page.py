@@ -37,7 +37,11 @@ def place(tmp_path_factory):
     """Return the folder of all runs."""
     folder = tmp_path_factory.mktemp("runs")
     for number in range(RUNS):
-        write(folder / f"run-{number:02d}", started(config={"lanes": 8, "seed": number}), start=time.time())
+        write(
+            folder / f"run-{number:02d}",
+            started(config={"lanes": 8, "seed": number}),
+            start=time.time(),
+        )
     return folder
 
 
@@ -46,7 +50,11 @@ def opened(place, tmp_path_factory):
     """Return a page of a server of its own, in the one browser."""
     needs("chromium")
     needs("chromedriver")
-    with nothing_left(), serving(place) as server, browsing(tmp_path_factory.mktemp("chromium")) as driver:
+    with (
+        nothing_left(),
+        serving(place) as server,
+        browsing(tmp_path_factory.mktemp("chromium")) as driver,
+    ):
         yield Page(driver, server)
 
 
@@ -80,7 +88,12 @@ def append(run, *events):
 
 def losses(*steps):
     return [
-        {**scalars(step, loss=2.0 / (step + 1)), "low": {"loss": 1.9 / (step + 1)}, "high": {"loss": 2.1 / (step + 1)}} for step in steps
+        {
+            **scalars(step, loss=2.0 / (step + 1)),
+            "low": {"loss": 1.9 / (step + 1)},
+            "high": {"loss": 2.1 / (step + 1)},
+        }
+        for step in steps
     ]
 
 
@@ -89,7 +102,14 @@ def paint(run, step, colour, size=(8, 8)):
     path = f"images/cells-{step:08d}.png"
     (run / "images").mkdir(exist_ok=True)
     Image.new("RGB", size, colour).save(run / path)
-    return {"event": "image", "name": "cells", "step": step, "path": path, "width": size[0], "height": size[1]}
+    return {
+        "event": "image",
+        "name": "cells",
+        "step": step,
+        "path": path,
+        "width": size[0],
+        "height": size[1],
+    }
 
 
 def test_an_appended_point_is_drawn_without_a_reload(run, page):
@@ -101,19 +121,29 @@ def test_an_appended_point_is_drawn_without_a_reload(run, page):
         append(run, *losses(step))
         page.points("loss", step + 1)
         seconds.append(time.monotonic() - begin)
-    sys.stdout.write(f"seconds until an appended point was drawn: {', '.join(f'{one:.2f}' for one in seconds)}\n")
+    sys.stdout.write(
+        f"seconds until an appended point was drawn: {', '.join(f'{one:.2f}' for one in seconds)}\n"
+    )
     assert page.newest("loss") == "0.1538"
     assert page.was_loaded_once()
 
 
 def test_a_drag_of_the_mouse_zooms_to_exact_data(run, page):
-    append(run, *(scalars(step, loss=math.sin(step / 500) + (step % 7) / 10) for step in range(20_000)))
-    page.open(run.name).until("return document.getElementById('overview').textContent.includes('19,999')")
+    append(
+        run, *(scalars(step, loss=math.sin(step / 500) + (step % 7) / 10) for step in range(20_000))
+    )
+    page.open(run.name).until(
+        "return document.getElementById('overview').textContent.includes('19,999')"
+    )
     page.until("return document.querySelector('[data-scalar=loss]')?.dataset.exact === 'false'")
     assert 0 < page.points("loss") < 5000
     page.drag("loss", 0.50, 0.53)
-    page.until("return location.hash.includes('from=') && document.querySelector('[data-scalar=loss]').dataset.exact === 'true'")
-    first, last = page.run("const chosen = new URLSearchParams(location.hash.slice(1)); return [+chosen.get('from'), +chosen.get('to')]")
+    page.until(
+        "return location.hash.includes('from=') && document.querySelector('[data-scalar=loss]').dataset.exact === 'true'"
+    )
+    first, last = page.run(
+        "const chosen = new URLSearchParams(location.hash.slice(1)); return [+chosen.get('from'), +chosen.get('to')]"
+    )
     assert 9000 < first < last < 11000
     assert page.points("loss") == math.floor(last) - math.ceil(first) + 1
     page.driver.find_element(By.ID, "zoom-reset").click()
@@ -132,7 +162,10 @@ def shown_colour(page, step):
 
 
 def test_a_slider_goes_through_the_images_of_all_steps(run, page):
-    append(run, *(paint(run, step, colour) for step, colour in ((0, "red"), (10, "lime"), (20, "blue"))))
+    append(
+        run,
+        *(paint(run, step, colour) for step, colour in ((0, "red"), (10, "lime"), (20, "blue"))),
+    )
     page.open(run.name, tab="images")
     assert shown_colour(page, 20) == [0, 0, 255]
     slider = page.driver.find_element(By.ID, "image-step")
@@ -174,7 +207,8 @@ def test_the_page_recovers_when_the_server_starts_again(run, page):
         own.points("loss", 4)
         assert own.was_loaded_once()
         page.driver.get("about:blank")
-    assert all("ERR_" in complaint for complaint in page.complaints())  # that nobody answered for a while
+    # that nobody answered for a while
+    assert all("ERR_" in complaint for complaint in page.complaints())
     page.open(run.name)
 
 
@@ -184,7 +218,9 @@ def test_what_cannot_be_read_is_told_until_it_can_be_again(run, page, place):
     away = place.rename(place.with_name("away"))
     place.write_bytes(b"no folder")
     try:
-        page.until("return document.querySelector('#banner').textContent.includes('cannot be read now, and is tried again: ')")
+        page.until(
+            "return document.querySelector('#banner').textContent.includes('cannot be read now, and is tried again: ')"
+        )
         assert page.points("loss", 1) == 1
     finally:
         place.unlink()
@@ -197,20 +233,50 @@ def test_what_cannot_be_read_is_told_until_it_can_be_again(run, page, place):
 def test_what_a_record_says_is_never_markup(run, page, place):
     config = {EVIL_IMAGE: EVIL, "lanes": EVIL}
     worker = {"rank": 0, "host": EVIL_IMAGE, "pid": 1}
-    append(run, {**started(config=config, torch=EVIL, devices=[EVIL]), "workers": [worker]}, *losses(0))
-    append(run, scalars(0, **{EVIL: 1.0, f"{EVIL_IMAGE}/{EVIL_IMAGE}": 2.0}), timing(0, (1, 1, 1, 1, 1)))
-    append(run, {**paint(run, 0, "red"), "name": EVIL}, {"event": EVIL, "step": 0, "reason": EVIL_IMAGE})
-    append(run, {"event": "failed", "step": 0, "host": EVIL, "rank": 0, "error": EVIL, "traceback": EVIL_IMAGE})
+    append(
+        run, {**started(config=config, torch=EVIL, devices=[EVIL]), "workers": [worker]}, *losses(0)
+    )
+    append(
+        run,
+        scalars(0, **{EVIL: 1.0, f"{EVIL_IMAGE}/{EVIL_IMAGE}": 2.0}),
+        timing(0, (1, 1, 1, 1, 1)),
+    )
+    append(
+        run,
+        {**paint(run, 0, "red"), "name": EVIL},
+        {"event": EVIL, "step": 0, "reason": EVIL_IMAGE},
+    )
+    append(
+        run,
+        {
+            "event": "failed",
+            "step": 0,
+            "host": EVIL,
+            "rank": 0,
+            "error": EVIL,
+            "traceback": EVIL_IMAGE,
+        },
+    )
     evil = place / EVIL_IMAGE
     write(evil, started(config=config), *losses(0), start=time.time())
     page.open(run.name)
     page.points(EVIL, 1)
-    page.until("return [...document.querySelectorAll('#runs .name')].some((one) => one.textContent === arguments[0])", EVIL_IMAGE)
+    page.until(
+        "return [...document.querySelectorAll('#runs .name')].some((one) => one.textContent === arguments[0])",
+        EVIL_IMAGE,
+    )
     for tab in TABS:
         page.choose_tab(tab)
-        page.until("return document.getElementById(`panel-${arguments[0]}`).textContent.length", tab)
+        page.until(
+            "return document.getElementById(`panel-${arguments[0]}`).textContent.length", tab
+        )
         assert page.run("return document.scripts.length") == OWN_SCRIPTS
-        assert page.run("return [...document.images].filter((image) => !image.src.includes('/api/image')).length") == 0
+        assert (
+            page.run(
+                "return [...document.images].filter((image) => !image.src.includes('/api/image')).length"
+            )
+            == 0
+        )
     page.choose_tab("workers")
     assert EVIL_IMAGE in page.text("#panel-workers")
     page.choose_tab("configuration")
@@ -242,15 +308,34 @@ def test_a_large_image_waits_until_it_is_asked_for(run, page):
 
 def test_a_phone_has_nothing_to_scroll_sideways(run, page):
     page.on_a_phone()
-    append(run, {**started(workers=4, lanes=64, config={"name": "x" * 300, "words": "word " * 60}), "torch": "2" * 80})
-    append(run, *losses(*range(3)), scalars(3, **{f"{'deep/' * 20}{'long' * 30}": 1.0}), timing(0, *[(1, 2, 3, 4, 5)] * 4))
-    append(run, paint(run, 0, "red", (2000, 20)), {"event": "failed", "error": "e" * 300, "traceback": "t" * 300, "step": 3})
+    append(
+        run,
+        {
+            **started(workers=4, lanes=64, config={"name": "x" * 300, "words": "word " * 60}),
+            "torch": "2" * 80,
+        },
+    )
+    append(
+        run,
+        *losses(*range(3)),
+        scalars(3, **{f"{'deep/' * 20}{'long' * 30}": 1.0}),
+        timing(0, *[(1, 2, 3, 4, 5)] * 4),
+    )
+    append(
+        run,
+        paint(run, 0, "red", (2000, 20)),
+        {"event": "failed", "error": "e" * 300, "traceback": "t" * 300, "step": 3},
+    )
     page.open(run.name)
     page.points("loss", 3)
     for tab in TABS:
         page.choose_tab(tab)
-        page.until("return document.getElementById(`panel-${arguments[0]}`).textContent.length", tab)
-        widest = page.run("return Math.max(document.scrollingElement.scrollWidth, document.body.scrollWidth)")
+        page.until(
+            "return document.getElementById(`panel-${arguments[0]}`).textContent.length", tab
+        )
+        widest = page.run(
+            "return Math.max(document.scrollingElement.scrollWidth, document.body.scrollWidth)"
+        )
         assert (tab, widest) == (tab, 360)
 
 
@@ -262,7 +347,9 @@ def test_a_keyboard_is_enough(run, page, names, place):
     page.points("loss", 100)
     page.reach(f"[data-run='{other.name}'] button")
     page.press(Keys.ENTER)
-    page.until("return document.getElementById('run-name')?.textContent === arguments[0]", other.name)
+    page.until(
+        "return document.getElementById('run-name')?.textContent === arguments[0]", other.name
+    )
     page.points("loss", 150)
     page.open(run.name)
     page.points("loss", 100)
@@ -301,7 +388,9 @@ def test_light_and_dark_follow_the_system_and_the_button(run, page):
     assert page.run(brightness) < 60
 
 
-def test_two_runs_are_laid_over_each_other_and_their_configurations_compared(run, page, names, place):
+def test_two_runs_are_laid_over_each_other_and_their_configurations_compared(
+    run, page, names, place
+):
     other = place / next(names)
     append(run, *losses(*range(10)))
     append(other, *losses(*range(20)))
@@ -330,12 +419,27 @@ def test_a_report_stands_alone(run, page, tmp_path):
 
 def test_a_real_run_is_watched_while_a_worker_is_killed_and_replaced(place, page):
     run = place / "real"
-    command = [sys.executable, "-m", "samestep", "run", "-n", "2", "--lanes", "4", "--dir", str(run), "--hot-every", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "samestep",
+        "run",
+        "-n",
+        "2",
+        "--lanes",
+        "4",
+        "--dir",
+        str(run),
+        "--hot-every",
+        "1",
+    ]
     training = subprocess.Popen([*command, "-m", "tests.watch.browser.job"], cwd=ROOT)
     try:
         page.wait_for_run("real")
         page.open("real")
-        page.until("return Number(document.querySelector('[data-scalar=loss]')?.dataset.points) > 5")
+        page.until(
+            "return Number(document.querySelector('[data-scalar=loss]')?.dataset.points) > 5"
+        )
         page.choose_tab("workers")
         page.until("return document.querySelectorAll('[data-worker]').length === 2")
         (event,) = (event for event in read_events(run) if event["event"] == "started")
@@ -346,8 +450,12 @@ def test_a_real_run_is_watched_while_a_worker_is_killed_and_replaced(place, page
             f"process {victim} ",
         )
         page.choose_tab("events")
-        assert "worker 1" in page.until("return document.querySelector('#events [data-kind=restarting]')?.textContent")
-        assert "with 2 workers" in page.until("return document.querySelector('#events [data-kind=resumed]')?.textContent")
+        assert "worker 1" in page.until(
+            "return document.querySelector('#events [data-kind=restarting]')?.textContent"
+        )
+        assert "with 2 workers" in page.until(
+            "return document.querySelector('#events [data-kind=resumed]')?.textContent"
+        )
         training.send_signal(signal.SIGTERM)
         page.until("return document.getElementById('run-state')?.textContent === 'stopped'")
         assert page.was_loaded_once()

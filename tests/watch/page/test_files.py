@@ -45,7 +45,8 @@ def test_no_script_makes_markup_or_code_of_texts(path):
     text = path.read_text()
     assert not [word for word in MARKUP if word in text]
     assert not re.search(r"setAttribute\(\s*[\"'](?:style|on)", text)
-    assert not re.search(r"\bstyle:", text)  # as an attribute, which the policy refuses; `vars` is its place
+    # as an attribute, which the policy refuses; `vars` is its place
+    assert not re.search(r"\bstyle:", text)
     assert "</script" not in text.lower()
 
 
@@ -66,7 +67,9 @@ def test_html_has_nothing_inline(page):
 
 def test_all_files_are_used_and_all_used_are_there(page):
     used = {"index.html"} | {
-        (given.get("src") or given.get("href") or "").removeprefix("page/") for tag, given in page.elements if tag != "a"
+        (given.get("src") or given.get("href") or "").removeprefix("page/")
+        for tag, given in page.elements
+        if tag != "a"
     } - {""}
     found = [name for name in used if name.endswith(".js")]
     while found:
@@ -94,7 +97,9 @@ def test_texts_can_be_read(theme):
     colour = colours(theme)
     for text in ("ink", "soft", "faint", "accent", "good", "bad"):
         for ground in ("ground", "sheet", "sunk"):
-            assert contrast(colour[text], colour[ground]) >= (VISIBLE if text == "faint" and ground == "sunk" else READABLE), (text, ground)
+            assert contrast(colour[text], colour[ground]) >= (
+                VISIBLE if text == "faint" and ground == "sunk" else READABLE
+            ), (text, ground)
     assert contrast(colour["on-accent"], colour["accent"]) >= READABLE
 
 
@@ -116,7 +121,9 @@ def colours(theme):
     """Return the colours of a theme by the names of their variables."""
     blocks = re.findall(r"(:root[^{]*)\{([^}]*)\}", (PAGE / "page.css").read_text())
     assert len(blocks) == len(THEMES)
-    light, system, dark = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block)) for _, block in blocks)
+    light, system, dark = (
+        dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block)) for _, block in blocks
+    )
     return {"light": light, "dark": light | dark, "dark by the system": light | system}[theme]
 
 
@@ -128,5 +135,8 @@ def contrast(one, other):
 
 def luminance(colour):
     channels = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    red, green, blue = (value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels)
+    red, green, blue = (
+        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+        for value in channels
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

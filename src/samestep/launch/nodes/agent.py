@@ -45,8 +45,8 @@ class HostAgent:
     def run(self) -> Any:
         """Return rank 0's result, None on other hosts.
 
-        Raises `WorkerError` for the first worker of the run that failed, with its traceback on the first host; `LaunchError` when too few
-        hosts came, or the first one is gone.
+        Raises `WorkerError` for the first worker of the run that failed, with its traceback on the
+        first host; `LaunchError` when too few hosts came, or the first one is gone.
         """
         with self._outputs, self._nursery:
             try:
@@ -61,12 +61,21 @@ class HostAgent:
             self._job.signals.received.append(signal.Signals(end["signal"]))
         elif "failure" in end:
             rank, failure = _read(end["failure"])
-            raise WorkerError(rank, str(failure), failure.traceback if self._member.leads else "", failure.status)
+            raise WorkerError(
+                rank, str(failure), failure.traceback if self._member.leads else "", failure.status
+            )
         return self._result
 
     def _turn(self) -> Mapping[str, Any] | None:
         """Wait for news and see to it. Return the order that ends the run, when it comes."""
-        ready = wait([self._member.fileno(), *(self._crew.files if self._crew else ()), *self._outputs.files()], LOOK_SECONDS)
+        ready = wait(
+            [
+                self._member.fileno(),
+                *(self._crew.files if self._crew else ()),
+                *self._outputs.files(),
+            ],
+            LOOK_SECONDS,
+        )
         self._outputs.pass_on(ready, self._job.kept.directory)
         if self._crew:
             self._nursery.prepare()
@@ -102,7 +111,13 @@ class HostAgent:
     def _start(self, order: Mapping[str, Any]) -> None:
         self._attempt = order["attempt"]
         self._told, self._due = set(), []
-        attempt = Attempt(self._attempt, order["first_rank"], order["local_workers"], order["workers"], self._variables())
+        attempt = Attempt(
+            self._attempt,
+            order["first_rank"],
+            order["local_workers"],
+            order["workers"],
+            self._variables(),
+        )
         self._crew = Crew(self._job, attempt, self._outputs, self._nursery)
 
     def _variables(self) -> dict[str, str]:
@@ -110,8 +125,17 @@ class HostAgent:
         host, port = self._member.coordinator
         local = ipaddress.ip_address(host).is_loopback
         interface = "lo" if local else interface_towards(host)
-        sockets = {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface and name not in os.environ}
-        return {"MASTER_ADDR": host, "MASTER_PORT": str(port), **sockets, **store_variables((host, port), self._attempt)}
+        sockets = {
+            name: interface
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+            if interface and name not in os.environ
+        }
+        return {
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            **sockets,
+            **store_variables((host, port), self._attempt),
+        }
 
     def _report(self, crew: Crew) -> None:
         """Tell the coordinator who failed, and when all have ended."""
@@ -120,7 +144,9 @@ class HostAgent:
             if rank not in self._told:
                 self._told.add(rank)
                 told = {"rank": rank, **asdict(failure), "traceback": _shortened(failure.traceback)}
-                self._member.tell("failed", attempt=self._attempt, age=time.monotonic() - failure.at, failure=told)
+                self._member.tell(
+                    "failed", attempt=self._attempt, age=time.monotonic() - failure.at, failure=told
+                )
         if not crew.running:
             self._result = None if crew.failures else crew.result()
             self._close_crew()

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 TICK_SECONDS: Final = 0.05
 BEAT_SECONDS: Final = 1.0
 LINGER_SECONDS: Final = 5.0  # after the end, for hosts to hear of it
-MOST_STRANGERS: Final = 64  # connections that have not proved anything yet; one more ends the oldest
+# connections that have not proved anything yet; one more ends the oldest
+MOST_STRANGERS: Final = 64
 MOST_NAMED: Final = 100  # addresses of strangers that are logged
 _READ_BYTES: Final = 1 << 16
 
@@ -69,7 +70,9 @@ class Coordinator:
 
     def __init__(self, charge: Charge) -> None:
         self._charge = charge
-        self._membership = Membership(charge.terms, time.monotonic(), open_attempt=self._open_attempt, log=_log)
+        self._membership = Membership(
+            charge.terms, time.monotonic(), open_attempt=self._open_attempt, log=_log
+        )
         self._attempt, self._keys = -1, Keys()
         self._owners: dict[str, str] = {}  # of ranks: processes
         self._hosts: dict[asyncio.Task[None], Peer] = {}
@@ -125,15 +128,31 @@ class Coordinator:
             del self._strangers[task]
 
     async def _serve_host(self, peer: Peer, hello: Message) -> None:
-        name, room, same, leads = hello.get("name"), hello.get("workers"), hello.get("same"), bool(hello.get("leads"))
-        if not isinstance(name, str) or not isinstance(room, int) or room < 1 or not isinstance(same, dict):
+        name, room, same, leads = (
+            hello.get("name"),
+            hello.get("workers"),
+            hello.get("same"),
+            bool(hello.get("leads")),
+        )
+        if (
+            not isinstance(name, str)
+            or not isinstance(room, int)
+            or room < 1
+            or not isinstance(same, dict)
+        ):
             raise ValueError(f"it came as {dict(hello)!r:.200}")
-        if refused := "the run is over" if self._membership.phase is Phase.OVER else self._differences(same):
+        if (
+            refused := "the run is over"
+            if self._membership.phase is Phase.OVER
+            else self._differences(same)
+        ):
             peer.send({"refused": refused})
             _log(f"host {name} is refused: {refused}")
             return
         task, reason = _current_task(), ""
-        node = self._membership.join(name, room, peer.send, peer.hang_up, time.monotonic(), leads=leads)
+        node = self._membership.join(
+            name, room, peer.send, peer.hang_up, time.monotonic(), leads=leads
+        )
         self._hosts[task] = peer
         peer.send({"welcome": node.name})
         try:
@@ -167,7 +186,11 @@ class Coordinator:
             return f"it belongs to attempt {hello.get('attempt')!r:.20} and the present one is {self._attempt}"
         rank, process = str(hello.get("rank")), str(hello.get("process"))
         owner = self._owners.setdefault(rank, process)
-        return "" if owner == process else f"{process:.100} claims rank {rank:.20}, which {owner:.100} has"
+        return (
+            ""
+            if owner == process
+            else f"{process:.100} claims rank {rank:.20}, which {owner:.100} has"
+        )
 
     def _differences(self, told: Message) -> str:
         """Say what of a host is not as on the first one, "" for nothing."""
@@ -183,7 +206,11 @@ class Coordinator:
         if address not in self._named and len(self._named) < MOST_NAMED:
             self._named.add(address)
             reason = str(error) or f"it did not say hello within {HELLO_SECONDS:g} s"
-            more = "" if len(self._named) < MOST_NAMED else "; those from further addresses are refused without a word"
+            more = (
+                ""
+                if len(self._named) < MOST_NAMED
+                else "; those from further addresses are refused without a word"
+            )
             _log(f"a connection from {address} is refused: {reason}{more}")
 
 

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 REMOTE_SHELL: Final = "ssh"
-LINE: Final = re.compile(r"(?P<name>[A-Za-z0-9_](?:[A-Za-z0-9_.:%@-]*[A-Za-z0-9])?)(?:\s+workers=(?P<workers>[1-9][0-9]{0,4}))?")
+LINE: Final = re.compile(
+    r"(?P<name>[A-Za-z0-9_](?:[A-Za-z0-9_.:%@-]*[A-Za-z0-9])?)(?:\s+workers=(?P<workers>[1-9][0-9]{0,4}))?"
+)
 MOST_BYTES: Final = 1 << 20
 PASSED_ON: Final = ("PYTHONPATH",)
 LOOK_SECONDS: Final = 0.2
@@ -62,7 +64,9 @@ def read_hosts(path: Path) -> list[Host]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--hosts {path} was given, and cannot be read: {error}") from error
     if len(text) > MOST_BYTES:
-        raise ConfigError(f"--hosts {path} was given, and has more than {MOST_BYTES} bytes; expected a line a host")
+        raise ConfigError(
+            f"--hosts {path} was given, and has more than {MOST_BYTES} bytes; expected a line a host"
+        )
     return parse_hosts(text, f"--hosts {path}")
 
 
@@ -80,29 +84,50 @@ def parse_hosts(text: str, name: str) -> list[Host]:
             raise ConfigError(f"{where}; expected HOST or HOST workers=N, as in: node1 workers=4")
         host = Host(found["name"], int(found["workers"]) if found["workers"] else None)
         if host.address in lines:
-            raise ConfigError(f"{where}, and line {lines[host.address]} has the same host; expected each host once")
+            raise ConfigError(
+                f"{where}, and line {lines[host.address]} has the same host; expected each host once"
+            )
         lines[host.address] = number
         hosts.append(host)
     if not hosts:
-        raise ConfigError(f"{name} was given, and names no host; expected a line a host, as in: node1 workers=4")
+        raise ConfigError(
+            f"{name} was given, and names no host; expected a line a host, as in: node1 workers=4"
+        )
     return hosts
 
 
-def run_on_hosts(arguments: argparse.Namespace, options: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> int:
+def run_on_hosts(
+    arguments: argparse.Namespace,
+    options: Mapping[str, Any],
+    environment: Mapping[str, str] = os.environ,
+) -> int:
     """Run `samestep run` on every host of a file until all have ended; return the status of the first host that failed, or 0.
 
-    `options` are those of the run that were given. Raises `ConfigError` for flags or a file that cannot be used, `LaunchError` when the
-    remote shell cannot be started.
+    `options` are those of the run that were given. Raises `ConfigError` for flags or a file that
+    cannot be used, `LaunchError` when the remote shell cannot be started.
     """
     hosts = read_hosts(Path(arguments.hosts))
     nodes = Nodes.read(arguments.nodes or str(len(hosts)))
     if nodes.most > len(hosts):
-        raise ConfigError(f"--nodes {arguments.nodes} was given, and {arguments.hosts} has {len(hosts)} hosts; expected no more than those")
-    patience = merge(options, environment).grace + FAREWELL_SECONDS
+        raise ConfigError(
+            f"--nodes {arguments.nodes} was given, and {arguments.hosts} has {len(hosts)} hosts; expected no more than those"
+        )
+    timeout = merge(options, environment).grace_period + FAREWELL_SECONDS
     master = arguments.master or write_address(hosts[0].address, secrets.choice(PORTS))
-    common = ["--nodes", str(nodes), "--master", master, f"--mode={arguments.mode}", *_flags(arguments)]
+    common = [
+        "--nodes",
+        str(nodes),
+        "--master",
+        master,
+        f"--mode={arguments.mode}",
+        *_flags(arguments),
+    ]
     script = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
-    passed_on = {name: text for name, text in environment.items() if name in PASSED_ON or name.startswith(PREFIX)}
+    passed_on = {
+        name: text
+        for name, text in environment.items()
+        if name in PASSED_ON or name.startswith(PREFIX)
+    }
     passed_on[TOKEN] = read_token(arguments, environment) or secrets.token_hex()
     signals = StopSignals()
     with ExitStack() as exits:
@@ -111,8 +136,10 @@ def run_on_hosts(arguments: argparse.Namespace, options: Mapping[str, Any], envi
         for host in hosts:
             command = ["run", *common, f"--workers={host.workers or arguments.workers}", *script]
             order = {"arguments": command, "directory": str(Path.cwd()), "environment": passed_on}
-            shells.append(exits.enter_context(Shell(host, shlex.split(arguments.ssh or REMOTE_SHELL), order)))
-        Watcher(shells, signals, patience, may_fail=len(hosts) - nodes.least).see_to_end()
+            shells.append(
+                exits.enter_context(Shell(host, shlex.split(arguments.ssh or REMOTE_SHELL), order))
+            )
+        Watcher(shells, signals, timeout, may_fail=len(hosts) - nodes.least).see_to_end()
     if signals.received:
         signal.raise_signal(signals.received[0])
     statuses = [shell.status or 0 for shell in shells]  # all have ended
@@ -122,17 +149,26 @@ def run_on_hosts(arguments: argparse.Namespace, options: Mapping[str, Any], envi
 class Shell:
     """`samestep run` on a host, at the other end of a remote shell; a context manager that leaves no process here, nor there.
 
-    What it is to do goes over its standard input, where nobody else can read the token. When that ends, so does the run there.
+    What it is to do goes over its standard input, where nobody else can read the token. When that
+    ends, so does the run there.
     """
 
     def __init__(self, host: Host, shell: Sequence[str], order: Mapping[str, object]) -> None:
         self.host = host
-        command = [*shell, host.name, f"exec {shlex.quote(sys.executable)} -m samestep.launch.nodes.remote"]
+        command = [
+            *shell,
+            host.name,
+            f"exec {shlex.quote(sys.executable)} -m samestep.launch.nodes.remote",
+        ]
         try:
             # In a session of its own: Ctrl-C is for this process, which passes it on once.
-            self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)  # noqa: S603
+            self._process = subprocess.Popen(
+                command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
+            )
         except OSError as error:
-            raise LaunchError(f"the remote shell {shell[0]!r} cannot be started: {error}; give another one by --ssh") from error
+            raise LaunchError(
+                f"the remote shell {shell[0]!r} cannot be started: {error}; give another one by --ssh"
+            ) from error
         assert self._process.stdin  # noqa: S101  it is a pipe
         self._input = self._process.stdin
         self.tell(order)
@@ -173,8 +209,15 @@ class Shell:
 class Watcher:
     """Passes on what hosts print, and signals to them; where more fail than `may_fail`, or the first host ends, all are ended."""
 
-    def __init__(self, shells: Sequence[Shell], signals: StopSignals, patience: float, *, may_fail: int) -> None:
-        self._shells, self._signals, self._patience, self._may_fail = shells, signals, patience, may_fail
+    def __init__(
+        self, shells: Sequence[Shell], signals: StopSignals, timeout: float, *, may_fail: int
+    ) -> None:
+        self._shells, self._signals, self._timeout, self._may_fail = (
+            shells,
+            signals,
+            timeout,
+            may_fail,
+        )
         self._signals_told = 0
         self._let_go_at = self._give_up_at = math.inf
         self._unfinished: dict[IO[bytes], bytes] = {}
@@ -193,7 +236,9 @@ class Watcher:
                 self._pass_on_signals()
                 all_ended = all(shell.status is not None for shell in self._shells)
                 if (all_ended and not events) or self._end_in_time(time.monotonic()):
-                    return  # without an end of their output, which what a shell leaves in the background may hold open
+                    # without an end of their output, which what a shell leaves in the background
+                    # may hold open
+                    return
 
     def _pass_on(self, pipe: Any, screen: TextIO) -> bool:
         """Print what came, in whole lines; return False at its end."""
@@ -217,9 +262,14 @@ class Watcher:
     def _end_in_time(self, now: float) -> bool:
         """Return True when those that still run are not to be waited for."""
         failed = sum(shell.status not in {None, 0} for shell in self._shells)
-        if self._let_go_at == math.inf and (failed > self._may_fail or self._shells[0].status is not None or self._signals.received):
+        if self._let_go_at == math.inf and (
+            failed > self._may_fail or self._shells[0].status is not None or self._signals.received
+        ):
             # By themselves they end first, and tell why.
-            self._let_go_at, self._give_up_at = now + FAREWELL_SECONDS, now + FAREWELL_SECONDS + self._patience
+            self._let_go_at, self._give_up_at = (
+                now + FAREWELL_SECONDS,
+                now + FAREWELL_SECONDS + self._timeout,
+            )
             if self._signals.received:
                 self._let_go_at = self._give_up_at
         if now >= self._let_go_at:
@@ -230,4 +280,6 @@ class Watcher:
 
 def _flags(arguments: argparse.Namespace) -> list[str]:
     given = {option.name: getattr(arguments, option.name) for option in fields(Config)}
-    return [f"--{name.replace('_', '-')}={text}" for name, text in given.items() if text is not None]
+    return [
+        f"--{name.replace('_', '-')}={text}" for name, text in given.items() if text is not None
+    ]

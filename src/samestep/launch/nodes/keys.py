@@ -33,7 +33,9 @@ class Keys:
                 return await self._wait(_texts(request["keys"]), _seconds(request["seconds"]))
             case "get":
                 (key,) = keys = _texts([request["key"]])
-                return await self._wait(keys, _seconds(request["seconds"])) or {"value": to_text(self._values[key])}
+                return await self._wait(keys, _seconds(request["seconds"])) or {
+                    "value": to_text(self._values[key])
+                }
             case "check":
                 return {"value": all(key in self._values for key in _texts(request["keys"]))}
             case "count":
@@ -60,7 +62,8 @@ class Keys:
                 if held == expected or (held is None and not expected):
                     self._set(key, desired)
                     return to_text(desired)
-                return to_text(expected if held is None else held)  # a key that is not there counts as what was expected
+                # a key that is not there counts as what was expected
+                return to_text(expected if held is None else held)
             case "delete":
                 return self._values.pop(key, None) is not None
         raise ValueError(f"a store cannot {request['do']!r}")

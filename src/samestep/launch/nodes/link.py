@@ -1,9 +1,10 @@
 """The connection between the hosts of a run: frames of JSON that only those who hold the run's token can make.
 
-A frame is its length (4 bytes, big endian) and a body. Both ends begin with a fresh nonce and prove by HMAC-SHA256 (RFC 2104) that they
-hold the token, which is never sent; from then on a body begins with a MAC over its place in the order of frames and its text, with a key
-for each direction of this one connection. So frames can be neither forged, repeated, reordered nor sent back. They can be read by whoever
-sees the wire. What is read is JSON of limited size; nothing is unpickled.
+A frame is its length (4 bytes, big endian) and a body. Both ends begin with a fresh nonce and prove
+by HMAC-SHA256 (RFC 2104) that they hold the token, which is never sent; from then on a body begins
+with a MAC over its place in the order of frames and its text, with a key for each direction of this
+one connection. So frames can be neither forged, repeated, reordered nor sent back. They can be read
+by whoever sees the wire. What is read is JSON of limited size; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Frames:
             return None
         (length,) = _LENGTH.unpack_from(self._data)
         if length > self.most:
-            raise ValueError(f"a frame of {length} bytes was announced; expected at most {self.most}")
+            raise ValueError(
+                f"a frame of {length} bytes was announced; expected at most {self.most}"
+            )
         end = _LENGTH.size + length
         if len(self._data) < end:
             return None
@@ -66,7 +69,9 @@ class Frames:
 def frame(body: bytes) -> bytes:
     """Return a body with its length in front. Raises `ValueError` when it is too long."""
     if len(body) > MOST_BYTES:
-        raise ValueError(f"a message of {len(body)} bytes cannot be sent between hosts; expected at most {MOST_BYTES}")
+        raise ValueError(
+            f"a message of {len(body)} bytes cannot be sent between hosts; expected at most {MOST_BYTES}"
+        )
     return _LENGTH.pack(len(body)) + body
 
 
@@ -82,7 +87,8 @@ def decode(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("a message is nested too deeply") from None
     if not isinstance(message, dict):
-        raise ValueError(f"{type(message).__name__} came where a JSON object was expected")  # noqa: TRY004  it is what was sent
+        # it is what was sent
+        raise ValueError(f"{type(message).__name__} came where a JSON object was expected")  # noqa: TRY004
     return message
 
 
@@ -105,7 +111,9 @@ class Seal:
     def open(self, body: bytes) -> dict[str, Any]:
         """Return the message of a frame's body. Raises `ValueError` when it is not the next one that the other end made."""
         mac, text = body[:MAC_BYTES], body[MAC_BYTES:]
-        if not hmac.compare_digest(mac, hmac.digest(self._others_key, _ORDER.pack(self._received) + text, "sha256")):
+        if not hmac.compare_digest(
+            mac, hmac.digest(self._others_key, _ORDER.pack(self._received) + text, "sha256")
+        ):
             raise ValueError("a frame has a wrong MAC")
         self._received += 1
         return decode(text)
@@ -128,7 +136,9 @@ def is_proof(message: Message, token: str, purpose: bytes, nonces: bytes) -> boo
     """Tell whether a hello proves that its sender holds the token."""
     proof = message.get("proof")
     # As bytes, because text that is not ASCII cannot be compared in constant time.
-    return isinstance(proof, str) and hmac.compare_digest(proof.encode(errors="replace"), prove(token, purpose, nonces).hex().encode())
+    return isinstance(proof, str) and hmac.compare_digest(
+        proof.encode(errors="replace"), prove(token, purpose, nonces).hex().encode()
+    )
 
 
 class Link:
@@ -140,7 +150,8 @@ class Link:
         self._deadline = time.monotonic() + seconds
         self._socket = socket.create_connection(address, seconds)
         try:
-            self.address: tuple[str, int] = self._socket.getpeername()[:2]  # the coordinator's, without a name to look up
+            # the coordinator's, without a name to look up
+            self.address: tuple[str, int] = self._socket.getpeername()[:2]
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._seal = self._meet(token)
         except ValueError as error:
@@ -200,7 +211,16 @@ class Link:
     def _meet(self, token: str) -> Seal:
         challenge = decode(self._next_body())
         nonces = nonce_of(challenge) + secrets.token_bytes(NONCE_BYTES)
-        self._socket.sendall(frame(encode({"nonce": nonces[NONCE_BYTES:].hex(), "proof": prove(token, b"member", nonces).hex()})))
+        self._socket.sendall(
+            frame(
+                encode(
+                    {
+                        "nonce": nonces[NONCE_BYTES:].hex(),
+                        "proof": prove(token, b"member", nonces).hex(),
+                    }
+                )
+            )
+        )
         answer = decode(self._next_body())
         if "refused" in answer:
             raise WorldError("the token there is another one")
@@ -226,7 +246,9 @@ class Link:
         try:
             return self._seal.open(body)
         except ValueError as error:
-            raise ConnectionAbortedError(f"what came is not from the coordinator: {error}") from error
+            raise ConnectionAbortedError(
+                f"what came is not from the coordinator: {error}"
+            ) from error
 
 
 def parse_address(text: str, name: str) -> tuple[str, int]:
@@ -237,13 +259,15 @@ def parse_address(text: str, name: str) -> tuple[str, int]:
     elif ":" in host:
         host = ""
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):
-        raise ConfigError(f"{name} {text!r} was given; expected HOST:PORT, as in node1:29400 or [fd00::1]:29400")
+        raise ConfigError(
+            f"{name} {text!r} was given; expected HOST:PORT, as in node1:29400 or [fd00::1]:29400"
+        )
     return host, int(port)
 
 
 def write_address(host: str, port: int) -> str:
     """Write what `parse_address` reads."""
     try:
-        return f"[{host}]:{port}" if ipaddress.ip_address(host).version == 6 else f"{host}:{port}"  # noqa: PLR2004
+        return f"[{host}]:{port}" if ipaddress.ip_address(host).version == 6 else f"{host}:{port}"
     except ValueError:
         return f"{host}:{port}"

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from samestep.launch.nodes.options import Gathering
 
 RETRY_SECONDS: Final = 0.2
-# A host that hears nothing ends its workers before the others take it for lost and go on without it.
+# A host that hears nothing ends its workers before the others take it for lost and go on without
+# it.
 SILENCE_SECONDS: Final = LOST_SECONDS - BEAT_SECONDS
 END_SECONDS: Final = 10.0  # for the other hosts to hear of the end
 FORK: Final = multiprocessing.get_context("fork")
@@ -62,7 +63,8 @@ class Member:
         """
         now = time.monotonic()
         begun = step is not None
-        if now >= self._beat_at or begun != self._told_begun:  # before the run has begun, it is not taken up again
+        # before the run has begun, it is not taken up again
+        if now >= self._beat_at or begun != self._told_begun:
             self._beat_at, self._told_begun = now + BEAT_SECONDS, begun
             self.tell("beat", step=step)
         try:
@@ -87,8 +89,8 @@ class Member:
 def take_part(gathering: Gathering, workers: int, config: Config) -> Iterator[Member]:
     """Join the other hosts with so many workers, from this process before it has threads; lead them where the master's address is here.
 
-    Raises `ConfigError` for an address that cannot be used, or without lanes where hosts may come and go; `LaunchError` when the first
-    host does not answer, or refuses this one.
+    Raises `ConfigError` for an address that cannot be used, or without lanes where hosts may come
+    and go; `LaunchError` when the first host does not answer, or refuses this one.
     """
     nodes = gathering.nodes
     if nodes.least < nodes.most and config.lanes is None:
@@ -101,9 +103,13 @@ def take_part(gathering: Gathering, workers: int, config: Config) -> Iterator[Me
     coordinator = member = None
     try:
         if listener is not None:
-            terms = Terms(nodes.least, nodes.most, config.lanes, config.restarts, config.grace)
+            terms = Terms(
+                nodes.least, nodes.most, config.lanes, config.max_restarts, config.grace_period
+            )
             charge = Charge(gathering.token, terms, _same(gathering))
-            coordinator = FORK.Process(target=coordinate, args=(charge, listener, os.getpid()), name="coordinator")
+            coordinator = FORK.Process(
+                target=coordinate, args=(charge, listener, os.getpid()), name="coordinator"
+            )
             coordinator.start()
             listener.close()
         link = _connect(gathering, address)
@@ -133,7 +139,9 @@ def _listen(master: tuple[str, int]) -> socket.socket | None:
         except OSError as error:
             listener.close()
             if error.errno not in {errno.EADDRNOTAVAIL, errno.EADDRINUSE}:
-                raise ConfigError(f"--master {write_address(host, port)} was given, and cannot be listened on: {error}") from error
+                raise ConfigError(
+                    f"--master {write_address(host, port)} was given, and cannot be listened on: {error}"
+                ) from error
             continue
         if _is_loopback(str(address[0])) and not _is_loopback(host):
             listener.close()
@@ -146,7 +154,8 @@ def _listen(master: tuple[str, int]) -> socket.socket | None:
 
 
 def _addresses(host: str, port: int) -> list[Any]:
-    with suppress(socket.gaierror):  # the other hosts may come to know the name later; connecting tells
+    # the other hosts may come to know the name later; connecting tells
+    with suppress(socket.gaierror):
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return []
 
@@ -160,7 +169,9 @@ def _is_loopback(host: str) -> bool:
 
 def _connect(gathering: Gathering, address: str) -> Link:
     deadline = time.monotonic() + COME_SECONDS
-    while (link := _try_to_connect(gathering, address, may_fail=time.monotonic() < deadline)) is None:
+    while (
+        link := _try_to_connect(gathering, address, may_fail=time.monotonic() < deadline)
+    ) is None:
         time.sleep(RETRY_SECONDS)
     return link
 
@@ -169,7 +180,9 @@ def _try_to_connect(gathering: Gathering, address: str, *, may_fail: bool) -> Li
     try:
         return Link(gathering.master, gathering.token, HELLO_SECONDS)
     except WorldError as error:
-        raise LaunchError(f"--master {address} was given, and this host cannot join there: {error}") from error
+        raise LaunchError(
+            f"--master {address} was given, and this host cannot join there: {error}"
+        ) from error
     except OSError as error:
         if may_fail:
             return None
@@ -181,18 +194,32 @@ def _try_to_connect(gathering: Gathering, address: str, *, may_fail: bool) -> Li
 
 def _join(link: Link, gathering: Gathering, workers: int, address: str, *, leads: bool) -> Member:
     try:
-        hello = {"as": "host", "name": socket.gethostname(), "workers": workers, "leads": leads, "same": _same(gathering)}
+        hello = {
+            "as": "host",
+            "name": socket.gethostname(),
+            "workers": workers,
+            "leads": leads,
+            "same": _same(gathering),
+        }
         answer = link.hello(hello)
     except OSError as error:
-        raise LaunchError(f"--master {address} was given, and does not let this host join: {error}") from error
+        raise LaunchError(
+            f"--master {address} was given, and does not let this host join: {error}"
+        ) from error
     if "refused" in answer:
-        raise LaunchError(f"the first host of the run, at {address}, refuses this one: {answer['refused']}")
+        raise LaunchError(
+            f"the first host of the run, at {address}, refuses this one: {answer['refused']}"
+        )
     return Member(link, answer["welcome"], leads=leads)
 
 
 def _same(gathering: Gathering) -> dict[str, str]:
     """Return what must be the same on all hosts, by what it is called: they must agree on how many they are, and bits depend on torch."""
-    return {"--nodes": str(gathering.nodes), "samestep": _version("samestep"), "torch": _version("torch")}
+    return {
+        "--nodes": str(gathering.nodes),
+        "samestep": _version("samestep"),
+        "torch": _version("torch"),
+    }
 
 
 def _version(package: str) -> str:

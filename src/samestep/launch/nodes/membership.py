@@ -30,14 +30,15 @@ ASKED_TO_STOP: Final = 128 + signal.SIGTERM  # the status of a worker that snaps
 class Terms:
     """What holds for the whole run: from `least` to `most` hosts, of which all workers together are at most `lanes`.
 
-    `restarts` are attempts in a row that may fail without a new step, `grace` is how long workers have to snapshot, in seconds.
+    `max_restarts` are attempts in a row that may fail without a new step, `grace_period` is how
+    long workers have to snapshot, in seconds.
     """
 
     least: int
     most: int
     lanes: int | None
-    restarts: int
-    grace: float
+    max_restarts: int
+    grace_period: float
 
 
 @dataclass(eq=False)
@@ -125,11 +126,19 @@ class Attempt:
 class Membership:
     """The hosts of a run, in the order of their ranks, which is that in which they joined, and what they are to do.
 
-    Orders: `start` workers; send them a `signal`; `stop` them, at once with `kill`; they are `restarting`, and why; `end` the run.
-    A host tells `ready`, `failed` for each worker that failed, `ended` when it has no worker left, `signalled`, and `beat`.
+    Orders: `start` workers; send them a `signal`; `stop` them, at once with `kill`; they are
+    `restarting`, and why; `end` the run. A host tells `ready`, `failed` for each worker that
+    failed, `ended` when it has no worker left, `signalled`, and `beat`.
     """
 
-    def __init__(self, terms: Terms, now: float, *, open_attempt: Callable[[int], None], log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        terms: Terms,
+        now: float,
+        *,
+        open_attempt: Callable[[int], None],
+        log: Callable[[str], None],
+    ) -> None:
         self.phase = Phase.GATHERING
         self._terms = terms
         self._nodes: list[Node] = []
@@ -143,12 +152,21 @@ class Membership:
         self._in_vain = 0
 
     def join(
-        self, name: str, room: int, tell: Callable[[Message], None], hang_up: Callable[[], None], now: float, *, leads: bool = False
+        self,
+        name: str,
+        room: int,
+        tell: Callable[[Message], None],
+        hang_up: Callable[[], None],
+        now: float,
+        *,
+        leads: bool = False,
     ) -> Node:
         """Take a host in; a name that is taken gets a number. The one that `leads` has the first ranks, whoever comes before it."""
         taken = {node.name for node in self._nodes}
         numbered = (f"{name} ({number})" for number in range(2, len(taken) + 2))
-        name = name if name not in taken else next(other for other in numbered if other not in taken)
+        name = (
+            name if name not in taken else next(other for other in numbered if other not in taken)
+        )
         node = Node(name, room, tell, hang_up, now, now, leads)
         self._nodes.insert(0 if leads else len(self._nodes), node)
         self._log(f"host {node.name} came with {room} workers: {self._present()}")
@@ -166,7 +184,16 @@ class Membership:
         if node.busy:
             node.busy = False
             summary = f"its host was lost: {reason}"
-            self._note(Fault(now, summary, rank=node.first_rank, from_outside=True, step=self._step, host=node.name))
+            self._note(
+                Fault(
+                    now,
+                    summary,
+                    rank=node.first_rank,
+                    from_outside=True,
+                    step=self._step,
+                    host=node.name,
+                )
+            )
 
     def hear(self, node: Node, message: Message, now: float) -> None:
         """Take what a host tells. Raises `ValueError` for what makes no sense."""
@@ -194,13 +221,17 @@ class Membership:
             case "failed" | "ended":
                 pass  # of an attempt that is over
             case "signalled":
-                self._stop_by_signal(node, signal.Signals(message["signal"]), now, again=bool(message["again"]))
+                self._stop_by_signal(
+                    node, signal.Signals(message["signal"]), now, again=bool(message["again"])
+                )
             case other:
                 raise ValueError(f"a host told {other!r:.200}")
 
     def update(self, now: float) -> None:
         """Do what is due."""
-        for node in [node for node in self._nodes if node.ready and now - node.heard_at > LOST_SECONDS]:
+        for node in [
+            node for node in self._nodes if node.ready and now - node.heard_at > LOST_SECONDS
+        ]:
             self.leave(node, f"nothing was heard of it for {LOST_SECONDS:g} s", now)
         for node in [node for node in self._nodes if node.leaving and not node.busy]:
             self._nodes.remove(node)
@@ -214,13 +245,20 @@ class Membership:
 
     def _gather(self, now: float) -> None:
         ready = [node for node in self._nodes if node.ready]
-        loading = [node for node in self._nodes if not node.ready and now - node.joined_at < LOAD_SECONDS]
-        settled = self._attempt.number >= 0 or (not loading and now >= self._room_at)  # who goes on waits for nobody
+        loading = [
+            node for node in self._nodes if not node.ready and now - node.joined_at < LOAD_SECONDS
+        ]
+        # who goes on waits for nobody
+        settled = self._attempt.number >= 0 or (not loading and now >= self._room_at)
         if len(ready) >= self._terms.most or (len(ready) >= self._terms.least and settled):
             self._deal(ready[: self._terms.most])
         elif now - self._since > COME_SECONDS and len(ready) + len(loading) < self._terms.least:
             lost = "" if self._lost is None else f"{self._lost}, and none came in its place: "
-            self._end({"error": f"{lost}{self._present()} are here after {COME_SECONDS:g} s; start the same command on the others"})
+            self._end(
+                {
+                    "error": f"{lost}{self._present()} are here after {COME_SECONDS:g} s; start the same command on the others"
+                }
+            )
 
     def _deal(self, nodes: list[Node]) -> None:
         """Start an attempt: ranks in the order of joining, no more workers than lanes."""
@@ -234,7 +272,11 @@ class Membership:
             if local_workers:
                 node.busy, node.first_rank = True, first_rank
                 attempt.nodes.append(node)
-                place = {"first_rank": first_rank, "local_workers": local_workers, "workers": workers}
+                place = {
+                    "first_rank": first_rank,
+                    "local_workers": local_workers,
+                    "workers": workers,
+                }
                 node.tell({"order": "start", "attempt": attempt.number, **place})
                 first_rank += local_workers
 
@@ -244,14 +286,22 @@ class Membership:
             self._decide(now)
         elif not attempt.nodes_at_work:
             self._end({})
-        elif now >= self._room_at and attempt.nodes_at_work == attempt.nodes and self._has_use_for_more():
+        elif (
+            now >= self._room_at
+            and attempt.nodes_at_work == attempt.nodes
+            and self._has_use_for_more()
+        ):
             self._log(f"workers snapshot, and go on with more hosts: {self._present()}")
             self._ask_to_stop(Why.CHANGE, signal.SIGTERM, now)
 
     def _has_use_for_more(self) -> bool:
         nodes = self._attempt.nodes
         spare = any(node.ready and node not in nodes for node in self._nodes)
-        return spare and len(nodes) < self._terms.most and sum(node.room for node in nodes) < (self._terms.lanes or sys.maxsize)
+        return (
+            spare
+            and len(nodes) < self._terms.most
+            and sum(node.room for node in nodes) < (self._terms.lanes or sys.maxsize)
+        )
 
     def _note(self, fault: Fault) -> None:
         attempt = self._attempt
@@ -259,7 +309,10 @@ class Membership:
             attempt.ended_as_asked = True
             return
         attempt.faults.append(fault)
-        attempt.decide_at = min(attempt.decide_at, fault.at + (EXPLAIN_SECONDS if fault.because_of_others else GRACE_SECONDS))
+        attempt.decide_at = min(
+            attempt.decide_at,
+            fault.at + (EXPLAIN_SECONDS if fault.because_of_others else GRACE_SECONDS),
+        )
 
     def _decide(self, now: float) -> None:
         """When all is known that explains a failure, end the attempt, and the run unless it can go on."""
@@ -271,7 +324,7 @@ class Membership:
 
     def _may_go_on(self, fault: Fault) -> bool:
         in_vain = 0 if self._step is not None and self._step > self._furthest else self._in_vain
-        return fault.from_outside and self._step is not None and in_vain < self._terms.restarts
+        return fault.from_outside and self._step is not None and in_vain < self._terms.max_restarts
 
     def _stop_by_signal(self, node: Node, number: int, now: float, *, again: bool) -> None:
         attempt = self._attempt
@@ -279,7 +332,9 @@ class Membership:
             attempt.kill_at = min(attempt.kill_at, now)
         elif number == signal.SIGTERM and self._can_spare(node):
             node.leaving = True
-            self._log(f"host {node.name} was told to leave by SIGTERM, and the run goes on without it: {self._present()}")
+            self._log(
+                f"host {node.name} was told to leave by SIGTERM, and the run goes on without it: {self._present()}"
+            )
             if self.phase is Phase.RUNNING and node.busy:
                 self._ask_to_stop(Why.CHANGE, number, now)
         elif self.phase is Phase.GATHERING:
@@ -291,14 +346,18 @@ class Membership:
             attempt.signal = attempt.signal or number
 
     def _can_spare(self, node: Node) -> bool:
-        others = [other for other in self._nodes if other.ready and not other.leaving and other is not node]
+        others = [
+            other
+            for other in self._nodes
+            if other.ready and not other.leaving and other is not node
+        ]
         return not node.leads and len(others) >= self._terms.least
 
     def _ask_to_stop(self, why: Why, number: int, now: float) -> None:
         """Let workers snapshot and end. One host is told: its workers agree with all others on the step, and none is disturbed twice."""
         for node in self._attempt.nodes_at_work[:1]:
             node.tell({"order": "signal", "attempt": self._attempt.number, "signal": number})
-        self._stop(why, now + self._terms.grace)
+        self._stop(why, now + self._terms.grace_period)
 
     def _stop(self, why: Why, kill_at: float) -> None:
         self.phase = Phase.STOPPING
@@ -308,7 +367,11 @@ class Membership:
         attempt = self._attempt
         if not attempt.nodes_at_work:
             self._end_attempt(now)
-        elif attempt.why is Why.CHANGE and attempt.first is not None and not attempt.first.because_of_others:
+        elif (
+            attempt.why is Why.CHANGE
+            and attempt.first is not None
+            and not attempt.first.because_of_others
+        ):
             self._decide(now)
         elif now >= attempt.give_up_at:
             for node in attempt.nodes_at_work:

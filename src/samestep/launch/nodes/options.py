@@ -27,12 +27,32 @@ HOW_TO_MAKE_ONE: Final = (
 
 def add_node_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments about other hosts."""
-    group = parser.add_argument_group("several hosts", f"All hosts of a run share a token; {HOW_TO_MAKE_ONE}.")
-    group.add_argument("--nodes", metavar="N", help="hosts that run this same command, or LEAST:MOST (default: 1)")
-    group.add_argument("--master", metavar="HOST:PORT", help="where they meet: an address of one of them, and a port that is free there")
-    group.add_argument("--token-file", metavar="FILE", help=f"file with the token, which only you may read (default: the variable {TOKEN})")
-    group.add_argument("--hosts", metavar="FILE", help="start this command by ssh on the hosts of a file: a line each, HOST [workers=N]")
-    group.add_argument("--ssh", metavar="COMMAND", help="the remote shell for --hosts, with its options (default: ssh)")
+    group = parser.add_argument_group(
+        "several hosts", f"All hosts of a run share a token; {HOW_TO_MAKE_ONE}."
+    )
+    group.add_argument(
+        "--nodes", metavar="N", help="hosts that run this same command, or LEAST:MOST (default: 1)"
+    )
+    group.add_argument(
+        "--master",
+        metavar="HOST:PORT",
+        help="where they meet: an address of one of them, and a port that is free there",
+    )
+    group.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help=f"file with the token, which only you may read (default: the variable {TOKEN})",
+    )
+    group.add_argument(
+        "--hosts",
+        metavar="FILE",
+        help="start this command by ssh on the hosts of a file: a line each, HOST [workers=N]",
+    )
+    group.add_argument(
+        "--ssh",
+        metavar="COMMAND",
+        help="the remote shell for --hosts, with its options (default: ssh)",
+    )
 
 
 @dataclass(frozen=True)
@@ -48,7 +68,9 @@ class Nodes:
         found = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", text)
         nodes = found and cls(int(found[1]), int(found[2] or found[1]))
         if not nodes or not 1 <= nodes.least <= nodes.most:
-            raise ConfigError(f"--nodes {text} was given; expected a number of hosts such as 2, or the least and the most, such as 1:4")
+            raise ConfigError(
+                f"--nodes {text} was given; expected a number of hosts such as 2, or the least and the most, such as 1:4"
+            )
         return nodes
 
     def __str__(self) -> str:
@@ -64,11 +86,15 @@ class Gathering:
     nodes: Nodes
 
 
-def gathering_of(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Gathering | None:
+def gathering_of(
+    arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ
+) -> Gathering | None:
     """Return where this host meets others; None for a run on this host alone. Raises `ConfigError` that names the flag."""
     nodes = Nodes.read(arguments.nodes or "1")
     if arguments.ssh is not None:
-        raise ConfigError(f"--ssh {arguments.ssh!r} was given without --hosts, which tells where to start")
+        raise ConfigError(
+            f"--ssh {arguments.ssh!r} was given without --hosts, which tells where to start"
+        )
     if arguments.master is None:
         if nodes.most > 1:
             raise ConfigError(
@@ -77,7 +103,9 @@ def gathering_of(arguments: argparse.Namespace, environment: Mapping[str, str] =
             )
         return None
     if arguments.nodes is None:
-        raise ConfigError(f"--master {arguments.master} was given without --nodes; expected how many hosts meet there")
+        raise ConfigError(
+            f"--master {arguments.master} was given without --nodes; expected how many hosts meet there"
+        )
     master = parse_address(arguments.master, "--master")
     token = read_token(arguments, environment)
     if token is None:
@@ -98,11 +126,15 @@ def read_token(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name} was given, and cannot be read: {error}") from error
     if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"{name} was given, and others may read it; expected a file of yours alone: chmod 600 {path}")
+        raise ConfigError(
+            f"{name} was given, and others may read it; expected a file of yours alone: chmod 600 {path}"
+        )
     return _long_enough(text, name)
 
 
 def _long_enough(token: str, name: str) -> str:
     if len(token) < LEAST_TOKEN:
-        raise ConfigError(f"{name} has {len(token)} characters; expected at least {LEAST_TOKEN}: {HOW_TO_MAKE_ONE}")
+        raise ConfigError(
+            f"{name} has {len(token)} characters; expected at least {LEAST_TOKEN}: {HOW_TO_MAKE_ONE}"
+        )
     return token

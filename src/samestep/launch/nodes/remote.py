@@ -1,7 +1,7 @@
 """The far end of `samestep run --hosts`: starts the command that it is told on standard input, and ends it when that ends.
 
-The first line is a JSON object with `arguments` of samestep, a `directory`, and variables of the `environment`; every further line is the
-number of a signal for the command.
+The first line is a JSON object with `arguments` of samestep, a `directory`, and variables of the
+`environment`; every further line is the number of a signal for the command.
 """
 
 from __future__ import annotations
@@ -25,22 +25,26 @@ READ_BYTES: Final = 4096
 
 def main() -> NoReturn:
     """Run the command; exit with its status, as a shell tells it."""
-    order = json.loads(sys.stdin.buffer.raw.readline())  # type: ignore[union-attr]  # without a buffer, so that nothing is taken of what follows
+    # without a buffer, so that nothing is taken of what follows
+    order = json.loads(sys.stdin.buffer.raw.readline())  # type: ignore[union-attr]
     try:
         os.chdir(order["directory"])
     except OSError as error:
         where = f"host {socket.gethostname()} cannot work in the folder in which --hosts was given"
-        sys.stderr.write(f"samestep: error: {where}: {error}; expected the same folders on all hosts, as on a shared disk\n")
+        sys.stderr.write(
+            f"samestep: error: {where}: {error}; expected the same folders on all hosts, as on a shared disk\n"
+        )
         sys.exit(EXIT_WRONG_USE)
     sys.exit(_run(order))
 
 
 def _run(order: dict[str, Any]) -> int:
-    command = subprocess.Popen(  # noqa: S603  it comes from whoever may log in here
+    command = subprocess.Popen(
         [sys.executable, "-m", "samestep", *order["arguments"]],
         env={**os.environ, **order["environment"]},
         stdin=subprocess.DEVNULL,
-        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # noqa: PLW1509  there are no threads here
+        # there are no threads here
+        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # noqa: PLW1509
     )
     with selectors.DefaultSelector() as selector:
         selector.register(sys.stdin, selectors.EVENT_READ)

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 STORE: Final = "SAMESTEP_INTERNAL_STORE"
-SLACK_SECONDS: Final = 30.0  # for an answer to arrive, on top of the time that the coordinator may take for it
-_open: list[TokenStore] = []  # torch keeps stores by their C++ half alone, which is of no use without the other
+# for an answer to arrive, on top of the time that the coordinator may take for it
+SLACK_SECONDS: Final = 30.0
+# torch keeps stores by their C++ half alone, which is of no use without the other
+_open: list[TokenStore] = []
 
 
 def store_variables(address: tuple[str, int], attempt: int) -> dict[str, str]:
@@ -37,17 +39,25 @@ def join_store(environment: Mapping[str, str], timeout: timedelta) -> TokenStore
     if STORE not in environment:
         return None
     attempt, _, address = environment[STORE].partition("@")
-    hello = {"as": "worker", "attempt": int(attempt), "rank": int(environment["RANK"]), "process": f"{socket.gethostname()}:{os.getpid()}"}
+    hello = {
+        "as": "worker",
+        "attempt": int(attempt),
+        "rank": int(environment["RANK"]),
+        "process": f"{socket.gethostname()}:{os.getpid()}",
+    }
     return TokenStore(parse_address(address, STORE), environment[TOKEN], hello, timeout)
 
 
 class TokenStore(Store):
     """One connection to the coordinator. Threads may share it, but while one waits for a key the others wait for it: `clone` makes another.
 
-    Raises what torch's own stores raise: `DistStoreError` for a key that does not come in time, `DistNetworkError` for no answer at all.
+    Raises what torch's own stores raise: `DistStoreError` for a key that does not come in time,
+    `DistNetworkError` for no answer at all.
     """
 
-    def __init__(self, address: tuple[str, int], token: str, hello: Mapping[str, Any], timeout: timedelta) -> None:
+    def __init__(
+        self, address: tuple[str, int], token: str, hello: Mapping[str, Any], timeout: timedelta
+    ) -> None:
         super().__init__()
         self.set_timeout(timeout)
         self._made_from = (address, token, hello)
@@ -56,13 +66,17 @@ class TokenStore(Store):
             self._link = Link(address, token, timeout.total_seconds())
             refused = self._link.hello(hello).get("refused")
         except OSError as error:
-            raise WorldError(f"the coordinator at {write_address(*address)} does not answer: {error}") from error
+            raise WorldError(
+                f"the coordinator at {write_address(*address)} does not answer: {error}"
+            ) from error
         if refused:
-            raise WorldError(f"the coordinator at {write_address(*address)} refuses this worker: {refused}")
+            raise WorldError(
+                f"the coordinator at {write_address(*address)} refuses this worker: {refused}"
+            )
         _open.append(self)
 
     @property
-    def _patience(self) -> timedelta:
+    def _timeout(self) -> timedelta:
         found: timedelta = self.timeout  # type: ignore[attr-defined]  # its C++ half keeps it
         return found
 
@@ -71,16 +85,16 @@ class TokenStore(Store):
         return self._link.fileno()
 
     def clone(self) -> Store:
-        return TokenStore(*self._made_from, self._patience)
+        return TokenStore(*self._made_from, self._timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key=key, value=_text(value))
 
     def get(self, key: str) -> bytes:
-        return to_bytes(self._wait_for("get", self._patience, key=key))
+        return to_bytes(self._wait_for("get", self._timeout, key=key))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._wait_for("wait", timeout or self._patience, keys=list(keys))
+        self._wait_for("wait", timeout or self._timeout, keys=list(keys))
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask("add", key=key, amount=amount))
@@ -89,7 +103,9 @@ class TokenStore(Store):
         return bool(self._ask("check", keys=list(keys)))
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        return to_bytes(self._ask("compare_set", key=key, expected=_text(expected), value=_text(value)))
+        return to_bytes(
+            self._ask("compare_set", key=key, expected=_text(expected), value=_text(value))
+        )
 
     def append(self, key: str, value: str | bytes) -> None:
         self._ask("append", key=key, value=_text(value))
@@ -115,19 +131,22 @@ class TokenStore(Store):
     def _wait_for(self, what: str, timeout: timedelta, **request: Any) -> Any:
         return self._ask(what, timeout.total_seconds(), seconds=timeout.total_seconds(), **request)
 
-    def _ask(self, what: str, patience: float = 0.0, **request: Any) -> Any:
+    def _ask(self, what: str, timeout: float = 0.0, **request: Any) -> Any:
         with self._lock:
             try:
                 self._link.send({"do": what, **request})
-                answer = self._link.receive(patience + SLACK_SECONDS)
+                answer = self._link.receive(timeout + SLACK_SECONDS)
             except OSError as error:
                 self._link.close()
                 raise DistNetworkError(f"the store of this run does not answer: {error}") from error
             except BaseException:
-                self._link.close()  # an answer that is still to come would be taken for that of the next request
+                # an answer that is still to come would be taken for that of the next request
+                self._link.close()
                 raise
         if late := answer.get("late"):
-            raise DistStoreError(f"waited {patience:g} s for the keys {', '.join(late)} of the store of this run, and they did not come")
+            raise DistStoreError(
+                f"waited {timeout:g} s for the keys {', '.join(late)} of the store of this run, and they did not come"
+            )
         return answer.get("value")
 
 

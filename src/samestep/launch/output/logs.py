@@ -16,7 +16,8 @@ _EARLY_BYTES: Final = 256 * 1024
 class Log:
     """All that a worker prints in one attempt, as it printed it, after a line that tells attempt and time.
 
-    The directory of a run becomes known when the run begins: what was printed before is held back, the last 256 KiB of it.
+    The directory of a run becomes known when the run begins: what was printed before is held back,
+    the last 256 KiB of it.
     """
 
     def __init__(self, rank: int, attempt: int) -> None:

@@ -28,9 +28,10 @@ _FIRST_OTHER_FILE: Final = 3  # after stdin, stdout and stderr
 class Outputs:
     """The stdout and stderr of a host's workers, each a pipe that is read here; a context manager.
 
-    Rank 0's bytes pass as they are and at once. Of other ranks whole lines pass, with `[3] ` in front, and of a progress bar that is
-    redrawn after carriage returns what a terminal would show at the end of its line. Lines never mix: where rank 0 left one
-    unfinished, that of another rank begins a new one. There are no threads here, so that workers can be forked at any time.
+    Rank 0's bytes pass as they are and at once. Of other ranks whole lines pass, with `[3] ` in
+    front, and of a progress bar that is redrawn after carriage returns what a terminal would show
+    at the end of its line. Lines never mix: where rank 0 left one unfinished, that of another rank
+    begins a new one. There are no threads here, so that workers can be forked at any time.
     """
 
     def __init__(self, hurried: Callable[[], bool] = lambda: False) -> None:
@@ -76,7 +77,8 @@ class Outputs:
     def pump(self, file: int) -> None:
         """Pass on what was printed to one of `files()`; another file is left alone.
 
-        While the screen takes nothing, nothing is read either, and a worker that prints much comes to wait.
+        While the screen takes nothing, nothing is read either, and a worker that prints much comes
+        to wait.
         """
         channel = self._channels.get(file)
         if channel is not None and channel.screen.flush(WAIT_SECONDS):
@@ -98,7 +100,8 @@ class Outputs:
     def drain(self) -> None:
         """Pass on the last words of workers that have ended; what they started and left running prints to nobody from now on."""
         for channel in list(self._channels.values()):
-            for _ in range(0, channel.capacity, _READ_BYTES):  # no more than was there, since somebody may go on printing
+            # no more than was there, since somebody may go on printing
+            for _ in range(0, channel.capacity, _READ_BYTES):
                 if channel.file in self._channels:
                     self._pass_on(channel)
             self._end(channel)
@@ -131,7 +134,8 @@ class Outputs:
         for channel in self._channels.values():
             os.close(channel.file)
         for log in self._logs.values():
-            log.close()  # before others are opened: where the launcher has no stderr, it may be file 2
+            # before others are opened: where the launcher has no stderr, it may be file 2
+            log.close()
 
     def _pass_on(self, channel: _Channel) -> None:
         try:
@@ -161,7 +165,9 @@ class Outputs:
         except OSError as error:
             self._gives_up_logs = True
             reason = error.strerror or str(error)
-            self.tell(f"samestep: no logs of workers are written any more in {self._directory}: {reason}; the run goes on")
+            self.tell(
+                f"samestep: no logs of workers are written any more in {self._directory}: {reason}; the run goes on"
+            )
 
 
 @dataclass(frozen=True)
@@ -180,11 +186,14 @@ class Pipes:
 def print_to(ends: Sequence[int]) -> None:
     """Take open files for this process's stdout and stderr; they are closed under their own numbers."""
     encodings = [encoding_of(stream) for stream in (sys.stdout, sys.stderr)]
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # first: streams that end here may close files 1 and 2
+    # first: streams that end here may close files 1 and 2
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     for number, end in enumerate(ends, start=1):
         os.dup2(end, number)
         os.close(end)
-    sys.stdout, sys.stderr = (_line_by_line(number, encoding) for number, encoding in enumerate(encodings, start=1))
+    sys.stdout, sys.stderr = (
+        _line_by_line(number, encoding) for number, encoding in enumerate(encodings, start=1)
+    )
 
 
 class _Channel:
@@ -226,7 +235,9 @@ def _pipe() -> tuple[int, int]:
     """Return both ends of a pipe, neither of them in the place of a standard file that is closed."""
     ends = os.pipe()
     try:
-        reading, writing = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, _FIRST_OTHER_FILE) for end in ends)
+        reading, writing = (
+            fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, _FIRST_OTHER_FILE) for end in ends
+        )
     finally:
         for end in ends:
             os.close(end)
@@ -235,4 +246,6 @@ def _pipe() -> tuple[int, int]:
 
 def _line_by_line(number: int, encoding: str) -> TextIO:
     """Return a stream to an open file of this process that passes on every line, and that no character breaks."""
-    return open(number, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
+    return open(
+        number, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False
+    )

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from typing import TextIO
 
-WAIT_SECONDS: Final = 0.02  # for a terminal that takes nothing now, since whoever prints has other things to see to
+# for a terminal that takes nothing now, since whoever prints has other things to see to
+WAIT_SECONDS: Final = 0.02
 
 
 class Screen:
     """One destination of bytes, which knows whether its last line is unfinished.
 
-    Nobody waits here for a terminal that was stopped or a pager that reads no further: what they do not take yet is kept. A destination
-    that fails is given up in silence, since `head` ends when it has enough.
+    Nobody waits here for a terminal that was stopped or a pager that reads no further: what they do
+    not take yet is kept. A destination that fails is given up in silence, since `head` ends when it
+    has enough.
     """
 
     def __init__(self, target: Target | None) -> None:
@@ -74,7 +76,8 @@ class File:
         return bool(self._poll.poll(1000 * wait_seconds))
 
     def write(self, data: memoryview) -> int:
-        return os.write(self._number, data[: select.PIPE_BUF])  # a pipe that can be written takes as much without waiting
+        # a pipe that can be written takes as much without waiting
+        return os.write(self._number, data[: select.PIPE_BUF])
 
 
 class Text:

@@ -16,14 +16,20 @@ if TYPE_CHECKING:
     StartedBy = Literal["alone", "samestep", "torchrun", "mpi", "slurm", "kubernetes", "variables"]
 
 STARTED_BY: Final = "SAMESTEP_INTERNAL_STARTED_BY"
-NUMBERS: Final = {"RANK": "rank", "WORLD_SIZE": "workers", "LOCAL_RANK": "local_rank", "LOCAL_WORLD_SIZE": "local_workers"}
+NUMBERS: Final = {
+    "RANK": "rank",
+    "WORLD_SIZE": "workers",
+    "LOCAL_RANK": "local_rank",
+    "LOCAL_WORLD_SIZE": "local_workers",
+}
 
 
 @dataclass(frozen=True)
 class Place:
     """One worker's place: `rank` of `workers`, on its host `local_rank` of `local_workers`, and where rank 0's store listens.
 
-    `source` says which variables the rank is from, for errors: SLURM_PROCID=1 of SLURM_STEP_NUM_TASKS=4.
+    `source` says which variables the rank is from, for errors: SLURM_PROCID=1 of
+    SLURM_STEP_NUM_TASKS=4.
     """
 
     rank: int
@@ -39,14 +45,23 @@ class Place:
 def find_place(environment: Mapping[str, str]) -> Place:
     """Read the place from the variables of torchrun, MPI, Slurm or Kubernetes. None of them: alone.
 
-    A launcher that stands nearer to this process is believed before one that may have started it: `samestep run` and torchrun before
-    mpirun, and that before Slurm. MASTER_ADDR and MASTER_PORT have the last word on where the workers meet.
+    A launcher that stands nearer to this process is believed before one that may have started it:
+    `samestep run` and torchrun before mpirun, and that before Slurm. MASTER_ADDR and MASTER_PORT
+    have the last word on where the workers meet.
 
     Raises `ConfigError` when variables are missing, are no numbers, or contradict each other.
     """
     started_by, told = _told(environment)
     if not told:
-        return Place(rank=0, workers=1, local_rank=0, local_workers=1, address=LOOPBACK, port=0, started_by="alone")
+        return Place(
+            rank=0,
+            workers=1,
+            local_rank=0,
+            local_workers=1,
+            address=LOOPBACK,
+            port=0,
+            started_by="alone",
+        )
     address, port = _meeting_point(told, environment)
     place = Place(
         rank=told.rank.value,
@@ -58,9 +73,14 @@ def find_place(environment: Mapping[str, str]) -> Place:
         started_by=started_by,
         source=f"{told.rank.source} of {told.workers.source}",
     )
-    if not place.local_rank < place.local_workers <= place.workers or not place.local_rank <= place.rank < place.workers:
+    if (
+        not place.local_rank < place.local_workers <= place.workers
+        or not place.local_rank <= place.rank < place.workers
+    ):
         said = ", ".join(dict.fromkeys(getattr(told, name).source for name in NUMBERS.values()))
-        raise ConfigError(f"{said} contradict each other; ranks count from 0 to the world size less 1; {told.what_to_do}")
+        raise ConfigError(
+            f"{said} contradict each other; ranks count from 0 to the world size less 1; {told.what_to_do}"
+        )
     return place
 
 
@@ -93,11 +113,19 @@ def _undisputed(told: Told, environment: Mapping[str, str]) -> Told:
 
 def _meeting_point(told: Told, environment: Mapping[str, str]) -> tuple[str, int]:
     """Return the address and the port where workers meet: those given before those that the launcher's variables imply."""
-    variables = Variables(environment, "give all workers the host of rank 0 and a port that is free there")
+    variables = Variables(
+        environment, "give all workers the host of rank 0 and a port that is free there"
+    )
     address = variables.host("MASTER_ADDR") if "MASTER_ADDR" in environment else told.address
     port = variables.port("MASTER_PORT") if "MASTER_PORT" in environment else told.port
     if address is None or port is None:
-        missing = [name for name, value in {"MASTER_ADDR": address, "MASTER_PORT": port}.items() if value is None]
+        missing = [
+            name
+            for name, value in {"MASTER_ADDR": address, "MASTER_PORT": port}.items()
+            if value is None
+        ]
         said = f"{told.rank.source} of {told.workers.source}"
-        raise ConfigError(f"{said} does not tell where rank 0 listens, and {', '.join(missing)} is not set; {variables.what_to_do}")
+        raise ConfigError(
+            f"{said} does not tell where rank 0 listens, and {', '.join(missing)} is not set; {variables.what_to_do}"
+        )
     return address, port

@@ -11,15 +11,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 NEEDED: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-LOCAL: Final = {"LOCAL_RANK": "RANK", "LOCAL_WORLD_SIZE": "WORLD_SIZE"}  # where not set, all workers are on one host
+# where not set, all workers are on one host
+LOCAL: Final = {"LOCAL_RANK": "RANK", "LOCAL_WORLD_SIZE": "WORLD_SIZE"}
 VARIABLES: Final = (*NEEDED, *LOCAL)
-WHAT_TO_DO: Final = f"set all of {', '.join(NEEDED)} as torchrun does, or unset all to run one worker alone"
+WHAT_TO_DO: Final = (
+    f"set all of {', '.join(NEEDED)} as torchrun does, or unset all to run one worker alone"
+)
 
-OPEN_MPI: Final = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-HYDRA: Final = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH's and Intel MPI's mpiexec
+OPEN_MPI: Final = tuple(
+    f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+)
+# MPICH's and Intel MPI's mpiexec
+HYDRA: Final = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 MPI_WHAT_TO_DO: Final = f"start workers with mpirun, or unset its variables and {WHAT_TO_DO}"
 
-TRAIN_JOB: Final = ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")  # a TrainJob's, from which torchrun reads options
+# a TrainJob's, from which torchrun reads options
+TRAIN_JOB: Final = ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 POD_WHAT_TO_DO: Final = f"start workers with torchrun, or {WHAT_TO_DO}"
 
 
@@ -38,11 +45,15 @@ def told_by_mpi(environment: Mapping[str, str]) -> Told | None:
     """Return the place that `mpirun` gave; None where it started one process or none. Its port is derived from PMIX_NAMESPACE."""
     if any(name in environment for name in OPEN_MPI):
         names = OPEN_MPI
-    elif "PMI_RANK" in environment and ("MPI_LOCALNRANKS" in environment or "SLURM_STEP_ID" not in environment):
+    elif "PMI_RANK" in environment and (
+        "MPI_LOCALNRANKS" in environment or "SLURM_STEP_ID" not in environment
+    ):
         names = HYDRA  # srun --mpi=pmi2 sets the first two as well
     else:
         return None
-    rank, workers, local_rank, local_workers = Variables(environment, MPI_WHAT_TO_DO).numbers(*names)
+    rank, workers, local_rank, local_workers = Variables(environment, MPI_WHAT_TO_DO).numbers(
+        *names
+    )
     if workers.value == 1:
         return None
     address = LOOPBACK if local_workers.value == workers.value else None
@@ -65,7 +76,8 @@ def told_in_pod(environment: Mapping[str, str]) -> Told | None:
 def _pod(environment: Mapping[str, str], rank: str, workers: str, address: str, port: str) -> Told:
     variables = Variables(environment, POD_WHAT_TO_DO)
     variables.require(rank, workers, address, port)
-    processes = environment.get("PET_NPROC_PER_NODE", "1")  # a number, or a word where torchrun is to find one
+    # a number, or a word where torchrun is to find one
+    processes = environment.get("PET_NPROC_PER_NODE", "1")
     if processes.isdigit() and processes != "1":
         raise variables.error("PET_NPROC_PER_NODE", "1 where a pod runs one worker")
     return Told(

@@ -12,8 +12,17 @@ from samestep.launch.place.told import LOOPBACK, PORTS, Number, Told, Variables,
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-WHAT_TO_DO: Final = "start workers with srun, one task each, or unset SLURM_STEP_NUM_TASKS to run one worker alone"
-NUMBERS: Final = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+WHAT_TO_DO: Final = (
+    "start workers with srun, one task each, or unset SLURM_STEP_NUM_TASKS to run one worker alone"
+)
+NUMBERS: Final = (
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+)
 TASKS_PER_NODE: Final = "SLURM_STEP_TASKS_PER_NODE"
 NODES: Final = "SLURM_STEP_NODELIST"
 MOST_RANGES: Final = 9  # of one host's name
@@ -33,15 +42,21 @@ def told_by_slurm(environment: Mapping[str, str]) -> Told | None:
     rank, tasks, local_rank, node, job, step = map(variables.number, NUMBERS)
     if "SLURM_NTASKS" in environment and variables.number("SLURM_NTASKS").value != tasks.value:
         of_job = variables.number("SLURM_NTASKS").source
-        raise ConfigError(f"{tasks.source}, left from the step that submitted this job, contradicts {of_job}; {WHAT_TO_DO}")
+        raise ConfigError(
+            f"{tasks.source}, left from the step that submitted this job, contradicts {of_job}; {WHAT_TO_DO}"
+        )
     local_tasks = _tasks_on(node.value, tasks.value, variables)
     return Told(
         rank=rank,
         workers=tasks,
         local_rank=local_rank,
-        local_workers=Number(local_tasks, f"{TASKS_PER_NODE}={environment[TASKS_PER_NODE]} at {node.source}"),
+        local_workers=Number(
+            local_tasks, f"{TASKS_PER_NODE}={environment[TASKS_PER_NODE]} at {node.source}"
+        ),
         what_to_do=WHAT_TO_DO,
-        address=LOOPBACK if local_tasks == tasks.value else _host_of_rank_0(rank, node, local_rank, variables),
+        address=LOOPBACK
+        if local_tasks == tasks.value
+        else _host_of_rank_0(rank, node, local_rank, variables),
         port=port_of(job.value, step.value),
     )
 
@@ -87,10 +102,14 @@ def _tasks_on(node: int, tasks: int, variables: Variables) -> int:
         if node < nodes:
             return count
         node -= nodes
-    raise variables.error("SLURM_NODEID", f"a node of {TASKS_PER_NODE}={variables.environment[TASKS_PER_NODE]}")
+    raise variables.error(
+        "SLURM_NODEID", f"a node of {TASKS_PER_NODE}={variables.environment[TASKS_PER_NODE]}"
+    )
 
 
-def _host_of_rank_0(rank: Number, node: Number, local_rank: Number, variables: Variables) -> str | None:
+def _host_of_rank_0(
+    rank: Number, node: Number, local_rank: Number, variables: Variables
+) -> str | None:
     """Return the first node; None where tasks were dealt in an order of the user's, and rank 0 is elsewhere."""
     if (rank.value == 0) != (node.value == local_rank.value == 0):
         return None

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 LOOPBACK: Final = "127.0.0.1"
-PORTS: Final = range(20_000, 29_000)  # for derived ones: below those that Linux gives to outgoing connections, and torchrun's 29500
+# for derived ones: below those that Linux gives to outgoing connections, and torchrun's 29500
+PORTS: Final = range(20_000, 29_000)
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
@@ -50,8 +51,14 @@ class Variables:
         """Raise `ConfigError` where some are not set, which tells of those that are, and of those `beside` them."""
         missing = [name for name in names if name not in self.environment]
         if missing:
-            there = [f"{name}={self.environment[name]}" for name in (*names, *beside) if name in self.environment]
-            raise ConfigError(f"{', '.join(there)} is set and {', '.join(missing)} is not; {self.what_to_do}")
+            there = [
+                f"{name}={self.environment[name]}"
+                for name in (*names, *beside)
+                if name in self.environment
+            ]
+            raise ConfigError(
+                f"{', '.join(there)} is set and {', '.join(missing)} is not; {self.what_to_do}"
+            )
 
     def number(self, name: str) -> Number:
         """Return what one says. Raises `ConfigError` where that is no whole number."""
@@ -80,7 +87,9 @@ class Variables:
 
     def error(self, name: str, expected: str) -> ConfigError:
         """Return the error of a variable that does not say what is expected."""
-        return ConfigError(f"{name}={self.environment[name]!r} was given; expected {expected}; {self.what_to_do}")
+        return ConfigError(
+            f"{name}={self.environment[name]!r} was given; expected {expected}; {self.what_to_do}"
+        )
 
 
 def is_host(text: str) -> bool:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class Sink(Protocol):
     """Takes every event of a record, in order. A class of one's own, named as module:Class, is called with the run's directory.
 
-    What a call raises is told, and the call made again after a while; a `ValueError`, `TypeError`, `LookupError` or `AttributeError` is
-    one of the event itself, which is then left out and counted. After a kill, the events since the last `flush` come again.
+    What a call raises is told, and the call made again after a while; a `ValueError`, `TypeError`,
+    `LookupError` or `AttributeError` is one of the event itself, which is then left out and
+    counted. After a kill, the events since the last `flush` come again.
     """
 
     def take(self, event: Mapping[str, Any]) -> None:
@@ -58,11 +59,15 @@ def check_sinks(names: Iterable[str]) -> None:
         elif name not in NAMED:
             _find_class(name)
         elif find_spec(NAMED[name][1]) is None:
-            raise ConfigError(f'sinks={name!r} was given; expected {NAMED[name][1]} to be there: pip install "samestep[{name}]"')
+            raise ConfigError(
+                f'sinks={name!r} was given; expected {NAMED[name][1]} to be there: pip install "samestep[{name}]"'
+            )
 
 
 def _find_class(name: str) -> Callable[..., Any]:
-    return find_callable(name, "sinks", "module:Class", "a class that is called with a run's directory")
+    return find_callable(
+        name, "sinks", "module:Class", "a class that is called with a run's directory"
+    )
 
 
 def find_callable(name: str, option: str, form: str, what: str) -> Callable[..., Any]:
@@ -72,7 +77,11 @@ def find_callable(name: str, option: str, form: str, what: str) -> Callable[...,
         found: Any = reduce(getattr, path.split("."), import_module(module))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{option}={name!r} was given; expected the {form} to be there for import: {reason}") from error
+        raise ConfigError(
+            f"{option}={name!r} was given; expected the {form} to be there for import: {reason}"
+        ) from error
     if not callable(found):
-        raise ConfigError(f"{option}={name!r} was given; expected {what}, and it is {type(found).__name__}")
+        raise ConfigError(
+            f"{option}={name!r} was given; expected {what}, and it is {type(found).__name__}"
+        )
     return cast("Callable[..., Any]", found)

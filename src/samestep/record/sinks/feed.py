@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from samestep.record.source import Source
 
 PAUSE_SECONDS: Final = 0.5
-OF_THE_EVENT: Final = (ValueError, TypeError, LookupError, AttributeError)  # what another try would not change
+# what another try would not change
+OF_THE_EVENT: Final = (ValueError, TypeError, LookupError, AttributeError)
 
 
 class Feed:

@@ -70,7 +70,9 @@ class FunctionDestination:
         try:
             self._function(self._directory / path)
         except SystemExit as error:  # that would end this thread without a word
-            raise RecordError(f"{self.name} exited with {error.code!r} when it was given {path}") from error
+            raise RecordError(
+                f"{self.name} exited with {error.code!r} when it was given {path}"
+            ) from error
 
     def close(self) -> None:
         """Every call has returned."""

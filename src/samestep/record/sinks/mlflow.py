@@ -26,7 +26,8 @@ MOST_METRICS: Final = 1000  # of one request
 MOST_PARAMETERS: Final = 100
 _TAKEN: Final = re.compile(r"(?![./])[\w\-. :/]{1,250}")
 _VARIABLES: Final = {
-    "MLFLOW_ALLOW_FILE_STORE": "true",  # its folder of files is frozen, not gone: what needs neither a server nor a database
+    # its folder of files is frozen, not gone: what needs neither a server nor a database
+    "MLFLOW_ALLOW_FILE_STORE": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",  # MLflow would tell its makers of every use
 }
 
@@ -34,9 +35,10 @@ _VARIABLES: Final = {
 class MlflowSink:
     """Writes parameters, metrics by step and time, images (as artifacts) and the status to one run of MLflow, kept over resumes.
 
-    The run is in DIR/mlflow, or at MLFLOW_TRACKING_URI; in the experiment MLFLOW_EXPERIMENT_NAME, or samestep. MLflow takes nothing
-    back: of steps that were made again it has the metrics twice, which are equal unless the job was changed. The same holds for
-    events that are taken again, in a folder; a database drops them.
+    The run is in DIR/mlflow, or at MLFLOW_TRACKING_URI; in the experiment MLFLOW_EXPERIMENT_NAME,
+    or samestep. MLflow takes nothing back: of steps that were made again it has the metrics twice,
+    which are equal unless the job was changed. The same holds for events that are taken again, in a
+    folder; a database drops them.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -44,14 +46,18 @@ class MlflowSink:
         for name, value in _VARIABLES.items():
             os.environ.setdefault(name, value)
         try:
-            from mlflow.entities import Metric, Param, RunTag  # noqa: PLC0415
-            from mlflow.tracking import MlflowClient  # noqa: PLC0415
+            from mlflow.entities import Metric, Param, RunTag
+            from mlflow.tracking import MlflowClient
         except ImportError as error:
-            raise ConfigError('the sink mlflow needs its package: pip install "samestep[mlflow]"') from error
+            raise ConfigError(
+                'the sink mlflow needs its package: pip install "samestep[mlflow]"'
+            ) from error
         self._metric, self._parameter, self._tag = Metric, Param, RunTag
         folder = directory / FOLDER
         folder.mkdir(exist_ok=True)
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or folder.resolve().as_uri())
+        self._client = MlflowClient(
+            os.environ.get("MLFLOW_TRACKING_URI") or folder.resolve().as_uri()
+        )
         run = self._open_run(folder / RUN_FILE, directory.resolve().name)
         self._run = run.info.run_id
         self._parameters: dict[str, str] = run.data.params
@@ -59,7 +65,7 @@ class MlflowSink:
         self._waiting: list[Any] = []
 
     def _open_run(self, file: Path, name: str) -> Any:
-        from mlflow.exceptions import MlflowException  # noqa: PLC0415
+        from mlflow.exceptions import MlflowException
 
         if file.exists() and (known := file.read_text()):
             try:
@@ -69,7 +75,10 @@ class MlflowSink:
                     raise
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
         there = self._client.get_experiment_by_name(experiment)
-        run = self._client.create_run(there.experiment_id if there else self._client.create_experiment(experiment), run_name=name)
+        run = self._client.create_run(
+            there.experiment_id if there else self._client.create_experiment(experiment),
+            run_name=name,
+        )
         file.write_text(run.info.run_id)
         return run
 
@@ -106,16 +115,28 @@ class MlflowSink:
         if len(self._waiting) >= MOST_METRICS:
             self.flush()
         time, step = _milliseconds(event), event["step"]
-        self._waiting += [self._metric(self._name(name), value, time, step) for name, value in event["values"].items()]
+        self._waiting += [
+            self._metric(self._name(name), value, time, step)
+            for name, value in event["values"].items()
+        ]
 
     def _take_config(self, config: Mapping[str, Any]) -> None:
         """Write the options; those that another start gave differently become tags, since parameters never change."""
-        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in config.items()}
-        new = [self._parameter(name, text) for name, text in texts.items() if name not in self._parameters]
+        texts = {
+            name: value if isinstance(value, str) else json.dumps(value)
+            for name, value in config.items()
+        }
+        new = [
+            self._parameter(name, text)
+            for name, text in texts.items()
+            if name not in self._parameters
+        ]
         for first in range(0, len(new), MOST_PARAMETERS):
             self._client.log_batch(self._run, params=new[first : first + MOST_PARAMETERS])
         self._parameters = {**texts, **self._parameters}
-        changed = [self._tag(name, text) for name, text in texts.items() if self._parameters[name] != text]
+        changed = [
+            self._tag(name, text) for name, text in texts.items() if self._parameters[name] != text
+        ]
         if changed:
             self._client.log_batch(self._run, tags=changed)
 
@@ -124,17 +145,23 @@ class MlflowSink:
         if name not in self._names:
             self._names[name] = self._new_name(name)
             if self._names[name] != name:
-                logging.getLogger("samestep").warning("MLflow has the scalar %r as %r: it takes no such name", name, self._names[name])
+                logging.getLogger("samestep").warning(
+                    "MLflow has the scalar %r as %r: it takes no such name", name, self._names[name]
+                )
         return self._names[name]
 
     def _new_name(self, name: str) -> str:
         if _TAKEN.fullmatch(name) and posixpath.normpath(name) == name and self._is_free(name):
             return name
-        return safe_name(f"{name}/")  # which no name is, so that it differs from all that MLflow takes as they are
+        # which no name is, so that it differs from all that MLflow takes as they are
+        return safe_name(f"{name}/")
 
     def _is_free(self, name: str) -> bool:
         """Tell whether a name is no folder of others, nor below one of them: in a folder of files, a/b is a file in a."""
-        return not any(f"{other}/".startswith(f"{name}/") or name.startswith(f"{other}/") for other in self._names.values())
+        return not any(
+            f"{other}/".startswith(f"{name}/") or name.startswith(f"{other}/")
+            for other in self._names.values()
+        )
 
 
 def _milliseconds(event: Mapping[str, Any]) -> int:

@@ -27,8 +27,9 @@ ONE_TRY: Final = Retries(tries=1)  # a sender tries again, and tells of it meanw
 class StorageDestination:
     """Parts of a run's events, named by where they are in all that a URL holds, and images, each before the part that names it.
 
-    A URL may hold the record of a run that goes on here in a new directory, on another machine: then these bytes follow after those.
-    A long run leaves no million of small parts: each hundred is replaced by one that holds them all.
+    A URL may hold the record of a run that goes on here in a new directory, on another machine:
+    then these bytes follow after those. A long run leaves no million of small parts: each hundred
+    is replaced by one that holds them all.
     """
 
     def __init__(self, url: str, directory: Path, source: Source, forwarded: Forwarded) -> None:
@@ -42,7 +43,8 @@ class StorageDestination:
     def begin(self) -> int:
         """Find out how much the storage has."""
         parts = parts_of(self._storage.sizes(FOLDER))
-        for part in (double := superfluous(parts)):  # a kill came between their successor and their end
+        # a kill came between their successor and their end
+        for part in (double := superfluous(parts)):
             self._storage.remove(part.path)
         end, base = reach(parts), self._forwarded.get(self.name)
         if base is None or not base <= end <= base + self._file.stat().st_size:
@@ -60,7 +62,11 @@ class StorageDestination:
             sample = file.read(SAMPLE_BYTES)
             size = file.seek(0, 2)
         known = min(len(sample), parts[0].end) if end else 0
-        return end <= size and self._storage.read(parts[0].path, 0, known) == sample[:known] if known else not end
+        return (
+            end <= size and self._storage.read(parts[0].path, 0, known) == sample[:known]
+            if known
+            else not end
+        )
 
     def send(self, offset: int, lines: bytes) -> None:
         """Write the images and the part."""

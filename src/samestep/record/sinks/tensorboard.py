@@ -23,20 +23,28 @@ _FILE: Final = "events.out.tfevents"
 class TensorBoardSink:
     """Writes scalars, images (their files as they are) and the configuration to DIR/tensorboard, for `tensorboard --logdir DIR`.
 
-    TensorBoard keeps scalars as 32-bit floats. Where steps come again (a run that was taken up again, or events that are taken a second
-    time), the start of a session tells readers to forget what they know of them.
+    TensorBoard keeps scalars as 32-bit floats. Where steps come again (a run that was taken up
+    again, or events that are taken a second time), the start of a session tells readers to forget
+    what they know of them.
     """
 
     def __init__(self, directory: Path) -> None:
         """Begin a file beside those of earlier processes. Raises `ConfigError` without the package tensorboard."""
         try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2  # type: ignore[import-untyped]  # noqa: PLC0415
-            from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # type: ignore[import-untyped]  # noqa: PLC0415
-            from tensorboard.plugins.text.metadata import create_summary_metadata  # type: ignore[import-untyped]  # noqa: PLC0415
-            from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]  # noqa: PLC0415
+            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2  # type: ignore[import-untyped]
+            from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # type: ignore[import-untyped]
+            from tensorboard.plugins.text.metadata import create_summary_metadata  # type: ignore[import-untyped]
+            from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
         except ImportError as error:
-            raise ConfigError('the sink tensorboard needs its package: pip install "samestep[tensorboard]"') from error
-        self._event, self._summary, self._tensor, self._types = event_pb2, summary_pb2, tensor_pb2, types_pb2
+            raise ConfigError(
+                'the sink tensorboard needs its package: pip install "samestep[tensorboard]"'
+            ) from error
+        self._event, self._summary, self._tensor, self._types = (
+            event_pb2,
+            summary_pb2,
+            tensor_pb2,
+            types_pb2,
+        )
         self._hparams, self._text = hparams_pb, create_summary_metadata
         self._directory = directory
         self._writer = RecordWriter(_next_file(directory / FOLDER).open("xb"))
@@ -55,7 +63,9 @@ class TensorBoardSink:
 
     def image(self, event: Mapping[str, Any], data: bytes) -> None:
         """Write an image's file as it is."""
-        image = self._summary.Summary.Image(height=event["height"], width=event["width"], encoded_image_string=data)
+        image = self._summary.Summary.Image(
+            height=event["height"], width=event["width"], encoded_image_string=data
+        )
         self._write(event, self._summary.Summary.Value(tag=event["name"], image=image))
 
     def flush(self) -> None:
@@ -70,7 +80,11 @@ class TensorBoardSink:
         """Have readers forget all from the step of an event on, and tell again what stands of that very step."""
         step = 0 if event["event"] == "started" else event["step"]
         log = self._event.SessionLog(status=self._event.SessionLog.START)
-        self._writer.write(self._event.Event(wall_time=event["time"], step=step, session_log=log).SerializeToString())
+        self._writer.write(
+            self._event.Event(
+                wall_time=event["time"], step=step, session_log=log
+            ).SerializeToString()
+        )
         self._in_session = True
         for earlier in _standing(self._directory, step, event):
             if earlier["event"] == "scalars":
@@ -81,25 +95,51 @@ class TensorBoardSink:
 
     def _write_config(self, event: Mapping[str, Any]) -> None:
         config = {
-            name: value if isinstance(value, bool | int | float | str) else json.dumps(value) for name, value in event["config"].items()
+            name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+            for name, value in event["config"].items()
         }
-        table = "\n".join(["| option | value |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in config.items())])
+        table = "\n".join(
+            [
+                "| option | value |",
+                "| --- | --- |",
+                *(f"| {name} | {_cell(value)} |" for name, value in config.items()),
+            ]
+        )
         text = self._tensor.TensorProto(dtype=self._types.DT_STRING, string_val=[table.encode()])
-        self._write(event, self._summary.Summary.Value(tag="config", tensor=text, metadata=self._text("config", "")))
+        self._write(
+            event,
+            self._summary.Summary.Value(
+                tag="config", tensor=text, metadata=self._text("config", "")
+            ),
+        )
         self._write(event, *self._hparams(config, start_time_secs=event["time"]).value)
 
     def _write_scalars(self, event: Mapping[str, Any]) -> None:
-        self._write(event, *(self._summary.Summary.Value(tag=name, simple_value=value) for name, value in event["values"].items()))
+        self._write(
+            event,
+            *(
+                self._summary.Summary.Value(tag=name, simple_value=value)
+                for name, value in event["values"].items()
+            ),
+        )
 
     def _write(self, event: Mapping[str, Any], *values: Any) -> None:
         summary = self._summary.Summary(value=values)
-        self._writer.write(self._event.Event(wall_time=event["time"], step=event["step"], summary=summary).SerializeToString())
+        self._writer.write(
+            self._event.Event(
+                wall_time=event["time"], step=event["step"], summary=summary
+            ).SerializeToString()
+        )
 
 
 def _next_file(folder: Path) -> Path:
     """Return a new file's path; readers go through files in the order of their names."""
     folder.mkdir(exist_ok=True)
-    numbers = [int(path.suffix[1:]) for path in folder.glob(f"{_FILE}.*") if re.fullmatch(r"\.\d+", path.suffix)]
+    numbers = [
+        int(path.suffix[1:])
+        for path in folder.glob(f"{_FILE}.*")
+        if re.fullmatch(r"\.\d+", path.suffix)
+    ]
     return folder / f"{_FILE}.{max(numbers, default=0) + 1:010d}"
 
 

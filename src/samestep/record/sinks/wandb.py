@@ -35,9 +35,10 @@ _SETTINGS: Final[dict[str, Any]] = {
 class WandbSink:
     """Writes the configuration, scalars over the metric `step`, and images to DIR/wandb: `wandb sync DIR/wandb/offline-run-*` uploads it.
 
-    A resume continues the same run of Weights & Biases in files of its own. Nothing is taken back there: of steps that were made
-    again, or taken a second time, it has two rows with one `step`, equal unless the job was changed. Rows are safe within a second
-    of a `flush`, which its service cannot be asked for.
+    A resume continues the same run of Weights & Biases in files of its own. Nothing is taken back
+    there: of steps that were made again, or taken a second time, it has two rows with one `step`,
+    equal unless the job was changed. Rows are safe within a second of a `flush`, which its service
+    cannot be asked for.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -47,14 +48,28 @@ class WandbSink:
         os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
-            import wandb  # noqa: PLC0415
+            import wandb
         except ImportError as error:
-            raise ConfigError('the sink wandb needs its package: pip install "samestep[wandb]"') from error
+            raise ConfigError(
+                'the sink wandb needs its package: pip install "samestep[wandb]"'
+            ) from error
         self._wandb: Any = wandb
-        settings = wandb.Settings(**{name: value for name, value in _SETTINGS.items() if name in wandb.Settings.model_fields})
+        settings = wandb.Settings(
+            **{
+                name: value
+                for name, value in _SETTINGS.items()
+                if name in wandb.Settings.model_fields
+            }
+        )
         wandb.setup(settings)
         name = os.environ.get("WANDB_NAME") or directory.resolve().name
-        self._run: Any = wandb.init(id=_run_id(folder / RUN_FILE), name=name, dir=directory, resume="allow", settings=settings)
+        self._run: Any = wandb.init(
+            id=_run_id(folder / RUN_FILE),
+            name=name,
+            dir=directory,
+            resume="allow",
+            settings=settings,
+        )
         self._run.define_metric("*", step_metric=STEP)
         self._told: set[str] = set()
         self._failed = False
@@ -92,7 +107,9 @@ class WandbSink:
             return name
         if name not in self._told:
             self._told.add(name)
-            logging.getLogger("samestep").warning("wandb has %r as %r: the name has a meaning there", name, f"metric/{name}")
+            logging.getLogger("samestep").warning(
+                "wandb has %r as %r: the name has a meaning there", name, f"metric/{name}"
+            )
         return f"metric/{name}"
 
 

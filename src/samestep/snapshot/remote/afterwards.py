@@ -33,7 +33,11 @@ class Taker(Protocol):
 class Afterwards:
     """Passes whole snapshots on to those who take them, and what these have to tell to the record; often there are none."""
 
-    def __init__(self, takers: Sequence[Taker] = (), told: SimpleQueue[tuple[str, dict[str, Any]]] | None = None) -> None:
+    def __init__(
+        self,
+        takers: Sequence[Taker] = (),
+        told: SimpleQueue[tuple[str, dict[str, Any]]] | None = None,
+    ) -> None:
         self._takers = takers
         self._told = told or SimpleQueue()
 
@@ -83,6 +87,13 @@ def open_afterwards(config: Config, *, acts: bool, attempt: str, start: int) -> 
         takers.append(Transfer(function, report))
     if remote is not None:
         aside = None if config.resume == "auto" else (start, f"superseded-{attempt}")
-        mirror = Mirror(remote, config.dir, keep_last=config.keep_last, keep_best=config.keep_best, report=report, set_aside=aside)
+        mirror = Mirror(
+            remote,
+            config.dir,
+            keep_last=config.keep_last,
+            keep_best=config.keep_best,
+            report=report,
+            set_aside=aside,
+        )
         takers.append(mirror)
     return Afterwards(takers, told)

@@ -1,7 +1,8 @@
 """Snapshots in a remote storage: the same files as in a run's directory, and as there the manifest comes last and goes first.
 
-A file is sent unless one of its name and size is there: names of data files are of one save of one attempt, and object stores hold
-a file whole or not at all. What a storage damages later is found by the manifest's checksums when it is read.
+A file is sent unless one of its name and size is there: names of data files are of one save of one
+attempt, and object stores hold a file whole or not at all. What a storage damages later is found by
+the manifest's checksums when it is read.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ class Remote:
 
     def names(self) -> list[str]:
         """Return what is named as a snapshot, whole or not, in order of steps."""
-        steps = {name: step for name in self.storage.folders() if (step := step_of(Path(name))) is not None}
+        steps = {
+            name: step
+            for name in self.storage.folders()
+            if (step := step_of(Path(name))) is not None
+        }
         return sorted(steps, key=lambda name: steps[name])
 
     def inspect(self, name: str) -> Manifest:
@@ -58,7 +63,9 @@ class Remote:
         manifest = Manifest.from_bytes(self._manifest_bytes(name, sizes))
         for file in manifest.files:
             if sizes.get(file.name) != file.size:
-                raise SnapshotError(f"{file.name} has {sizes.get(file.name, 'no')} bytes; expected {file.size}")
+                raise SnapshotError(
+                    f"{file.name} has {sizes.get(file.name, 'no')} bytes; expected {file.size}"
+                )
         return manifest
 
     def has_manifest(self, name: str) -> bool:
@@ -68,7 +75,9 @@ class Remote:
     def _manifest_bytes(self, name: str, sizes: Mapping[str, int]) -> bytes:
         size = sizes.get(NAME)
         if size is None:
-            raise SnapshotError(f"it has no {NAME}: it was never finished" if sizes else "there is none")
+            raise SnapshotError(
+                f"it has no {NAME}: it was never finished" if sizes else "there is none"
+            )
         if size > LARGEST_BYTES:
             raise SnapshotError(f"{NAME} has {size} bytes; expected at most {LARGEST_BYTES}")
         return self.storage.read(f"{name}/{NAME}", 0, size)
@@ -85,7 +94,11 @@ class Remote:
                 self.storage.send(path / file.name, f"{path.name}/{file.name}")
                 sent += file.size
         data = manifest.to_bytes()
-        if NAME not in there or there[NAME] != len(data) or self._manifest_bytes(path.name, there) != data:
+        if (
+            NAME not in there
+            or there[NAME] != len(data)
+            or self._manifest_bytes(path.name, there) != data
+        ):
             if NAME in there:
                 self.storage.remove(f"{path.name}/{NAME}")
             self.storage.create(f"{path.name}/{NAME}", data)
@@ -108,9 +121,9 @@ class Remote:
     def fetch(self, name: str, directory: Path) -> Path:
         """Download a snapshot into a run's directory and return its path there, where it appears whole.
 
-        What an earlier try brought is kept, and a whole one is not downloaded again. Workers of one host may all ask: one of them
-        downloads. Raises `SnapshotError` where it is not whole there, or another one of its step is here, and `StorageError` where
-        it cannot be had.
+        What an earlier try brought is kept, and a whole one is not downloaded again. Workers of one
+        host may all ask: one of them downloads. Raises `SnapshotError` where it is not whole there,
+        or another one of its step is here, and `StorageError` where it cannot be had.
         """
         manifest = self.inspect(name)
         final, unfinished = directory / name, directory / f".{name}.fetched"
@@ -125,7 +138,9 @@ class Remote:
                 unfinished.rename(final)
                 sync(directory)
         except OSError as error:
-            raise StorageError(f"snapshot {self.url}/{name} could not be downloaded to {directory}: {error}") from error
+            raise StorageError(
+                f"snapshot {self.url}/{name} could not be downloaded to {directory}: {error}"
+            ) from error
         return final
 
     def _fetch_files(self, name: str, manifest: Manifest, directory: Path) -> None:
@@ -143,19 +158,27 @@ class Remote:
             here = os.fstat(descriptor).st_size
             os.ftruncate(descriptor, file.size)
             with ThreadPoolExecutor(_READERS if self.storage.is_concurrent else 1) as readers:
-                list(readers.map(partial(self._fetch_segment, path, descriptor, here), file.segments()))
+                list(
+                    readers.map(
+                        partial(self._fetch_segment, path, descriptor, here), file.segments()
+                    )
+                )
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
-    def _fetch_segment(self, path: str, descriptor: int, here: int, segment: tuple[int, int, str]) -> None:
+    def _fetch_segment(
+        self, path: str, descriptor: int, here: int, segment: tuple[int, int, str]
+    ) -> None:
         """Download a segment unless it is among the first `here` bytes, which an earlier try left."""
         start, stop, expected = segment
         if stop <= here and checksum(os.pread(descriptor, stop - start, start)) == expected:
             return
         data = self.storage.read(path, start, stop)
         if checksum(data) != expected:
-            raise SnapshotError(f"{self.url}/{path} is damaged: bytes {start} to {stop} do not have their checksum in {NAME}")
+            raise SnapshotError(
+                f"{self.url}/{path} is damaged: bytes {start} to {stop} do not have their checksum in {NAME}"
+            )
         while data:
             written = os.pwrite(descriptor, data, start)
             data, start = data[written:], start + written
@@ -166,7 +189,9 @@ def _is_here(path: Path, manifest: Manifest) -> bool:
     if not path.exists() or fault(path) is not None:
         return False
     if check(path).attempt != manifest.attempt:
-        raise SnapshotError(f"{path} is another snapshot of this step; give an empty dir, or resume from that one")
+        raise SnapshotError(
+            f"{path} is another snapshot of this step; give an empty dir, or resume from that one"
+        )
     return True
 
 

@@ -49,7 +49,9 @@ class Downloads:
 
         That is told by `report("remote_failed", url=..., reason=...)`.
         """
-        found = self._together(self._remote.names if self._world.rank == 0 else None, "looking for remote snapshots")[0]
+        found = self._together(
+            self._remote.names if self._world.rank == 0 else None, "looking for remote snapshots"
+        )[0]
         if found.unanswered:
             report("remote_failed", url=self.url, reason=found.fault)
         return found.names
@@ -57,14 +59,19 @@ class Downloads:
     def load(self, name: str) -> Snapshot:
         """Download a snapshot and load it. Raises `SnapshotError`.
 
-        Rank 0 downloads first, then whoever does not see in the directory what rank 0 brought there: one worker of each such host.
+        Rank 0 downloads first, then whoever does not see in the directory what rank 0 brought
+        there: one worker of each such host.
         """
 
         def fetch() -> list[str]:
             return [str(self._remote.fetch(name, self._directory))]
 
         for comes_first in (True, False):
-            is_asked = comes_first if self._world.rank == 0 else not (comes_first or (self._directory / name / NAME).exists())
+            is_asked = (
+                comes_first
+                if self._world.rank == 0
+                else not (comes_first or (self._directory / name / NAME).exists())
+            )
             for answer in self._together(fetch if is_asked else None, "downloading a snapshot"):
                 if answer.fault:
                     raise SnapshotError(answer.fault)
@@ -73,13 +80,19 @@ class Downloads:
     def _together(self, job: Callable[[], list[str]] | None, what: str) -> list[_Answer]:
         """Return by rank what came of the workers' jobs; all meet every second meanwhile, so nobody waits for another for long."""
         answer: Future[_Answer] = Future()
-        threading.Thread(target=lambda: answer.set_result(_answer(job)), name=what, daemon=True).start()
+        threading.Thread(
+            target=lambda: answer.set_result(_answer(job)), name=what, daemon=True
+        ).start()
         told: list[Any] = [None]
         while None in told:
             wait([answer], PULSE_SECONDS)
-            told = self._world.all_gather_json(asdict(answer.result()) if answer.done() else None, what)
+            told = self._world.all_gather_json(
+                asdict(answer.result()) if answer.done() else None, what
+            )
         answers = [_Answer(**fields) for fields in told]
-        self._unanswered = next((answer.fault for answer in answers if answer.unanswered), self._unanswered)
+        self._unanswered = next(
+            (answer.fault for answer in answers if answer.unanswered), self._unanswered
+        )
         return answers
 
     def raise_if_unanswered(self) -> None:
@@ -95,7 +108,9 @@ def load_from(url: str, directory: Path, world: World) -> Snapshot:
     """Download one snapshot by its URL into a run's directory and load it; collective. Raises `ConfigError`, or `SnapshotError`."""
     folder, _, name = url.rstrip("/").rpartition("/")
     if step_of(directory / name) is None:
-        raise ConfigError(f"resume={url!r} was given; expected the URL of a snapshot, such as {url.rstrip('/')}/step-00001200")
+        raise ConfigError(
+            f"resume={url!r} was given; expected the URL of a snapshot, such as {url.rstrip('/')}/step-00001200"
+        )
     return Downloads(folder, directory, world).load(name)
 
 
@@ -104,5 +119,6 @@ def _answer(job: Callable[[], list[str]] | None) -> _Answer:
         return _Answer([] if job is None else job())
     except SamestepError as error:
         return _Answer([], str(error), unanswered=isinstance(error, (StorageError, ConfigError)))
-    except Exception as error:  # noqa: BLE001  whatever it is, the others must not wait for the answer
+    # whatever it is, the others must not wait for the answer
+    except Exception as error:  # noqa: BLE001
         return _Answer([], f"{type(error).__name__}: {error}", unanswered=True)

@@ -27,9 +27,10 @@ CLOSING_SECONDS = 2.0
 class Mirror:
     """Makes a remote storage hold the snapshots of a run's directory that are to stay, by `keep_last` and `keep_best` over both.
 
-    It looks at what is there before every pass, so what a failure or the end of the process left undone is done by the next.
-    `set_aside` is (a step, a folder): remote snapshots of later steps are another history's and moved to that folder first.
-    `report(kind, **fields)` is called from another thread.
+    It looks at what is there before every pass, so what a failure or the end of the process left
+    undone is done by the next. `set_aside` is (a step, a folder): remote snapshots of later steps
+    are another history's and moved to that folder first. `report(kind, **fields)` is called from
+    another thread.
     """
 
     def __init__(
@@ -72,10 +73,17 @@ class Mirror:
         try:
             self._copy()
         except Exception as error:  # noqa: BLE001  nothing that goes wrong here stops training
-            reason = str(error) if isinstance(error, SnapshotError) else f"{type(error).__name__}: {error}"
-            if self._failure is None and not self._remote.storage.given_up.is_set():  # it is told once, until it works again
+            reason = (
+                str(error)
+                if isinstance(error, SnapshotError)
+                else f"{type(error).__name__}: {error}"
+            )
+            # it is told once, until it works again
+            if self._failure is None and not self._remote.storage.given_up.is_set():
                 self._report("remote_failed", url=self._remote.url, reason=reason)
-                logging.getLogger("samestep").warning("%s; it is tried again at the next snapshot", reason)
+                logging.getLogger("samestep").warning(
+                    "%s; it is tried again at the next snapshot", reason
+                )
             self._failure = reason
         else:
             self._failure = None
@@ -85,17 +93,28 @@ class Mirror:
         if self._set_aside is not None:
             names = self._without_later(names, *self._set_aside)
             self._set_aside = None
-        there = {Path(name): manifest for name in names if (manifest := self._inspect(name)) is not None}
+        there = {
+            Path(name): manifest for name in names if (manifest := self._inspect(name)) is not None
+        }
         here = self._whole_here(there)
         newest = max((manifest.step for manifest in here.values()), default=-1)
-        known = {path: manifest for path, manifest in {**there, **here}.items() if manifest.step <= newest}  # later: another history's
-        staying, horizon = choose({path: known[path].score for path in known}, self._keep_last, self._keep_best)
+        # later: another history's
+        known = {
+            path: manifest
+            for path, manifest in {**there, **here}.items()
+            if manifest.step <= newest
+        }
+        staying, horizon = choose(
+            {path: known[path].score for path in known}, self._keep_last, self._keep_best
+        )
         for path in sorted(staying & here.keys(), key=lambda path: here[path].step, reverse=True):
             if not _is_same(here[path], there.get(path)):
                 self._send(self._directory / path)
         for path in map(Path, names):
             step = step_of(path) or 0
-            if path not in staying and (step < horizon or (step < newest and not self._remote.has_manifest(path.name))):
+            if path not in staying and (
+                step < horizon or (step < newest and not self._remote.has_manifest(path.name))
+            ):
                 self._remote.remove(path.name)
                 self._report("snapshot_removed", path=f"{self._remote.url}/{path}")
 
@@ -113,7 +132,9 @@ class Mirror:
         for name in later:
             self._remote.set_aside(name, folder)
         if later:
-            self._report("snapshots_set_aside", path=f"{self._remote.url}/{folder}", snapshots=later)
+            self._report(
+                "snapshots_set_aside", path=f"{self._remote.url}/{folder}", snapshots=later
+            )
         return [name for name in names if name not in later]
 
     def _inspect(self, name: str) -> Manifest | None:
@@ -132,7 +153,11 @@ class Mirror:
             if (path / NAME).exists():
                 raise
             return  # newer ones took its place meanwhile
-        fields = {"url": f"{self._remote.url}/{path.name}", "bytes": sent, "seconds": time.perf_counter() - started}
+        fields = {
+            "url": f"{self._remote.url}/{path.name}",
+            "bytes": sent,
+            "seconds": time.perf_counter() - started,
+        }
         self._report("snapshot_copied", step=step_of(path), **fields)
 
 

@@ -21,7 +21,8 @@ CLOSING_SECONDS = 2.0
 class Transfer:
     """Calls a function with the path of every file of each whole snapshot, the manifest last; one after the other.
 
-    What it raises is told, and the rest of that snapshot left out. `report(kind, **fields)` is called from another thread.
+    What it raises is told, and the rest of that snapshot left out. `report(kind, **fields)` is
+    called from another thread.
     """
 
     def __init__(self, function: Callable[[Path], object], report: Callable[..., object]) -> None:
@@ -60,4 +61,6 @@ class Transfer:
         except BaseException as error:  # noqa: BLE001  not even sys.exit() there stops training
             reason = f"{type(error).__name__}: {error}"
             self._report("transfer_failed", path=str(path), reason=reason)
-            logging.getLogger("samestep").warning("the function for saved files failed with %s: %s", path, reason)
+            logging.getLogger("samestep").warning(
+                "the function for saved files failed with %s: %s", path, reason
+            )

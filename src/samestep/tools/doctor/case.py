@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Case:
     """A run of so many `workers` on this `system`, in a `directory`.
 
-    `torch` is what a process that had imported torch told of it and of its measurements; `failure` says why it told nothing.
+    `torch` is what a process that had imported torch told of it and of its measurements; `failure`
+    says why it told nothing.
     """
 
     system: System

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Final
 
 from samestep.config import PREFIX
 from samestep.errors import ConfigError
-from samestep.tools.doctor import cores, gpus, launchers, limits, measured, memory, network, show, software, storage
+from samestep.tools.doctor import (
+    cores,
+    gpus,
+    launchers,
+    limits,
+    measured,
+    memory,
+    network,
+    show,
+    software,
+    storage,
+)
 from samestep.tools.doctor.case import Case
 from samestep.tools.doctor.system import System
 
@@ -25,10 +36,17 @@ PARTS: Final = (software, cores, gpus, memory, limits, network, launchers, stora
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `samestep doctor` to its parser; `main` takes what it parses."""
     parser.epilog = "Exit status: 0 when nothing must be changed, 1 otherwise."
-    parser.add_argument("--dir", type=Path, help="where a run is to keep its files (default: SAMESTEP_DIR, or here)")
+    parser.add_argument(
+        "--dir", type=Path, help="where a run is to keep its files (default: SAMESTEP_DIR, or here)"
+    )
     parser.add_argument("--quick", action="store_true", help="measure fewer times")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
-    parser.add_argument("-n", "--workers", type=int, help="workers of a run on this machine (default: one a GPU, or one a core)")
+    parser.add_argument(
+        "-n",
+        "--workers",
+        type=int,
+        help="workers of a run on this machine (default: one a GPU, or one a core)",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -42,13 +60,24 @@ def main(options: argparse.Namespace) -> int:
     told, failure = measured.measure(place, quick=options.quick, gpus=bool(found))
     workers = options.workers or usual_workers(system, len(found))
     sections = examine(Case(system, directory.absolute(), workers, found, told, failure))
-    healthy = not any(finding.tone == "change" for section in sections for finding in section.findings)
+    healthy = not any(
+        finding.tone == "change" for section in sections for finding in section.findings
+    )
     if options.json:
-        json.dump({"healthy": healthy, "workers": workers, "sections": [asdict(section) for section in sections]}, sys.stdout, indent=1)
+        json.dump(
+            {
+                "healthy": healthy,
+                "workers": workers,
+                "sections": [asdict(section) for section in sections],
+            },
+            sys.stdout,
+            indent=1,
+        )
         sys.stdout.write("\n")
     else:
         text = show.as_text(sections)
-        sys.stdout.write(f"{text.encode(errors='backslashreplace').decode()}\n")  # variables may hold any bytes
+        # variables may hold any bytes
+        sys.stdout.write(f"{text.encode(errors='backslashreplace').decode()}\n")
     return 0 if healthy else 1
 
 

@@ -35,7 +35,10 @@ def examine(case: Case) -> Section:
 
 def usable_cores(system: System) -> float | None:
     """Return how many cores' time this process may use: by affinity and by quota. None where the system tells neither."""
-    return min((cores for cores in (allowed_cores(system), cpu_quota(system.text)) if cores is not None), default=None)
+    return min(
+        (cores for cores in (allowed_cores(system), cpu_quota(system.text)) if cores is not None),
+        default=None,
+    )
 
 
 def allowed_cores(system: System) -> int | None:

@@ -22,7 +22,8 @@ SEGMENT_BYTES: Final = 1 << 20
 SPARED_BYTES: Final = 1 << 30  # left alone of what is free
 LARGE_TIMES, QUICK_LARGE_TIMES = 10, 3
 SMALL_TIMES, QUICK_SMALL_TIMES = 50, 10
-MOST_SECONDS, QUICK_MOST_SECONDS = 2.0, 0.4  # for each of the three, so that a slow disk takes no longer
+# for each of the three, so that a slow disk takes no longer
+MOST_SECONDS, QUICK_MOST_SECONDS = 2.0, 0.4
 
 Timed = tuple[str, list[float], int]
 
@@ -40,15 +41,27 @@ def _measure(folder: Path, *, quick: bool) -> list[Timed]:
     buffer = mmap.mmap(-1, LARGE_BYTES)  # it starts at a page, as what snapshots are written from
     buffer.write(os.urandom(LARGE_BYTES))  # which no file system compresses
     large, small = folder / "large", folder / "small"
-    times, few, seconds = (QUICK_LARGE_TIMES, QUICK_SMALL_TIMES, QUICK_MOST_SECONDS) if quick else (LARGE_TIMES, SMALL_TIMES, MOST_SECONDS)
+    times, few, seconds = (
+        (QUICK_LARGE_TIMES, QUICK_SMALL_TIMES, QUICK_MOST_SECONDS)
+        if quick
+        else (LARGE_TIMES, SMALL_TIMES, MOST_SECONDS)
+    )
     return [
         (
             "file written and synced",
-            _timed(lambda: write_durably(large, memoryview(buffer), SEGMENT_BYTES, lambda: None), times, seconds),
+            _timed(
+                lambda: write_durably(large, memoryview(buffer), SEGMENT_BYTES, lambda: None),
+                times,
+                seconds,
+            ),
             LARGE_BYTES,
         ),
         ("file read, not cached", _timed(lambda: _read(large), times, seconds), LARGE_BYTES),
-        ("small file written and synced", _timed(lambda: _write_small(small), few, seconds), SMALL_BYTES),
+        (
+            "small file written and synced",
+            _timed(lambda: _write_small(small), few, seconds),
+            SMALL_BYTES,
+        ),
     ]
 
 

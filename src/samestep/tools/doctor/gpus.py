@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from samestep.tools.doctor.section import Finding
     from samestep.tools.doctor.system import System
 
-QUERY: Final = ("nvidia-smi", "--query-gpu=index,name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits")
+QUERY: Final = (
+    "nvidia-smi",
+    "--query-gpu=index,name,memory.total,memory.used,driver_version",
+    "--format=csv,noheader,nounits",
+)
 MEBIBYTE: Final = 1 << 20
 _CONTROL: Final = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -34,23 +38,31 @@ class Gpu:
 
 def find_gpus(system: System) -> list[Gpu]:
     """Return the GPUs of which nvidia-smi tells; this initialises nothing in this process."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in (system.run(*QUERY) or "").splitlines()]
+    rows = [
+        [cell.strip() for cell in line.split(",")]
+        for line in (system.run(*QUERY) or "").splitlines()
+    ]
     return [
         Gpu(int(row[0]), row[1], _mebibytes(row[2]), _mebibytes(row[3]), row[4])
         for row in rows
-        if len(row) == 5 and row[0].isdecimal()  # noqa: PLR2004  as asked for
+        if len(row) == 5 and row[0].isdecimal()
     ]
 
 
 def links(system: System) -> dict[str, str]:
     """Return how pairs of GPUs are linked: NV4 is four NVLinks, and PIX, PXB, PHB, NODE, SYS are ever longer ways over PCIe."""
-    rows = [_CONTROL.sub("", line).split() for line in (system.run("nvidia-smi", "topo", "-m") or "").splitlines()]
+    rows = [
+        _CONTROL.sub("", line).split()
+        for line in (system.run("nvidia-smi", "topo", "-m") or "").splitlines()
+    ]
     header = next((row for row in rows if row[:1] == ["GPU0"]), [])
     names = [name for name in header if re.fullmatch(r"GPU\d+", name)]
     found = {}
     for row in rows:
         if row and row[0] in names and row is not header:
-            later = zip(names[names.index(row[0]) + 1 :], row[names.index(row[0]) + 2 :], strict=False)
+            later = zip(
+                names[names.index(row[0]) + 1 :], row[names.index(row[0]) + 2 :], strict=False
+            )
             found.update({f"{row[0]}-{name}": link for name, link in later})
     return found
 
@@ -108,20 +120,27 @@ def _judge_torch(case: Case, build: str | None, devices: Sequence[Any]) -> Itera
     runs = _driver_cuda(case.system)
     visible = case.system.environment.get("CUDA_VISIBLE_DEVICES")
     if len(devices) == len(case.gpus):
-        yield good(f"torch sees all {len(devices)} GPUs" if len(devices) > 1 else "torch sees the GPU")
+        yield good(
+            f"torch sees all {len(devices)} GPUs" if len(devices) > 1 else "torch sees the GPU"
+        )
     elif build is None:
         yield change(
             f"this host has {some(len(case.gpus), 'GPU')} and this torch is built for CPUs alone.",
             "pip install torch with the index URL that pytorch.org gives for your CUDA",
         )
-    elif not devices and runs is not None and int(build.partition(".")[0]) > int(runs.partition(".")[0]):
+    elif (
+        not devices
+        and runs is not None
+        and int(build.partition(".")[0]) > int(runs.partition(".")[0])
+    ):
         yield change(
             f"torch is built for CUDA {build} and the driver runs CUDA {runs} at most, so torch finds no GPU.",
             f"update the driver, or install a torch that is built for CUDA {runs.partition('.')[0]}",
         )
     elif visible is not None:
         yield note(
-            f"torch sees {len(devices)} of {len(case.gpus)} GPUs, because CUDA_VISIBLE_DEVICES={visible}.", "unset CUDA_VISIBLE_DEVICES"
+            f"torch sees {len(devices)} of {len(case.gpus)} GPUs, because CUDA_VISIBLE_DEVICES={visible}.",
+            "unset CUDA_VISIBLE_DEVICES",
         )
     elif not devices:
         yield change(
@@ -131,7 +150,12 @@ def _judge_torch(case: Case, build: str | None, devices: Sequence[Any]) -> Itera
 
 
 def _judge_peers(devices: Sequence[Any], peers: Sequence[Sequence[bool]]) -> Iterator[Finding]:
-    without = [f"{one}-{other}" for one in range(len(peers)) for other in range(one + 1, len(peers)) if not peers[one][other]]
+    without = [
+        f"{one}-{other}"
+        for one in range(len(peers))
+        for other in range(one + 1, len(peers))
+        if not peers[one][other]
+    ]
     if without:
         yield note(
             f"GPUs {', '.join(without)} do not reach each other's memory, so NCCL passes their gradients through the host's.",

@@ -19,11 +19,32 @@ COMMANDS: Final = ("sinfo", "srun", "sbatch", "mpirun", "torchrun", "kubectl", "
 ACCOUNT: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
 # Values that tell of the job; any other variable might be a secret.
 SHOWN: Final = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+    ),
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
-    *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_NODEID"),
+    *(
+        "SLURM_JOB_ID",
+        "SLURM_JOB_NODELIST",
+        "SLURM_NTASKS",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_PROCID",
+        "SLURM_NODEID",
+    ),
     *("SLURM_CPUS_PER_TASK", "SLURM_MEM_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT"),
-    *("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX", "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR"),
+    *(
+        "KUBERNETES_SERVICE_HOST",
+        "JOB_COMPLETION_INDEX",
+        "PET_NNODES",
+        "PET_NODE_RANK",
+        "PET_MASTER_ADDR",
+    ),
 )
 
 
@@ -34,11 +55,18 @@ def examine(case: Case) -> Section:
     facts: dict[str, Any] = {
         "commands": [name for name in COMMANDS if system.has_command(name)],
         "this_process": str(place) if isinstance(place, ConfigError) else _told(place),
-        "variables": {name: system.environment[name] for name in SHOWN if name in system.environment},
+        "variables": {
+            name: system.environment[name] for name in SHOWN if name in system.environment
+        },
     }
     if in_pod(system):
-        facts["pod"] = {"namespace": system.text(f"{ACCOUNT}/namespace"), "service_account": bool(system.names(ACCOUNT))}
-    return Section("launchers", facts, [*_judge_place(place), *_judge_slurm(system), *_judge_pod(system)])
+        facts["pod"] = {
+            "namespace": system.text(f"{ACCOUNT}/namespace"),
+            "service_account": bool(system.names(ACCOUNT)),
+        }
+    return Section(
+        "launchers", facts, [*_judge_place(place), *_judge_slurm(system), *_judge_pod(system)]
+    )
 
 
 def in_pod(system: System) -> bool:
@@ -80,9 +108,15 @@ def _judge_slurm(system: System) -> Iterator[Finding]:
     job = f"this is job {environment['SLURM_JOB_ID']} of Slurm"
     tasks = environment.get("SLURM_NTASKS", "1")
     if "SLURM_STEP_ID" not in environment and tasks != "1":
-        yield note(f"{job} with {tasks} tasks, in its batch script or shell: a script started here is one worker.", "srun python train.py")
+        yield note(
+            f"{job} with {tasks} tasks, in its batch script or shell: a script started here is one worker.",
+            "srun python train.py",
+        )
     elif not system.has_command("srun"):
-        yield note(f"{job}, and srun is not found: the job cannot start workers on its nodes.", "load Slurm's module, or add it to PATH")
+        yield note(
+            f"{job}, and srun is not found: the job cannot start workers on its nodes.",
+            "load Slurm's module, or add it to PATH",
+        )
     else:
         yield good(job)
 

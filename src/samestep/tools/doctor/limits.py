@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from samestep.tools.doctor.section import Finding
     from samestep.tools.doctor.system import System
 
-# The launcher has about 20 files and 12 a worker, a worker about 50 and 5 for each other one; each tensor of a batch that loader processes
-# have fetched ahead is a file, too, as is whatever the data set opens.
+# The launcher has about 20 files and 12 a worker, a worker about 50 and 5 for each other one; each
+# tensor of a batch that loader processes have fetched ahead is a file, too, as is whatever the data
+# set opens.
 FILES: Final = 512
 FILES_A_WORKER: Final = 16
 PROCESSES: Final = 64
@@ -39,7 +40,9 @@ def examine(case: Case) -> Section:
         "locked_memory_bytes": limits(system, "Max locked memory")[0],
         "rdma_devices": system.names("/sys/class/infiniband"),
     }
-    return Section("limits", facts, [*_judge_files(case), *_judge_processes(case), *_judge_locked(system)])
+    return Section(
+        "limits", facts, [*_judge_files(case), *_judge_processes(case), *_judge_locked(system)]
+    )
 
 
 def files_needed(workers: int) -> int:
@@ -78,7 +81,11 @@ def _judge_files(case: Case) -> Iterator[Finding]:
 
 
 def _judge_processes(case: Case) -> Iterator[Finding]:
-    allowed = [limit for limit in (limits(case.system, "Max processes")[0], process_limit(case.system.text)) if isinstance(limit, int)]
+    allowed = [
+        limit
+        for limit in (limits(case.system, "Max processes")[0], process_limit(case.system.text))
+        if isinstance(limit, int)
+    ]
     needed = PROCESSES + PROCESSES_A_WORKER * case.workers
     if allowed and min(allowed) < needed:
         yield change(

@@ -32,10 +32,20 @@ EXCHANGE, ALL_REDUCE = "exchange of gradients", "all-reduce by gloo"
 
 def measure(directory: Path, *, quick: bool, gpus: bool) -> tuple[dict[str, Any], str]:
     """Return what a process with torch told of it and measured; where it told nothing, why."""
-    command = [sys.executable, "-m", "samestep.tools.doctor.probe", str(directory), *["--quick"] * quick, *["--gpus"] * gpus]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}  # a wrong one is told elsewhere
+    command = [
+        sys.executable,
+        "-m",
+        "samestep.tools.doctor.probe",
+        str(directory),
+        *["--quick"] * quick,
+        *["--gpus"] * gpus,
+    ]
+    # a wrong one is told elsewhere
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     try:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:  # noqa: S603
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        ) as process:
             try:
                 out, complaints = process.communicate(timeout=MOST_SECONDS)
             except BaseException as error:
@@ -43,12 +53,16 @@ def measure(directory: Path, *, quick: bool, gpus: bool) -> tuple[dict[str, Any]
                 if isinstance(error, subprocess.TimeoutExpired):
                     return {}, f"it took longer than {MOST_SECONDS:g} s"
                 raise
-        told: dict[str, Any] = json.loads(out.strip().rpartition("\n")[2])  # before it libraries may have said something
+        # before it libraries may have said something
+        told: dict[str, Any] = json.loads(out.strip().rpartition("\n")[2])
     except OSError as error:
         return {}, f"a process could not be started ({error})"
     except ValueError:
         lines = complaints.strip().splitlines()
-        return {}, f"a process that imports it ended with status {process.returncode}{': ' + lines[-1] if lines else ''}"
+        return (
+            {},
+            f"a process that imports it ended with status {process.returncode}{': ' + lines[-1] if lines else ''}",
+        )
     return told, ""
 
 
@@ -98,7 +112,11 @@ def _judge(case: Case) -> Iterator[Finding]:
 def _medians(case: Case) -> dict[str, tuple[float, int]]:
     """Return the median seconds and the bytes by what was done, of the largest size."""
     rows = sorted(case.torch.get("measured", ()), key=lambda row: row["bytes"])
-    return {row["name"]: (statistics.median(row["seconds"]), row["bytes"]) for row in rows if row["seconds"]}
+    return {
+        row["name"]: (statistics.median(row["seconds"]), row["bytes"])
+        for row in rows
+        if row["seconds"]
+    }
 
 
 def _judge_disk(case: Case, medians: Mapping[str, tuple[float, int]]) -> Iterator[Finding]:
@@ -107,11 +125,17 @@ def _judge_disk(case: Case, medians: Mapping[str, tuple[float, int]]) -> Iterato
         seconds, nbytes = medians[WRITE]
         rate = nbytes / seconds
         if rate < SLOW_WRITE:
-            yield note(f"{case.directory} takes {size(rate)} a second: a snapshot of 1 GB needs {1e9 / rate:.0f} s beside training.", local)
+            yield note(
+                f"{case.directory} takes {size(rate)} a second: a snapshot of 1 GB needs {1e9 / rate:.0f} s beside training.",
+                local,
+            )
         else:
             yield good(f"{case.directory} takes {size(rate)} a second")
     if SYNC in medians and medians[SYNC][0] > SLOW_SYNC_SECONDS:
-        yield note(f"a small file needs {medians[SYNC][0] * 1e3:.0f} ms to be safe on that disk, and a snapshot waits for several.", local)
+        yield note(
+            f"a small file needs {medians[SYNC][0] * 1e3:.0f} ms to be safe on that disk, and a snapshot waits for several.",
+            local,
+        )
     if IMPORT in medians and medians[IMPORT][0] > SLOW_IMPORT_SECONDS:
         yield note(
             f"importing torch took {medians[IMPORT][0]:.0f} s, which every start waits for: Python's packages lie on a slow file system.",
@@ -122,4 +146,6 @@ def _judge_disk(case: Case, medians: Mapping[str, tuple[float, int]]) -> Iterato
 def _judge_talk(medians: Mapping[str, tuple[float, int]]) -> Iterator[Finding]:
     if EXCHANGE in medians and ALL_REDUCE in medians:
         (own, nbytes), (gloo, _) = medians[EXCHANGE], medians[ALL_REDUCE]
-        yield good(f"two workers add up {_amount(nbytes)} of gradients in {own * 1e3:.1f} ms; gloo's all-reduce takes {gloo * 1e3:.1f} ms")
+        yield good(
+            f"two workers add up {_amount(nbytes)} of gradients in {own * 1e3:.1f} ms; gloo's all-reduce takes {gloo * 1e3:.1f} ms"
+        )

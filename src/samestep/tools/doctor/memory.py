@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from samestep.tools.doctor.system import System
 
 SHARED: Final = "/dev/shm"  # noqa: S108  the place has this name
-LEAST_SHARED_BYTES: Final = 512 << 20  # what loader processes fetch ahead; containers get 64 MiB unless they are given more
+# what loader processes fetch ahead; containers get 64 MiB unless they are given more
+LEAST_SHARED_BYTES: Final = 512 << 20
 LEAST_WORKER_BYTES: Final = 512 << 20  # torch and a small model
-NO_HOT_COPIES: Final = "; nor are there hot copies: after one is killed, the run goes on from its newest snapshot"
+NO_HOT_COPIES: Final = (
+    "; nor are there hot copies: after one is killed, the run goes on from its newest snapshot"
+)
 PAGES: Final = "/sys/kernel/mm/transparent_hugepage"
 
 

@@ -48,7 +48,9 @@ def examine(case: Case) -> Section:
     facts = {
         "interfaces": [asdict(interface) for interface in found],
         "gloo_takes": towards_others(system),
-        "nccl_takes": nccl_takes(system, [interface.name for interface in found if interface.state != "down"]),
+        "nccl_takes": nccl_takes(
+            system, [interface.name for interface in found if interface.state != "down"]
+        ),
         GLOO: system.environment.get(GLOO, "not set"),
         NCCL: system.environment.get(NCCL, "not set"),
     }
@@ -71,13 +73,17 @@ def interfaces(system: System) -> list[Interface]:
 def nccl_takes(system: System, names: Sequence[str]) -> list[str]:
     """Return the interfaces from which NCCL chooses for several hosts: by its variable, or InfiniBand's before others.
 
-    The variable has beginnings of names, whole names after =, and after ^ those that are not to be taken.
-    Source: NCCL's documentation of NCCL_SOCKET_IFNAME.
+    The variable has beginnings of names, whole names after =, and after ^ those that are not to be
+    taken. Source: NCCL's documentation of NCCL_SOCKET_IFNAME.
     """
     text = system.environment.get(NCCL, "")
     if wanted := [part for part in text.lstrip("^=").split(",") if part]:
         sign = text[: len(text) - len(text.lstrip("^="))]
-        fits = [name for name in names if any(name == part if "=" in sign else name.startswith(part) for part in wanted)]
+        fits = [
+            name
+            for name in names
+            if any(name == part if "=" in sign else name.startswith(part) for part in wanted)
+        ]
         return [name for name in names if name not in fits] if "^" in sign else fits
     others = [name for name in names if not name.startswith(("docker", LOOPBACK_INTERFACE))]
     return [name for name in others if name.startswith("ib")] or others or list(names)
@@ -86,7 +92,11 @@ def nccl_takes(system: System, names: Sequence[str]) -> list[str]:
 def towards_others(system: System) -> str | None:
     """Return the interface by which gloo's connections to other hosts go under samestep, where no variable says so."""
     master = system.environment.get("MASTER_ADDR", ELSEWHERE)
-    return system.environment.get(GLOO) or system.interface_towards(master) or system.interface_towards(ELSEWHERE)
+    return (
+        system.environment.get(GLOO)
+        or system.interface_towards(master)
+        or system.interface_towards(ELSEWHERE)
+    )
 
 
 def _judge(system: System) -> Iterator[Finding]:
@@ -94,10 +104,16 @@ def _judge(system: System) -> Iterator[Finding]:
     names = [interface.name for interface in found]
     yield from _judge_gloo(system, names)
     yield from _judge_nccl(system, names)
-    taken = next((interface for interface in found if interface.name == towards_others(system)), None)
+    taken = next(
+        (interface for interface in found if interface.name == towards_others(system)), None
+    )
     if taken is None or GLOO in system.environment:
         return
-    fastest = max((interface for interface in found if interface.carries), key=lambda interface: interface.megabits or 0, default=taken)
+    fastest = max(
+        (interface for interface in found if interface.carries),
+        key=lambda interface: interface.megabits or 0,
+        default=taken,
+    )
     if (fastest.megabits or 0) > (taken.megabits or 0) > 0:
         advise = change if has_several_hosts(system) else note
         yield advise(
@@ -119,7 +135,8 @@ def _judge_gloo(system: System, names: Sequence[str]) -> Iterator[Finding]:
         )
     elif wanted == [LOOPBACK_INTERFACE] and has_several_hosts(system):
         yield change(
-            f"{GLOO}={LOOPBACK_INTERFACE} is the loopback, by which no other host is reached, and this run has several.", f"unset {GLOO}"
+            f"{GLOO}={LOOPBACK_INTERFACE} is the loopback, by which no other host is reached, and this run has several.",
+            f"unset {GLOO}",
         )
 
 
@@ -147,12 +164,23 @@ def _positive(number: int | None) -> int | None:
 def _ipv4(system: System, name: str) -> list[str]:
     """Return the addresses of this host that lie in the networks to which its routes by an interface lead."""
     lines = [line.strip() for line in (system.text("/proc/net/fib_trie") or "").splitlines()]
-    own = {_ipv4_of(line.removeprefix("|-- ")) for line, after in pairwise(lines) if after == "/32 host LOCAL"}
+    own = {
+        _ipv4_of(line.removeprefix("|-- "))
+        for line, after in pairwise(lines)
+        if after == "/32 host LOCAL"
+    }
     routes = [line.split() for line in (system.text("/proc/net/route") or "").splitlines()[1:]]
-    networks = [_network(route[1], route[7]) for route in routes if len(route) > 7 and route[0] == name]  # noqa: PLR2004  its columns
+    # its columns
+    networks = [
+        _network(route[1], route[7]) for route in routes if len(route) > 7 and route[0] == name
+    ]
     if name == LOOPBACK_INTERFACE:
         networks = [IPv4Network("127.0.0.0/8")]
-    there = {address for address in own if address and any(network and address in network for network in networks)}
+    there = {
+        address
+        for address in own
+        if address and any(network and address in network for network in networks)
+    }
     return [str(address) for address in sorted(there)]
 
 
@@ -166,7 +194,10 @@ def _ipv4_of(text: str) -> IPv4Address | None:
 def _network(address: str, mask: str) -> IPv4Network | None:
     """Read a network as /proc/net/route has it, in this machine's order of bytes; None for the default route."""
     try:
-        start, width = (IPv4Address(int.from_bytes(bytes.fromhex(part), sys.byteorder)) for part in (address, mask))
+        start, width = (
+            IPv4Address(int.from_bytes(bytes.fromhex(part), sys.byteorder))
+            for part in (address, mask)
+        )
         network = IPv4Network(f"{start}/{width}", strict=False)
     except ValueError:
         return None

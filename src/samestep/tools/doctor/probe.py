@@ -29,15 +29,20 @@ def main() -> None:
         import_module("torch")
     measured = [_figure("import of torch", [time.perf_counter() - began])]
 
-    from samestep.tools.doctor import disk, torches, workers  # noqa: PLC0415  they import torch, which was to be timed
+    # they import torch, which was to be timed
+    from samestep.tools.doctor import disk, torches, workers
 
-    told: dict[str, Any] = {**torches.describe(), "cuda": torches.cuda_in_child() if options.gpus else None}
+    told: dict[str, Any] = {
+        **torches.describe(),
+        "cuda": torches.cuda_in_child() if options.gpus else None,
+    }
     measured += [_figure(*timed) for timed in disk.measure(options.directory, quick=options.quick)]
     try:
         measured += [_figure(*timed) for timed in workers.measure(quick=options.quick)]
     except (SamestepError, OSError) as error:
         told["workers_error"] = str(error).strip().partition("\n")[0]
-    print(json.dumps({**told, "measured": measured}), flush=True)  # noqa: T201  to whoever started it
+    # to whoever started it
+    print(json.dumps({**told, "measured": measured}), flush=True)
     os._exit(0)  # taking torch apart, as Python does at its end, takes half a second
 
 

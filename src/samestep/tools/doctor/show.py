@@ -48,10 +48,17 @@ def _lines(name: str, value: Any) -> list[str]:
     if isinstance(value, (list, dict)) and not value:
         return ["none"]
     if isinstance(value, dict):
-        return [_time(value)] if "median_seconds" in value else [f"{_label(key)} {_word(key, part)}" for key, part in value.items()]
+        return (
+            [_time(value)]
+            if "median_seconds" in value
+            else [f"{_label(key)} {_word(key, part)}" for key, part in value.items()]
+        )
     if isinstance(value, list) and isinstance(value[0], dict):
         return [
-            ", ".join(_word(key, part) if key == "name" else f"{_label(key)} {_word(key, part)}" for key, part in item.items())
+            ", ".join(
+                _word(key, part) if key == "name" else f"{_label(key)} {_word(key, part)}"
+                for key, part in item.items()
+            )
             for item in value
         ]
     return [_word(name, value)]
@@ -71,7 +78,13 @@ def _word(name: str, value: Any) -> str:
 
 def _time(figure: Mapping[str, Any]) -> str:
     """Return a median with its spread and, of many bytes, how many that is a second."""
-    middle, low, high = (1e3 * figure[f"{name}_seconds"] for name in ("median", "lowest", "highest"))
-    text = f"{middle:.4g} ms" + (f" ({low:.4g} to {high:.4g}, {figure['times']} times)" if figure["times"] > 1 else "")
+    middle, low, high = (
+        1e3 * figure[f"{name}_seconds"] for name in ("median", "lowest", "highest")
+    )
+    text = f"{middle:.4g} ms" + (
+        f" ({low:.4g} to {high:.4g}, {figure['times']} times)" if figure["times"] > 1 else ""
+    )
     nbytes = figure["bytes"] or 0
-    return f"{text}, {nbytes / figure['median_seconds'] / 1e9:.3g} GB/s" if nbytes > MEGABYTE else text
+    return (
+        f"{text}, {nbytes / figure['median_seconds'] / 1e9:.3g} GB/s" if nbytes > MEGABYTE else text
+    )

@@ -19,8 +19,21 @@ if TYPE_CHECKING:
     from samestep.tools.doctor.section import Finding
 
 INTERNAL: Final = f"{PREFIX}INTERNAL_"
-EXTRAS: Final = ("images", "metrics", "remote", "s3", "kubernetes", "watch", "plot", "tensorboard", "mlflow", "wandb")
-_REQUIREMENT: Final = re.compile(r"""([A-Za-z0-9._-]+)(?:\[([^\]]*)\])?.*?extra\s*==\s*["']([^"']+)["']""")
+EXTRAS: Final = (
+    "images",
+    "metrics",
+    "remote",
+    "s3",
+    "kubernetes",
+    "watch",
+    "plot",
+    "tensorboard",
+    "mlflow",
+    "wandb",
+)
+_REQUIREMENT: Final = re.compile(
+    r"""([A-Za-z0-9._-]+)(?:\[([^\]]*)\])?.*?extra\s*==\s*["']([^"']+)["']"""
+)
 
 
 def examine(case: Case) -> Section:
@@ -35,10 +48,17 @@ def examine(case: Case) -> Section:
         "torch_cuda": torch.get("cuda_build", "none") or "none" if torch else None,
         "torch_backends": torch.get("backends"),
         "numpy": _version("numpy"),
-        "extras": {extra: "installed" if not missing else f"lacks {', '.join(missing)}" for extra, missing in lacking.items()},
+        "extras": {
+            extra: "installed" if not missing else f"lacks {', '.join(missing)}"
+            for extra, missing in lacking.items()
+        },
         "variables": _variables(case.system.environment),
     }
-    return Section("software", facts, [*_judge_torch(case), *_judge_variables(case.system.environment, lacking)])
+    return Section(
+        "software",
+        facts,
+        [*_judge_torch(case), *_judge_variables(case.system.environment, lacking)],
+    )
 
 
 def lacking_by_extra() -> dict[str, list[str]]:
@@ -50,9 +70,17 @@ def lacking_by_extra() -> dict[str, list[str]]:
     needed: dict[str, list[str]] = {extra: [] for extra in EXTRAS}
     for line in lines:
         if (found := _REQUIREMENT.match(line)) and found[3] in needed:
-            needed[found[3]] += found[2].split(",") if found[1] == "samestep" and found[2] else [found[1]]
-    packages = {extra: [part for name in names for part in needed.get(name, [name])] for extra, names in needed.items()}
-    return {extra: [name for name in names if _version(name) is None] for extra, names in packages.items()}
+            needed[found[3]] += (
+                found[2].split(",") if found[1] == "samestep" and found[2] else [found[1]]
+            )
+    packages = {
+        extra: [part for name in names for part in needed.get(name, [name])]
+        for extra, names in needed.items()
+    }
+    return {
+        extra: [name for name in names if _version(name) is None]
+        for extra, names in packages.items()
+    }
 
 
 @cache
@@ -65,35 +93,49 @@ def _version(package: str) -> str | None:
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return samestep's variables, without their internal ones and without the secret."""
-    names = sorted(name for name in environment if name.startswith(PREFIX) and not name.startswith(INTERNAL))
+    names = sorted(
+        name for name in environment if name.startswith(PREFIX) and not name.startswith(INTERNAL)
+    )
     return {name: "set" if name == TOKEN else environment[name] for name in names}
 
 
 def _judge_torch(case: Case) -> Iterator[Finding]:
     if case.failure:
-        yield change(f"torch could not be tried here: {case.failure}.", "python -c 'import torch.distributed' says more; pip install torch")
+        yield change(
+            f"torch could not be tried here: {case.failure}.",
+            "python -c 'import torch.distributed' says more; pip install torch",
+        )
     elif case.torch and "gloo" not in case.torch.get("backends", ()):
         yield change(
             "this torch has no gloo, by which workers of several hosts exchange small messages.",
             "pip install torch, from PyPI or pytorch.org",
         )
     elif case.torch:
-        yield good(f"torch {case.torch.get('version')} has {', '.join(case.torch.get('backends', ()))}")
+        yield good(
+            f"torch {case.torch.get('version')} has {', '.join(case.torch.get('backends', ()))}"
+        )
 
 
-def _judge_variables(environment: Mapping[str, str], lacking: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
+def _judge_variables(
+    environment: Mapping[str, str], lacking: Mapping[str, Sequence[str]]
+) -> Iterator[Finding]:
     try:
         config = merge({}, environment)
     except ConfigError as error:
-        yield change(f"samestep.init would fail here: {error}.", "unset the variable that it names, or mend it")
+        yield change(
+            f"samestep.init would fail here: {error}.",
+            "unset the variable that it names, or mend it",
+        )
         return
     remote = [text for text in (config.remote, config.resume) if text is not None and is_url(text)]
     extra = "s3" if any(text.startswith("s3:") for text in remote) else "remote"
     if remote and lacking[extra]:
         yield change(
-            f"{remote[0]} was given as a variable, and {', '.join(lacking[extra])} is not installed.", f'pip install "samestep[{extra}]"'
+            f"{remote[0]} was given as a variable, and {', '.join(lacking[extra])} is not installed.",
+            f'pip install "samestep[{extra}]"',
         )
     if missing := [name for name, packages in lacking.items() if packages]:
         yield note(
-            f"extras that are not installed: {', '.join(missing)}.", f'pip install "samestep[{",".join(missing)}]" for those you want'
+            f"extras that are not installed: {', '.join(missing)}.",
+            f'pip install "samestep[{",".join(missing)}]" for those you want',
         )

@@ -19,7 +19,21 @@ if TYPE_CHECKING:
 
 IN_MEMORY: Final = ("tmpfs", "ramfs")
 OF_CONTAINER: Final = ("overlay", "aufs")
-OVER_NETWORK: Final = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "fuse", "afs", "panfs", "wekafs")
+OVER_NETWORK: Final = (
+    "nfs",
+    "cifs",
+    "smb",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "glusterfs",
+    "9p",
+    "fuse",
+    "afs",
+    "panfs",
+    "wekafs",
+)
 LEAST_BYTES: Final = 2 << 30  # a few snapshots of a small model
 LEAST_FILES: Final = 10_000
 
@@ -46,7 +60,11 @@ def examine(case: Case) -> Section:
         **{name: value for name, value in asdict(folder).items() if name != "path"},
     }
     findings = [*_judge_space(case, folder), *_judge_kind(case, mount)]
-    return Section("directory", facts, findings or [good(f"{folder.path} is on a disk of this machine and can be written")])
+    return Section(
+        "directory",
+        facts,
+        findings or [good(f"{folder.path} is on a disk of this machine and can be written")],
+    )
 
 
 def mount_of(system: System, path: str) -> Mount | None:
@@ -55,9 +73,11 @@ def mount_of(system: System, path: str) -> Mount | None:
     for line in (system.text("/proc/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")
         fields = before.split()
-        if len(fields) > 4 and after:  # noqa: PLR2004  proc(5): the fifth is where it is mounted
+        if len(fields) > 4 and after:
             at = fields[4].replace("\\040", " ")
-            if PurePosixPath(path).is_relative_to(at) and (found is None or len(at) >= len(found.at)):
+            if PurePosixPath(path).is_relative_to(at) and (
+                found is None or len(at) >= len(found.at)
+            ):
                 found = Mount(at, after.split()[0])
     return found
 
@@ -66,7 +86,8 @@ def _judge_space(case: Case, folder: Folder) -> Iterator[Finding]:
     space = case.system.space(str(folder.path))
     if not folder.writable:
         yield change(
-            f"nothing can be written in {folder.path}: a run with this dir stops at its start.", "--dir with a directory of your own"
+            f"nothing can be written in {folder.path}: a run with this dir stops at its start.",
+            "--dir with a directory of your own",
         )
     elif not folder.locks:
         yield note(

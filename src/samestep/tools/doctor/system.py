@@ -48,7 +48,9 @@ class Folder:
 class System:
     """This machine. What is missing or refused is None, or empty; nothing here raises."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None, root: Path = Path("/")) -> None:
+    def __init__(
+        self, environment: Mapping[str, str] | None = None, root: Path = Path("/")
+    ) -> None:
         self.environment: Mapping[str, str] = os.environ if environment is None else environment
         self._root = root
 
@@ -73,7 +75,11 @@ class System:
             told = os.statvfs(self._root / path.lstrip("/"))
         except OSError:
             return None
-        return Space(told.f_frsize * told.f_blocks, told.f_frsize * told.f_bavail, told.f_favail if told.f_files else None)
+        return Space(
+            told.f_frsize * told.f_blocks,
+            told.f_frsize * told.f_bavail,
+            told.f_favail if told.f_files else None,
+        )
 
     def run(self, *command: str) -> str | None:
         """Return what a command prints, None where it fails."""
@@ -112,7 +118,13 @@ def whole_number(text: str | None) -> int | None:
 @cache
 def _run(command: Sequence[str]) -> str | None:
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, timeout=COMMAND_SECONDS, check=True, stdin=subprocess.DEVNULL)  # noqa: S603
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            timeout=COMMAND_SECONDS,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
         return done.stdout.decode(errors="replace").strip()
     return None
 

@@ -30,7 +30,7 @@ LARGE, SMALL = 25_000_000, 4_000  # bytes
 LARGE_TIMES, QUICK_LARGE_TIMES = 15, 4
 SMALL_TIMES, QUICK_SMALL_TIMES = 200, 30
 COPIED_BYTES: Final = 64_000_000
-PATIENCE_SECONDS: Final = 20.0
+TIMEOUT_SECONDS: Final = 20.0
 MEASURING: Final = "measuring"
 
 
@@ -42,7 +42,12 @@ def measure(*, quick: bool) -> list[Timed]:
     imported = [] if quick else [time.perf_counter() - began]
     with TemporaryDirectory() as folder:
         body = partial(_work, time.monotonic(), Path(folder), quick=quick)
-        found: list[Timed] = start(body, WORKERS, {"device": "cpu", "restarts": 0, "patience": PATIENCE_SECONDS}, needed=needed)
+        found: list[Timed] = start(
+            body,
+            WORKERS,
+            {"device": "cpu", "max_restarts": 0, "timeout": TIMEOUT_SECONDS},
+            needed=needed,
+        )
     return [("import of what training needs besides", imported, 0), *found]
 
 
@@ -52,15 +57,29 @@ def _work(begun: float, folder: Path, *, quick: bool) -> list[Timed]:
     formed = time.monotonic() - begun
     times, many = (QUICK_LARGE_TIMES, QUICK_SMALL_TIMES) if quick else (LARGE_TIMES, SMALL_TIMES)
     found: list[Timed] = [("start of two workers, from fork to world", [formed], 0)]
-    found += [("memory copied by one worker", _timed(world, _copying(world.rank), times), COPIED_BYTES)]
     found += [
-        ("exchange of gradients", _timed(world, exchanging(world, torch.ones(size // 4), MEASURING), count), size)
+        ("memory copied by one worker", _timed(world, _copying(world.rank), times), COPIED_BYTES)
+    ]
+    found += [
+        (
+            "exchange of gradients",
+            _timed(world, exchanging(world, torch.ones(size // 4), MEASURING), count),
+            size,
+        )
         for size, count in ((SMALL, many), (LARGE, times))
     ]
-    found += [("all-to-all", _timed(world, _all_to_all(world, size), count), size) for size, count in ((SMALL, many), (LARGE, times))]
+    found += [
+        ("all-to-all", _timed(world, _all_to_all(world, size), count), size)
+        for size, count in ((SMALL, many), (LARGE, times))
+    ]
     os.environ[VARIABLE] = LOOPBACK_INTERFACE  # both are here
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=world.rank, world_size=world.size)
-    found += [("all-reduce by gloo", _timed(world, _reducing(size), count), size) for size, count in ((SMALL, many), (LARGE, times))]
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=world.rank, world_size=world.size
+    )
+    found += [
+        ("all-reduce by gloo", _timed(world, _reducing(size), count), size)
+        for size, count in ((SMALL, many), (LARGE, times))
+    ]
     distributed.destroy_process_group()
     world.close()
     return found

@@ -37,7 +37,14 @@ class Limit:
     to_do: str
 
 
-def limit_of(alone: Mapping[str, float], together: Mapping[str, float], waiting: float, speed_up: float, *, sharded: bool) -> Limit | None:
+def limit_of(
+    alone: Mapping[str, float],
+    together: Mapping[str, float],
+    waiting: float,
+    speed_up: float,
+    *,
+    sharded: bool,
+) -> Limit | None:
     """Return the part that exceeds its ideal share most, from the parts of a step at the fewest and at `speed_up` times as many workers.
 
     None where all parts together are within a twentieth of the ideal.
@@ -49,7 +56,9 @@ def limit_of(alone: Mapping[str, float], together: Mapping[str, float], waiting:
     if ideal >= GOOD_ENOUGH * sum(together.values()):
         return None
     part = max(beyond, key=lambda name: beyond[name])
-    return Limit(part, beyond[part], TO_DO["shared optimizer" if part == "optimizer" and sharded else part])
+    return Limit(
+        part, beyond[part], TO_DO["shared optimizer" if part == "optimizer" and sharded else part]
+    )
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,8 @@ class Memory:
 def memory_of(trial: Trial, with_more_lanes: Trial) -> Memory | None:
     """Return what explains the memory of two runs with one batch size and other lanes, as a line; None where the growth is lost in noise.
 
-    With more lanes, a worker alone holds more sums of gradients while it computes the last lane: one a level of the tree.
+    With more lanes, a worker alone holds more sums of gradients while it computes the last lane:
+    one a level of the tree.
     """
     batch_size = trial.job.batch_size
     if batch_size is None:
@@ -86,11 +96,14 @@ def _levels(trial: Trial) -> int:
     return (carried - 1).bit_length()
 
 
-def lanes_to_choose(batch_size: int, most_workers: int, compute: float, overhead: Callable[[int], float]) -> int:
+def lanes_to_choose(
+    batch_size: int, most_workers: int, compute: float, overhead: Callable[[int], float]
+) -> int:
     """Return the largest power of two of lanes, a worker each, with which a lane computes longer than the rest of its step takes.
 
-    `compute` is that of the whole batch in seconds, of which each lane has an equal share; `overhead(lanes)` the rest of a step then.
-    There are never more lanes than samples or than the most workers there will ever be, rounded up to a power of two.
+    `compute` is that of the whole batch in seconds, of which each lane has an equal share;
+    `overhead(lanes)` the rest of a step then. There are never more lanes than samples or than the
+    most workers there will ever be, rounded up to a power of two.
     """
     most = min(batch_size, 2 ** max(0, most_workers - 1).bit_length())
     powers = [2**exponent for exponent in range(most.bit_length())]
@@ -108,18 +121,27 @@ class LearningRate:
     betas: tuple[float, float] | None = None
 
 
-def learning_rates(rate: float, batch_size_now: int, batch_size_new: int, betas: tuple[float, float] = (0.9, 0.999)) -> list[LearningRate]:
+def learning_rates(
+    rate: float, batch_size_now: int, batch_size_new: int, betas: tuple[float, float] = (0.9, 0.999)
+) -> list[LearningRate]:
     """Return the learning rates that two rules give for a new batch size.
 
-    Linear, for SGD: Goyal et al. (2017), "Accurate, Large Minibatch SGD", who found it to hold up to 8,192 images of ImageNet, after a
-    warm-up of 5 epochs from the old rate. Square root: Krizhevsky (2014), "One weird trick for parallelizing convolutional neural
-    networks", from the variance of the gradient; for Adam, Malladi et al. (2022), "On the SDEs and scaling rules for adaptive gradient
-    algorithms", where 1 - beta grows in proportion to the batch: None once that leaves no beta, and the rule with it.
+    Linear, for SGD: Goyal et al. (2017), "Accurate, Large Minibatch SGD", who found it to hold up
+    to 8,192 images of ImageNet, after a warm-up of 5 epochs from the old rate. Square root:
+    Krizhevsky (2014), "One weird trick for parallelizing convolutional neural networks", from the
+    variance of the gradient; for Adam, Malladi et al. (2022), "On the SDEs and scaling rules for
+    adaptive gradient algorithms", where 1 - beta grows in proportion to the batch: None once that
+    leaves no beta, and the rule with it.
     """
     factor = batch_size_new / batch_size_now
     scaled = (1 - factor * (1 - betas[0]), 1 - factor * (1 - betas[1]))
     return [
-        LearningRate("linear (SGD: Goyal et al. 2017)", rate * factor, min(rate, rate * factor), WARM_UP_EPOCHS),
+        LearningRate(
+            "linear (SGD: Goyal et al. 2017)",
+            rate * factor,
+            min(rate, rate * factor),
+            WARM_UP_EPOCHS,
+        ),
         LearningRate(
             "square root (Adam: Malladi et al. 2022)",
             rate * math.sqrt(factor),

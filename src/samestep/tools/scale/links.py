@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from samestep.world import World
 
 ROUNDS: Final = 15
-SMALL_CALLS: Final = 10  # of which one round's time is a mean: a single one is shorter than what the scheduler does
+# of which one round's time is a mean: a single one is shorter than what the scheduler does
+SMALL_CALLS: Final = 10
 LEAST_BYTES: Final = 1 << 20
 MOST_BYTES: Final = 64 << 20
 DOING: Final = "measuring links"
@@ -61,14 +62,21 @@ def links_of(seconds: Seconds, nbytes: int) -> tuple[Link, Link]:
 
 
 def _rate(nbytes: int, seconds: float) -> float:
-    return nbytes / max(seconds, 1e-9)  # what is lost in the noise of the latency is as good as free
+    # what is lost in the noise of the latency is as good as free
+    return nbytes / max(seconds, 1e-9)
 
 
 def _measure(nbytes: int) -> Seconds:
     place, config = find_place(os.environ), merge({})
     devices = set_up_devices(config, place)
-    world = connect(place, config, cuda=devices[0].type == "cuda", gpus_are_shared=share_gpus(devices, place))
-    network = Distributed(form(place, config.patience, share=False), cuda=False) if world.shares_memory else world
+    world = connect(
+        place, config, cuda=devices[0].type == "cuda", gpus_are_shared=share_gpus(devices, place)
+    )
+    network = (
+        Distributed(form(place, config.timeout, share=False), cuda=False)
+        if world.shares_memory
+        else world
+    )
     try:
         return _in_turns(world, network, nbytes, devices[0])
     finally:
@@ -78,7 +86,9 @@ def _measure(nbytes: int) -> Seconds:
 
 
 def _in_turns(world: World, network: World, nbytes: int, device: torch.device) -> Seconds:
-    parameter, own, received = (torch.zeros(nbytes // ELEMENT_BYTES, device=device) for _ in range(3))
+    parameter, own, received = (
+        torch.zeros(nbytes // ELEMENT_BYTES, device=device) for _ in range(3)
+    )
     other = 1 - world.rank
 
     def sent(elements: int) -> None:

@@ -1,8 +1,9 @@
 """What a step costs at any number of workers, from what it was measured to cost at a few. Pure.
 
-The parts of a step are added up: loading and computing the lanes that a worker carries, the optimizer's update, what stays the same, and
-the exchange. For that messages cost as in Thakur, Rabenseifner and Gropp (2005), "Optimization of collective communication operations in
-MPICH": latency · messages + bytes / bandwidth, a worker sending one at a time.
+The parts of a step are added up: loading and computing the lanes that a worker carries, the
+optimizer's update, what stays the same, and the exchange. For that messages cost as in Thakur,
+Rabenseifner and Gropp (2005), "Optimization of collective communication operations in MPICH":
+latency · messages + bytes / bandwidth, a worker sending one at a time.
 """
 
 from __future__ import annotations
@@ -78,16 +79,22 @@ class Prediction:
         return max(self.parts, key=lambda name: self.parts[name].middle)
 
 
-def costs_of(timings: Mapping[int, Sequence[Timing]], lanes: int, nbytes: int, *, sharded: bool) -> Costs:
+def costs_of(
+    timings: Mapping[int, Sequence[Timing]], lanes: int, nbytes: int, *, sharded: bool
+) -> Costs:
     """Return the costs that explain the timings measured at each number of workers, of which there must be one.
 
-    A lane's loading and computing lies between the lowest and the highest that it took anywhere, with the middle of the most workers, since
-    those share memory as more would. The optimizer and what stays the same are those of the fewest workers.
+    A lane's loading and computing lies between the lowest and the highest that it took anywhere,
+    with the middle of the most workers, since those share memory as more would. The optimizer and
+    what stays the same are those of the fewest workers.
     """
     fewest, most = min(timings), max(timings)
 
     def of_a_lane(part: str) -> Range:
-        everywhere = {n: [timing.parts[part] / carried_at_most(lanes, n) for timing in some] for n, some in timings.items()}
+        everywhere = {
+            n: [timing.parts[part] / carried_at_most(lanes, n) for timing in some]
+            for n, some in timings.items()
+        }
         whole = Range.of(value for some in everywhere.values() for value in some)
         return Range(whole.lowest, Range.of(everywhere[most]).middle, whole.highest)
 
@@ -107,7 +114,9 @@ def costs_of(timings: Mapping[int, Sequence[Timing]], lanes: int, nbytes: int, *
     )
 
 
-def predict(costs: Costs, network: Network, workers: int, lanes: int | None = None) -> Prediction | None:
+def predict(
+    costs: Costs, network: Network, workers: int, lanes: int | None = None
+) -> Prediction | None:
     """Return what a step is expected to cost with the job's lanes, or with others of the same batch a lane; None with too few lanes."""
     lanes = costs.lanes if lanes is None else lanes
     if workers > lanes:
@@ -130,8 +139,9 @@ def predict(costs: Costs, network: Network, workers: int, lanes: int | None = No
 def exchange_seconds(sent: Traffic, network: Network, on_host: int, overlap: float = 0.0) -> Range:
     """Return how long an exchange takes that may be hidden behind `overlap` seconds of computing.
 
-    In the middle stands latency · messages + bytes / bandwidth. It is less where messages that leave together share one latency, and where
-    what is exchanged during backward costs no time; more where the workers of a host get no more of its memory than two of them did.
+    In the middle stands latency · messages + bytes / bandwidth. It is less where messages that
+    leave together share one latency, and where what is exchanged during backward costs no time;
+    more where the workers of a host get no more of its memory than two of them did.
     """
     memory, between = network.memory, network.between
     latency, sending = between.latency, sent.sent_bytes / between.bandwidth

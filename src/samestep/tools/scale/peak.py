@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     import subprocess
 
 PAUSE_SECONDS: Final = 0.02
-_HIGHEST: Final = re.compile(r"^VmHWM:\s*(\d+) kB", re.MULTILINE)  # of resident memory, since the process was forked
+# of resident memory, since the process was forked
+_HIGHEST: Final = re.compile(r"^VmHWM:\s*(\d+) kB", re.MULTILINE)
 
 
 def watch(process: subprocess.Popen[bytes], directory: Path) -> int:
     """Wait for the end of a run in `directory`; return the highest memory of any of its workers, in bytes.
 
-    The kernel keeps the highest itself: all that may be missed is what a worker takes in its last moments.
+    The kernel keeps the highest itself: all that may be missed is what a worker takes in its last
+    moments.
     """
     workers: list[int] = []
     highest = 0
@@ -33,7 +35,9 @@ def watch(process: subprocess.Popen[bytes], directory: Path) -> int:
 
 def _workers(directory: Path) -> list[int]:
     try:
-        starts = [event["workers"] for event in read_events(directory) if event["event"] == "started"]
+        starts = [
+            event["workers"] for event in read_events(directory) if event["event"] == "started"
+        ]
     except RecordError:  # it has not begun
         return []
     return [worker["pid"] for workers in starts for worker in workers]

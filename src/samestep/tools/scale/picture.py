@@ -21,19 +21,23 @@ SIZE_INCHES: Final = (10, 4.4)
 def check_can_draw(path: Path) -> None:
     """Raise `ConfigError` unless a picture can be drawn into a file of this name."""
     if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--out {path} was given; expected a name that ends in {', '.join(SUFFIXES)}")
+        raise ConfigError(
+            f"--out {path} was given; expected a name that ends in {', '.join(SUFFIXES)}"
+        )
     if not path.parent.is_dir():
-        raise ConfigError(f"--out {path} was given, and there is no directory {path.parent}; make it, or give another")
+        raise ConfigError(
+            f"--out {path} was given, and there is no directory {path.parent}; make it, or give another"
+        )
     try:
-        import matplotlib as mpl  # noqa: F401, PLC0415  only who draws needs it
+        import matplotlib as mpl  # noqa: F401  only who draws needs it
     except ImportError:
         raise ConfigError('--out needs matplotlib: pip install "samestep[plot]"') from None
 
 
 def draw(study: Study, path: Path) -> None:
     """Draw speed-up over workers, with the same batch and with the same batch a lane, into a file of the kind that its name ends in."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=SIZE_INCHES, layout="constrained")
     FigureCanvasAgg(figure)
@@ -61,7 +65,12 @@ def _expected(axes: Any, study: Study, predictions: Sequence[Prediction]) -> Non
     workers = [prediction.workers for prediction in predictions]
     speed_ups = [study.expected_speed_up(prediction) for prediction in predictions]
     axes.fill_between(
-        workers, [one.lowest for one in speed_ups], [one.highest for one in speed_ups], color="tab:blue", alpha=0.2, linewidth=0
+        workers,
+        [one.lowest for one in speed_ups],
+        [one.highest for one in speed_ups],
+        color="tab:blue",
+        alpha=0.2,
+        linewidth=0,
     )
     axes.plot(workers, [one.middle for one in speed_ups], color="tab:blue", label="model")
 
@@ -71,4 +80,12 @@ def _measured(axes: Any, study: Study) -> None:
     below = [one.middle - one.lowest for one in points.values()]
     above = [one.highest - one.middle for one in points.values()]
     middles = [one.middle for one in points.values()]
-    axes.errorbar(list(points), middles, yerr=[below, above], fmt="o", color="tab:orange", capsize=3, label="measured")
+    axes.errorbar(
+        list(points),
+        middles,
+        yerr=[below, above],
+        fmt="o",
+        color="tab:orange",
+        capsize=3,
+        label="measured",
+    )

@@ -30,7 +30,9 @@ class Range:
         return cls(some[0], median(some), some[-1])
 
     def __add__(self, other: Range) -> Range:
-        return Range(self.lowest + other.lowest, self.middle + other.middle, self.highest + other.highest)
+        return Range(
+            self.lowest + other.lowest, self.middle + other.middle, self.highest + other.highest
+        )
 
     def times(self, factor: float) -> Range:
         """Return the range of the number times a factor of at least 0."""
@@ -38,7 +40,9 @@ class Range:
 
     def over(self, other: Range) -> Range:
         """Return the range of the number divided by another, which must be above 0."""
-        return Range(self.lowest / other.highest, self.middle / other.middle, self.highest / other.lowest)
+        return Range(
+            self.lowest / other.highest, self.middle / other.middle, self.highest / other.lowest
+        )
 
     def __contains__(self, value: float) -> bool:
         return self.lowest <= value <= self.highest

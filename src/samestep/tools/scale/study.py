@@ -26,8 +26,8 @@ EXPECTED_AT: Final = (8, 64, 1024)  # workers
 class Setting:
     """What is given beside the measurements: `room` is how many workers this machine has a core or a GPU for.
 
-    `load` is how many processes ran here before. `available` is the memory in bytes that workers may share. The batch size and learning
-    rate now are None where nobody told.
+    `load` is how many processes ran here before. `available` is the memory in bytes that workers
+    may share. The batch size and learning rate now are None where nobody told.
     """
 
     room: int
@@ -66,7 +66,9 @@ class Study:
     @cached_property
     def fair(self) -> dict[int, Sequence[Timing]]:
         """The timings that the model is made of: those of workers with a core or a GPU each, or of the fewest where there are none."""
-        return {n: some for n, some in self.timings.items() if n <= self.setting.room} or {self.fewest: self.timings[self.fewest]}
+        return {n: some for n, some in self.timings.items() if n <= self.setting.room} or {
+            self.fewest: self.timings[self.fewest]
+        }
 
     @cached_property
     def costs(self) -> Costs:
@@ -95,13 +97,19 @@ class Study:
         """Return the share of a step that workers did not shorten; None where only one number of workers was measured."""
         if self.most == self.fewest:
             return None
-        return serial_fraction(self.speed_up(self.most).middle / self.fewest, self.most / self.fewest)
+        return serial_fraction(
+            self.speed_up(self.most).middle / self.fewest, self.most / self.fewest
+        )
 
     def limit(self) -> advice.Limit | None:
         """Return what keeps the most workers from the ideal."""
-        alone, together = ({name: self.part(n, name).middle for name in PARTS} for n in (self.fewest, self.most))
+        alone, together = (
+            {name: self.part(n, name).middle for name in PARTS} for n in (self.fewest, self.most)
+        )
         times = self.most / self.fewest
-        return advice.limit_of(alone, together, self.waiting(self.most).middle, times, sharded=bool(self.job.sharded))
+        return advice.limit_of(
+            alone, together, self.waiting(self.most).middle, times, sharded=bool(self.job.sharded)
+        )
 
     def check(self) -> tuple[int, Range] | None:
         """Return what the model that knows only fewer workers expects of the most that had a core each; None where there are none fewer."""
@@ -133,35 +141,56 @@ class Study:
 
     def share_of_latency(self, workers: int) -> float:
         """Return which share of the exchange between hosts is messages and not bytes, with a lane a worker."""
-        return share_of_latency(traffic(workers, self.network.workers_per_host, workers, self.job.nbytes), self.network)
+        return share_of_latency(
+            traffic(workers, self.network.workers_per_host, workers, self.job.nbytes), self.network
+        )
 
     def lanes_to_choose(self, most_workers: int) -> int | None:
         """Return how many lanes to choose for so many workers; None where the batch size is unknown."""
         if self.job.batch_size is None:
             return None
-        return advice.lanes_to_choose(self.job.batch_size, most_workers, self.costs.compute.middle * self.job.lanes, self._overhead)
+        return advice.lanes_to_choose(
+            self.job.batch_size,
+            most_workers,
+            self.costs.compute.middle * self.job.lanes,
+            self._overhead,
+        )
 
     def _overhead(self, lanes: int) -> float:
         prediction = predict(self.costs, self.network, lanes, lanes)
         parts = {} if prediction is None else prediction.parts
-        return sum((part for name, part in parts.items() if name not in {"data", "compute"}), NOTHING).middle
+        return sum(
+            (part for name, part in parts.items() if name not in {"data", "compute"}), NOTHING
+        ).middle
 
     def largest_lane_batch(self, workers: int) -> int | None:
         """Return how many samples a lane may have where so many workers share the memory of this machine; None where nobody can tell."""
-        return None if self.memory is None else self.memory.largest_lane_batch(self.setting.available / workers)
+        return (
+            None
+            if self.memory is None
+            else self.memory.largest_lane_batch(self.setting.available / workers)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON."""
         check, limit = self.check(), self.limit()
         return {
             "job": asdict(self.job),
-            "measured": {str(n): [asdict(timing) for timing in some] for n, some in self.timings.items()},
+            "measured": {
+                str(n): [asdict(timing) for timing in some] for n, some in self.timings.items()
+            },
             "speed_up": {str(n): asdict(self.speed_up(n)) for n in self.timings},
             "serial_fraction": self.serial(),
             "limit": None if limit is None else asdict(limit),
             "network": {**asdict(self.network), "given": self.network_is_given},
             "costs": asdict(self.costs),
-            "check": None if check is None else {"workers": check[0], "step": asdict(check[1]), "measured": asdict(self.step(check[0]))},
+            "check": None
+            if check is None
+            else {
+                "workers": check[0],
+                "step": asdict(check[1]),
+                "measured": asdict(self.step(check[0])),
+            },
             "same_global_batch": [_plain(self.same_batch(n)) for n in EXPECTED_AT],
             "same_lane_batch": [_plain(self.same_lane_batch(n)) for n in EXPECTED_AT],
             "memory": None if self.memory is None else asdict(self.memory),

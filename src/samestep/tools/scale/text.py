@@ -40,7 +40,9 @@ def _measured(study: Study) -> Iterator[str]:
         speed_up = study.speed_up(workers)
         parts = [milliseconds(study.part(workers, name).middle) for name in PARTS]
         spread = f"{_range(study.step(workers))}"
-        rows.append([str(workers), *parts, spread, times(speed_up), f"{speed_up.middle / workers:.0%}"])
+        rows.append(
+            [str(workers), *parts, spread, times(speed_up), f"{speed_up.middle / workers:.0%}"]
+        )
     yield from table(rows)
     if study.setting.load > BUSY * study.setting.room:
         yield f"Other programs were using this machine (a load of {study.setting.load:.1f}): measure again when it is idle."
@@ -80,7 +82,11 @@ def _limits(study: Study) -> Iterator[str]:
 
 def _expected(study: Study) -> Iterator[str]:
     network = study.network
-    source = "as given" if study.network_is_given else "this machine's loopback: give that of your network by --latency and --bandwidth"
+    source = (
+        "as given"
+        if study.network_is_given
+        else "this machine's loopback: give that of your network by --latency and --bandwidth"
+    )
     hosts = f"{network.workers_per_host} worker{'s' * (network.workers_per_host > 1)} a host"
     yield "What to expect, of a step that is computed as here, by latency x messages + bytes / bandwidth (lowest to highest):"
     yield f"  within a host {_link(network.memory)}; {hosts}"
@@ -88,10 +94,23 @@ def _expected(study: Study) -> Iterator[str]:
     if check := study.check():
         workers, expected = check
         measured = study.step(workers)
-        met = "within it" if measured.middle in expected else f"{abs(measured.middle / expected.middle - 1):.0%} off the middle"
+        met = (
+            "within it"
+            if measured.middle in expected
+            else f"{abs(measured.middle / expected.middle - 1):.0%} off the middle"
+        )
         yield f"  from fewer workers alone it expects {_range(expected)} ms at {workers}; measured {_range(measured)}: {met}"
     rows = [
-        ["workers", "same batch: ms", "speed-up", "most of it", f"same {lane_batch(study)}: ms", "speed-up", "efficiency", "most of it"]
+        [
+            "workers",
+            "same batch: ms",
+            "speed-up",
+            "most of it",
+            f"same {lane_batch(study)}: ms",
+            "speed-up",
+            "efficiency",
+            "most of it",
+        ]
     ]
     for workers in EXPECTED_AT:
         same, larger = study.same_batch(workers), study.same_lane_batch(workers)
@@ -101,7 +120,16 @@ def _expected(study: Study) -> Iterator[str]:
             if same is None
             else [_range(same.step), times(study.expected_speed_up(same)), same.largest_part]
         )
-        rows.append([str(workers), *strong, _range(larger.step), times(grown), f"{grown.middle / workers:.0%}", larger.largest_part])
+        rows.append(
+            [
+                str(workers),
+                *strong,
+                _range(larger.step),
+                times(grown),
+                f"{grown.middle / workers:.0%}",
+                larger.largest_part,
+            ]
+        )
     yield from table(rows)
     yield from _what_to_do_between_hosts(study)
     if study.job.lanes < max(EXPECTED_AT):
@@ -125,7 +153,9 @@ def _what_to_do_between_hosts(study: Study) -> Iterator[str]:
 def lane_batch(study: Study) -> str:
     """Say how much a lane holds."""
     batch_size = study.job.batch_size
-    return "lane batch" if batch_size is None else f"lane batch of {-(-batch_size // study.job.lanes)}"
+    return (
+        "lane batch" if batch_size is None else f"lane batch of {-(-batch_size // study.job.lanes)}"
+    )
 
 
 def _advice(study: Study) -> Iterator[str]:
@@ -135,7 +165,9 @@ def _advice(study: Study) -> Iterator[str]:
         yield "Lanes and learning rate: the record names no batch size, as of streams; take a lane for each worker there will ever be."
         return
     yield "Lanes to choose, where a lane still computes longer than the rest of its step takes, with batches as now:"
-    yield "  " + ", ".join(f"{study.lanes_to_choose(workers)} for at most {workers} workers" for workers in EXPECTED_AT)
+    yield "  " + ", ".join(
+        f"{study.lanes_to_choose(workers)} for at most {workers} workers" for workers in EXPECTED_AT
+    )
     rate = study.setting.learning_rate
     if rate is None:
         yield "Learning rate: give the one of now, as by --learning-rate 0.1, to see it for larger batches."
@@ -148,7 +180,9 @@ def _advice(study: Study) -> Iterator[str]:
         linear, root = learning_rates(rate, now, larger)
         betas = "too far" if root.betas is None else f"{root.betas[0]:.3g}, {root.betas[1]:.4g}"
         shown = [f"{some.rate:.3g} ({some.warm_up_from:.3g})" for some in (linear, root)]
-        rows = rows or [["workers", "batch", linear.rule, root.rule, "warm-up", "betas of (0.9, 0.999)"]]
+        rows = rows or [
+            ["workers", "batch", linear.rule, root.rule, "warm-up", "betas of (0.9, 0.999)"]
+        ]
         rows.append([str(workers), str(larger), *shown, f"{linear.warm_up_epochs} epochs", betas])
     yield from table(rows)
     yield "Rules hold up to some batch size that depends on the job (8,192 images of ImageNet in Goyal et al.): look at the loss."
@@ -172,7 +206,11 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield lines in which columns stand under each other, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        yield (" " * MARGIN).join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield (
+            (" " * MARGIN)
+            .join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            .rstrip()
+        )
 
 
 def milliseconds(seconds: float) -> str:
@@ -183,7 +221,11 @@ def milliseconds(seconds: float) -> str:
 def times(factor: Range) -> str:
     """Return how many times something is, with its range."""
     middle = _digits(factor.middle)
-    return middle if factor.lowest == factor.highest else f"{middle} ({_digits(factor.lowest)} to {_digits(factor.highest)})"
+    return (
+        middle
+        if factor.lowest == factor.highest
+        else f"{middle} ({_digits(factor.lowest)} to {_digits(factor.highest)})"
+    )
 
 
 def _digits(value: float) -> str:

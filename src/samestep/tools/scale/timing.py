@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 PARTS: Final = (*RECORDED, "other")
-WARM_UP: Final = 3  # steps that are left out: the first ones set memory aside and start loader processes
+# steps that are left out: the first ones set memory aside and start loader processes
+WARM_UP: Final = 3
 FEWEST: Final = 3  # steps that are left to take a median of
 FEWEST_RECORDED: Final = WARM_UP + FEWEST + 2  # with those at both ends
 
@@ -31,19 +32,24 @@ class Timing:
 def read_timing(events: Iterable[Mapping[str, Any]]) -> Timing:
     """Return where the time of the steps went that `timing` events tell of, the first few left out.
 
-    A step takes from one event to the next; what no part of it accounts for is "other". The worker that comes last to the exchange waits
-    for nobody, so the shortest exchange of a step is the exchange itself, and the rest of the others' is waiting.
-    Raises `RecordError` where there are too few steps.
+    A step takes from one event to the next; what no part of it accounts for is "other". The worker
+    that comes last to the exchange waits for nobody, so the shortest exchange of a step is the
+    exchange itself, and the rest of the others' is waiting. Raises `RecordError` where there are
+    too few steps.
     """
     steps = [event for event in events if event.get("event") == "timing"]
     seconds = [after["time"] - before["time"] for before, after in pairwise(steps)]
-    seconds, kept = seconds[WARM_UP:-1], steps[WARM_UP + 1 : -1]  # the last one is written when the run's end is in it
+    # the last one is written when the run's end is in it
+    seconds, kept = seconds[WARM_UP:-1], steps[WARM_UP + 1 : -1]
     if len(kept) < FEWEST:
         raise RecordError(
             f"the record has the timing of {len(steps)} steps; expected at least {FEWEST_RECORDED}: {WARM_UP} to warm up, {FEWEST} to "
             "take a median of, and those at both ends: give more --steps, or more data"
         )
-    parts = {name: median(fmean(worker.get(name, 0.0) for worker in step["workers"]) for step in kept) for name in RECORDED}
+    parts = {
+        name: median(fmean(worker.get(name, 0.0) for worker in step["workers"]) for step in kept)
+        for name in RECORDED
+    }
     step = median(seconds)
     parts["other"] = max(0.0, step - sum(parts.values()))
     return Timing(step, parts, median(_waiting(step["workers"]) for step in kept))

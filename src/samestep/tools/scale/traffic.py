@@ -14,17 +14,20 @@ from samestep.step.layout import Layout
 from samestep.step.tree import carried, subtrees
 
 ELEMENT_BYTES: Final = 4
-MEETINGS: Final = 3  # of a host's workers in a step: with the losses, and before and after what each has is gathered
-MEETING_BYTES: Final = 1024  # that a worker tells all others with the losses; those of many lanes take more
+# of a host's workers in a step: with the losses, and before and after what each has is gathered
+MEETINGS: Final = 3
+# that a worker tells all others with the losses; those of many lanes take more
+MEETING_BYTES: Final = 1024
 
 
 @dataclass(frozen=True)
 class Traffic:
     """What a step costs the worker, or the host, that it costs most.
 
-    Between hosts: `rounds` wait for each other (who passes on what it received), `messages` do not (they leave for all partners at
-    once), in `batches` of such; `sent_bytes` leave a host for its partners and `passed_bytes` in rounds.
-    Within a host: `meetings` messages among its workers; `moved_bytes` that each reads or writes in memory.
+    Between hosts: `rounds` wait for each other (who passes on what it received), `messages` do not
+    (they leave for all partners at once), in `batches` of such; `sent_bytes` leave a host for its
+    partners and `passed_bytes` in rounds. Within a host: `meetings` messages among its workers;
+    `moved_bytes` that each reads or writes in memory.
     """
 
     rounds: int = 0
@@ -40,7 +43,8 @@ class Traffic:
 def traffic(workers: int, per_host: int, lanes: int, nbytes: int) -> Traffic:
     """Return what a step sends with `nbytes` of float32 parameters, all in one tensor, at so many workers of equal hosts.
 
-    Hosts of several workers are taken to share memory. Of a last host with fewer workers than the others, nothing is seen.
+    Hosts of several workers are taken to share memory. Of a last host with fewer workers than the
+    others, nothing is seen.
     """
     if workers == 1:
         return Traffic()
@@ -53,7 +57,8 @@ def traffic(workers: int, per_host: int, lanes: int, nbytes: int) -> Traffic:
     if hosts == 1:
         return Traffic(meetings=MEETINGS * (workers - 1), moved_bytes=moved)
     partners, others = hosts - 1, workers - 1
-    doublings, told = partners.bit_length(), partners * on_host * MEETING_BYTES  # of losses: each time a host has those of twice as many
+    # of losses: each time a host has those of twice as many
+    doublings, told = partners.bit_length(), partners * on_host * MEETING_BYTES
     exchanged = partners * on_host * slice_bytes * of_host
     if on_host == 1:  # buckets travel one after the other, and their gather is a ring
         buckets = max(1, -(-nbytes // BUCKET_BYTES))
@@ -71,7 +76,8 @@ def traffic(workers: int, per_host: int, lanes: int, nbytes: int) -> Traffic:
         batches=2,
         sent_bytes=exchanged + partners * on_host * slice_bytes,
         passed_bytes=told,
-        meetings=(MEETINGS + 1) * (on_host - 1),  # with losses they meet twice: before the first of them fetches those of others, and after
+        # with losses they meet twice: before the first of them fetches those of others, and after
+        meetings=(MEETINGS + 1) * (on_host - 1),
         moved_bytes=moved,
     )
 

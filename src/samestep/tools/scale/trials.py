@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from samestep.tools.scale.timing import Timing
 
 SHOWN_LINES: Final = 30
-_STATE: Final = re.compile(r"(?P<optimizer>.+)/state/(?P<index>\d+)/[^/]+")  # of a tensor in an optimizer's state_dict
-_LINE_OF_WORKER: Final = re.compile(r"^(samestep: error: )?(?=worker \d+ failed first: )", re.MULTILINE)
+# of a tensor in an optimizer's state_dict
+_STATE: Final = re.compile(r"(?P<optimizer>.+)/state/(?P<index>\d+)/[^/]+")
+_LINE_OF_WORKER: Final = re.compile(
+    r"^(samestep: error: )?(?=worker \d+ failed first: )", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Trials:
     def run(self, workers: int, lanes: int | None = None) -> Trial:
         """Run the script at so many workers, with the lanes of all runs or others.
 
-        Raises `LaunchError` where the script fails, and `RecordError` where its record does not tell enough.
+        Raises `LaunchError` where the script fails, and `RecordError` where its record does not
+        tell enough.
         """
         with tempfile.TemporaryDirectory(prefix="samestep-scale-") as name:
             directory = Path(name)
@@ -82,8 +86,16 @@ class Trials:
 
     def _start(self, workers: int, directory: Path, lanes: int | None) -> int:
         """Run the script to its end; return the highest memory of a worker, in bytes."""
-        flags = ["--resume", "never", "--stop-after", str(self._steps), *(() if lanes is None else ("--lanes", str(lanes)))]
-        sys.stderr.write(f"running {workers} worker{'s' * (workers > 1)}{'' if lanes is None else f' with {lanes} lanes'} …\n")
+        flags = [
+            "--resume",
+            "never",
+            "--stop-after",
+            str(self._steps),
+            *(() if lanes is None else ("--lanes", str(lanes))),
+        ]
+        sys.stderr.write(
+            f"running {workers} worker{'s' * (workers > 1)}{'' if lanes is None else f' with {lanes} lanes'} …\n"
+        )
         output = directory / "output.txt"
         process = start_run(self._command, workers, directory, output, flags)
         try:
@@ -104,42 +116,82 @@ def job_of(events: Iterable[Mapping[str, Any]], manifest: Manifest) -> Job:
     """Return what a run's record and its last snapshot tell of the job. Raises `RecordError`."""
     events = list(events)
     start = next(event for event in events if event["event"] in {"started", "resumed"})
-    loops = [event["batch_size"] for event in events if event["event"] == "loop" and event.get("batch_size")]
+    loops = [
+        event["batch_size"]
+        for event in events
+        if event["event"] == "loop" and event.get("batch_size")
+    ]
     nbytes, sharded = parameters_of(manifest)
     workers = len(start["workers"])
     device = str(start["devices"][0]).partition(":")[0]
     batch_size = loops[-1] if loops else _batch_size(manifest)
-    return Job(start["lanes"], nbytes, batch_size, device, start["config"]["threads"], sharded if workers > 1 else None)
+    return Job(
+        start["lanes"],
+        nbytes,
+        batch_size,
+        device,
+        start["config"]["threads"],
+        sharded if workers > 1 else None,
+    )
 
 
 def parameters_of(manifest: Manifest) -> tuple[int, bool]:
     """Return the bytes of the parameters that are trained, and whether their optimizer's state was cut as `run.shard` cuts it.
 
-    Parameters are those that an optimizer keeps something of; without any, all floating-point tensors of what was tracked first.
+    Parameters are those that an optimizer keeps something of; without any, all floating-point
+    tensors of what was tracked first.
     """
     optimizers: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, form in manifest.forms.items():
         if (match := _STATE.fullmatch(name)) and form.shape:
             optimizers[match["optimizer"]][int(match["index"])].append(name)
     if not optimizers:
-        first = next((name for name, _ in manifest.state["dict"] if any(form.startswith(f"{name}/") for form in manifest.forms)), None)
-        forms = [form for name, form in manifest.forms.items() if name.startswith(f"{first}/") and form.dtype.is_floating_point]
+        first = next(
+            (
+                name
+                for name, _ in manifest.state["dict"]
+                if any(form.startswith(f"{name}/") for form in manifest.forms)
+            ),
+            None,
+        )
+        forms = [
+            form
+            for name, form in manifest.forms.items()
+            if name.startswith(f"{first}/") and form.dtype.is_floating_point
+        ]
         return sum(form.extent.nbytes for form in forms), False
-    firsts = [[min(names) for _, names in sorted(by_index.items())] for by_index in optimizers.values()]
+    firsts = [
+        [min(names) for _, names in sorted(by_index.items())] for by_index in optimizers.values()
+    ]
     nbytes = sum(manifest.forms[name].extent.nbytes for names in firsts for name in names)
     return nbytes, any(_is_sharded(manifest, names) for names in firsts)
 
 
 def _is_sharded(manifest: Manifest, names: Sequence[str]) -> bool:
     layout = Layout(tuple(manifest.forms[name].extent.elements for name in names), manifest.workers)
-    cut = {(index, piece.start, piece.stop) for index, name in enumerate(names) for piece in manifest.pieces[name]}
-    return cut == {(piece.index, piece.start, piece.stop) for rank in range(manifest.workers) for piece in layout.pieces(rank)}
+    cut = {
+        (index, piece.start, piece.stop)
+        for index, name in enumerate(names)
+        for piece in manifest.pieces[name]
+    }
+    return cut == {
+        (piece.index, piece.start, piece.stop)
+        for rank in range(manifest.workers)
+        for piece in layout.pieces(rank)
+    }
 
 
 def _batch_size(manifest: Manifest) -> int | None:
     """Return the global batch size of the loop that the snapshot was taken in; None of streams."""
-    run: dict[str, Any] = next((restore(part, no_tensor) for name, part in manifest.state["dict"] if name == "run"), {"positions": {}})
-    sizes = [position["plan"]["batch_size"] for position in run["positions"].values() if "batch_size" in position["plan"]]
+    run: dict[str, Any] = next(
+        (restore(part, no_tensor) for name, part in manifest.state["dict"] if name == "run"),
+        {"positions": {}},
+    )
+    sizes = [
+        position["plan"]["batch_size"]
+        for position in run["positions"].values()
+        if "batch_size" in position["plan"]
+    ]
     return sizes[-1] if sizes else None
 
 
@@ -158,7 +210,9 @@ def last_manifest(directory: Path) -> Manifest:
     """Return the manifest of the newest snapshot. Raises `RecordError` where there is none."""
     snapshots = list_snapshots(directory)
     if not snapshots:
-        raise RecordError("the script left no snapshot: it must track its model and optimizer (run.track) and train at least a step")
+        raise RecordError(
+            "the script left no snapshot: it must track its model and optimizer (run.track) and train at least a step"
+        )
     return inspect(snapshots[-1])
 
 

@@ -24,7 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     systems = parser.add_subparsers(dest="system", metavar="slurm|kubernetes", required=True)
     for name, system in SYSTEMS.items():
         description = f"{system.SUMMARY[0].upper()}{system.SUMMARY[1:]}."
-        system.add_arguments(systems.add_parser(name, help=system.SUMMARY, description=description, allow_abbrev=False))
+        system.add_arguments(
+            systems.add_parser(
+                name, help=system.SUMMARY, description=description, allow_abbrev=False
+            )
+        )
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -31,10 +31,14 @@ class Pods:
         """Tell whether launchers of several pods meet, which know each other by a token."""
         return self.training.nodes > 1 and self.training.workers_per_node > 1
 
-    def spec(self, container: str, *, master: str, place: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def spec(
+        self, container: str, *, master: str, place: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
         """Return the spec of a pod with one container of that name; `place` is what tells it where it stands, if nobody else does."""
         options = {**self.training.environment, "SAMESTEP_DIR": self.training.directory}
-        variables: list[dict[str, Any]] = [{"name": name, "value": _literal(value)} for name, value in options.items()]
+        variables: list[dict[str, Any]] = [
+            {"name": name, "value": _literal(value)} for name, value in options.items()
+        ]
         if self.training.workers_per_node == 1:
             variables += [{"name": name, "value": value} for name, value in (place or {}).items()]
         if self.needs_token:
@@ -49,8 +53,15 @@ class Pods:
                     "image": self.image,
                     "command": self._command(master),
                     "env": variables,
-                    **({"resources": {"requests": resources, "limits": dict(resources)}} if resources else {}),
-                    "volumeMounts": [{"name": volume["name"], "mountPath": path} for path, volume in volumes.items()],
+                    **(
+                        {"resources": {"requests": resources, "limits": dict(resources)}}
+                        if resources
+                        else {}
+                    ),
+                    "volumeMounts": [
+                        {"name": volume["name"], "mountPath": path}
+                        for path, volume in volumes.items()
+                    ],
                 }
             ],
             "volumes": list(volumes.values()),
@@ -61,7 +72,11 @@ class Pods:
         arguments = [_literal(argument) for argument in self.training.arguments]
         if self.training.workers_per_node == 1:
             return ["python", *arguments]
-        nodes = ["--nodes", str(self.training.nodes), "--master", f"{master}:{PORT}"] if self.training.nodes > 1 else []
+        nodes = (
+            ["--nodes", str(self.training.nodes), "--master", f"{master}:{PORT}"]
+            if self.training.nodes > 1
+            else []
+        )
         return ["samestep", "run", "-n", str(self.training.workers_per_node), *nodes, *arguments]
 
     def _volumes(self) -> dict[str, dict[str, Any]]:
@@ -90,7 +105,9 @@ def claims_of(texts: Sequence[str], training: Training) -> dict[str, str]:
         claim, colon, path = text.partition(":")
         path = (path if colon else training.directory).rstrip("/")
         if not claim or not path.startswith("/") or path in claims:
-            raise ConfigError(f"--claim {text} was given; expected CLAIM or CLAIM:PATH, with an absolute path of its own")
+            raise ConfigError(
+                f"--claim {text} was given; expected CLAIM or CLAIM:PATH, with an absolute path of its own"
+            )
         claims[path] = claim
     outlives_pods = any(f"{training.directory}/".startswith(f"{path}/") for path in claims)
     if not outlives_pods and (training.nodes > 1 or "SAMESTEP_REMOTE" not in training.environment):

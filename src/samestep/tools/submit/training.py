@@ -42,12 +42,23 @@ def add_training_arguments(parser: argparse.ArgumentParser, node: str) -> None:
     """Add what all clusters are told; `node` is what one of them calls the place of some workers."""
     parser.add_argument("--name", help="name of the job (default: the script's)")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help=f"{node}s (default: 1)")
-    parser.add_argument("-n", "--workers", type=int, default=1, metavar="N", help=f"workers a {node} (default: 1)")
+    parser.add_argument(
+        "-n", "--workers", type=int, default=1, metavar="N", help=f"workers a {node} (default: 1)"
+    )
     parser.add_argument("--gpus", metavar="N", help=f"GPUs a {node}")
-    parser.add_argument("--cpus", type=int, metavar="N", help="CPUs a worker; its loader processes need some")
+    parser.add_argument(
+        "--cpus", type=int, metavar="N", help="CPUs a worker; its loader processes need some"
+    )
     parser.add_argument("--memory", metavar="SIZE", help=f"memory a {node}")
-    parser.add_argument("--output", metavar="FILE", help="write the job to a file and do not submit it")
-    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module, as in python -m")
+    parser.add_argument(
+        "--output", metavar="FILE", help="write the job to a file and do not submit it"
+    )
+    parser.add_argument(
+        "-m",
+        "--module",
+        action="store_true",
+        help="the script is the name of a module, as in python -m",
+    )
     add_options(parser)
     parser.add_argument("script", help="a Python script, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -61,10 +72,14 @@ def training_of(arguments: argparse.Namespace) -> Training:
             raise ConfigError(f"--{flag} {value} was given; expected at least 1")
     options = given_options(arguments)
     if arguments.dir is None:
-        raise ConfigError("no --dir was given; expected a directory that all nodes see, from which a job that was stopped goes on")
-    grace = merge({"grace": GRACE_SECONDS, **options}, {}).grace
+        raise ConfigError(
+            "no --dir was given; expected a directory that all nodes see, from which a job that was stopped goes on"
+        )
+    grace = merge({"grace_period": GRACE_SECONDS, **options}, {}).grace_period
     if not 0 < grace <= MOST_GRACE_SECONDS:
-        raise ConfigError(f"--grace {arguments.grace} was given; expected seconds above 0 and at most {MOST_GRACE_SECONDS}")
+        raise ConfigError(
+            f"--grace-period {arguments.grace_period} was given; expected seconds above 0 and at most {MOST_GRACE_SECONDS}"
+        )
     texts = {f"{PREFIX}{name.upper()}": str(getattr(arguments, name)) for name in options}
     stem = arguments.script.rpartition(".")[2] if arguments.module else Path(arguments.script).stem
     return Training(
@@ -94,5 +109,7 @@ def hand_over(text: str, output: str | None) -> bool:
         try:
             Path(output).write_text(text)
         except OSError as error:
-            raise ConfigError(f"--output {output} was given, and cannot be written: {error}") from error
+            raise ConfigError(
+                f"--output {output} was given, and cannot be written: {error}"
+            ) from error
     return output is not None
