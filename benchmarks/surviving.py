@@ -23,7 +23,7 @@ import samestep as ss
 from benchmarks.measure import figures, spread
 from benchmarks.snapshots import BATCH_SIZE, WIDTH, loss_fn, mlp
 from benchmarks.turns import in_turn
-from samestep.world.whereabouts import Whereabouts
+from samestep.comm.status import WorkerStatus
 
 WARMUP_STEPS, STEPS = 3, 8
 # hot_every, check_every
@@ -69,17 +69,15 @@ def measure(workers: int, rounds: int) -> None:
 
 def measure_whereabouts(rounds: int) -> None:
     """Print what telling costs."""
-    whereabouts = Whereabouts()
+    status = WorkerStatus()
 
     def wait() -> None:
-        with whereabouts.waiting("measuring"):
+        with status.waiting("measuring"):
             pass
 
-    for name, call in (("a change", lambda: whereabouts.at("measuring")), ("around a wait", wait)):
+    for name, call in (("a change", lambda: status.at("measuring")), ("around a wait", wait)):
         seconds = timeit.repeat(call, repeat=rounds, number=CALLS)
-        print(
-            f"whereabouts, {name}: {spread([1e6 * each / CALLS for each in seconds])} microseconds"
-        )
+        print(f"status, {name}: {spread([1e6 * each / CALLS for each in seconds])} microseconds")
 
 
 def main() -> None:

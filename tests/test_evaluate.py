@@ -10,11 +10,11 @@ import torchmetrics
 from torch import nn
 from torchmetrics import classification, regression
 
+from samestep.comm.base import Alone
 from samestep.config import Config
 from samestep.errors import ConfigError, DataError, EvaluationError
 from samestep.evaluate import Evaluation, evaluating
-from samestep.step.backward import Lanes
-from samestep.world import Alone
+from samestep.step.lane_engine import LaneEngine
 from tests.bits import bits
 from tests.worlds import in_processes
 
@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 def evaluation(world, dataset, batch_size=8, *, collate_fn=None, loader_workers=0, **options):
-    lanes = Lanes(world, Config(**options), LANES, [torch.device("cpu")])
+    lanes = LaneEngine(world, Config(**options), LANES, [torch.device("cpu")])
     return Evaluation(
         lanes, dataset, batch_size, collate_fn=collate_fn, loader_workers=loader_workers
     )

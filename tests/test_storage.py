@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import ConfigError
 from samestep.storage import Retries, Storage, StorageError
-from tests.snapshot.remote.faulty import HASTY, URL, failing, faulty_storage
+from tests.snapshot.faulty import HASTY, URL, failing, faulty_storage
 
 
 @pytest.fixture

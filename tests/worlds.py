@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._dynamo  # optimizers import it at their first step: once here, and not in every worker
 
+from samestep.cluster import find_process
+from samestep.comm.base import Alone, World
+from samestep.comm.distributed import Distributed
+from samestep.comm.rendezvous import form
+from samestep.comm.shared_memory import Shared
 from samestep.errors import WorldError
-from samestep.launch.place import find_place
-from samestep.world import Alone, World
-from samestep.world.distributed import Distributed
-from samestep.world.formation import form
-from samestep.world.shared import Shared
 from tests.workers import run_workers
 
 if TYPE_CHECKING:
@@ -64,13 +64,13 @@ def in_threads(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
 
 def shared_world(timeout: float = TIMEOUT_SECONDS) -> Shared:
     """Return the world of this worker and the others of its host."""
-    return Shared(form(find_place(os.environ), timeout, share=True))
+    return Shared(form(find_process(os.environ), timeout, share=True))
 
 
 def distributed_world(timeout: float = TIMEOUT_SECONDS, hosts: int = 1) -> Distributed:
     """Return the world of this worker on one of several hosts: it is placed as if its host ended where it does not."""
-    place = find_place(os.environ)
-    workers = place.workers // hosts
+    place = find_process(os.environ)
+    workers = place.world_size // hosts
     place = replace(place, local_rank=place.rank % workers, local_workers=workers)
     return Distributed(form(place, timeout, share=True), cuda=False)
 

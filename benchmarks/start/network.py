@@ -25,6 +25,6 @@ def dataset() -> TensorDataset:
     )
 
 
-def tell_step() -> None:
+def report_step() -> None:
     """Print the moment, on the clock that all processes of a host share."""
     print(f"first_step_at={time.monotonic():.4f}", flush=True)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from benchmarks.start.network import BATCH_SIZE, dataset, network, tell_step
+from benchmarks.start.network import BATCH_SIZE, dataset, network, report_step
 
 accelerator = Accelerator(cpu=True)
 plain = network()
@@ -18,6 +18,6 @@ features, labels = next(iter(loader))
 accelerator.backward(F.cross_entropy(model(features), labels))
 optimizer.step()
 optimizer.zero_grad()
-tell_step()
+report_step()
 accelerator.wait_for_everyone()
 accelerator.end_training()

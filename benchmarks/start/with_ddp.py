@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.start.network import BATCH_SIZE, dataset, network, tell_step
+from benchmarks.start.network import BATCH_SIZE, dataset, network, report_step
 
 dist.init_process_group("gloo")
 model = DistributedDataParallel(network())
@@ -17,6 +17,6 @@ features, labels = next(iter(loader))
 F.cross_entropy(model(features), labels).backward()
 optimizer.step()
 optimizer.zero_grad()
-tell_step()
+report_step()
 dist.barrier()
 dist.destroy_process_group()

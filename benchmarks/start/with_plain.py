@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from benchmarks.start.network import BATCH_SIZE, dataset, network, tell_step
+from benchmarks.start.network import BATCH_SIZE, dataset, network, report_step
 
 torch.set_num_threads(1)
 model = network()
@@ -12,4 +12,4 @@ features, labels = next(iter(torch.utils.data.DataLoader(dataset(), BATCH_SIZE, 
 F.cross_entropy(model(features), labels).backward()
 optimizer.step()
 optimizer.zero_grad()
-tell_step()
+report_step()

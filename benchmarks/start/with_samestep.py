@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 import samestep as ss
-from benchmarks.start.network import BATCH_SIZE, dataset, network, tell_step
+from benchmarks.start.network import BATCH_SIZE, dataset, network, report_step
 
 
 def loss_fn(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
@@ -20,4 +20,4 @@ with ss.init() as run:
         run.backward(loss_fn, model, batch)
         optimizer.step()
         optimizer.zero_grad()
-        tell_step()
+        report_step()

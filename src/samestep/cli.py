@@ -6,15 +6,13 @@ import argparse
 import atexit
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
 from samestep.errors import ConfigError, SamestepError, WorkerError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)

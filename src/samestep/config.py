@@ -11,16 +11,14 @@ import difflib
 import os
 import re
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samestep.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 PREFIX = "SAMESTEP_"
 TOKEN = "SAMESTEP_TOKEN"  # noqa: S105  what the hosts of a run share: a secret, and no option

@@ -28,12 +28,12 @@ from __future__ import annotations
 class SamestepError(Exception):
     """Base of every exception that samestep raises on purpose.
 
-    Attributes: `because_of_others` (bool): another worker failed first, and will tell more.
-    `from_outside` (bool): nothing the program did is to blame, so that it may be tried again.
+    Attributes: `is_secondary` (bool): another worker failed first, and will tell more.
+    `is_retryable` (bool): nothing the program did is to blame, so that it may be tried again.
     """
 
-    because_of_others = False
-    from_outside = False
+    is_secondary = False
+    is_retryable = False
 
 
 class ConfigError(SamestepError, ValueError):
@@ -61,15 +61,15 @@ class WorkerError(LaunchError):
 class WorldError(SamestepError):
     """Workers cannot talk, or one of them is gone."""
 
-    because_of_others = True
+    is_secondary = True
 
 
 class HangError(WorldError):
     """A worker was waited for in vain; where it is stopped, or gone without a word, that came from outside."""
 
-    def __init__(self, text: str, *, from_outside: bool = False) -> None:
+    def __init__(self, text: str, *, is_retryable: bool = False) -> None:
         super().__init__(text)
-        self.from_outside = self.because_of_others = from_outside
+        self.is_retryable = self.is_secondary = is_retryable
 
 
 class DataError(SamestepError):
@@ -79,9 +79,9 @@ class DataError(SamestepError):
 class LoaderError(DataError):
     """Loading a lane's batch failed; where a loader process was killed, that came from outside."""
 
-    def __init__(self, text: str, *, from_outside: bool = False) -> None:
+    def __init__(self, text: str, *, is_retryable: bool = False) -> None:
         super().__init__(text)
-        self.from_outside = from_outside
+        self.is_retryable = is_retryable
 
 
 class ModelError(SamestepError):

@@ -7,24 +7,21 @@ the end, in one exchange.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from samestep.data.batch import to_device
 from samestep.data.loader import Request, load
-from samestep.data.seeds import key, keyed
+from samestep.data.random_state import key, keyed
 from samestep.errors import ConfigError, DataError, EvaluationError
+from samestep.step.lane_engine import LaneEngine
+from samestep.step.lane_pass import Count
 from samestep.step.means import LaneResult, Means
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from samestep.step.backward import Lanes
-    from samestep.step.lanework import Count
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Evaluation:
 
     def __init__(
         self,
-        lanes: Lanes,
+        lanes: LaneEngine,
         dataset: Any,
         batch_size: int,
         *,

@@ -6,16 +6,14 @@ import inspect
 import random
 import re
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
 
 T = TypeVar("T")
 

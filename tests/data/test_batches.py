@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 
-from samestep.data.batches import plan_batches
+from samestep.data.loader import plan_batches
 from samestep.data.plan import GroupedPlan, ShuffledPlan
 from samestep.errors import LoaderError
 from samestep.step.tree import carried

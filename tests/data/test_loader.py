@@ -265,17 +265,17 @@ def refuse(samples):
 
 
 @pytest.mark.parametrize(
-    ("end", "from_outside"),
+    ("end", "is_retryable"),
     [(lambda: os._exit(0), False), (lambda: os.kill(os.getpid(), signal.SIGKILL), True)],
     ids=["exit", "kill"],
 )
 @forks
-def test_a_loader_process_that_dies_is_an_error_within_seconds(end, from_outside):
+def test_a_loader_process_that_dies_is_an_error_within_seconds(end, is_retryable):
     started = time.monotonic()
     with pytest.raises(LoaderError, match="a loader process died") as caught:
         loaded(Broken(end), requests_of(*[[index] for index in range(20)]), 2)
     assert time.monotonic() - started < 20
-    assert caught.value.from_outside is from_outside
+    assert caught.value.is_retryable is is_retryable
 
 
 @forks

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep.data.batch import PackedList, packed_where_it_pays
 from samestep.data.loader import Request, load
-from samestep.data.packed import PackedList, packed_where_it_pays
 from samestep.errors import DataError
 
 # that of loader processes, from Python 3.12 on

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.data.permutation import BLOCK, BLOCKS_KEPT, TABULATED, Permutation
-from samestep.data.seeds import key
+from samestep.data.random_state import key
 from samestep.errors import DataError
 
 # fixed, so that a statistic is the same in every run

@@ -15,8 +15,8 @@ from torch.distributed.run import get_args_parser
 
 from samestep import cli
 from samestep.config import TOKEN, merge
+from samestep.launch.cluster_spec import cluster_spec
 from samestep.launch.command import given_options
-from samestep.launch.nodes.options import gathering_of
 from tests.docs.blocks import ROOT
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _check_samestep(arguments: list[str]) -> None:
     if name == "run":
         merge(given_options(given), {})
         if given.nodes is not None and given.hosts is None:
-            gathering_of(
+            cluster_spec(
                 argparse.Namespace(**{**vars(given), "token_file": None}),
                 {TOKEN: "a secret of the hosts"},
             )

@@ -8,13 +8,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import RecordError
+from samestep.record.cursor import FILE, Cursor
 from samestep.record.events import FILE_NAME, read_events
-from samestep.record.files import LocalFiles
-from samestep.record.forwarded import FILE, Forwarded
-from samestep.record.history import read_history
-from samestep.record.parts import FOLDER, Part
-from samestep.record.sinks.feed import Feed
-from samestep.record.source import Source, find_runs, open_source
+from samestep.record.files import FOLDER, LocalFiles, Part
+from samestep.record.sinks.base import SinkAdapter
+from samestep.record.source import Source, find_runs, open_source, read_history
 from samestep.watch.curves import AXES, Request
 from samestep.watch.report import make_report
 from samestep.watch.view import View
@@ -274,7 +272,7 @@ class Taker:
         pass
 
 
-class Unkept(Forwarded):
+class Unkept(Cursor):
     """Keeps nothing, since who reads must not write."""
 
     def keep(self, name: str, value: int) -> None:
@@ -298,7 +296,7 @@ def _sent(folder: Path) -> list[Target]:
 
     def forward(directory: Path) -> None:
         source = open_source(directory)
-        feed = Feed(sink, directory, source, Unkept(directory))
+        feed = SinkAdapter(sink, directory, source, Unkept(directory))
         offset = feed.begin()
         assert offset >= 0
         while found := source.read(offset):

@@ -22,27 +22,18 @@ from safetensors.torch import save
 from recipes import settings
 from recipes.vit.config import Settings
 from recipes.vit.pretrained import PretrainedError, read_parameters
+from samestep.cluster import find_process
+from samestep.comm.link import MOST_BYTES, Frames, decode, frame, is_proof, nonce_of, parse_address
 from samestep.config import Config, merge, parse
 from samestep.errors import ConfigError, SnapshotError
-from samestep.launch.nodes.hosts import read_hosts
-from samestep.launch.nodes.keys import Keys
-from samestep.launch.nodes.link import (
-    MOST_BYTES,
-    Frames,
-    decode,
-    frame,
-    is_proof,
-    nonce_of,
-    parse_address,
-)
-from samestep.launch.nodes.membership import Membership, Terms
-from samestep.launch.nodes.options import Nodes
-from samestep.launch.place import find_place
+from samestep.launch.cluster_spec import Nodes
+from samestep.launch.membership import ElasticPolicy, Membership
+from samestep.launch.ssh import read_hosts
+from samestep.launch.store_server import Keys
 from samestep.snapshot import load
-from samestep.snapshot.commit import combined
+from samestep.snapshot.commit import CommitProtocol, combined
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manifest import NAME, Manifest
-from samestep.snapshot.meeting import Meeting
 from samestep.snapshot.state import canonical, flatten, no_tensor, restore
 from tests.fuzz import mutate, page, records
 from tests.fuzz.target import Target
@@ -182,7 +173,7 @@ def _launching(folder: Path) -> list[Target]:
             )
 
     return [
-        Target("place", environment, find_place, (ConfigError,)),
+        Target("place", environment, find_process, (ConfigError,)),
         Target("address", address, lambda text: parse_address(text, "--master"), (ConfigError,)),
         Target("nodes", address, Nodes.read, (ConfigError,)),
         Target("hosts", hosts, read_the_hosts, (ConfigError,)),
@@ -205,8 +196,8 @@ def _messages() -> list[Target]:
         "summary": "lost",
         "traceback": "",
         "status": 1,
-        "because_of_others": False,
-        "from_outside": True,
+        "is_secondary": False,
+        "is_retryable": True,
         "step": 3,
     }
     news = [
@@ -243,7 +234,7 @@ def _messages() -> list[Target]:
 
     def hear(message: dict[str, Any]) -> None:
         membership = Membership(
-            Terms(1, 2, 8, 3, 30.0), 0.0, open_attempt=lambda _: None, log=lambda _: None
+            ElasticPolicy(1, 2, 8, 3, 30.0), 0.0, open_attempt=lambda _: None, log=lambda _: None
         )
         node = membership.join("node1", 4, lambda _: None, lambda: None, 0.0)
         membership.hear(node, {"tell": "ready"}, 1.0)
@@ -339,7 +330,8 @@ def _snapshots(folder: Path) -> list[Target]:
 def _meetings(folder: Path) -> list[Target]:
     """A writer turns whatever comes out here into its own `SnapshotError`, so any error will do."""
     meetings = [
-        Meeting(folder / "met", "first", rank, 2, 0.0, threading.Event()) for rank in range(2)
+        CommitProtocol(folder / "met", "first", rank, 2, 0.0, threading.Event())
+        for rank in range(2)
     ]
     (folder / "met").mkdir()
     manifest = json.loads(_saved(folder / "parts")[NAME])
@@ -359,7 +351,7 @@ def _meetings(folder: Path) -> list[Target]:
         for rank in range(2)
     ]
 
-    def part(random: Random) -> Meeting:
+    def part(random: Random) -> CommitProtocol:
         for rank, one in enumerate(parts):
             changed = mutate.as_json(
                 random, mutate.of_json(random, one) if random.random() < 0.6 else one
@@ -368,19 +360,19 @@ def _meetings(folder: Path) -> list[Target]:
             path.write_bytes(mutate.of_bytes(random, changed) if random.random() < 0.2 else changed)
         return meetings[0]
 
-    def commit(meeting: Meeting) -> None:
+    def commit(meeting: CommitProtocol) -> None:
         combined(meeting.parts(), step=2, attempt="first", info={}, score=None).to_bytes()
 
-    def failed(random: Random) -> Meeting:
+    def failed(random: Random) -> CommitProtocol:
         words = mutate.of_bytes(
             random, "worker 0 could not write its part: disque plein, désolé".encode()
         )
         (meetings[1].directory / "failed-second-0.txt").write_bytes(words)
-        return Meeting(folder / "met", "second", 1, 2, 0.0, threading.Event())
+        return CommitProtocol(folder / "met", "second", 1, 2, 0.0, threading.Event())
 
     return [
         Target("part", part, commit, (Exception,)),
-        Target("failed", failed, Meeting.parts, (Exception,)),
+        Target("failed", failed, CommitProtocol.parts, (Exception,)),
     ]
 
 

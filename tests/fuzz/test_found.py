@@ -11,9 +11,9 @@ import pytest
 from recipes import settings
 from recipes.vit.config import Settings
 from recipes.vit.pretrained import PretrainedError, read_parameters
+from samestep.record.cursor import FILE, Cursor
 from samestep.record.events import read_events
-from samestep.record.forwarded import FILE, Forwarded
-from samestep.record.parts import Part
+from samestep.record.files import Part
 from samestep.record.source import open_source
 from samestep.watch.view import TAIL_BYTES, View
 
@@ -137,4 +137,4 @@ def test_parts_that_contradict_each_other_are_read_to_their_end(tmp_path):
 def test_progress_that_cannot_be_starts_from_nothing(tmp_path, text):
     (tmp_path / FILE).parent.mkdir()
     (tmp_path / FILE).write_text(text)
-    assert Forwarded(tmp_path).get("a") is None
+    assert Cursor(tmp_path).get("a") is None

@@ -17,11 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from samestep import host as files
 from samestep.data.loader import Request, load
 from samestep.errors import ConfigError, LaunchError, WorkerError, WorldError
-from samestep.launch import files, find_place, launch
-from samestep.launch.kept import VARIABLE as KEPT
-from samestep.snapshot.meeting import ToldError
+from samestep.handoff import VARIABLE as KEPT
+from samestep.launch import find_place, launch
+from samestep.snapshot.commit import ToldError
 from tests.launch.processes import SOON_SECONDS, end_soon, for_ever, listening, rank
 
 FORK = multiprocessing.get_context("fork")
@@ -75,7 +76,7 @@ def test_workers_meet_without_further_help():
 
     total, place = launch(body, workers=3)
     assert total == 6
-    assert (place.rank, place.workers, place.local_rank, place.local_workers) == (0, 3, 0, 3)
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (0, 3, 0, 3)
     assert (place.address, place.started_by) == ("127.0.0.1", "samestep")
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from samestep.launch.preload import no_collection
+from samestep.host import no_collection
 
 LOADED_BEFORE_THE_FORK = """
 import sys
@@ -26,7 +26,7 @@ asked = []
 for name in ("_cuda_getDeviceCount", "_cuda_init", "_cuda_getCurrentRawStream"):
     setattr(torch._C, name, lambda *_, name=name: asked.append(name) or 0)
 threads = os.listdir("/proc/self/task")
-from samestep.launch.preload import preload
+from samestep.launch.local import preload
 
 preload()
 assert "torch._dynamo" in sys.modules

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import LoaderError, WorkerError, WorldError
-from samestep.launch import crew, launch
-from samestep.launch.agent import LOOK_SECONDS
-from samestep.launch.kept import Kept
+from samestep.handoff import LauncherState
+from samestep.launch import launch
+from samestep.launch import worker_group as crew
+from samestep.launch.supervisor import LOOK_SECONDS
 from samestep.record.events import read_events
 from tests.launch.processes import end_soon, for_ever, rank
 
@@ -26,7 +27,7 @@ def attempt():
 
 def begin(step=0, directory=""):
     """Say that the run began, as ss.init does."""
-    Kept.from_environment(os.environ).tell_start(str(directory), step)
+    LauncherState.from_environment(os.environ).report_start(str(directory), step)
 
 
 def end_by(number):
@@ -209,6 +210,6 @@ def test_workers_that_outlast_their_grace_are_killed_with_a_word(capfd):
 
 def test_a_killed_loader_process_is_replaced_with_its_worker():
     def lose_a_loader():
-        raise LoaderError("a loader process died", from_outside=True)
+        raise LoaderError("a loader process died", is_retryable=True)
 
     assert launch(failing(lose_a_loader)) == 1

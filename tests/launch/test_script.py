@@ -5,7 +5,7 @@ import json
 import pytest
 
 from samestep.errors import ConfigError, WorkerError
-from samestep.launch.script import run_script
+from samestep.launch.local import run_script
 
 TELL = """
 import json, os, pathlib, sys

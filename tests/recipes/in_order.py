@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import samestep as ss
-from samestep.data.seeds import key, set_generators
+from samestep.data.random_state import key, set_generators
 from samestep.data.streams import LaneStream
 from tests.jobs import fingerprint
 

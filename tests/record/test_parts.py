@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.record.parts import Part, part_with, parts_of, reach, superfluous
+from samestep.record.files import Part, part_with, parts_of, reach, superfluous
 
 PARTS = st.lists(
     st.tuples(st.integers(0, 9), st.integers(1, 5)).map(

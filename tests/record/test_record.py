@@ -10,8 +10,7 @@ import pytest
 
 from samestep.errors import RecordError
 from samestep.record import FileRecord, NoRecord, open_record, read_events
-from samestep.record.images import write_picture
-from samestep.record.waiting import WaitingImages
+from samestep.record.images import AsyncImageWriter, write_picture
 
 
 @pytest.fixture
@@ -108,7 +107,7 @@ def test_images_that_were_too_many_are_counted(tmp_path, monkeypatch):
 
     monkeypatch.setattr("samestep.record.record.write_picture", write_when_let)
     monkeypatch.setattr(
-        "samestep.record.record.WaitingImages", partial(WaitingImages, most_bytes=50)
+        "samestep.record.record.WaitingImages", partial(AsyncImageWriter, most_bytes=50)
     )
     record = open_record(tmp_path / "run", writes=True)
     for step in range(5):

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from samestep.record import sender as module
-from samestep.record.sender import Sender
+from samestep.record import cursor as module
+from samestep.record.cursor import Sender
 from samestep.record.source import open_source
 
 LINES = [b'{"step":%d}\n' % step for step in range(3)]

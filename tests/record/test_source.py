@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import ConfigError, RecordError
 from samestep.record import source as module
-from samestep.record.parts import Part
+from samestep.record.files import Part
 from samestep.record.source import find_runs, open_source
 
 STREAM = b"".join(b'{"step":%d}\n' % step for step in range(40))

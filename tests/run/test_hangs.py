@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 import samestep as ss
+from samestep.comm import watchdog as watch
 from samestep.errors import HangError
-from samestep.world import watch
 from tests.jobs import fit
 from tests.namespaces import hosts
 from tests.workers import try_workers
@@ -113,7 +113,7 @@ def test_a_worker_that_sleeps_for_ever_in_the_data_set(alone_on_hosts, capfd):
         reported(first)
     headline, *lines = str(first.error).splitlines()
     assert isinstance(first.error, HangError)
-    assert not first.error.from_outside
+    assert not first.error.is_retryable
     assert (
         headline
         == f"worker 1 did not come within {TIMEOUT:g} s while worker 0 was exchanging losses at step 2"
@@ -214,7 +214,7 @@ def test_a_worker_that_is_stopped(stopped):
         reported(ends[1 - stopped])
     error = ends[1 - stopped].error
     assert isinstance(error, HangError)
-    assert error.from_outside
+    assert error.is_retryable
     if stopped:
         assert (
             f"worker 1 did not come within {TIMEOUT:g} s while worker 0 was exchanging losses at step 2"
@@ -248,7 +248,7 @@ def test_a_link_that_is_cut_between_two_hosts():
             first, second = try_workers(body, 2, environment=place)
             reported(first)
     assert isinstance(first.error, HangError)
-    assert first.error.from_outside
+    assert first.error.is_retryable
     assert "worker 1 did not come" in str(first.error)
     assert ": it does not answer any more; it was last heard of " in str(first.error)
     assert "the network to it is cut" in str(first.error)

@@ -11,7 +11,7 @@ import pytest
 
 import samestep as ss
 from samestep.errors import ConfigError
-from samestep.record import beside
+from samestep.record import exporter as beside
 from samestep.record.events import parse_events
 from samestep.record.source import find_runs, open_source
 from tests.jobs import STEPS, events, image_job, train

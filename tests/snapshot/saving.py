@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from samestep.snapshot import SnapshotWriter
-from samestep.step.slices import TensorSlice, flattened, storage_order
+from samestep.step.layout import TensorSlice, flattened, storage_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

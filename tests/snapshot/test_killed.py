@@ -13,8 +13,8 @@ import pytest
 
 from samestep.errors import SnapshotError
 from samestep.snapshot import SnapshotWriter, find_newest, list_snapshots, load, part
+from samestep.snapshot.commit import CommitProtocol
 from samestep.snapshot.manifest import NAME
-from samestep.snapshot.meeting import Meeting
 from samestep.snapshot.read import fault
 from tests.snapshot.exact import exact
 from tests.snapshot.saving import NO_INFO, save_once, small_state
@@ -34,7 +34,7 @@ class Death:
         self._point = point
         self._sign = sign
         part.SEGMENT_BYTES = 256
-        Meeting.go_on = self._before(Meeting.go_on)
+        CommitProtocol.go_on = self._before(CommitProtocol.go_on)
         os.fsync = self._before(os.fsync)
         Path.write_bytes = self._in_the_middle_of(Path.write_bytes)
         sys.addaudithook(lambda event, _: self._pass() if event in TOUCHING else None)
@@ -65,7 +65,7 @@ class Death:
 
 def _wait_or_give_up(writer: SnapshotWriter, sign: Path) -> None:
     """Wait until a save is done; give up waiting for others once there is the sign that one is dead."""
-    Meeting.go_on = lambda _: None
+    CommitProtocol.go_on = lambda _: None
     while not writer._pending.done():
         if sign.exists():
             writer._given_up.set()

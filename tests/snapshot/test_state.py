@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler, swa_utils
 
 from samestep.errors import SnapshotError
 from samestep.snapshot.state import DEEPEST, DTYPES, canonical, copy_plain, flatten, merge, restore
-from samestep.step.slices import TensorSlice
+from samestep.step.layout import TensorSlice
 from tests.snapshot.exact import exact, names, states
 
 json_values = st.recursive(

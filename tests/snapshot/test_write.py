@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from samestep.errors import RecordError, SnapshotError
 from samestep.snapshot import SnapshotWriter, check, find_newest, list_snapshots, load, part
+from samestep.snapshot.commit import CommitProtocol
 from samestep.snapshot.manifest import NAME
-from samestep.snapshot.meeting import Meeting
-from samestep.step.slices import flattened
+from samestep.step.layout import flattened
 from tests.faults import full_disk
 from tests.snapshot.exact import exact, states, tensors
 from tests.snapshot.saving import NO_INFO, save, save_once, sliced, small_state, team
@@ -207,7 +207,7 @@ def test_processes_save_together(tmp_path, workers):
 def test_training_goes_on_while_a_snapshot_is_written(tmp_path, monkeypatch):
     weight = torch.ones(1000)
     free = threading.Event()
-    monkeypatch.setattr(Meeting, "go_on", lambda _: free.wait(20))
+    monkeypatch.setattr(CommitProtocol, "go_on", lambda _: free.wait(20))
     with team(tmp_path) as ((writer,), reports):
         writer.save(1, {"weight": weight}, {}, NO_INFO)
         weight.zero_()
@@ -317,7 +317,7 @@ def test_all_workers_learn_of_a_failure(tmp_path, monkeypatch, failing):
     with team(tmp_path, 3) as (writers, reports):
         save(writers, 1, small_state(1))
         monkeypatch.setattr(
-            Meeting, "go_on", lambda meeting: full() if meeting.rank == failing else None
+            CommitProtocol, "go_on", lambda meeting: full() if meeting.rank == failing else None
         )
         for writer in writers:
             writer.save(2, small_state(2), {}, NO_INFO)
@@ -351,7 +351,7 @@ def test_a_worker_that_could_not_say_why_failed_too(tmp_path):
 
 
 def test_a_disk_without_room_for_words_still_tells_of_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr("samestep.snapshot.meeting.write_whole", full)
+    monkeypatch.setattr("samestep.snapshot.commit.write_whole", full)
     with team(tmp_path, 2) as (writers, _):
         for writer in writers:
             writer.save(1, small_state(1), {}, NO_INFO)
@@ -417,7 +417,7 @@ def test_close_lets_what_is_under_way_become_whole(tmp_path):
 
 
 def test_the_directory_may_be_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(Meeting, "go_on", lambda _: shutil.rmtree(tmp_path / "run"))
+    monkeypatch.setattr(CommitProtocol, "go_on", lambda _: shutil.rmtree(tmp_path / "run"))
     with team(tmp_path / "run") as ((writer,), _):
         writer.save(1, small_state(1), {}, NO_INFO)
         with pytest.raises(
@@ -459,7 +459,7 @@ def test_a_record_that_cannot_be_written_hides_no_failure(tmp_path, monkeypatch)
     writer = SnapshotWriter(
         tmp_path, rank=0, workers=1, attempt="a", keep_last=1, keep_best=0, report=report
     )
-    monkeypatch.setattr(Meeting, "go_on", full)
+    monkeypatch.setattr(CommitProtocol, "go_on", full)
     writer.save(1, small_state(1), {}, NO_INFO)
     with pytest.raises(SnapshotError, match="No space left"):
         writer.wait()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from samestep.step.clip import gradient_norm, scale_gradients
 from samestep.step.gradients import copy_gradients
-from samestep.step.shard import Block
+from samestep.step.shard import FlatBuffer
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads
 
@@ -42,7 +42,7 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32):
         in_block = [parameters[number] for number in sharded]
         present = [parameter.grad is not None for parameter in in_block]
         gradients = [parameter.grad for parameter in in_block]
-        block = Block(in_block, LANES, world, torch.optim.SGD(in_block, lr=0.1))
+        block = FlatBuffer(in_block, LANES, world, torch.optim.SGD(in_block, lr=0.1))
         flat = block.exchange.storage()
         copy_gradients(block.exchange.views(flat), gradients)
         size = block.exchange.layout.slice_size

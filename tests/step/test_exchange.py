@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from samestep.step.exchange import Exchange
 from samestep.step.gradients import add_gradients
-from samestep.step.slices import flattened
+from samestep.step.layout import flattened
 from samestep.step.tree import carried, subtrees, tree_sum
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads, on_hosts
@@ -133,8 +133,8 @@ def test_gradients_are_overwritten_only_when_all_have_met_since_they_were_added(
 
     def body(world):
         exchange = Exchange([torch.nn.Parameter(torch.zeros(64))], world.size, world)
-        meet_on_host, met, before_put = world.meet_on_host, [], []
-        world.meet_on_host = lambda what: (met.append(what), meet_on_host(what))
+        barrier_on_host, met, before_put = world.barrier_on_host, [], []
+        world.barrier_on_host = lambda what: (met.append(what), barrier_on_host(what))
         for step in range(4):
             if step == 2:
                 world.barrier("doing something else")

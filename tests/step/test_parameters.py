@@ -5,7 +5,7 @@ import weakref
 
 from torch import nn
 
-from samestep.step.parameters import ModuleParameters
+from samestep.step.gradients import ModuleParameters
 
 
 def ids(parameters):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from samestep.comm.base import Alone
 from samestep.errors import ModelError
 from samestep.step.replicate import LARGE_BYTES, replicate
-from samestep.world import Alone
 from tests.bits import digest
 from tests.worlds import in_processes
 

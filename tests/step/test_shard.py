@@ -9,9 +9,8 @@ from torch import optim
 
 from samestep.errors import OptimizerError
 from samestep.step.gradients import copy_gradients
-from samestep.step.layout import Layout
+from samestep.step.layout import Layout, TensorSlice
 from samestep.step.shard import ELEMENTWISE, SCALAR_STATE, Shard, check_shardable, load_optimizer
-from samestep.step.slices import TensorSlice
 from tests.bits import bits, digest
 from tests.worlds import in_processes
 

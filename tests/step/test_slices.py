@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.step.slices import flattened, storage_order
+from samestep.step.layout import flattened, storage_order
 
 
 @given(st.lists(st.integers(0, 4), max_size=5), st.randoms(use_true_random=False))

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from samestep.cli import main
+from samestep.cluster import find_process
 from samestep.config import TOKEN
 from samestep.launch import command
-from samestep.launch.place import find_place
 from tests.needs import needs
 
 KINDS = ("job", "pytorchjob", "trainjob")
@@ -177,19 +177,19 @@ def test_a_pods_only_worker_finds_its_place(kind, address, added, written):
     container, _ = container_of(job_of(written("--kind", kind, "--nodes", "3")))
     assert container["command"] == ["python", "train.py"]
     for index in range(3):
-        place = find_place(environment_of(container, index, added(index)))
+        place = find_process(environment_of(container, index, added(index)))
         assert (
             place.rank,
-            place.workers,
+            place.world_size,
             place.local_rank,
-            place.local_workers,
+            place.local_world_size,
             place.address,
         ) == (index, 3, 0, 1, address)
 
 
 def test_one_pod_with_one_worker_is_alone(written):
     container, _ = container_of(job_of(written()))
-    assert find_place(environment_of(container, 0, {"JOB_COMPLETION_INDEX": "0"})).workers == 1
+    assert find_process(environment_of(container, 0, {"JOB_COMPLETION_INDEX": "0"})).workers == 1
 
 
 def test_the_service_leads_to_the_first_pod_before_it_is_ready(written):

@@ -19,7 +19,7 @@ from PIL import Image
 import samestep as ss
 from samestep.errors import ConfigError
 from samestep.record.events import parse_events
-from samestep.record.parts import Part
+from samestep.record.files import Part
 from samestep.storage import Storage
 from samestep.watch.view import open_views
 from tests.jobs import STEPS, image_job, train

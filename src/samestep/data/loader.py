@@ -7,23 +7,21 @@ import os
 import signal
 import threading
 import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from multiprocessing.process import BaseProcess
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from samestep.data.packed import packed_where_it_pays
-from samestep.data.seeds import keyed
+from samestep.data.batch import Batch, packed_where_it_pays
+from samestep.data.plan import Plan
+from samestep.data.random_state import key, keyed
 from samestep.errors import DataError, LoaderError
-from samestep.launch.files import use_one_folder
-from samestep.launch.parent import end_with_parent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from multiprocessing.process import BaseProcess
+from samestep.host import end_with_parent, use_one_folder
 
 STOPPING: Final = (signal.SIGTERM, signal.SIGINT)
 ENDING_SECONDS: Final = 1.0  # for a process that dies to be dead
@@ -126,7 +124,7 @@ def load(
         raise LoaderError(
             f"a loader process died ({type(error).__name__}: {reason}); usually it ran out of memory or shared memory, "
             "or native code in the data set crashed: try loader_workers=0 to see which sample it was",
-            from_outside=_was_killed(getattr(batches, "_workers", [])),
+            is_retryable=_was_killed(getattr(batches, "_workers", [])),
         ) from error
     finally:
         if loader_workers > 0:
@@ -208,3 +206,47 @@ def _as_it_is(batch: Any) -> Any:
 def _short(indices: Sequence[int], most: int = 16) -> str:
     shown = ", ".join(map(str, indices[:most]))
     return f"[{shown}{', …' if len(indices) > most else ''}]"
+
+
+def plan_batches(
+    plan: Plan,
+    dataset: Any,
+    lanes: range,
+    positions: Callable[[], Iterator[tuple[int, int]]],
+    *,
+    seed: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    loader_workers: int,
+    pin_memory: bool,
+) -> Iterator[Batch]:
+    """Yield a `Batch` for each (epoch, step in epoch) of `positions()`, with the batches of `lanes`.
+
+    Loader processes fetch across steps and epochs, so `positions` is iterated twice: for fetching
+    and for yielding.
+    """
+
+    def requests() -> Iterator[Request]:
+        for epoch, step in positions():
+            counts = plan.counts(epoch, step)
+            for lane in lanes:
+                if counts[lane]:
+                    where = f"lane {lane} of step {step} in epoch {epoch}"
+                    yield Request(
+                        where,
+                        plan.indices(epoch, step, lane).tolist(),
+                        key(seed, "fetch", epoch, step, lane),
+                    )
+
+    two_steps = 2 * len(lanes)  # one to compute on while the other is loaded
+    source = load(
+        dataset,
+        requests(),
+        collate_fn=collate_fn,
+        loader_workers=loader_workers,
+        pin_memory=pin_memory,
+        ahead=two_steps,
+    )
+    for epoch, step in positions():
+        batch = Batch(epoch, lanes, plan.counts(epoch, step), source)
+        yield batch
+        batch.load()

@@ -6,15 +6,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from math import isqrt
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from samestep.errors import DataError
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
 
 ROUNDS: Final = 8
 # up to here a table costs little, and a network would not make all orders equally likely

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.data.permutation import Permutation
-from samestep.data.seeds import key
+from samestep.data.random_state import key
 from samestep.errors import ConfigError, DataError
 
 Indices = NDArray[np.int64]

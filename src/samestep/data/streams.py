@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samestep.data.batch import Batch
 from samestep.data.plan import check_end
-from samestep.data.seeds import key, keyed
+from samestep.data.random_state import key, keyed
 from samestep.errors import DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 
 class LaneStream:

@@ -8,8 +8,8 @@ from typing import Any
 
 from samestep.config import Config, parse
 from samestep.errors import ConfigError
-from samestep.launch.nodes.options import add_node_arguments, gathering_of
-from samestep.launch.script import run_script
+from samestep.launch.cluster_spec import add_node_arguments, cluster_spec
+from samestep.launch.local import run_script
 
 EXAMPLES = """\
 examples:
@@ -86,10 +86,10 @@ def main(arguments: argparse.Namespace) -> int:
             )
         workers, options["devices"] = 1, arguments.workers
     if arguments.hosts is not None:
-        from samestep.launch.nodes.hosts import run_on_hosts
+        from samestep.launch.ssh import run_on_hosts
 
         return run_on_hosts(arguments, options)
-    gathering = gathering_of(arguments)
+    gathering = cluster_spec(arguments)
     run_script(
         arguments.script,
         arguments.arguments,

@@ -1,26 +1,40 @@
-"""Start workers on this machine by forking this process, which has imported torch already."""
+"""Import what training needs once, in the process that workers are forked from, and not once in each of them."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from samestep.config import PREFIX, TOKEN, merge
-from samestep.errors import LaunchError
-from samestep.launch.files import one_folder, open_standard_files
-from samestep.launch.kept import keep
-from samestep.launch.place import STARTED_BY
-from samestep.launch.preload import NEEDED, preload
+from samestep.cluster import STARTED_BY
+from samestep.config import PREFIX, TOKEN, Config, merge
+from samestep.errors import ConfigError, LaunchError
+from samestep.handoff import open_launcher_state
+from samestep.host import no_collection, one_folder, open_standard_files
+from samestep.launch.cluster_spec import ClusterSpec
 from samestep.launch.signals import StopSignals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from samestep.launch.coordinator_client import CoordinatorClient
 
-    from samestep.config import Config
-    from samestep.launch.nodes.member import Member
-    from samestep.launch.nodes.options import Gathering
+# By name, because `run` stands below `launch` in the reading order. torch's optimizers import
+# torch._dynamo when they are made: 800 modules, which each worker would wait for, and hold in 60 MB
+# of its own.
+NEEDED: Final = ("samestep.run", "torch._dynamo")
+
+
+def preload(needed: Iterable[str] = NEEDED) -> None:
+    """Import what workers need: by default, to train. No torch operation runs and no GPU is asked for: a fork would break either."""
+    # collecting among so many new objects, of which none is garbage, takes a quarter of the time
+    with no_collection():
+        for name in needed:
+            import_module(name)
 
 
 def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any) -> Any:
@@ -44,7 +58,7 @@ def start(
     body: Callable[[], Any],
     workers: int,
     options: Mapping[str, Any],
-    gathering: Gathering | None = None,
+    gathering: ClusterSpec | None = None,
     needed: Sequence[str] = NEEDED,
 ) -> Any:
     """Do what `launch` does; with a `gathering`, as one host of several. On those without rank 0 the result is None.
@@ -61,9 +75,9 @@ def start(
         result = _run(body, workers, environment, config, signals, needed)
     else:
         # asyncio is for those who need it
-        from samestep.launch.nodes.member import take_part
+        from samestep.launch.coordinator_client import join_cluster
 
-        with take_part(gathering, workers, config) as member:
+        with join_cluster(gathering, workers, config) as member:
             result = _run(
                 body,
                 workers,
@@ -85,25 +99,24 @@ def _run(
     config: Config,
     signals: StopSignals,
     needed: Sequence[str],
-    member: Member | None = None,
+    member: CoordinatorClient | None = None,
 ) -> Any:
     open_standard_files()
     preload(needed)
     import torch
 
-    from samestep.launch.agent import Agent
-    from samestep.launch.nodes.agent import HostAgent
+    from samestep.launch.supervisor import HostSupervisor, Supervisor
     from samestep.launch.worker import Job
 
     if torch.cuda.is_initialized():
         raise LaunchError(
             "CUDA is in use in this process, and forked workers could not use it: launch before the first use of a GPU"
         )
-    with one_folder() as folder, keep(workers) as kept:
+    with one_folder() as folder, open_launcher_state(workers) as kept:
         environment = {STARTED_BY: "samestep", **folder, **kept.environment, **environment}
         job = Job(body, workers, config, environment, kept, signals, os.getpid())
         with signals.noted():
-            return (HostAgent(job, member) if member else Agent(job)).run()
+            return (HostSupervisor(job, member) if member else Supervisor(job)).run()
 
 
 def _as_text(value: Any) -> str:
@@ -119,3 +132,35 @@ def _stop_as_asked(number: signal.Signals) -> None:
     if signal.getsignal(number) is signal.SIG_DFL:  # the first process of a container outlives it
         raise SystemExit(128 + number)
     raise LaunchError(f"stopped by {number.name}")
+
+
+def run_script(
+    script: str,
+    arguments: Sequence[str],
+    workers: int,
+    options: Mapping[str, Any],
+    *,
+    as_module: bool = False,
+    gathering: ClusterSpec | None = None,
+) -> None:
+    """Run `python script arguments…` (or `python -m script arguments…`) in `workers` workers of this host, one of several that gather.
+
+    Options and errors are those of `launch`; a script that is not there is a `ConfigError`.
+    """
+    if not as_module and not Path(script).is_file():
+        raise ConfigError(
+            f"script {script!r} was given, and there is no such file; expected a Python script, or a module after -m"
+        )
+    start(
+        partial(_run_as_main, script, arguments, as_module=as_module), workers, options, gathering
+    )
+
+
+def _run_as_main(script: str, arguments: Sequence[str], *, as_module: bool) -> None:
+    sys.argv = [script, *arguments]
+    if as_module:
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(script).resolve().parent)
+        runpy.run_path(script, run_name="__main__")

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import atexit
 import gc
+import multiprocessing
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
-from samestep.launch.failure import Failure
-from samestep.launch.parent import end_with_parent
+from samestep.config import Config
+from samestep.handoff import ATTEMPT, LauncherState
+from samestep.host import end_with_parent
+from samestep.launch.exit_report import Failure, Report
+from samestep.launch.signals import StopSignals
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+FORK: Final = multiprocessing.get_context("fork")
 
-    from samestep.config import Config
-    from samestep.launch.crew import Attempt
-    from samestep.launch.kept import Kept
-    from samestep.launch.report import Report
-    from samestep.launch.signals import StopSignals
 
-ATTEMPT: Final = "SAMESTEP_INTERNAL_ATTEMPT"
+@dataclass(frozen=True)
+class Attempt:
+    """One start of all `workers` of a run, as one host sees it: its own `local_workers` have ranks from `first_rank` on.
+
+    `environment` says where their store listens, as MASTER_ADDR and so on.
+    """
+
+    number: int
+    first_rank: int
+    local_workers: int
+    workers: int
+    environment: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Job:
     workers: int
     config: Config
     environment: Mapping[str, str]
-    kept: Kept
+    kept: LauncherState
     signals: StopSignals
     launcher_pid: int
 

@@ -1,7 +1,7 @@
 """What a run tells the outside: events as append-only lines, scalars, timing, images."""
 
 from samestep.record.events import read_events
-from samestep.record.history import read_history
 from samestep.record.record import FileRecord, NoRecord, Record, open_record
+from samestep.record.source import read_history
 
 __all__ = ["FileRecord", "NoRecord", "Record", "open_record", "read_events", "read_history"]

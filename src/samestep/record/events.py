@@ -10,14 +10,11 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from samestep.errors import RecordError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 FILE_NAME: Final = "events.jsonl"
 _FREE_SPACE: Final = (

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 from samestep.errors import RecordError
 from samestep.record.events import FILE_NAME, EventFile
-from samestep.record.images import copy_picture, write_picture
-from samestep.record.waiting import WaitingImages
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from samestep.record.images import Picture
-
+from samestep.record.images import AsyncImageWriter, Picture, copy_picture, write_picture
 
 # of a step, whose seconds `timing` tells
 PARTS: Final = ("data", "compute", "exchange", "optimizer", "snapshot")
@@ -85,7 +79,7 @@ class FileRecord(Record):
         """Open the record in `directory`, which is made where it is missing."""
         self._directory = directory
         self._events = EventFile(directory / FILE_NAME)
-        self._images = WaitingImages(self._write_image)
+        self._images = AsyncImageWriter(self._write_image)
         self._dropped = {"count": 0, "step": 0}
 
     def claim(self) -> None:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final, TypeAlias
 
 from samestep.config import SINKS, is_url
 from samestep.errors import RecordError
-from samestep.record import parts
-from samestep.record.events import FILE_NAME
-from samestep.record.files import Below, LocalFiles, join
+from samestep.record import files as parts
+from samestep.record.events import FILE_NAME, read_events
+from samestep.record.files import Below, Files, LocalFiles, join
 from samestep.record.images import FOLDER as IMAGES
 from samestep.storage import Retries, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from samestep.record.files import Files
 
 READ_BYTES: Final = 4 * 2**20
 DEEPEST: Final = 4  # folders below a place in which runs are looked for
@@ -118,7 +117,7 @@ class Source:
         return b"".join(self.open_image(path)[1])
 
 
-class Place:
+class Position:
     """A folder or URL with runs at or below it. All are read over the same connections: a client of S3 takes 18 MB."""
 
     def __init__(self, location: str | Path) -> None:
@@ -169,9 +168,59 @@ class Place:
 
 def open_source(location: str | Path) -> Source:
     """Return what reads the record at a folder or URL, which may come later. Raises `ConfigError` for a URL that cannot be used."""
-    return Place(location).source(".")
+    return Position(location).source(".")
 
 
 def find_runs(location: str | Path) -> list[str]:
     """Return where runs are at or below a folder or URL, as `Place.find` does."""
-    return Place(location).find()
+    return Position(location).find()
+
+
+Place: TypeAlias = tuple[float, bool]
+
+STARTS: Final = ("started", "resumed")
+OF_A_STEP: Final = ("scalars", "timing", "image")
+
+
+def read_history(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run's directory or of its events file, in order, without those that a later start made void.
+
+    A start that resumes from a step makes void the scalars, timing and images of the steps after
+    it, which are made again; one from the beginning makes void all of them. What was logged between
+    two steps (`between`) after as many as were resumed from stays. Events that tell of attempts
+    themselves (`started`, `snapshot`, `failed`, ...) always stay. Reads twice and holds no events.
+    Raises `RecordError` when there is no record at `path`.
+    """
+    # the number of its event, and the last place whose events stand
+    starts: list[tuple[int, Place]] = []
+    count = 0
+    for count, event in enumerate(read_events(path), start=1):
+        if event.get("event") in STARTS:
+            starts.append((count, last_standing(event)))
+    # Of each start and all after it together; the first comes last, to be taken off when it was
+    # passed.
+    limits = list(
+        accumulate(reversed(starts), lambda later, start: (start[0], min(start[1], later[1])))
+    )
+    # what was added since belongs to the next reading
+    for number, event in enumerate(islice(read_events(path), count), start=1):
+        while limits and limits[-1][0] <= number:
+            limits.pop()
+        if not limits or event.get("event") not in OF_A_STEP or place_of(event) <= limits[-1][1]:
+            yield event
+
+
+def place_of(event: dict[str, Any]) -> Place:
+    """Return where in a run an event stands: after so many steps, and whether within the next."""
+    return _step(event), not event.get("between")
+
+
+def last_standing(start: dict[str, Any]) -> Place:
+    """Return the last place whose events a start lets stand."""
+    return (_step(start) if start["event"] == "resumed" else -math.inf), False
+
+
+def _step(event: dict[str, Any]) -> float:
+    """Return an event's step; of one that tells none, which no run writes, a step before all others."""
+    step = event.get("step")
+    return step if isinstance(step, (int, float)) else -math.inf

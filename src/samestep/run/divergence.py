@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from samestep.comm.base import World
 from samestep.errors import DivergenceError
 from samestep.snapshot.files import checksum
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from samestep.snapshot.tracked import Tracked
-    from samestep.world import World
+from samestep.snapshot.manager import Tracked
 
 
 class DivergenceCheck:

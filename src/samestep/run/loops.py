@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from samestep.data.plan import check_end
+from samestep.data.batch import Batch
+from samestep.data.plan import Plan, check_end
 from samestep.errors import DataError
-from samestep.run.progress import Position
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from samestep.data.batch import Batch
-    from samestep.data.plan import Plan
-    from samestep.run.progress import Progress
+from samestep.run.progress import Position, Progress
 
 
 class PlannedLoop:
@@ -105,7 +100,7 @@ def run_loop(
         except GeneratorExit:
             progress.leave_loop()
             raise
-        progress.whereabouts.at("loading data")  # that the body did not look at
+        progress.status.at("loading data")  # that the body did not look at
         batch.load()
         progress.end_step()
     progress.end_loop()

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
+import torch
+
+from samestep.config import Config
+from samestep.data.batch import Batch
+from samestep.data.streams import LaneStream
 from samestep.errors import DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from samestep.config import Config
-    from samestep.data.batch import Batch
-    from samestep.data.streams import LaneStream
-    from samestep.record import Record
-    from samestep.run.divergence import DivergenceCheck
-    from samestep.run.stop import StopRequest
-    from samestep.snapshot.keeper import Keeper
-    from samestep.snapshot.read import Snapshot
-    from samestep.step.backward import Lanes
-
+from samestep.record import Record
+from samestep.run.divergence import DivergenceCheck
+from samestep.run.stop import StopRequest
+from samestep.snapshot.manager import SnapshotManager
+from samestep.snapshot.read import Snapshot
+from samestep.step.lane_engine import LaneEngine
 
 NOTHING: Final = (0, False, False)  # no signal came, and neither a snapshot nor a hot copy is due
 BODY: Final = "in the body of a loop"
@@ -68,9 +64,9 @@ class Progress:
         self,
         config: Config,
         record: Record,
-        keeper: Keeper,
+        keeper: SnapshotManager,
         stop: StopRequest,
-        lanes: Lanes,
+        lanes: LaneEngine,
         divergence: DivergenceCheck,
         resumed: Snapshot | None,
     ) -> None:
@@ -87,7 +83,7 @@ class Progress:
             lanes,
         )
         self._divergence = divergence
-        self.whereabouts = lanes.world.whereabouts
+        self.status = lanes.world.status
         self._open: OpenStep | None = None
         self._seconds: dict[str, float] = {}
         self._agreed = NOTHING
@@ -96,7 +92,7 @@ class Progress:
         if resumed is not None:
             state = resumed.state["run"]
             self.step, self.epoch = state["step"], state["epoch"]
-            self.whereabouts.step = self.step
+            self.status.step = self.step
             self.positions = {
                 name: Position(**position) for name, position in state["positions"].items()
             }
@@ -143,15 +139,15 @@ class Progress:
             self._stop_here()
         self.epoch = batch.epoch
         self._open = OpenStep(batch, complete)
-        self.whereabouts.step = self.step
-        self.whereabouts.at(BODY)
+        self.status.step = self.step
+        self.status.at(BODY)
         self._stop.deferring = self._keeper.keeps
 
     def leave_loop(self) -> None:
         """Say that the body was left by break, return or an exception; which of them, nobody knows yet."""
         if self._open is not None:
             self._open.left = True
-            self.whereabouts.at(OUTSIDE)
+            self.status.at(OUTSIDE)
 
     def end_step(self) -> None:
         """Say that the body came to its end: the boundary between two steps."""
@@ -162,7 +158,7 @@ class Progress:
         self._open = None
         self.step += 1
         self._divergence.take(self.step)
-        self._keeper.hot.tell_step(self.step)
+        self._keeper.hot.report_step(self.step)
         (signal, due, hot), self._agreed = self._agreed, NOTHING
         if self._keeper.is_due(self.step) or due or self._wanted:
             self._keep()
@@ -173,7 +169,7 @@ class Progress:
 
     def end_loop(self) -> None:
         """Say that a loop has no more steps. A signal that came too late for the last one's note is agreed upon here."""
-        self.whereabouts.at(OUTSIDE)
+        self.status.at(OUTSIDE)
         self._exchange_notes("ending a loop")
         (signal, due, _), self._agreed = self._agreed, NOTHING
         if due:
@@ -234,7 +230,7 @@ class Progress:
         if self._seconds:
             self._record.timing(self.step - 1, [note["seconds"] for note in notes])
             self._seconds = {}
-        self.whereabouts.at(BODY if self._open is not None else OUTSIDE)
+        self.status.at(BODY if self._open is not None else OUTSIDE)
 
     def time_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the time of an optimizer's steps count as such."""
@@ -274,7 +270,7 @@ class Progress:
         raise SystemExit(0)
 
     def _keep(self) -> None:
-        with self.whereabouts.doing("taking a snapshot"):
+        with self.status.doing("taking a snapshot"):
             self._keeper.save(self.step, *self._states(), self._score)
         self._wanted, self._score = False, None
 
@@ -294,7 +290,7 @@ class Progress:
 
     def _finish(self, event: str, **fields: Any) -> None:
         self._exchange_notes("ending the run")
-        self.whereabouts.end()
+        self.status.end()
         self._record.flush()
         self._keeper.finish()
         self._record.event(event, step=self.step, **fields)

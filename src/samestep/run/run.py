@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
+from typing_extensions import Self
 
-from samestep.config import merge
-from samestep.data.batches import plan_batches
-from samestep.data.plan import GroupedPlan, ShuffledPlan
-from samestep.data.seeds import key
+from samestep.cluster import ProcessInfo, find_process
+from samestep.config import Config, merge
+from samestep.data.batch import Batch
+from samestep.data.loader import plan_batches
+from samestep.data.plan import GroupBy, GroupedPlan, Plan, ShuffledPlan
+from samestep.data.random_state import key
 from samestep.data.streams import LaneStream, steps_left, stream_batches
 from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
-from samestep.launch.place import find_place
-from samestep.run.images import pixels
+from samestep.host import return_freed_memory
 from samestep.run.loops import PlannedLoop, run_loop
-from samestep.run.memory import return_freed_memory
 from samestep.run.progress import Position
-from samestep.run.scalars import scalars_of
 from samestep.run.session import Session
+from samestep.run.values import pixels, scalars_of
 from samestep.step.clip import gradient_norm, scale_gradients
-from samestep.step.lanework import Loss
+from samestep.step.lane_pass import Count, Loss, LossFn, Reduction
 from samestep.step.means import Means
 from samestep.step.replicate import replicate
 from samestep.step.shard import Shard, check_shardable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import TracebackType
-
-    from typing_extensions import Self
-
-    from samestep.config import Config
-    from samestep.data.batch import Batch
-    from samestep.data.plan import GroupBy, Plan
-    from samestep.launch.place import Place
-    from samestep.step.lanework import Count, LossFn, Reduction
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -53,7 +43,7 @@ def init(**options: Any) -> Run:
     Raises `ConfigError` for a wrong option and `WorldError` when the workers do not find each
     other.
     """
-    return Run(merge(options), find_place(os.environ))
+    return Run(merge(options), find_process(os.environ))
 
 
 class Run:
@@ -64,8 +54,8 @@ class Run:
     given and settled.
     """
 
-    def __init__(self, config: Config, place: Place) -> None:
-        self.rank, self.world_size, self.is_main = place.rank, place.workers, place.rank == 0
+    def __init__(self, config: Config, place: ProcessInfo) -> None:
+        self.rank, self.world_size, self.is_main = place.rank, place.world_size, place.rank == 0
         self._session = session = Session(config, place)
         self.config, self.dir, self.lanes = session.config, config.dir, session.lanes.lanes
         self.devices, self.device = session.devices, session.devices[0]
@@ -289,7 +279,7 @@ class Run:
         evaluation = Evaluation(
             self._lanes, dataset, batch_size, collate_fn=collate_fn, loader_workers=loader_workers
         )
-        with self._world.whereabouts.doing("evaluating"):
+        with self._world.status.doing("evaluating"):
             return evaluation.outputs(fn, model) if gather else evaluation.means(fn, model, count)
 
     def gather(self, obj: Any) -> list[Any] | None:
@@ -364,7 +354,7 @@ class Run:
             if error is None:
                 self._session.end()
             elif not isinstance(error, (SystemExit, KeyboardInterrupt)):
-                self._session.tell_failure(error)
+                self._session.report_failure(error)
         finally:
             self.close()
 

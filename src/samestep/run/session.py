@@ -9,37 +9,34 @@ import uuid
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from samestep.data.seeds import set_generators
+from samestep.cluster import ProcessInfo
+from samestep.comm.connect import connect
+from samestep.config import Config
+from samestep.data.random_state import set_generators
 from samestep.errors import RecordError
-from samestep.launch.kept import Kept
-from samestep.launch.worker import ATTEMPT
+from samestep.handoff import ATTEMPT, LauncherState
+from samestep.host import keep_freed_memory, keep_no_more
 from samestep.record import open_record
-from samestep.record.beside import Beside
+from samestep.record.exporter import ExporterProcess
 from samestep.record.sinks.base import check_sinks
 from samestep.run.divergence import DivergenceCheck
-from samestep.run.memory import keep_freed_memory, keep_no_more
 from samestep.run.progress import Progress
 from samestep.run.start import agree_on_lanes, find_snapshot, set_aside, set_up_devices, share_gpus
 from samestep.run.stop import StopRequest
-from samestep.snapshot.hot import HotCopies
-from samestep.snapshot.keeper import Keeper
-from samestep.step.backward import Lanes
-from samestep.world import connect
-
-if TYPE_CHECKING:
-    from samestep.config import Config
-    from samestep.launch.place import Place
-    from samestep.snapshot.read import Snapshot
+from samestep.snapshot.in_memory import InMemorySnapshots
+from samestep.snapshot.manager import SnapshotManager
+from samestep.snapshot.read import Snapshot
+from samestep.step.lane_engine import LaneEngine
 
 
 class Session:
     """The parts of a run in this worker, from its start to its end; `resumed_streams` are states by name and lane that nobody took yet."""
 
-    def __init__(self, config: Config, place: Place) -> None:
+    def __init__(self, config: Config, place: ProcessInfo) -> None:
         self._place = place
         self._exits = ExitStack()
         self.devices = set_up_devices(config, place)
@@ -55,7 +52,7 @@ class Session:
         try:
             self._assemble(config)
         except BaseException as error:
-            self.world.whereabouts.tell_failure(error)
+            self.world.status.report_failure(error)
             self.close()
             raise
 
@@ -69,18 +66,18 @@ class Session:
             self.record.claim()
         sinks = _sinks(config) if place.rank == 0 else []
         check_sinks(sinks)
-        hot = HotCopies(
-            Kept.from_environment(os.environ), place, world, config.dir, config.hot_every
+        hot = InMemorySnapshots(
+            LauncherState.from_environment(os.environ), place, world, config.dir, config.hot_every
         )
         begun = hot.has_begun(attempt_number)
         resumed = find_snapshot(config, world, self.record, hot, begun=begun)
-        lanes = agree_on_lanes(config, place.workers, len(self.devices), resumed)
+        lanes = agree_on_lanes(config, place.world_size, len(self.devices), resumed)
         self.config = replace(config, lanes=lanes)
         attempt = world.broadcast_object(uuid.uuid4().hex[:8], "starting")
         if place.rank == 0 and not begun:
             set_aside(config, resumed, attempt, self.record)
-        self.lanes = Lanes(world, config, lanes, self.devices)
-        self.keeper = Keeper(config, world, self.record, attempt, resumed, hot)
+        self.lanes = LaneEngine(world, config, lanes, self.devices)
+        self.keeper = SnapshotManager(config, world, self.record, attempt, resumed, hot)
         self._exits.callback(self.keeper.close)
         self.stop = StopRequest()
         # what is in memory alone is kept at the end of a step
@@ -97,7 +94,9 @@ class Session:
         self._tell_start(attempt, resumed)
         hot.begin(self.progress.step, anew=not begun)
         if config.dir is not None and place.rank == 0 and (sinks or config.transfer):
-            self._exits.callback(Beside(config.dir, sinks, config.transfer, self.record).finish)
+            self._exits.callback(
+                ExporterProcess(config.dir, sinks, config.transfer, self.record).finish
+            )
             self._exits.callback(self._write_images)  # before it is told to send the last
 
     def _tell_start(self, attempt: str, resumed: Snapshot | None) -> None:
@@ -134,12 +133,12 @@ class Session:
         try:
             self.progress.end_run()
         except Exception as error:
-            self.tell_failure(error)
+            self.report_failure(error)
             raise
 
-    def tell_failure(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Tell the other workers, so that all end, and the record."""
-        self.world.whereabouts.tell_failure(error)
+        self.world.status.report_failure(error)
         with suppress(Exception):  # the error that is on its way matters more than its record
             record = open_record(self.config.dir, writes=True)
             trace = "".join(traceback.format_exception(error))

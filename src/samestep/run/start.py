@@ -6,26 +6,21 @@ import logging
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from samestep.config import is_url
+from samestep.cluster import ProcessInfo
+from samestep.comm.base import World
+from samestep.config import Config, is_url
 from samestep.errors import ConfigError
-from samestep.snapshot.read import list_snapshots, load, step_of
-from samestep.snapshot.remote.download import Downloads, load_from
+from samestep.record import Record
+from samestep.snapshot.download import Downloads, load_from
+from samestep.snapshot.in_memory import InMemorySnapshots
+from samestep.snapshot.read import Snapshot, list_snapshots, load, step_of
 from samestep.snapshot.resume import load_newest
 
-if TYPE_CHECKING:
-    from samestep.config import Config
-    from samestep.launch.place import Place
-    from samestep.record import Record
-    from samestep.snapshot.hot import HotCopies
-    from samestep.snapshot.read import Snapshot
-    from samestep.world import World
 
-
-def set_up_devices(config: Config, place: Place) -> list[torch.device]:
+def set_up_devices(config: Config, place: ProcessInfo) -> list[torch.device]:
     """Return the worker's devices, with threads or deterministic kernels as configured. Raises `ConfigError` without the GPUs asked for."""
     # torch would just say that there is no GPU
     if config.device != "cpu" and torch.cuda._is_in_bad_fork():  # noqa: SLF001
@@ -55,13 +50,13 @@ def set_up_devices(config: Config, place: Place) -> list[torch.device]:
     return devices
 
 
-def _gpus(asked: int | tuple[str, ...], place: Place, there: int) -> list[torch.device]:
+def _gpus(asked: int | tuple[str, ...], place: ProcessInfo, there: int) -> list[torch.device]:
     """Return the GPUs of one worker of a host that has `there` of them."""
     if isinstance(asked, tuple):
         given = f"devices={','.join(asked)} was given"
-        if place.local_workers > 1:
+        if place.local_world_size > 1:
             raise ConfigError(
-                f"{given} to {place.local_workers} workers of one host, which would share them; expected a number"
+                f"{given} to {place.local_world_size} workers of one host, which would share them; expected a number"
             )
         devices = [torch.device(name) for name in asked]
         if len(set(devices)) < len(devices) or max(device.index for device in devices) >= there:
@@ -78,15 +73,16 @@ def _gpus(asked: int | tuple[str, ...], place: Place, there: int) -> list[torch.
     ]
 
 
-def share_gpus(devices: list[torch.device], place: Place) -> bool:
+def share_gpus(devices: list[torch.device], place: ProcessInfo) -> bool:
     """Tell whether several workers of this host use one GPU."""
     return (
-        devices[0].type == "cuda" and len(devices) * place.local_workers > torch.cuda.device_count()
+        devices[0].type == "cuda"
+        and len(devices) * place.local_world_size > torch.cuda.device_count()
     )
 
 
 def find_snapshot(
-    config: Config, world: World, record: Record, hot: HotCopies, *, begun: bool
+    config: Config, world: World, record: Record, hot: InMemorySnapshots, *, begun: bool
 ) -> Snapshot | None:
     """Load the snapshot that the run resumes from: the same on all workers.
 

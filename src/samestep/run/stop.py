@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import TYPE_CHECKING, NoReturn
-
-if TYPE_CHECKING:
-    from types import FrameType
+from types import FrameType
+from typing import NoReturn
 
 
 class StopRequest:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -11,10 +13,6 @@ from safetensors.torch import save_file
 from samestep.errors import SnapshotError
 from samestep.snapshot.files import appearing
 from samestep.snapshot.read import load
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 def export(snapshot: Path, destination: Path, name: str = "model") -> list[str]:

@@ -10,14 +10,12 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from xxhash import xxh3_128
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
 
 UNCACHED: Final = getattr(os, "O_DIRECT", 0)
 

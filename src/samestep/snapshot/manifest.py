@@ -9,21 +9,17 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import torch
 
 from samestep.errors import SnapshotError
 from samestep.snapshot.files import checksum
 from samestep.snapshot.layout import Extent, tiling_fault
-from samestep.snapshot.state import DTYPES, canonical, flatten_plain, no_tensor, restore
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    import torch
-
-    from samestep.snapshot.state import Plain
+from samestep.snapshot.state import DTYPES, Plain, canonical, flatten_plain, no_tensor, restore
 
 FORMAT: Final = 2
 NAME: Final = "manifest.json"
@@ -66,7 +62,7 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class Form:
+class TensorSpec:
     """What a tensor looks like. `order` lists its dims from the slowest to the fastest in storage, as pieces count elements."""
 
     dtype: torch.dtype
@@ -83,7 +79,7 @@ class Form:
         return [str(self.dtype).removeprefix("torch."), list(self.shape), list(self.order)]
 
     @classmethod
-    def from_json(cls, plain: Any) -> Form:
+    def from_json(cls, plain: Any) -> TensorSpec:
         """Read a form. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
         dtype, shape, order = plain
         if (
@@ -127,7 +123,7 @@ class Manifest:
     score: float | None
     info: Mapping[str, Any]
     state: Any
-    forms: Mapping[str, Form]
+    forms: Mapping[str, TensorSpec]
     pieces: Mapping[str, tuple[Piece, ...]]
     files: tuple[DataFile, ...]
 
@@ -186,7 +182,7 @@ class Manifest:
             score=_score(restore(body["score"], no_tensor)),
             info=_typed(restore(body["info"], no_tensor), dict),
             state=body["state"],
-            forms={name: Form.from_json(form) for name, (form, _) in body["tensors"].items()},
+            forms={name: TensorSpec.from_json(form) for name, (form, _) in body["tensors"].items()},
             pieces={
                 name: tuple(map(Piece.from_json, pieces))
                 for name, (_, pieces) in body["tensors"].items()

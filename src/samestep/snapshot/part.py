@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from mmap import PAGESIZE
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
 from samestep.errors import SnapshotError
 from samestep.snapshot.files import checksum, write_durably
 from samestep.snapshot.layout import Extent, share
-from samestep.snapshot.manifest import DataFile, Form
-from samestep.snapshot.state import canonical, flatten, merge
-from samestep.step.slices import TensorSlice, flattened, storage_order
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from samestep.snapshot.state import Plain, Tensors
+from samestep.snapshot.manifest import DataFile, TensorSpec
+from samestep.snapshot.state import Plain, Tensors, canonical, flatten, merge
+from samestep.step.layout import TensorSlice, flattened, storage_order
 
 SEGMENT_BYTES: Final = 2**22
 ALIGNMENT: Final = 64  # bytes; of the first tensor in its file, for those who map it into memory
@@ -59,7 +55,7 @@ class Contribution:
     """A worker's part of the state: JSON, the forms of the tensors it tells of, and its pieces of them."""
 
     state: Plain
-    forms: Mapping[str, Form]
+    forms: Mapping[str, TensorSpec]
     pieces: Sequence[OwnPiece]
 
 
@@ -71,7 +67,7 @@ class Part:
     """
 
     state: Plain
-    forms: Mapping[str, Form]
+    forms: Mapping[str, TensorSpec]
     pieces: Sequence[tuple[str, int, int, int, str | None]]
     file: DataFile
 
@@ -92,7 +88,7 @@ class Part:
         body: dict[str, Any] = json.loads(data)
         return cls(
             state=body["state"],
-            forms={name: Form.from_json(form) for name, form in body["forms"].items()},
+            forms={name: TensorSpec.from_json(form) for name, form in body["forms"].items()},
             pieces=[
                 (name, start, stop, offset, digest)
                 for name, start, stop, offset, digest in body["pieces"]
@@ -169,10 +165,10 @@ def _descending_element_size(pair: tuple[OwnPiece, torch.Tensor]) -> int:
     return -pair[0].dtype.itemsize
 
 
-def _form(tensor: torch.Tensor | TensorSlice) -> Form:
+def _form(tensor: torch.Tensor | TensorSlice) -> TensorSpec:
     if isinstance(tensor, TensorSlice):
-        return Form(tensor.values.dtype, tuple(tensor.shape), tuple(tensor.order))
-    return Form(tensor.dtype, tuple(tensor.shape), storage_order(tensor))
+        return TensorSpec(tensor.values.dtype, tuple(tensor.shape), tuple(tensor.order))
+    return TensorSpec(tensor.dtype, tuple(tensor.shape), storage_order(tensor))
 
 
 class Staging:

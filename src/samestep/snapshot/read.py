@@ -5,24 +5,20 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
 from samestep.errors import SnapshotError
 from samestep.snapshot import files
-from samestep.snapshot.manifest import LARGEST_BYTES, NAME, Manifest
+from samestep.snapshot.manifest import LARGEST_BYTES, NAME, DataFile, Manifest, TensorSpec
 from samestep.snapshot.state import restore
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from samestep.snapshot.manifest import DataFile, Form
 
 Place = tuple[int, memoryview]  # from which byte of a file on, and where to
 
@@ -151,7 +147,9 @@ def _restored(
     return state
 
 
-def _tensor(memory: dict[str, torch.Tensor], forms: Mapping[str, Form], name: str) -> torch.Tensor:
+def _tensor(
+    memory: dict[str, torch.Tensor], forms: Mapping[str, TensorSpec], name: str
+) -> torch.Tensor:
     """Show memory, which is still to be filled in storage order, in a tensor's own shape."""
     form = forms[name]
     if name not in memory:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from samestep.comm.base import World
 from samestep.errors import SnapshotError
+from samestep.snapshot.download import Downloads
+from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.read import Snapshot, list_snapshots, load, step_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from samestep.snapshot.hot import HotCopies
-    from samestep.snapshot.remote.download import Downloads
-    from samestep.world import World
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,7 @@ def load_newest(
     directory: Path | None,
     world: World,
     report: Callable[..., object],
-    hot: HotCopies | None = None,
+    hot: InMemorySnapshots | None = None,
     downloads: Downloads | None = None,
 ) -> Snapshot | None:
     """Load the newest snapshot in a run's directory, hot copy or download that every worker finds whole, None if there is none; collective.

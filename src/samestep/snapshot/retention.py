@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from samestep.snapshot.files import sync
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import fault, inspect, list_snapshots, step_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 
 class Retention:

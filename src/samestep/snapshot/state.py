@@ -13,17 +13,15 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, Union
+from typing import Any, Final, NoReturn, TypeAlias, Union
 
 import numpy as np
 import torch
 
 from samestep.errors import SnapshotError
-from samestep.step.slices import TensorSlice
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+from samestep.step.layout import TensorSlice
 
 # "Plain" is text still
 Plain: TypeAlias = Union[bool, int, float, str, list["Plain"], dict[str, "Plain"], None]  # noqa: UP007

@@ -6,24 +6,21 @@ import errno
 import re
 import threading
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from samestep.errors import SamestepError, SnapshotError
-from samestep.snapshot.commit import combined
+from samestep.snapshot.commit import CommitProtocol, ToldError, combined
 from samestep.snapshot.files import sync, write_whole
 from samestep.snapshot.manifest import NAME, Manifest
-from samestep.snapshot.meeting import Meeting, ToldError
 from samestep.snapshot.part import Contribution, Staging, contribution, data_bytes, write_part
 from samestep.snapshot.read import directory_name, fault, inspect, list_snapshots
 from samestep.snapshot.retention import Retention
 from samestep.snapshot.state import copy_plain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 Event = tuple[str, dict[str, Any]]
 
@@ -44,7 +41,7 @@ class _Save:
     """One snapshot that is being written by this worker."""
 
     step: int
-    meeting: Meeting
+    meeting: CommitProtocol
     mine: Contribution
     data: memoryview
     info: Mapping[str, Any]
@@ -135,7 +132,7 @@ class SnapshotWriter:
         self._saves += 1  # a step that is saved again gets files of its own
         save = _Save(
             step=step,
-            meeting=Meeting(
+            meeting=CommitProtocol(
                 directory=self._directory / directory_name(step),
                 attempt=f"{self._attempt}.{self._saves}",
                 rank=self._rank,
@@ -259,7 +256,7 @@ class SnapshotWriter:
         except (OSError, SnapshotError) as error:
             return [("snapshot_not_removed", {"reason": str(error)})]
 
-    def _failure(self, meeting: Meeting, error: Exception) -> SnapshotError:
+    def _failure(self, meeting: CommitProtocol, error: Exception) -> SnapshotError:
         """Say which snapshot could not be written, why, what to do, and which one there is."""
         if isinstance(error, ToldError):
             return error

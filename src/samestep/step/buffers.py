@@ -7,17 +7,12 @@ left alone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
-from samestep.step.tree import subtrees, tree_sum
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from samestep.step.tree import Span
-    from samestep.world import World
+from samestep.comm.base import World
+from samestep.step.tree import Span, subtrees, tree_sum
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 

@@ -6,25 +6,20 @@ the rows of all parameters are then added in one order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
-from samestep.step.layout import ALIGNMENT
-from samestep.step.slices import flattened
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from samestep.step.shard import Block
-    from samestep.world import World
+from samestep.comm.base import World
+from samestep.step.layout import ALIGNMENT, flattened
+from samestep.step.shard import FlatBuffer
 
 Rows = dict[int, torch.Tensor]  # id of a parameter → sums of squares of its rows, float64
 
 
 def gradient_norm(
-    parameters: Sequence[torch.nn.Parameter], blocks: Sequence[Block], world: World
+    parameters: Sequence[torch.nn.Parameter], blocks: Sequence[FlatBuffer], world: World
 ) -> torch.Tensor:
     """Return the 2-norm of the parameters' gradients, float64; those in `blocks` have theirs in the workers' slices."""
     rows: Rows = {}
@@ -55,7 +50,7 @@ def _whole_rows(parameter: torch.nn.Parameter) -> torch.Tensor:
     )
 
 
-def _sharded_rows(block: Block, world: World) -> Rows:
+def _sharded_rows(block: FlatBuffer, world: World) -> Rows:
     own = torch.zeros_like(block.own)
     for segment in block.segments:
         if segment.parameter.grad is not None:

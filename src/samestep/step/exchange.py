@@ -8,22 +8,15 @@ subtrees to the owners on other hosts, once for the whole host.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import torch
 
-from samestep.step.gradients import copy_gradients
-from samestep.step.layout import Layout
-from samestep.step.slices import flattened
-from samestep.step.tree import carried, halves, subtrees, tree_sum
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from samestep.step.gradients import Gradients
-    from samestep.step.tree import Span
-    from samestep.world import World
-
+from samestep.comm.base import World
+from samestep.step.gradients import Gradients, copy_gradients
+from samestep.step.layout import Layout, flattened
+from samestep.step.tree import Span, carried, halves, subtrees, tree_sum
 
 # of gradients that travel together: the network is busy while the others are computed
 BUCKET_BYTES: Final = 8 << 20
@@ -191,7 +184,7 @@ class Exchange:
         self._meet(what)  # after it, whoever holds the storage may write there
 
     def _meet(self, what: str) -> None:
-        self._world.meet_on_host(what)
+        self._world.barrier_on_host(what)
         self._summed_at = -1  # those who came have added up
 
     def _fetch(self, own: torch.Tensor, what: str) -> None:

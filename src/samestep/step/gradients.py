@@ -6,14 +6,12 @@ lane used has none at all, so that the optimizer leaves it alone as in plain PyT
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from samestep.errors import LossError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Gradients = list[torch.Tensor | None]
 
@@ -70,3 +68,31 @@ def copy_gradients(views: Sequence[torch.Tensor], gradients: Gradients) -> None:
     for view, gradient in zip(views, gradients, strict=True):
         if gradient is None:
             view.zero_()
+
+
+class ModuleParameters:
+    """Remembers the parameters of a module, each once, and walks through it again only when something in it was added or replaced.
+
+    Walking through a module of 200 layers takes longer than one of its steps should wait. The
+    module itself is not kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._registries: list[dict[str, Any]] = []
+        self._content: list[int] = []
+        self._parameters: list[torch.nn.Parameter] = []
+
+    def trainable(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Return the parameters of `module`, always the same one, that require a gradient now."""
+        if not self._registries or self._ids() != self._content:
+            self._registries = [
+                registry
+                for one in module.modules()
+                for registry in (one._parameters, one._modules)  # noqa: SLF001
+            ]
+            self._content = self._ids()
+            self._parameters = list(module.parameters())
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
+
+    def _ids(self) -> list[int]:
+        return [id(value) for registry in self._registries for value in registry.values()]

@@ -2,26 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+import torch
 
-    import torch
-
-    from samestep.step.backward import Target
-    from samestep.step.gradients import Gradients
+from samestep.step.exchange import Exchange
+from samestep.step.gradients import Gradients
+from samestep.step.shard import FlatBuffer
 
 # of the smallest gradient whose early copy saves more than it costs to call for it
 EARLY_BYTES: Final = 1 << 18
 
 
+@dataclass
+class Bucket:
+    """Some parameters whose gradients are exchanged together, by their numbers among the updated ones."""
+
+    exchange: Exchange
+    numbers: list[int | None]  # None: a parameter of a sharded optimizer that is not updated now
+    block: FlatBuffer | None
+
+    def set_aside(self) -> None:
+        """Move gradients of an earlier call that nobody has used up out of the way."""
+        if self.block is not None:
+            self.block.set_aside()
+
+    def put(self, own: Sequence[Gradients]) -> None:
+        """Give the gradients of this worker's subtrees to the exchange."""
+        self.exchange.put(
+            [[None if n is None else gradients[n] for n in self.numbers] for gradients in own]
+        )
+
+    def finish(
+        self, parameters: Sequence[torch.nn.Parameter], missing: Collection[int], scale: float
+    ) -> None:
+        """Leave the global gradient, multiplied with `scale`, in `.grad` of all that are not `missing`, or of their segments."""
+        total = self.exchange.sum()
+        if scale != 1.0:
+            total.mul_(scale)
+        present = [n is not None and n not in missing for n in self.numbers]
+        if self.block is not None:
+            self.block.set_gradients(total, present)
+            return
+        for n, gradient, there in zip(self.numbers, self.exchange.gather(), present, strict=True):
+            if there:
+                parameters[n].grad = gradient  # type: ignore[index]
+
+
 class Overlap:
     """Gives gradients to the exchanges of `targets` after backward; subclasses do more of that while autograd still runs."""
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[Bucket]) -> None:
         self.targets = targets
         self._watching = False
 
@@ -52,7 +87,7 @@ class EarlyExchange(Overlap):
     does not reach wait for `finish`.
     """
 
-    def __init__(self, targets: Sequence[Target], parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, targets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]) -> None:
         super().__init__(targets)
         self._parameters = parameters
         self._order = targets[::-1]
@@ -90,7 +125,7 @@ class EarlyExchange(Overlap):
 class EarlyCopies(Overlap):
     """Copies large gradients where they are added up as soon as autograd has them: still in the cache, and all are never there twice."""
 
-    def __init__(self, targets: Sequence[Target], parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, targets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]) -> None:
         super().__init__(targets)
         for target in targets:
             for n, view in zip(target.numbers, target.exchange.own_views[0], strict=True):

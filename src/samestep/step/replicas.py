@@ -7,15 +7,13 @@ device that it runs on.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from samestep.step.tree import carried
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 class Home(NamedTuple):

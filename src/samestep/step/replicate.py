@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
+from samestep.comm.base import World
 from samestep.errors import ModelError
-
-if TYPE_CHECKING:
-    from samestep.world import World
 
 # of a tensor that travels by itself: together with others it would be copied twice, and held in
 # memory

@@ -7,23 +7,18 @@ gathered (Rajbhandari et al. 2020, "ZeRO", stage 1).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import optim
 
+from samestep.comm.base import World
 from samestep.errors import OptimizerError
 from samestep.step.exchange import Exchange, buckets
-from samestep.step.layout import ALIGNMENT
-from samestep.step.slices import TensorSlice, storage_order
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from samestep.step.layout import Piece
-    from samestep.world import World
+from samestep.step.layout import ALIGNMENT, Piece, TensorSlice, storage_order
 
 ELEMENTWISE: Final = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
@@ -47,7 +42,7 @@ class Segment:
         return values[start : start + piece.stop - piece.start]
 
 
-class Block:
+class FlatBuffer:
     """Parameters of one dtype of an optimizer, in flat storage; of this worker's slice the optimizer gets segments.
 
     Neighbours share a segment while their sizes are multiples of 64 elements, so that no kernel's
@@ -188,7 +183,8 @@ class Shard:
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.blocks = [
-            Block(bucket, lanes, world, optimizer) for bucket in buckets(self._parameters, world)
+            FlatBuffer(bucket, lanes, world, optimizer)
+            for bucket in buckets(self._parameters, world)
         ]
         firsts = {
             self._index(block, segment.pieces[0]): segment.parameter
@@ -203,7 +199,7 @@ class Shard:
             self.load_state_dict(born_with)
         optimizer.register_step_post_hook(self._gather)
 
-    def _index(self, block: Block, piece: Piece) -> int:
+    def _index(self, block: FlatBuffer, piece: Piece) -> int:
         """Return the index in the optimizer, before it was sharded, of the parameter that a piece is of."""
         return self._index_of[id(block.exchange.parameters[piece.index])]
 
@@ -232,7 +228,7 @@ class Shard:
 
     @staticmethod
     def _values_of(
-        piece: Piece, segment: Segment, values: Mapping[str, Any], block: Block
+        piece: Piece, segment: Segment, values: Mapping[str, Any], block: FlatBuffer
     ) -> dict[str, Any]:
         """Return the optimizer's state of a piece; what is one a parameter is told by the worker that has its start."""
         whole = block.exchange.parameters[piece.index]
@@ -269,7 +265,7 @@ class Shard:
         load_optimizer(self.optimizer, {"state": values, "param_groups": groups})
 
 
-def _joined(name: str, segment: Segment, of: Mapping[Piece, Any], block: Block) -> Any:
+def _joined(name: str, segment: Segment, of: Mapping[Piece, Any], block: FlatBuffer) -> Any:
     """Return a segment's values of one name from those of the whole parameters."""
     value = of[segment.pieces[0]][name]
     if not _is_elementwise(name, value):

@@ -14,10 +14,8 @@ tree. So the order of additions never depends on the number of workers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator
+from typing import TypeVar
 
 Value = TypeVar("Value")
 Span = tuple[int, int]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from samestep.world import World
+    from samestep.comm.base import World
 
 
 def exchanging(world: World, gradient: torch.Tensor, what: str) -> Callable[[], None]:

@@ -98,7 +98,7 @@ class RemoteRun:
 
     def __init__(self, url: str) -> None:
         from samestep.snapshot.read import step_of
-        from samestep.snapshot.remote.copies import Remote
+        from samestep.snapshot.remote import Remote
 
         folder, _, name = url.rstrip("/").rpartition("/")
         is_snapshot = step_of(Path(name)) is not None

@@ -15,7 +15,7 @@ from samestep.watch.table import Table
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from samestep.record.history import Place
+    from samestep.record.source import Place
 
 AXES: Final = ("step", "time")
 

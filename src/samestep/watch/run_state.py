@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from samestep.record.history import STARTS, last_standing, place_of
 from samestep.record.record import PARTS
+from samestep.record.source import STARTS, last_standing, place_of
 from samestep.watch.curves import Curve
 from samestep.watch.numbers import number, real, whole
 from samestep.watch.timeline import told
@@ -17,7 +17,7 @@ from samestep.watch.timings import RECENT, Timings
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from samestep.record.history import Place
+    from samestep.record.source import Place
 
 ENDS: Final = {
     "finished": "finished",

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from samestep.record.history import STARTS
+from samestep.record.source import STARTS
 from samestep.watch.numbers import real, whole
 
 if TYPE_CHECKING:

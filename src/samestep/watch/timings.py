@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from samestep.record.history import Place
+    from samestep.record.source import Place
 
 EXCHANGE: Final = PARTS.index("exchange")
 OTHER: Final = "other"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from samestep.errors import ConfigError, RecordError
-from samestep.record.forwarded import Forwarded
+from samestep.record.cursor import Cursor
 from samestep.record.sinks.function import FunctionDestination
 from samestep.record.source import open_source
 
@@ -37,7 +37,7 @@ PART = f"record/{0:020d}-{len(LINES):020d}.jsonl"
 
 
 def destination(run, name=f"{__name__}:note"):
-    return FunctionDestination(name, run, open_source(run), Forwarded(run))
+    return FunctionDestination(name, run, open_source(run), Cursor(run))
 
 
 def test_it_is_given_images_and_parts_and_no_part_stays(run):

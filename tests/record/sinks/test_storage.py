@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.record.forwarded import Forwarded
-from samestep.record.parts import Part, parts_of
+from samestep.record.cursor import Cursor
+from samestep.record.files import Part, parts_of
 from samestep.record.sinks import storage as module
 from samestep.record.sinks.storage import StorageDestination
 from samestep.record.source import open_source
 from samestep.storage import StorageError
-from tests.snapshot.remote.faulty import URL, failing, faulty_storage
+from tests.snapshot.faulty import URL, failing, faulty_storage
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def log(run, *events):
 
 
 def destination(run, url=URL):
-    return StorageDestination(url, run, open_source(run), Forwarded(run))
+    return StorageDestination(url, run, open_source(run), Cursor(run))
 
 
 def pass_on(run, sink, offset=None):

@@ -72,7 +72,7 @@ def test_configuration_scalars_and_images_are_there(record, tmp_path):
     write_image(record, 1, np.arange(60, dtype=np.uint8).reshape(4, 5, 3))
     record.event("finished", step=2)
     # as beside training: in a thread
-    ended = start("samestep.record.forward", tmp_path, "--to", "wandb")
+    ended = start("samestep.record.exporter", tmp_path, "--to", "wandb")
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == "wandb has 'step' as 'metric/step': the name has a meaning there\n"
     there = Read(tmp_path)

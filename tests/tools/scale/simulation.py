@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from samestep.comm.base import World
 from samestep.step.exchange import Exchange
 from samestep.tools.scale.traffic import MEETING_BYTES
-from samestep.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -82,12 +82,12 @@ class WrittenDown(World):
         raise NotImplementedError
 
     def barrier(self, what):
-        self.meet_on_host(what)
+        self.barrier_on_host(what)
         if len(self.hosts) > 1:
             self.calls.append(Doubling(MEETING_BYTES * len(self.host)))
-            self.meet_on_host(what)
+            self.barrier_on_host(what)
 
-    def meet_on_host(self, what):
+    def barrier_on_host(self, what):
         if len(self.host) > 1:
             self.calls.append(Meeting())
 
@@ -98,7 +98,7 @@ class WrittenDown(World):
 def calls_of(
     rank: int, workers: int, per_host: int, lanes: int, elements: int
 ) -> list[AllToAll | Ring | Doubling | Meeting]:
-    """Return what one worker's exchange of a step asks of the world, in order, as `samestep.step.backward` leads it."""
+    """Return what one worker's exchange of a step asks of the world, in order, as `samestep.step.lane_engine` leads it."""
     world = WrittenDown(rank, workers, per_host)
     parameter = torch.zeros(elements)
     exchange = Exchange([parameter], lanes, world)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from samestep.errors import RecordError
+from samestep.record.cursor import Cursor
+from samestep.record.files import FOLDER, Part, parts_of
 from samestep.record.images import paths_in
-from samestep.record.parts import FOLDER, Part, parts_of
 from samestep.record.sinks.base import find_callable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from samestep.record.forwarded import Forwarded
-    from samestep.record.source import Source
+from samestep.record.source import Source
 
 PAUSE_SECONDS: Final = 10.0
 
@@ -28,7 +25,7 @@ def find_function(name: str) -> Callable[[Path], object]:
 class FunctionDestination:
     """Calls a function with the path of every image, and of every part of the events, which is a file only as long as the call lasts."""
 
-    def __init__(self, name: str, directory: Path, source: Source, forwarded: Forwarded) -> None:
+    def __init__(self, name: str, directory: Path, source: Source, forwarded: Cursor) -> None:
         self.name, self.pause_seconds, self.dropped = name, PAUSE_SECONDS, 0
         self._directory, self._source, self._forwarded = directory, source, forwarded
         self._images: set[str] = set()  # that were passed, of a part that was not

@@ -7,16 +7,14 @@ import logging
 import os
 import posixpath
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from samestep.errors import ConfigError
-from samestep.record.history import STARTS
 from samestep.record.images import safe_name
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from samestep.record.source import STARTS
 
 FOLDER: Final = "mlflow"
 RUN_FILE: Final = "run-id"

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
 
 from samestep.errors import RecordError
+from samestep.record.cursor import Cursor
 from samestep.record.events import FILE_NAME
+from samestep.record.files import FOLDER, Part, parts_of, reach, superfluous
 from samestep.record.images import paths_in
-from samestep.record.parts import FOLDER, Part, parts_of, reach, superfluous
+from samestep.record.source import Source
 from samestep.storage import Retries, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from samestep.record.forwarded import Forwarded
-    from samestep.record.source import Source
 
 PAUSE_SECONDS: Final = 3.0
 FULL_BYTES: Final = 2 * 2**20
@@ -32,7 +29,7 @@ class StorageDestination:
     is replaced by one that holds them all.
     """
 
-    def __init__(self, url: str, directory: Path, source: Source, forwarded: Forwarded) -> None:
+    def __init__(self, url: str, directory: Path, source: Source, forwarded: Cursor) -> None:
         self.name, self.pause_seconds, self.dropped = url, PAUSE_SECONDS, 0
         self._storage = Storage(url, ONE_TRY)
         self._file, self._source, self._forwarded = directory / FILE_NAME, source, forwarded

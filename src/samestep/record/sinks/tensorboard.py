@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from samestep.errors import ConfigError, RecordError
 from samestep.record.events import read_events
-from samestep.record.history import OF_A_STEP, STARTS, last_standing, place_of
-from samestep.record.source import open_source
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+from samestep.record.source import OF_A_STEP, STARTS, last_standing, open_source, place_of
 
 FOLDER: Final = "tensorboard"
 _FILE: Final = "events.out.tfevents"

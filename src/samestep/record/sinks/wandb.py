@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from samestep.errors import ConfigError
-from samestep.record.history import STARTS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from samestep.record.source import STARTS
 
 FOLDER: Final = "wandb"
 RUN_FILE: Final = "run-id"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from samestep.cgroups import cpu_quota
+from samestep.host import cpu_quota
 from samestep.tools.doctor.section import Section, change, good, note, some
 from samestep.tools.doctor.system import as_fact, whole_number
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from samestep.cluster import ProcessInfo, find_process
 from samestep.errors import ConfigError
-from samestep.launch.place import Place, find_place
 from samestep.tools.doctor.section import Section, change, good, note
 
 if TYPE_CHECKING:
@@ -77,23 +77,23 @@ def in_pod(system: System) -> bool:
 def has_several_hosts(system: System) -> bool:
     """Tell whether this process is a worker of a run on several hosts."""
     place = _place(system)
-    return not isinstance(place, ConfigError) and place.workers > place.local_workers
+    return not isinstance(place, ConfigError) and place.world_size > place.local_world_size
 
 
-def _place(system: System) -> Place | ConfigError:
+def _place(system: System) -> ProcessInfo | ConfigError:
     try:
-        return find_place(system.environment)
+        return find_process(system.environment)
     except ConfigError as error:
         return error
 
 
-def _told(place: Place) -> str:
+def _told(place: ProcessInfo) -> str:
     if place.started_by == "alone":
         return "of no launcher"
-    return f"worker {place.rank} of {place.workers}, started by {place.started_by}; they meet at {place.address}:{place.port}"
+    return f"worker {place.rank} of {place.world_size}, started by {place.started_by}; they meet at {place.address}:{place.port}"
 
 
-def _judge_place(place: Place | ConfigError) -> Iterator[Finding]:
+def _judge_place(place: ProcessInfo | ConfigError) -> Iterator[Finding]:
     if isinstance(place, ConfigError):
         message, _, mend = str(place).rpartition("; ")
         yield change(f"samestep.init would fail here: {message}.", mend)

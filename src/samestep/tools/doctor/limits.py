@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from samestep.cgroups import process_limit
+from samestep.host import process_limit
 from samestep.tools.doctor.section import Section, change, good, some
 from samestep.tools.doctor.system import UNLIMITED, as_fact, whole_number
 

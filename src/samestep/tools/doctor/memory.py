@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from samestep.cgroups import available_bytes, memory_limit, numbers
+from samestep.host import available_bytes, memory_limit, numbers
 from samestep.tools.doctor.launchers import in_pod
 from samestep.tools.doctor.section import Section, change, good, note, some
 from samestep.tools.doctor.system import as_fact

@@ -9,8 +9,8 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from samestep.launch.place.interface import ELSEWHERE, LOOPBACK_INTERFACE
-from samestep.launch.place.interface import VARIABLE as GLOO
+from samestep.host import ELSEWHERE, LOOPBACK_INTERFACE
+from samestep.host import VARIABLE as GLOO
 from samestep.tools.doctor.launchers import has_several_hosts
 from samestep.tools.doctor.section import Section, change, good, note
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import SamestepError
-from samestep.launch.preload import no_collection
+from samestep.host import no_collection
 
 
 def main() -> None:

@@ -14,9 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from samestep.cgroups import read_file
-from samestep.launch.files import lacking_calls
-from samestep.launch.place.interface import interface_towards
+from samestep.host import interface_towards, lacking_calls, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import distributed
 
+from samestep.cluster import find_process
+from samestep.comm.base import World
+from samestep.comm.connect import connect
 from samestep.config import merge
-from samestep.launch.local import start
-from samestep.launch.place import find_place
-from samestep.launch.place.interface import LOOPBACK_INTERFACE, VARIABLE
-from samestep.launch.preload import NEEDED, preload
+from samestep.host import LOOPBACK_INTERFACE, VARIABLE
+from samestep.launch.local import NEEDED, preload, start
 from samestep.tools.exchanging import exchanging
-from samestep.world import World, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,7 @@ def measure(*, quick: bool) -> list[Timed]:
 
 def _work(begun: float, folder: Path, *, quick: bool) -> list[Timed]:
     """Be one of the workers. Those of one host talk through memory."""
-    world = connect(find_place(os.environ), merge({}, os.environ), cuda=False)
+    world = connect(find_process(os.environ), merge({}, os.environ), cuda=False)
     formed = time.monotonic() - begun
     times, many = (QUICK_LARGE_TIMES, QUICK_SMALL_TIMES) if quick else (LARGE_TIMES, SMALL_TIMES)
     found: list[Timed] = [("start of two workers, from fork to world", [formed], 0)]

@@ -147,7 +147,7 @@ def _check(options: argparse.Namespace, most_workers: int) -> None:
 
 
 def _study(options: argparse.Namespace, sizes: list[int]) -> Study:
-    from samestep.cgroups import available_bytes
+    from samestep.host import available_bytes
     from samestep.tools.scale.study import Setting, Study
     from samestep.tools.scale.trials import Trials
 

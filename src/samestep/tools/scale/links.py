@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from samestep.cluster import find_process
+from samestep.comm.connect import connect
+from samestep.comm.distributed import Distributed
+from samestep.comm.rendezvous import form
 from samestep.config import merge
 from samestep.launch import launch
-from samestep.launch.place import find_place
 from samestep.run.start import set_up_devices, share_gpus
 from samestep.tools.exchanging import exchanging
 from samestep.tools.scale.model import MEASURED_WORKERS, Link
 from samestep.tools.scale.traffic import ELEMENT_BYTES, MEETINGS, traffic
-from samestep.world.connect import connect
-from samestep.world.distributed import Distributed
-from samestep.world.formation import form
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from samestep.world import World
+    from samestep.comm.base import World
 
 ROUNDS: Final = 15
 # of which one round's time is a mean: a single one is shorter than what the scheduler does
@@ -67,7 +67,7 @@ def _rate(nbytes: int, seconds: float) -> float:
 
 
 def _measure(nbytes: int) -> Seconds:
-    place, config = find_place(os.environ), merge({})
+    place, config = find_process(os.environ), merge({})
     devices = set_up_devices(config, place)
     world = connect(
         place, config, cuda=devices[0].type == "cuda", gpus_are_shared=share_gpus(devices, place)

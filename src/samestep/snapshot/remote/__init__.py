@@ -1,1 +1,0 @@
-"""Copies of snapshots on remote storage, and a function of the user's that is called for every file."""

@@ -1,0 +1,34 @@
+"""A job for workers that somebody else starts: each prints its place, and if asked to train a hash of that, as a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from samestep.cluster import find_process
+
+ROOT = Path(__file__).parents[3]
+TELL = (sys.executable, "-m", "tests.cluster.started")
+TRAIN = (*TELL, "train")
+
+
+def trained():
+    """Train, alone or as one of several workers; return a hash of the model."""
+    import samestep as ss
+    from tests.jobs import fingerprint, image_job
+
+    with ss.init(lanes=4) as run:
+        return str(fingerprint(image_job(run)["model"].state_dict()))
+
+
+def told(output):
+    """Return what workers printed, by rank."""
+    return sorted(map(json.loads, output.splitlines()), key=lambda line: line["rank"])
+
+
+if __name__ == "__main__":
+    place = asdict(find_process(os.environ))
+    sys.stdout.write(json.dumps({**place, "trained": trained()} if sys.argv[1:] else place) + "\n")

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from samestep.cluster import find_process
+from samestep.cluster.launchers import HYDRA, OPEN_MPI
+from samestep.errors import ConfigError
+from tests.cluster.started import ROOT, TRAIN, told, trained
+from tests.needs import needs
+
+MEETING_POINT = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}
+NAMESPACE = {"PMIX_NAMESPACE": "405667841"}
+SLURM_DAEMON = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "2",
+}
+
+
+def process(names, *numbers):
+    return dict(zip(names, map(str, numbers), strict=True))
+
+
+@pytest.mark.parametrize("names", [OPEN_MPI, HYDRA])
+@pytest.mark.parametrize("extra", [{}, SLURM_DAEMON])
+def test_mpirun_says_the_place(names, extra):
+    place = find_process({**process(names, 2, 3, 0, 1), **MEETING_POINT, **extra})
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (2, 3, 0, 1)
+    assert (place.address, place.port, place.started_by) == ("10.0.0.7", 1234, "mpi")
+    assert place.source == f"{names[0]}=2 of {names[1]}=3"
+
+
+def test_processes_of_one_host_meet_on_its_loopback_at_a_port_of_their_own():
+    place = find_process({**process(OPEN_MPI, 1, 3, 1, 3), **NAMESPACE})
+    assert place.address == "127.0.0.1"
+    assert 20_000 <= place.port < 29_000
+    assert (
+        find_process({**process(OPEN_MPI, 1, 3, 1, 3), "PMIX_NAMESPACE": "405667842"}).port
+        != place.port
+    )
+
+
+def test_one_process_is_alone():
+    assert find_process(process(OPEN_MPI, 0, 1, 0, 1)).started_by == "alone"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            process(OPEN_MPI, 2, 3, 0, 1) | NAMESPACE,
+            "RANK=2 of .*SIZE=3 does not tell where rank 0 listens, and MASTER_ADDR is not set",
+        ),
+        (process(OPEN_MPI, 1, 2, 1, 2), "and MASTER_PORT is not set; give all workers"),
+        (
+            process(OPEN_MPI, 3, 3, 0, 1) | MEETING_POINT,
+            "OMPI_COMM_WORLD_RANK=3, OMPI_COMM_WORLD_SIZE=3, .* contradict each other",
+        ),
+        (
+            process(OPEN_MPI, "x", 2, 0, 2),
+            "OMPI_COMM_WORLD_RANK='x' was given; expected a whole number; start workers with mpirun",
+        ),
+        (
+            process(OPEN_MPI[:2], 0, 2),
+            "SIZE=2 is set and OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE is not; start",
+        ),
+        (
+            process(HYDRA[:2], 0, 2),
+            "PMI_RANK=0, PMI_SIZE=2 is set and MPI_LOCALRANKID, MPI_LOCALNRANKS is not; start",
+        ),
+        (
+            process(OPEN_MPI, 1, 2, 1, 2) | NAMESPACE | {"RANK": "0"},
+            "OMPI_COMM_WORLD_RANK=1 and RANK=0 contradict each other; unset",
+        ),
+    ],
+)
+def test_what_mpirun_cannot_have_meant_is_named(variables, message):
+    with pytest.raises(ConfigError, match=message):
+        find_process(variables)
+
+
+def test_mpirun_trains_what_one_worker_trains(tmp_path):
+    needs("mpirun")
+    variables = {"PYTHONPATH": str(ROOT), "OMPI_MCA_orte_tmpdir_base": str(tmp_path)}
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *TRAIN]
+    done = subprocess.run(
+        mpirun,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    workers = told(done.stdout)
+    assert [
+        (worker["rank"], worker["local_rank"], worker["local_workers"], worker["started_by"])
+        for worker in workers
+    ] == [
+        (0, 0, 2, "mpi"),
+        (1, 1, 2, "mpi"),
+    ]
+    assert [worker["trained"] for worker in workers] == [trained()] * 2

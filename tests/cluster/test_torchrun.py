@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+from tests.cluster.started import ROOT, trained
+from tests.jobs import events
+from tests.workers import free_port
+
+SECONDS = 60.0
+# A worker that is alone stays in its fourth step until torchrun stops it, because another node has
+# come.
+JOB = """
+import signal, sys, threading
+from pathlib import Path
+import samestep as ss
+from tests.jobs import fingerprint, image_job
+
+directory = Path(sys.argv[1])
+stopped = threading.Event()
+
+with ss.init(lanes=4, dir=directory / "run") as run:
+    def wait_for_another(step):
+        if run.world_size == 1 and step == 4:
+            act = signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, lambda *received: (stopped.set(), act(*received)))
+            (directory / "alone").touch()
+            stopped.wait()
+
+    left = fingerprint(image_job(run, hook=wait_for_another)["model"].state_dict())
+    (directory / f"left-{run.rank}").write_text(str(left))
+"""
+# Nodes import torch at the same time, and meet one after the other.
+NODE = """
+import sys, time
+from pathlib import Path
+from torch.distributed.run import main
+
+started_after = Path(sys.argv.pop(1))
+while not started_after.exists():
+    time.sleep(0.01)
+main()
+"""
+
+
+@contextmanager
+def node(directory, port, started_after):
+    """Run torchrun for one of at most two nodes."""
+    rendezvous = [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-id=7",
+        "--rdzv-conf=last_call_timeout=1",
+    ]
+    options = ["--nnodes=1:2", "--nproc-per-node=1", "--local-addr=127.0.0.1", *rendezvous]
+    command = [sys.executable, "-c", NODE, started_after, *options, directory / "job.py", directory]
+    # Without the last one torchrun of torch 2.13 never tells the second node where the first one's
+    # workers meet.
+    variables = {
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(directory),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    with (directory / "printed").open("ab") as output:
+        process = subprocess.Popen(
+            command, env={**os.environ, **variables}, stdout=output, stderr=output
+        )
+    try:
+        yield process
+    finally:
+        process.kill()  # of one that has ended, does nothing
+        process.wait()
+
+
+def test_a_node_that_comes_late_is_taken_in_and_nothing_else_changes(tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    port, deadline = free_port(), time.monotonic() + SECONDS
+    with (
+        node(tmp_path, port, tmp_path / "job.py") as first,
+        node(tmp_path, port, tmp_path / "alone") as second,
+    ):
+        ended = [process.wait(deadline - time.monotonic()) for process in (first, second)]
+    assert ended == [0, 0], (tmp_path / "printed").read_text()
+    assert [
+        len(event["workers"])
+        for event in events(tmp_path / "run")
+        if "workers" in event and "attempt" in event
+    ] == [1, 2]
+    left = [(tmp_path / f"left-{rank}").read_text() for rank in range(2)]
+    assert left == [trained()] * 2

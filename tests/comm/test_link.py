@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from contextlib import contextmanager, suppress
+from random import Random
+
+import pytest
+
+from samestep.comm.link import (
+    HELLO_BYTES,
+    NONCE_BYTES,
+    Frames,
+    Link,
+    Seal,
+    decode,
+    encode,
+    frame,
+    parse_address,
+    prove,
+    write_address,
+)
+from samestep.errors import ConfigError, WorldError
+
+TOKEN = "a token of sixteen or more"
+
+
+@pytest.fixture
+def seals():
+    nonces = secrets.token_bytes(2 * NONCE_BYTES)
+    return [Seal(TOKEN, nonces, coordinator=coordinator) for coordinator in (True, False)]
+
+
+def body_of(data):
+    frames = Frames(HELLO_BYTES)
+    frames.feed(data)
+    return frames.next()
+
+
+def test_messages_pass_both_ways_in_order(seals):
+    one, other = seals
+    for message in ({"a": 1}, {}, {"text": "é\n", "none": None}):
+        assert other.open(body_of(one.seal(message))) == message
+        assert one.open(body_of(other.seal(message))) == message
+
+
+@pytest.mark.parametrize(
+    "fault", ["changed", "repeated", "left out", "sent back", "cut", "of another connection"]
+)
+def test_a_frame_that_the_other_end_did_not_make_next_is_refused(seals, fault):
+    one, other = seals
+    first, second = body_of(one.seal({"a": 1})), body_of(one.seal({"a": 2}))
+    if fault == "repeated":
+        other.open(first)
+    if fault == "of another connection":
+        other = Seal(TOKEN, bytes(2 * NONCE_BYTES), coordinator=False)
+    if fault == "sent back":
+        other = one
+    wrong = {"changed": first[:-1] + b"]", "left out": second, "cut": first[:20]}.get(fault, first)
+    with pytest.raises(ValueError, match="MAC"):
+        other.open(wrong)
+
+
+def test_frames_come_out_whole_however_they_are_cut():
+    random = Random(0)
+    bodies = [random.randbytes(random.randrange(100)) for _ in range(50)]
+    stream = b"".join(map(frame, bodies))
+    frames, found = Frames(HELLO_BYTES), []
+    while stream:
+        size = random.randrange(1, 40)
+        frames.feed(stream[:size])
+        stream = stream[size:]
+        while (body := frames.next()) is not None:
+            found.append(body)
+    assert found == bodies
+
+
+def test_a_frame_that_is_too_long_is_refused_before_it_comes():
+    with pytest.raises(ValueError, match="expected at most 512"):
+        body_of(b"\xff\xff\xff\xff")
+    with pytest.raises(ValueError, match="cannot be sent"):
+        frame(bytes(2**22 + 1))
+
+
+def test_any_bytes_are_a_message_or_an_error(seals):
+    random = Random(0)
+    right = seals[0].seal({"tell": "beat", "step": 3})
+    for _ in range(20_000):
+        data = bytearray(right)
+        for _ in range(random.randrange(1, 4)):
+            data[random.randrange(len(data))] = random.randrange(256)
+        data = bytes(data) if random.random() < 0.5 else random.randbytes(random.randrange(80))
+        with suppress(ValueError):
+            body = body_of(data)
+            assert body is None or len(body) <= HELLO_BYTES
+            if body is not None:
+                assert isinstance(decode(body), dict)
+        if data != right and (body := whole(data)) is not None:
+            with pytest.raises(ValueError, match="MAC"):
+                seals[1].open(body)
+
+
+def whole(data):
+    with suppress(ValueError):
+        return body_of(data)
+    return None
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"1", b"{", b"\xff", b"[" * 100_000, b'{"a":' * 100_000]
+)
+def test_what_is_no_object_is_an_error(text):
+    with pytest.raises(ValueError):  # noqa: PT011  of several kinds
+        decode(text)
+
+
+@contextmanager
+def answering(*answers):
+    """Yield the address of somebody who answers the first connection so, whatever comes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                for answer in answers:
+                    connection.sendall(answer)
+                connection.recv(1 << 16)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        (
+            [b"HTTP/1.1 400 Bad Request\r\n\r\n"],
+            "no coordinator of samestep: a frame of 1213486160 bytes was announced",
+        ),
+        ([frame(b"{}")], "a hello without a nonce"),
+        ([frame(b'{"nonce":"' + 64 * b"z" + b'"}')], "no coordinator of samestep"),
+        (
+            [frame(encode({"nonce": 64 * "0"})), frame(encode({"refused": "token"}))],
+            "the token there is another one",
+        ),
+        (
+            [frame(encode({"nonce": 64 * "0"})), frame(encode({"proof": 64 * "0"}))],
+            "does not know the token",
+        ),
+        (
+            [frame(encode({"nonce": 64 * "0"})), frame(encode({"proof": "é"}))],
+            "does not know the token",
+        ),
+        (
+            [
+                frame(encode({"nonce": 64 * "0"})),
+                frame(encode({"proof": prove(TOKEN, b"member", bytes(64)).hex()})),
+            ],
+            "does not know the token",
+        ),
+    ],
+)
+def test_who_answers_must_know_the_token(answers, said):
+    with answering(*answers) as address, pytest.raises(WorldError, match=said):
+        Link(address, TOKEN, 5.0)
+
+
+def test_who_never_answers_is_waited_for_so_long():
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(TimeoutError):
+        Link(listener.getsockname(), TOKEN, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [("node1", "node1:29400"), ("10.0.0.1", "10.0.0.1:29400"), ("fd00::1", "[fd00::1]:29400")],
+)
+def test_an_address_is_a_host_and_a_port(host, text):
+    assert parse_address(text, "--master") == (host, 29400)
+    assert write_address(host, 29400) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "node1",
+        ":1",
+        "node1:",
+        "node1:0",
+        "node1:65536",
+        "node1:x",
+        "node1:1٣",
+        "fd00::1:29400",
+        "[]:1",
+    ],
+)
+def test_what_is_no_address_is_named(text):
+    with pytest.raises(ConfigError, match=r"--master '.*' was given; expected HOST:PORT"):
+        parse_address(text, "--master")

@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import functools
+import math
+import os
+import time
+from multiprocessing import get_context
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from samestep.comm import rendezvous as formation
+from samestep.comm.distributed import HEAD_BYTES, ROW_BYTES, Staged
+from samestep.comm.shared_memory import INLINE_BYTES
+from samestep.errors import WorldError
+from tests.workers import run_workers, try_workers
+from tests.worlds import distributed_world, in_processes, in_threads, on_hosts, shared_world
+
+FIRST_CAPACITY = ROW_BYTES - HEAD_BYTES  # bytes that fit the first message of `Distributed`
+LENGTHS = [
+    0,
+    1,
+    FIRST_CAPACITY - 1,
+    FIRST_CAPACITY,
+    FIRST_CAPACITY + 1,
+    INLINE_BYTES,
+    INLINE_BYTES + 1,
+    3,
+    200_000,
+    0,
+]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+
+
+def conforms(world):
+    """Check every call of a world against what its docstring promises."""
+    assert 0 <= world.rank < world.size
+    for check in CHECKS:
+        before = world.meetings
+        check(world)
+        # where not all need to wait for all
+        assert world.meetings > before or check in {rank_zero_is_copied, workers_of_a_host_meet}
+    meetings = world.meetings
+    world.barrier("waiting")
+    assert world.meetings == meetings + 1
+    assert set(world.all_gather_json(meetings, "comparing meetings")) == {meetings}
+    return world.rank
+
+
+def bytes_of_any_length(world):
+    for length in LENGTHS:
+        for own in (length * (world.rank + 1), length if world.rank == world.size - 1 else 2):
+            data = bytes([65 + world.rank]) * own
+            lengths = world.all_gather_object(own, "telling lengths")
+            expected = [bytes([65 + rank]) * lengths[rank] for rank in range(world.size)]
+            assert world.all_gather_bytes(data, "gathering bytes") == expected
+            gathered = world.gather_bytes(data, "gathering bytes")
+            assert gathered == (expected if world.rank == 0 else None)
+
+
+def json_keeps_bits(world):
+    value = {
+        "rank": world.rank,
+        "floats": [0.1, 5e-324, 1.7976931348623157e308, -0.0, math.inf, -math.inf, math.nan],
+        "text": "\u20ac\x00",
+    }
+    everyone = world.all_gather_json(value, "gathering JSON")
+    assert [repr(other) for other in everyone] == [
+        repr({**value, "rank": rank}) for rank in range(world.size)
+    ]
+
+
+def objects(world):
+    own = {world.rank: (1, {2}, b"3"), "tensor": torch.full((2, 3), world.rank)}
+    for everyone in (
+        world.all_gather_object(own, "gathering objects"),
+        world.gather_object(own, "gathering objects"),
+    ):
+        if everyone is None:
+            assert world.rank > 0
+            continue
+        for rank, other in enumerate(everyone):
+            assert other[rank] == (1, {2}, b"3")
+            assert torch.equal(other["tensor"], torch.full((2, 3), rank))
+    assert world.broadcast_object(f"from {world.rank}", "sharing an object") == "from 0"
+    assert (
+        world.broadcast_object("x" * 5000 if world.rank == 0 else None, "sharing an object")
+        == "x" * 5000
+    )
+
+
+def tensors_are_gathered(world):
+    for dtype in DTYPES:
+        for size in (0, 1, 1000):
+            own = torch.full((size,), world.rank % 2, dtype=dtype)
+            out = torch.full((world.size * size,), 3, dtype=dtype)
+            expected = torch.cat(
+                [torch.full((size,), rank % 2, dtype=dtype) for rank in range(world.size)]
+            )
+            world.all_gather(out, own, "gathering tensors")
+            assert torch.equal(out, expected)
+            out[: world.rank * size], out[(world.rank + 1) * size :] = 3, 3
+            world.all_gather(
+                out, out[world.rank * size : (world.rank + 1) * size], "gathering tensors in place"
+            )
+            assert torch.equal(out, expected)
+
+
+def parts_go_to_their_ranks(world):
+    def part(sender, receiver, scale):
+        return torch.full((scale * ((sender + 2 * receiver) % 3),), 10.0 * sender + receiver)
+
+    ranks = range(world.size)
+    for scale in (0, 1, 700):
+        sent = [part(world.rank, rank, scale) for rank in ranks]
+        expected = [part(rank, world.rank, scale) for rank in ranks]
+        out = torch.empty(sum(map(len, expected)))
+        world.all_to_all(
+            out, list(map(len, expected)), torch.cat(sent), list(map(len, sent)), "exchanging parts"
+        )
+        assert torch.equal(out, torch.cat(expected))
+
+
+def rank_zero_is_copied(world):
+    for dtype in DTYPES:
+        tensor = torch.full((3, 5), 1 if world.rank == 0 else 0, dtype=dtype)
+        world.broadcast(tensor, "copying")
+        assert torch.equal(tensor, torch.ones(3, 5, dtype=dtype))
+
+
+def memory_is_shared_inside_hosts(world):
+    assert [rank for host in world.hosts for rank in host] == list(range(world.size))
+    assert world.rank in world.host
+    assert world.host in world.hosts
+    for nbytes in (0, 1, 100_000):
+        buffers = world.shared(nbytes)
+        own = buffers[world.host.index(world.rank)]
+        assert [(buffer.dtype, buffer.shape, int(buffer.sum())) for buffer in buffers] == [
+            (torch.uint8, (nbytes,), 0)
+        ] * len(world.host)
+        world.barrier("reading zeros")
+        own.fill_(world.rank + 1)
+        world.barrier("writing")
+        assert [buffer.tolist() for buffer in buffers] == [
+            [rank + 1] * nbytes for rank in world.host
+        ]
+        world.barrier("reading")
+
+
+def workers_of_a_host_meet(world):
+    (seen,) = world.shared(1)[:1]  # the first worker's
+    for turn in range(1, 4):
+        if world.rank == world.host.start:
+            seen.fill_(turn)
+        world.barrier_on_host("reading")
+        assert seen.item() == turn
+        world.barrier_on_host("writing")
+
+
+CHECKS = (
+    bytes_of_any_length,
+    json_keeps_bits,
+    objects,
+    tensors_are_gathered,
+    parts_go_to_their_ranks,
+    rank_zero_is_copied,
+    memory_is_shared_inside_hosts,
+    workers_of_a_host_meet,
+)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("launch", [in_processes, in_threads])
+def test_every_world_conforms(launch, workers):
+    assert launch(workers, conforms) == list(range(workers))
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_world_through_host_memory_conforms(workers):
+    assert in_processes(workers, lambda world: conforms(Staged(world))) == list(range(workers))
+
+
+@pytest.mark.parametrize(("hosts", "workers"), [(1, 2), (2, 2), (2, 4), (3, 3), (4, 4)])
+def test_a_world_of_several_hosts_conforms(hosts, workers):
+    def body(world):
+        assert len(world.hosts) == hosts
+        return conforms(world)
+
+    assert on_hosts(hosts, workers, body) == list(range(workers))
+
+
+def test_messages_pass_a_host_once_and_in_few_rounds(monkeypatch):
+    sent = []
+    send = dist.isend
+    monkeypatch.setattr(
+        dist,
+        "isend",
+        lambda rows, *arguments: (sent.append(tuple(rows.shape)), send(rows, *arguments))[1],
+    )
+
+    def body(world):
+        sent.clear()
+        world.barrier("counting messages")
+        return sent
+
+    assert on_hosts(2, 4, body) == [[(2, 1024)], [], [(2, 1024)], []]
+    assert on_hosts(3, 3, body) == [[(1, 1024), (1, 1024)]] * 3
+    assert on_hosts(4, 4, body) == [[(1, 1024), (2, 1024)]] * 4
+
+
+def calls(world):
+    tensor = torch.zeros(world.size)
+    return {
+        "all_gather_bytes": functools.partial(world.all_gather_bytes, b"data"),
+        "gather_bytes": functools.partial(world.gather_bytes, b"data"),
+        "all_gather": functools.partial(world.all_gather, tensor, tensor[:1]),
+        "all_to_all": functools.partial(
+            world.all_to_all, tensor.clone(), [1] * world.size, tensor, [1] * world.size
+        ),
+        "broadcast": functools.partial(world.broadcast, tensor),
+        "barrier": world.barrier,
+        "broadcast_object": functools.partial(world.broadcast_object, None),
+    }
+
+
+@pytest.mark.parametrize(
+    ("join", "workers"),
+    [(shared_world, 3), (distributed_world, 3), (functools.partial(distributed_world, hosts=2), 4)],
+)
+def test_a_lost_worker_is_an_error_on_the_others_within_seconds(join, workers):
+    """After the first error every further call fails too, at once."""
+
+    def body():
+        world = join(timeout=300)
+        world.barrier("starting")
+        if world.rank == 2:
+            os._exit(7)
+        started = time.monotonic()
+        told = {}
+        for name, call in calls(world).items():
+            with pytest.raises(WorldError) as caught:
+                call(f"making the call {name}")
+            told[name] = str(caught.value)
+        world.close()
+        return time.monotonic() - started, told
+
+    outcomes = try_workers(body, workers)
+    assert [outcome.exitcode for outcome in outcomes] == [0, 0, 7, 0][:workers]
+    for outcome in outcomes[:2] + outcomes[3:]:
+        seconds, told = outcome.value
+        assert seconds < 10
+        for name, message in told.items():
+            assert (
+                f"worker {outcome.rank} got no answer from the others while making the call {name}"
+                in message
+            )
+
+
+@pytest.mark.parametrize("join", [shared_world, distributed_world])
+def test_a_process_can_form_one_world_after_another(join):
+    """Also when rank 0 leaves the first one only after another worker has come for the second."""
+    come = get_context("fork").Event()
+
+    def tell_and_host(place):
+        come.set()
+        return host(place)
+
+    host = formation._home
+
+    def body():
+        world = join()
+        if world.rank == 0:
+            come.wait()
+        formation._home = tell_and_host
+        world.close()
+        second = join()
+        total = sum(second.all_gather_object(second.rank, "adding"))
+        second.close()
+        return total
+
+    assert run_workers(body, 2) == [1, 1]

@@ -1,0 +1,79 @@
+"""What the store of several hosts does with requests that make no sense; what it does with others, its client's tests tell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from random import Random
+
+import pytest
+
+from samestep.comm.link import to_text
+from samestep.launch.store_server import Keys
+
+VALUES = [
+    None,
+    True,
+    0,
+    -1,
+    10**30,
+    0.01,
+    float("inf"),
+    float("nan"),
+    "",
+    "x",
+    "é",
+    to_text(b"12"),
+    [],
+    ["x"],
+    [1],
+    {},
+    {"x": 1},
+]
+
+
+def test_any_request_is_answered_or_an_error():
+    random = Random(0)
+
+    async def ask():
+        keys = Keys()
+        answered = 0
+        for _ in range(20_000):
+            names = random.sample(
+                ["key", "keys", "value", "expected", "amount", "seconds", "other"],
+                k=random.randrange(7),
+            )
+            request = {name: random.choice(VALUES) for name in names}
+            request["do"] = random.choice(
+                [
+                    "set",
+                    "get",
+                    "add",
+                    "append",
+                    "check",
+                    "compare_set",
+                    "count",
+                    "delete",
+                    "wait",
+                    "",
+                    None,
+                    [],
+                ]
+            )
+            with suppress(ValueError):
+                json.dumps(
+                    await asyncio.wait_for(
+                        keys.answer({**request, "seconds": request.get("seconds") and 0}), 5
+                    )
+                )
+                answered += 1
+        return answered
+
+    assert asyncio.run(ask()) > 1000
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "x", None, 1e10])
+def test_a_wait_is_bounded(seconds):
+    with pytest.raises(ValueError, match=r"cannot wait|no request|could not convert"):
+        asyncio.run(Keys().answer({"do": "wait", "keys": ["never"], "seconds": seconds}))

@@ -1,0 +1,172 @@
+"""Runs on several hosts, which are network namespaces, from start to end and through the loss of hosts."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+
+import pytest
+
+from tests.jobs import events, image_job, left_by, left_in
+from tests.launch.launchers import JOB, PORT, launchers
+from tests.launch.processes import end_soon
+from tests.namespaces import hosts
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one worker on one host leaves of the job."""
+    return left_by(image_job, tmp_path_factory.mktemp("alone"), 1, lanes=8, snapshot_every=1)
+
+
+@pytest.fixture
+def nodes():
+    with hosts(2) as found:
+        yield found
+
+
+@pytest.fixture
+def start(nodes, tmp_path):
+    """Start a launcher on a host by its number, with the job in the folder `run`."""
+    with launchers() as start_on:
+
+        def start_launcher(number, *flags, fault=None):
+            flags = [
+                "run",
+                "--master",
+                f"{nodes[0].address}:{PORT}",
+                *flags,
+                str(JOB),
+                str(tmp_path / "run"),
+            ]
+            return start_on(
+                nodes[number],
+                tmp_path / f"log-{number}",
+                *flags,
+                *([json.dumps(fault)] if fault else []),
+            )
+
+        yield start_launcher
+
+
+def at(workers, rank, step, does):
+    return {"workers": workers, "rank": rank, "step": step, "does": does}
+
+
+def left_by_nodes(folder):
+    return left_in(image_job, folder, lanes=8)
+
+
+def test_two_hosts_leave_the_same_bits_as_one_worker(start, alone, tmp_path):
+    one, other = start(0, "--nodes", "2", "-n", "1"), start(1, "--nodes", "2", "-n", "2")
+    assert one.end() == other.end() == 0, one.output() + other.output()
+    assert "trained at 3 workers" in one.output()
+    assert "[2] trained at 3 workers" in other.output()
+    assert left_by_nodes(tmp_path / "run") == alone
+
+
+def test_a_killed_worker_is_replaced_on_its_host(start, alone, tmp_path):
+    fault = at(2, 1, 3, "kill")
+    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
+    assert one.end() == other.end() == 0, one.output() + other.output()
+    assert one.output().count("worker 1: killed by SIGKILL") == 1
+    assert [event["rank"] for event in events(tmp_path / "run", "restarting")] == [1]
+    assert left_by_nodes(tmp_path / "run") == alone
+
+
+def test_a_host_that_is_killed_is_left_out(start, alone, tmp_path):
+    fault = at(2, 1, 3, "wait")
+    one, other = (
+        start(0, "--nodes", "1:2", "--lanes", "8", fault=fault),
+        start(1, "--nodes", "1:2", "--lanes", "8", fault=fault),
+    )
+    one.wait_until((tmp_path / "run" / "fault").exists)
+    other.send(signal.SIGKILL)
+    assert one.end() == 0, one.output()
+    assert "trained at 1 workers" in one.output()
+    assert end_soon([int((tmp_path / "run" / "fault").read_text())])
+    assert left_by_nodes(tmp_path / "run") == alone
+
+
+def test_a_host_that_is_killed_is_replaced(start, alone, tmp_path):
+    fault = at(2, 1, 3, "wait")
+    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
+    one.wait_until((tmp_path / "run" / "fault").exists)
+    other.send(signal.SIGKILL)
+    one.wait_for("was lost")
+    another = start(1, "--nodes", "2")
+    assert one.end() == another.end() == 0, one.output() + another.output()
+    assert "trained at 2 workers" in one.output()
+    assert left_by_nodes(tmp_path / "run") == alone
+
+
+def test_a_host_that_comes_later_is_taken_in_and_a_stranger_is_not(start, nodes, alone, tmp_path):
+    one = start(0, "--nodes", "1:2", "--lanes", "8", fault=at(1, 0, 3, "wait"))
+    one.wait_until((tmp_path / "run" / "fault").exists)
+    subprocess.run(
+        nodes[1].command("bash", "-c", f"echo garbage > /dev/tcp/{nodes[0].address}/{PORT}"),
+        check=True,
+    )
+    one.wait_for(f"a connection from {nodes[1].address} is refused")
+    other = start(1, "--nodes", "1:2", "--lanes", "8")
+    assert one.end() == other.end() == 0, one.output() + other.output()
+    assert "trained at 2 workers" in one.output()
+    assert left_by_nodes(tmp_path / "run") == alone
+
+
+def test_the_first_failure_is_told_whole_on_the_first_host_and_in_a_line_on_others(start, tmp_path):
+    fault = at(2, 1, 3, "raise")
+    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
+    assert one.end() == other.end() == 1
+    told = "worker 1 failed first: ValueError: the data is wrong [step 3, host "
+    assert one.output().count(told) == other.output().count(told) == 1
+    assert one.output().count("Traceback") == 1
+    assert "Traceback" not in other.output()
+
+
+def test_a_signal_on_one_host_lets_all_snapshot_and_stop(start, tmp_path):
+    fault = at(2, 0, 3, "wait")
+    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
+    one.wait_until((tmp_path / "run" / "fault").exists)
+    other.send(signal.SIGTERM)
+    assert one.end() == other.end() == -signal.SIGTERM
+    assert (tmp_path / "run" / "step-00000004" / "manifest.json").exists()
+
+
+def test_a_host_that_is_preempted_leaves_and_the_run_goes_on(start, alone, tmp_path):
+    fault = at(2, 0, 3, "wait")
+    one, other = (
+        start(number, "--nodes", "1:2", "--lanes", "8", fault=fault) for number in range(2)
+    )
+    one.wait_until((tmp_path / "run" / "fault").exists)
+    other.send(signal.SIGTERM)
+    assert other.end() == -signal.SIGTERM
+    assert one.end() == 0, one.output()
+    assert len(events(tmp_path / "run", "resumed")) == 1
+    assert "trained at 1 workers" in one.output()
+    assert left_by_nodes(tmp_path / "run") == alone
+
+
+def test_nothing_is_left_when_the_first_host_is_killed(start, tmp_path):
+    fault = at(2, 1, 3, "wait")
+    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
+    one.wait_until((tmp_path / "run" / "fault").exists)
+    one.send(signal.SIGKILL)
+    assert other.end() == 1
+    assert "has lost the first host of the run" in other.output()
+    assert end_soon([int((tmp_path / "run" / "fault").read_text())])
+
+
+def test_a_host_whose_cable_is_pulled_is_left_out_and_ends(start, nodes, alone, tmp_path):
+    fault = at(2, 1, 3, "wait")
+    one, other = (
+        start(0, "--nodes", "1:2", "--lanes", "8", fault=fault),
+        start(1, "--nodes", "1:2", "--lanes", "8", fault=fault),
+    )
+    one.wait_until((tmp_path / "run" / "fault").exists)
+    nodes[1].plug(into=False)
+    assert one.end() == 0, one.output()
+    assert other.end() == 1
+    assert "nothing was heard of it for" in other.output()
+    assert left_by_nodes(tmp_path / "run") == alone

@@ -1,0 +1,85 @@
+"""What `run.log` records: values by name, with the lowest and highest worker where they are means over items."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import samestep as ss
+from samestep.run.values import scalars_of
+from samestep.step.means import LaneResult, Means
+from tests.jobs import Net, classify, images
+from tests.jobs import events as events_in
+
+
+def means(*losses):
+    """Return means of lanes that have an item each, the first on worker 0, the second on worker 1 and so on."""
+    return Means(
+        [LaneResult(lane, lane, 1, {"loss": loss, "size": 2.0}) for lane, loss in enumerate(losses)]
+    )
+
+
+def test_means_have_their_names_and_workers():
+    assert scalars_of(means(1.0, 4.0), {"rate": torch.tensor(0.5)}) == (
+        {"loss": 2.5, "size": 2.0, "rate": 0.5},
+        {"loss": 1.0, "size": 2.0},
+        {"loss": 4.0, "size": 2.0},
+    )
+
+
+def test_several_means_have_their_own_name_in_front():
+    values, low, high = scalars_of(
+        {}, {"generators": means(1.0, 2.0), "judges": means(5.0), "rate": 1, "scores": {"f1": 0.25}}
+    )
+    assert list(values) == [
+        "generators/loss",
+        "generators/size",
+        "judges/loss",
+        "judges/size",
+        "rate",
+        "scores/f1",
+    ]
+    assert (
+        values["generators/loss"],
+        values["judges/loss"],
+        values["rate"],
+        values["scores/f1"],
+    ) == (1.5, 5.0, 1.0, 0.25)
+    assert low == {
+        "generators/loss": 1.0,
+        "generators/size": 2.0,
+        "judges/loss": 5.0,
+        "judges/size": 2.0,
+    }
+    assert high == {**low, "generators/loss": 2.0}
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_plain_values_have_no_workers(prefixed):
+    plain = {"norm": 3.0}
+    values, low, high = scalars_of({}, {"all": plain}) if prefixed else scalars_of(plain, {})
+    assert (values, low, high) == ({"all/norm" if prefixed else "norm": 3.0}, {}, {})
+
+
+def test_a_run_logs_several_means_of_a_step_and_what_comes_between_steps(tmp_path):
+    with ss.init(lanes=2, dir=tmp_path) as run:
+        one, other = run.replicate(Net()), run.replicate(Net())
+        run.log(start=0)
+        for batch in run.batches(images(8), 4):
+            run.log(
+                one=run.backward(classify, one, batch),
+                other=run.backward(classify, other, batch),
+                rate=0.5,
+            )
+        run.log(score=1.0)
+    found = [
+        (event["step"], "between" in event, list(event["values"]))
+        for event in events_in(tmp_path, "scalars")
+    ]
+    named = ["one/loss", "one/accuracy", "other/loss", "other/accuracy", "rate"]
+    assert found == [
+        (0, True, ["start"]),
+        (0, False, named),
+        (1, False, named),
+        (2, True, ["score"]),
+    ]

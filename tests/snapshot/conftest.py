@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import pytest
+
+from samestep.snapshot.remote import Remote
+from tests.snapshot.faulty import HASTY, URL, faulty_storage
+
+
+@pytest.fixture
+def far():
+    with faulty_storage() as files:
+        yield files
+
+
+@pytest.fixture
+def remote(far):
+    return Remote(URL, HASTY)

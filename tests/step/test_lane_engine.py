@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.comm.base import Alone
+from samestep.config import Config
+from samestep.data.batch import Batch
+from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
+from samestep.step import exchange, overlap
+from samestep.step.lane_engine import LaneEngine
+from samestep.step.lane_pass import Loss, split_loss
+from samestep.step.replicate import replicate
+from samestep.step.shard import Shard
+from tests.bits import bits
+from tests.worlds import in_processes, on_hosts
+
+LANES = 5
+CPU = torch.device("cpu")
+COUNTS = [3, 0, 2, 4, 1]
+
+
+def lane_batch(lane, step=0):
+    return torch.randn(COUNTS[lane], 6, generator=torch.Generator().manual_seed(10 * step + lane))
+
+
+def batch_of(lanes, step=0, *, planned=True):
+    counts = COUNTS if planned else None
+    return Batch(
+        0,
+        lanes.own,
+        counts,
+        (lane_batch(lane, step) for lane in lanes.own if COUNTS[lane] or not planned),
+    )
+
+
+def model_of(lanes):
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {"body": nn.Linear(6, 70), "head": nn.Linear(70, 1), "spare": nn.Linear(2, 2)}
+    )
+    replicate(model, CPU, lanes.world)
+    lanes.add(model)
+    return model
+
+
+def loss_fn(model, batch):
+    noise = torch.rand(())  # the same wherever the lane runs
+    return model["head"](model["body"](batch).relu()).square().mean() * (1 + noise), {
+        "noise": noise
+    }
+
+
+def backward(
+    lanes, model, *, step=0, update=None, count=None, loss_fn=loss_fn, note=None, planned=True
+):
+    return lanes.backward(
+        Loss(loss_fn, model, count),
+        batch_of(lanes, step, planned=planned),
+        update or model,
+        (step, 0),
+        note,
+    )
+
+
+def gradients(model):
+    return {
+        name: None if parameter.grad is None else bits(parameter.grad)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def alone(**options):
+    return LaneEngine(Alone(), Config(**options), LANES, [CPU])
+
+
+def everything(world, bucket_bytes=None):
+    """Return what backward leaves: for the whole model and a part of it, twice without clearing, and with notes."""
+    if bucket_bytes is not None:
+        exchange.BUCKET_BYTES = bucket_bytes
+    lanes = LaneEngine(world, Config(), LANES, [CPU])
+    model = model_of(lanes)
+    found = []
+    answer = backward(lanes, model, note={"from": world.rank})
+    assert answer.notes == [{"from": rank} for rank in range(world.size)]
+    found.append(
+        [
+            gradients(model),
+            [(result.lane, result.count, result.metrics) for result in answer.results],
+        ]
+    )
+    backward(lanes, model, step=1)
+    found.append(gradients(model))
+    model.zero_grad()
+    backward(lanes, model, step=1, update=model["head"])
+    found.append(gradients(model))
+    model.zero_grad()
+    backward(lanes, model, step=1, count=lambda batch: 7 * len(batch))
+    found.append(gradients(model))
+    return found
+
+
+def test_every_number_of_workers_leaves_the_same_gradients():
+    (expected,) = in_processes(1, everything)
+    (first, results), twice, head, counted = expected
+    assert [(lane, count) for lane, count, _ in results] == [(0, 3), (2, 2), (3, 4), (4, 1)]
+    assert len({metrics["noise"] for _, _, metrics in results}) == 4
+    assert first["spare.weight"] is None
+    assert {name for name, gradient in head.items() if gradient is not None} == {
+        "head.weight",
+        "head.bias",
+    }
+    assert (
+        len(
+            {
+                first["head.weight"],
+                twice["head.weight"],
+                head["head.weight"],
+                counted["head.weight"],
+            }
+        )
+        == 4
+    )
+    for workers in (2, 3):
+        assert in_processes(workers, everything) == [expected] * workers
+        assert on_hosts(workers, workers, everything, 300) == [expected] * workers
+
+
+def test_gradients_are_on_their_way_to_other_hosts_while_backward_runs():
+    def body(world, bucket_bytes):
+        exchange.BUCKET_BYTES = bucket_bytes
+        lanes = LaneEngine(world, Config(), world.size, [CPU])
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 8))
+        replicate(model, CPU, world)
+        lanes.add(model)
+        told = []
+        for number, layer in enumerate(model):
+            layer.weight.register_hook(lambda gradient, number=number: told.append(number))
+        begin = world.begin_all_to_all
+        world.begin_all_to_all = lambda *arguments: (told.append("exchange"), begin(*arguments))[1]
+
+        def loss_fn(model, batch):
+            # worker 1 never reaches the last bucket, which starts first
+            used = model[:-1] if world.rank == 1 else model
+            return used(batch).square().mean()
+
+        for _ in range(2):
+            samples = torch.randn(3, 8, generator=torch.Generator().manual_seed(world.rank))
+            lanes.backward(
+                Loss(loss_fn, model),
+                Batch(0, lanes.own, [3] * world.size, iter([samples])),
+                model,
+                (0, 0),
+                None,
+            )
+        return told, gradients(model)
+
+    (first, whole), (second, same) = on_hosts(2, 2, body, 2 * 9 * 8 * 4 + 1)
+    assert whole == same
+    assert first == [4, "exchange", 3, 2, "exchange", 1, 0, "exchange"] * 2
+    assert second == [3, 2, 1, 0, "exchange", "exchange", "exchange"] * 2
+    (_, expected), _ = in_processes(2, body, 2 * 9 * 8 * 4 + 1)
+    assert whole == expected
+
+
+def test_large_gradients_are_where_they_are_added_up_while_backward_runs():
+    def body(world, early_bytes):
+        overlap.EARLY_BYTES = early_bytes
+        lanes = LaneEngine(world, Config(), 2, [CPU])
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 40), nn.Linear(40, 40), nn.Linear(40, 2))
+        replicate(model, CPU, world)
+        lanes.add(model)
+        storages = []
+
+        def arrives(_):
+            """Tell what of the layers above is in a storage of more than one gradient."""
+            weights = [layer.weight for layer in model[1:]]
+            storages.append(
+                [
+                    weight.grad is not None
+                    and weight.grad.untyped_storage().nbytes() > weight.nbytes
+                    for weight in weights
+                ]
+            )
+
+        model[0].weight.register_hook(arrives)
+        found = []
+        for step in range(3):  # the third adds to the gradients of the second
+            batches = {
+                lane: torch.randn(3, 3, generator=torch.Generator().manual_seed(10 * step + lane))
+                for lane in lanes.own
+            }
+            batch = Batch(0, lanes.own, [3, 3], iter(batches.values()))
+            lanes.backward(
+                Loss(lambda model, batch: model(batch).square().mean(), model),
+                batch,
+                model,
+                (step, 0),
+                None,
+            )
+            found.append(gradients(model))
+            if step == 0:
+                model.zero_grad()
+        return storages, found
+
+    limit = 40 * 40 * 4
+    ((_, expected),) = in_processes(1, body, limit)
+    assert in_processes(2, body, limit) == [([[True, False]] * 3, expected)] * 2
+    assert in_processes(2, body, limit + 1) == [([[False, False]] * 3, expected)] * 2
+    assert [found for _, found in on_hosts(2, 2, body, limit)] == [expected] * 2
+
+
+def test_an_optimizer_may_be_sharded_after_the_first_gradients():
+    def body(world):
+        lanes = LaneEngine(world, Config(), LANES, [CPU])
+        model = model_of(lanes)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(lanes, model)
+        model.zero_grad()
+        if world.size > 1:
+            lanes.shards.append(Shard(optimizer, LANES, world))
+        for step in range(2):
+            backward(lanes, model, step=step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [bits(parameter) for parameter in model.parameters()]
+
+    (expected,) = in_processes(1, body)
+    assert in_processes(2, body) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (
+            torch.ones(2, requires_grad=True),
+            r"returned a tensor of shape \(2,\) in lane 3; expected a scalar tensor",
+        ),
+        (None, "returned NoneType in lane 3"),
+        (1.5, "returned float in lane 3"),
+        (torch.tensor(1.0), "the loss of lane 3 has no gradient"),
+        ((torch.ones((), requires_grad=True), 3), "returned int beside the loss; expected a dict"),
+        (
+            (torch.ones((), requires_grad=True), {"many": torch.ones(2)}),
+            r"metric 'many' has shape \(2,\); expected a scalar",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_refused(returned, told):
+    with pytest.raises(LossError, match=told):
+        split_loss(returned, 3)
+
+
+def test_losses_and_metrics_come_as_people_write_them():
+    loss = torch.ones(1, requires_grad=True) * 2
+    assert split_loss(loss, 0) == (loss, {})
+    _, metrics = split_loss((loss, {"a": loss, "b": 0.1, "c": 3, "d": torch.tensor([True])}), 0)
+    assert {name: float(value) for name, value in metrics.items()} == {
+        "a": 2.0,
+        "b": 0.1,
+        "c": 3.0,
+        "d": 1.0,
+    }
+    assert not metrics["a"].requires_grad
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loss_that_is_not_finite_names_step_lane_and_worker_on_every_worker(workers):
+    def diverging(model, batch):
+        loss, _ = loss_fn(model, batch)
+        return loss * math.nan if len(batch) == COUNTS[3] else loss
+
+    def body(world):
+        lanes = LaneEngine(world, Config(), LANES, [CPU])
+        model = model_of(lanes)
+        with pytest.raises(NonFiniteLossError) as caught:
+            backward(lanes, model, step=8, loss_fn=diverging)
+        going_on = LaneEngine(world, Config(nonfinite_loss="continue"), LANES, [CPU])
+        answer = backward(going_on, model_of(going_on), loss_fn=diverging)
+        assert [math.isnan(result.metrics["loss"]) for result in answer.results] == [
+            False,
+            False,
+            True,
+            False,
+        ]
+        return str(caught.value)
+
+    told = f"the loss is nan at step 8 in lane 3 (worker {workers - 1}); expected a finite one"
+    assert all(message.startswith(told) for message in in_processes(workers, body))
+
+
+def test_what_cannot_be_updated_or_counted_is_refused():
+    lanes = alone()
+    model = model_of(lanes)
+    with pytest.raises(
+        ModelError,
+        match=r"Linear has parameters that are not replicated: pass it through run.replicate first",
+    ):
+        backward(lanes, model, update=nn.Linear(2, 2))
+    with pytest.raises(
+        ModelError, match="ReLU has no parameter that requires a gradient: nothing to update"
+    ):
+        backward(lanes, model, update=nn.ReLU())
+    for count in (-1, 0.5, math.inf, math.nan):
+        with pytest.raises(
+            DataError,
+            match=f"count returned {count!r} for lane 0; expected a whole number of items",
+        ):
+            backward(lanes, model, count=lambda batch, count=count: count)
+
+
+def test_without_a_plan_samples_are_counted_in_the_batches():
+    lanes = alone()
+    model = model_of(lanes)
+    backward(lanes, model)
+    planned = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    answer = backward(lanes, model, planned=False)
+    assert [(result.lane, result.count) for result in answer.results] == [
+        (0, 3),
+        (2, 2),
+        (3, 4),
+        (4, 1),
+    ]
+    for parameter, expected in zip(model.parameters(), planned, strict=True):
+        torch.testing.assert_close(parameter.grad, expected)
