@@ -71,7 +71,7 @@ def distributed_world(timeout: float = TIMEOUT_SECONDS, hosts: int = 1) -> Distr
     """Return the world of this worker on one of several hosts: it is placed as if its host ended where it does not."""
     place = find_process(os.environ)
     workers = place.world_size // hosts
-    place = replace(place, local_rank=place.rank % workers, local_workers=workers)
+    place = replace(place, local_rank=place.rank % workers, local_world_size=workers)
     return Distributed(form(place, timeout, share=True), cuda=False)
 
 

@@ -98,7 +98,7 @@ def test_mpirun_trains_what_one_worker_trains(tmp_path):
     assert done.returncode == 0, done.stderr
     workers = told(done.stdout)
     assert [
-        (worker["rank"], worker["local_rank"], worker["local_workers"], worker["started_by"])
+        (worker["rank"], worker["local_rank"], worker["local_world_size"], worker["started_by"])
         for worker in workers
     ] == [
         (0, 0, 2, "mpi"),

@@ -62,7 +62,7 @@ def test_a_step_on_one_host_meets_on_its_loopback():
 def test_local_workers_are_counted_node_by_node(text, workers):
     given = {**TASK, "SLURM_STEP_TASKS_PER_NODE": text, "MASTER_ADDR": "n07"}
     nodes = [{**given, "SLURM_NODEID": str(node)} for node in range(len(workers) + 1)]
-    assert [find_process(node).local_workers for node in nodes[:-1]] == workers
+    assert [find_process(node).local_world_size for node in nodes[:-1]] == workers
     with pytest.raises(
         ConfigError,
         match=f"SLURM_NODEID='{len(workers)}' was given; expected a node of SLURM_STEP_TASKS_PER_NODE",
@@ -234,9 +234,9 @@ def srun(cluster, *options, command=TELL, **environment):
 def test_srun_trains_on_two_nodes_what_one_worker_trains(cluster):
     workers = srun(cluster, "-N2", "-n3", command=TRAIN)
     assert [
-        (worker["rank"], worker["local_rank"], worker["local_workers"]) for worker in workers
+        (worker["rank"], worker["local_rank"], worker["local_world_size"]) for worker in workers
     ] == [(0, 0, 2), (1, 1, 2), (2, 0, 1)]
-    assert {(worker["workers"], worker["address"], worker["started_by"]) for worker in workers} == {
+    assert {(worker["world_size"], worker["address"], worker["started_by"]) for worker in workers} == {
         (3, "127.0.0.1", "slurm")
     }
     assert [worker["trained"] for worker in workers] == [trained()] * 3
@@ -254,7 +254,7 @@ def test_srun_trains_on_two_nodes_what_one_worker_trains(cluster):
 )
 def test_every_way_of_dealing_tasks_gives_each_its_place(cluster, options, local):
     workers = srun(cluster, *options)
-    assert [(worker["local_rank"], worker["local_workers"]) for worker in workers] == local
+    assert [(worker["local_rank"], worker["local_world_size"]) for worker in workers] == local
     assert {worker["port"] for worker in workers} == {workers[0]["port"]}
 
 

@@ -42,7 +42,7 @@ def test_one_worker_is_alone_and_lanes_must_do_for_all():
     place = find_process({})
     assert isinstance(connect(place, Config(), cuda=False), Alone)
     with pytest.raises(ConfigError, match="lanes=2 was given for 3 workers"):
-        connect(replace(place, workers=3), Config(lanes=2), cuda=False)
+        connect(replace(place, world_size=3), Config(lanes=2), cuda=False)
 
 
 def test_workers_that_are_started_as_two_hosts_share_memory_inside_each():

@@ -49,9 +49,9 @@ def place(rank, workers, on_host):
     return replace(
         find_process({}),
         rank=rank,
-        workers=workers,
+        world_size=workers,
         local_rank=rank % on_host,
-        local_workers=on_host,
+        local_world_size=on_host,
     )
 
 
@@ -274,7 +274,7 @@ def test_auto_makes_the_first_copy_at_once_and_then_as_rank_0_says(monkeypatch):
     def slow_write(*_):
         clock.now += 0.5
 
-    monkeypatch.setattr(slot.Slot, "write", slow_write)
+    monkeypatch.setattr(slot.MemorySlot, "write", slow_write)
     with open_launcher_state(1) as kept:
         (copies,) = team([kept], 1, "auto")
         assert copies.is_due(1, agreed=False)

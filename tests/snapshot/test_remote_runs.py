@@ -11,7 +11,7 @@ from samestep.errors import ConfigError, SnapshotError
 from samestep.snapshot.manifest import NAME
 from samestep.storage import Storage
 from tests.jobs import events, image_job, left_by, left_in, snapshots, steps_of, train
-from tests.snapshot.remote import functions
+from tests.snapshot import functions
 from tests.workers import run_workers, try_workers
 
 
