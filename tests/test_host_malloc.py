@@ -11,7 +11,7 @@ import torch
 
 import samestep as ss
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PAGES = 50_000
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from samestep.cluster import find_process
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TELL = (sys.executable, "-m", "tests.cluster.started")
 TRAIN = (*TELL, "train")
 

@@ -236,9 +236,9 @@ def test_srun_trains_on_two_nodes_what_one_worker_trains(cluster):
     assert [
         (worker["rank"], worker["local_rank"], worker["local_world_size"]) for worker in workers
     ] == [(0, 0, 2), (1, 1, 2), (2, 0, 1)]
-    assert {(worker["world_size"], worker["address"], worker["started_by"]) for worker in workers} == {
-        (3, "127.0.0.1", "slurm")
-    }
+    assert {
+        (worker["world_size"], worker["address"], worker["started_by"]) for worker in workers
+    } == {(3, "127.0.0.1", "slurm")}
     assert [worker["trained"] for worker in workers] == [trained()] * 3
 
 

@@ -24,7 +24,7 @@ class Leader:
 
     def start(self):
         """Return when the next attempt starts."""
-        self.member.tell("ready")
+        self.member.report("ready")
         self.wait_for("start")
 
     def restart(self):
@@ -37,7 +37,7 @@ class Leader:
             "is_secondary": False,
             "is_retryable": True,
         }
-        self.member.tell(
+        self.member.report(
             "failed",
             attempt=self.attempt,
             age=0.0,
@@ -45,12 +45,12 @@ class Leader:
             failure={**failure, "step": 1, "host": "here"},
         )
         self.wait_for("stop")
-        self.member.tell("ended", attempt=self.attempt, step=1)
+        self.member.report("ended", attempt=self.attempt, step=1)
         self.wait_for("start")
 
     def end(self):
         """End the run."""
-        self.member.tell("ended", attempt=self.attempt, step=1)
+        self.member.report("ended", attempt=self.attempt, step=1)
         self.wait_for("end")
 
     def wait_for(self, order):

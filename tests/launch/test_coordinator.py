@@ -233,9 +233,9 @@ def test_a_host_with_other_nodes_is_refused(leader, terminal):
 
 def test_a_host_that_comes_when_all_is_over_is_refused(terminal):
     with coordinator(2, 2) as leader, other(leader) as slow:
-        slow.tell("ready")
+        slow.report("ready")
         leader.start()
-        slow.tell("ended", attempt=0)
+        slow.report("ended", attempt=0)
         leader.end()
         with pytest.raises(LaunchError, match="the run is over"), other(leader):
             pass

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from samestep import host as files
+from samestep.cluster import find_process
 from samestep.data.loader import Request, load
 from samestep.errors import ConfigError, LaunchError, WorkerError, WorldError
 from samestep.handoff import VARIABLE as KEPT
-from samestep.launch import find_place, launch
+from samestep.launch import launch
 from samestep.snapshot.commit import ToldError
 from tests.launch.processes import SOON_SECONDS, end_soon, for_ever, listening, rank
 
@@ -72,7 +73,7 @@ def test_workers_meet_without_further_help():
         total = torch.tensor(rank() + 1)
         dist.all_reduce(total)
         dist.destroy_process_group()
-        return int(total), find_place(os.environ)
+        return int(total), find_process(os.environ)
 
     total, place = launch(body, workers=3)
     assert total == 6

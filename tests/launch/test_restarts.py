@@ -13,7 +13,7 @@ from samestep.errors import LoaderError, WorkerError, WorldError
 from samestep.handoff import LauncherState
 from samestep.launch import launch
 from samestep.launch import worker_group as crew
-from samestep.launch.supervisor import LOOK_SECONDS
+from samestep.launch.supervisor import POLL_SECONDS
 from samestep.record.events import read_events
 from tests.launch.processes import end_soon, for_ever, rank
 
@@ -184,7 +184,7 @@ def test_a_signal_to_workers_that_start_again_waits_until_they_have_come_to_the_
             end_by(signal.SIGKILL)
         signal.signal(signal.SIGTERM, lambda *_: order.put("signal"))
         os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(3 * LOOK_SECONDS)  # in which it would come
+        time.sleep(3 * POLL_SECONDS)  # in which it would come
         order.put("begin")
         begin()
         signal.pause()
@@ -205,7 +205,7 @@ def test_workers_that_outlast_their_grace_are_killed_with_a_word(capfd):
     launcher = FORK.Process(target=launch, args=(body,), kwargs={"workers": 1, "grace_period": 0.2})
     launcher.start()
     launcher.join()
-    assert "workers did not end within grace_period=0.2 s, and are killed" in capfd.readouterr().err
+    assert "workers did not exit within grace_period=0.2 s; killing them" in capfd.readouterr().err
 
 
 def test_a_killed_loader_process_is_replaced_with_its_worker():

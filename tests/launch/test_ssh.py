@@ -22,7 +22,7 @@ from tests.launch.processes import end_soon
 from tests.namespaces import hosts
 from tests.needs import needs
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 SSHD = """\
 Port 22
 ListenAddress {address}

@@ -16,6 +16,7 @@ from typing import Any, Final
 from samestep.comm.link import HELLO_SECONDS, Link, write_address
 from samestep.config import Config
 from samestep.errors import ConfigError, LaunchError, WorldError
+from samestep.host import interface_towards
 from samestep.launch.cluster_spec import ClusterSpec
 from samestep.launch.coordinator import BEAT_SECONDS, CoordinatorConfig, coordinate
 from samestep.launch.membership import COME_SECONDS, LOST_SECONDS, ElasticPolicy
@@ -42,11 +43,23 @@ class CoordinatorClient:
         """The address and port of the coordinator."""
         return self._link.address
 
-    def fileno(self) -> int:
-        """Return the file that becomes readable when an order came."""
-        return self._link.fileno()
+    @property
+    def files(self) -> list[int]:
+        """The files that become readable when an order has arrived."""
+        return [self._link.fileno()]
 
-    def tell(self, what: str, **fields: Any) -> None:
+    def environment(self, attempt: int) -> dict[str, str]:
+        """Return the variables by which the workers of an attempt find each other."""
+        from samestep.comm.token_store import store_variables  # needs torch
+
+        host, port = self.coordinator
+        interface = "lo" if ipaddress.ip_address(host).is_loopback else interface_towards(host)
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        sockets = {name: interface for name in names if interface and name not in os.environ}
+        store = store_variables((host, port), attempt)
+        return {"MASTER_ADDR": host, "MASTER_PORT": str(port), **sockets, **store}
+
+    def report(self, what: str, **fields: Any) -> None:
         """Tell the coordinator. Raises `LaunchError` when it is gone."""
         try:
             self._link.send({"tell": what, **fields})
@@ -63,7 +76,7 @@ class CoordinatorClient:
         # before the run has begun, it is not taken up again
         if now >= self._beat_at or begun != self._told_begun:
             self._beat_at, self._told_begun = now + BEAT_SECONDS, begun
-            self.tell("beat", step=step)
+            self.report("beat", step=step)
         try:
             orders = self._link.received()
         except OSError as error:

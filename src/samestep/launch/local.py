@@ -105,7 +105,8 @@ def _run(
     preload(needed)
     import torch
 
-    from samestep.launch.supervisor import HostSupervisor, Supervisor
+    from samestep.launch.local_coordinator import LocalCoordinator
+    from samestep.launch.supervisor import Supervisor
     from samestep.launch.worker import Job
 
     if torch.cuda.is_initialized():
@@ -115,8 +116,8 @@ def _run(
     with one_folder() as folder, open_launcher_state(workers) as kept:
         environment = {STARTED_BY: "samestep", **folder, **kept.environment, **environment}
         job = Job(body, workers, config, environment, kept, signals, os.getpid())
-        with signals.noted():
-            return (HostSupervisor(job, member) if member else Supervisor(job)).run()
+        with signals.noted(), LocalCoordinator(workers, config) as local:
+            return Supervisor(job, member or local).run()
 
 
 def _as_text(value: Any) -> str:

@@ -18,6 +18,7 @@ LOST_SECONDS: Final = 5.0  # without a word a host is lost
 COME_SECONDS: Final = 30.0  # for as many hosts as are needed at least
 LOAD_SECONDS: Final = 300.0  # for a host that came, to load torch
 SETTLE_SECONDS: Final = 1.0  # for more hosts, once there are enough
+EXIT_SECONDS: Final = 2.0  # after a failure on a single host, for its other workers to exit
 GRACE_SECONDS: Final = 0.2  # after a failure, for news of an earlier one from another host
 EXPLAIN_SECONDS: Final = LOST_SECONDS + 1.0  # after workers that missed others, for news of those
 FAREWELL_SECONDS: Final = 5.0  # after workers are to be gone, for their host to say that they are
@@ -108,6 +109,7 @@ class Attempt:
     signal: int = 0
     ended_as_asked: bool = False  # workers snapshotted and ended, to be dealt anew
     kill_at: float = math.inf
+    overdue: bool = False  # at `kill_at`, because the grace period is over
     give_up_at: float = math.inf
 
     @property
@@ -282,10 +284,10 @@ class Membership:
 
     def _watch(self, now: float) -> None:
         attempt = self._attempt
-        if attempt.faults:
+        if not attempt.nodes_at_work:
+            self._end_attempt(now)
+        elif attempt.faults:
             self._decide(now)
-        elif not attempt.nodes_at_work:
-            self._end({})
         elif (
             now >= self._room_at
             and attempt.nodes_at_work == attempt.nodes
@@ -309,10 +311,13 @@ class Membership:
             attempt.ended_as_asked = True
             return
         attempt.faults.append(fault)
-        attempt.decide_at = min(
-            attempt.decide_at,
-            fault.at + (EXPLAIN_SECONDS if fault.is_secondary else GRACE_SECONDS),
-        )
+        attempt.decide_at = min(attempt.decide_at, fault.at + self._decision_delay(fault))
+
+    def _decision_delay(self, fault: WorkerFailure) -> float:
+        """Return how long to wait for an earlier failure, or for workers that fail because of this one."""
+        if len(self._attempt.nodes) > 1:
+            return EXPLAIN_SECONDS if fault.is_secondary else GRACE_SECONDS
+        return 0.0 if self._may_go_on(fault) else EXIT_SECONDS
 
     def _decide(self, now: float) -> None:
         """When all is known that explains a failure, end the attempt, and the run unless it can go on."""
@@ -329,7 +334,7 @@ class Membership:
     def _stop_by_signal(self, node: Node, number: int, now: float, *, again: bool) -> None:
         attempt = self._attempt
         if again:
-            attempt.kill_at = min(attempt.kill_at, now)
+            attempt.kill_at, attempt.overdue = min(attempt.kill_at, now), False
         elif number == signal.SIGTERM and self._can_spare(node):
             node.leaving = True
             self._log(
@@ -342,6 +347,8 @@ class Membership:
         elif self.phase is Phase.RUNNING:
             attempt.signal = number
             self._ask_to_stop(Why.SIGNAL, number, now)
+            if attempt.faults:  # there is nothing left to snapshot
+                attempt.kill_at = now
         elif self.phase is Phase.STOPPING:
             attempt.signal = attempt.signal or number
 
@@ -358,6 +365,7 @@ class Membership:
         for node in self._attempt.nodes_at_work[:1]:
             node.tell({"order": "signal", "attempt": self._attempt.number, "signal": number})
         self._stop(why, now + self._terms.grace_period)
+        self._attempt.overdue = True
 
     def _stop(self, why: Why, kill_at: float) -> None:
         self.phase = Phase.STOPPING
@@ -377,7 +385,8 @@ class Membership:
             for node in attempt.nodes_at_work:
                 self.leave(node, f"its workers did not end within {FAREWELL_SECONDS:g} s", now)
         elif now >= attempt.kill_at:
-            self._tell_all({"order": "stop", "kill": True})
+            overdue = {"overdue": True} if attempt.overdue else {}
+            self._tell_all({"order": "stop", "kill": True, **overdue})
             attempt.kill_at, attempt.give_up_at = math.inf, now + FAREWELL_SECONDS
 
     def _end_attempt(self, now: float) -> None:
