@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from samestep.config import is_url
 from samestep.errors import RecordError
 from samestep.record.events import parse_events
-from samestep.record.source import Position, Source
+from samestep.record.source import RunLocation, Source
 from samestep.watch.curves import Request
 from samestep.watch.run_state import RunState
 from samestep.watch.summary import row, summary
@@ -152,7 +152,7 @@ class Views(Mapping[str, View]):
     def __init__(self, *locations: str | Path) -> None:
         self._labels = _labels([str(location) for location in locations])
         self._views: dict[str, dict[str, View]] = {location: {} for location in self._labels}
-        self._places = {location: Position(location) for location in self._labels}
+        self._places = {location: RunLocation(location) for location in self._labels}
 
     def __getitem__(self, id: str) -> View:  # noqa: A002
         for views in self._views.values():
