@@ -17,7 +17,7 @@ from samestep.launch.local import start
 from samestep.launch.place import find_place
 from samestep.launch.place.interface import LOOPBACK_INTERFACE, VARIABLE
 from samestep.launch.preload import NEEDED, preload
-from samestep.tools.exchanging import exchanging
+from samestep.tools.common import make_all_reduce
 from samestep.world import World, connect
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _work(begun: float, folder: Path, *, quick: bool) -> list[Timed]:
     found += [
         (
             "exchange of gradients",
-            _timed(world, exchanging(world, torch.ones(size // 4), MEASURING), count),
+            _timed(world, make_all_reduce(world, torch.ones(size // 4), MEASURING), count),
             size,
         )
         for size, count in ((SMALL, many), (LARGE, times))
