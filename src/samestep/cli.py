@@ -22,7 +22,7 @@ class Command(NamedTuple):
 
 
 COMMANDS: Final = {
-    "run": Command("samestep.launch.command", "run a script in several workers"),
+    "run": Command("samestep.launch.command", "run a script with one or more workers"),
     "verify": Command(
         "samestep.tools.verify", "check that a script takes the same steps at any worker count"
     ),

@@ -1,4 +1,4 @@
-"""Helpers shared by several commands: run a script, read its record, sum gradients, format bytes."""
+"""Helpers of several commands: run a script, read its record, sum gradients, format bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ISOLATED: Final = ("--remote=none", "--transfer=none", "--sinks=none", "--max-re
 def start_script(
     command: Sequence[str], workers: int, directory: Path, flags: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    """Start a script by `samestep run` in `directory`; append what it prints to the file `OUTPUT`."""
+    """Start a script by `samestep run` in `directory`; append its output to the file `OUTPUT`."""
     options = ["-n", str(workers), "--dir", str(directory), *ISOLATED, *flags]
     program = [sys.executable, "-m", "samestep", "run", *options, *command]
     with (directory / OUTPUT).open("ab") as file:

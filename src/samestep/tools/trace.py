@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import random
 import signal
@@ -140,7 +139,8 @@ def read_traces(directory: Path) -> list[StepTrace]:
     for event in read_run(directory)[0]:
         if event["event"] == "scalars":
             metrics.setdefault(event["step"] + 1, {}).update(
-                (f"metric {name}", _hash_float(value)) for name, value in event["values"].items()
+                (f"metric {name}", _hash(repr(value).encode()))
+                for name, value in event["values"].items()
             )
     traces = []
     for path in list_snapshots(directory):
@@ -168,10 +168,6 @@ def _sorted(plain: Any) -> Any:
             for tag, value in plain.items()
         }
     return [_sorted(value) for value in plain] if isinstance(plain, list) else plain
-
-
-def _hash_float(value: float) -> str:
-    return _hash(repr(math.nan if math.isnan(value) else value).encode())  # all NaNs are equal
 
 
 def _hash_tensor(tensor: Any) -> str:

@@ -1,4 +1,4 @@
-"""`samestep verify`: run a script with several worker counts and compare every step, bit for bit."""
+"""`samestep verify`: run a script with several worker counts and compare each step bit for bit."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import argparse
 import random
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from samestep.errors import VerifyError
 
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.tools.trace import StepTrace
 
-CAUSES = {
-    "steps": "a number of steps that depends on the number of workers",
-    "metric": "the forward pass: a random generator created by the script (samestep seeds those of "
-    "Python, NumPy and torch), data that depends on the rank, or a different number of threads "
+# for the first pattern that occurs in the name that differs
+CAUSES: Final = {
+    "^metric ": "the forward pass: a random generator created by the script (samestep seeds those "
+    "of Python, NumPy and torch), data that depends on the rank, or a different number of threads "
     "per worker",
-    "statistics": "a layer that exchanges statistics between workers, such as SyncBatchNorm with "
-    "more lanes than workers",
-    "plain": "a tracked object that counts what one worker did, or contains a time or a path",
-    "tensor": "the gradient or the update: a nondeterministic kernel, a model initialized from "
-    "unseeded random numbers, state kept outside of lanes, or gradients changed by one worker only",
+    "running_|num_batches": "a layer that exchanges statistics between workers, such as "
+    "SyncBatchNorm with more lanes than workers",
+    "^plain state": "a tracked object that counts what one worker did, or contains a time or path",
+    "": "the gradient or the update: a nondeterministic kernel, a model initialized from unseeded "
+    "random numbers, state kept outside of lanes, or gradients changed by one worker only",
 }
 
 
@@ -95,18 +95,12 @@ def print_report(traces: Mapping[str, list[StepTrace]], lanes: int) -> int:
 def find_difference(step: int, row: Mapping[str, StepTrace | None]) -> str | None:
     """Return the first difference after a step with its usual cause, None if there is none."""
     if missing := [title for title, trace in row.items() if trace is None]:
-        return f"step {step}: {', '.join(missing)} did not take it\nUsual cause: {CAUSES['steps']}"
+        cause = "a number of steps that depends on the number of workers"
+        return f"step {step}: {', '.join(missing)} did not take it\nUsual cause: {cause}"
     (first_title, first), *others = row.items()
     for title, trace in others:
         if first and trace and (name := first.first_difference(trace)):
             between = f"{name!r} differs between {first_title} and {title}"
-            return f"step {step}: {between}\nUsual cause: {CAUSES[_kind(name)]}"
+            cause = next(CAUSES[pattern] for pattern in CAUSES if re.search(pattern, name))
+            return f"step {step}: {between}\nUsual cause: {cause}"
     return None
-
-
-def _kind(name: str) -> str:
-    if name.startswith("metric "):
-        return "metric"
-    if any(word in name for word in ("running_", "num_batches")):
-        return "statistics"
-    return "plain" if name.startswith("plain state") else "tensor"

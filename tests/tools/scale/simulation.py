@@ -94,7 +94,7 @@ class RecordingWorld(World):
 def record_calls(
     rank: int, workers: int, per_host: int, lanes: int, elements: int
 ) -> list[AllToAll | Ring | Doubling | HostBarrier]:
-    """Return the calls of one worker's exchange of a step, ordered as in `samestep.step.backward`."""
+    """Return the calls of a worker's exchange in a step, ordered as in `samestep.step.backward`."""
     world = RecordingWorld(rank, workers, per_host)
     parameter = torch.zeros(elements)
     exchange = Exchange([parameter], lanes, world)

@@ -77,8 +77,8 @@ def test_a_failing_script_is_reported_once(scale):
     assert status == 1
     assert printed == ""
     assert (
-        "samestep: error: the script failed with 1 worker, status 1:\nworker 0 failed first: RuntimeError: no more memory"
-        in errors
+        "samestep: error: the script failed with 1 worker, status 1:\n"
+        "worker 0 failed first: RuntimeError: no more memory" in errors
     )
     assert errors.count("Traceback") == 1
 

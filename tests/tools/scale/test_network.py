@@ -12,7 +12,6 @@ from samestep.step.exchange import BUCKET_BYTES, buckets
 from samestep.tools.scale.network import (
     LOSS_BYTES,
     Link,
-    LinkTimings,
     Traffic,
     count_traffic,
     fit_links,
@@ -80,10 +79,10 @@ def test_losses_reach_each_host_once_in_few_rounds():
 def test_links_explain_the_medians():
     nbytes = 1 << 20
     moved = count_traffic(2, 2, 2, nbytes).moved_bytes
-    timings = LinkTimings([1.0, 2.0, 9.0], [6.0 + 4.0] * 3, [0.5] * 3, [0.5 + 2.0] * 3)
-    assert fit_links(timings, nbytes) == (Link(2.0, moved / 4.0), Link(0.5, nbytes / 2.0))
+    rounds = [[barrier, 6.0 + 4.0, 0.5, 0.5 + 2.0] for barrier in (1.0, 2.0, 9.0)]
+    assert fit_links(rounds, nbytes) == (Link(2.0, moved / 4.0), Link(0.5, nbytes / 2.0))
 
 
 def test_bandwidth_is_finite_if_large_messages_are_as_fast_as_small_ones():
-    links = fit_links(LinkTimings([1.0], [2.0], [0.5], [0.25]), 1 << 20)
+    links = fit_links([[1.0, 2.0, 0.5, 0.25]], 1 << 20)
     assert all(link.bandwidth > 1e12 and math.isfinite(link.bandwidth) for link in links)

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import samestep as ss
-from samestep.errors import RecordError
 from samestep.snapshot.read import inspect, list_snapshots
-from samestep.tools.common import read_run
 from samestep.tools.scale.model import PARTS, StepTiming
 from samestep.tools.scale.trials import (
     Trial,
@@ -68,18 +66,6 @@ def test_parameters_are_those_of_the_model_if_the_optimizer_has_no_state(tmp_pat
         lambda parameters: torch.optim.SGD(parameters, lr=0.1), tmp_path, 1, shard=False
     )
     assert parameters_of(manifest) == (PARAMETER_BYTES, False)
-
-
-def test_a_run_without_a_snapshot_must_track_its_model(tmp_path):
-    with ss.init(dir=tmp_path):
-        pass
-    with pytest.raises(RecordError, match=r"wrote no snapshot; it must track .* \(run.track\)"):
-        read_run(tmp_path)
-
-
-def test_a_script_without_a_run_must_call_init(tmp_path):
-    with pytest.raises(RecordError, match=r"did not start a run; it must call samestep\.init"):
-        read_run(tmp_path)
 
 
 def _trial(lanes, peak_bytes, *, batch_size=64, nbytes=1000):

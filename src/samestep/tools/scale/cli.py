@@ -1,4 +1,4 @@
-"""The command `samestep scale`: its arguments, and the measurements that they ask for."""
+"""The command `samestep scale`: its arguments, and the trials that they ask for."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Measure, print, draw; return 0. Raises `ConfigError`, `LaunchError` and `RecordError`."""
-    sizes = _parse_workers(options.workers)
+    parts = [part.strip() for part in options.workers.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,3}", part) for part in parts):
+        raise ConfigError(f"-n: expected worker counts such as 1,2,4, got {options.workers}")
+    sizes = sorted(set(map(int, parts)))
     _check(options, max(sizes))
     study = _measure(options, sizes)
     from samestep.tools.scale.report import draw, report_lines
@@ -64,13 +67,6 @@ def main(options: argparse.Namespace) -> int:
     if options.out is not None:
         draw(study, options.out)
     return 0
-
-
-def _parse_workers(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"[1-9]\d{0,3}", part) for part in parts):
-        raise ConfigError(f"-n: expected worker counts such as 1,2,4, got {text}")
-    return sorted(set(map(int, parts)))
 
 
 def _check(options: argparse.Namespace, most_workers: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
@@ -41,7 +41,7 @@ ACTIVITY: Final = "measuring links"
 
 @dataclass(frozen=True)
 class Link:
-    """A connection with a `latency` in seconds per message and a `bandwidth` in bytes per second."""
+    """A connection with a `latency` in seconds per message and a `bandwidth` in bytes/second."""
 
     latency: float
     bandwidth: float
@@ -134,38 +134,30 @@ def _count_sums(workers: int, on_host: int, lanes: int) -> tuple[int, int, int]:
     return max(own), max(of_host), sum(own)
 
 
-@dataclass(frozen=True)
-class LinkTimings:
-    """Seconds of each round: on a host a barrier and an exchange, over the network two messages."""
-
-    barrier: list[float]
-    exchange: list[float]
-    small_message: list[float]
-    large_message: list[float]
-
-
 def measure_links(nbytes: int) -> tuple[Link, Link]:
     """Return the links of two workers through this machine's memory and its loopback network.
 
     Small and large messages alternate; large ones have `nbytes`, within practical limits.
     """
     nbytes = min(max(nbytes, LEAST_BYTES), MOST_BYTES)
-    timings = launch(_measure, nbytes, workers=MEASURED_WORKERS, lanes=MEASURED_WORKERS)
-    return fit_links(timings, nbytes)
+    rounds = launch(_measure, nbytes, workers=MEASURED_WORKERS, lanes=MEASURED_WORKERS)
+    return fit_links(rounds, nbytes)
 
 
-def fit_links(timings: LinkTimings, nbytes: int) -> tuple[Link, Link]:
-    """Return the memory and network links that explain the medians measured with `nbytes`."""
-    barrier, small = median(timings.barrier), median(timings.small_message)
+def fit_links(rounds: Sequence[Sequence[float]], nbytes: int) -> tuple[Link, Link]:
+    """Return the memory and network links that explain the medians over rounds with `nbytes`.
+
+    A round has the seconds of a barrier, an exchange, a small message and a large message.
+    """
+    barrier, exchange, small, large = map(median, zip(*rounds, strict=True))
     moved = count_traffic(MEASURED_WORKERS, MEASURED_WORKERS, MEASURED_WORKERS, nbytes).moved_bytes
-    moving = median(timings.exchange) - HOST_BARRIERS * barrier
-    sending = median(timings.large_message) - small
+    moving, sending = exchange - HOST_BARRIERS * barrier, large - small
     shortest = 1e-9  # if noise in the latency hides the transfer, it is practically free
     memory = Link(barrier, moved / max(moving, shortest))
     return memory, Link(small, nbytes / max(sending, shortest))
 
 
-def _measure(nbytes: int) -> LinkTimings:
+def _measure(nbytes: int) -> list[list[float]]:
     place, config = find_place(os.environ), merge({})
     devices = set_up_devices(config, place)
     cuda, shared = devices[0].type == "cuda", share_gpus(devices, place)
@@ -180,7 +172,9 @@ def _measure(nbytes: int) -> LinkTimings:
         world.close()
 
 
-def _time_calls(world: World, network: World, nbytes: int, device: torch.device) -> LinkTimings:
+def _time_calls(
+    world: World, network: World, nbytes: int, device: torch.device
+) -> list[list[float]]:
     elements = nbytes // ELEMENT_BYTES
     parameter, own, received = (torch.zeros(elements, device=device) for _ in range(3))
 
@@ -195,7 +189,7 @@ def _time_calls(world: World, network: World, nbytes: int, device: torch.device)
         (lambda: send(elements), 1),
     ]
     rounds = [[_seconds(call, count, device) for call, count in calls] for _ in range(ROUNDS + 1)]
-    return LinkTimings(*(list(column) for column in zip(*rounds[1:], strict=True)))
+    return rounds[1:]  # the first one allocates memory
 
 
 def _seconds(call: Callable[[], object], count: int, device: torch.device) -> float:

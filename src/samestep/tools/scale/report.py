@@ -36,10 +36,7 @@ def _measurements(study: Study) -> Iterator[str]:
         f"{optimizer[workload.sharded]}, on {workload.device}"
     )
     runs = _count(max(map(len, study.timings.values())), "run")
-    yield (
-        f"Milliseconds per step, median of {runs} per worker count, interleaved (lowest to highest)"
-        ":"
-    )
+    yield f"Milliseconds per step, median of {runs} per worker count (lowest to highest):"
     rows = [["workers", *PARTS, "step", "speedup", "efficiency"]]
     for workers in sorted(study.timings):
         speedup = study.speedup(workers)
@@ -52,8 +49,8 @@ def _measurements(study: Study) -> Iterator[str]:
             f"Other programs were using this machine (load {machine.load:.1f}): "
             "measure again when it is idle."
         )
-    if study.oversubscribed:
-        counts = ", ".join(map(str, study.oversubscribed))
+    if oversubscribed := [str(n) for n in study.timings if n > machine.capacity]:
+        counts = ", ".join(oversubscribed)
         yield (
             f"This machine has capacity for {_count(machine.capacity, 'worker')}. Measurements "
             f"with {counts} workers, which share cores or GPUs, are excluded from the model."
@@ -156,8 +153,9 @@ def _lane_batch_advice(study: Study) -> Iterator[str]:
             f"{available}:"
         )
         yield (
-            f"  {study.memory.fixed / 1e6:.0f} MB per worker and {study.memory.per_sample / 1e6:.3g}"
-            " MB per sample, from a line through two measured lane batches."
+            f"  {study.memory.fixed / 1e6:.0f} MB per worker and "
+            f"{study.memory.per_sample / 1e6:.3g} MB per sample, from a line through two measured "
+            "lane batches."
         )
 
 
@@ -242,19 +240,11 @@ def draw(study: Study, path: Path) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     lanes = study.workload.lanes
     _draw_model(left, study, [p for workers in DRAWN_WORKERS if (p := study.same_batch(workers))])
-    measured = [study.speedup(workers) for workers in sorted(study.timings)]
-    left.errorbar(
-        sorted(study.timings),
-        [speedup.middle for speedup in measured],
-        yerr=[
-            [speedup.middle - speedup.lowest for speedup in measured],
-            [speedup.highest - speedup.middle for speedup in measured],
-        ],
-        fmt="o",
-        color="tab:orange",
-        capsize=3,
-        label="measured",
-    )
+    counts = sorted(study.timings)
+    ranges = [study.speedup(workers) for workers in counts]
+    middles = [one.middle for one in ranges]
+    errors = [[m.middle - m.lowest for m in ranges], [m.highest - m.middle for m in ranges]]
+    left.errorbar(counts, middles, errors, fmt="o", color="tab:orange", capsize=3, label="measured")
     left.axvline(lanes, color="0.6", linestyle=":", label=f"{lanes} lanes")
     left.set(title="same global batch", ylabel="speedup")
     _draw_model(right, study, [study.same_lane_batch(workers) for workers in DRAWN_WORKERS])

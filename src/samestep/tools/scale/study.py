@@ -22,6 +22,8 @@ from samestep.tools.scale.model import (
 from samestep.tools.scale.network import Network, count_traffic
 from samestep.tools.scale.trials import MemoryModel, Workload
 
+Parts = Mapping[str, float]  # seconds by the name of a part of a step
+
 PREDICTED_WORKERS: Final = (8, 64, 1024)
 GOOD_ENOUGH: Final = 0.95  # of the ideal speedup
 WARM_UP_EPOCHS: Final = 5  # from Goyal et al. 2017
@@ -54,12 +56,7 @@ class Bottleneck:
 
 
 def find_bottleneck(
-    before: Mapping[str, float],
-    after: Mapping[str, float],
-    waiting: float,
-    factor: float,
-    *,
-    sharded: bool,
+    before: Parts, after: Parts, waiting: float, factor: float, *, sharded: bool
 ) -> Bottleneck | None:
     """Return the part that most exceeds its ideal share of a step.
 
@@ -137,7 +134,8 @@ class Machine:
 class Study:
     """The timings of a workload at several worker counts, and the results that follow from them.
 
-    `learning_rate` and `batch_size_now` are None if not given.
+    `part`, `step` and `waiting` are measured seconds. `learning_rate` and `batch_size_now` are None
+    if not given.
     """
 
     workload: Workload
@@ -151,24 +149,17 @@ class Study:
 
     @property
     def fewest(self) -> int:
-        """The fewest measured workers."""
         return min(self.timings)
 
     @property
     def most(self) -> int:
-        """The most measured workers."""
         return max(self.timings)
-
-    @property
-    def oversubscribed(self) -> list[int]:
-        """The worker counts for which this machine has too few cores or GPUs."""
-        return [workers for workers in self.timings if workers > self.machine.capacity]
 
     @cached_property
     def modeled(self) -> dict[int, Sequence[StepTiming]]:
-        """The timings to fit the model to: not oversubscribed, or else those of the fewest."""
-        fitting = {n: runs for n, runs in self.timings.items() if n <= self.machine.capacity}
-        return fitting or {self.fewest: self.timings[self.fewest]}
+        """The timings to fit the model to: within the capacity, or else those of the fewest."""
+        within = {n: runs for n, runs in self.timings.items() if n <= self.machine.capacity}
+        return within or {self.fewest: self.timings[self.fewest]}
 
     @cached_property
     def costs(self) -> Costs:
@@ -180,15 +171,12 @@ class Study:
         return fit_costs(timings, workload.lanes, workload.nbytes, sharded=bool(workload.sharded))
 
     def part(self, workers: int, name: str) -> Range:
-        """Return the measured seconds of a part of a step."""
         return Range.of(timing.parts[name] for timing in self.timings[workers])
 
     def step(self, workers: int) -> Range:
-        """Return the measured seconds of a step."""
         return Range.of(timing.step for timing in self.timings[workers])
 
     def waiting(self, workers: int) -> Range:
-        """Return the measured seconds of waiting for slower workers."""
         return Range.of(timing.waiting for timing in self.timings[workers])
 
     def speedup(self, workers: int) -> Range:
