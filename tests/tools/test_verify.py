@@ -49,7 +49,7 @@ def test_a_good_script_passes_even_if_a_worker_is_killed(verify):
             "step 2: 'optimizer/state/0/momentum_buffer' differs between n=1 and n=2",
             "gradients changed by one worker only",
         ),
-        ("ends early", "step 3: n=2 did not take it", "number of steps"),
+        ("ends early", "step 3: n=2 did not reach it", "number of steps"),
     ],
 )
 def test_a_faulty_script_fails_at_its_first_difference(way, first, cause, verify):

@@ -96,7 +96,7 @@ def find_difference(step: int, row: Mapping[str, StepTrace | None]) -> str | Non
     """Return the first difference after a step with its usual cause, None if there is none."""
     if missing := [title for title, trace in row.items() if trace is None]:
         cause = "a number of steps that depends on the number of workers"
-        return f"step {step}: {', '.join(missing)} did not take it\nUsual cause: {cause}"
+        return f"step {step}: {', '.join(missing)} did not reach it\nUsual cause: {cause}"
     (first_title, first), *others = row.items()
     for title, trace in others:
         if first and trace and (name := first.first_difference(trace)):

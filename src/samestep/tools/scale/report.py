@@ -35,7 +35,7 @@ def _measurements(study: Study) -> Iterator[str]:
         f"{_count(workload.lanes, 'lane')}{batch}, {workload.nbytes / 1e6:.3g} MB of parameters"
         f"{optimizer[workload.sharded]}, on {workload.device}"
     )
-    runs = _count(max(map(len, study.timings.values())), "run")
+    runs = _count(max(map(len, study.timings.values())), "interleaved run")
     yield f"Milliseconds per step, median of {runs} per worker count (lowest to highest):"
     rows = [["workers", *PARTS, "step", "speedup", "efficiency"]]
     for workers in sorted(study.timings):
@@ -102,19 +102,8 @@ def _predictions(study: Study) -> Iterator[str]:
             f"  check: fewer workers alone predict {_time_range(expected)} ms at {workers} "
             f"workers; measured {_time_range(measured)}, {verdict}"
         )
-    lanes, batch_size = study.workload.lanes, study.workload.batch_size
-    samples = "" if batch_size is None else f" of {-(-batch_size // lanes)}"
-    strong = ["same batch: ms", "speedup", "largest part"]
-    weak = [f"same lane batch{samples}: ms", "speedup", "efficiency", "largest part"]
-    rows = [["workers", *strong, *weak]]
-    for workers in PREDICTED_WORKERS:
-        same, larger = study.same_batch(workers), study.same_lane_batch(workers)
-        strong = [f"(only {lanes} lanes)", "", ""] if same is None else _prediction(study, same)
-        step, speedup, part = _prediction(study, larger)
-        efficiency = f"{study.predicted_speedup(larger).middle / workers:.0%}"
-        rows.append([str(workers), *strong, step, speedup, efficiency, part])
-    yield from table(rows)
-    most = max(PREDICTED_WORKERS)
+    yield from _prediction_table(study)
+    most, lanes = max(PREDICTED_WORKERS), study.workload.lanes
     if study.same_lane_batch(most).largest_part == "exchange":
         share = study.latency_share(most)
         yield (
@@ -129,12 +118,29 @@ def _predictions(study: Study) -> Iterator[str]:
         )
     if lanes < most:
         yield (
-            f"With the same batch, workers beyond {lanes} lanes have nothing to do, and samestep "
-            "does not start them."
+            f"With the same batch, workers beyond {_count(lanes, 'lane')} have nothing to do, and "
+            "samestep does not start them."
         )
 
 
-def _prediction(study: Study, prediction: Prediction) -> list[str]:
+def _prediction_table(study: Study) -> Iterator[str]:
+    lanes, batch_size = study.workload.lanes, study.workload.batch_size
+    samples = "" if batch_size is None else f" of {-(-batch_size // lanes)}"
+    strong = ["same batch: ms", "speedup", "largest part"]
+    weak = [f"same lane batch{samples}: ms", "speedup", "efficiency", "largest part"]
+    rows = [["workers", *strong, *weak]]
+    for workers in PREDICTED_WORKERS:
+        same, larger = study.same_batch(workers), study.same_lane_batch(workers)
+        strong = (
+            [f"(only {_count(lanes, 'lane')})", "", ""] if same is None else _cells(study, same)
+        )
+        step, speedup, part = _cells(study, larger)
+        efficiency = f"{study.predicted_speedup(larger).middle / workers:.0%}"
+        rows.append([str(workers), *strong, step, speedup, efficiency, part])
+    yield from table(rows)
+
+
+def _cells(study: Study, prediction: Prediction) -> list[str]:
     speedup = _factor(study.predicted_speedup(prediction))
     return [_time_range(prediction.step), speedup, prediction.largest_part]
 
@@ -167,7 +173,10 @@ def _lanes_and_learning_rate_advice(study: Study) -> Iterator[str]:
             "lane for each worker of your largest run."
         )
         return
-    yield "Recommended lanes, so that computing a lane takes longer than the rest of its step:"
+    yield (
+        "Recommended lanes at the current batch size, so that computing a lane takes longer than "
+        "the rest of its step:"
+    )
     yield "  " + ", ".join(
         f"{study.recommended_lanes(workers)} for up to {workers} workers"
         for workers in PREDICTED_WORKERS
@@ -227,7 +236,7 @@ def _time_range(seconds: Range) -> str:
 
 
 def _link(link: Link) -> str:
-    return f"{link.latency * 1e6:.3g} us per message, {link.bandwidth / 1e9:.3g} GB/s"
+    return f"{_digits(link.latency * 1e6)} us per message, {_digits(link.bandwidth / 1e9)} GB/s"
 
 
 def draw(study: Study, path: Path) -> None:

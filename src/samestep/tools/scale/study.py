@@ -30,15 +30,15 @@ WARM_UP_EPOCHS: Final = 5  # from Goyal et al. 2017
 REMEDIES: Final = {
     "data": "load ahead with loader_workers=2 or more, return complete lane batches from "
     "__getitems__, or store decoded samples",
-    "compute": "a larger batch per lane uses a device better; if workers share cores or memory, "
-    "run fewer per machine",
+    "compute": "use a larger batch per lane, which keeps a device busier; if workers share cores "
+    "or memory, run fewer per machine",
     "exchange": "use a larger lane batch or more lanes per worker, fewer bytes (a smaller or "
     "partly frozen model), or a faster link",
     "waiting": "use a worker count that divides the lanes, samples of similar cost in all lanes "
     "(group_by), and an idle machine",
     "optimizer": "use run.shard(optimizer), and fused=True if the optimizer supports it",
     "sharded optimizer": "use fused=True if the optimizer supports it; the rest is the gather of "
-    "parameters, which gets faster like the exchange",
+    "parameters, which has the same remedies as the exchange",
     "snapshot": "increase snapshot_every, and set hot_every=none if killed workers need not be "
     "replaced quickly",
     "other": "do less in the loop outside of the step: evaluate, log, clip and print less often, "
