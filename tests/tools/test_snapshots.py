@@ -115,14 +115,6 @@ def test_ages(seconds, text):
     assert snapshots._age(seconds) == text
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1 GiB"), (2**45, "32 TiB")],
-)
-def test_sizes(count, text):
-    assert snapshots.size(count) == text
-
-
 @pytest.fixture
 def url(directory):
     return f"file://{directory}"

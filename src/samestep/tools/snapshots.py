@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from samestep.config import is_url
 from samestep.errors import ConfigError, SnapshotError
-from samestep.tools.units import size
+from samestep.tools.common import format_bytes
 
 # Whatever knows of tensors is imported where it is needed, so that help comes at once.
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _row(run: LocalRun | RemoteRun, name: str) -> str:
         manifest = run.inspect(name)
     except SnapshotError as error:
         return f"{name:<16} {'':>38}  {error}"
-    age, nbytes = _age(time.time() - manifest.created), size(manifest.size)
+    age, nbytes = _age(time.time() - manifest.created), format_bytes(manifest.size)
     score = "" if manifest.score is None else f"{manifest.score:.6g}"
     return f"{name:<16} {age:>8} {nbytes:>10} {manifest.workers:>7} {score:>10}  complete"
 

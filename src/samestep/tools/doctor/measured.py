@@ -10,8 +10,8 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.config import PREFIX
+from samestep.tools.common import format_bytes
 from samestep.tools.doctor.section import Section, change, good, note
-from samestep.tools.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -126,11 +126,11 @@ def _judge_disk(case: Case, medians: Mapping[str, tuple[float, int]]) -> Iterato
         rate = nbytes / seconds
         if rate < SLOW_WRITE:
             yield note(
-                f"{case.directory} takes {size(rate)} a second: a snapshot of 1 GB needs {1e9 / rate:.0f} s beside training.",
+                f"{case.directory} takes {format_bytes(rate)} a second: a snapshot of 1 GB needs {1e9 / rate:.0f} s beside training.",
                 local,
             )
         else:
-            yield good(f"{case.directory} takes {size(rate)} a second")
+            yield good(f"{case.directory} takes {format_bytes(rate)} a second")
     if SYNC in medians and medians[SYNC][0] > SLOW_SYNC_SECONDS:
         yield note(
             f"a small file needs {medians[SYNC][0] * 1e3:.0f} ms to be safe on that disk, and a snapshot waits for several.",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from samestep.host import available_bytes, memory_limit, numbers
+from samestep.tools.common import format_bytes
 from samestep.tools.doctor.launchers import in_pod
 from samestep.tools.doctor.section import Section, change, good, note, some
 from samestep.tools.doctor.system import as_fact
-from samestep.tools.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,19 +56,19 @@ def _judge_memory(case: Case) -> Iterator[Finding]:
     free, needed = available(case.system), case.workers * LEAST_WORKER_BYTES
     if free is not None and free < needed:
         limit = memory_limit(case.system.text)
-        within = f" of the {size(limit)} that this container may use" if limit else ""
+        within = f" of the {format_bytes(limit)} that this container may use" if limit else ""
         yield change(
-            f"{size(free)} of memory are left{within}; {some(case.workers, 'worker')} would need {size(needed)} even for a small "
+            f"{format_bytes(free)} of memory are left{within}; {some(case.workers, 'worker')} would need {format_bytes(needed)} even for a small "
             "model, and the kernel kills them where memory runs out.",
             "samestep run with fewer workers, or give more memory (docker run --memory, resources.limits.memory, sbatch --mem)",
         )
     elif free is not None:
-        yield good(f"{size(free)} of memory are left")
+        yield good(f"{format_bytes(free)} of memory are left")
     counted = numbers(case.system.text("/proc/meminfo"))
     swapped = 1024 * (counted.get("SwapTotal", 0) - counted.get("SwapFree", 0))
     if swapped > LEAST_WORKER_BYTES:
         yield note(
-            f"{size(swapped)} are swapped out: memory ran short here, and a step that has to read it back makes all workers wait.",
+            f"{format_bytes(swapped)} are swapped out: memory ran short here, and a step that has to read it back makes all workers wait.",
             "end what else uses memory (ps aux --sort=-rss), then swapoff -a && swapon -a",
         )
 
@@ -82,17 +82,19 @@ def _judge_shared(case: Case) -> Iterator[Finding]:
         )
     elif shared.total_bytes < LEAST_SHARED_BYTES:
         yield change(
-            f"{SHARED} holds {size(shared.total_bytes)}: loader processes hand over batches there, and die of a bus error when it is full.",
+            f"{SHARED} holds {format_bytes(shared.total_bytes)}: loader processes hand over batches there, and die of a bus error when it is full.",
             _more_shared(case.system),
         )
     elif shared.free_bytes < LEAST_SHARED_BYTES:
         yield change(
-            f"{SHARED} has {size(shared.free_bytes)} left of {size(shared.total_bytes)}: loader processes hand over batches there, and die "
+            f"{SHARED} has {format_bytes(shared.free_bytes)} left of {format_bytes(shared.total_bytes)}: loader processes hand over batches there, and die "
             "of a bus error when it is full.",
             f"remove what ended programs left there (ls -l {SHARED})",
         )
     else:
-        yield good(f"{SHARED} has {size(shared.free_bytes)} for the batches of loader processes")
+        yield good(
+            f"{SHARED} has {format_bytes(shared.free_bytes)} for the batches of loader processes"
+        )
     if lacking := case.system.lacking_calls():
         yield change(
             f"this machine lacks {' and '.join(lacking)}, so workers of one host talk over the network's loopback, and not through memory "

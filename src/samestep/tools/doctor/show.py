@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from samestep.tools.common import format_bytes
 from samestep.tools.doctor.section import some
-from samestep.tools.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -72,7 +72,7 @@ def _word(name: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(_word("", part) for part in value) or "none"
     if name.endswith("_bytes") and not isinstance(value, str):
-        return size(value)
+        return format_bytes(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from samestep.tools.common import format_bytes
 from samestep.tools.doctor.launchers import has_several_hosts, in_pod
 from samestep.tools.doctor.section import Section, change, good, note
-from samestep.tools.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,7 +96,7 @@ def _judge_space(case: Case, folder: Folder) -> Iterator[Finding]:
         )
     if space is not None and space.free_bytes < LEAST_BYTES:
         yield change(
-            f"{size(space.free_bytes)} are free in {folder.path}; a run stops when its disk is full, and keeps 4 snapshots, with Adam "
+            f"{format_bytes(space.free_bytes)} are free in {folder.path}; a run stops when its disk is full, and keeps 4 snapshots, with Adam "
             "of 3 times the parameters' bytes each.",
             "free some space, give another --dir, or --keep-last 1 --keep-best 0",
         )

@@ -18,7 +18,7 @@ from samestep.comm.connect import connect
 from samestep.config import merge
 from samestep.host import LOOPBACK_INTERFACE, VARIABLE
 from samestep.launch.local import NEEDED, preload, start
-from samestep.tools.exchanging import exchanging
+from samestep.tools.common import make_all_reduce
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +63,7 @@ def _work(begun: float, folder: Path, *, quick: bool) -> list[Timed]:
     found += [
         (
             "exchange of gradients",
-            _timed(world, exchanging(world, torch.ones(size // 4), MEASURING), count),
+            _timed(world, make_all_reduce(world, torch.ones(size // 4), MEASURING), count),
             size,
         )
         for size, count in ((SMALL, many), (LARGE, times))
