@@ -121,10 +121,10 @@ def test_wrong_use_is_an_error(arguments, message, capsys):
         (
             ["--lanes", "many", "train.py"],
             2,
-            "samestep: error: --lanes='many' was given; expected a whole number or none",
+            "samestep: error: --lanes must be an integer or none, got 'many'",
         ),
-        (["no-such-script.py"], 2, "samestep: error: script 'no-such-script.py' was given"),
-        (["-n", "0", cli.__file__], 1, "samestep: error: workers=0 was given; expected at least 1"),
+        (["no-such-script.py"], 2, "samestep: error: script 'no-such-script.py' does not exist"),
+        (["-n", "0", cli.__file__], 1, "samestep: error: workers must be at least 1, got 0"),
     ],
 )
 def test_errors_are_one_line_with_a_status(arguments, status, message, capfd):

@@ -20,7 +20,7 @@ SOON = timedelta(seconds=5)
 
 
 def variables(member, rank=0, attempt=0):
-    return {"RANK": str(rank), TOKEN: SECRET, **store_variables(member.coordinator, attempt)}
+    return {"RANK": str(rank), TOKEN: SECRET, **store_variables(member.address, attempt)}
 
 
 @pytest.fixture

@@ -26,10 +26,10 @@ from samestep.cluster import find_process
 from samestep.comm.link import MOST_BYTES, Frames, decode, frame, is_proof, nonce_of, parse_address
 from samestep.config import Config, merge, parse
 from samestep.errors import ConfigError, SnapshotError
-from samestep.launch.cluster_spec import Nodes
-from samestep.launch.membership import ElasticPolicy, Membership
-from samestep.launch.ssh import read_hosts
-from samestep.launch.store_server import Keys
+from samestep.launch.attempt import ElasticPolicy
+from samestep.launch.cluster_spec import Nodes, read_hosts
+from samestep.launch.membership import Membership
+from samestep.launch.store_server import KeyValueStore
 from samestep.snapshot import load
 from samestep.snapshot.commit import CommitProtocol, combined
 from samestep.snapshot.files import checksum
@@ -183,7 +183,7 @@ def _launching(folder: Path) -> list[Target]:
 def _messages() -> list[Target]:
     messages = (
         {"as": "host", "name": "node1", "workers": 4, "nonce": "0" * 64, "proof": "0" * 64},
-        {"tell": "beat", "step": 3, "attempt": 0},
+        {"report": "heartbeat", "step": 3, "attempt": 0},
     )
     requests = [
         {"do": "set", "key": "rank", "value": "MA=="}, {"do": "append", "key": "rank", "value": "MA=="}, {"do": "check", "keys": ["rank"]},
@@ -201,9 +201,9 @@ def _messages() -> list[Target]:
         "step": 3,
     }
     news = [
-        {"tell": "beat", "step": 3}, {"tell": "ready"}, {"tell": "ended", "attempt": 0},
-        {"tell": "signalled", "signal": 15, "again": False},
-        {"tell": "failed", "attempt": 0, "age": 0.1, "failure": {**failure, "host": "node1"}},
+        {"report": "heartbeat", "step": 3}, {"report": "ready"}, {"report": "ended", "attempt": 0},
+        {"report": "signaled", "signal": 15, "again": False},
+        {"report": "failed", "attempt": 0, "age": 0.1, "failure": {**failure, "host": "node1"}},
     ]  # fmt: skip
     loop = cache(asyncio.new_event_loop)
 
@@ -224,7 +224,7 @@ def _messages() -> list[Target]:
 
     async def answer(request: Any) -> None:
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(Keys().answer(request), 0.001)
+            await asyncio.wait_for(KeyValueStore().handle(request), 0.001)
 
     def one_of(some: list[dict[str, Any]], random: Random) -> Any:
         try:
@@ -237,9 +237,9 @@ def _messages() -> list[Target]:
             ElasticPolicy(1, 2, 8, 3, 30.0), 0.0, open_attempt=lambda _: None, log=lambda _: None
         )
         node = membership.join("node1", 4, lambda _: None, lambda: None, 0.0)
-        membership.hear(node, {"tell": "ready"}, 1.0)
+        membership.receive(node, {"report": "ready"}, 1.0)
         membership.update(3.0)  # workers start
-        membership.hear(node, message, 4.0)
+        membership.receive(node, message, 4.0)
         membership.update(5.0)
 
     return [

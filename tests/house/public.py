@@ -1,4 +1,4 @@
-"""What users of samestep rely on: its public names and its command line, as lines of text.
+"""The public names of samestep and its command line, as lines of text.
 
 `python -m tests.house.public` writes them to `public.txt`; `test_public.py` compares.
 """
@@ -9,30 +9,37 @@ import contextlib
 import inspect
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import samestep
-from samestep import cli
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from samestep import cli, errors, record
 
 FROZEN = Path(__file__).with_name("public.txt")
 
 
 def described() -> str:
-    """Return a line for each public name and each flag of each command."""
-    return "\n".join([*_package(), *_run(), *_commands()]) + "\n"
+    """Return one line for each public name and for each flag of each command."""
+    modules = {samestep: samestep.__all__, errors: _defined_in(errors), record: record.__all__}
+    names = [line for module, names in modules.items() for line in _module(module, names)]
+    return "\n".join([*names, *_run(), *_commands()]) + "\n"
 
 
-def _package() -> Iterator[str]:
-    for name in sorted(samestep.__all__):
-        member = getattr(samestep, name)
+def _defined_in(module: ModuleType) -> list[str]:
+    return [name for name, member in vars(module).items() if inspect.isclass(member)]
+
+
+def _module(module: ModuleType, names: list[str]) -> Iterator[str]:
+    for name in sorted(names):
+        member = getattr(module, name)
         if isinstance(member, type) and issubclass(member, Exception):
-            yield f"samestep.{name}({', '.join(base.__name__ for base in member.__bases__)})"
+            bases = ", ".join(base.__name__ for base in member.__bases__)
+            yield f"{module.__name__}.{name}({bases})"
         else:
-            yield f"samestep.{name}{_parameters(member) if inspect.isfunction(member) else ''}"
+            parameters = _parameters(member) if inspect.isfunction(member) else ""
+            yield f"{module.__name__}.{name}{parameters}"
 
 
 def _run() -> Iterator[str]:

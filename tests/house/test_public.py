@@ -7,17 +7,17 @@ from tests.house.public import FROZEN, described
 from tests.workers import run_workers
 
 
-def test_public_names_and_command_line_are_the_frozen_ones():
+def test_public_names_and_the_command_line_are_frozen():
     (now,) = run_workers(described, 1)
     assert now == FROZEN.read_text(), (
-        "if you mean to change what users rely on: python -m tests.house.public, and say so in CHANGELOG.md"
+        "if the change is intended, run python -m tests.house.public and add it to CHANGELOG.md"
     )
 
 
-def test_public_names_are_not_hidden_by_parts_of_the_same_name():
+def test_subpackages_do_not_hide_public_names():
     def body():
-        for part in ("launch", "run"):
-            import_module(f"samestep.{part}")
+        for package in ("launch", "run"):
+            import_module(f"samestep.{package}")
         return [name for name in samestep.__all__ if not callable(getattr(samestep, name))]
 
     assert run_workers(body, 1) == [[]]

@@ -51,7 +51,9 @@ def test_torch_without_gloo_is_found(tmp_path):
 
 def test_a_wrong_variable_is_found(tmp_path):
     section = software.examine(case_of(tmp_path, torch=TORCH, environment={"SAMESTEP_LANE": "8"}))
-    assert "SAMESTEP_LANE is no option of samestep; did you mean lanes?" in told(section, "change")
+    assert "SAMESTEP_LANE is not an option of samestep; did you mean lanes?" in told(
+        section, "change"
+    )
 
 
 def test_extras_that_are_missing_are_noted_and_those_of_an_extra_count(tmp_path, extras):

@@ -17,7 +17,7 @@ from samestep.comm.base import World
 from samestep.comm.connect import connect
 from samestep.config import merge
 from samestep.host import LOOPBACK_INTERFACE, VARIABLE
-from samestep.launch.local import NEEDED, preload, start
+from samestep.launch.local import preload, start
 from samestep.tools.common import make_all_reduce
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ MEASURING: Final = "measuring"
 
 def measure(*, quick: bool) -> list[Timed]:
     """Return seconds by what two workers did, and of how many bytes. Raises `LaunchError` where they cannot start or talk."""
-    needed = () if quick else NEEDED  # these two do not train
     began = time.perf_counter()
-    preload(needed)
+    if not quick:  # otherwise the two workers do not train
+        preload()
     imported = [] if quick else [time.perf_counter() - began]
     with TemporaryDirectory() as folder:
         body = partial(_work, time.monotonic(), Path(folder), quick=quick)
@@ -46,7 +46,7 @@ def measure(*, quick: bool) -> list[Timed]:
             body,
             WORKERS,
             {"device": "cpu", "max_restarts": 0, "timeout": TIMEOUT_SECONDS},
-            needed=needed,
+            preloads=not quick,
         )
     return [("import of what training needs besides", imported, 0), *found]
 
