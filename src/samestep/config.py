@@ -47,9 +47,7 @@ class Config:
     """Every option of a run. Raises `ConfigError` that names an option with an invalid value."""
 
     lanes: int | None = option(
-        None,
-        "fixed number of slices of each global batch; results depend on it "
-        "(default: the number of workers)",
+        None, "fixed number of slices of each global batch (default: the number of workers)"
     )
     seed: int = option(0, "seed of everything random, 0 to 2**63 - 1")
     dir: Path | None = option(None, "output directory of the run; without it, nothing is saved")
@@ -68,8 +66,7 @@ class Config:
     )
     hot_every: str | None = option(
         "auto",
-        "steps between copies of the state in memory, from which restarted workers continue; "
-        "auto (costs about one percent of the time) or none",
+        "steps between in-memory copies for restarts, auto (about one percent of the time) or none",
     )
     keep_last: int = option(3, "number of newest snapshots to keep")
     keep_best: int = option(1, "number of snapshots with the highest scores to keep in addition")
@@ -80,9 +77,7 @@ class Config:
         None, "module:function to call with the path of each file of a complete snapshot"
     )
     sinks: tuple[str, ...] | None = option(
-        None,
-        "where to send the record in addition to dir, comma-separated: fsspec URLs, tensorboard, "
-        "mlflow, wandb or module:Class",
+        None, "where to send the record, too: fsspec URLs, tensorboard, mlflow, wandb, module:Class"
     )
     nonfinite_loss: str = option("stop", "stop or continue if a loss is NaN or infinite")
     check_every: int | None = option(
@@ -90,12 +85,10 @@ class Config:
     )
     deterministic: bool = option(True, "use deterministic torch kernels")
     timeout: float = option(
-        120.0,
-        "seconds to wait for another worker before all stop and report where each worker was",
+        120.0, "seconds to wait for another worker before all stop and report where each worker was"
     )
     max_restarts: int = option(
-        3,
-        "restarts in a row, without a new step in between, after workers are killed from outside",
+        3, "restarts in a row, without a new step in between, after workers are killed from outside"
     )
     grace_period: float = option(
         30.0, "seconds for workers to save a snapshot and exit after SIGTERM or Ctrl-C"
@@ -114,13 +107,11 @@ class Config:
             raise _error("seed", "at most 2**63 - 1", self.seed)
         self._check_devices()
         if not 0 < self.timeout <= MAX_SECONDS:
-            raise _error(
-                "timeout", f"a positive number of seconds (at most {MAX_SECONDS})", self.timeout
-            )
+            expected = f"a positive number of seconds (at most {MAX_SECONDS})"
+            raise _error("timeout", expected, self.timeout)
         if not 0 <= self.grace_period <= MAX_SECONDS:
-            raise _error(
-                "grace_period", f"a number of seconds from 0 to {MAX_SECONDS}", self.grace_period
-            )
+            expected = f"a number of seconds from 0 to {MAX_SECONDS}"
+            raise _error("grace_period", expected, self.grace_period)
         if self.hot_every not in {None, "auto"} and not re.fullmatch(
             r"0*[1-9]\d{0,17}", self.hot_every
         ):
@@ -147,11 +138,8 @@ class Config:
         if self.transfer is not None and not _is_entry_point(self.transfer):
             raise _error("transfer", "module:function", self.transfer)
         resume = self.resume if is_url(self.resume) else None
-        for name, value in (
-            ("remote", self.remote),
-            ("transfer", self.transfer),
-            ("resume", resume),
-        ):
+        given = {"remote": self.remote, "transfer": self.transfer, "resume": resume}
+        for name, value in given.items():
             if value is not None and self.dir is None:
                 raise ConfigError(f"{name}={value!r} requires dir, where snapshots are saved first")
 

@@ -1,23 +1,18 @@
 """The exceptions of samestep.
 
     SamestepError
-    ├── ConfigError (also a ValueError)
+    ├── ConfigError, also a ValueError
     ├── LaunchError
     │   └── WorkerError
     ├── WorldError
     │   └── HangError
     ├── DataError
     │   └── LoaderError
-    ├── ModelError
     ├── LossError
     │   └── NonFiniteLossError
-    ├── OutOfMemoryError (also a MemoryError)
-    ├── DivergenceError
-    ├── OptimizerError
-    ├── EvaluationError
-    ├── SnapshotError
-    ├── RecordError
-    └── VerifyError
+    ├── OutOfMemoryError, also a MemoryError
+    └── ModelError, DivergenceError, OptimizerError, EvaluationError, SnapshotError, RecordError,
+        VerifyError
 
 A message says what is wrong with which value, what was expected, and what to do.
 """

@@ -26,7 +26,7 @@ from samestep.cluster import find_process
 from samestep.comm.link import MOST_BYTES, Frames, decode, frame, is_proof, nonce_of, parse_address
 from samestep.config import Config, merge, parse
 from samestep.errors import ConfigError, SnapshotError
-from samestep.launch.attempt import ElasticPolicy
+from samestep.launch.attempt import ElasticPolicy, Node
 from samestep.launch.cluster_spec import Nodes, read_hosts
 from samestep.launch.membership import Membership
 from samestep.launch.store_server import KeyValueStore
@@ -236,7 +236,7 @@ def _messages() -> list[Target]:
         membership = Membership(
             ElasticPolicy(1, 2, 8, 3, 30.0), 0.0, open_attempt=lambda _: None, log=lambda _: None
         )
-        node = membership.join("node1", 4, lambda _: None, lambda: None, 0.0)
+        membership.join(node := Node("node1", 4, lambda _: None, 0.0))
         membership.receive(node, {"report": "ready"}, 1.0)
         membership.update(3.0)  # workers start
         membership.receive(node, message, 4.0)

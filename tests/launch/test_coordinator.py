@@ -179,7 +179,7 @@ def test_an_invalid_hello_with_the_token_is_refused(leader, terminal, hello):
 
 
 @pytest.mark.parametrize(
-    "request",
+    "message",
     [
         {},
         {"do": "set"},
@@ -188,12 +188,12 @@ def test_an_invalid_hello_with_the_token_is_refused(leader, terminal, hello):
         {"do": "no", "key": ""},
     ],
 )
-def test_an_invalid_request_ends_its_connection(leader, request):
+def test_an_invalid_request_ends_its_connection(leader, message):
     store = join_store(
         {"RANK": "0", TOKEN: SECRET, **store_variables(leader.address, leader.attempt)},
         timedelta(seconds=5),
     )
-    store._link.send(request)
+    store._link.send(message)
     with pytest.raises(ConnectionError):
         store._link.receive(5)
     store._link.close()

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from samestep.launch.attempt import ElasticPolicy, Phase
+from samestep.launch.attempt import ElasticPolicy, Node, Phase
 from samestep.launch.membership import (
     CAUSE_SECONDS,
     JOIN_SECONDS,
@@ -46,7 +46,8 @@ class Hosts:
 
     def join(self, name, workers=1, *, ready=True, leads=False):
         sent = []
-        node = self.membership.join(name, workers, sent.append, lambda: None, self.now, leads=leads)
+        node = Node(name, workers, sent.append, self.now, leads=leads)
+        self.membership.join(node)
         self.nodes[node.name], self.sent[node.name] = node, sent
         if ready:
             self.report(node.name, "ready")

@@ -19,15 +19,7 @@ Message = Mapping[str, Any]
 
 # Signals that a program causes itself. Any other signal was sent by a person, a scheduler, or a
 # kernel that ran out of memory.
-CRASHES: Final = {
-    signal.SIGSEGV,
-    signal.SIGABRT,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGILL,
-    signal.SIGSYS,
-    signal.SIGTRAP,
-}
+CRASHES: Final = {"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP"}
 OUT_OF_MEMORY: Final = (
     "the kernel ran out of memory and killed a process on this host: "
     "start fewer workers here, or start a new run with more lanes"
@@ -63,17 +55,17 @@ class WorkerFailure:
                 return cls(rank, at, f"exited with status {error.code}", status=error.code)
             return cls(rank, at, str(error.code))
         trace = error.__traceback__
-        while trace and trace.tb_next and _is_launcher(trace.tb_frame.f_globals):
+        while trace and trace.tb_next:
+            if not str(trace.tb_frame.f_globals.get("__name__")).startswith(LAUNCHER_MODULES):
+                break
             trace = trace.tb_next
         lines = traceback.format_exception(type(error), error, trace)
         # one line; the traceback ends with the complete message
         summary = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
-        failure = cls(rank, at, summary, "".join(lines))
-        if not isinstance(error, SamestepError):
-            return failure
-        if error.is_secondary:
-            return replace(failure, is_secondary=True)
-        return replace(failure, is_retryable=error.is_retryable)
+        secondary = isinstance(error, SamestepError) and error.is_secondary
+        retryable = isinstance(error, SamestepError) and error.is_retryable and not secondary
+        text = "".join(lines)
+        return cls(rank, at, summary, text, is_secondary=secondary, is_retryable=retryable)
 
     @classmethod
     def of_exit(
@@ -93,7 +85,7 @@ class WorkerFailure:
         summary = f"{'stopped' if number == signal.SIGSTOP else 'killed'} by {number.name}"
         if out_of_memory and number == signal.SIGKILL:
             summary += f" ({OUT_OF_MEMORY})"
-        return cls(rank, at, summary, status=128 - code, is_retryable=number not in CRASHES)
+        return cls(rank, at, summary, status=128 - code, is_retryable=number.name not in CRASHES)
 
     @classmethod
     def of_message(cls, fields: Message, at: float) -> WorkerFailure:
@@ -117,10 +109,6 @@ class WorkerFailure:
     def __str__(self) -> str:
         where = "" if self.step is None else f" [step {self.step}, host {self.host}]"
         return f"{self.summary}{where}"
-
-
-def _is_launcher(variables: Mapping[str, Any]) -> bool:
-    return str(variables.get("__name__")).startswith(LAUNCHER_MODULES)
 
 
 @dataclass(frozen=True)
@@ -171,10 +159,10 @@ class Node:
     name: str
     max_workers: int
     send: Callable[[Message], None]
-    disconnect: Callable[[], None]
     joined_at: float
-    last_seen: float
-    leads: bool  # the run's first host, which runs the coordinator
+    disconnect: Callable[[], None] = lambda: None
+    leads: bool = False  # the run's first host, which runs the coordinator
+    last_seen: float = 0.0
     ready: bool = False
     leaving: bool = False
     first_rank: int = 0

@@ -21,6 +21,11 @@ CREATE_TOKEN: Final = (
     'create one with `python -c "import secrets; print(secrets.token_hex())"` '
     f"and set it on all hosts, in {TOKEN} or in a file given by --token-file"
 )
+NODES_HELP: Final = f"""\
+Run the same command on each host, or use --hosts. All hosts of a run share a secret token.
+To create one: python -c "import secrets; print(secrets.token_hex())"
+Set it on all hosts, in {TOKEN} or in a file given by --token-file.
+"""
 MAX_HOSTS_FILE: Final = 1 << 20  # bytes
 HOST_LINE: Final = re.compile(
     r"(?P<name>[A-Za-z0-9_](?:[A-Za-z0-9_.:%@-]*[A-Za-z0-9])?)"
@@ -30,36 +35,17 @@ HOST_LINE: Final = re.compile(
 
 def add_node_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments about several hosts."""
-    group = parser.add_argument_group(
-        "several hosts", f"All hosts of a run share a secret token: {CREATE_TOKEN}."
-    )
-    group.add_argument(
-        "--nodes",
-        metavar="N",
-        help="number of hosts, each of which runs this command; MIN:MAX lets hosts join and leave "
-        "during the run (default: 1)",
-    )
-    group.add_argument(
-        "--master",
-        metavar="HOST:PORT",
-        help="address of the first host, with a free port; the same on all hosts",
-    )
-    group.add_argument(
-        "--token-file",
-        metavar="FILE",
-        help=f"file with the token, readable only by you (default: the variable {TOKEN})",
-    )
-    group.add_argument(
-        "--hosts",
-        metavar="FILE",
-        help="run this command over ssh on the hosts listed in FILE, one per line: "
-        "HOST [workers=N]",
-    )
-    group.add_argument(
-        "--ssh",
-        metavar="COMMAND",
-        help="remote shell for --hosts, with its options (default: ssh)",
-    )
+    group = parser.add_argument_group("several hosts", NODES_HELP)
+    nodes = "number of hosts; MIN:MAX lets hosts join and leave during the run (default: 1)"
+    group.add_argument("--nodes", metavar="N", help=nodes)
+    master = "address of the first host, with a free port; the same on all hosts"
+    group.add_argument("--master", metavar="HOST:PORT", help=master)
+    token = f"file with the token, readable only by you (default: the variable {TOKEN})"
+    group.add_argument("--token-file", metavar="FILE", help=token)
+    hosts = "run this command over ssh on the hosts in FILE, one per line: HOST [workers=N]"
+    group.add_argument("--hosts", metavar="FILE", help=hosts)
+    shell = "remote shell for --hosts, with its options (default: ssh)"
+    group.add_argument("--ssh", metavar="COMMAND", help=shell)
 
 
 @dataclass(frozen=True)
@@ -179,16 +165,12 @@ def parse_hosts(text: str, name: str) -> list[Host]:
         where = f"{name}, line {number}"
         found = HOST_LINE.fullmatch(content)
         if not found:
-            raise ConfigError(
-                f"{where}: expected HOST or HOST workers=N, as in node1 workers=4; "
-                f"got {content[:100]!r}"
-            )
+            expected = "expected HOST or HOST workers=N, as in node1 workers=4"
+            raise ConfigError(f"{where}: {expected}; got {content[:100]!r}")
         host = Host(found["name"], int(found["workers"]) if found["workers"] else None)
         if host.address in lines:
-            raise ConfigError(
-                f"{where}: {content[:100]!r} has the same host as line {lines[host.address]}; "
-                "list each host once"
-            )
+            first = f"has the same host as line {lines[host.address]}"
+            raise ConfigError(f"{where}: {content[:100]!r} {first}; list each host once")
         lines[host.address] = number
         hosts.append(host)
     if not hosts:

@@ -33,7 +33,7 @@ from samestep.comm.link import (
     prove,
 )
 from samestep.host import end_with_parent
-from samestep.launch.attempt import ElasticPolicy, Message, Phase
+from samestep.launch.attempt import ElasticPolicy, Message, Node, Phase
 from samestep.launch.membership import Membership
 from samestep.launch.store_server import KeyValueStore
 
@@ -75,8 +75,7 @@ class Coordinator:
         self._rank_owners: dict[str, str] = {}  # processes by rank
         self._hosts: dict[asyncio.Task[None], Peer] = {}
         self._workers: set[asyncio.Task[None]] = set()  # of the current attempt
-        # oldest first
-        self._unauthenticated: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._unauthenticated: list[asyncio.StreamWriter] = []  # oldest first
         self._logged_addresses: set[str] = set()
 
     async def serve(self, listener: socket.socket) -> None:
@@ -116,33 +115,27 @@ class Coordinator:
             writer.close()
 
     async def _authenticate(self, peer: Peer, writer: asyncio.StreamWriter) -> Message:
-        task = _current_task()
         if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
-            next(iter(self._unauthenticated.values())).transport.abort()
-        self._unauthenticated[task] = writer
+            self._unauthenticated[0].transport.abort()
+        self._unauthenticated.append(writer)
         try:
             return await asyncio.wait_for(peer.authenticate(self._config.token), HELLO_SECONDS)
         finally:
-            del self._unauthenticated[task]
+            self._unauthenticated.remove(writer)
 
     async def _serve_host(self, peer: Peer, hello: Message) -> None:
         name, workers, settings = (hello.get(key) for key in ("name", "workers", "settings"))
-        if not (
-            isinstance(name, str)
-            and isinstance(workers, int)
-            and workers >= 1
-            and isinstance(settings, dict)
-        ):
+        workers = workers if isinstance(workers, int) else 0
+        if not isinstance(name, str) or not isinstance(settings, dict) or workers < 1:
             raise ValueError(f"invalid hello from a host: {dict(hello)!r:.200}")
         is_finished = self._membership.phase is Phase.FINISHED
         if refused := "the run is over" if is_finished else self._differences(settings):
-            peer.send({"refused": refused})
             _log(f"refused host {name}: {refused}")
+            peer.send({"refused": refused})
             return
         task, reason, leads = _current_task(), "", bool(hello.get("leads"))
-        node = self._membership.join(
-            name, workers, peer.send, peer.disconnect, time.monotonic(), leads=leads
-        )
+        node = Node(name, workers, peer.send, time.monotonic(), peer.disconnect, leads)
+        self._membership.join(node)
         self._hosts[task] = peer
         peer.send({"welcome": node.name})
         try:
@@ -181,7 +174,9 @@ class Coordinator:
     def _claim_rank(self, hello: Message) -> str:
         """Reserve a rank for all connections of one process; return why not, "" on success."""
         if (attempt := hello.get("attempt")) != self._attempt:
-            return f"the current attempt is {self._attempt}, got a worker of {attempt!r:.20}"
+            return (
+                f"the current attempt is {self._attempt}, got a worker of attempt {attempt!r:.20}"
+            )
         rank, process = str(hello.get("rank")), str(hello.get("process"))
         owner = self._rank_owners.setdefault(rank, process)
         if owner == process:
@@ -190,13 +185,11 @@ class Coordinator:
 
     def _log_refused(self, writer: asyncio.StreamWriter, error: Exception) -> None:
         """Log a refused connection, once per address and for a limited number of addresses."""
-        address = (writer.get_extra_info("peername") or ["an unknown address"])[0]
-        if address not in self._logged_addresses:
-            if len(self._logged_addresses) >= MAX_LOGGED_ADDRESSES:
-                return
-            self._logged_addresses.add(address)
+        address, logged = writer.get_extra_info("peername", ("?",))[0], self._logged_addresses
+        if address not in logged and len(logged) < MAX_LOGGED_ADDRESSES:
+            logged.add(address)
             reason = str(error) or f"it sent no hello within {HELLO_SECONDS:g} s"
-            is_last = len(self._logged_addresses) >= MAX_LOGGED_ADDRESSES
+            is_last = len(logged) == MAX_LOGGED_ADDRESSES
             more = "; connections from further addresses are refused silently" if is_last else ""
             _log(f"refused a connection from {address}: {reason}{more}")
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import multiprocessing
 import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -21,12 +20,12 @@ from samestep.launch.attempt import ElasticPolicy, Message
 from samestep.launch.cluster_spec import ClusterSpec
 from samestep.launch.coordinator import HEARTBEAT_SECONDS, CoordinatorConfig, coordinate
 from samestep.launch.membership import JOIN_SECONDS, LOST_SECONDS
+from samestep.launch.worker import FORK
 
 RETRY_SECONDS: Final = 0.2
 # A host without messages ends its workers before the other hosts treat it as lost and continue.
 SILENCE_SECONDS: Final = LOST_SECONDS - HEARTBEAT_SECONDS
 END_SECONDS: Final = 10.0  # for the other hosts to receive the end
-FORK: Final = multiprocessing.get_context("fork")
 
 
 class CoordinatorClient:
@@ -123,28 +122,16 @@ def join_cluster(spec: ClusterSpec, workers: int, config: Config) -> Iterator[Co
     coordinator = client = None
     try:
         if listener is not None:
-            policy = ElasticPolicy(
-                nodes.min_nodes,
-                nodes.max_nodes,
-                config.lanes,
-                config.max_restarts,
-                config.grace_period,
-            )
-            coordinator_config = CoordinatorConfig(spec.token, policy, settings)
-            coordinator = FORK.Process(
-                target=coordinate,
-                args=(coordinator_config, listener, os.getpid()),
-                name="coordinator",
-            )
+            limits = config.lanes, config.max_restarts, config.grace_period
+            policy = ElasticPolicy(nodes.min_nodes, nodes.max_nodes, *limits)
+            arguments = CoordinatorConfig(spec.token, policy, settings), listener, os.getpid()
+            coordinator = FORK.Process(target=coordinate, args=arguments, name="coordinator")
             coordinator.start()
             listener.close()
-        link = _connect(spec)
-        try:
+        with closing(_connect(spec)) as link:
             hello = {"workers": workers, "leads": listener is not None, "settings": settings}
             client = _join(link, hello)
             yield client
-        finally:
-            link.close()
     finally:
         if coordinator is not None:
             if client is not None and client.is_over:

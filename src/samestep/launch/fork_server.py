@@ -17,7 +17,6 @@ from multiprocessing.context import ForkProcess
 from typing import Final
 
 import torch
-from typing_extensions import Self
 
 from samestep.host import end_with_parent, lacking_calls, no_collection
 from samestep.launch.output import Pipes, print_to
@@ -30,7 +29,7 @@ ANSWER_SECONDS: Final = 2.0  # an answer takes milliseconds unless the fork serv
 
 
 class ForkServer:
-    """The launcher's side of the fork server; a context manager.
+    """The launcher's side of the fork server.
 
     Imports may take seconds, start threads or crash. The launcher cannot do them, because it
     supervises workers and must remain able to fork, and each worker would repeat them. Workers are
@@ -45,10 +44,8 @@ class ForkServer:
         self._started_pid = 0  # of the worker that was forked last
         self._exit_codes: dict[int, int] = {}  # by process id
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Kill the process."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:

@@ -7,7 +7,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ def start(
         environment = {STARTED_BY: "samestep", **folder, **state.environment, **variables}
         signals = StopSignals()
         exits.enter_context(signals.recorded())
-        coordinator = client or exits.enter_context(LocalCoordinator(workers, config))
+        coordinator = client or exits.enter_context(closing(LocalCoordinator(workers, config)))
         job = Job(body, config, environment, state, signals, os.getpid())
         result = Supervisor(job, coordinator).run()
     if signals.received:

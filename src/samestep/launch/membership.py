@@ -58,28 +58,18 @@ class Membership:
         self._last_loss = ""
         self._restarts = RestartBudget(policy.max_restarts)
 
-    def join(
-        self,
-        name: str,
-        max_workers: int,
-        send: Callable[[Message], None],
-        disconnect: Callable[[], None],
-        now: float,
-        *,
-        leads: bool = False,
-    ) -> Node:
+    def join(self, node: Node) -> None:
         """Add a host; one whose name is taken gets a number.
 
         Ranks follow the order of joining, except that the host that `leads` has the first ranks.
         """
-        taken = {node.name for node in self._nodes}
-        if name in taken:
-            numbered = (f"{name} ({number})" for number in itertools.count(2))
-            name = next(other for other in numbered if other not in taken)
-        node = Node(name, max_workers, send, disconnect, now, now, leads)
-        self._nodes.insert(0 if leads else len(self._nodes), node)
-        self._log(f"host {name} joined with {max_workers} workers: {self._present()}")
-        return node
+        taken = {other.name for other in self._nodes}
+        if node.name in taken:
+            names = (f"{node.name} ({number})" for number in itertools.count(2))
+            node.name = next(name for name in names if name not in taken)
+        node.last_seen = node.joined_at
+        self._nodes.insert(0 if node.leads else len(self._nodes), node)
+        self._log(f"host {node.name} joined with {node.max_workers} workers: {self._present()}")
 
     def leave(self, node: Node, reason: str, now: float) -> None:
         """Remove a host that was lost."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO
 
-from typing_extensions import Self
-
 from samestep.launch.screen import WAIT_SECONDS, Log, Screen, encoding_of, standard_screens
 
 _READ_BYTES: Final = 64 * 1024  # per read, and of an unfinished line: the capacity of a pipe
@@ -21,7 +19,7 @@ _FIRST_OTHER_FILE: Final = 3  # after stdin, stdout and stderr
 
 
 class Outputs:
-    """The stdout and stderr of a host's workers; a context manager.
+    """The stdout and stderr of a host's workers.
 
     Bytes of rank 0 are printed unchanged and immediately. Other ranks are printed in complete
     lines that start with `[3] `; of a progress bar that is redrawn after carriage returns, only the
@@ -41,12 +39,6 @@ class Outputs:
         self._attempts: Counter[int] = Counter()
         self._directory: Path | None = None
         self._logs_failed = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @contextmanager
     def pipes_of(self, rank: int) -> Iterator[Pipes]:

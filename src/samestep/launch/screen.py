@@ -8,7 +8,7 @@ import select
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Final, Protocol, TextIO
+from typing import Final, TextIO
 
 FOLDER: Final = "logs"
 WAIT_SECONDS: Final = (
@@ -67,7 +67,7 @@ class Screen:
     dropped silently, because `head` exits when it has enough.
     """
 
-    def __init__(self, stream: Stream | None) -> None:
+    def __init__(self, stream: FileStream | TextStream | None) -> None:
         self._stream = stream
         self._pending = bytearray()
         self._unfinished = False
@@ -98,16 +98,6 @@ class Screen:
         return not self._pending
 
 
-class Stream(Protocol):
-    """The destination of a `Screen`."""
-
-    def is_ready(self, wait_seconds: float) -> bool:
-        """Return whether some bytes can be written without waiting longer than this."""
-
-    def write(self, data: memoryview) -> int:
-        """Write bytes and return how many. Raises `OSError` or `ValueError`."""
-
-
 class FileStream:
     """An open file of this process, by its number."""
 
@@ -117,9 +107,11 @@ class FileStream:
         self._poll.register(number, select.POLLOUT)
 
     def is_ready(self, wait_seconds: float) -> bool:
+        """Return whether some bytes can be written without waiting longer than this."""
         return bool(self._poll.poll(1000 * wait_seconds))
 
     def write(self, data: memoryview) -> int:
+        """Write bytes and return how many. Raises `OSError`."""
         # a writable pipe accepts this many bytes without blocking
         return os.write(self._number, data[: select.PIPE_BUF])
 
@@ -131,10 +123,12 @@ class TextStream:
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder(encoding_of(stream))("backslashreplace")
 
-    def is_ready(self, wait_seconds: float) -> bool:
+    def is_ready(self, _wait_seconds: float) -> bool:
+        """Return True: text streams are not polled."""
         return True
 
     def write(self, data: memoryview) -> int:
+        """Write all bytes and return how many. Raises `OSError` or `ValueError`."""
         self._stream.write(self._decoder.decode(bytes(data)))
         self._stream.flush()
         return len(data)
@@ -153,7 +147,9 @@ def standard_screens() -> tuple[Screen, Screen]:
     return screen, screen if same else Screen(err)
 
 
-def _stream(stream: TextIO | None, original: TextIO | None, number: int) -> Stream | None:
+def _stream(
+    stream: TextIO | None, original: TextIO | None, number: int
+) -> FileStream | TextStream | None:
     if stream is None:  # the file was closed when Python started; its number may be reused by now
         return None
     return FileStream(number) if stream is original else TextStream(stream)

@@ -21,14 +21,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 from typing import IO, Any, Final, NoReturn, TextIO
-
-from typing_extensions import Self
 
 from samestep.cluster.launchers import PORTS
 from samestep.comm.link import write_address
@@ -84,7 +82,7 @@ def run_on_hosts(
         for host in hosts:
             command = ["run", *common, f"--workers={host.workers or arguments.workers}", *script]
             job = {"arguments": command, "directory": str(Path.cwd()), "environment": variables}
-            shells.append(exits.enter_context(Shell(host, shell, job)))
+            shells.append(exits.enter_context(closing(Shell(host, shell, job))))
         ShellMonitor(shells, signals, timeout, may_fail=len(hosts) - nodes.min_nodes).run()
     if signals.received:
         signal.raise_signal(signals.received[0])
@@ -94,7 +92,7 @@ def run_on_hosts(
 
 
 class Shell:
-    """`samestep run` on a host, through a remote shell; a context manager.
+    """`samestep run` on a host, through a remote shell.
 
     The job is sent to standard input, where no other user can read the token. The run on the host
     ends when its standard input ends, so no process is left here or there.
@@ -119,10 +117,8 @@ class Shell:
         self._input = self._process.stdin
         self.send(job)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Kill the remote shell."""
         self._process.kill()
         self._process.wait()
         self.close_input()

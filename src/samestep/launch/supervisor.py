@@ -6,19 +6,18 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from typing_extensions import Self
 
 from samestep.cluster.launchers import LOOPBACK
 from samestep.config import Config
 from samestep.errors import LaunchError, SamestepError, WorkerError
-from samestep.launch.attempt import ElasticPolicy, Message, WorkerFailure
+from samestep.launch.attempt import ElasticPolicy, Message, Node, WorkerFailure
 from samestep.launch.coordinator_client import CoordinatorClient
 from samestep.launch.fork_server import ForkServer
 from samestep.launch.membership import Membership
@@ -43,15 +42,12 @@ class LocalCoordinator:
         now = time.monotonic()
         self._membership = Membership(policy, now, open_attempt=lambda _: None, log=lambda _: None)
         self._orders: list[Message] = []
-        self._node = self._membership.join(
-            socket.gethostname(), workers, self._orders.append, lambda: None, now, leads=True
-        )
+        self._node = Node(socket.gethostname(), workers, self._orders.append, now, leads=True)
+        self._membership.join(self._node)
         self._store: TCPStore | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the store."""
         self._store = None  # torch closes it with the last reference
 
     def report(self, what: str, **fields: Any) -> None:
@@ -116,7 +112,7 @@ class Supervisor:
         first host; `LaunchError` if workers cannot be started, too few hosts joined, or the first
         host is lost.
         """
-        with self._outputs, self._fork_server:
+        with closing(self._outputs), closing(self._fork_server):
             try:
                 self._coordinator.report("ready")
                 while (end := self._poll()) is None:
@@ -177,13 +173,9 @@ class Supervisor:
         self._reported, self._signals_due = set(), []
         if self._attempt > 0:
             self._job.launcher_state.begin_attempt()
-        attempt = LocalAttempt(
-            self._attempt,
-            order["first_rank"],
-            order["local_workers"],
-            order["workers"],
-            self._coordinator.environment(self._attempt),
-        )
+        ranks = order["first_rank"], order["local_workers"], order["workers"]
+        environment = self._coordinator.environment(self._attempt)
+        attempt = LocalAttempt(self._attempt, *ranks, environment)
         self._group = WorkerGroup(self._job, attempt, self._outputs, self._fork_server)
 
     def _report(self, group: WorkerGroup) -> None:
@@ -218,13 +210,8 @@ class Supervisor:
         if state.directory:
             with suppress(SamestepError):  # if the directory is gone, the workers raise the error
                 record = open_record(Path(state.directory), writes=True)
-                record.event(
-                    "restarting",
-                    rank=failure.rank,
-                    host=failure.host,
-                    step=state.step or 0,
-                    reason=failure.summary,
-                )
+                fields = {"rank": failure.rank, "host": failure.host, "reason": failure.summary}
+                record.event("restarting", step=state.step or 0, **fields)
                 record.close()
 
     def _close_group(self) -> None:
