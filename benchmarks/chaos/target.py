@@ -172,7 +172,7 @@ def hot_copies(launcher: int) -> list[Path]:
     kept = [
         path
         for path in Path(f"/proc/{launcher}/fd").iterdir()
-        if "samestep-kept" in str(path.readlink())
+        if "samestep-state" in str(path.readlink())
     ]
     return [path for path in kept if path.stat().st_size > LARGEST_BOARD]
 

@@ -100,7 +100,7 @@ def run_loop(
         except GeneratorExit:
             progress.leave_loop()
             raise
-        progress.status.at("loading data")  # that the body did not look at
+        progress.status.set_activity("loading data")  # that the body did not look at
         batch.load()
         progress.end_step()
     progress.end_loop()

@@ -69,8 +69,8 @@ def test_what_is_fast_is_good(tmp_path):
 
 
 def test_workers_that_cannot_talk_have_to_be_mended(tmp_path):
-    section = examined(tmp_path, workers_error="worker 1 did not come within 5 s")
-    assert "worker 1 did not come within 5 s" in told(section, "change")
+    section = examined(tmp_path, workers_error="timed out after 5 s waiting for worker 1")
+    assert "timed out after 5 s waiting for worker 1" in told(section, "change")
 
 
 def test_a_process_that_cannot_import_torch_says_why(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ def test_versions_backends_and_variables_are_told(tmp_path):
     environment = {
         "SAMESTEP_LANES": "8",
         "SAMESTEP_TOKEN": "0123456789abcdef",
-        "SAMESTEP_INTERNAL_KEPT": "3,4",
+        "SAMESTEP_INTERNAL_LAUNCHER_STATE": "3,4",
         "HOME": "/",
     }
     section = software.examine(case_of(tmp_path, torch=TORCH, environment=environment))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from samestep.host import available_bytes, memory_limit, numbers
+from samestep.host import available_bytes, memory_limit, parse_numbers
 from samestep.tools.doctor.launchers import in_pod
 from samestep.tools.doctor.section import Section, change, good, note, some
 from samestep.tools.doctor.system import as_fact
@@ -29,7 +29,7 @@ PAGES: Final = "/sys/kernel/mm/transparent_hugepage"
 
 def examine(case: Case) -> Section:
     """Tell of memory."""
-    counted = numbers(case.system.text("/proc/meminfo"))
+    counted = parse_numbers(case.system.text("/proc/meminfo"))
     shared = case.system.space(SHARED)
     swap, unused = counted.get("SwapTotal"), counted.get("SwapFree")
     facts = {
@@ -64,7 +64,7 @@ def _judge_memory(case: Case) -> Iterator[Finding]:
         )
     elif free is not None:
         yield good(f"{size(free)} of memory are left")
-    counted = numbers(case.system.text("/proc/meminfo"))
+    counted = parse_numbers(case.system.text("/proc/meminfo"))
     swapped = 1024 * (counted.get("SwapTotal", 0) - counted.get("SwapFree", 0))
     if swapped > LEAST_WORKER_BYTES:
         yield note(

@@ -9,8 +9,8 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from samestep.host import ELSEWHERE, LOOPBACK_INTERFACE
-from samestep.host import VARIABLE as GLOO
+from samestep.cluster.interfaces import GLOO_INTERFACE as GLOO
+from samestep.cluster.interfaces import LOOPBACK_INTERFACE, OUTSIDE_ADDRESS
 from samestep.tools.doctor.launchers import has_several_hosts
 from samestep.tools.doctor.section import Section, change, good, note
 
@@ -91,11 +91,11 @@ def nccl_takes(system: System, names: Sequence[str]) -> list[str]:
 
 def towards_others(system: System) -> str | None:
     """Return the interface by which gloo's connections to other hosts go under samestep, where no variable says so."""
-    master = system.environment.get("MASTER_ADDR", ELSEWHERE)
+    master = system.environment.get("MASTER_ADDR", OUTSIDE_ADDRESS)
     return (
         system.environment.get(GLOO)
         or system.interface_towards(master)
-        or system.interface_towards(ELSEWHERE)
+        or system.interface_towards(OUTSIDE_ADDRESS)
     )
 
 
@@ -149,7 +149,7 @@ def _judge_nccl(system: System, names: Sequence[str]) -> Iterator[Finding]:
 
 
 def _example(system: System, names: Sequence[str]) -> str:
-    way = system.interface_towards(ELSEWHERE)
+    way = system.interface_towards(OUTSIDE_ADDRESS)
     return way if way and way in names else names[0]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import SamestepError
-from samestep.host import no_collection
+from samestep.host import no_garbage_collection
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--gpus", action="store_true")
     options = parser.parse_args()
     began = time.perf_counter()
-    with no_collection():  # as whoever forks workers imports it
+    with no_garbage_collection():  # as whoever forks workers imports it
         import_module("torch")
     measured = [_figure("import of torch", [time.perf_counter() - began])]
 

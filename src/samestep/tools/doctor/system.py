@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from samestep.host import interface_towards, lacking_calls, read_file
+from samestep.cluster.interfaces import interface_towards
+from samestep.host import missing_system_calls, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,7 +90,7 @@ class System:
 
     def lacking_calls(self) -> list[str]:
         """Return which of the kernel's calls that workers need to share memory do not work here."""
-        return lacking_calls()
+        return missing_system_calls()
 
     def interface_towards(self, host: str) -> str | None:
         """Return the network interface by which a host is reached."""

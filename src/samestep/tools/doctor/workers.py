@@ -13,10 +13,10 @@ import torch
 from torch import distributed
 
 from samestep.cluster import find_process
+from samestep.cluster.interfaces import GLOO_INTERFACE, LOOPBACK_INTERFACE
 from samestep.comm.base import World
 from samestep.comm.connect import connect
 from samestep.config import merge
-from samestep.host import LOOPBACK_INTERFACE, VARIABLE
 from samestep.launch.local import NEEDED, preload, start
 from samestep.tools.exchanging import exchanging
 
@@ -72,7 +72,7 @@ def _work(begun: float, folder: Path, *, quick: bool) -> list[Timed]:
         ("all-to-all", _timed(world, _all_to_all(world, size), count), size)
         for size, count in ((SMALL, many), (LARGE, times))
     ]
-    os.environ[VARIABLE] = LOOPBACK_INTERFACE  # both are here
+    os.environ[GLOO_INTERFACE] = LOOPBACK_INTERFACE  # both are here
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=world.rank, world_size=world.size
     )

@@ -13,7 +13,7 @@ import torch
 from samestep.cluster import find_process
 from samestep.comm.connect import connect
 from samestep.comm.distributed import Distributed
-from samestep.comm.rendezvous import form
+from samestep.comm.rendezvous import rendezvous
 from samestep.config import merge
 from samestep.launch import launch
 from samestep.run.start import set_up_devices, share_gpus
@@ -73,7 +73,7 @@ def _measure(nbytes: int) -> Seconds:
         place, config, cuda=devices[0].type == "cuda", gpus_are_shared=share_gpus(devices, place)
     )
     network = (
-        Distributed(form(place, config.timeout, share=False), cuda=False)
+        Distributed(rendezvous(place, config.timeout, share=False), cuda=False)
         if world.shares_memory
         else world
     )
