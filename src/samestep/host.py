@@ -152,14 +152,12 @@ def memory_left(read: Read = read_file) -> int | None:
 
 def memory_limit(read: Read = read_file) -> int | None:
     """Return the memory limit in bytes, None if there is none."""
-    groups = _groups(read, "memory")
-    return min((n for group in groups for n in _limits(read, group, *MEMORY_LIMITS)), default=None)
+    return _lowest_limit(read, "memory", *MEMORY_LIMITS)
 
 
 def process_limit(read: Read = read_file) -> int | None:
     """Return the largest number of processes and threads, None if there is no limit."""
-    groups = _groups(read, "pids")
-    return min((n for group in groups for n in _limits(read, group, "pids.max")), default=None)
+    return _lowest_limit(read, "pids", "pids.max")
 
 
 def cpu_quota(read: Read = read_file) -> float | None:
@@ -183,6 +181,11 @@ def parse_numbers(text: str | None) -> dict[str, int]:
 def _number(text: str | None) -> int | None:
     """Return a number; None for a word such as max, and for the -1 of no limit."""
     return int(text) if text and text.isdecimal() else None
+
+
+def _lowest_limit(read: Read, controller: str, *names: str) -> int | None:
+    groups = _groups(read, controller)
+    return min((n for group in groups for n in _limits(read, group, *names)), default=None)
 
 
 def _limits(read: Read, group: str, *names: str) -> Iterator[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from samestep.comm.rendezvous import MeshAddress, PeerListener
+from samestep.comm.rendezvous import PeerInfo, PeerListener
 from samestep.errors import WorldError
 from tests.workers import run_workers, try_workers
 from tests.worlds import in_processes, shared_world
@@ -26,6 +26,10 @@ def wait_until_error(world, what):
 def wait_forever(world, what):
     while True:
         world.barrier(what)
+
+
+def entry(pid, address):
+    return PeerInfo("host", pid, "home", address)
 
 
 def state_of(pid):
@@ -183,7 +187,7 @@ def test_unauthenticated_peers_are_refused_and_the_world_still_forms(monkeypatch
         original(listener)
         for _ in range(20):
             intruder = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            intruder.connect("\0" + listener.address.address)
+            intruder.connect("\0" + listener.address)
             intruder.send(b"forming the world\0")
             intruders.append(intruder)
 
@@ -202,7 +206,7 @@ def test_unauthenticated_peers_are_refused_and_the_world_still_forms(monkeypatch
 
 def test_a_process_that_listens_at_the_address_of_another_is_refused():
     def body(address):
-        members = {0: MeshAddress(os.getpid(), address), 1: MeshAddress(os.getpid(), "")}
+        members = {0: entry(os.getpid(), address), 1: entry(os.getpid(), None)}
         with (
             PeerListener() as listener,
             pytest.raises(
@@ -213,7 +217,7 @@ def test_a_process_that_listens_at_the_address_of_another_is_refused():
             listener.connect(1, members, start_timeout_seconds=30, timeout_seconds=30)
 
     with PeerListener() as another:
-        run_workers(body, 1, another.address.address)
+        run_workers(body, 1, another.address)
 
 
 def test_a_worker_that_does_not_connect_is_named():
@@ -226,7 +230,7 @@ def test_a_worker_that_does_not_connect_is_named():
     ):
         listener.connect(
             0,
-            {0: listener.address, 1: MeshAddress(1, "")},
+            {0: entry(os.getpid(), listener.address), 1: entry(1, None)},
             start_timeout_seconds=0.01,
             timeout_seconds=30,
         )

@@ -20,12 +20,7 @@ from samestep.errors import ConfigError
 StartedBy = Literal["alone", "samestep", "torchrun", "mpi", "slurm", "kubernetes", "variables"]
 
 STARTED_BY: Final = "SAMESTEP_INTERNAL_STARTED_BY"
-NUMBERS: Final = {
-    "RANK": "rank",
-    "WORLD_SIZE": "world_size",
-    "LOCAL_RANK": "local_rank",
-    "LOCAL_WORLD_SIZE": "local_world_size",
-}
+NUMBERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -59,10 +54,9 @@ def find_process(environment: Mapping[str, str]) -> ProcessInfo:
     if not found:
         return ProcessInfo(0, 1, 0, 1, LOOPBACK, 0, "alone")
     address, port = _address(found, environment)
-    rank, world_size = found.rank.value, found.world_size.value
-    local_rank, local_world_size = found.local_rank.value, found.local_world_size.value
+    rank, world_size, local_rank, local_world_size = (number.value for number in found.numbers)
     if not local_rank < local_world_size <= world_size or not local_rank <= rank < world_size:
-        sources = dict.fromkeys(getattr(found, name).source for name in NUMBERS.values())
+        sources = dict.fromkeys(number.source for number in found.numbers)
         raise ConfigError(
             f"{', '.join(sources)} contradict each other; "
             f"ranks count from 0 to the world size minus 1; {found.advice}"
@@ -91,8 +85,7 @@ def _without_conflict(
 ) -> LauncherVariables:
     """Return `found`. Raises `ConfigError` if torchrun's variables, left set, contradict it."""
     variables = Variables(environment, "unset it")
-    for name, field in NUMBERS.items():
-        number = getattr(found, field)
+    for name, number in zip(NUMBERS, found.numbers, strict=True):
         if name in environment and variables.number(name).value != number.value:
             raise ConfigError(
                 f"{number.source} and {name}={environment[name]} contradict each other; unset the "

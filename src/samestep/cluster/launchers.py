@@ -26,15 +26,13 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """What a launcher says of a worker; `address` and `port` of rank 0 are None if it does not.
+    """What a launcher says of a worker: rank, world size, local rank and local world size.
 
-    `advice` ends the error message if the numbers contradict each other.
+    `address` and `port` of rank 0 are None if unknown. `advice` ends the error message if the
+    numbers contradict each other.
     """
 
-    rank: Number
-    world_size: Number
-    local_rank: Number
-    local_world_size: Number
+    numbers: Sequence[Number]
     advice: str
     address: str | None = None
     port: int | None = None
@@ -42,7 +40,7 @@ class LauncherVariables:
     @property
     def source(self) -> str:
         """The variables that the rank is from."""
-        return f"{self.rank.source} of {self.world_size.source}"
+        return f"{self.numbers[0].source} of {self.numbers[1].source}"
 
 
 @dataclass(frozen=True)
@@ -116,8 +114,7 @@ def read_torchrun(environment: Mapping[str, str]) -> LauncherVariables | None:
     variables = Variables(environment, TORCHRUN_ADVICE)
     variables.require(*NEEDED, related=tuple(LOCAL))
     local = [name if name in environment else default for name, default in LOCAL.items()]
-    rank, world_size, local_rank, local_world_size = variables.numbers("RANK", "WORLD_SIZE", *local)
-    return LauncherVariables(rank, world_size, local_rank, local_world_size, TORCHRUN_ADVICE)
+    return LauncherVariables(variables.numbers("RANK", "WORLD_SIZE", *local), TORCHRUN_ADVICE)
 
 
 OPEN_MPI: Final = tuple(
@@ -141,16 +138,14 @@ def read_mpi(environment: Mapping[str, str]) -> LauncherVariables | None:
         names = HYDRA  # srun --mpi=pmi2 sets the first two as well
     else:
         return None
-    variables = Variables(environment, MPI_ADVICE)
-    rank, world_size, local_rank, local_world_size = variables.numbers(*names)
-    if world_size.value == 1:
+    numbers = Variables(environment, MPI_ADVICE).numbers(*names)
+    _, world_size, _, local_world_size = (number.value for number in numbers)
+    if world_size == 1:
         return None
-    address = LOOPBACK if local_world_size.value == world_size.value else None
+    address = LOOPBACK if local_world_size == world_size else None
     job = environment.get("PMIX_NAMESPACE")
     port = PORTS[crc32(job.encode(errors="replace")) % len(PORTS)] if job else None
-    return LauncherVariables(
-        rank, world_size, local_rank, local_world_size, MPI_ADVICE, address, port
-    )
+    return LauncherVariables(numbers, MPI_ADVICE, address, port)
 
 
 # a TrainJob's, from which torchrun reads options
@@ -181,28 +176,16 @@ def _read_pod(
     processes = environment.get("PET_NPROC_PER_NODE", "1")
     if processes.isdigit() and processes != "1":
         raise variables.error("PET_NPROC_PER_NODE", "1 if a pod runs one worker")
-    return LauncherVariables(
-        variables.number(rank),
-        variables.number(world_size),
-        Number(0, "a pod's only worker"),
-        Number(1, "a pod's only worker"),
-        POD_ADVICE,
-        variables.host(address),
-        variables.port(port),
-    )
+    local = [Number(0, "a pod's only worker"), Number(1, "a pod's only worker")]
+    numbers = [*variables.numbers(rank, world_size), *local]
+    return LauncherVariables(numbers, POD_ADVICE, variables.host(address), variables.port(port))
 
 
 SLURM_ADVICE: Final = (
     "start workers with srun, one task each, or unset SLURM_STEP_NUM_TASKS to run one worker alone"
 )
-NUMBERS: Final = (
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-)
+TASK: Final = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
+STEP: Final = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 TASKS_PER_NODE: Final = "SLURM_STEP_TASKS_PER_NODE"
 NODES: Final = "SLURM_STEP_NODELIST"
 MAX_RANGES: Final = 9  # in one host's name
@@ -218,8 +201,8 @@ def read_slurm(environment: Mapping[str, str]) -> LauncherVariables | None:
     if environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return None
     variables = Variables(environment, SLURM_ADVICE)
-    variables.require(*NUMBERS, TASKS_PER_NODE, NODES)
-    rank, tasks, local_rank, node, job, step = map(variables.number, NUMBERS)
+    variables.require(*TASK, *STEP, TASKS_PER_NODE, NODES)
+    rank, tasks, local_rank, node, job, step = variables.numbers(*TASK, *STEP)
     if "SLURM_NTASKS" in environment and variables.number("SLURM_NTASKS").value != tasks.value:
         raise ConfigError(
             f"{tasks.source}, left from the step that submitted this job, "
@@ -230,12 +213,12 @@ def read_slurm(environment: Mapping[str, str]) -> LauncherVariables | None:
     address: str | None = LOOPBACK
     if local_tasks.value != tasks.value:
         address = _host_of_rank_0(rank, node, local_rank, variables)
-    port = port_of(job.value, step.value)
-    return LauncherVariables(rank, tasks, local_rank, local_tasks, SLURM_ADVICE, address, port)
+    numbers, port = [rank, tasks, local_rank, local_tasks], port_of(job.value, step.value)
+    return LauncherVariables(numbers, SLURM_ADVICE, address, port)
 
 
 def port_of(job: int, step: int) -> int:
-    """Return 20000 + (31 job + step) mod 9000: jobs that share a host tend to have close numbers."""
+    """Return 20000 + (31 job + step) mod 9000: jobs on one host tend to have close numbers."""
     return PORTS[(31 * job + step) % len(PORTS)]
 
 

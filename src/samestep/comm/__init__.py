@@ -1,1 +1,1 @@
-"""Communication between workers: a world is a value that is passed, and a single worker is its identity case."""
+"""Communication between workers: a world is a value; a single worker is its identity case."""

@@ -61,7 +61,7 @@ class World(ABC):
 
     @abstractmethod
     def all_gather(self, out: Tensor, own: Tensor, what: str) -> None:
-        """Fill `out` [size * n] with every worker's `own` [n] by rank; `own` may be a view of it."""
+        """Fill `out` [size * n] by rank with every worker's `own` [n], which may be a view of it."""
 
     @abstractmethod
     def all_to_all(
@@ -99,7 +99,7 @@ class World(ABC):
         """Return when every worker has arrived."""
 
     def barrier_on_host(self, what: str) -> None:
-        """Return when at least the workers of this host have arrived; `barriers` may not count it."""
+        """Wait at least for the workers of this host; `barriers` may not count it."""
         self.barrier(what)
 
     @abstractmethod
@@ -123,21 +123,23 @@ class World(ABC):
             values.append(other)
         return values
 
-    # Pickled data is exchanged only between the workers of one run.
-
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """Return every worker's object by rank."""
-        return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(value), what)]  # noqa: S301
+        return list(map(_unpickle, self.all_gather_bytes(pickle.dumps(value), what)))
 
     def gather_object(self, value: Any, what: str) -> list[Any] | None:
         """Return every worker's object by rank on rank 0, None elsewhere."""
         gathered = self.gather_bytes(pickle.dumps(value), what)
-        return None if gathered is None else [pickle.loads(data) for data in gathered]  # noqa: S301
+        return None if gathered is None else list(map(_unpickle, gathered))
 
     def broadcast_object(self, value: Any, what: str) -> Any:
         """Return rank 0's object."""
         data = pickle.dumps(value) if self.rank == 0 else b""
-        return pickle.loads(self.all_gather_bytes(data, what)[0])  # noqa: S301
+        return _unpickle(self.all_gather_bytes(data, what)[0])
+
+
+def _unpickle(data: bytes) -> Any:
+    return pickle.loads(data)  # noqa: S301  from a worker of the same run
 
 
 class Alone(World):

@@ -21,7 +21,7 @@ ENDINGS: Final = ("ending a loop", "ending the run")
 
 CAUSES: Final = {
     STOPPED: "SIGSTOP, Ctrl-Z or a debugger: resume it with kill -CONT, or restart the run",
-    EXITED: "it was killed, ran out of memory, or crashed in native code: see the end of its output",
+    EXITED: "it was killed, ran out of memory, or crashed in native code: see its last output",
     SILENT: "its host is down, the network to it is cut, or native code blocks Python: "
     "check whether the host responds",
     LEFT: "a return, break or exit that depends on the rank or on a worker's own data: "
@@ -129,7 +129,7 @@ class HangReport:
 def report_hang(
     own: Heartbeat, beats: Sequence[Heartbeat], size: int, timeout_seconds: float
 ) -> HangReport:
-    """Report why worker `own` of `size` timed out, from the last heartbeats of the others by rank."""
+    """Report why worker `own` of `size` timed out, from the heartbeats of the others by rank."""
     what, machine = own.collective, own.machine
     unseen = sorted(set(range(size)).difference(beat.rank for beat in [own, *beats]))
     late = [beat for beat in beats if beat.trouble(machine) or beat.collective != what]

@@ -97,7 +97,7 @@ class Seal:
         self._sent = self._received = 0
 
     def seal(self, message: Message) -> bytes:
-        """Return the frame of a message; send frames in this order. Raises `ValueError` if too long."""
+        """Return a message's frame; send them in this order. Raises `ValueError` if too long."""
         text = encode(message)
         mac = hmac.digest(self._own_key, _SEQUENCE.pack(self._sent) + text, "sha256")
         sealed = frame(mac + text)
@@ -243,7 +243,7 @@ class Link:
 
 
 def parse_address(text: str, name: str) -> tuple[str, int]:
-    """Return the host and port of HOST:PORT or [IPV6]:PORT. Raises `ConfigError` naming the option."""
+    """Return the host and port of HOST:PORT or [IPV6]:PORT. Raises `ConfigError` with `name`."""
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

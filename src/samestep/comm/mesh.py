@@ -45,7 +45,7 @@ class Peer:
             self.socket.send(message)
 
     def receive(self, files: int) -> Message | None:
-        """Return the peer's next message, None if there is none yet. Raises `OSError` if it is gone."""
+        """Return the next message, None if there is none yet. Raises `OSError` if disconnected."""
         received: list[int] = []
         try:
             if files:
@@ -139,7 +139,7 @@ class Mesh:
         return {rank: (message[len(head) :], fds) for rank, (message, fds) in received.items()}
 
     def _receive(self, files: int) -> dict[int, Message]:
-        """Return every peer's next message. Raises `TimeoutError`; another `OSError` for an exit."""
+        """Return every peer's next message. Raises `OSError`, `TimeoutError` in particular."""
         received: dict[int, Message] = {}
         missing = {peer.rank: peer for peer in self._peers}
         deadline = time.monotonic() + self._timeout_seconds

@@ -1,4 +1,4 @@
-"""The rendezvous of workers: they find each other in the store and connect those that share memory."""
+"""The rendezvous of workers: how they find each other, and connect if they share memory."""
 
 from __future__ import annotations
 
@@ -41,11 +41,37 @@ _worlds_formed = count()  # gives each world of this process its own store prefi
 
 
 @dataclass(frozen=True)
-class MeshAddress:
-    """A worker's process, and the abstract socket address where it listens for its host's others."""
+class PeerInfo:
+    """A worker's entry in the store.
 
+    Workers with the same `home` can share memory and listen at `address`; both are None if this
+    worker shares nothing.
+    """
+
+    host: str
     pid: int
-    address: str
+    home: str | None
+    address: str | None
+
+    @classmethod
+    def read(cls, rank: int, value: Any) -> PeerInfo:
+        """Return the entry of worker `rank`. Raises `WorldError` if another program wrote it."""
+        kinds: dict[str, Any] = {
+            "host": str,
+            "pid": int,
+            "home": (str, NoneType),
+            "address": (str, NoneType),
+        }
+        if (
+            isinstance(value, dict)
+            and value.keys() == kinds.keys()
+            and all(isinstance(value[name], kind) for name, kind in kinds.items())
+        ):
+            return cls(**value)
+        raise _foreign_store(f"the store has {str(value)[:80]!r} as the entry of worker {rank}")
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}"
 
 
 class PeerListener:
@@ -57,10 +83,9 @@ class PeerListener:
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        address = f"samestep-{os.urandom(16).hex()}"
-        self._socket.bind("\0" + address)
+        self.address = f"samestep-{os.urandom(16).hex()}"
+        self._socket.bind("\0" + self.address)
         self._socket.listen(socket.SOMAXCONN)
-        self.address = MeshAddress(os.getpid(), address)
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +96,7 @@ class PeerListener:
     def connect(
         self,
         rank: int,
-        members: Mapping[int, MeshAddress],
+        members: Mapping[int, PeerInfo],
         start_timeout_seconds: float,
         timeout_seconds: float,
         status: WorkerStatus | None = None,
@@ -117,16 +142,16 @@ class PeerListener:
         return sockets
 
 
-def _connect(member: MeshAddress, exits: ExitStack) -> socket.socket:
+def _connect(member: PeerInfo, exits: ExitStack) -> socket.socket:
     connection = exits.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    connection.connect("\0" + member.address)
+    connection.connect(f"\0{member.address}")
     pid, user = _credentials(connection)
     if (pid, user) != (member.pid, os.geteuid()):
         raise PermissionError(f"expected process {member.pid} to listen, got process {pid}")
     return connection
 
 
-def _peer(rank: int, member: MeshAddress, connection: socket.socket, exits: ExitStack) -> Peer:
+def _peer(rank: int, member: PeerInfo, connection: socket.socket, exits: ExitStack) -> Peer:
     process = os.pidfd_open(member.pid)
     exits.callback(os.close, process)
     return Peer(rank, member.pid, connection, process)
@@ -137,40 +162,6 @@ def _credentials(connection: socket.socket) -> tuple[int, int]:
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(data)
     return pid, user
-
-
-@dataclass(frozen=True)
-class PeerInfo:
-    """A worker's entry in the store.
-
-    Workers with the same `home` can share memory and listen at `address`; both are None if this
-    worker shares nothing.
-    """
-
-    host: str
-    pid: int
-    home: str | None
-    address: str | None
-
-    @classmethod
-    def read(cls, rank: int, value: Any) -> PeerInfo:
-        """Return the entry of worker `rank`. Raises `WorldError` if another program wrote it."""
-        kinds: dict[str, Any] = {
-            "host": str,
-            "pid": int,
-            "home": (str, NoneType),
-            "address": (str, NoneType),
-        }
-        if (
-            isinstance(value, dict)
-            and value.keys() == kinds.keys()
-            and all(isinstance(value[name], kind) for name, kind in kinds.items())
-        ):
-            return cls(**value)
-        raise _foreign_store(f"the store has {str(value)[:80]!r} as the entry of worker {rank}")
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on host {self.host}"
 
 
 @dataclass(frozen=True)
@@ -200,7 +191,7 @@ def rendezvous(process: ProcessInfo, timeout_seconds: float, *, share: bool) -> 
     try:
         store, client = open_store(process, f"samestep/{next(_worlds_formed)}", seconds)
         with PeerListener() if home else nullcontext() as listener:
-            address = listener.address.address if listener else None
+            address = listener.address if listener else None
             own = PeerInfo(socket.gethostname(), os.getpid(), home, address)
             infos = _exchange_infos(client, process, own, seconds)
             hosts = _hosts([info.home for info in infos])
@@ -208,10 +199,7 @@ def rendezvous(process: ProcessInfo, timeout_seconds: float, *, share: bool) -> 
             watchdog = Watchdog(client, rank, size, timeout_seconds)
             mesh = None
             if listener and len(local_ranks) > 1:
-                members = {
-                    other: MeshAddress(infos[other].pid, infos[other].address or "")
-                    for other in local_ranks
-                }
+                members = {other: infos[other] for other in local_ranks}
                 try:
                     mesh = listener.connect(rank, members, seconds, timeout_seconds, watchdog)
                 except BaseException:

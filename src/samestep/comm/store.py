@@ -240,7 +240,8 @@ def _store(process: ProcessInfo, seconds: float) -> tuple[Store, Liveness, bool]
     if joined is not None:
         # an unused connection becomes readable only if the coordinator closes it
         return joined, joined.clone(), False  # type: ignore[return-value]
-    listener = _listener(process)
+    launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listener = None if process.rank != 0 or launcher_has_store else _listen(process)
     deadline = time.monotonic() + seconds
     if listener is None:
         liveness = _connect(process, deadline)
@@ -256,19 +257,13 @@ def _store(process: ProcessInfo, seconds: float) -> tuple[Store, Liveness, bool]
     )
     if listener is not None:
         liveness = _connect(process, deadline)
-    # torchrun's own store outlives an attempt; with rank 0's store, its count of attempts may
-    # differ between hosts
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _launcher_has_store() else "0"
+    # torchrun's store outlives an attempt; without it, its count may differ between hosts
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if launcher_has_store else "0"
     return PrefixStore(f"attempt/{attempt}", store), liveness, listener is not None
 
 
-def _listener(process: ProcessInfo) -> socket.socket | None:
-    """Return rank 0's listening socket; None if a launcher or another rank 0 has the port.
-
-    Two workers with rank 0 are found later.
-    """
-    if process.rank != 0 or _launcher_has_store():
-        return None
+def _listen(process: ProcessInfo) -> socket.socket | None:
+    """Return rank 0's listening socket; None if the port is taken, perhaps by another rank 0."""
     try:
         local = process.address if process.address.startswith(LOOPBACK) else ""
         both = not local and socket.has_dualstack_ipv6()
@@ -278,10 +273,6 @@ def _listener(process: ProcessInfo) -> socket.socket | None:
         if error.errno == errno.EADDRINUSE:
             return None
         raise
-
-
-def _launcher_has_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _connect(process: ProcessInfo, deadline: float) -> socket.socket:

@@ -184,7 +184,7 @@ class Watchdog(WorkerStatus):
             self._record_failure(self._client.put_first(FAILURE, failure))
 
     def _diagnose(self) -> HangError | str | None:
-        """Raise the alarm and return a report; if another worker did so first, wait for its report."""
+        """Raise the alarm and return a report, or wait for that of a worker that did so first."""
         self._client.put(ALARM, value=True)
         self._alarmed = True
         is_reporter = self._client.put_first(REPORTER, self.rank) == self.rank
