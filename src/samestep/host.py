@@ -23,10 +23,7 @@ _STANDARD_FILES: Final = 3  # stdin, stdout and stderr
 
 
 def anonymous_memory(name: str) -> int | None:
-    """Open memory that the kernel frees however its users end.
-
-    None if the kernel or this Python has none, or a sandbox refuses it.
-    """
+    """Open memory that the kernel frees with its users; None if unsupported or refused."""
     try:
         return os.memfd_create(name)
     except AttributeError:
@@ -64,10 +61,7 @@ def _opens(call: Callable[[], int]) -> bool:
 
 
 def open_standard_files() -> None:
-    """Open closed standard files to /dev/null.
-
-    The next opened file would take their number, and workers would print into it.
-    """
+    """Open closed standard files to /dev/null: workers would print into the next opened files."""
     while (file := os.open(os.devnull, os.O_RDWR)) < _STANDARD_FILES:
         os.set_inheritable(file, True)
     os.close(file)
@@ -136,10 +130,7 @@ def available_bytes(read: Read = read_file) -> int | None:
 
 
 def memory_left(read: Read = read_file) -> int | None:
-    """Return how many bytes of the memory limit are left, counting file caches as free.
-
-    None if there is no limit.
-    """
+    """Return the bytes left of the memory limit, not counting file caches; None without a limit."""
     left = []
     for group in _groups(read, "memory"):
         # the totals of version 1 include the groups below

@@ -36,10 +36,7 @@ def interface_towards(host: str) -> str | None:
 
 @contextmanager
 def gloo_interface(host: str) -> Iterator[None]:
-    """Let gloo listen where `host` reaches this machine, not where the machine's own name points.
-
-    An existing GLOO_SOCKET_IFNAME stays.
-    """
+    """Let gloo listen where `host` reaches this machine, unless GLOO_SOCKET_IFNAME is set."""
     interface = None if GLOO_INTERFACE in os.environ else interface_towards(host)
     if interface:
         os.environ[GLOO_INTERFACE] = interface

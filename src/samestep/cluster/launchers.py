@@ -126,10 +126,7 @@ MPI_ADVICE: Final = f"start workers with mpirun, or unset its variables and {TOR
 
 
 def read_mpi(environment: Mapping[str, str]) -> LauncherVariables | None:
-    """Read the variables of `mpirun`; None if it started at most one process.
-
-    The port is derived from PMIX_NAMESPACE.
-    """
+    """Read the variables of `mpirun`, a port from PMIX_NAMESPACE; None for a single process."""
     if any(name in environment for name in OPEN_MPI):
         names = OPEN_MPI
     elif "PMI_RANK" in environment and (
@@ -154,10 +151,7 @@ POD_ADVICE: Final = f"start workers with torchrun, or {TORCHRUN_ADVICE}"
 
 
 def read_pod(environment: Mapping[str, str]) -> LauncherVariables | None:
-    """Read the variables of a Kubernetes pod that runs one worker; None in any other process.
-
-    The pod belongs to an Indexed Job, a PyTorchJob or a TrainJob.
-    """
+    """Read a pod of one worker, of an Indexed Job, PyTorchJob or TrainJob; None elsewhere."""
     in_pod = "KUBERNETES_SERVICE_HOST" in environment or "JOB_COMPLETION_INDEX" in environment
     if not in_pod or any(name in environment for name in LOCAL):
         return None
@@ -194,10 +188,7 @@ _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def read_slurm(environment: Mapping[str, str]) -> LauncherVariables | None:
-    """Read the variables of `srun`; None outside a step of several tasks, as in a batch script.
-
-    Raises `ConfigError` if variables are missing, garbled, or left from another step.
-    """
+    """Read the variables of `srun`; None outside a step of several tasks, as in a batch script."""
     if environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return None
     variables = Variables(environment, SLURM_ADVICE)

@@ -61,33 +61,23 @@ class World(ABC):
 
     @abstractmethod
     def all_gather(self, out: Tensor, own: Tensor, what: str) -> None:
-        """Fill `out` [size * n] by rank with every worker's `own` [n], which may be a view of it."""
+        """Fill `out` [size * n] with every worker's `own` [n], perhaps a view of `out`, by rank."""
 
     @abstractmethod
     def all_to_all(
         self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
     ) -> None:
-        """Exchange consecutive parts of 1-D tensors.
-
-        Sends `own_sizes[r]` elements of `own` to rank r, and receives `out_sizes[r]` elements from
-        rank r into `out`.
-        """
+        """Send `own_sizes[r]` elements of `own` [n] to each rank r; receive likewise into `out`."""
 
     def begin_all_to_all(
         self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
     ) -> Callable[[], None]:
-        """Start an `all_to_all` and return a function that completes it.
-
-        Until then `out` and `own` are in use. A world may complete it immediately.
-        """
+        """Start an `all_to_all`; return its completion. Until then `out` and `own` are in use."""
         self.all_to_all(out, out_sizes, own, own_sizes, what)
         return lambda: None
 
     def shared(self, nbytes: int) -> list[Tensor]:
-        """Return one buffer for each worker of this host by rank, in memory that all of them see.
-
-        Each is uint8 [nbytes] and starts as zeros.
-        """
+        """Return one zeroed uint8 [nbytes] per worker of this host, by rank; all see all of them."""
         return [torch.zeros(nbytes, dtype=torch.uint8)]  # this worker shares memory with no other
 
     @abstractmethod

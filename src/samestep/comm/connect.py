@@ -42,10 +42,7 @@ def connect(
 
 
 class Staged(World):
-    """A world of CPU workers that also takes GPU tensors and copies them to the host and back.
-
-    No memory is shared.
-    """
+    """A world that copies GPU tensors to host memory and back; no memory is shared."""
 
     def __init__(self, world: World) -> None:
         self.rank, self.size, self.status = world.rank, world.size, world.status

@@ -29,10 +29,7 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class Distributed(World):
-    """A world over torch.distributed's default process group.
-
-    Workers of one host share memory over their mesh.
-    """
+    """A world over torch.distributed's default process group; hosts share memory over a mesh."""
 
     def __init__(self, rendezvous: Rendezvous, *, cuda: bool) -> None:
         self.rank, self.size, self.hosts = rendezvous.rank, rendezvous.size, rendezvous.hosts
@@ -54,10 +51,7 @@ class Distributed(World):
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
-        """Turn a backend's error into one that says where this worker was and who is missing.
-
-        After a failure every further call fails immediately, as those of a mesh do.
-        """
+        """Explain a backend's error; after it all further calls fail immediately, as in a mesh."""
         if self._failure:
             raise no_response(self.rank, what, self._failure)
         self._failure = f"an earlier call failed, while {what}"

@@ -140,10 +140,7 @@ class Link:
     """The end of a launcher or worker of an authenticated connection to the coordinator."""
 
     def __init__(self, address: tuple[str, int], token: str, seconds: float) -> None:
-        """Connect within some seconds.
-
-        Raises `OSError` if nothing responds, `WorldError` if the tokens differ.
-        """
+        """Connect. Raises `OSError` if nothing responds, `WorldError` if the tokens differ."""
         self._frames = Frames(MAX_BYTES)
         self._deadline = time.monotonic() + seconds
         self._socket = socket.create_connection(address, seconds)
@@ -168,10 +165,7 @@ class Link:
         self._socket.sendall(self._seal.seal(message))
 
     def hello(self, message: Message) -> dict[str, Any]:
-        """Send the first message and return the response; `refused` closes the connection.
-
-        Raises `OSError`.
-        """
+        """Send the first message; return the response. Closes if `refused`. Raises `OSError`."""
         try:
             self.send(message)
             response = self.receive(RESPONSE_SECONDS)

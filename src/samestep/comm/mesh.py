@@ -23,15 +23,12 @@ Message = tuple[bytes, list[int]]  # with the files that it carried
 
 @dataclass(frozen=True)
 class Peer:
-    """Another worker of the host: its `socket`, and its `process` as a pidfd.
-
-    The socket may stay open after the worker exited, in a process that it forked.
-    """
+    """Another worker; `pidfd` reports its exit: a process that it forked may keep `socket` open."""
 
     rank: int
     pid: int
     socket: socket.socket
-    process: int
+    pidfd: int
 
     def __str__(self) -> str:
         stopped = ", which is stopped" if process_state(self.pid) == "stopped" else ""
@@ -63,7 +60,7 @@ class Peer:
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
-        os.close(self.process)
+        os.close(self.pidfd)
 
 
 class Mesh:
@@ -150,7 +147,7 @@ class Mesh:
                 if message is not None:
                     received[rank] = message
                     del missing[rank]
-                elif peer.process in ready:
+                elif peer.pidfd in ready:
                     raise ConnectionResetError
             if not missing:
                 return received
@@ -164,7 +161,7 @@ class Mesh:
     def _gone(self) -> str:
         """Return the names of all peers that have exited or left."""
         ready = _ready(self._peers, 0, 0)
-        gone = (p for p in self._peers if not ready.isdisjoint({p.socket.fileno(), p.process}))
+        gone = (p for p in self._peers if not ready.isdisjoint({p.socket.fileno(), p.pidfd}))
         return " and ".join(map(str, gone))
 
 
@@ -173,5 +170,5 @@ def _ready(peers: Iterable[Peer], event: int, seconds: float) -> set[int]:
     poll = select.poll()
     for peer in peers:
         poll.register(peer.socket, event)
-        poll.register(peer.process, select.POLLIN)
+        poll.register(peer.pidfd, select.POLLIN)
     return {file for file, _ in poll.poll(seconds * 1000)}

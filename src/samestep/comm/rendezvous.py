@@ -152,9 +152,9 @@ def _connect(member: PeerInfo, exits: ExitStack) -> socket.socket:
 
 
 def _peer(rank: int, member: PeerInfo, connection: socket.socket, exits: ExitStack) -> Peer:
-    process = os.pidfd_open(member.pid)
-    exits.callback(os.close, process)
-    return Peer(rank, member.pid, connection, process)
+    pidfd = os.pidfd_open(member.pid)
+    exits.callback(os.close, pidfd)
+    return Peer(rank, member.pid, connection, pidfd)
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
@@ -181,10 +181,7 @@ class Rendezvous:
 
 
 def rendezvous(process: ProcessInfo, timeout_seconds: float, *, share: bool) -> Rendezvous:
-    """Find the other workers; with `share`, connect those that can share this one's memory.
-
-    Raises `WorldError` if some are missing.
-    """
+    """Find all workers; with `share`, connect those that share memory. Raises `WorldError`."""
     rank, size = process.rank, process.world_size
     seconds = max(START_SHARE * timeout_seconds, min(timeout_seconds, MIN_START_SECONDS))
     home = _home(process) if share else None

@@ -124,10 +124,7 @@ class Shared(World):
     def _exchange(
         self, data: Bytes, ranges: Sequence[Range], what: str, into: Sequence[Bytes] | None = None
     ) -> dict[int, Bytes]:
-        """Send the range `ranges[r]` of `data` to each other rank r; return what they send by rank.
-
-        Writes to `into` if given.
-        """
+        """Send part `ranges[r]` of `data` to each rank r; return theirs by rank, using `into`."""
         inline = len(data) <= INLINE_BYTES
         if not inline:
             self._fill(data, 0)

@@ -56,10 +56,7 @@ class WorkerStatus:
         self.collective, self.since = "", time.monotonic()
 
     def explain(self, what: str, reason: str, *, timed_out: bool) -> WorldError:
-        """Return the error of a failed call, with what is known of the missing workers.
-
-        They either did not arrive in time (`timed_out`) or have exited.
-        """
+        """Return the error of a call that timed out, or failed because others have exited."""
         return no_response(self.rank, what, reason)
 
     def report_failure(self, error: BaseException) -> None:

@@ -67,7 +67,7 @@ class TokenStore(Store):
         """Return the file that becomes readable if a response arrives or the coordinator exits."""
         return self._link.fileno()
 
-    def clone(self) -> Store:
+    def clone(self) -> TokenStore:
         return TokenStore(*self._arguments, self.timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -119,14 +119,10 @@ class TokenStore(Store):
             try:
                 self._link.send({"do": what, **fields})
                 response = self._link.receive(timeout + SLACK_SECONDS)
-            except OSError as error:
-                self._link.close()
-                raise DistNetworkError(
-                    f"the store of this run does not respond: {error}"
-                ) from error
-            except BaseException:
-                # a late response would be taken for that of the next request
-                self._link.close()
+            except BaseException as error:
+                self._link.close()  # a late response would be taken for that of the next request
+                if isinstance(error, OSError):
+                    raise DistNetworkError(f"the store does not respond: {error}") from error
                 raise
         if late := response.get("late"):
             raise DistStoreError(
@@ -145,10 +141,7 @@ def store_variables(address: tuple[str, int], attempt: int) -> dict[str, str]:
 
 
 def join_store(environment: Mapping[str, str], timeout: timedelta) -> TokenStore | None:
-    """Return a new connection to the store of this worker's attempt; None without a coordinator.
-
-    Raises `WorldError` if the coordinator does not respond, or refuses this worker.
-    """
+    """Connect to the attempt's store; None without a coordinator. Raises `WorldError`."""
     if STORE not in environment:
         return None
     attempt, _, address = environment[STORE].partition("@")
@@ -218,10 +211,7 @@ class StoreClient:
 
 
 def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store, StoreClient]:
-    """Return the run's store with keys under `prefix`, and a client with another connection to it.
-
-    Raises `OSError` if none is reachable within some seconds.
-    """
+    """Return the store, and its client, with keys under `prefix`. Raises `OSError` if late."""
     store, liveness, hosts_store = _store(process, seconds)
     prefixed = PrefixStore(prefix, store)
     # torch's type stubs lack `clone`
@@ -239,7 +229,7 @@ def _store(process: ProcessInfo, seconds: float) -> tuple[Store, Liveness, bool]
     joined = join_store(os.environ, timeout)
     if joined is not None:
         # an unused connection becomes readable only if the coordinator closes it
-        return joined, joined.clone(), False  # type: ignore[return-value]
+        return joined, joined.clone(), False
     launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = None if process.rank != 0 or launcher_has_store else _listen(process)
     deadline = time.monotonic() + seconds
