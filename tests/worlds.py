@@ -35,7 +35,7 @@ def in_processes(workers: int, body: Callable[..., Any], *args: Any) -> list[Any
 
 
 def on_hosts(hosts: int, workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """Do the same with workers that use torch.distributed, equally many on each of several hosts."""
+    """Do the same with workers that use torch.distributed, as if on several hosts."""
     return run_workers(_run_in_world, workers, partial(distributed_world, hosts=hosts), body, *args)
 
 

@@ -9,7 +9,12 @@ import pytest
 from samestep.cluster.interfaces import gloo_interface, interface_towards
 from tests.namespaces import hosts
 
-ASK = "import sys; from samestep.cluster.interfaces import interface_towards; print(*map(interface_towards, sys.argv[1:]))"
+ASK = """
+import sys
+from samestep.cluster.interfaces import interface_towards
+
+print(*map(interface_towards, sys.argv[1:]))
+"""
 
 
 def interfaces(host, *targets):

@@ -66,7 +66,7 @@ def test_one_process_is_alone():
         ),
         (
             process(OPEN_MPI[:2], 0, 2),
-            "SIZE=2 is set and OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE is not; start",
+            "SIZE=2 is set and OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE is not; ",
         ),
         (
             process(HYDRA[:2], 0, 2),

@@ -56,7 +56,7 @@ def node(directory, port, started_after):
     ]
     options = ["--nnodes=1:2", "--nproc-per-node=1", "--local-addr=127.0.0.1", *rendezvous]
     command = [sys.executable, "-c", NODE, started_after, *options, directory / "job.py", directory]
-    # without the last one, torchrun of torch 2.13 never gives the second node the first one's address
+    # without the last one, torchrun of torch 2.13 hides the first node's address
     variables = {
         "PYTHONPATH": str(ROOT),
         "TMPDIR": str(directory),

@@ -95,8 +95,8 @@ def test_an_unresponsive_worker_is_reported_with_the_state_of_its_process():
 def test_a_worker_that_never_published_its_status_is_reported():
     found = report_on(replace(WAITING, rank=2), size=4)
     assert (
-        found.headline
-        == "timed out after 60 s waiting for workers 1 and 3: workers 0 and 2 were exchanging losses at step 7"
+        found.headline == "timed out after 60 s waiting for workers 1 and 3: "
+        "workers 0 and 2 were exchanging losses at step 7"
     )
     assert "worker 3: never reported its status" in found.text
     assert found.is_retryable
@@ -105,8 +105,8 @@ def test_a_worker_that_never_published_its_status_is_reported():
 def test_the_network_is_the_likely_cause_if_all_make_the_same_call():
     found = report_on(replace(WAITING, rank=1))
     assert (
-        found.headline
-        == "timed out after 60 s: workers 0 and 1 were exchanging losses at step 7 and waited for each other"
+        found.headline == "timed out after 60 s: "
+        "workers 0 and 1 were exchanging losses at step 7 and waited for each other"
     )
     assert (
         "likely cause: all workers made the same call, and the network between them" in found.text

@@ -1,4 +1,4 @@
-"""Stores: the coordinator's and torch's own must behave alike in all that torch.distributed uses."""
+"""Stores: the coordinator's and torch's own must behave alike for torch.distributed."""
 
 from __future__ import annotations
 

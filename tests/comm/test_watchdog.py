@@ -113,14 +113,12 @@ def test_one_worker_reports_and_the_others_name_it(monkeypatch):
     summaries = [text for is_report, text in (end.value for end in others) if not is_report]
     assert len(reports) == 1
     assert reports[0].startswith(
-        "timed out after 0.3 s waiting for worker 3: workers 0, 1 and 2 were waiting again at step 0\n"
+        "timed out after 0.3 s waiting for worker 3: "
+        "workers 0, 1 and 2 were waiting again at step 0\n"
     )
     assert len(summaries) == 2
     for text in summaries:
-        assert (
-            "waiting for worker 3: workers 0, 1 and 2 were waiting again at step 0; see the report of worker"
-            in text
-        )
+        assert "workers 0, 1 and 2 were waiting again at step 0; see the report of worker" in text
 
 
 def test_heartbeats_are_plain_data():

@@ -254,7 +254,7 @@ def test_a_lost_worker_is_an_error_on_the_others_within_seconds(join, workers):
         messages = {}
         for name, call in calls(world).items():
             with pytest.raises(WorldError) as caught:
-                call(f"making the call {name}")
+                call(f"calling {name}")
             messages[name] = str(caught.value)
         world.close()
         return time.monotonic() - started, messages
@@ -266,7 +266,7 @@ def test_a_lost_worker_is_an_error_on_the_others_within_seconds(join, workers):
         assert seconds < 10
         for name, message in messages.items():
             assert (
-                f"worker {outcome.rank} got no response from other workers while making the call {name}"
+                f"worker {outcome.rank} got no response from other workers while calling {name}"
                 in message
             )
 

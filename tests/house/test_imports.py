@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "samestep"
-MAY_TALK = {"launch", "world"}
+MAY_TALK = {"launch", "comm"}
 # beside samestep's own world, what torch has
 MEASURES = {"tools/doctor/torches.py", "tools/doctor/workers.py"}
 SILENT = [

@@ -275,7 +275,7 @@ def _home(process: ProcessInfo) -> str | None:
 
 
 def _hosts(homes: Sequence[str | None]) -> list[range]:
-    """Return the runs of ranks with the same home; a worker without one is a host of its own."""
+    """Return the runs of ranks with the same home; a worker without one is a separate host."""
     runs = groupby(range(len(homes)), key=lambda rank: homes[rank] or rank)
     ranks = [list(run) for _, run in runs]
     return [range(run[0], run[-1] + 1) for run in ranks]
