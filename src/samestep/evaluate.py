@@ -57,8 +57,7 @@ class Evaluation:
             raise DataError("the data set to evaluate has no samples; check its path and filters")
         self._lanes, self._world, self._dataset = lanes, lanes.world, dataset
         self._collate_fn, self._loader_workers = collate_fn, loader_workers
-        # Blocks do not depend on lanes, so results have the same bits at any number of lanes.
-        self._block_size = batch_size
+        self._block_size = batch_size  # not divided by lanes, so that results do not depend on them
         self._blocks = blocks = -(-len(dataset) // batch_size)
         rank, size = self._world.rank, self._world.size
         # Rounded up, so that rank 0 always has block 0.
@@ -88,10 +87,8 @@ class Evaluation:
                     f"and {names} for block {number}"
                 )
         metrics = [block.metrics for block in blocks]
-        return unique(
-            Means(results),
-            merged_values(self._world, self._own, self._blocks, metrics) if expected else {},
-        )
+        merged = merged_values(self._world, self._own, self._blocks, metrics) if expected else {}
+        return unique(Means(results), merged)
 
     def outputs(self, fn: LossFn, model: Any) -> Any:
         """Return each sample's own output in data set order on rank 0, None elsewhere."""
@@ -143,16 +140,15 @@ class Evaluation:
                 continue
             if _RETURNED.get(id(metric)) is metric:
                 raise EvaluationError(
-                    f"{name!r} was returned before; create a new {type(metric).__name__} in each call"
+                    f"{name!r} was returned before; create a new {type(metric).__name__} per call"
                 )
             _RETURNED[id(metric)] = metrics[name] = metric
         own = {
-            name: part.metric for name, part in metrics.items() if isinstance(part, TorchMetrics)
+            name: each.metric for name, each in metrics.items() if isinstance(each, TorchMetrics)
         }
-        self._reused |= own
-        # After all states were copied: metrics such as accuracy and 1 - accuracy share one.
-        for metric in own.values():
+        for metric in own.values():  # not earlier: accuracy and 1 - accuracy share a state
             metric.reset()
+        self._reused |= own
         return BlockResult(count, scalars, metrics)
 
 

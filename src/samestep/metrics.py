@@ -129,7 +129,7 @@ def _to_bytes(value: Any) -> bytes:
         torch.save(value, buffer)
     except (AttributeError, PicklingError, TypeError) as error:
         raise EvaluationError(
-            f"a metric cannot be pickled ({error}); define its class at module level, with data only"
+            f"a metric cannot be pickled ({error}); define its class at module level"
         ) from error
     return buffer.getvalue()
 

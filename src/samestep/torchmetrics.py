@@ -125,7 +125,7 @@ def _copied(leaf: Any, state: Any) -> Any:
 
 
 def _reduced(leaf: Any, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the states of a metric over parts, reduced as torchmetrics reduces those of processes."""
+    """Return the states over all parts, reduced as torchmetrics reduces those of processes."""
     states: dict[str, Any] = {}
     gathered: dict[int, list[torch.Tensor]] = {}
     for name, first in parts[0].items():
