@@ -268,13 +268,14 @@ class Run:
         collate_fn: Collate | None = None,
         loader_workers: int = 0,
     ) -> Any:
-        """Return the means of what `fn(model, batch)` gives over all samples of a data set, each used once.
+        """Return means and metrics of `fn(model, batch)` over a data set, using each sample once.
 
-        A worker evaluates `batch_size` consecutive samples at a time; who takes which never shows
-        in the result. `fn` returns what a loss function returns, or a dict of scalars and
-        torchmetrics objects, which are merged. With `gather`, it returns an output a sample (a
-        tensor, a list, or a dict or tuple of them), and rank 0 gets them in data set order (None
-        elsewhere). The model is in evaluation mode and no gradients are kept.
+        Each worker evaluates blocks of `batch_size` consecutive samples; results have the same bits
+        at any number of workers. `fn` returns what a loss function returns, or a dict of scalars
+        and metrics (new `samestep.Metric` objects, or torchmetrics objects), which are merged. With
+        `gather`, it returns one output per sample (a tensor, a list, or a dict or tuple of them),
+        and rank 0 gets all of them in data set order (None elsewhere). The model is in evaluation
+        mode and no gradients are kept. Raises `EvaluationError` for results that cannot be merged.
         """
         evaluation = Evaluation(
             self._lanes, dataset, batch_size, collate_fn=collate_fn, loader_workers=loader_workers
