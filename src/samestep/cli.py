@@ -44,11 +44,11 @@ COMMANDS: Final = {
         "measure a script at several numbers of workers, and say what limits it and what to expect of more",
     ),
     "doctor": Command(
-        "samestep.tools.doctor.command",
+        "samestep.tools.doctor",
         "tell what this machine has, measure it, and say what to change",
     ),
     "submit": Command(
-        "samestep.tools.submit.command",
+        "samestep.tools.submit",
         "write a job of Slurm or Kubernetes that goes on after preemption, and submit it",
     ),
     "snapshots": Command(

@@ -207,7 +207,7 @@ def _room(device: str, threads: int) -> int:
     """Return for how many workers this machine has a GPU, or a core for each of their threads."""
     import torch
 
-    from samestep.tools.doctor.cores import usable_cores
+    from samestep.tools.doctor.resources import usable_cores
     from samestep.tools.doctor.system import System
 
     if device == "cuda":
