@@ -11,8 +11,7 @@ EXAMPLES = """\
 examples:
   samestep submit slurm --nodes 2 -n 4 --gpus 4 --time 8:00:00 --dir runs/one train.py --epochs 10
   samestep submit slurm --setup 'source venv/bin/activate' --dir runs/one --dry-run train.py
-  samestep submit kubernetes --image registry/train:1 --nodes 4 --gpus 1 --claim runs:/runs \\
-      --dir /runs/one train.py
+  samestep submit kubernetes --image train:1 --nodes 4 --claim runs:/runs --dir /runs/one train.py
 
 See also samestep submit slurm --help and samestep submit kubernetes --help.
 """
