@@ -110,7 +110,7 @@ def test_a_container_limit_reduces_the_available_memory(tmp_path):
     assert section.facts["available_bytes"] == 2 * GIGABYTE
     assert findings(section, "problem") == ""
     section = examine_memory(case_of(tmp_path, files=files, workers=5))
-    assert "2 GiB of memory are available of the 4 GiB" in findings(section, "problem")
+    assert "2 GiB of memory is available (container limit: 4 GiB)" in findings(section, "problem")
 
 
 def test_a_version_1_limit_is_found_and_its_largest_number_is_unlimited(tmp_path):
@@ -132,7 +132,7 @@ def test_a_version_1_limit_is_found_and_its_largest_number_is_unlimited(tmp_path
 def test_swapped_memory_is_noted(tmp_path):
     memory = Memory(8 * GIGABYTE, swap=4 * GIGABYTE, swap_used=3 * GIGABYTE)
     section = examine_memory(case_of(tmp_path, memory=memory))
-    assert "3 GiB are swapped out" in findings(section, "note")
+    assert "3 GiB is swapped out" in findings(section, "note")
 
 
 def test_a_kernel_without_shared_files_is_a_problem(tmp_path):

@@ -133,19 +133,19 @@ def _check_memory(case: Case) -> Iterator[Finding]:
     read, needed = case.system.text, case.workers * LEAST_WORKER_BYTES
     free, limit, memory = available_bytes(read), memory_limit(read), case.system.memory()
     if free is not None and free < needed:
-        within = f" of the {size(limit)} that this container may use" if limit else ""
+        within = f" (container limit: {size(limit)})" if limit else ""
         yield problem(
-            f"{size(free)} of memory are available{within}; {some(case.workers, 'worker')} need at "
+            f"{size(free)} of memory is available{within}; {some(case.workers, 'worker')} need at "
             f"least {size(needed)}, even for a small model. The kernel kills workers when memory "
             "runs out.",
             "samestep run with fewer workers, or give more memory (docker run --memory, "
             "resources.limits.memory, sbatch --mem)",
         )
     elif free is not None:
-        yield good(f"{size(free)} of memory are available")
+        yield good(f"{size(free)} of memory is available")
     if memory and memory.swap_used > LEAST_WORKER_BYTES:
         yield note(
-            f"{size(memory.swap_used)} are swapped out: this machine ran short of memory, and a "
+            f"{size(memory.swap_used)} is swapped out: this machine ran short of memory, and a "
             "step that reads swapped memory delays all workers.",
             "stop other programs (ps aux --sort=-rss shows them), then swapoff -a && swapon -a",
         )

@@ -34,9 +34,9 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence, and the command or option that fixes a problem.
+    """One sentence, and the command or option that fixes it.
 
-    A run would fail or be very slow with a "problem", and may be slower with what a "note" says.
+    With a "problem" a run would fail or be very slow; a "note" is something that may slow it down.
     """
 
     severity: Literal["problem", "note", "good"]
@@ -57,7 +57,7 @@ class Section:
 
 
 def good(text: str) -> Finding:
-    """Return a finding that something is as it should be."""
+    """Return a finding that no action is needed."""
     return Finding("good", text)
 
 
