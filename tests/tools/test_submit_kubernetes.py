@@ -101,11 +101,8 @@ def test_manifests_fit_the_schemas(kind, nodes, workers, written):
     resources = (
         container.get("resources") or job_of(manifests)["spec"]["trainer"]["resourcesPerNode"]
     )
-    assert (
-        resources["limits"]
-        == resources["requests"]
-        == {"cpu": str(3 * workers), "memory": "8Gi", "nvidia.com/gpu": "2"}
-    )
+    expected = {"cpu": str(3 * workers), "memory": "8Gi", "nvidia.com/gpu": "2"}
+    assert resources["limits"] == resources["requests"] == expected
     mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
     volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
     assert {path: volumes[name] for name, path in mounts.items()} == {
@@ -238,9 +235,8 @@ def test_a_claim_without_a_path_is_mounted_at_the_directory_of_the_run(written):
 def test_a_pod_with_remote_snapshots_needs_no_claim(written):
     job = job_of(written(where=("--dir", "/tmp/run", "--remote", "s3://bucket/run")))
     fits(job)
-    assert [volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]] == [
-        "shared-memory"
-    ]
+    (volume,) = job["spec"]["template"]["spec"]["volumes"]
+    assert volume["name"] == "shared-memory"
 
 
 @pytest.mark.parametrize(
