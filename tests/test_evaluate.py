@@ -11,6 +11,7 @@ from torch import nn
 from torchmetrics import classification, regression
 
 from samestep import check_metric
+from samestep.comm.base import Alone
 from samestep.config import Config
 from samestep.errors import ConfigError, DataError, EvaluationError
 from samestep.evaluate import Evaluation, evaluating
