@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from samestep.watch.bundle import PAGE
+from samestep.watch.report import PAGE
 from tests.watch.markup import Markup
 
 OURS = sorted(path for path in PAGE.glob("*.js") if not path.name.startswith("uPlot"))
