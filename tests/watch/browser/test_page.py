@@ -1,5 +1,3 @@
-"""The page as people use it, in headless Chromium on a real server."""
-
 from __future__ import annotations
 
 import math
@@ -27,7 +25,7 @@ from tests.workers import free_port
 
 ROOT = Path(__file__).parents[3]
 TABS = ("curves", "images", "time", "workers", "events", "configuration")
-RUNS = 20  # that are there from the start, an empty one for each test
+RUNS = 20  # empty runs that exist from the start, one or two per test
 EVIL = "<script>alert(1)</script>"
 EVIL_IMAGE = "<img src=x onerror=alert(2)>"
 
@@ -47,7 +45,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def opened(place, tmp_path_factory):
-    """Return a page of a server of its own, in the one browser."""
+    """Return the page of a server, in one browser for all tests."""
     needs("chromium")
     needs("chromedriver")
     with (
@@ -65,21 +63,21 @@ def names(place):
 
 @pytest.fixture
 def run(place, names):
-    """Return the folder of a run that is all the test's own."""
+    """Return the folder of a run that no other test uses."""
     return place / next(names)
 
 
 @pytest.fixture
 def page(opened):
-    """Return the page; the browser may ask only this machine, and has nothing to complain of."""
-    opened.requests(), opened.complaints()
+    """Return the page. The browser must request local URLs only and report no errors."""
+    opened.requests(), opened.errors()
     yield opened
     assert {"null", "undefined", "NaN"}.isdisjoint(opened.text("#overview").splitlines())
     with pytest.raises(NoAlertPresentException):
         _ = opened.driver.switch_to.alert.text
     assert [url for url in opened.requests() if not is_local(url)] == []
-    assert opened.complaints() == []
-    opened.as_at_first()
+    assert opened.errors() == []
+    opened.reset()
 
 
 def append(run, *events):
@@ -97,11 +95,11 @@ def losses(*steps):
     ]
 
 
-def paint(run, step, colour, size=(8, 8)):
-    """Make an image of one colour; return its event."""
+def paint(run, step, color, size=(8, 8)):
+    """Write an image of one color, and return its event."""
     path = f"images/cells-{step:08d}.png"
     (run / "images").mkdir(exist_ok=True)
-    Image.new("RGB", size, colour).save(run / path)
+    Image.new("RGB", size, color).save(run / path)
     return {
         "event": "image",
         "name": "cells",
@@ -128,7 +126,7 @@ def test_an_appended_point_is_drawn_without_a_reload(run, page):
     assert page.was_loaded_once()
 
 
-def test_a_drag_of_the_mouse_zooms_to_exact_data(run, page):
+def test_dragging_zooms_to_exact_data(run, page):
     append(
         run, *(scalars(step, loss=math.sin(step / 500) + (step % 7) / 10) for step in range(20_000))
     )
@@ -150,8 +148,8 @@ def test_a_drag_of_the_mouse_zooms_to_exact_data(run, page):
     page.until("return document.querySelector('[data-scalar=loss]').dataset.exact === 'false'")
 
 
-def shown_colour(page, step):
-    """Return the colour that the image of a step has on the page."""
+def shown_color(page, step):
+    """Return the color of a step's image on the page."""
     return page.until(
         "const image = document.querySelector('figure img');"
         "if (!image?.complete || !image.naturalWidth || image.alt !== `cells at step ${arguments[0]}`) return null;"
@@ -161,26 +159,26 @@ def shown_colour(page, step):
     )
 
 
-def test_a_slider_goes_through_the_images_of_all_steps(run, page):
+def test_the_slider_selects_images_by_step(run, page):
     append(
         run,
-        *(paint(run, step, colour) for step, colour in ((0, "red"), (10, "lime"), (20, "blue"))),
+        *(paint(run, step, color) for step, color in ((0, "red"), (10, "lime"), (20, "blue"))),
     )
     page.open(run.name, tab="images")
-    assert shown_colour(page, 20) == [0, 0, 255]
+    assert shown_color(page, 20) == [0, 0, 255]
     slider = page.driver.find_element(By.ID, "image-step")
     slider.send_keys(Keys.ARROW_LEFT)
-    assert shown_colour(page, 10) == [0, 255, 0]
+    assert shown_color(page, 10) == [0, 255, 0]
     slider.send_keys(Keys.HOME)
-    assert shown_colour(page, 0) == [255, 0, 0]
+    assert shown_color(page, 0) == [255, 0, 0]
     append(run, paint(run, 30, "white"))
     page.until("return document.getElementById('image-step').max === '3'")
-    assert shown_colour(page, 0) == [255, 0, 0]  # what the reader looks at stays
+    assert shown_color(page, 0) == [255, 0, 0]  # the selected image does not change
     slider.send_keys(Keys.END)
-    assert shown_colour(page, 30) == [255, 255, 255]
+    assert shown_color(page, 30) == [255, 255, 255]
 
 
-def test_points_that_a_resume_makes_void_are_taken_back(run, page):
+def test_points_that_a_resume_makes_void_are_removed(run, page):
     append(run, *losses(*range(10)))
     page.open(run.name).points("loss", 10)
     append(run, started(5, kind="resumed", workers=1))
@@ -193,7 +191,7 @@ def test_points_that_a_resume_makes_void_are_taken_back(run, page):
     assert page.was_loaded_once()
 
 
-def test_the_page_recovers_when_the_server_starts_again(run, page):
+def test_the_page_reconnects_to_a_restarted_server(run, page):
     port = free_port()
     append(run, *losses(*range(3)))
     with serving(run.parent, port=port) as server:
@@ -207,19 +205,19 @@ def test_the_page_recovers_when_the_server_starts_again(run, page):
         own.points("loss", 4)
         assert own.was_loaded_once()
         page.driver.get("about:blank")
-    # that nobody answered for a while
-    assert all("ERR_" in complaint for complaint in page.complaints())
+    # no connection for a while
+    assert all("ERR_" in error for error in page.errors())
     page.open(run.name)
 
 
-def test_what_cannot_be_read_is_told_until_it_can_be_again(run, page, place):
+def test_an_unreadable_location_is_reported_until_it_is_readable(run, page, place):
     append(run, scalars(0, loss=1.0))
     page.open(run.name).until("return document.querySelector('#banner').hidden")
     away = place.rename(place.with_name("away"))
     place.write_bytes(b"no folder")
     try:
         page.until(
-            "return document.querySelector('#banner').textContent.includes('cannot be read now, and is tried again: ')"
+            "return document.getElementById('banner').textContent.includes(', will try again: ')"
         )
         assert page.points("loss", 1) == 1
     finally:
@@ -230,7 +228,7 @@ def test_what_cannot_be_read_is_told_until_it_can_be_again(run, page, place):
     assert page.points("loss", 2) == 2
 
 
-def test_what_a_record_says_is_never_markup(run, page, place):
+def test_text_of_a_record_is_never_markup(run, page, place):
     config = {EVIL_IMAGE: EVIL, "lanes": EVIL}
     worker = {"rank": 0, "host": EVIL_IMAGE, "pid": 1}
     append(
@@ -285,7 +283,7 @@ def test_what_a_record_says_is_never_markup(run, page, place):
     assert page.text("#run-name") == EVIL_IMAGE
 
 
-def test_a_large_image_waits_until_it_is_asked_for(run, page):
+def test_a_large_image_is_loaded_on_request(run, page):
     width, height = 5000, 3400
     event = paint(run, 0, "red")
     pixels = random.Random(0).randbytes(width * height * 3)
@@ -296,18 +294,18 @@ def test_a_large_image_waits_until_it_is_asked_for(run, page):
     page.open(run.name, tab="images")
     button = page.until("return document.querySelector('figure button.load')")
     assert not any("/api/image" in url for url in page.requests())
-    before = page.server.most_memory()
+    before = page.server.peak_memory()
     button.click()
-    page.choose_tab("curves")  # the page answers while it comes
+    page.choose_tab("curves")  # the page responds while it loads
     append(run, *losses(1))
     page.points("loss", 2)
     page.choose_tab("images")
     page.until("return document.querySelector('figure img')?.naturalWidth === arguments[0]", width)
-    assert page.server.most_memory() - before < size / 2
+    assert page.server.peak_memory() - before < size / 2
 
 
-def test_a_phone_has_nothing_to_scroll_sideways(run, page):
-    page.on_a_phone()
+def test_a_phone_needs_no_horizontal_scrolling(run, page):
+    page.use_phone_screen()
     append(
         run,
         {
@@ -339,7 +337,7 @@ def test_a_phone_has_nothing_to_scroll_sideways(run, page):
         assert (tab, widest) == (tab, 360)
 
 
-def test_a_keyboard_is_enough(run, page, names, place):
+def test_keyboard_control(run, page, names, place):
     other = place / next(names)
     append(run, *losses(*range(100)), paint(run, 0, "red"), paint(run, 1, "blue"))
     append(other, *losses(*range(50)))
@@ -366,10 +364,10 @@ def test_a_keyboard_is_enough(run, page, names, place):
     page.until("return !document.getElementById('panel-images').hidden")
     page.reach("#image-step")
     page.press(Keys.HOME)
-    assert shown_colour(page, 0) == [255, 0, 0]
+    assert shown_color(page, 0) == [255, 0, 0]
 
 
-def test_light_and_dark_follow_the_system_and_the_button(run, page):
+def test_the_theme_follows_the_system_and_the_button(run, page):
     append(run, *losses(0, 1))
     brightness = (
         "const found = getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).slice(0, 3).map(Number);"
@@ -377,7 +375,7 @@ def test_light_and_dark_follow_the_system_and_the_button(run, page):
     )
     seen = {}
     for scheme in ("light", "dark"):
-        page.in_colours(scheme)
+        page.use_color_scheme(scheme)
         page.open(run.name).points("loss", 2)
         seen[scheme] = page.run(brightness)
     assert seen["light"] > 200
@@ -388,9 +386,7 @@ def test_light_and_dark_follow_the_system_and_the_button(run, page):
     assert page.run(brightness) < 60
 
 
-def test_two_runs_are_laid_over_each_other_and_their_configurations_compared(
-    run, page, names, place
-):
+def test_two_runs_are_overlaid_and_their_configurations_compared(run, page, names, place):
     other = place / next(names)
     append(run, *losses(*range(10)))
     append(other, *losses(*range(20)))
@@ -404,7 +400,7 @@ def test_two_runs_are_laid_over_each_other_and_their_configurations_compared(
     assert page.text("#config tbody tr").split() == ["seed", "differs", *seeds]
 
 
-def test_a_report_stands_alone(run, page, tmp_path):
+def test_a_report_is_self_contained(run, page, tmp_path):
     append(run, *losses(*range(10)), paint(run, 4, "lime"), {"event": "finished", "step": 10})
     file = tmp_path / "report.html"
     command = [sys.executable, "-m", "samestep", "report", str(run), "--out", str(file)]
@@ -413,11 +409,11 @@ def test_a_report_stands_alone(run, page, tmp_path):
     page.points("loss", 10)
     assert page.text("#run-state") == "finished"
     page.choose_tab("images")
-    assert shown_colour(page, 4) == [0, 255, 0]
+    assert shown_color(page, 4) == [0, 255, 0]
     assert [url for url in page.requests() if not url.startswith(("data:", file.as_uri()))] == []
 
 
-def test_a_real_run_is_watched_while_a_worker_is_killed_and_replaced(place, page):
+def test_a_real_run_with_a_killed_and_replaced_worker(place, page):
     run = place / "real"
     command = [
         sys.executable,
