@@ -199,7 +199,7 @@ def test_wrong_credentials_are_reported_at_the_start(monkeypatch):
 @pytest.mark.parametrize("option", ["remote", "sinks", "resume"])
 def test_a_password_in_a_url_option_is_rejected_and_not_repeated(option, tmp_path):
     with (
-        pytest.raises(ConfigError, match="a URL with a password in it was given") as raised,
+        pytest.raises(ConfigError, match="a URL with a password") as raised,
         ss.init(dir=tmp_path, **{option: SECRET_URL}),
     ):
         pass
@@ -210,7 +210,7 @@ def test_a_password_in_a_url_option_is_rejected_and_not_repeated(option, tmp_pat
 def test_a_password_in_a_watched_url_is_rejected_and_not_repeated():
     with pytest.raises(
         ConfigError,
-        match=r"a URL with a password in it was given.*ftp://\*\*\*@example.org/runs/step-00000001; expected",
+        match=r"a URL with a password.*ftp://\*\*\*@example.org/runs/step-00000001",
     ) as raised:
         open_views(SECRET_URL)
     assert SECRET not in str(raised.value)

@@ -19,7 +19,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return a folder with a run "one" that has all kinds of events, and files that are no images."""
+    """Return a folder with a run "one" that has all kinds of events and invalid images."""
     folder = tmp_path_factory.mktemp("runs")
     one = folder / "one"
     bad = [

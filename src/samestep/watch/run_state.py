@@ -83,7 +83,7 @@ class RunState:
         self._image_count = 0
 
     def apply(self, event: dict[str, Any]) -> None:
-        """Apply the next event. Events that no run writes are ignored as far as necessary."""
+        """Apply the next event. Fields and events that no run writes are ignored."""
         kind, time = event.get("event"), to_number(event.get("time"))
         if not isinstance(kind, str) or time is None:
             return
