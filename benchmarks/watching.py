@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.measure import spread
-from samestep.watch.view import open_views
+from samestep.watch.runs import open_views
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,10 +11,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
-from samestep.watch.changes import Changes
+from samestep.watch.runs import Changes, Views
 from samestep.watch.security import HEADERS
 from samestep.watch.server import PAGE, make_app
-from samestep.watch.view import Views
 from tests.fuzz import mutate
 from tests.fuzz.records import BREAK_OUT, NAMES, SECRET, write_run
 from tests.fuzz.target import Target

@@ -13,7 +13,7 @@ from samestep.record.events import FILE_NAME, read_events
 from samestep.record.files import FOLDER, LocalFiles, Part
 from samestep.record.sinks.base import SinkAdapter
 from samestep.record.source import Source, find_runs, open_source, read_history
-from samestep.watch.curves import AXES, Request
+from samestep.watch.curves import AXES
 from samestep.watch.report import make_report
 from samestep.watch.view import View
 from tests.fuzz import mutate
@@ -159,20 +159,21 @@ class Growing(LocalFiles):
 
 
 def _views(folder: Path) -> list[Target]:
-    def run(random: Random) -> tuple[Path, int, Request]:
+    def run(random: Random) -> tuple[Path, int, dict[str, Any]]:
         directory = write_run(folder / "all" / "one", random)
         ends = [
             random.choice((None, None, 0.0, 1.0, 2.5, -1e308, 1e308, 2.0**53)) for _ in range(2)
         ]
-        asked = Request(
-            *ends,
-            random.choice((0, 1, 3, 4, 1000)),
-            random.choice((0.0, 0.9, 0.999)),
-            random.choice(AXES),
-        )
+        asked = {
+            "start": ends[0],
+            "end": ends[1],
+            "points": random.choice((0, 1, 3, 4, 1000)),
+            "smooth": random.choice((0.0, 0.9, 0.999)),
+            "axis": random.choice(AXES),
+        }
         return directory, random.randrange((directory / FILE_NAME).stat().st_size + 1), asked
 
-    def view(given: tuple[Path, int, Request]) -> None:
+    def view(given: tuple[Path, int, dict[str, Any]]) -> None:
         directory, half, asked = given
         files = Growing(directory)
         growing, fresh = View(Source(str(directory), files)), View(open_source(directory))
@@ -183,7 +184,7 @@ def _views(folder: Path) -> list[Target]:
             "read in two parts it tells something else"
         )
 
-    def report(given: tuple[Path, int, Request]) -> None:
+    def report(given: tuple[Path, int, dict[str, Any]]) -> None:
         page = make_report([str(given[0].parent)], image_bytes=1000).page
         page.encode()
         parts = Markup(page)
@@ -200,7 +201,7 @@ def _views(folder: Path) -> list[Target]:
     return [Target("view", run, view, ()), Target("report", run, report, (), reads_elsewhere=True)]
 
 
-def _told(view: View, asked: Request) -> str:
+def _told(view: View, asked: dict[str, Any]) -> str:
     """Return all that is told of a run, but for what depends on the clock, as the JSON that it must be."""
     json.dumps(view.row(), allow_nan=False)
     told = {
@@ -208,13 +209,11 @@ def _told(view: View, asked: Request) -> str:
         for name, value in view.summary().items()
         if name not in {"now", "progress", "state"}
     }
-    told["curves"] = [view.curve(scalar["name"], asked) for scalar in told["scalars"]]
-    told["timing"] = view.timing(asked.start, asked.end, asked.points)
+    told["curves"] = [view.curve(scalar["name"], **asked) for scalar in told["scalars"]]
+    told["timing"] = view.timing(asked["start"], asked["end"], asked["points"])
     for number in range(len(PATHS)):
         with suppress(KeyError, RecordError):
-            assert b"".join(view.source.open_image(view.image(number).path)[1]) != SECRET, (
-                "it read an image of another run"
-            )
+            assert b"".join(view.open_image(number)[2]) != SECRET, "it read an image of another run"
     return json.dumps(told, allow_nan=False)
 
 
