@@ -228,7 +228,7 @@ def test_a_host_with_other_nodes_is_refused(leader, terminal):
         other(leader, Nodes(2, 2)),
     ):
         pass
-    assert "is refused: its --nodes" in terminal()
+    wait_until(lambda: "is refused: its --nodes" in terminal())
 
 
 def test_a_host_that_comes_when_all_is_over_is_refused(terminal):
