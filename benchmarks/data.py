@@ -13,10 +13,11 @@ import argparse
 import multiprocessing
 import os
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
@@ -24,9 +25,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 import samestep
 from benchmarks.measure import spread
 from samestep.data.plan import ShuffledPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 BATCH_SIZE = 256
 STEPS = 4096

@@ -14,12 +14,14 @@ import argparse
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import samestep as ss
@@ -28,11 +30,6 @@ from benchmarks.contenders.stopwatch import over_workers
 from benchmarks.jobs.job import BATCHES_AN_EPOCH
 from benchmarks.measure import figures
 from benchmarks.turns import figure, in_turn, samestep, table, torchrun
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor, nn
 
 BATCH_SIZE = 64  # of a worker
 PASSES = 3  # that are timed, after one that is not

@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.data import default_collate
@@ -24,9 +25,6 @@ from benchmarks.contenders import command
 from benchmarks.jobs import JOBS
 from benchmarks.measure import figures, spread
 from benchmarks.turns import in_turn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 WORKERS = 2
 REPEATS = 30

@@ -17,17 +17,14 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from benchmarks.gpu_results import ProofResult, Speeds, insert, markdown
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 SAMESTEP = [sys.executable, "-m", "samestep"]
 JOB = str(Path(__file__).with_name("gpu_samestep.py"))

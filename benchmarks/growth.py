@@ -12,14 +12,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from benchmarks.measure import figures
 from benchmarks.turns import Row, figure, in_turn, samestep, table, torchrun
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 STEPS, SAMPLES = "benchmarks.growth_steps", "benchmarks.growth_samples"
 FEW_PARAMETERS = 100_000

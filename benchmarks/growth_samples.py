@@ -13,16 +13,13 @@ import itertools
 import statistics
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import samestep as ss
 from benchmarks.contenders.stopwatch import memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 BATCH_SIZE = 256
 BATCHES = 1000

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import samestep as ss
 from benchmarks.contenders.stopwatch import memory, over_workers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SAMPLES = 16  # a worker and step
 FEATURES, CLASSES, LAYERS = 64, 10, 4

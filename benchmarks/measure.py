@@ -6,10 +6,7 @@ import re
 import statistics
 import subprocess
 from collections import defaultdict
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
 LIMIT_SECONDS = 300  # for one run, whose workers may wait for each other for ever
 

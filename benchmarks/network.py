@@ -13,15 +13,12 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 from benchmarks.measure import values_in
 from benchmarks.turns import figure, in_turn, table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 JOB = "vit"
 CONTENDERS = ("samestep", "ddp", "ddp-fused")

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from benchmarks.contenders import CONTENDERS, WORKERS
 from benchmarks.jobs import JOBS
-from benchmarks.verdict import REFERENCE, ratios
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from benchmarks.verdict import Results
+from benchmarks.verdict import REFERENCE, Results, ratios
 
 OURS, PEERS = (
     "#c2410c",

@@ -17,8 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ from benchmarks.jobs import JOBS
 from benchmarks.measure import figures, spread
 from samestep.record import read_events
 from samestep.snapshot import list_snapshots, load
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 WIDTH, DEPTH, BATCH_SIZE = 2048, 20, 64
 WARMUP_STEPS, SAVES, STEPS_BETWEEN = 3, 3, 6

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from benchmarks.measure import spread
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 Found = TypeVar("Found")
 Row = dict[str, list[float]]  # what every contender's runs gave, a value a round

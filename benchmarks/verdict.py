@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.jobs import JOBS
 from benchmarks.measure import spread
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
 
 REFERENCE = "plain"
 SPEED, MEMORY = "samples_a_second", "memory_megabytes"

@@ -10,14 +10,11 @@ import json
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from benchmarks.measure import spread
 from samestep.watch.view import open_views
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SMOOTH, SPAN = 0.9, 900
 

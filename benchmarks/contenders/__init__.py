@@ -9,14 +9,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from types import ModuleType
+from typing import Any, Literal
 
 from benchmarks import turns
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from benchmarks.jobs import Job
+from benchmarks.jobs import Job
 
 WORKERS = 2
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from benchmarks.jobs import Job
+from benchmarks.jobs import Job
 
 _GROUPS: list[dist.ProcessGroup | None] = []  # kept until the process ends
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.jobs.job import BATCHES_AN_EPOCH, Job, Parts
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BATCH_SIZE = 32
 ACTIONS = 6

@@ -11,14 +11,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from benchmarks.measure import printed
 from benchmarks.turns import figure, in_turn, samestep, table, torchrun
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ONE_PROCESS = "one process, no launcher"
 COMMANDS = {

@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 
 from tests.fuzz.campaign import names, run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from multiprocessing.connection import Connection
 
 FORK = multiprocessing.get_context("fork")
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import codecs
 import logging
 import warnings
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from tests.fuzz.law import Law
+from tests.fuzz.target import Target
 from tests.fuzz.targets import targets
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tests.fuzz.target import Target
 
 # Imported when they are first met, by json, pickle and who looks at names of hosts; by the median
 # of what has NaN, and by a server.

@@ -8,12 +8,10 @@ import resource
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from typing import Any
 
 LONGEST_SECONDS = 20.0  # of a busy machine; a reader takes milliseconds
 MOST_BYTES = 2**28

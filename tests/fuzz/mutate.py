@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from random import Random
+from collections.abc import Iterator
+from random import Random
+from typing import Any
 
 DEEP = "a value nested more deeply than Python recurses"
 TEXTS = (

@@ -6,10 +6,15 @@ import asyncio
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from random import Random
+from typing import Any
 from urllib.parse import quote, unquote
+
+from starlette.applications import Starlette
 
 from samestep.watch.changes import Changes
 from samestep.watch.security import HEADERS
@@ -18,13 +23,6 @@ from samestep.watch.view import Views
 from tests.fuzz import mutate
 from tests.fuzz.records import BREAK_OUT, NAMES, SECRET, write_run
 from tests.fuzz.target import Target
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-    from random import Random
-
-    from starlette.applications import Starlette
 
 TOKEN = "a-token-of-many-letters"
 PORT = 7007

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from random import Random
+from typing import Any
 
 from samestep.errors import RecordError
 from samestep.record.events import FILE_NAME, read_events
@@ -22,11 +25,6 @@ from tests.fuzz import mutate
 from tests.fuzz.target import Target
 from tests.watch.markup import Markup
 from tests.watch.writing import lines, scalars, started, timing
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-    from random import Random
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SECRET = PNG + b"of another run"

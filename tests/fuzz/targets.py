@@ -8,11 +8,14 @@ import json
 import math
 import pickle
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from functools import cache, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from random import Random
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,11 +50,6 @@ from samestep.snapshot.state import canonical, flatten, no_tensor, restore
 from tests.fuzz import mutate, page, records
 from tests.fuzz.target import Target
 from tests.snapshot.saving import small_state, team
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-    from random import Random
 
 OPTIONS = (
     "8",
