@@ -1,11 +1,12 @@
-"""Snapshots beside torch.save and torch.distributed.checkpoint: the stall, the time until a save is durable, and the time to load.
+"""Snapshots compared to torch.save and torch.distributed.checkpoint: stall, save and load time.
 
 usage: python -m benchmarks.snapshots [--rounds 5] [--workers 1 2] [--directory DIR]
 
 The state has 1.0 GB: an MLP of 84 million float32 parameters and AdamW's state. Jobs take turns,
-and every ratio is of two jobs of one round. A load is a process of its own, with the files in the
-page cache (warm) or not (cold); "restored" is until a fresh model and optimizer have taken a step
-from what was loaded. At the end, the stall of the ViT job of benchmarks.jobs.
+and every ratio compares two jobs of one round. The save time lasts until the save is durable. Each
+load is a new process, with the files in the page cache (warm) or not (cold); "restored" is the time
+until a new model and optimizer have made a step. The last part is the stall of the ViT job of
+benchmarks.jobs.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Job = tuple[torch.nn.Module, torch.optim.Optimizer]
 
 
 def mlp() -> Job:
-    """Return the large model and its optimizer, which has state once it has made a step."""
+    """Return the large model and its optimizer, which has made a step and so has state."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         *[layer for _ in range(DEPTH) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
@@ -82,7 +83,7 @@ def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
 def train(
     directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: TensorDataset
 ) -> None:
-    """Train with snapshots, and tell their stall, and the time of a step while none is written and while one is."""
+    """Train with snapshots; print their stall, and the time of a step with and without a writer."""
     snapshots = range(WARMUP_STEPS, WARMUP_STEPS + SAVES * STEPS_BETWEEN, STEPS_BETWEEN)
     with ss.init(dir=directory, keep_last=1, keep_best=0, snapshot_every="1000000") as run:
         run.replicate(model)
@@ -120,7 +121,7 @@ def train(
 
 
 def save(directory: Path, kind: str) -> None:
-    """Save as a peer does, several times, and tell what training waits for and the time until the save is durable."""
+    """Save several times as a peer does; print the stall and the time until the save is durable."""
     dist.init_process_group("gloo")
     model, optimizer = mlp()
     update(model, optimizer)
@@ -160,7 +161,7 @@ def save(directory: Path, kind: str) -> None:
 
 
 def restore(directory: Path, kind: str) -> None:
-    """Load what was saved, and tell how long that took, and how long until a step was made from it."""
+    """Load a save; print the time to load it, and the time until a step was made from it."""
     model, optimizer = mlp()
     path = newest(directory)
     started = loading = time.perf_counter()
@@ -186,7 +187,7 @@ def restore(directory: Path, kind: str) -> None:
 
 
 def tell(**values: float) -> None:
-    """Print figures for the process that takes turns."""
+    """Print figures for the parent process."""
     print(*(f"{name}={value:.4f}" for name, value in values.items()))
 
 
@@ -201,7 +202,7 @@ def remove(path: Path) -> None:
 
 
 def cache(path: Path, *, warm: bool) -> None:
-    """Bring the files of a save into the page cache, or out of it."""
+    """Read the files of a save into the page cache, or drop them from it."""
     for file in (
         [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]
     ):
@@ -240,7 +241,7 @@ def command(kind: str, what: str, directory: Path, workers: int) -> list[str]:
 
 
 def measure(root: Path, workers: int, rounds: int) -> None:
-    """Let all save and load in turn, and print what that took."""
+    """Save and load in every way in turn, and print the times."""
     found: dict[str, list[dict[str, float]]] = {}
     for number in range(rounds):
         order = 1 if number % 2 == 0 else -1
@@ -262,7 +263,8 @@ def measure(root: Path, workers: int, rounds: int) -> None:
         end=" ",
     )
     print(
-        f"{spread([one['step_beside_ms'] for one in ours])} ms; stall / step {spread([one['stall_ms'] / one['step_ms'] for one in ours])}"
+        f"{spread([one['step_beside_ms'] for one in ours])} ms; "
+        f"stall / step {spread([one['stall_ms'] / one['step_ms'] for one in ours])}"
     )
     for state in ("warm", "cold"):
         report(found, [f"{name} ({state})" for name in LOADERS], ("load_s", "restored_s"))
@@ -271,7 +273,7 @@ def measure(root: Path, workers: int, rounds: int) -> None:
 def report(
     found: Mapping[str, list[dict[str, float]]], names: Iterable[str], columns: Iterable[str]
 ) -> None:
-    """Print figures of several jobs, each with its ratio to the first one's."""
+    """Print figures of several jobs, each with its ratio to the first one."""
     first, *_ = names
     for column in columns:
         for name in names:
@@ -280,7 +282,8 @@ def report(
                 for one, ours in zip(found[name], found[first], strict=True)
             ]
             print(
-                f"  {column:10} {name:24} {spread([one[column] for one in found[name]])}, ratio {spread(ratios)}",
+                f"  {column:10} {name:24} {spread([one[column] for one in found[name]])},",
+                f"ratio {spread(ratios)}",
                 flush=True,
             )
 
@@ -293,10 +296,12 @@ def measure_vit(root: Path, rounds: int) -> None:
         found.append(figures(command("samestep", "vit", root / "vit", 2)))
     print(f"ViT-Ti/8, global batch {JOBS['vit'].batch_size}, AdamW, 2 workers, {rounds} rounds")
     print(
-        f"  stall {spread([one['stall_ms'] for one in found])} ms, a step {spread([one['step_ms'] for one in found])} ms"
+        f"  stall {spread([one['stall_ms'] for one in found])} ms, "
+        f"step {spread([one['step_ms'] for one in found])} ms"
     )
     print(
-        f"  share at every 100 steps {spread([one['stall_ms'] / one['step_ms'] for one in found])} %",
+        "  share at every 100 steps "
+        f"{spread([one['stall_ms'] / one['step_ms'] for one in found])} %",
         end=", ",
     )
     print(f"at every 10 minutes {spread([one['stall_ms'] / 6000 for one in found])} %")
@@ -316,7 +321,7 @@ def main() -> None:
     parser.add_argument(
         "--directory",
         type=Path,
-        help="where to save; it needs 5 GB (default: a temporary directory)",
+        help="where to save, with 5 GB free (default: a temporary directory)",
     )
     parser.add_argument("--job", choices=["save", "load", "vit"], help=argparse.SUPPRESS)
     parser.add_argument("--kind", help=argparse.SUPPRESS)

@@ -13,7 +13,7 @@ FIRST, BLOCKS, BLOCK_SIZE = 15_000, 150, 100  # all below the ports of outgoing 
 
 
 def free_port() -> int:
-    """Return a port of the loopback address on which nothing listens, and that only this process uses.
+    """Return a free port of the loopback address that no other test process uses.
 
     A process gets all ports of its block before it gets the first one again.
     """

@@ -24,7 +24,7 @@ WEED = Path(sysconfig.get_path("scripts"), "weed")  # from the package seaweedfs
 
 
 class S3Server:
-    """A SeaweedFS server with its data in a folder. It creates a bucket on the first write to it."""
+    """A SeaweedFS server with its data in a folder. The first write creates a bucket."""
 
     def __init__(self, folder: Path) -> None:
         # Without its own option, a gRPC port is 10,000 above the other one and may be in use.

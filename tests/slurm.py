@@ -54,7 +54,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 @dataclass(frozen=True)
 class Slurm:
-    """A running cluster: the `environment` of its clients, and the `directory` of logs and state."""
+    """A running cluster: `environment` is that of its clients, `directory` has logs and state."""
 
     environment: Mapping[str, str]
     directory: Path

@@ -143,7 +143,7 @@ def _wait(team: Sequence[_Worker], timeout: float, *, stop_at_failure: bool) -> 
 
 
 class _Worker:
-    """A process that runs a body and writes its result, or its stack on a fatal signal, to a file."""
+    """A process that runs a body and writes its result, or its stack if it crashes, to a file."""
 
     def __init__(
         self,

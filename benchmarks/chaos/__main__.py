@@ -54,12 +54,7 @@ def main() -> int:
 
 
 def chaos(
-    folder: Path,
-    seed: int,
-    faults: int,
-    epochs: int | None = None,
-    *,
-    log: Callable[[str], object],
+    folder: Path, seed: int, faults: int, epochs: int | None = None, *, log: Callable[[str], object]
 ) -> Mapping[str, Sequence[float]]:
     """Return the seconds until the run continued after each fault, by kind.
 

@@ -1,4 +1,4 @@
-"""An all-reduce a parameter after backward, as DI-engine's policies do: https://github.com/opendilab/DI-engine."""
+"""One all-reduce per parameter after backward, as in https://github.com/opendilab/DI-engine."""
 
 from __future__ import annotations
 

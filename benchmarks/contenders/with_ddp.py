@@ -23,12 +23,12 @@ def train(
     gradient_as_bucket_view: bool = False,
     zero: bool = False,
 ) -> dict[str, float]:
-    """Train, and return figures; with `zero`, the optimizer's state is divided among the workers (ZeRO-1)."""
+    """Train, and return figures; with `zero`, shard the optimizer's state (ZeRO-1)."""
     dist.init_process_group("gloo")
     model, dataset, loss_fn = job.build()
     model = DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view)
     if zero:
-        # importing it warns, and nobody else needs it
+        # the import warns, so it is only here
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         optimizer = ZeroRedundancyOptimizer(

@@ -1,4 +1,4 @@
-"""The loop that a person would write for one worker."""
+"""A plain training loop for one worker."""
 
 from __future__ import annotations
 

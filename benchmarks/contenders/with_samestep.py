@@ -12,7 +12,7 @@ from benchmarks.jobs.job import LEARNING_RATE
 
 def train(job: Job) -> dict[str, float]:
     """Train, and return figures."""
-    with ss.init() as run:  # a lane a worker: what the others compute
+    with ss.init() as run:  # one lane per worker, as the others compute
         model, dataset, loss_fn = job.build()
         model = run.replicate(model)
         optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))

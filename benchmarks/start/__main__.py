@@ -1,9 +1,9 @@
-"""From the command to the end of the first step of a small network on 2 workers, beside torchrun.
+"""Time from the command to the end of the first step on 2 workers, compared to torchrun.
 
 usage: python -m benchmarks.start [--rounds 5]
 
-Contenders take turns, and every ratio is of runs of one round. Accelerate is started by torchrun,
-too, because its own launcher starts several workers without GPUs only through MPI.
+Contenders take turns, and every ratio compares runs of one round. Accelerate is started by torchrun
+as well, because its own launcher starts several workers without GPUs only through MPI.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
         table(
             "seconds",
             {"start to first step, 2 workers": figure("seconds", found)},
-            aside=[ONE_PROCESS],
+            no_peers=[ONE_PROCESS],
         )
     )
 

@@ -36,8 +36,8 @@ def _package() -> Iterator[str]:
 def _run() -> Iterator[str]:
     with samestep.init() as run:
         for name in sorted(name for name in dir(run) if not name.startswith("_")):
-            static = inspect.getattr_static(run, name)
-            yield f"run.{name}{_parameters(getattr(run, name)) if inspect.isroutine(static) else ''}"
+            is_method = inspect.isroutine(inspect.getattr_static(run, name))
+            yield f"run.{name}{_parameters(getattr(run, name)) if is_method else ''}"
 
 
 def _commands() -> Iterator[str]:
