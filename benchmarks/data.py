@@ -72,15 +72,8 @@ def private_megabytes(processes: Iterable[int]) -> float:
     rollups = [
         Path(f"/proc/{process}/smaps_rollup").read_text().splitlines() for process in processes
     ]
-    return (
-        sum(
-            int(line.split()[1])
-            for lines in rollups
-            for line in lines
-            if line.startswith("Private_")
-        )
-        / 1000
-    )
+    private = (line for lines in rollups for line in lines if line.startswith("Private_"))
+    return sum(int(line.split()[1]) for line in private) / 1000
 
 
 # Order

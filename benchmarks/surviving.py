@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import samestep as ss
 from benchmarks.measure import figures, spread
-from benchmarks.snapshots import BATCH_SIZE, WIDTH, loss_fn, mlp
+from benchmarks.snapshot_jobs import BATCH_SIZE, WIDTH, loss_fn, mlp
 from benchmarks.turns import in_turn
 from samestep.world.whereabouts import Whereabouts
 
