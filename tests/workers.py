@@ -25,7 +25,7 @@ import torch
 from tests.ports import free_port
 
 TIMEOUT_SECONDS = 100.0  # less than pytest's, so that stacks are reported; enough on a busy machine
-GRACE_SECONDS = 0.25  # for workers that fail at the same moment as the first
+GRACE_SECONDS = 1.0  # for workers that fail at the same moment as the first
 ABORT_SECONDS = 10.0
 
 
@@ -127,12 +127,14 @@ def _wait(team: Sequence[_Worker], timeout: float, *, stop_at_failure: bool) -> 
     """Wait until all workers exited, or until shortly after the first failure."""
     deadline = time.monotonic() + timeout
     stop_at = math.inf
-    while running := [worker for worker in team if not worker.has_exited()]:
-        if stop_at_failure and any(worker.exitcode for worker in team):
-            stop_at = min(stop_at, time.monotonic() + GRACE_SECONDS)
-        if time.monotonic() > stop_at:
+    while True:
+        now = time.monotonic()  # before the check, so that no worker counts as late that is not
+        running = [worker for worker in team if not worker.has_exited()]
+        if not running or now > stop_at:
             return
-        if time.monotonic() > deadline:
+        if stop_at_failure and any(worker.exitcode for worker in team):
+            stop_at = min(stop_at, now + GRACE_SECONDS)
+        if now > deadline:
             lines = [
                 f"worker {worker.rank} still ran after {timeout:g} s, here:\n{worker.abort()}"
                 for worker in running
@@ -211,8 +213,8 @@ def _work(
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001  the parent reports every error
-        failure = {"error": _portable(error), "traceback": traceback.format_exc()}
-        report.write_bytes(pickle.dumps({"failed_at": time.monotonic(), **failure}))
+        failure = {"failed_at": time.monotonic(), "error": _portable(error)}
+        report.write_bytes(pickle.dumps({**failure, "traceback": traceback.format_exc()}))
         sys.exit(1)
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from itertools import count
 from multiprocessing import active_children, get_context
 from types import SimpleNamespace
 
@@ -74,7 +75,8 @@ def test_the_first_error_is_raised_with_its_traceback_and_stops_the_others():
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_the_earliest_of_several_failures_is_raised():
+def test_the_earliest_of_several_failures_is_raised(monkeypatch):
+    monkeypatch.setattr(workers, "GRACE_SECONDS", math.inf)  # all workers end
     failed = get_context("fork").Event()
 
     class FirstError(Exception):
@@ -152,8 +154,11 @@ def hang(monkeypatch):
         hangs.set()
         threading.Event().wait()
 
+    calls = count()  # the first one computes the deadline
+
     def monotonic():
-        return math.inf if hangs.is_set() and len(active_children()) == 1 else 0.0
+        is_late = next(calls) > 0 and hangs.is_set() and len(active_children()) == 1
+        return math.inf if is_late else 0.0
 
     clock = SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
     monkeypatch.setattr(workers, "time", clock)
