@@ -13,14 +13,13 @@ from samestep.config import merge
 from samestep.data.batches import plan_batches
 from samestep.data.plan import GroupedPlan, ShuffledPlan
 from samestep.data.seeds import key
-from samestep.data.streams import LaneStream, steps_left, stream_batches
+from samestep.data.streams import LaneStream, stream_batches
 from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
 from samestep.launch.place import find_place
 from samestep.run.images import pixels
-from samestep.run.loops import PlannedLoop, run_loop
+from samestep.run.loops import PlannedLoop, StreamLoop
 from samestep.run.memory import return_freed_memory
-from samestep.run.progress import Position
 from samestep.run.scalars import scalars_of
 from samestep.run.session import Session
 from samestep.step.clip import gradient_norm, scale_gradients
@@ -30,7 +29,6 @@ from samestep.step.replicate import replicate
 from samestep.step.shard import Shard, check_shardable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import TracebackType
 
     from typing_extensions import Self
@@ -140,6 +138,9 @@ class Run:
         counted over resumes and over every call with this name; with neither, at the end of the
         epoch. `group_by` (a group a sample, or a function of the index) fills lane batches with
         samples of one group. `loader_workers` processes load ahead.
+
+        The returned loop counts: `loop.steps_per_epoch`, `loop.steps` (the number of the last step)
+        and, in its body, `loop.step`, the number of the current step, which is 1 for the first.
         """
         iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # these may say a length
         if iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -187,7 +188,7 @@ class Run:
 
     def streams(
         self, make_stream: Callable[[int], Any], *, steps: int | None = None, name: str
-    ) -> Iterator[Batch]:
+    ) -> StreamLoop:
         """Return batches, one a step: each lane's next item of its own endless source `make_stream(lane)`.
 
         The loop ends after `steps` steps in all, counted over resumes and over every call with this
@@ -196,8 +197,6 @@ class Run:
         `load_state_dict` continues by them after a resume; any other is read again from its start.
         """
         self._progress.settle()
-        position = self._progress.positions.setdefault(name, Position())
-        left = steps_left(steps, position.done)
         streams = {
             lane: LaneStream(make_stream, name, lane, self.config.seed) for lane in self._lanes.own
         }
@@ -205,9 +204,8 @@ class Run:
             if lane in self._session.resumed_streams.get(name, {}):
                 stream.load_state_dict(self._session.resumed_streams[name][lane])
         self._progress.streams[name] = streams
-        self._progress.begin_loop(name, steps=None if left is None else position.done + left)
-        batches = stream_batches(streams, self._lanes.own, left)
-        return run_loop(batches, self._progress, lambda: position.advance(None))
+        batches = partial(stream_batches, streams, self._lanes.own)
+        return StreamLoop(self._progress, name, batches, steps=steps)
 
     def backward(
         self,
