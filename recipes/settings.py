@@ -50,7 +50,7 @@ def read(kind: type[S], sources: Iterable[str]) -> S:
             _update(config, known, origin, name, value)
     try:
         return OmegaConf.to_object(config)
-    except Exception as error:  # a reference such as ${model.depth} that cannot be resolved
+    except Exception as error:  # a value that OmegaConf treats as missing: ???
         raise SettingsError(str(error).partition("\n")[0]) from error
 
 
@@ -192,6 +192,8 @@ def _update(
 ) -> None:
     if key not in known:
         raise SettingsError(f"{source}: unknown setting {key}; {_hint(known, key)}")
+    if "${" in _short(value):  # OmegaConf would replace it
+        raise SettingsError(f"{source}: references such as ${{key}} are not supported")
     expected, changed = _type_of(known[key]), value
     try:
         if value == "none" and expected.endswith("None"):
