@@ -56,12 +56,16 @@ class Split(NamedTuple):
 def open_images(settings: DataSettings) -> Split:
     """Open a data set. Raises `SettingsError`, and `AnnotationError` for an invalid file."""
     parts = []
-    for part in ("train", "val"):
-        file, folder = (getattr(settings, f"{part}_{name}") for name in ("annotations", "images"))
-        if settings.path is None and None in {file, folder}:
+    given = {
+        "train": (settings.train_annotations, settings.train_images),
+        "val": (settings.val_annotations, settings.val_images),
+    }
+    for part, paths in given.items():
+        if settings.path is None and None in paths:
             expected = f"a folder with {part}.json and {part}/ (make_data.py makes one)"
             raise SettingsError(f"data.path must be {expected}, got none")
-        file, folder = file or settings.path / f"{part}.json", folder or settings.path / part
+        file = paths[0] or settings.path / f"{part}.json"
+        folder = paths[1] or settings.path / part
         for path, exists in ((file, file.is_file()), (folder, folder.is_dir())):
             if not exists:
                 expected = "a data set in COCO format (make_data.py makes one)"

@@ -84,8 +84,9 @@ class PlannedLoop(Loop):
                 for some in (at.plan, plan)
             )
             raise DataError(
-                f"the data set must stay the same until the epoch ends: step {at.step} of epoch "
-                f"{at.epoch} expected {before}, got {now}; samples would be lost or repeated"
+                "the data set must stay the same until the epoch ends: "
+                f"step {at.step} of epoch {at.epoch} expected {before}, got {now}; "
+                "samples would be lost or repeated"
             )
         at.plan = plan
 
