@@ -14,10 +14,10 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import MISSING, Field, asdict, field, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 from omegaconf import OmegaConf
 
@@ -36,6 +36,17 @@ class SettingsError(ValueError):
 def setting(default: Any, description: str) -> Any:
     """Define a field with a default and the description that `--help` prints."""
     return field(default=default, metadata={"description": description})
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The settings that all recipes share; a recipe's settings extend them."""
+
+    lanes: int | None = setting(
+        None, "slices of a batch, at least one per worker; default: workers"
+    )
+    seed: int = setting(0, "determines all random draws")
+    precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16: with autocast")
 
 
 def read(kind: type[S], sources: Iterable[str]) -> S:

@@ -5,31 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from recipes.settings import SettingsError, setting
+from recipes.settings import RunSettings, SettingsError, setting
 
 
 @dataclass(frozen=True)
 class GameSettings:
     """The game and its observations."""
 
-    name: str = setting(
-        "SpaceInvadersNoFrameskip-v4", "a game of gymnasium without its own frame skip"
-    )
+    name: str = setting("SpaceInvadersNoFrameskip-v4", "a game without its own frame skip")
     frame_size: int = setting(84, "height and width of a gray frame, in pixels")
     frame_stack: int = setting(4, "newest frames in an observation")
     frame_skip: int = setting(4, "frames per action; the last two are merged by their maximum")
-    no_ops: int = setting(
-        30, "a game starts after a random 1 to this many frames without an action"
-    )
+    no_ops: int = setting(30, "maximum frames without an action before a game, at random")
 
 
 @dataclass(frozen=True)
 class ModelSettings:
     """The network: three convolutions, a layer, and streams for value and advantages."""
 
-    channels: tuple[int, ...] = setting(
-        (32, 64, 64), "of the convolutions 8x8/4, 4x4/2 and 3x3/1 (Mnih et al. 2015)"
-    )
+    channels: tuple[int, ...] = setting((32, 64, 64), "of convolutions 8x8/4, 4x4/2 and 3x3/1")
     features: int = setting(512, "of the layer after them, and of each stream's hidden layer")
     dueling: bool = setting(True, "two streams (Wang et al. 2016); false: one stream")
 
@@ -56,9 +50,7 @@ class ReplaySettings:
     discount: float = setting(0.99, "of a reward one environment step later")
     prioritized: bool = setting(False, "draw by last error (Schaul et al. 2016); false: uniformly")
     priority_exponent: float = setting(0.6, "0: uniform; 1: proportional to the error")
-    priority_correction: float = setting(
-        0.4, "exponent of the weights that correct the bias; grows to 1 by the last update"
-    )
+    priority_correction: float = setting(0.4, "exponent of the weights; grows to 1 by the end")
 
 
 @dataclass(frozen=True)
@@ -67,11 +59,9 @@ class OptimizerSettings:
 
     learning_rate: float = setting(1e-4, "constant")
     epsilon: float = setting(1e-8, "of Adam")
-    loss: Literal["huber", "squared"] = setting(
-        "huber", "of an error; huber: squared up to 1 and linear beyond (Mnih et al. 2015)"
-    )
+    loss: Literal["huber", "squared"] = setting("huber", "huber: squared up to 1, linear beyond")
     double: bool = setting(
-        True, "the online network chooses the action of the target value (van Hasselt et al. 2016)"
+        True, "the online network chooses the target's action (van Hasselt 2016)"
     )
     clip_norm: float | None = setting(10.0, "maximum norm of the gradient")
     target_every: int = setting(500, "updates between copies to the target network")
@@ -88,18 +78,11 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(RunSettings):
     """All settings of the recipe."""
 
     updates: int = setting(1_000_000, "steps of the optimizer")
     batch_size: int = setting(32, "samples per update, over all lanes")
-    lanes: int | None = setting(
-        None, "each has its own games and replay; at least one per worker; default: workers"
-    )
-    seed: int = setting(0, "determines all random draws")
-    precision: Literal["float32", "bfloat16"] = setting(
-        "float32", "bfloat16: autocast in losses and evaluation"
-    )
     game: GameSettings = field(default_factory=GameSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     collect: CollectSettings = field(default_factory=CollectSettings)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from recipes.settings import setting
+from recipes.settings import RunSettings, setting
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DataSettings:
     val_annotations: Path | None = setting(None, "default: path/val.json")
     val_images: Path | None = setting(None, "default: path/val")
     short_sides: tuple[int, ...] = setting(
-        (), "pixels of the shorter side, drawn from these (evaluation: the last); empty: original"
+        (), "drawn shorter sides; last: evaluation; empty: original"
     )
     longest_side: int = setting(1333, "maximum pixels of the longer side")
     flip: float = setting(0.5, "fraction of the training images that are mirrored left to right")
@@ -48,16 +48,9 @@ class LossSettings:
     """The targets of locations."""
 
     center_radius: float = setting(1.5, "strides from a box's center within which locations learn")
-    size_per_stride: float = setting(
-        8.0,
-        "a level learns boxes of up to this many of its strides; the last level all larger ones",
-    )
-    focal_alpha: float = setting(
-        0.25, "weight of positive locations; negative ones have 1 - alpha (Lin et al. 2017)"
-    )
-    focal_gamma: float = setting(
-        2.0, "how much the focal loss reduces the weight of easy locations"
-    )
+    size_per_stride: float = setting(8.0, "largest boxes of a level in strides; last level: any")
+    focal_alpha: float = setting(0.25, "weight of positive locations; of negative ones: 1 - alpha")
+    focal_gamma: float = setting(2.0, "reduces the weight of easy locations (Lin et al. 2017)")
     mask_locations: int = setting(4, "random locations per box that learn its mask in a step")
 
 
@@ -80,9 +73,7 @@ class OptimizerSettings:
     steps: int = setting(90_000, "steps of the schedule")
     warmup_steps: int = setting(500, "steps of linear growth from a third of the peak")
     decay_steps: tuple[int, ...] = setting((60_000, 80_000), "multiply the rate by 0.1 at these")
-    reference_batch_size: int = setting(
-        16, "half the batch size: half the learning rate and twice the steps (Goyal et al. 2017)"
-    )
+    reference_batch_size: int = setting(16, "rate and steps are scaled from it (Goyal et al. 2017)")
     momentum: float = setting(0.9, "for SGD")
     weight_decay: float = setting(1e-4, "for weights, but not for biases, norms and scales")
     clip_norm: float | None = setting(None, "maximum norm of the gradient")
@@ -90,18 +81,11 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(RunSettings):
     """All settings of the recipe."""
 
     batch_size: int = setting(16, "images per step, over all workers")
-    lanes: int | None = setting(
-        None, "slices of a batch, at least one per worker; default: workers"
-    )
-    seed: int = setting(0, "determines all random draws")
-    precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16: autocast in forward")
-    evaluate_every: int = setting(
-        5_000, "steps between evaluations; the last one is evaluated, too"
-    )
+    evaluate_every: int = setting(5_000, "steps between evaluations; the last one is evaluated")
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     loss: LossSettings = field(default_factory=LossSettings)

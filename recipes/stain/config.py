@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from recipes.settings import SETTINGS_FILE, parser, read, setting
+from recipes.settings import SETTINGS_FILE, RunSettings, parser, read, setting
 
 SIZES = ("tissue", "full")
 
@@ -35,13 +35,9 @@ class ModelSettings:
 class DataSettings:
     """The source of the tiles, and how they are transformed."""
 
-    path: Path | None = setting(
-        None, "folder with train/*.png and val/*.png: tiles of IHC, the modalities and Seg in a row"
-    )
+    path: Path | None = setting(None, "folder with the strips train/*.png and val/*.png")
     load_size: int = setting(512, "tiles are resized to this height and width, in pixels")
-    crop_size: int = setting(
-        512, "training tiles are then randomly cropped to this; others are not"
-    )
+    crop_size: int = setting(512, "training tiles are then randomly cropped to this size")
     flip: bool = setting(True, "flip half of the training tiles horizontally, half vertically")
     loader_workers: int = setting(0, "processes that load images, per worker")
 
@@ -51,16 +47,14 @@ class LossSettings:
     """The losses."""
 
     gan: Literal["vanilla", "lsgan"] = setting(
-        "vanilla", "for modalities; vanilla: binary cross entropy, lsgan: least squares"
+        "vanilla", "cross entropy or squares, for modalities"
     )
-    seg_gan: Literal["vanilla", "lsgan"] = setting("lsgan", "for Seg")
+    seg_gan: Literal["vanilla", "lsgan"] = setting("lsgan", "cross entropy or squares, for Seg")
     l1_weight: float = setting(100.0, "of the smooth L1 distance to the truth, in GAN losses")
     generator_weights: tuple[float, ...] | None = setting(
-        None, "of the losses of each modality and of Seg; default: equal, with sum 1"
+        None, "per modality and Seg; default: equal"
     )
-    discriminator_weights: tuple[float, ...] | None = setting(
-        None, "like generator_weights, for discriminators"
-    )
+    discriminator_weights: tuple[float, ...] | None = setting(None, "like generator_weights")
 
 
 @dataclass(frozen=True)
@@ -82,7 +76,7 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(RunSettings):
     """All settings of the recipe."""
 
     modalities: tuple[str, ...] = setting(
@@ -90,11 +84,6 @@ class Settings:
     )
     epochs: int = setting(200, "passes over the training tiles")
     batch_size: int = setting(8, "strips per step, over all workers")
-    lanes: int | None = setting(
-        None, "slices of a batch, at least one per worker; default: workers"
-    )
-    seed: int = setting(0, "determines all random draws")
-    precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16: autocast in forward")
     evaluate_every: int = setting(1, "epochs between evaluations; the last one is evaluated, too")
     shown: int = setting(2, "held-out strips that are drawn at each evaluation")
     model: ModelSettings = field(default_factory=ModelSettings)

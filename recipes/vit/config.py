@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from recipes.settings import SETTINGS_FILE, parser, read, setting
+from recipes.settings import SETTINGS_FILE, RunSettings, parser, read, setting
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class OptimizerSettings:
     name: Literal["adamw", "sgd"] = setting("adamw", "AdamW, or SGD with momentum")
     learning_rate: float = setting(1e-3, "peak, at the reference batch size")
     reference_batch_size: int | None = setting(
-        None, "scale learning rates by batch_size / this (Goyal et al. 2017); none: do not scale"
+        None, "scale rates by batch_size / this; none: do not"
     )
     warmup_epochs: float = setting(5.0, "epochs of linear growth from 0 to the peak")
     final_learning_rate: float = setting(0.0, "end of the cosine, at the reference batch size")
@@ -65,23 +65,16 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(RunSettings):
     """All settings of the recipe."""
 
     epochs: int = setting(300, "passes over the training images")
     batch_size: int = setting(1024, "images per step, over all workers")
-    lanes: int | None = setting(
-        None, "slices of a batch, at least one per worker; default: workers"
-    )
-    seed: int = setting(0, "determines all random draws")
-    precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16: autocast in forward")
     label_smoothing: float = setting(0.0, "Szegedy et al. 2016")
     mixup: float = setting(0.0, "alpha of the Beta distribution (Zhang et al. 2018); 0: off")
     ema_decay: float | None = setting(None, "of an average of the parameters, also evaluated")
     evaluate_every: int = setting(1, "epochs between evaluations; the last one is evaluated, too")
-    pretrained: Path | None = setting(
-        None, "initial parameters: .safetensors, .pth, .pt, .bin or PaddleViT's .pdparams"
-    )
+    pretrained: Path | None = setting(None, "initial parameters: .safetensors, .pth, .pdparams, …")
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)

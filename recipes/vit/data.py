@@ -45,17 +45,15 @@ def open_images(data: DataSettings, model: ModelSettings) -> Split:
     if model.channels not in MODES:
         raise ImageError(f"model.channels must be 1 (gray) or 3 (color), got {model.channels}")
     if not len(data.mean) == len(data.std) == model.channels:
+        expected = f"a number per channel ({model.channels})"
         raise ImageError(
-            f"data.mean and data.std must have a number per channel ({model.channels}), "
-            f"got {data.mean} and {data.std}"
+            f"data.mean and data.std must have {expected}, got {data.mean}, {data.std}"
         )
-    split = {"digits": _digits, "fashion-mnist": _fashion_mnist, "folder": _folder}[data.source](
-        data, model
-    )
+    open_source = {"digits": _digits, "fashion-mnist": _fashion_mnist, "folder": _folder}
+    split = open_source[data.source](data, model)
     if split.classes != model.classes:
-        raise ImageError(
-            f"model.classes must be {split.classes} for {data.source}, got {model.classes}"
-        )
+        expected = f"{split.classes} for {data.source}"
+        raise ImageError(f"model.classes must be {expected}, got {model.classes}")
     return split
 
 
@@ -104,16 +102,12 @@ def _folder(data: DataSettings, model: ModelSettings) -> Split:
     }
     untrained = sorted(set(names["val"]) - set(names["train"]))
     if untrained:
-        raise ImageError(
-            f"{root}/val has classes that are not in {root}/train: {', '.join(untrained[:8])}"
-        )
+        listed = ", ".join(untrained[:8])
+        raise ImageError(f"{root}/val has classes that are not in {root}/train: {listed}")
     tensor = partial(image_tensor, mean=data.mean, std=data.std)
-    crop = partial(center_crop, size=model.image_size, part=data.center_crop)
-    train_crop = (
-        partial(random_crop_and_flip, size=model.image_size, least=data.crop_least)
-        if data.augment
-        else crop
-    )
+    crop = train_crop = partial(center_crop, size=model.image_size, part=data.center_crop)
+    if data.augment:
+        train_crop = partial(random_crop_and_flip, size=model.image_size, least=data.crop_least)
     mode = MODES[model.channels]
     return Split(
         ImageFolder(root / "train", names["train"], mode, lambda image: tensor(train_crop(image))),
@@ -152,10 +146,8 @@ def center_crop(image: Image.Image, size: int, part: float) -> Image.Image:
 
 def image_tensor(image: Image.Image, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """Return normalized pixels, float32 [channels, height, width]."""
-    pixels = (
-        torch.from_numpy(np.array(image)).reshape(image.height, image.width, -1).permute(2, 0, 1)
-    )
-    return normalized(pixels / 255, mean, std).contiguous()
+    pixels = torch.from_numpy(np.array(image)).reshape(image.height, image.width, -1)
+    return normalized(pixels.permute(2, 0, 1) / 255, mean, std).contiguous()
 
 
 def normalized(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
@@ -227,9 +219,8 @@ def _fashion_mnist(data: DataSettings, model: ModelSettings) -> Split:
         )
         for part in ("train", "t10k")
     )
-    return _in_memory(
-        train, test, data, model, partial(jitter, pixels=2, degrees=5, scale=0.1, flip=True)
-    )
+    transform = partial(jitter, pixels=2, degrees=5, scale=0.1, flip=True)
+    return _in_memory(train, test, data, model, transform)
 
 
 def _in_memory(
@@ -237,23 +228,16 @@ def _in_memory(
     test: tuple[Tensor, Tensor],
     data: DataSettings,
     model: ModelSettings,
-    change: Callable[[Tensor], Tensor],
+    transform: Callable[[Tensor], Tensor],
 ) -> Split:
-    shape = (model.channels, model.image_size, model.image_size)
-    if train[0].shape[1:] != shape:
-        channels, size, _ = train[0].shape[1:]
-        raise ImageError(
-            f"{data.source} needs model.channels={channels} and model.image_size={size}, "
-            f"got {shape[0]} and {shape[1]}"
-        )
-    train_images, test_images = (
-        normalized(images, data.mean, data.std) for images, _ in (train, test)
-    )
-    return Split(
-        ImageTensors(train_images, train[1], change if data.augment else None),
-        ImageTensors(test_images, test[1]),
-        classes=len(train[1].unique()),
-    )
+    _, channels, size, _ = train[0].shape
+    if (model.channels, model.image_size) != (channels, size):
+        expected = f"model.channels={channels} and model.image_size={size}"
+        got = f"{model.channels} and {model.image_size}"
+        raise ImageError(f"{data.source} needs {expected}, got {got}")
+    train_images, test_images = (normalized(one, data.mean, data.std) for one, _ in (train, test))
+    augmented = ImageTensors(train_images, train[1], transform if data.augment else None)
+    return Split(augmented, ImageTensors(test_images, test[1]), len(train[1].unique()))
 
 
 def read_idx(path: Path) -> Tensor:

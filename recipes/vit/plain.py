@@ -20,19 +20,11 @@ from tqdm import tqdm
 
 from recipes.one_device import autocast, device, load_checkpoint, save_checkpoint, to_device
 from recipes.settings import SettingsError, run_script, write_settings
+from recipes.vit import training
 from recipes.vit.config import Settings, read_arguments
 from recipes.vit.data import Split, open_images
 from recipes.vit.model import VisionTransformer
 from recipes.vit.pretrained import load_pretrained
-from recipes.vit.training import (
-    describe_scaling,
-    make_ema,
-    make_optimizer,
-    make_scheduler,
-    score,
-    shown,
-    training_loss,
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
@@ -50,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
             raise SettingsError("--eval needs the --dir of a run with a checkpoint or --pretrained")
         models.pop("ema", None)  # a pretrained file has no average
     scores = evaluate(settings, models, images)
-    print(f"epoch {epoch}: {shown(scores)}")
+    print(f"epoch {epoch}: {training.shown(scores)}")
     return scores
 
 
@@ -64,12 +56,14 @@ def train(
     )
     steps_per_epoch = -(-len(images.train) // settings.batch_size)
     steps = settings.epochs * steps_per_epoch
-    optimizer = make_optimizer(model, settings.optimizer, settings.batch_size)
-    scheduler = make_scheduler(optimizer, settings.optimizer, steps, steps_per_epoch)
+    optimizer = training.make_optimizer(model, settings.optimizer, settings.batch_size)
+    scheduler = training.make_scheduler(optimizer, settings.optimizer, steps, steps_per_epoch)
     first = 1 + load_checkpoint(directory, **models, optimizer=optimizer, scheduler=scheduler)
-    print(describe_scaling(settings.optimizer, settings.batch_size))
+    print(training.describe_scaling(settings.optimizer, settings.batch_size))
     write_settings(directory, settings)
-    loss_fn = partial(training_loss, mixup=settings.mixup, label_smoothing=settings.label_smoothing)
+    loss_fn = partial(
+        training.training_loss, mixup=settings.mixup, label_smoothing=settings.label_smoothing
+    )
     done = (first - 1) * steps_per_epoch
     progress = tqdm(total=steps, initial=done, unit="step", disable=None)
     scores: dict[str, float] = {}
@@ -93,7 +87,7 @@ def train(
         if epoch % settings.evaluate_every == 0 or epoch == settings.epochs:
             scores = evaluate(settings, models, images)
             save_checkpoint(directory, epoch, **models, optimizer=optimizer, scheduler=scheduler)
-            progress.write(f"epoch {epoch}: {shown(scores)}")
+            progress.write(f"epoch {epoch}: {training.shown(scores)}")
     progress.close()
     return scores or evaluate(settings, models, images)  # a finished run has no steps left
 
@@ -112,7 +106,7 @@ def evaluate(
         )
         for batch in map(to_device, batches):
             with autocast(settings.precision):
-                means = score(model, batch)
+                means = training.score(model, batch)
             for key, value in means.items():
                 sums[key] += value.item() * len(batch[0])  # the last batch may be shorter
         model.train()
@@ -127,7 +121,7 @@ def make_models(settings: Settings) -> dict[str, nn.Module]:
         print(load_pretrained(model, settings.pretrained))
     models: dict[str, nn.Module] = {"model": model.to(device())}
     if settings.ema_decay is not None:
-        models["ema"] = make_ema(model, settings.ema_decay)
+        models["ema"] = training.make_ema(model, settings.ema_decay)
     return models
 
 

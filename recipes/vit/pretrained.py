@@ -55,11 +55,9 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
     given, own = read_parameters(path), model.state_dict()
     done = [f"loaded {path}"]
     if POSITIONS in given and given[POSITIONS].shape[1] != own[POSITIONS].shape[1]:
-        done.append(
-            f"position embedding resized from {given[POSITIONS].shape[1]} "
-            f"to {own[POSITIONS].shape[1]} tokens"
-        )
-        given[POSITIONS] = resized_positions(given[POSITIONS], own[POSITIONS].shape[1])
+        old, new = given[POSITIONS].shape[1], own[POSITIONS].shape[1]
+        done.append(f"position embedding resized from {old} to {new} tokens")
+        given[POSITIONS] = resized_positions(given[POSITIONS], new)
     if any(name not in given or len(given[name]) != len(own[name]) for name in HEAD):
         classes = f"{len(given[HEAD[0]])} classes" if HEAD[0] in given else "none"
         done.append(f"head not loaded: it has {len(own[HEAD[0]])} classes, the file has {classes}")
@@ -98,9 +96,8 @@ def read_parameters(path: Path) -> dict[str, Tensor]:
     }
     strange = [name for name, value in named.items() if not isinstance(value, Tensor)]
     if strange:
-        raise PretrainedError(
-            f"{path}: expected tensors by name; these are not tensors: {', '.join(strange[:8])}"
-        )
+        listed = ", ".join(strange[:8])
+        raise PretrainedError(f"{path}: expected tensors by name; these are not tensors: {listed}")
     return named
 
 
@@ -112,10 +109,8 @@ def resized_positions(positions: Tensor, tokens: int) -> Tensor:
     """
     old, new = (math.isqrt(count - 1) for count in (positions.shape[1], tokens))
     if old**2 + 1 != positions.shape[1] or new**2 + 1 != tokens:
-        raise PretrainedError(
-            "position embeddings must have a class token and a square grid, "
-            f"got {positions.shape[1]} and {tokens} tokens"
-        )
+        got = f"{positions.shape[1]} and {tokens} tokens"
+        raise PretrainedError(f"positions must be a class token and a square grid, got {got}")
     # [1, features, old, old]
     grid = positions[:, 1:].float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
     grid = F.interpolate(grid, size=(new, new), mode="bicubic", antialias=True, align_corners=False)
@@ -128,20 +123,15 @@ def _differences(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list
     for name in own:
         if name not in given:
             near = difflib.get_close_matches(name, left_over, n=1)
-            lines.append(
-                f"{name} is missing"
-                + (f"; the nearest name in the file is {near[0]}" if near else "")
-            )
+            hint = f"; the nearest name in the file is {near[0]}" if near else ""
+            lines.append(f"{name} is missing{hint}")
         elif given[name].shape != own[name].shape:
-            lines.append(
-                f"{name} must have shape {tuple(own[name].shape)}, got {tuple(given[name].shape)}"
-            )
+            expected, got = tuple(own[name].shape), tuple(given[name].shape)
+            lines.append(f"{name} must have shape {expected}, got {got}")
     for name in left_over:
         near = difflib.get_close_matches(name, own, n=1)
-        lines.append(
-            f"{name} is not in the model"
-            + (f"; the nearest name there is {near[0]}" if near else "")
-        )
+        hint = f"; the nearest name there is {near[0]}" if near else ""
+        lines.append(f"{name} is not in the model{hint}")
     return lines
 
 

@@ -14,20 +14,12 @@ from torch import nn
 import samestep as ss
 from recipes.progress import Progress
 from recipes.settings import SettingsError, run_script, write_run_settings
+from recipes.vit import training
 from recipes.vit.config import Settings, read_arguments
 from recipes.vit.data import Split, open_images
 from recipes.vit.mistakes import log_mistakes
 from recipes.vit.model import VisionTransformer
 from recipes.vit.pretrained import load_pretrained
-from recipes.vit.training import (
-    describe_scaling,
-    make_ema,
-    make_optimizer,
-    make_scheduler,
-    score,
-    shown,
-    training_loss,
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
@@ -48,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
             models.pop("ema", None)  # a pretrained file has no average
         run.track(**models)  # restores them from a snapshot
         scores = evaluate(run, settings, models, images)
-        run.print(f"step {run.step}: {shown(scores)}")
+        run.print(f"step {run.step}: {training.shown(scores)}")
         return scores
 
 
@@ -63,14 +55,17 @@ def train(
         epochs=settings.epochs,
         loader_workers=settings.data.loader_workers,
     )
-    optimizer = make_optimizer(model, settings.optimizer, settings.batch_size)
+    optimizer = training.make_optimizer(model, settings.optimizer, settings.batch_size)
     if settings.optimizer.shard:
         optimizer = run.shard(optimizer)
-    scheduler = make_scheduler(optimizer, settings.optimizer, loop.steps, loop.steps_per_epoch)
+    steps = loop.steps, loop.steps_per_epoch
+    scheduler = training.make_scheduler(optimizer, settings.optimizer, *steps)
     run.track(**models, optimizer=optimizer, scheduler=scheduler)  # restores them if resumed
-    run.print(describe_scaling(settings.optimizer, settings.batch_size))
+    run.print(training.describe_scaling(settings.optimizer, settings.batch_size))
     write_run_settings(run, settings)
-    loss_fn = partial(training_loss, mixup=settings.mixup, label_smoothing=settings.label_smoothing)
+    loss_fn = partial(
+        training.training_loss, mixup=settings.mixup, label_smoothing=settings.label_smoothing
+    )
     evaluate_every = settings.evaluate_every * loop.steps_per_epoch
     progress = Progress(run, loop)
     scores: dict[str, float] = {}
@@ -93,7 +88,7 @@ def train(
             run.log(**scores)
             log_mistakes(run, settings, model, images)
             run.snapshot(score=scores["model_top1"])
-            progress.print(f"epoch {loop.step // loop.steps_per_epoch}: {shown(scores)}")
+            progress.print(f"epoch {loop.step // loop.steps_per_epoch}: {training.shown(scores)}")
     progress.close()
     return scores or evaluate(run, settings, models, images)  # a finished run has no steps left
 
@@ -105,7 +100,7 @@ def evaluate(
     scores = {}
     for name, model in models.items():
         means = run.evaluate(
-            score,
+            training.score,
             model,
             images.test,
             settings.batch_size,
@@ -122,7 +117,7 @@ def make_models(run: ss.Run, settings: Settings) -> dict[str, nn.Module]:
         run.print(load_pretrained(model, settings.pretrained))
     models: dict[str, nn.Module] = {"model": run.replicate(model)}
     if settings.ema_decay is not None:
-        models["ema"] = make_ema(model, settings.ema_decay)
+        models["ema"] = training.make_ema(model, settings.ema_decay)
     return models
 
 
