@@ -230,6 +230,8 @@ def _settings(folder: Path) -> list[Target]:
     def read(given: list[str]) -> object:
         return settings.read(Settings, given)
 
+    read([])  # evaluates the annotations of the dataclasses, once
+
     return [
         Target("settings", file, read, (settings.SettingsError,), reads_elsewhere=True),
         Target("setting", argument, read, (settings.SettingsError,), reads_elsewhere=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 
 import numpy as np
@@ -46,9 +45,9 @@ def test_an_event_nested_too_deeply_is_ignored_like_a_torn_one(tmp_path):
     ]
 
 
-def test_settings_nested_too_deeply_are_rejected(tmp_path):
-    assert "nested too deeply" in rejected(tmp_path, "[" * 10_000)
-    with pytest.raises(settings.SettingsError, match="expected a whole number"):
+def test_settings_nested_too_deeply_are_refused(tmp_path):
+    assert "cannot be read as YAML" in rejected(tmp_path, "[" * 10_000)
+    with pytest.raises(settings.SettingsError, match="expected int for epochs"):
         settings.read(Settings, ["epochs=" + "[" * 10_000])
 
 
@@ -64,18 +63,17 @@ def test_settings_larger_than_a_megabyte_are_rejected(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["epochs: *j", "model: *j", "unknown: *j"])
-def test_aliases_for_billions_of_values_have_a_short_error(tmp_path, ending):
+def test_few_lines_that_expand_to_billions_of_values_have_a_short_error(tmp_path, ending):
     assert len(rejected(tmp_path, BILLIONS + ending)) < 10_000
 
 
-def test_an_integer_larger_than_all_floats_is_infinite(tmp_path):
-    path = tmp_path / "settings.yaml"
-    path.write_text(f"optimizer: {{learning_rate: 1{'0' * 400}}}")
-    assert settings.read(Settings, [str(path)]).optimizer.learning_rate == math.inf
+def test_an_integer_beyond_all_floats_is_refused(tmp_path):
+    message = rejected(tmp_path, f"optimizer: {{learning_rate: 1{'0' * 400}}}")
+    assert "expected float for optimizer.learning_rate" in message
 
 
 def test_a_number_too_long_to_print_is_not_printed(tmp_path):
-    assert "pretrained=a long number: expected a path or none" in rejected(
+    assert "pretrained=a long number: expected Path | None" in rejected(
         tmp_path, "pretrained: 0x" + 5000 * "f"
     )
 
@@ -94,7 +92,7 @@ def test_the_element_size_of_a_pickled_array_is_ignored(tmp_path, size):
 def test_a_pickle_cannot_reserve_memory_for_missing_objects(tmp_path):
     path = tmp_path / "damaged.pdparams"
     path.write_bytes(b"\x80\x02}r\xff\xff\xff\x7f.")
-    with pytest.raises(PretrainedError, match="it numbers an object 2147483647"):
+    with pytest.raises(PretrainedError, match="object number 2147483647 exceeds"):
         read_parameters(path)
 
 
