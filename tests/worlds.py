@@ -21,7 +21,7 @@ from samestep.comm.shared_memory import Shared
 from samestep.errors import WorldError
 from tests.workers import run_workers
 
-TIMEOUT_SECONDS = 30.0
+TIMEOUT_SECONDS = 60.0
 
 
 def in_processes(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:

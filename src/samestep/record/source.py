@@ -117,7 +117,7 @@ class Source:
         return b"".join(self.open_image(path)[1])
 
 
-class Position:
+class RunLocation:
     """A folder or URL with runs at or below it. All are read over the same connections: a client of S3 takes 18 MB."""
 
     def __init__(self, location: str | Path) -> None:
@@ -168,12 +168,12 @@ class Position:
 
 def open_source(location: str | Path) -> Source:
     """Return what reads the record at a folder or URL, which may come later. Raises `ConfigError` for a URL that cannot be used."""
-    return Position(location).source(".")
+    return RunLocation(location).source(".")
 
 
 def find_runs(location: str | Path) -> list[str]:
     """Return where runs are at or below a folder or URL, as `Place.find` does."""
-    return Position(location).find()
+    return RunLocation(location).find()
 
 
 Place: TypeAlias = tuple[float, bool]
