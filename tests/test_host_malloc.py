@@ -55,7 +55,7 @@ def test_memory_that_a_step_freed_is_there_for_the_next_one():
 
 
 def kilobytes_of_its_own():
-    """Return the memory of this process that is in no file and shared with nobody."""
+    """Return the private anonymous memory of this process."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.partition("RssAnon:")[2].split()[0])
 

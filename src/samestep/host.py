@@ -95,7 +95,8 @@ def use_socket_folder() -> None:
     if folder := os.environ.get(FOLDER):
         Path(folder).mkdir(mode=0o700, exist_ok=True)
         # multiprocessing has no public setting for it
-        process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]  # noqa: SLF001
+        current = process.current_process()
+        current._config["tempdir"] = folder  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>

@@ -67,7 +67,7 @@ class World(ABC):
     def all_to_all(
         self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
     ) -> None:
-        """Send `own_sizes[r]` elements of `own` [n] to each rank r; receive likewise into `out`."""
+        """Send consecutive parts of `own` [n], `own_sizes[r]` to rank r; receive so into `out`."""
 
     def begin_all_to_all(
         self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
@@ -77,7 +77,7 @@ class World(ABC):
         return lambda: None
 
     def shared(self, nbytes: int) -> list[Tensor]:
-        """Return one zeroed uint8 [nbytes] per worker of this host, by rank; all see all of them."""
+        """Return zeros, uint8 [nbytes], per worker of this host by rank; all see all of them."""
         return [torch.zeros(nbytes, dtype=torch.uint8)]  # this worker shares memory with no other
 
     @abstractmethod

@@ -18,7 +18,7 @@ from functools import cache
 from multiprocessing.connection import wait
 from typing import Any, Final
 
-from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from samestep.cluster import ProcessInfo
@@ -122,10 +122,10 @@ class TokenStore(Store):
             except BaseException as error:
                 self._link.close()  # a late response would be taken for that of the next request
                 if isinstance(error, OSError):
-                    raise DistNetworkError(f"the store does not respond: {error}") from error
+                    raise dist.DistNetworkError(f"the store does not respond: {error}") from error
                 raise
         if late := response.get("late"):
-            raise DistStoreError(
+            raise dist.DistStoreError(
                 f"timed out after {timeout:g} s waiting for keys of the store: {', '.join(late)}"
             )
         return response.get("value")
@@ -214,9 +214,8 @@ def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store
     """Return the store, and its client, with keys under `prefix`. Raises `OSError` if late."""
     store, liveness, hosts_store = _store(process, seconds)
     prefixed = PrefixStore(prefix, store)
-    # torch's type stubs lack `clone`
-    client = StoreClient(prefixed.clone(), liveness, hosts_store=hosts_store)  # type: ignore[attr-defined]
-    return prefixed, client
+    own: Store = prefixed.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    return prefixed, StoreClient(own, liveness, hosts_store=hosts_store)
 
 
 @cache
@@ -236,7 +235,7 @@ def _store(process: ProcessInfo, seconds: float) -> tuple[Store, Liveness, bool]
     if listener is None:
         liveness = _connect(process, deadline)
     store = _call(
-        lambda: TCPStore(
+        lambda: dist.TCPStore(  # type: ignore[attr-defined]  # public, but not in __all__
             process.address,
             process.port,
             is_master=listener is not None,

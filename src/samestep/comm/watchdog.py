@@ -54,8 +54,8 @@ class Watchdog(WorkerStatus):
     """A worker's status, published in the store by a thread, which alone uses the `client`.
 
     The first worker that waits for more than `timeout_seconds` raises the alarm: all publish their
-    stacks, and it reports on them. Once a failure is known, a hang or an exception
-    elsewhere, a worker that does not exit soon is terminated here, whatever it is doing.
+    stacks, and it reports on them. Once a failure is known, a hang or an exception elsewhere, a
+    worker that does not exit soon is terminated here, whatever it is doing.
     """
 
     def __init__(self, client: StoreClient, rank: int, size: int, timeout_seconds: float) -> None:
