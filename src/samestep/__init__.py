@@ -25,13 +25,17 @@ from samestep.launch import launch
 
 if TYPE_CHECKING:
     from samestep.data.batch import PackedList
+    from samestep.laws import check_metric
+    from samestep.metrics import Metric
     from samestep.run import Run, init
     from samestep.step.means import Means
 
 _LAZY = {
     "Means": "samestep.step.means",
+    "Metric": "samestep.metrics",
     "PackedList": "samestep.data.batch",
     "Run": "samestep.run",
+    "check_metric": "samestep.laws",
     "init": "samestep.run",
 }
 
@@ -40,6 +44,7 @@ __all__ = [
     "DataError",
     "HangError",
     "Means",
+    "Metric",
     "NonFiniteLossError",
     "OutOfMemoryError",
     "PackedList",
@@ -48,6 +53,7 @@ __all__ = [
     "SnapshotError",
     "WorkerError",
     "WorldError",
+    "check_metric",
     "init",
     "launch",
 ]

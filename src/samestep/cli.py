@@ -32,13 +32,10 @@ COMMANDS: Final = {
     ),
     "plot": Command("samestep.watch.plot", "draw the curves of runs as an image"),
     "scale": Command(
-        "samestep.tools.scale.cli", "find the bottleneck of a script and predict larger runs"
+        "samestep.tools.scale.cli", "measure scaling of a script and predict larger runs"
     ),
-    "doctor": Command("samestep.tools.doctor.command", "check this machine and recommend changes"),
-    "submit": Command(
-        "samestep.tools.submit.command",
-        "write and submit a Slurm or Kubernetes job that resumes after preemption",
-    ),
+    "doctor": Command("samestep.tools.doctor", "check this machine and recommend changes"),
+    "submit": Command("samestep.tools.submit", "submit a run to Slurm or Kubernetes"),
     "snapshots": Command(
         "samestep.tools.snapshots", "list, check and export the snapshots of a run"
     ),

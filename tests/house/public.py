@@ -1,6 +1,6 @@
-"""The public names of samestep and its command line, as lines of text.
+"""The public names and the command line of samestep as text, one per line.
 
-`python -m tests.house.public` writes them to `public.txt`; `test_public.py` compares.
+`python -m tests.house.public` writes them to `public.txt`, and `test_public.py` compares.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _module(module: ModuleType, names: list[str]) -> Iterator[str]:
 def _run() -> Iterator[str]:
     with samestep.init() as run:
         for name in sorted(name for name in dir(run) if not name.startswith("_")):
-            static = inspect.getattr_static(run, name)
-            yield f"run.{name}{_parameters(getattr(run, name)) if inspect.isroutine(static) else ''}"
+            is_method = inspect.isroutine(inspect.getattr_static(run, name))
+            yield f"run.{name}{_parameters(getattr(run, name)) if is_method else ''}"
 
 
 def _commands() -> Iterator[str]:

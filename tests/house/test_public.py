@@ -7,17 +7,16 @@ from tests.house.public import FROZEN, described
 from tests.workers import run_workers
 
 
-def test_public_names_and_the_command_line_are_frozen():
+def test_public_names_and_command_line_are_the_frozen_ones():
     (now,) = run_workers(described, 1)
-    assert now == FROZEN.read_text(), (
-        "if the change is intended, run python -m tests.house.public and add it to CHANGELOG.md"
-    )
+    hint = "if this change is intended: python -m tests.house.public, and add it to CHANGELOG.md"
+    assert now == FROZEN.read_text(), hint
 
 
-def test_subpackages_do_not_hide_public_names():
+def test_public_names_are_not_hidden_by_modules_of_the_same_name():
     def body():
-        for package in ("launch", "run"):
-            import_module(f"samestep.{package}")
+        for part in ("launch", "run"):
+            import_module(f"samestep.{part}")
         return [name for name in samestep.__all__ if not callable(getattr(samestep, name))]
 
     assert run_workers(body, 1) == [[]]

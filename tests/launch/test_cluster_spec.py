@@ -63,7 +63,7 @@ def test_an_invalid_number_of_nodes_is_an_error(spec_of, capsys, nodes):
     [
         (["--nodes", "2"], "--nodes 2 requires --master"),
         (["--master", "node1:29400"], "--master node1:29400 requires --nodes"),
-        (["--nodes", "2", "--master", "node1"], "--master 'node1' was given; expected HOST:PORT"),
+        (["--nodes", "2", "--master", "node1"], "--master must be HOST:PORT, such as"),
         (
             ["--nodes", "2", "--master", "node1:29400"],
             "--nodes 2 requires a token; create one with `python -c",

@@ -21,7 +21,7 @@ from samestep import host as files
 from samestep.cluster import find_process
 from samestep.data.loader import Request, load
 from samestep.errors import ConfigError, LaunchError, WorkerError, WorldError
-from samestep.handoff import VARIABLE as LAUNCHER_STATE
+from samestep.handoff import LAUNCHER_STATE
 from samestep.launch import launch
 from samestep.snapshot.commit import ToldError
 from tests.launch.processes import SOON_SECONDS, end_soon, for_ever, listening, rank

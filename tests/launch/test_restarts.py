@@ -3,6 +3,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import threading
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -181,12 +182,13 @@ def test_a_signal_to_restarted_workers_waits_until_the_run_has_resumed():
         if attempt() == 0:
             begin()
             end_by(signal.SIGKILL)
-        signal.signal(signal.SIGTERM, lambda *_: order.put("signal"))
+        arrived = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: (order.put("signal"), arrived.set()))
         os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(3 * POLL_SECONDS)  # enough for it to arrive
         order.put("begin")
         begin()
-        signal.pause()
+        arrived.wait()
 
     launcher = FORK.Process(target=launch, args=(body,), kwargs={"workers": 1})
     launcher.start()

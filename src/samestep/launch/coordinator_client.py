@@ -12,10 +12,10 @@ from contextlib import closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
+from samestep.cluster.interfaces import interface_towards
 from samestep.comm.link import HELLO_SECONDS, Link, write_address
 from samestep.config import Config
 from samestep.errors import ConfigError, LaunchError, WorldError
-from samestep.host import interface_towards
 from samestep.launch.attempt import ElasticPolicy, Message
 from samestep.launch.cluster_spec import ClusterSpec
 from samestep.launch.coordinator import HEARTBEAT_SECONDS, CoordinatorConfig, coordinate
@@ -53,7 +53,7 @@ class CoordinatorClient:
 
     def environment(self, attempt: int) -> dict[str, str]:
         """Return the variables by which the workers of an attempt find each other."""
-        from samestep.comm.token_store import store_variables  # needs torch
+        from samestep.comm.store import store_variables  # needs torch
 
         host, port = self.address
         interface = "lo" if ipaddress.ip_address(host).is_loopback else interface_towards(host)
@@ -81,7 +81,7 @@ class CoordinatorClient:
             self._heartbeat_at, self._reported_begin = now + HEARTBEAT_SECONDS, has_begun
             self.report("heartbeat", step=step)
         try:
-            orders = self._link.received()
+            orders = self._link.poll()
         except OSError as error:
             raise self._lost(str(error)) from error
         if orders:

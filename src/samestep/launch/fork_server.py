@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from samestep.host import end_with_parent, lacking_calls, no_collection
+from samestep.host import end_with_parent, missing_system_calls, no_garbage_collection
 from samestep.launch.output import Pipes, print_to
 from samestep.launch.worker import FORK, Job, LocalAttempt, Report
 
@@ -60,12 +60,16 @@ class ForkServer:
             return
         self._has_decided = True
         missing = [name for name in modules if name not in sys.modules]
-        if missing and self._job.config.max_restarts > 0 and "pidfd_open" not in lacking_calls():
+        if (
+            missing
+            and self._job.config.max_restarts > 0
+            and "pidfd_open" not in missing_system_calls()
+        ):
             self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._process = FORK.Process(
                 target=_serve, args=(self._job, missing, other), name="fork-server"
             )
-            with other, no_collection():
+            with other, no_garbage_collection():
                 self._process.start()
 
     def start(
@@ -195,7 +199,7 @@ def _fork(job: Job, data: bytes, files: Sequence[int]) -> ForkProcess:
     report, *ends = files
     arguments = (LocalAttempt(**attempt), local_rank, Report(report), partial(print_to, ends))
     worker = FORK.Process(target=job.run, args=arguments)
-    with no_collection():
+    with no_garbage_collection():
         worker.start()
     for end in ends:
         os.close(end)

@@ -16,7 +16,7 @@ from samestep.cluster import STARTED_BY
 from samestep.config import PREFIX, TOKEN, merge
 from samestep.errors import ConfigError, LaunchError
 from samestep.handoff import open_launcher_state
-from samestep.host import no_collection, one_folder, open_standard_files
+from samestep.host import no_garbage_collection, open_standard_files, socket_folder
 from samestep.launch.cluster_spec import ClusterSpec
 
 
@@ -28,7 +28,7 @@ def preload() -> None:
     into 60 MB of its own.
     """
     # none of the new objects is garbage, and looking for it takes a quarter of the time
-    with no_collection():
+    with no_garbage_collection():
         import torch._dynamo  # noqa: F401
 
         import samestep.run  # noqa: F401
@@ -91,7 +91,7 @@ def start(
                 "CUDA is already in use in this process, so forked workers cannot use it; "
                 "launch before the first use of a GPU"
             )
-        folder = exits.enter_context(one_folder())
+        folder = exits.enter_context(socket_folder())
         state = exits.enter_context(open_launcher_state(workers))
         environment = {STARTED_BY: "samestep", **folder, **state.environment, **variables}
         signals = StopSignals()

@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 
 from samestep.config import Config
 from samestep.handoff import ATTEMPT, LauncherState
-from samestep.host import end_with_parent, unnamed_file
+from samestep.host import anonymous_file, end_with_parent
 from samestep.launch.attempt import WorkerFailure
 
 FORK: Final = multiprocessing.get_context("fork")
@@ -78,7 +78,7 @@ class Report:
 
     def __init__(self, file: int | None = None) -> None:
         """Open new memory, or the memory behind a file that another process opened."""
-        self._memory = os.fdopen(unnamed_file("samestep-report") if file is None else file, "w+b")
+        self._memory = os.fdopen(anonymous_file("samestep-report") if file is None else file, "w+b")
 
     @property
     def file(self) -> int:

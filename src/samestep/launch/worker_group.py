@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import LaunchError
-from samestep.host import no_collection
+from samestep.host import no_garbage_collection
 from samestep.launch.attempt import WorkerFailure
 from samestep.launch.fork_server import ForkedWorker, ForkServer
 from samestep.launch.output import Outputs
@@ -35,7 +35,9 @@ class WorkerGroup:
         self._polled_at = time.monotonic()
         self._oom_kills = _oom_kills()
         try:
-            with no_collection():  # each worker freezes what it inherits before it collects again
+            with (
+                no_garbage_collection()
+            ):  # each worker freezes what it inherits before it collects again
                 for local_rank in range(attempt.local_workers):
                     self._start(attempt, local_rank, outputs, fork_server)
         except OSError as error:

@@ -161,7 +161,7 @@ def _capacity(device: str, threads: int) -> int:
     """Return the number of workers for which this machine has a GPU, or cores for their threads."""
     import torch
 
-    from samestep.tools.doctor.cores import usable_cores
+    from samestep.tools.doctor.resources import usable_cores
     from samestep.tools.doctor.system import System
 
     if device == "cuda":
