@@ -90,14 +90,14 @@ def test_arguments_after_the_script_belong_to_it(runs):
             ["--lanes", "3", "-n", "5", "--", "x"],
             2,
             {"lanes": 8},
-            {"as_module": False, "gathering": None},
+            {"as_module": False, "spec": None},
         )
     ]
 
 
 def test_a_module_can_be_run(runs):
     cli.main(["run", "-m", "recipes.vit", "--help"])
-    assert runs == [("recipes.vit", ["--help"], 1, {}, {"as_module": True, "gathering": None})]
+    assert runs == [("recipes.vit", ["--help"], 1, {}, {"as_module": True, "spec": None})]
 
 
 @pytest.mark.parametrize(
