@@ -224,7 +224,7 @@ def test_snapshot_every_is_in_steps_or_minutes():
         (
             {"sinks": ["tensorbord"], "dir": "runs"},
             {},
-            "sinks must be a URL, tensorboard, mlflow, wandb or module:Class, got 'tensorbord'; did",
+            "sinks must be a URL, tensorboard, mlflow, wandb or module:Class, got 'tensorbord'",
         ),
         (
             {"sinks": "wandb,mlflow"},

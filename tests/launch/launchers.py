@@ -1,4 +1,4 @@
-"""Launchers for tests: `samestep` on a simulated host, forked from the tests' process with torch."""
+"""Launchers for tests: `samestep` on a simulated host, forked from the tests' process."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ def write_hosts(folder, text):
 
 
 def test_a_line_is_a_host_with_or_without_workers(tmp_path):
-    text = "# ours\nnode1 workers=4\n\n  me@node2.example.org  # slow\n10.0.0.3\tworkers=12\r\nfd00::4\n"
+    text = "# ours\nnode1 workers=4\n\n  me@node2.example.org  # slow\n"
+    text += "10.0.0.3\tworkers=12\r\nfd00::4\n"
     assert read_hosts(write_hosts(tmp_path, text)) == [
         Host("node1", 4),
         Host("me@node2.example.org", None),
@@ -120,7 +121,7 @@ def test_a_line_is_a_host_with_or_without_workers(tmp_path):
         ("-oProxyCommand=true", "got '-oProxyCommand=true'"),
         ("node1;reboot", "line 1"),
         ("node1\nnode2\nme@node1", "line 3: 'me@node1' has the same host as line 1"),
-        ("# nobody\n", "has no host"),
+        ("# none\n", "has no host"),
         (b"\xff\n", "cannot be read"),
         ("node1\n" * 200_000, "bytes"),
     ],

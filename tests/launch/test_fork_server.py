@@ -41,7 +41,7 @@ def module(tmp_path, monkeypatch):
 
 
 def begin(*modules):
-    """Begin a run that needs these modules; return the fork server's process id, None without one."""
+    """Begin a run that needs these modules; return the fork server's process id, or None."""
     state = LauncherState.from_environment(os.environ)
     state.report_start("", 0)
     os.pwrite(state.modules, json.dumps(modules).encode(), 0)

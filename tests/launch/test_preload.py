@@ -13,7 +13,8 @@ import sys
 import samestep
 
 assert "torch" not in sys.modules
-found = samestep.launch(lambda: [name in sys.modules for name in ("torch", "torch._dynamo", "samestep.run")], workers=1)
+names = ("torch", "torch._dynamo", "samestep.run")
+found = samestep.launch(lambda: [name in sys.modules for name in names], workers=1)
 assert found == [True, True, True], found
 """
 # The functions by which imports could query GPUs in a torch with CUDA.

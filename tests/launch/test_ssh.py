@@ -31,12 +31,6 @@ UsePAM no
 """
 
 
-def write_hosts(folder, text):
-    path = folder / "hosts.txt"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """Return the result of the job with one worker on one host."""
@@ -45,15 +39,16 @@ def alone(tmp_path_factory):
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Start `samestep run --hosts` on a host, for hosts of these names and with the job in the folder `run`."""
+    """Start `samestep run --hosts` on a host, with the job in the folder `run`."""
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     with launchers() as start_on:
 
         def start_here(names, shell, *flags, fault=None, on=HERE):
+            (tmp_path / "hosts.txt").write_text("\n".join(names))
             flags = [
                 "--hosts",
-                str(write_hosts(tmp_path, "\n".join(names))),
+                str(tmp_path / "hosts.txt"),
                 "--ssh",
                 shell,
                 *flags,
@@ -94,7 +89,8 @@ def ssh_servers(nodes, folder):
             exits.callback(server.kill)
             while b"listening" not in (line := server.stderr.readline()):
                 assert line, "sshd ended"
-        yield f"ssh -F none -i {folder}/user-key -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+        options = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR")
+        yield f"ssh -F none -i {folder}/user-key -o {' -o '.join(options)}"
 
 
 def test_a_run_over_ssh_ends_with_its_launcher_and_resumes(start, alone, tmp_path):
@@ -135,7 +131,8 @@ def test_ctrl_c_lets_workers_snapshot_on_their_hosts(start, tmp_path):
 def test_output_is_printed_in_complete_lines_and_the_first_failure_is_the_status(start, tmp_path):
     shell = simulated(
         tmp_path,
-        'printf "out of $host, "; echo "errors of $host" >&2; echo and more; printf unfinished; if [ $host = b ]; then exit 3; fi',
+        'printf "out of $host, "; echo "errors of $host" >&2; echo and more; '
+        "printf unfinished; if [ $host = b ]; then exit 3; fi",
     )
     launcher = start(["a", "b"], shell)
     assert launcher.end() == 3

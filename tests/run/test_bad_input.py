@@ -219,7 +219,7 @@ def test_a_parameter_is_sharded_once(again):
         ({"lanes": 0}, "lanes must be at least 1, got 0"),
         ({"check_every": 0}, "check_every must be at least 1, got 0"),
         ({"lanes": "8"}, "lanes must be an integer or none, got '8'"),
-        ({"precision": "bfloat"}, "precision='bfloat'.*did you mean bfloat16"),
+        ({"precision": "bfloat"}, "precision must be.*did you mean bfloat16"),
         ({"device": "cuda"}, "device='cuda' was given, and torch finds no GPU"),
         (
             {"devices": ["cuda:0", "cuda:1"]},

@@ -60,15 +60,11 @@ class ForkServer:
             return
         self._has_decided = True
         missing = [name for name in modules if name not in sys.modules]
-        if (
-            missing
-            and self._job.config.max_restarts > 0
-            and "pidfd_open" not in missing_system_calls()
-        ):
+        restarts = self._job.config.max_restarts > 0
+        if missing and restarts and "pidfd_open" not in missing_system_calls():
             self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._process = FORK.Process(
-                target=_serve, args=(self._job, missing, other), name="fork-server"
-            )
+            arguments = (self._job, missing, other)
+            self._process = FORK.Process(target=_serve, args=arguments, name="fork-server")
             with other, no_garbage_collection():
                 self._process.start()
 

@@ -35,9 +35,8 @@ class WorkerGroup:
         self._polled_at = time.monotonic()
         self._oom_kills = _oom_kills()
         try:
-            with (
-                no_garbage_collection()
-            ):  # each worker freezes what it inherits before it collects again
+            # each worker freezes what it inherits before it collects again
+            with no_garbage_collection():
                 for local_rank in range(attempt.local_workers):
                     self._start(attempt, local_rank, outputs, fork_server)
         except OSError as error:
