@@ -154,9 +154,9 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from samestep.record import open_record
-from samestep.record.exporter import Beside
+from samestep.record.exporter import ExporterProcess
 record = open_record(Path(sys.argv[1]), writes=True)
-Beside(Path(sys.argv[1]), [sys.argv[2]], None, record)
+ExporterProcess(Path(sys.argv[1]), [sys.argv[2]], None, record)
 step = 0
 while True:
     record.event("scalars", step=step)
