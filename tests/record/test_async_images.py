@@ -36,7 +36,7 @@ def test_images_are_written_in_order_beside_the_one_who_adds_them():
 
 def test_what_is_too_much_is_dropped_until_there_is_room():
     write = Writer()
-    with closing(AsyncImageWriter(write, most_bytes=25)) as images:
+    with closing(AsyncImageWriter(write, max_bytes=25)) as images:
         assert [images.add(picture(step), between=False) for step in range(4)] == [
             True,
             True,
@@ -53,7 +53,7 @@ def test_what_is_too_much_is_dropped_until_there_is_room():
 def test_one_image_is_taken_however_large_it_is():
     write = Writer()
     write.let.release(1)
-    with closing(AsyncImageWriter(write, most_bytes=5)) as images:
+    with closing(AsyncImageWriter(write, max_bytes=5)) as images:
         assert images.add(picture(0, size=6), between=False)
     assert write.written == [(0, False)]
 

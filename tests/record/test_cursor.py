@@ -15,12 +15,12 @@ def run(tmp_path):
 
 def test_what_is_kept_is_there_for_the_next(run):
     kept = Cursor(run)
-    kept.keep("a", 1)
-    kept.keep("s3://b/c", 2**40)
-    kept.keep("a", 3)
+    kept.save("a", 1)
+    kept.save("s3://b/c", 2**40)
+    kept.save("a", 3)
     again = Cursor(run)
     assert (again.get("a"), again.get("s3://b/c"), again.get("other")) == (3, 2**40, None)
-    assert [path.name for path in (run / "record").iterdir()] == ["forwarded.json"]
+    assert [path.name for path in (run / "record").iterdir()] == ["cursor.json"]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_full_disk_stops_nobody():
         (disk / "record").mkdir()
         (disk / "filled").write_bytes(b"x" * 4096)
         kept = Cursor(disk)
-        kept.keep("a", 1)
+        kept.save("a", 1)
         assert kept.get("a") == 1
         assert Cursor(disk).get("a") is None
 
@@ -62,6 +62,6 @@ def test_one_holds_the_lock_until_it_closes_it(tmp_path):
 
 def test_a_directory_that_cannot_be_written_is_told(tmp_path):
     with pytest.raises(
-        RecordError, match=r"record/lock cannot be written: .*; expected the directory of a run"
+        RecordError, match=r"record/lock cannot be written: .*; pass a run's directory"
     ):
         lock(tmp_path / "nowhere")

@@ -105,7 +105,7 @@ def test_numbers_beyond_json_keep_their_place(tmp_path):
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes"])
 def test_what_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path, value):
     file = EventFile(tmp_path / "events.jsonl")
-    with pytest.raises(RecordError, match="give numbers, texts"):
+    with pytest.raises(RecordError, match="expected an event of numbers, strings"):
         file.append({"value": value})
     file.close()
     assert (tmp_path / "events.jsonl").read_bytes() == b""
@@ -113,12 +113,12 @@ def test_what_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path, value
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(RecordError, match=r"taken.*events\.jsonl.*choose a directory"):
+    with pytest.raises(RecordError, match=r"taken.*events\.jsonl.*choose a writable directory"):
         EventFile(tmp_path / "taken" / "events.jsonl")
 
 
 def test_a_record_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(RecordError, match=r"no record can be read at .*events\.jsonl"):
+    with pytest.raises(RecordError, match=r"cannot read a record at .*events\.jsonl"):
         list(read_events(tmp_path))
 
 
@@ -131,7 +131,7 @@ def test_a_full_disk_is_told_and_does_not_spoil_what_follows(tmp_path):
     try:
         with pytest.raises(
             RecordError,
-            match=r"events\.jsonl took 5 of 11 bytes.*disk full\? Free some space there and start again",
+            match=r"short write to .*events\.jsonl: wrote 5 of 11 bytes; .*disk full\? Free some space and restart",
         ):
             file.append({"step": 2})
         with pytest.raises(RecordError, match=r"events\.jsonl cannot be written"):
@@ -149,7 +149,7 @@ def test_a_disk_that_is_full_to_the_last_byte_is_told():
         file.append({"filled": "x" * (4096 - len('{"filled":""}\n'))})
         with pytest.raises(
             RecordError,
-            match=r"events\.jsonl cannot be written: No space left on device\. Free some space there",
+            match=r"events\.jsonl cannot be written: No space left on device\. Free some space",
         ):
             file.append({"step": 2})
         file.close()
@@ -174,7 +174,7 @@ def test_a_file_that_is_no_longer_there_takes_no_events(fault, tmp_path):
     file.append({"step": 1})
     fault(tmp_path / "run")
     with pytest.raises(
-        RecordError, match=r"events\.jsonl was removed or moved.*directory to stay in place"
+        RecordError, match=r"events\.jsonl was removed or moved.*Restart in the directory"
     ):
         file.append({"step": 2})
     file.close()

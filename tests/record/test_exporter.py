@@ -94,23 +94,22 @@ def test_by_hand_it_says_what_did_not_arrive(record, run):
     assert ended.returncode == 1
     assert '"error": "ConnectionError: no route"' in ended.stdout
     assert (
-        "the record does not reach file:///proc/none/run: StorageError: the storage did not"
+        "the record cannot be sent to file:///proc/none/run (StorageError: the storage did not"
         in ended.stderr
     )
 
 
 def test_by_hand_it_refuses_what_is_no_run_or_has_a_process_beside_it(record, run, far, tmp_path):
     assert (
-        "holds no events.jsonl; expected the directory of a run"
-        in by_hand(tmp_path, "--to", far).stderr
+        "expected a run's directory with events.jsonl, got" in by_hand(tmp_path, "--to", far).stderr
     )
-    assert "nothing was given to send to; expected --to or --transfer" in by_hand(run).stderr
+    assert "expected a destination; pass --to or --transfer" in by_hand(run).stderr
     assert (
-        "sinks='nowhere:Sink' was given; expected the module:Class"
+        "sinks must name an importable module:Class, got 'nowhere:Sink'"
         in by_hand(run, "--to", "nowhere:Sink").stderr
     )
     with lock(run):
-        assert f"another process forwards the record of {run}" in by_hand(run, "--to", far).stderr
+        assert f"another exporter uses {run}" in by_hand(run, "--to", far).stderr
 
 
 def test_neither_it_nor_what_reads_records_needs_torch():
@@ -143,7 +142,7 @@ def test_a_killed_forwarder_is_replaced_and_nothing_comes_twice(
             record.event("scalars", step=step + 100)
             wait_until(
                 lambda step=step: (
-                    caplog.text.count("ended with status -9; it is started again") == step + 1
+                    caplog.text.count("exited with status -9; restarting it") == step + 1
                 )
             )
         forwarder.finish()
@@ -190,9 +189,12 @@ def test_one_that_hangs_delays_neither_the_others_nor_the_end_for_long(
         size = len(written(run))
         forwarder.finish()
     assert b"finished" in stream(far)
-    assert told(run)[hanging]["error"] == "the rest did not arrive before the run ended"
+    assert told(run)[hanging]["error"] == "the rest was not sent before the run ended"
     assert told(run)[hanging]["behind_bytes"] >= size
-    assert f"bytes of the record did not reach {hanging}; the next start sends them" in caplog.text
+    assert (
+        f"bytes of the record were not sent to {hanging}. The run sends them when it starts"
+        in caplog.text
+    )
 
 
 def test_what_a_users_function_prints_goes_to_stderr(record, run, tmp_path, monkeypatch, capfd):

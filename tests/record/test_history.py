@@ -139,5 +139,5 @@ def test_events_that_come_while_it_is_read_are_left_for_the_next_reading(tmp_pat
 
 
 def test_a_record_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(RecordError, match="no record can be read"):
+    with pytest.raises(RecordError, match="cannot read a record"):
         list(read_history(tmp_path))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from samestep.errors import RecordError
-from samestep.record.images import copy_picture, paths_in, safe_name, write_picture
+from samestep.record.images import copy_picture, image_paths, safe_name, write_picture
 
 RANDOM = np.random.default_rng(0)
 SHAPES = [(1, 1), (5, 3), (5, 3, 1), (5, 3, 3)]
@@ -50,7 +50,7 @@ def test_pixels_come_back_from_the_file(tmp_path, shape, arranged):
     ],
 )
 def test_what_is_no_image_is_refused_with_what_was_expected(tmp_path, pixels):
-    with pytest.raises(RecordError, match=r"'sample'.*expected.*uint8.*\[H, W, 3\]"):
+    with pytest.raises(RecordError, match=r"'sample' must be a uint8 .*\[H, W, 3\], got"):
         write_image(tmp_path, 0, "sample", pixels)
     assert list(tmp_path.iterdir()) == []
 
@@ -127,4 +127,4 @@ def test_a_copy_does_not_change_with_the_pixels():
 
 def test_images_are_found_in_lines_of_events():
     lines = b'{"event":"image","path":"images/a.png"}\n{"event":"scalars","values":{"image":1}}\n{"event":"image","path":"torn'
-    assert paths_in(lines) == ["images/a.png"]
+    assert image_paths(lines) == ["images/a.png"]

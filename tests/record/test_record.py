@@ -107,7 +107,7 @@ def test_images_that_were_too_many_are_counted(tmp_path, monkeypatch):
 
     monkeypatch.setattr("samestep.record.record.write_picture", write_when_let)
     monkeypatch.setattr(
-        "samestep.record.record.AsyncImageWriter", partial(AsyncImageWriter, most_bytes=50)
+        "samestep.record.record.AsyncImageWriter", partial(AsyncImageWriter, max_bytes=50)
     )
     record = open_record(tmp_path / "run", writes=True)
     for step in range(5):

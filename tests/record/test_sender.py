@@ -22,7 +22,7 @@ class Far:
         self.calls, self.outcomes = threading.Semaphore(0), []
         self.let = threading.Semaphore(0)
 
-    def begin(self):
+    def open(self):
         return self._answer(0)
 
     def send(self, offset, lines):
@@ -53,13 +53,13 @@ def size(run):
 def test_what_is_there_arrives_and_then_it_ends(run):
     far = Far()
     sender = Sender(open_source(run), far)
-    assert not sender.has_answered
+    assert not sender.is_open
     far.let.release(100)
-    sender.end()
-    assert sender.join(None)
+    sender.finish()
+    assert sender.wait(None)
     assert far.taken == [(0, b"".join(LINES))]
     assert far.closed
-    assert sender.state(size(run)) == {
+    assert sender.status(size(run)) == {
         "name": "far",
         "behind_bytes": 0,
         "dropped": 0,
@@ -81,7 +81,7 @@ def test_what_fails_is_tried_again_and_told_meanwhile(run, caplog):
         far.let.release(1)
         for _ in range(2):
             far.calls.acquire()
-        assert sender.state(size(run)) == {
+        assert sender.status(size(run)) == {
             "name": "far",
             "behind_bytes": size(run),
             "dropped": 0,
@@ -90,16 +90,14 @@ def test_what_fails_is_tried_again_and_told_meanwhile(run, caplog):
         far.let.release(3)
         for _ in range(3):
             far.calls.acquire()
-        assert sender.state(size(run))["error"] == "ConnectionError: reset"
+        assert sender.status(size(run))["error"] == "ConnectionError: reset"
         far.let.release(1)
-        sender.end()
-        assert sender.join(None)
+        sender.finish()
+        assert sender.wait(None)
     assert far.taken == [(0, b"".join(LINES))]
-    assert sender.state(size(run))["error"] is None
+    assert sender.status(size(run))["error"] is None
     assert (
-        caplog.text.count(
-            "the record does not reach far: PermissionError: denied; it is tried again"
-        )
+        caplog.text.count("the record cannot be sent to far (PermissionError: denied); retrying")
         == 1
     )
     assert "ConnectionError" not in caplog.text  # of the same spell
@@ -110,9 +108,9 @@ def test_one_that_never_works_is_given_up_at_the_end(run):
     far.outcomes = [OSError("no")] * 100
     far.let.release(100)
     sender = Sender(open_source(run), far)
-    sender.end()
-    assert not sender.join(None)
-    assert sender.state(size(run)) == {
+    sender.finish()
+    assert not sender.wait(None)
+    assert sender.status(size(run)) == {
         "name": "far",
         "behind_bytes": size(run),
         "dropped": 0,
@@ -126,18 +124,18 @@ def test_one_that_cannot_be_closed_did_not_get_everything(run, monkeypatch):
     monkeypatch.setattr(far, "close", lambda: far._answer(None))
     far.outcomes = [None, None, OSError("full"), OSError("full")]
     sender = Sender(open_source(run), far)
-    sender.end()
-    assert not sender.join(None)
-    assert sender.state(size(run))["error"] == "OSError: full"
+    sender.finish()
+    assert not sender.wait(None)
+    assert sender.status(size(run))["error"] == "OSError: full"
 
 
 def test_one_that_hangs_is_left_and_told(run, monkeypatch):
     far = Far()
     sender = Sender(open_source(run), far)
     far.calls.acquire()
-    sender.end()
-    assert not sender.join(0.0)
-    monkeypatch.setattr(module, "LATE_SECONDS", 0.0)
-    assert sender.state(size(run))["error"] == "no answer for more than 0 seconds"
+    sender.finish()
+    assert not sender.wait(0.0)
+    monkeypatch.setattr(module, "SLOW_SECONDS", 0.0)
+    assert sender.status(size(run))["error"] == "no response for more than 0 seconds"
     far.let.release(100)
-    assert sender.join(None)
+    assert sender.wait(None)

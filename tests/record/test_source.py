@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import ConfigError, RecordError
 from samestep.record import source as module
-from samestep.record.files import Part
+from samestep.record.files import EventChunk
 from samestep.record.source import find_runs, open_source
 
 STREAM = b"".join(b'{"step":%d}\n' % step for step in range(40))
@@ -32,7 +32,7 @@ def read_all(source, offset=0):
 
 
 def write_part(folder, first, end, stream=STREAM):
-    file = folder / Part(first, end).path
+    file = folder / EventChunk(first, end).path
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(stream[first:end])
 
@@ -113,7 +113,7 @@ def test_a_record_that_another_one_replaced_is_told(place, tmp_path):
     end = len(read_all(source))
     (tmp_path / "events.jsonl").write_bytes(STREAM[: CUTS[1]])
     with pytest.raises(
-        RecordError, match=f"has no byte {end}: another one took its place; read it from its start"
+        RecordError, match=f"has no byte {end}: another record replaced it; read it from the start"
     ):
         source.read(end)
     assert source.read(0) == STREAM[: CUTS[1]]

@@ -15,7 +15,7 @@ from samestep.watch.table import Table
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from samestep.record.source import Place
+    from samestep.record.source import StepPosition
 
 AXES: Final = ("step", "time")
 
@@ -45,11 +45,13 @@ class Curve:
     def __len__(self) -> int:
         return len(self._table)
 
-    def append(self, place: Place, time: float, value: float, low: float, high: float) -> None:
+    def append(
+        self, place: StepPosition, time: float, value: float, low: float, high: float
+    ) -> None:
         """Add a point; `low` and `high` are NaN where there is no band."""
         self._table.append((place[0], not place[1], time, value, low, high))
 
-    def strike(self, last: Place) -> None:
+    def strike(self, last: StepPosition) -> None:
         """Strike out all points after a place."""
         step, between, *_ = self._table.columns()
         self._table.keep((step < last[0]) | ((step == last[0]) & between))

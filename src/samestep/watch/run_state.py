@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.record.record import PARTS
-from samestep.record.source import STARTS, last_standing, place_of
+from samestep.record.source import STARTS, last_valid_position, step_position
 from samestep.watch.curves import Curve
 from samestep.watch.numbers import number, real, whole
 from samestep.watch.timeline import told
@@ -17,7 +17,7 @@ from samestep.watch.timings import RECENT, Timings
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from samestep.record.source import Place
+    from samestep.record.source import StepPosition
 
 ENDS: Final = {
     "finished": "finished",
@@ -33,7 +33,7 @@ class Image:
 
     number: int
     name: str
-    place: Place
+    place: StepPosition
     path: str
     width: int
     height: int
@@ -121,7 +121,7 @@ class RunState:
         return True
 
     def _begin(self, event: dict[str, Any], kind: str, time: float) -> None:
-        step, between = last_standing(event)
+        step, between = last_valid_position(event)
         last = real(step), between
         for curve in self.curves.values():
             curve.strike(last)
@@ -230,5 +230,5 @@ class RunState:
         return gaps[len(gaps) // 2] if gaps else 0.0
 
 
-def _place(event: dict[str, Any]) -> Place | None:
-    return None if number(event.get("step")) is None else place_of(event)
+def _place(event: dict[str, Any]) -> StepPosition | None:
+    return None if number(event.get("step")) is None else step_position(event)

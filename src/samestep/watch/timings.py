@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from samestep.record.source import Place
+    from samestep.record.source import StepPosition
 
 EXCHANGE: Final = PARTS.index("exchange")
 OTHER: Final = "other"
@@ -56,7 +56,7 @@ class Timings:
             self._own.append((sum(parts) - parts[EXCHANGE],))
         self._newest.append(workers)
 
-    def strike(self, last: Place) -> None:
+    def strike(self, last: StepPosition) -> None:
         """Strike out all steps after a place: a new attempt begins there."""
         step, _, _, workers, *_ = self._steps.columns()
         stay = step < last[0]

@@ -68,32 +68,32 @@ def lines(run):
 
 
 def test_each_event_is_taken_and_each_image_after_its_event(feed, run):
-    assert feed.begin() == 0
+    assert feed.open() == 0
     feed.send(0, lines(run))
     feed.close()
     assert Notes.last.calls == [*ALL, ("close",)]
 
 
 def test_another_process_goes_on_after_what_was_flushed(feed, run):
-    feed.begin()
+    feed.open()
     feed.send(0, lines(run))
     again = SinkAdapter(feed.name, run, open_source(run), Cursor(run))
-    assert again.begin() == len(lines(run))
+    assert again.open() == len(lines(run))
 
 
 def test_what_was_not_flushed_comes_again_in_another_process(feed, run):
-    feed.begin()
+    feed.open()
     Notes.fault = staticmethod(
         lambda call: ConnectionError("reset") if call == ("flush",) else None
     )
     with pytest.raises(ConnectionError):
         feed.send(0, lines(run))
-    assert SinkAdapter(feed.name, run, open_source(run), Cursor(run)).begin() == 0
+    assert SinkAdapter(feed.name, run, open_source(run), Cursor(run)).open() == 0
 
 
 @pytest.mark.parametrize("failing", ALL)
 def test_after_a_failure_it_goes_on_with_what_failed(feed, run, failing):
-    feed.begin()
+    feed.open()
     errors = [ConnectionError("reset")]
     Notes.fault = staticmethod(lambda call: errors.pop() if call == failing and errors else None)
     first = lines(run)
@@ -107,7 +107,7 @@ def test_after_a_failure_it_goes_on_with_what_failed(feed, run, failing):
 
 
 def test_an_event_that_cannot_be_taken_is_left_out_and_counted(feed, run, caplog):
-    feed.begin()
+    feed.open()
     Notes.fault = staticmethod(
         lambda call: KeyError("epoch") if call[0] in {"image", "take"} and call[1] == 1 else None
     )
@@ -117,7 +117,7 @@ def test_an_event_that_cannot_be_taken_is_left_out_and_counted(feed, run, caplog
     assert feed.dropped == 2
     assert (
         caplog.text.count(
-            "cannot take an event: KeyError: 'epoch'; such ones are left out and counted"
+            "cannot store an event (KeyError: 'epoch'); such events are skipped and counted"
         )
         == 1
     )
@@ -126,14 +126,14 @@ def test_an_event_that_cannot_be_taken_is_left_out_and_counted(feed, run, caplog
 def test_an_image_that_is_gone_is_counted(feed, run):
     for file in (run / "images").iterdir():
         file.unlink()
-    feed.begin()
+    feed.open()
     feed.send(0, lines(run))
     assert feed.dropped == 1
     assert Notes.last.calls == [call for call in ALL if call[0] != "image"]
 
 
 def test_a_record_that_was_begun_anew_is_taken_from_its_start(feed, run):
-    feed.begin()
+    feed.open()
     feed.send(0, lines(run))
     (run / "events.jsonl").write_bytes(b"")
-    assert SinkAdapter(feed.name, run, open_source(run), Cursor(run)).begin() == 0
+    assert SinkAdapter(feed.name, run, open_source(run), Cursor(run)).open() == 0

@@ -30,7 +30,7 @@ def test_a_missing_package_is_told_with_how_to_install_it(name, monkeypatch):
     monkeypatch.setitem(sys.modules, NAMED[name][1], None)
     with pytest.raises(
         ConfigError,
-        match=rf'sinks=.{name}. was given; expected {name} to be there: pip install "samestep\[{name}\]"',
+        match=rf'sinks=.{name}. requires the package {name}: pip install "samestep\[{name}\]"',
     ):
         check_sinks([name])
 
@@ -40,11 +40,11 @@ def test_a_missing_package_is_told_with_how_to_install_it(name, monkeypatch):
     [
         (
             "nowhere:Sink",
-            "sinks='nowhere:Sink' was given; expected the module:Class to be there for import: ModuleNotFoundError",
+            "sinks must name an importable module:Class, got 'nowhere:Sink': ModuleNotFoundError",
         ),
         (
             "math:pi",
-            "sinks='math:pi' was given; expected a class that is called with a run's directory, and it is float",
+            "sinks must name a class that takes the run's directory, got 'math:pi', which is a float",
         ),
         ("s4://bucket/run", "s4://bucket/run was given; expected a URL that fsspec knows"),
     ],

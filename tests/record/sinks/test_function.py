@@ -4,7 +4,7 @@ import pytest
 
 from samestep.errors import ConfigError, RecordError
 from samestep.record.cursor import Cursor
-from samestep.record.sinks.function import FunctionDestination
+from samestep.record.sinks.files import FunctionDestination
 from samestep.record.source import open_source
 
 passed = []
@@ -42,12 +42,12 @@ def destination(run, name=f"{__name__}:note"):
 
 def test_it_is_given_images_and_parts_and_no_part_stays(run):
     function = destination(run)
-    assert function.begin() == 0
+    assert function.open() == 0
     function.send(0, LINES)
     assert passed == [("images/a.png", b"pixels"), (PART, LINES)]
     assert function.dropped == 1
-    assert sorted(path.name for path in (run / "record").iterdir()) == ["forwarded.json"]
-    assert destination(run).begin() == len(LINES)
+    assert sorted(path.name for path in (run / "record").iterdir()) == ["cursor.json"]
+    assert destination(run).open() == len(LINES)
 
 
 @pytest.mark.parametrize(
@@ -55,24 +55,24 @@ def test_it_is_given_images_and_parts_and_no_part_stays(run):
 )
 def test_what_it_raises_leaves_the_part_to_be_passed_again(run, error, told):
     function = destination(run)
-    function.begin()
+    function.open()
     function.send(0, LINES[: LINES.index(b"\n") + 1])
     note.error = error
     with pytest.raises(told):
         function.send(40, LINES[40:])
-    assert sorted(path.name for path in (run / "record").iterdir()) == ["forwarded.json"]
-    assert destination(run).begin() == LINES.index(b"\n") + 1
+    assert sorted(path.name for path in (run / "record").iterdir()) == ["cursor.json"]
+    assert destination(run).open() == LINES.index(b"\n") + 1
 
 
 def test_a_part_that_a_kill_left_behind_is_removed(run):
     (run / PART).write_bytes(LINES)
-    assert destination(run).begin() == 0
+    assert destination(run).open() == 0
     assert not (run / PART).exists()
 
 
 def test_a_function_that_is_not_there_is_told(run):
     with pytest.raises(
         ConfigError,
-        match="transfer='nowhere:send' was given; expected the module:function to be there for import",
+        match="transfer must name an importable module:function, got 'nowhere:send'",
     ):
-        destination(run, "nowhere:send").begin()
+        destination(run, "nowhere:send").open()

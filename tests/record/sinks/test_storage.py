@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.record.cursor import Cursor
-from samestep.record.files import Part, parts_of
-from samestep.record.sinks import storage as module
-from samestep.record.sinks.storage import StorageDestination
+from samestep.record.files import EventChunk, find_chunks
+from samestep.record.sinks import files as module
+from samestep.record.sinks.files import StorageDestination
 from samestep.record.source import open_source
 from samestep.storage import StorageError
 from tests.snapshot.faulty import URL, failing, faulty_storage
@@ -39,7 +39,7 @@ def destination(run, url=URL):
 
 def pass_on(run, sink, offset=None):
     """Send what a run has, as a sender does; return up to where."""
-    offset = sink.begin() if offset is None else offset
+    offset = sink.open() if offset is None else offset
     while lines := open_source(run).read(offset):
         sink.send(offset, lines)
         offset += len(lines)
@@ -55,7 +55,7 @@ def stream(url=URL):
 
 
 def parts_there(far):
-    return parts_of(
+    return find_chunks(
         {
             path.rpartition("/")[2]: len(file.getvalue())
             for path, file in far.store.items()
@@ -70,7 +70,7 @@ def test_each_piece_becomes_a_part(far, run):
         log(run, {"step": step})
         end = pass_on(run, sink, end)
     assert stream() == (run / "events.jsonl").read_bytes()
-    assert parts_there(far) == [Part(0, 12), Part(12, 24), Part(24, 36)]
+    assert parts_there(far) == [EventChunk(0, 12), EventChunk(12, 24), EventChunk(24, 36)]
 
 
 def test_an_image_is_there_before_the_part_that_names_it(far, run):
@@ -101,7 +101,7 @@ def test_images_that_arrived_are_not_sent_again_with_a_part_that_did_not(far, ru
         (run / "images" / f"{name}.png").write_bytes(b"pixels")
         log(run, {"event": "image", "path": f"images/{name}.png"})
     sink = destination(run)
-    offset = sink.begin()
+    offset = sink.open()
 
     def refuse(operation, path):
         if path == "images/b.png":
@@ -128,7 +128,7 @@ def test_whatever_fails_and_whoever_is_killed_each_byte_is_there_once(tmp_path_f
     (run / "record").mkdir()
     (run / "events.jsonl").touch()
     with faulty_storage() as far, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MOST_SMALL_PARTS", 3)
+        patch.setattr(module, "MAX_SMALL_CHUNKS", 3)
         sink, end = destination(run), None
         for number, (events, killed, fails_after) in enumerate(plan):
             log(run, *({"step": [number, event]} for event in range(events)))
@@ -154,7 +154,7 @@ def test_whatever_fails_and_whoever_is_killed_each_byte_is_there_once(tmp_path_f
 
 
 def test_many_small_parts_become_one(far, run, monkeypatch):
-    monkeypatch.setattr(module, "MOST_SMALL_PARTS", 4)
+    monkeypatch.setattr(module, "MAX_SMALL_CHUNKS", 4)
     sink, end = destination(run), None
     counts = []
     for step in range(20):
@@ -163,22 +163,22 @@ def test_many_small_parts_become_one(far, run, monkeypatch):
         counts.append(len(parts_there(far)))
         assert stream() == (run / "events.jsonl").read_bytes()
     assert max(counts) == 4
-    assert far.calls.count(("rm", "record/" + Part(0, 12).path[7:])) == 1
+    assert far.calls.count(("rm", "record/" + EventChunk(0, 12).path[7:])) == 1
 
 
 def test_large_parts_stay_as_they_are(far, run, monkeypatch):
-    monkeypatch.setattr(module, "MOST_SMALL_PARTS", 2)
+    monkeypatch.setattr(module, "MAX_SMALL_CHUNKS", 2)
     monkeypatch.setattr(module, "FULL_BYTES", 12)
     sink, end = destination(run), None
     for step in range(9):
         log(run, {"step": step})
         end = pass_on(run, sink, end)
     assert len(parts_there(far)) == 9
-    assert ("rm", "record/" + Part(0, 12).path[7:]) not in far.calls
+    assert ("rm", "record/" + EventChunk(0, 12).path[7:]) not in far.calls
 
 
 def test_what_a_killed_merge_left_twice_is_removed(far, run, monkeypatch):
-    monkeypatch.setattr(module, "MOST_SMALL_PARTS", 2)
+    monkeypatch.setattr(module, "MAX_SMALL_CHUNKS", 2)
     sink, end = destination(run), None
     for step in range(2):
         log(run, {"step": step})
@@ -187,9 +187,9 @@ def test_what_a_killed_merge_left_twice_is_removed(far, run, monkeypatch):
     far.before = staticmethod(failing(1, ConnectionError("reset"), "rm"))
     with pytest.raises(StorageError, match="did not remove"):
         pass_on(run, sink, end)
-    assert parts_there(far) == [Part(0, 12), Part(0, 24), Part(12, 24)]
+    assert parts_there(far) == [EventChunk(0, 12), EventChunk(0, 24), EventChunk(12, 24)]
     pass_on(run, destination(run))
-    assert parts_there(far) == [Part(0, 24), Part(24, 36)]
+    assert parts_there(far) == [EventChunk(0, 24), EventChunk(24, 36)]
 
 
 def test_a_run_that_goes_on_in_a_new_directory_goes_on_in_its_url(far, run, tmp_path_factory):

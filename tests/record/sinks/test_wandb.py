@@ -74,7 +74,7 @@ def test_configuration_scalars_and_images_are_there(record, tmp_path):
     # as beside training: in a thread
     ended = start("samestep.record.exporter", tmp_path, "--to", "wandb")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr == "wandb has 'step' as 'metric/step': the name has a meaning there\n"
+    assert ended.stderr == "wandb shows 'step' as 'metric/step', because the name is reserved\n"
     there = Read(tmp_path)
     assert {
         name: value for update in there.all("config") for name, value in update["update"].items()
