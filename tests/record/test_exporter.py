@@ -17,7 +17,7 @@ from samestep.record.cursor import lock
 from samestep.record.events import parse_events
 from samestep.record.exporter import ExporterProcess
 from samestep.record.source import open_source
-from tests.record.far_sinks import Hanging, Refusing, name_of
+from tests.record.faulty_sinks import Hanging, Refusing, name_of
 
 SECONDS = 60.0
 

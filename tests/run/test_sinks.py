@@ -15,7 +15,7 @@ from samestep.record import exporter
 from samestep.record.events import parse_events
 from samestep.record.source import find_runs, open_source
 from tests.jobs import STEPS, events, image_job, train
-from tests.record.far_sinks import Hanging, Refusing, name_of
+from tests.record.faulty_sinks import Hanging, Refusing, name_of
 from tests.s3 import s3_server
 from tests.workers import run_workers, try_workers
 

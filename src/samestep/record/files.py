@@ -82,11 +82,6 @@ class LocalFiles:
         return RecordError(f"{self._folder / path} cannot be read: {reason}")
 
 
-def join(folder: str, path: str) -> str:
-    """Join a folder and a path in it; both may be empty."""
-    return f"{folder}/{path}".strip("/")
-
-
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a durable file that readers see either complete or not at all."""
     temporary = path.with_name(f"{path.name}.tmp")
@@ -132,7 +127,7 @@ def chunk_at(offset: int, chunks: Iterable[EventChunk]) -> EventChunk | None:
     return max(found, key=lambda chunk: chunk.end, default=None)
 
 
-def contiguous_end(chunks: Iterable[EventChunk]) -> int:
+def covered_end(chunks: Iterable[EventChunk]) -> int:
     """Return the offset up to which the chunks contain every byte from the first on."""
     end = 0
     for chunk in sorted(chunks):

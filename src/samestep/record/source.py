@@ -1,4 +1,4 @@
-"""Reading a record while it may still be written, from a folder or any URL of fsspec."""
+"""Read a record, from a folder or any fsspec URL, while it may still be written."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import accumulate, islice
 from pathlib import Path
+from posixpath import join
 from typing import Any, Final, TypeAlias
 
 from samestep.config import SINKS, is_url
 from samestep.errors import RecordError
 from samestep.record.events import FILE_NAME, read_events
-from samestep.record.files import (
-    FOLDER,
-    EventChunk,
-    LocalFiles,
-    chunk_at,
-    contiguous_end,
-    find_chunks,
-    join,
-)
+from samestep.record.files import FOLDER, EventChunk, LocalFiles, chunk_at, covered_end, find_chunks
 from samestep.record.images import FOLDER as IMAGES
 from samestep.storage import Retries, Storage
 
@@ -75,7 +68,7 @@ class Source:
                 return lines
         self.version()
         lines = self._read_known(offset)
-        if not lines and offset > max(self._size, contiguous_end(self._chunks)):
+        if not lines and offset > max(self._size, covered_end(self._chunks)):
             raise RecordError(
                 f"the record at {self.location} has no byte {offset}: another record replaced it; "
                 "read it from the start"
@@ -208,7 +201,7 @@ def read_history(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     count = 0
     for count, event in enumerate(read_events(path), start=1):
         if event.get("event") in STARTS:
-            starts.append((count, last_valid_position(event)))
+            starts.append((count, valid_until(event)))
     # For each start, the last position that it and all later ones keep. Reversed, so that `pop`
     # removes the first.
     limits = list(
@@ -228,7 +221,7 @@ def step_position(event: dict[str, Any]) -> StepPosition:
     return _step(event), not event.get("between")
 
 
-def last_valid_position(start: dict[str, Any]) -> StepPosition:
+def valid_until(start: dict[str, Any]) -> StepPosition:
     """Return the last position whose events stay valid after a start."""
     return (_step(start) if start["event"] == "resumed" else -math.inf), False
 

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.record.record import PARTS
-from samestep.record.source import STARTS, last_valid_position, step_position
+from samestep.record.source import STARTS, valid_until, step_position
 from samestep.watch.curves import Curve
 from samestep.watch.numbers import number, real, whole
 from samestep.watch.timeline import told
@@ -121,7 +121,7 @@ class RunState:
         return True
 
     def _begin(self, event: dict[str, Any], kind: str, time: float) -> None:
-        step, between = last_valid_position(event)
+        step, between = valid_until(event)
         last = real(step), between
         for curve in self.curves.values():
             curve.strike(last)

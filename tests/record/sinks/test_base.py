@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import logging
 import sys
 
 import pytest
 
 from samestep.config import SINKS
 from samestep.errors import ConfigError
-from samestep.record.sinks.base import NAMED, check_sinks, open_sink
-from tests.record.far_sinks import name_of
+from samestep.record import open_record
+from samestep.record.cursor import Cursor
+from samestep.record.sinks.base import NAMED, SinkAdapter, check_sinks, open_sink
+from samestep.record.source import open_source
+from tests.record.faulty_sinks import name_of
 
 
 class OwnSink:
@@ -52,3 +56,133 @@ def test_a_missing_package_is_told_with_how_to_install_it(name, monkeypatch):
 def test_what_could_never_work_is_told(name, message):
     with pytest.raises(ConfigError, match=message):
         check_sinks([name])
+
+
+PIXELS = memoryview(bytes(6)).cast("B", (2, 3))
+
+
+class Notes:
+    """A sink that notes its calls, and raises what `fault` gives for one."""
+
+    def __init__(self, directory):
+        self.calls = []
+        Notes.last = self
+
+    @staticmethod
+    def fault(call):
+        return None
+
+    def note(self, *call):
+        error = Notes.fault(call)
+        if error is not None:
+            raise error
+        self.calls.append(call)
+
+    def take(self, event):
+        self.note("take", event.get("step"))
+
+    def image(self, event, data):
+        self.note("image", event["step"], data[:4])
+
+    def flush(self):
+        self.note("flush")
+
+    def close(self):
+        self.note("close")
+
+
+@pytest.fixture
+def run(tmp_path):
+    record = open_record(tmp_path, writes=True)
+    record.event("started", step=0)
+    record.image(1, "a", PIXELS)
+    record.flush()
+    record.event("finished", step=2)
+    record.close()
+    (tmp_path / "record").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def feed(run, monkeypatch):
+    monkeypatch.setattr(Notes, "fault", Notes.fault)
+    return SinkAdapter(f"{__name__}:Notes", run, open_source(run), Cursor(run))
+
+
+ALL = [("take", 0), ("take", 1), ("image", 1, b"\x89PNG"), ("take", 2), ("flush",)]
+
+
+def lines(run):
+    return (run / "events.jsonl").read_bytes()
+
+
+def test_each_event_is_taken_and_each_image_after_its_event(feed, run):
+    assert feed.open() == 0
+    feed.send(0, lines(run))
+    feed.close()
+    assert Notes.last.calls == [*ALL, ("close",)]
+
+
+def test_another_process_goes_on_after_what_was_flushed(feed, run):
+    feed.open()
+    feed.send(0, lines(run))
+    again = SinkAdapter(feed.name, run, open_source(run), Cursor(run))
+    assert again.open() == len(lines(run))
+
+
+def test_what_was_not_flushed_comes_again_in_another_process(feed, run):
+    feed.open()
+    Notes.fault = staticmethod(
+        lambda call: ConnectionError("reset") if call == ("flush",) else None
+    )
+    with pytest.raises(ConnectionError):
+        feed.send(0, lines(run))
+    assert SinkAdapter(feed.name, run, open_source(run), Cursor(run)).open() == 0
+
+
+@pytest.mark.parametrize("failing", ALL)
+def test_after_a_failure_it_goes_on_with_what_failed(feed, run, failing):
+    feed.open()
+    errors = [ConnectionError("reset")]
+    Notes.fault = staticmethod(lambda call: errors.pop() if call == failing and errors else None)
+    first = lines(run)
+    with pytest.raises(ConnectionError):
+        feed.send(0, first)
+    record = open_record(run, writes=True)
+    record.event("more", step=3)
+    record.close()
+    feed.send(0, lines(run))
+    assert Notes.last.calls == [*ALL[:-1], ("take", 3), ("flush",)]
+
+
+def test_an_event_that_cannot_be_taken_is_left_out_and_counted(feed, run, caplog):
+    feed.open()
+    Notes.fault = staticmethod(
+        lambda call: KeyError("epoch") if call[0] in {"image", "take"} and call[1] == 1 else None
+    )
+    with caplog.at_level(logging.WARNING, "samestep"):
+        feed.send(0, lines(run))
+    assert Notes.last.calls == [("take", 0), ("take", 2), ("flush",)]
+    assert feed.dropped == 2
+    assert (
+        caplog.text.count(
+            "cannot store an event (KeyError: 'epoch'); such events are skipped and counted"
+        )
+        == 1
+    )
+
+
+def test_an_image_that_is_gone_is_counted(feed, run):
+    for file in (run / "images").iterdir():
+        file.unlink()
+    feed.open()
+    feed.send(0, lines(run))
+    assert feed.dropped == 1
+    assert Notes.last.calls == [call for call in ALL if call[0] != "image"]
+
+
+def test_a_record_that_was_begun_anew_is_taken_from_its_start(feed, run):
+    feed.open()
+    feed.send(0, lines(run))
+    (run / "events.jsonl").write_bytes(b"")
+    assert SinkAdapter(feed.name, run, open_source(run), Cursor(run)).open() == 0

@@ -56,8 +56,7 @@ def open_sink(name: str, directory: Path) -> Sink:
 
     Raises `ConfigError` if its class or package is missing.
     """
-    sink: Sink = _find_class(NAMED[name][0] if name in NAMED else name)(directory)
-    return sink
+    return _find_class(NAMED[name][0] if name in NAMED else name)(directory)
 
 
 def check_sinks(names: Iterable[str]) -> None:
@@ -78,7 +77,7 @@ def package_error(name: str) -> ConfigError:
     )
 
 
-def _find_class(name: str) -> Callable[..., Any]:
+def _find_class(name: str) -> Callable[[Path], Sink]:
     return _import("sinks", "module:Class", "a class that takes the run's directory", name)
 
 

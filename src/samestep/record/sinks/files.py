@@ -11,13 +11,7 @@ from typing import Final
 from samestep.errors import RecordError
 from samestep.record.cursor import Cursor, Destination
 from samestep.record.events import FILE_NAME
-from samestep.record.files import (
-    FOLDER,
-    EventChunk,
-    contiguous_end,
-    find_chunks,
-    redundant_chunks,
-)
+from samestep.record.files import FOLDER, EventChunk, covered_end, find_chunks, redundant_chunks
 from samestep.record.images import image_paths
 from samestep.record.sinks.base import find_function
 from samestep.record.source import Source
@@ -70,7 +64,7 @@ class StorageDestination(_FileDestination):
         # left by a process that was killed after it had written their replacement
         for chunk in (redundant := redundant_chunks(chunks)):
             self._storage.remove(chunk.path)
-        end, base = contiguous_end(chunks), self._cursor.get(self.name)
+        end, base = covered_end(chunks), self._cursor.get(self.name)
         if base is None or not base <= end <= base + self._file.stat().st_size:
             base = 0 if self._has_same_start(chunks, end) else end
         self._base = base

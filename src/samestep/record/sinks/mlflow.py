@@ -40,10 +40,7 @@ class MlflowSink:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Continue or create the MLflow run of a directory.
-
-        Raises `ConfigError` without the package mlflow-skinny.
-        """
+        """Continue or create the run. Raises `ConfigError` without the package mlflow-skinny."""
         for name, value in _VARIABLES.items():
             os.environ.setdefault(name, value)
         try:
@@ -109,14 +106,8 @@ class MlflowSink:
         self.flush()
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
-        """Write the options as parameters; ones that a resume changed as tags.
-
-        MLflow does not allow a parameter to change.
-        """
-        texts = {
-            name: value if isinstance(value, str) else json.dumps(value)
-            for name, value in config.items()
-        }
+        """Write options as parameters; changed ones as tags, because parameters cannot change."""
+        texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in config.items()}
         new = [self._parameter(*item) for item in texts.items() if item[0] not in self._parameters]
         for first in range(0, len(new), MAX_PARAMETERS):
             self._client.log_batch(self._run, params=new[first : first + MAX_PARAMETERS])

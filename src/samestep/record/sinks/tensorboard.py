@@ -12,13 +12,7 @@ from typing import Any, Final
 from samestep.errors import RecordError
 from samestep.record.events import read_events
 from samestep.record.sinks.base import package_error
-from samestep.record.source import (
-    STARTS,
-    STEP_EVENTS,
-    last_valid_position,
-    open_source,
-    step_position,
-)
+from samestep.record.source import STARTS, STEP_EVENTS, open_source, step_position, valid_until
 
 FOLDER: Final = "tensorboard"
 _FILE: Final = "events.out.tfevents"
@@ -93,8 +87,7 @@ class TensorBoardSink:
         for event in read_events(self._directory):
             kind = event.get("event")
             if kind in STARTS:
-                last = last_valid_position(event)
-                found = [earlier for earlier in found if step_position(earlier) <= last]
+                found = [each for each in found if step_position(each) <= valid_until(event)]
             if (kind, event.get("time")) == (until["event"], until["time"]):
                 break
             if kind in STEP_EVENTS and event.get("step") == step:

@@ -40,10 +40,7 @@ class WandbSink:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Start the wandb service, and continue or create the run.
-
-        Raises `ConfigError` without the package wandb.
-        """
+        """Start the wandb service and the run. Raises `ConfigError` without the package wandb."""
         folder = directory / FOLDER
         folder.mkdir(exist_ok=True)
         os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from samestep.record.files import (
     EventChunk,
     chunk_at,
-    contiguous_end,
+    covered_end,
     find_chunks,
     redundant_chunks,
 )
@@ -48,7 +48,7 @@ def test_all_up_to_where_parts_reach_can_be_read_from_them(parts):
     while (part := chunk_at(position, parts)) is not None:
         assert part.start <= position < part.end
         position = part.end
-    assert position == contiguous_end(parts)
+    assert position == covered_end(parts)
     assert all(chunk_at(byte, parts) for byte in range(position))
 
 

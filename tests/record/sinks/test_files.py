@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samestep.errors import ConfigError, RecordError
 from samestep.record.cursor import Cursor
 from samestep.record.files import EventChunk, find_chunks
 from samestep.record.sinks import files as module
-from samestep.record.sinks.files import StorageDestination
+from samestep.record.sinks.files import FunctionDestination, StorageDestination
 from samestep.record.source import open_source
 from samestep.storage import StorageError
 from tests.snapshot.faulty import URL, failing, faulty_storage
@@ -220,3 +221,73 @@ def test_a_directory_that_was_emptied_goes_on_after_what_was_sent(far, run):
     log(run, {"step": 2})
     pass_on(run, destination(run))
     assert stream() == before + (run / "events.jsonl").read_bytes()
+
+
+passed = []
+
+
+def note(path):
+    """Be the user's function."""
+    passed.append((path.relative_to(path.parents[1]).as_posix(), path.read_bytes()))
+    if note.error is not None:
+        raise note.error
+
+
+note.error = None
+
+
+@pytest.fixture
+def run_with_image(run):
+    passed.clear()
+    note.error = None
+    (run / "images").mkdir()
+    (run / "images" / "a.png").write_bytes(b"pixels")
+    (run / "secret").write_bytes(b"secret")
+    (run / "events.jsonl").write_bytes(LINES)
+    return run
+
+
+LINES = b'{"event":"image","path":"images/a.png"}\n{"event":"image","path":"images/../secret"}\n'
+PART = f"record/{0:020d}-{len(LINES):020d}.jsonl"
+
+
+def function_of(run, name=f"{__name__}:note"):
+    return FunctionDestination(name, run, open_source(run), Cursor(run))
+
+
+def test_it_is_given_images_and_parts_and_no_part_stays(run_with_image):
+    function = function_of(run_with_image)
+    assert function.open() == 0
+    function.send(0, LINES)
+    assert passed == [("images/a.png", b"pixels"), (PART, LINES)]
+    assert function.dropped == 1
+    assert sorted(path.name for path in (run_with_image / "record").iterdir()) == ["cursor.json"]
+    assert function_of(run_with_image).open() == len(LINES)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(OSError("no route"), OSError), (SystemExit(3), RecordError)]
+)
+def test_what_it_raises_leaves_the_part_to_be_passed_again(run_with_image, error, told):
+    function = function_of(run_with_image)
+    function.open()
+    function.send(0, LINES[: LINES.index(b"\n") + 1])
+    note.error = error
+    with pytest.raises(told):
+        function.send(40, LINES[40:])
+    assert sorted(path.name for path in (run_with_image / "record").iterdir()) == ["cursor.json"]
+    assert function_of(run_with_image).open() == LINES.index(b"\n") + 1
+
+
+def test_a_part_that_a_kill_left_behind_is_removed(run_with_image):
+    (run_with_image / PART).write_bytes(LINES)
+    assert function_of(run_with_image).open() == 0
+    assert not (run_with_image / PART).exists()
+
+
+def test_a_function_that_is_not_there_is_told(run_with_image):
+    with pytest.raises(
+        ConfigError,
+        match="transfer must name an importable module:function, got 'nowhere:send'",
+    ):
+        function_of(run_with_image, "nowhere:send").open()
