@@ -24,11 +24,11 @@ def names(parts):
 
 
 @given(PARTS)
-def test_parts_are_known_by_their_names(parts):
+def test_chunks_are_found_by_name(parts):
     assert find_chunks(names(parts)) == sorted(set(parts))
 
 
-def test_what_is_no_whole_part_counts_for_nothing():
+def test_incomplete_chunks_and_other_files_are_ignored():
     whole = names([EventChunk(3, 8)])
     torn = dict.fromkeys(names([EventChunk(3, 9)]), 4)
     others = {
@@ -43,7 +43,7 @@ def test_what_is_no_whole_part_counts_for_nothing():
 
 
 @given(PARTS)
-def test_all_up_to_where_parts_reach_can_be_read_from_them(parts):
+def test_every_byte_before_covered_end_is_in_a_chunk(parts):
     position = 0
     while (part := chunk_at(position, parts)) is not None:
         assert part.start <= position < part.end
@@ -53,7 +53,7 @@ def test_all_up_to_where_parts_reach_can_be_read_from_them(parts):
 
 
 @given(PARTS)
-def test_without_the_superfluous_ones_the_same_bytes_are_there(parts):
+def test_removing_redundant_chunks_loses_no_bytes(parts):
     left = redundant_chunks(parts)
     needed = [part for part in set(parts) if part not in left]
 

@@ -19,17 +19,17 @@ class OwnSink:
         self.directory = directory
 
 
-def test_a_class_of_ones_own_is_called_with_the_directory(tmp_path):
+def test_a_users_class_is_called_with_the_directory(tmp_path):
     check_sinks([name_of(OwnSink)])
     assert open_sink(name_of(OwnSink), tmp_path).directory == tmp_path
 
 
-def test_every_name_that_options_know_has_a_class():
+def test_every_sink_name_has_a_class():
     assert tuple(NAMED) == SINKS
 
 
 @pytest.mark.parametrize("name", SINKS)
-def test_a_missing_package_is_told_with_how_to_install_it(name, monkeypatch):
+def test_a_missing_package_raises_with_the_install_command(name, monkeypatch):
     check_sinks([name])
     monkeypatch.setitem(sys.modules, NAMED[name][1], None)
     with pytest.raises(
@@ -48,12 +48,12 @@ def test_a_missing_package_is_told_with_how_to_install_it(name, monkeypatch):
         ),
         (
             "math:pi",
-            "sinks must name a class that takes the run's directory, got 'math:pi', which is a float",
+            "sinks must name a class that takes the run's directory, got 'math:pi'",
         ),
         ("s4://bucket/run", "s4://bucket/run was given; expected a URL that fsspec knows"),
     ],
 )
-def test_what_could_never_work_is_told(name, message):
+def test_sinks_that_cannot_work_raise(name, message):
     with pytest.raises(ConfigError, match=message):
         check_sinks([name])
 
@@ -62,7 +62,7 @@ PIXELS = memoryview(bytes(6)).cast("B", (2, 3))
 
 
 class Notes:
-    """A sink that notes its calls, and raises what `fault` gives for one."""
+    """A sink that records its calls, and raises the exception that `fault` returns."""
 
     def __init__(self, directory):
         self.calls = []
@@ -104,7 +104,7 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def feed(run, monkeypatch):
+def adapter(run, monkeypatch):
     monkeypatch.setattr(Notes, "fault", Notes.fault)
     return SinkAdapter(f"{__name__}:Notes", run, open_source(run), Cursor(run))
 
@@ -116,54 +116,54 @@ def lines(run):
     return (run / "events.jsonl").read_bytes()
 
 
-def test_each_event_is_taken_and_each_image_after_its_event(feed, run):
-    assert feed.open() == 0
-    feed.send(0, lines(run))
-    feed.close()
+def test_each_event_is_sent_and_each_image_after_its_event(adapter, run):
+    assert adapter.open() == 0
+    adapter.send(0, lines(run))
+    adapter.close()
     assert Notes.last.calls == [*ALL, ("close",)]
 
 
-def test_another_process_goes_on_after_what_was_flushed(feed, run):
-    feed.open()
-    feed.send(0, lines(run))
-    again = SinkAdapter(feed.name, run, open_source(run), Cursor(run))
+def test_another_process_continues_after_the_last_flush(adapter, run):
+    adapter.open()
+    adapter.send(0, lines(run))
+    again = SinkAdapter(adapter.name, run, open_source(run), Cursor(run))
     assert again.open() == len(lines(run))
 
 
-def test_what_was_not_flushed_comes_again_in_another_process(feed, run):
-    feed.open()
+def test_another_process_sends_unflushed_events_again(adapter, run):
+    adapter.open()
     Notes.fault = staticmethod(
         lambda call: ConnectionError("reset") if call == ("flush",) else None
     )
     with pytest.raises(ConnectionError):
-        feed.send(0, lines(run))
-    assert SinkAdapter(feed.name, run, open_source(run), Cursor(run)).open() == 0
+        adapter.send(0, lines(run))
+    assert SinkAdapter(adapter.name, run, open_source(run), Cursor(run)).open() == 0
 
 
 @pytest.mark.parametrize("failing", ALL)
-def test_after_a_failure_it_goes_on_with_what_failed(feed, run, failing):
-    feed.open()
+def test_after_a_failure_it_continues_with_the_failed_call(adapter, run, failing):
+    adapter.open()
     errors = [ConnectionError("reset")]
     Notes.fault = staticmethod(lambda call: errors.pop() if call == failing and errors else None)
     first = lines(run)
     with pytest.raises(ConnectionError):
-        feed.send(0, first)
+        adapter.send(0, first)
     record = open_record(run, writes=True)
     record.event("more", step=3)
     record.close()
-    feed.send(0, lines(run))
+    adapter.send(0, lines(run))
     assert Notes.last.calls == [*ALL[:-1], ("take", 3), ("flush",)]
 
 
-def test_an_event_that_cannot_be_taken_is_left_out_and_counted(feed, run, caplog):
-    feed.open()
+def test_a_rejected_event_is_skipped_and_counted(adapter, run, caplog):
+    adapter.open()
     Notes.fault = staticmethod(
         lambda call: KeyError("epoch") if call[0] in {"image", "take"} and call[1] == 1 else None
     )
     with caplog.at_level(logging.WARNING, "samestep"):
-        feed.send(0, lines(run))
+        adapter.send(0, lines(run))
     assert Notes.last.calls == [("take", 0), ("take", 2), ("flush",)]
-    assert feed.dropped == 2
+    assert adapter.dropped == 2
     assert (
         caplog.text.count(
             "cannot store an event (KeyError: 'epoch'); such events are skipped and counted"
@@ -172,17 +172,17 @@ def test_an_event_that_cannot_be_taken_is_left_out_and_counted(feed, run, caplog
     )
 
 
-def test_an_image_that_is_gone_is_counted(feed, run):
+def test_a_missing_image_is_counted(adapter, run):
     for file in (run / "images").iterdir():
         file.unlink()
-    feed.open()
-    feed.send(0, lines(run))
-    assert feed.dropped == 1
+    adapter.open()
+    adapter.send(0, lines(run))
+    assert adapter.dropped == 1
     assert Notes.last.calls == [call for call in ALL if call[0] != "image"]
 
 
-def test_a_record_that_was_begun_anew_is_taken_from_its_start(feed, run):
-    feed.open()
-    feed.send(0, lines(run))
+def test_a_new_record_is_sent_from_its_start(adapter, run):
+    adapter.open()
+    adapter.send(0, lines(run))
     (run / "events.jsonl").write_bytes(b"")
-    assert SinkAdapter(feed.name, run, open_source(run), Cursor(run)).open() == 0
+    assert SinkAdapter(adapter.name, run, open_source(run), Cursor(run)).open() == 0
