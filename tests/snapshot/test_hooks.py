@@ -93,13 +93,17 @@ def test_a_function_is_found_by_its_name():
     [
         (
             "no_such_module:send",
-            "transfer must name an importable module:function, got 'no_such_module:send': "
-            "ModuleNotFoundError: No module named 'no_such_module'",
+            (
+                "transfer must name an importable module:function, got 'no_such_module:send': "
+                "ModuleNotFoundError: No module named 'no_such_module'"
+            ),
         ),
         (
             "shutil:send",
-            "transfer must name an importable module:function, got 'shutil:send': "
-            "AttributeError: module 'shutil' has no attribute 'send'",
+            (
+                "transfer must name an importable module:function, got 'shutil:send': "
+                "AttributeError: module 'shutil' has no attribute 'send'"
+            ),
         ),
         (
             "math:pi",

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from samestep.cli import main
+from samestep.cluster import find_process
 from samestep.config import TOKEN
 from samestep.launch import command
 from tests.needs import needs

@@ -1,4 +1,4 @@
-"""Trained in one place, watched in another: the record goes by a real S3 server, or by a user's function, while the page is open."""
+"""Watching a run through a real S3 server, or through a user's transfer function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from contextlib import ExitStack
 from io import BytesIO
 
@@ -21,16 +20,15 @@ from samestep.errors import ConfigError
 from samestep.record.events import parse_events
 from samestep.record.files import EventChunk
 from samestep.storage import Storage
-from samestep.watch.view import open_views
+from samestep.watch.runs import open_views
 from tests.jobs import STEPS, image_job, train
 from tests.s3 import KEY, SECRET, s3_server
-from tests.watch import bring
+from tests.watch import transfer
 from tests.watch.relay import relay
-from tests.watch.serving import serving
+from tests.watch.serving import SECONDS, serving, until
 from tests.watch.writing import lines, scalars, started
 from tests.workers import free_port, run_workers, try_workers
 
-SECONDS = 60.0
 RUNS = "s3://bucket/runs"
 ONE = f"{RUNS}/one"
 SECRET_URL = f"ftp://me:{SECRET}@example.org/runs/step-00000001"
@@ -45,18 +43,9 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def environment(server, monkeypatch):
-    """What this process's children find the storage by."""
+    """Environment variables that point child processes to the storage."""
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-
-
-def until(condition):
-    """Return what a condition gave when it held."""
-    deadline = time.monotonic() + SECONDS
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
-    return found
 
 
 def picture(step):
@@ -74,13 +63,13 @@ def job(run, hook=lambda step: None):
 
 
 def steps_at(client):
-    """Return the steps whose loss the page draws now, of the run "one"."""
+    """Return the steps of run "one" whose loss the page draws now."""
     answer = client.get("/api/curve", params={"id": "one", "name": "loss"})
     return answer.json()["x"] if answer.status_code == 200 else []
 
 
 def train_until_seen(directory, address):
-    """Train until news of the run have come from the page, and it draws a step; the first worker is killed there."""
+    """Train until the page announces the run and draws a step, then kill the first worker."""
     with (
         httpx.Client(base_url=address, trust_env=False, timeout=SECONDS) as client,
         client.stream("GET", "/api/changes") as changes,
@@ -99,7 +88,7 @@ def train_until_seen(directory, address):
 
 
 def check_images(served, run, directories):
-    """Compare what the page gives of every image with the file that was written, and with what was drawn."""
+    """Compare every image that the page serves with its file and with the logged pixels."""
     (named,) = run["images"]
     assert [item["step"] for item in named["items"]] == list(range(STEPS))
     for item in named["items"]:
@@ -113,8 +102,8 @@ def check_images(served, run, directories):
         )
 
 
-def check_that_each_step_counts_once(served, directory):
-    """Compare the page's curve with what the run that went on, in a directory of its own, has of the steps that it made."""
+def check_each_step_counts_once(served, directory):
+    """Compare the page's curve with the record of the resumed run in its own directory."""
     curve = served.json("/api/curve", id="one", name="loss")
     assert curve["x"] == list(range(STEPS))
     written = [
@@ -130,7 +119,7 @@ def check_that_each_step_counts_once(served, directory):
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_run_is_watched_by_s3_while_it_is_made_killed_and_goes_on_elsewhere(tmp_path):
+def test_a_run_on_s3_that_is_killed_and_resumed_elsewhere(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     with serving(RUNS) as served:
         assert served.json("/api/runs") == {"runs": [], "faults": []}
@@ -146,51 +135,52 @@ def test_a_run_is_watched_by_s3_while_it_is_made_killed_and_goes_on_elsewhere(tm
             for event in run["events"]
             if event["kind"] in {"started", "resumed", "finished"}
         ] == [*("started", "resumed", "finished")]
-        check_that_each_step_counts_once(served, there)
+        check_each_step_counts_once(served, there)
         check_images(served, run, [here, there])
         assert SECRET not in json.dumps([run, served.json("/api/runs")])
         assert KEY not in json.dumps([run, served.json("/api/runs")])
 
 
-def test_a_run_is_watched_where_a_function_brings_it(tmp_path):
+def test_a_run_copied_by_a_transfer_function(tmp_path):
     (tmp_path / "far").mkdir()
     with serving(tmp_path / "far") as served:
         assert served.json("/api/runs") == {"runs": [], "faults": []}
-        train(job, tmp_path / "one", {"transfer": f"{bring.__name__}:{bring.to_far.__name__}"})
+        train(
+            job,
+            tmp_path / "one",
+            {"transfer": f"{transfer.__name__}:{transfer.copy_to_far.__name__}"},
+        )
         until(lambda: [run["state"] for run in served.json("/api/runs")["runs"]] == ["finished"])
         assert steps_at(served.client) == list(range(STEPS))
         check_images(served, served.json("/api/run", id="one"), [tmp_path / "one"])
-    brought = {path.name for path in (tmp_path / "far" / "one").iterdir()}
-    assert brought > {"images", "record"}
-    assert "events.jsonl" not in brought
+    copied = {path.name for path in (tmp_path / "far" / "one").iterdir()}
+    assert copied > {"images", "record"}
+    assert "events.jsonl" not in copied
 
 
 def put(url, *events):
-    """Write a record of these events, as one part."""
+    """Write a record of events as one part."""
     data = lines(*events)
     Storage(url).write(EventChunk(0, len(data)).path, data)
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_storage_that_went_away_is_told_and_read_again_when_it_is_back(server, monkeypatch):
+def test_an_unreachable_storage_is_reported_and_read_again_later(server, monkeypatch):
     folder, port = "s3://bucket/away", free_port()
     run_workers(put, 1, f"{folder}/one", started(), scalars(0, loss=1.0))
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    with ExitStack() as ending:
+    with ExitStack() as stack:
         with relay(port, server.port):
-            served = ending.enter_context(serving(folder))
+            served = stack.enter_context(serving(folder))
             until(lambda: steps_at(served.client) == [0])
         run_workers(put, 1, f"{folder}/two", started(), environment=server.environment)
-        told = served.process.stderr.readline()
-        assert re.match(
-            rf"{folder}(/one)? cannot be read now, and is tried again: StorageError: the storage did not list {folder}",
-            told,
-        )
-        assert not any(secret in told for secret in (KEY, SECRET))
+        warning = served.process.stderr.readline()
+        cause = f"StorageError: the storage did not list {folder}"
+        assert re.match(rf"cannot read {folder}(/one)?, will try again: {cause}", warning)
+        assert not any(secret in warning for secret in (KEY, SECRET))
         (fault, *_) = served.json("/api/runs")["faults"]
-        assert told.startswith(
-            f"{fault['location']} cannot be read now, and is tried again: {fault['text']}"
-        )
+        message = f"cannot read {fault['location']}, will try again: {fault['text']}"
+        assert warning.startswith(message)
         assert steps_at(served.client) == [0]
         with relay(port, server.port):
             until(lambda: [run["id"] for run in served.json("/api/runs")["runs"]] == ["one", "two"])
@@ -198,37 +188,35 @@ def test_a_storage_that_went_away_is_told_and_read_again_when_it_is_back(server,
 
 
 @pytest.mark.usefixtures("environment")
-def test_wrong_credentials_are_told_at_the_start(monkeypatch):
+def test_wrong_credentials_are_reported_at_the_start(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong := "a-wrong-secret")
-    text = "the storage did not list s3://bucket/runs: PermissionError: The request signature we calculated does not match"
-    with pytest.raises(AssertionError, match=text) as told, serving(RUNS):
+    text = f"the storage did not list {RUNS}: PermissionError: The request signature we calculated"
+    with pytest.raises(AssertionError, match=text) as raised, serving(RUNS):
         pass
-    assert not any(secret in str(told.value) for secret in (KEY, wrong))
+    assert not any(secret in str(raised.value) for secret in (KEY, wrong))
 
 
 @pytest.mark.parametrize("option", ["remote", "sinks", "resume"])
-def test_a_password_in_a_url_of_a_run_is_refused_and_not_repeated(option, tmp_path):
+def test_a_password_in_a_url_option_is_rejected_and_not_repeated(option, tmp_path):
     with (
-        pytest.raises(ConfigError, match="a URL with a password in it was given") as told,
+        pytest.raises(ConfigError, match="a URL with a password") as raised,
         ss.init(dir=tmp_path, **{option: SECRET_URL}),
     ):
         pass
-    assert SECRET not in str(told.value)
+    assert SECRET not in str(raised.value)
     assert not any(SECRET in path.read_text() for path in tmp_path.rglob("*.*"))
 
 
-def test_a_password_in_a_url_that_is_watched_is_refused_and_not_repeated():
+def test_a_password_in_a_watched_url_is_rejected_and_not_repeated():
     with pytest.raises(
         ConfigError,
-        match=r"a URL with a password in it was given.*ftp://\*\*\*@example.org/runs/step-00000001; expected",
-    ) as told:
+        match=r"a URL with a password.*ftp://\*\*\*@example.org/runs/step-00000001",
+    ) as raised:
         open_views(SECRET_URL)
-    assert SECRET not in str(told.value)
+    assert SECRET not in str(raised.value)
 
 
-def test_at_rest_a_look_for_runs_asks_none_of_them_and_a_look_at_one_is_one_request(
-    tmp_path, monkeypatch
-):
+def test_a_scan_without_news_lists_folders_only_and_a_poll_is_one_request(tmp_path, monkeypatch):
     url = f"file://{tmp_path}"
     put(f"{url}/one", started())
     put(f"{url}/deep/two", started())
