@@ -211,7 +211,7 @@ def _parts(folder: Path) -> list[Target]:
         chosen = sorted({0, places[-1], *random.choices(places, k=4)})
         for first, end in pairwise(chosen):
             part = EventChunk(random.choice((first, first, random.choice(places))), end)
-            content = data[part.first : part.end]
+            content = data[part.start : part.end]
             name = (
                 random.choice(ODD_NAMES) if random.random() < 0.2 else part.path.rpartition("/")[2]
             )

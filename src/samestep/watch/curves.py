@@ -107,7 +107,9 @@ class Curve:
     def __len__(self) -> int:
         return len(self._table)
 
-    def append(self, place: StepPosition, time: float, value: float, low: float, high: float) -> None:
+    def append(
+        self, place: StepPosition, time: float, value: float, low: float, high: float
+    ) -> None:
         """Append a point; `low` and `high` are NaN if it has no band."""
         self._table.append((place[0], not place[1], time, value, low, high))
 
