@@ -38,7 +38,9 @@ class Loop:
             except GeneratorExit:
                 self._progress.leave_loop()
                 raise
-            self._progress.status.at("loading data")  # if the body did not iterate the batch
+            self._progress.status.set_activity(
+                "loading data"
+            )  # if the body did not iterate the batch
             batch.load()
             self._progress.end_step()
         self._progress.end_loop()

@@ -20,7 +20,7 @@ from samestep.data.random_state import key
 from samestep.data.streams import LaneStream, stream_batches
 from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
-from samestep.host import return_freed_memory
+from samestep.host import trim_memory
 from samestep.run.loops import PlannedLoop, StreamLoop
 from samestep.run.session import Session
 from samestep.run.values import pixels, scalars_of
@@ -105,7 +105,7 @@ class Run:
         if self.world_size > 1:
             self._lanes.shards.append(Shard(optimizer, self.lanes, self._world))
             parameters += [piece for group in optimizer.param_groups for piece in group["params"]]
-            return_freed_memory()  # where parameters were before they moved into flat storage
+            trim_memory()  # where parameters were before they moved into flat storage
         self._sharded.update((id(parameter), parameter) for parameter in parameters)
         return optimizer
 
