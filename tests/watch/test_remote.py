@@ -18,7 +18,7 @@ from PIL import Image
 import samestep as ss
 from samestep.errors import ConfigError
 from samestep.record.events import parse_events
-from samestep.record.files import Part
+from samestep.record.files import EventChunk
 from samestep.storage import Storage
 from samestep.watch.runs import open_views
 from tests.jobs import STEPS, image_job, train
@@ -161,7 +161,7 @@ def test_a_run_copied_by_a_transfer_function(tmp_path):
 def put(url, *events):
     """Write a record of events as one part."""
     data = lines(*events)
-    Storage(url).write(Part(0, len(data)).path, data)
+    Storage(url).write(EventChunk(0, len(data)).path, data)
 
 
 @pytest.mark.usefixtures("environment")

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from samestep.config import Config
 from samestep.errors import SnapshotError
-from samestep.record.sinks.function import find_function
+from samestep.record.sinks.base import find_function
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.mirror import Background, Mirror
 from samestep.snapshot.read import inspect
