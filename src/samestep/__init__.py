@@ -33,13 +33,13 @@ from samestep.errors import (
 from samestep.launch import launch
 
 if TYPE_CHECKING:
-    from samestep.data.batch import PackedList
+    from samestep.data.packed_list import PackedList
     from samestep.run import Run, init
     from samestep.step.means import Means
 
 _HOME = {
     "Means": "samestep.step.means",
-    "PackedList": "samestep.data.batch",
+    "PackedList": "samestep.data.packed_list",
     "Run": "samestep.run",
     "init": "samestep.run",
 }

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.random_state import generators_kept, key, keyed, set_generators
+from samestep.data.random_state import generators_restored, key, keyed, set_generators
 
 WORDS = st.text(st.characters(blacklist_characters=","), max_size=5)
 
@@ -68,7 +68,7 @@ def test_states_kept_once_serve_several_parts():
 
     set_generators(5)
     assert draws() == expected[0]
-    with suppress(KeyError), generators_kept():
+    with suppress(KeyError), generators_restored():
         for value in (3, 1):
             set_generators(value)
             assert draws() == alone[value - 1]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.step.buffers import Buffers
-from samestep.step.tree import carried, tree_sum
+from samestep.step.tree import lanes_of, tree_sum
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads
 
@@ -57,14 +57,13 @@ WRITABLE = ["running", "precise", "rounded", "signed", "steps", "seen", "table"]
 def after_a_step(world, lanes, writes):
     """Return the bits of all buffers after two equal steps; `writes` has names for each lane with samples, None for the others."""
     model = Model()
-    carriers = [carried(rank, world.size, lanes) for rank in range(world.size)]
-    buffers = Buffers(carriers[world.rank], lanes, world, carriers, [CPU])
+    buffers = Buffers(world, lanes, [CPU])
     buffers.add(model)
     buffers.add(model.tied)
     for _ in range(2):
         start = [buffer.clone() for buffer in model.buffers()]
         buffers.begin_step()
-        for lane in carriers[world.rank]:
+        for lane in lanes_of(world.rank, world.size, lanes):
             if writes[lane] is not None:
                 assert [bits(buffer) for buffer in model.buffers()] == [
                     bits(buffer) for buffer in start
@@ -178,11 +177,10 @@ def test_batch_norm_over_lanes():
 
     def body(world):
         norm = torch.nn.BatchNorm1d(5)
-        carriers = [carried(rank, world.size, 4) for rank in range(world.size)]
-        buffers = Buffers(carriers[world.rank], 4, world, carriers, [CPU])
+        buffers = Buffers(world, 4, [CPU])
         buffers.add(norm)
         buffers.begin_step()
-        for lane in carriers[world.rank]:
+        for lane in lanes_of(world.rank, world.size, 4):
             norm(inputs[lane])
             buffers.end_lane(lane)
         buffers.end_step(buffers.written(), range(4))

@@ -37,33 +37,33 @@ def parameters_with_gradients(seed, dtype=torch.float32):
 def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32):
     """Return the bits of the norm of the `chosen` parameters, and of all gradients after clipping; `sharded` ones live in slices."""
     parameters = parameters_with_gradients(seed, dtype)
-    block = None
+    flat_buffer = None
     if sharded:
-        in_block = [parameters[number] for number in sharded]
-        present = [parameter.grad is not None for parameter in in_block]
-        gradients = [parameter.grad for parameter in in_block]
-        block = FlatBuffer(in_block, LANES, world, torch.optim.SGD(in_block, lr=0.1))
-        flat = block.exchange.storage()
-        copy_gradients(block.exchange.views(flat), gradients)
-        size = block.exchange.layout.slice_size
-        block.set_gradients(flat[world.rank * size : (world.rank + 1) * size], present)
-        for parameter in in_block:
+        in_buffer = [parameters[number] for number in sharded]
+        present = [parameter.grad is not None for parameter in in_buffer]
+        gradients = [parameter.grad for parameter in in_buffer]
+        flat_buffer = FlatBuffer(in_buffer, LANES, world, torch.optim.SGD(in_buffer, lr=0.1))
+        flat = flat_buffer.exchange.storage()
+        copy_gradients(flat_buffer.exchange.views(flat), gradients)
+        size = flat_buffer.exchange.layout.slice_size
+        flat_buffer.set_gradients(flat[world.rank * size : (world.rank + 1) * size], present)
+        for parameter in in_buffer:
             parameter.grad = None
     own = [parameters[number] for number in chosen]
-    blocks = [] if block is None else [block]
-    norm = gradient_norm(own, blocks, world)
+    flat_buffers = [] if flat_buffer is None else [flat_buffer]
+    norm = gradient_norm(own, flat_buffers, world)
     whole = [parameter.grad for parameter in own if parameter.grad is not None]
     scale_gradients(
-        [*whole, *(part for some in blocks for part in some.gradients_of(set(map(id, own))))],
+        [*whole, *(part for some in flat_buffers for part in some.gradients_of(set(map(id, own))))],
         norm,
         max_norm,
     )
-    if block is not None:
+    if flat_buffer is not None:
         world.all_gather(
             flat, flat[world.rank * size : (world.rank + 1) * size].clone(), "gathering gradients"
         )
         for parameter, view, there in zip(
-            in_block, block.exchange.views(flat), present, strict=True
+            in_buffer, flat_buffer.exchange.views(flat), present, strict=True
         ):
             parameter.grad = view if there else None
     return bits(norm), [

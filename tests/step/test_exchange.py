@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from samestep.step.exchange import Exchange
 from samestep.step.gradients import add_gradients
 from samestep.step.layout import flattened
-from samestep.step.tree import carried, subtrees, tree_sum
+from samestep.step.tree import lanes_of, subtrees, tree_sum
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads, on_hosts
 
@@ -62,7 +62,7 @@ def exchanged(world, lanes, dtypes, seeds):
         exchange = Exchange(parameters, lanes, world)
         for seed in seeds:
             exchange.put(
-                subtree_sums(parameters, carried(world.rank, world.size, lanes), lanes, seed)
+                subtree_sums(parameters, lanes_of(world.rank, world.size, lanes), lanes, seed)
             )
             world.barrier("exchanging losses")
             exchange.sum()
@@ -164,7 +164,7 @@ def test_nothing_but_empty_parameters_can_be_exchanged():
     def body(world):
         parameters = [torch.nn.Parameter(torch.zeros(0)), torch.nn.Parameter(torch.zeros(3, 0))]
         exchange = Exchange(parameters, 4, world)
-        own = [[torch.zeros(0), None] for _ in subtrees(carried(world.rank, world.size, 4), 4)]
+        own = [[torch.zeros(0), None] for _ in subtrees(lanes_of(world.rank, world.size, 4), 4)]
         exchange.put(own)
         world.barrier("exchanging losses")
         exchange.sum()

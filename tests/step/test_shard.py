@@ -84,10 +84,10 @@ class Job:
                 parameter.grad = gradient
         else:
             of = dict(zip(self.parameters, gradients, strict=True))
-            for block in self.shard.blocks:
+            for flat_buffer in self.shard.flat_buffers:
                 give(
-                    block,
-                    [of[parameter] for parameter in block.exchange.parameters],
+                    flat_buffer,
+                    [of[parameter] for parameter in flat_buffer.exchange.parameters],
                     self.world.rank,
                 )
         self.optimizer.step()
@@ -114,12 +114,12 @@ class Job:
         self.scheduler.load_state_dict(state["scheduler"])
 
 
-def give(block, gradients, rank):
-    """Set a block's gradients as the exchange does, from whole ones."""
-    flat = block.exchange.storage()
-    copy_gradients(block.exchange.views(flat), gradients)
-    size = block.exchange.layout.slice_size
-    block.set_gradients(
+def give(flat_buffer, gradients, rank):
+    """Set a flat buffer's gradients as the exchange does, from complete ones."""
+    flat = flat_buffer.exchange.storage()
+    copy_gradients(flat_buffer.exchange.views(flat), gradients)
+    size = flat_buffer.exchange.layout.slice_size
+    flat_buffer.set_gradients(
         flat[rank * size : (rank + 1) * size], [gradient is not None for gradient in gradients]
     )
 
@@ -194,10 +194,10 @@ def test_sharded_optimizers_give_the_bits_of_whole_ones():
     for workers in (2, 3):
         sizes = tuple(torch.Size(shape).numel() for shape in SHAPES[:-1])
         assert {
-            piece.index
+            fragment.index
             for rank in range(workers)
-            for piece in Layout(sizes, workers).pieces(rank)
-            if piece.start
+            for fragment in Layout(sizes, workers).fragments(rank)
+            if fragment.start
         } & {4, 5}
         everyone = in_processes(workers, trained, kept)
         for number, variant in enumerate(VARIANTS):
@@ -218,11 +218,15 @@ def test_neighbours_share_a_segment_while_nothing_keeps_them_apart():
         job = Job(world, optim.AdamW, {"fused": True})
 
         def shared():
-            segments = [segment for block in job.shard.blocks for segment in block.segments]
+            segments = [
+                segment
+                for flat_buffer in job.shard.flat_buffers
+                for segment in flat_buffer.segments
+            ]
             assert [segment.parameter for segment in segments] == [
                 p for group in job.optimizer.param_groups for p in group["params"]
             ]
-            return [[piece.index for piece in segment.pieces] for segment in segments]
+            return [[fragment.index for fragment in segment.fragments] for segment in segments]
 
         found = [shared()]
         for step in range(3):
@@ -252,12 +256,12 @@ def test_scalar_state_is_what_torch_keeps_once_a_parameter():
             assert once == (name in SCALAR_STATE), (kind, name)
 
 
-def test_a_worker_without_pieces_takes_part():
+def test_a_worker_without_fragments_takes_part():
     def body(world):
         parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(0))]
         optimizer = optim.AdamW(parameters, lr=0.1, fused=True)
         shard = Shard(optimizer, LANES, world)
-        give(shard.blocks[0], [torch.ones(3), torch.zeros(0)], world.rank)
+        give(shard.flat_buffers[0], [torch.ones(3), torch.zeros(0)], world.rank)
         optimizer.step()
         return parameters[0].tolist(), len(shard.state_dict()["state"])
 

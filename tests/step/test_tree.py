@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.step.tree import carried, halves, subtrees, tree_sum
+from samestep.step.tree import halves, lanes_of, subtrees, tree_sum
 
 MOST_LANES = 64
 
@@ -68,7 +68,7 @@ def test_the_tree_is_that_of_the_definition():
 def test_any_number_of_workers_adds_in_the_same_order(lanes):
     expected = written_out(0, lanes)
     for workers in range(1, lanes + 1):
-        ranges = [carried(rank, workers, lanes) for rank in range(workers)]
+        ranges = [lanes_of(rank, workers, lanes) for rank in range(workers)]
         assert [lane for own in ranges for lane in own] == list(range(lanes))
         assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
         assert added_up(ranges, lanes) == expected

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from samestep.errors import RecordError
 from samestep.record import read_history
 from samestep.record.source import open_source
-from samestep.step.tree import carried
+from samestep.step import tree
 from samestep.watch import view as view_module
 from samestep.watch.run_state import RunState
 from samestep.watch.summary import MOST_ITEMS, lanes_of, summary, thinned
@@ -392,7 +392,7 @@ def test_workers_their_lanes_and_the_slowest(tmp_path):
 def test_lanes_are_those_that_training_gives_a_worker(lanes, data):
     workers = data.draw(st.integers(1, lanes))
     for rank in range(workers):
-        own = carried(rank, workers, lanes)
+        own = tree.lanes_of(rank, workers, lanes)
         assert lanes_of(rank, workers, lanes) == (own.start, own.stop)
 
 

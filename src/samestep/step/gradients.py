@@ -1,7 +1,7 @@
 """Gradients of a list of parameters: taken from autograd, added, copied.
 
-A parameter that a lane did not use has no gradient there (None), which counts as zeros; one that no
-lane used has none at all, so that the optimizer leaves it alone as in plain PyTorch.
+A parameter that a lane did not use has no gradient there (None), which counts as zeros. A parameter
+that no lane used has no gradient at all, so the optimizer skips it as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -17,28 +17,27 @@ Gradients = list[torch.Tensor | None]
 
 
 def take_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
-    """Return the parameters' gradients and leave none behind."""
+    """Return the parameters' gradients and set `.grad` to None."""
     gradients = [parameter.grad for parameter in parameters]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and gradient.layout != torch.strided:
             raise LossError(
-                f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient; expected dense ones: use sparse=False"
+                f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which is not"
+                " supported; use sparse=False"
             )
         parameter.grad = None
     return gradients
 
 
-def set_gradients_aside(parameters: Sequence[torch.Tensor]) -> Gradients:
-    """Return copies of the parameters' gradients and leave none behind; the memory they were in may be that of an exchange."""
+def stash_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
+    """Return copies of the gradients, whose memory an exchange may reuse, and clear `.grad`."""
     if all(parameter.grad is None for parameter in parameters):
         return [None] * len(parameters)
-    return [
-        None if gradient is None else gradient.clone() for gradient in take_gradients(parameters)
-    ]
+    return [None if one is None else one.clone() for one in take_gradients(parameters)]
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """Return left + right, in the memory of `left` where it has any."""
+    """Return left + right, in the memory of `left` if it has any."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
@@ -51,13 +50,12 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
 
 
 def _plus_zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    # Zeros are added for real, because -0.0 + 0.0 is 0.0: what is missing travels between workers
-    # as zeros.
+    # -0.0 + 0.0 is 0.0, and workers exchange zeros for a missing gradient
     return None if gradient is None else gradient.add_(0.0)
 
 
 def copy_gradients(views: Sequence[torch.Tensor], gradients: Gradients) -> None:
-    """Copy gradients into views of flat storage, zeros for missing ones; a gradient may be its view already."""
+    """Copy gradients into views of flat storage, zeros for missing ones; skip those in place."""
     pairs = [
         (view, gradient)
         for view, gradient in zip(views, gradients, strict=True)
@@ -71,10 +69,10 @@ def copy_gradients(views: Sequence[torch.Tensor], gradients: Gradients) -> None:
 
 
 class ModuleParameters:
-    """Remembers the parameters of a module, each once, and walks through it again only when something in it was added or replaced.
+    """A cache of a module's parameters, refreshed only when something in the module was replaced.
 
-    Walking through a module of 200 layers takes longer than one of its steps should wait. The
-    module itself is not kept alive.
+    Walking through a module of 200 layers takes too long to do at every step. The module itself is
+    not kept alive.
     """
 
     def __init__(self) -> None:
@@ -83,12 +81,12 @@ class ModuleParameters:
         self._parameters: list[torch.nn.Parameter] = []
 
     def trainable(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """Return the parameters of `module`, always the same one, that require a gradient now."""
+        """Return the parameters of `module`, always the same one, that now require a gradient."""
         if not self._registries or self._ids() != self._content:
             self._registries = [
                 registry
                 for one in module.modules()
-                for registry in (one._parameters, one._modules)  # noqa: SLF001
+                for registry in (one._parameters, one._modules)  # noqa: SLF001 (no public access)
             ]
             self._content = self._ids()
             self._parameters = list(module.parameters())

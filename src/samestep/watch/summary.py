@@ -64,7 +64,7 @@ def summary(run: RunState, now: float, seen: float | None) -> dict[str, Any]:
 
 
 def lanes_of(rank: int, workers: int, lanes: int) -> tuple[int, int]:
-    """Return the lanes [first, end) that a worker carries: those of `samestep.step.tree.carried`, which stands below this part."""
+    """Return the lanes [first, end) that a worker carries: those of `samestep.step.tree.lanes_of`, which stands below this part."""
     return rank * lanes // workers, (rank + 1) * lanes // workers
 
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from samestep.step.exchange import BUCKET_BYTES
 from samestep.step.layout import Layout
-from samestep.step.tree import carried, subtrees
+from samestep.step.tree import lanes_of, subtrees
 
 ELEMENT_BYTES: Final = 4
 # of a host's workers in a step: with the losses, and before and after what each has is gathered
@@ -84,10 +84,10 @@ def traffic(workers: int, per_host: int, lanes: int, nbytes: int) -> Traffic:
 
 def _spans(workers: int, on_host: int, lanes: int) -> tuple[int, int, int]:
     """Return how many sums the worker and the host with most of them have, and how many all workers have together."""
-    own = [len(subtrees(carried(rank, workers, lanes), lanes)) for rank in range(workers)]
+    own = [len(subtrees(lanes_of(rank, workers, lanes), lanes)) for rank in range(workers)]
     of_host = []
     for first in range(0, workers, on_host):
         last = min(first + on_host, workers) - 1
-        together = range(carried(first, workers, lanes).start, carried(last, workers, lanes).stop)
+        together = range(lanes_of(first, workers, lanes).start, lanes_of(last, workers, lanes).stop)
         of_host.append(len(subtrees(together, lanes)))
     return max(own), max(of_host), sum(own)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.batch import PackedList, packed_where_it_pays
 from samestep.data.loader import Request, load
+from samestep.data.packed_list import PackedList, pack_small_items
 from samestep.errors import DataError
 
 # that of loader processes, from Python 3.12 on
@@ -74,7 +74,7 @@ def test_what_cannot_be_packed_is_named():
 def test_only_lists_of_small_objects_are_packed_by_themselves():
     records = [{"path": str(number)} for number in range(1000)]
     for dataset in (records, tuple(records)):
-        packed = packed_where_it_pays(dataset)
+        packed = pack_small_items(dataset)
         assert isinstance(packed, PackedList)
         assert list(packed) == records
 
@@ -90,7 +90,7 @@ def test_only_lists_of_small_objects_are_packed_by_themselves():
         [],
         range(9),
     ):
-        assert packed_where_it_pays(dataset) is dataset
+        assert pack_small_items(dataset) is dataset
 
 
 class Records:

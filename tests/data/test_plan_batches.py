@@ -8,7 +8,6 @@ import pytest
 from samestep.data.loader import plan_batches
 from samestep.data.plan import GroupedPlan, ShuffledPlan
 from samestep.errors import LoaderError
-from samestep.step.tree import carried
 
 # that of loader processes, from Python 3.12 on
 forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -83,7 +82,7 @@ def test_a_lane_batch_does_not_depend_on_workers_loaders_or_where_the_loop_began
     assert len({draw for data in whole.values() for _, draw in data}) == 2 * plan.size
     for loader_workers in (0, 2):
         parts = [
-            lane_batches(plan, carried(rank, 3, LANES), positions, loader_workers)
+            lane_batches(plan, lanes_of(rank, 3, LANES), positions, loader_workers)
             for rank in range(3)
         ]
         assert {key: data for part in parts for key, data in part.items()} == whole
