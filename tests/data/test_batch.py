@@ -191,7 +191,7 @@ def test_a_stream_that_ends_is_an_error():
     stream = LaneStream(lambda lane: [lane] * 3, "frames", 2, seed=0)
     assert items(stream, 3) == [2, 2, 2]
     with pytest.raises(
-        DataError, match="stream 'frames' of lane 2 ended after 3 items; expected an endless one"
+        DataError, match="stream 'frames' of lane 2 must be endless, but ended after 3 items"
     ):
         next(stream)
 
@@ -226,6 +226,6 @@ def test_steps_count_those_that_were_made(steps, done, left):
 def test_steps_are_a_whole_number(steps):
     with pytest.raises(
         ConfigError,
-        match=f"steps={steps!r} was given; expected a whole number of at least 0, or None",
+        match=f"steps must be a whole number of at least 0 or None, got {steps!r}",
     ):
         steps_left(steps, 0)

@@ -238,7 +238,11 @@ def test_an_error_says_where_and_what(loader_workers):
     failures = [
         (Broken(raise_too_many), "TooManyArgumentsError: bad and worse", "in raise_too_many"),
         (Broken(endless), "StopIteration", "in endless"),
-        (TooFew(None), "DataError: __getitems__ returned 2 samples for 3 indices", "in _samples"),
+        (
+            TooFew(None),
+            "DataError: __getitems__ must return one sample per index, in order; got 2 samples",
+            "in _samples",
+        ),
     ]
     for dataset, error, line in failures:
         batches = load(

@@ -64,7 +64,7 @@ def test_objects_and_arrays_are_packed():
 def test_what_cannot_be_packed_is_named():
     with pytest.raises(
         DataError,
-        match=r"item 1, tuple, cannot be packed: TypeError: a tensor would be copied whole",
+        match=r"item 1, tuple, cannot be packed: TypeError: a tensor would be copied on every access",
     ):
         PackedList([0, (torch.zeros(2), 1)])
     with pytest.raises(DataError, match="item 2, function, cannot be packed: "):

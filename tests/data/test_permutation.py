@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.permutation import BLOCK, BLOCKS_KEPT, TABULATED, Permutation
+from samestep.data.permutation import BLOCK, CACHED_BLOCKS, TABULATED, Permutation
 from samestep.data.random_state import key
 from samestep.errors import DataError
 
@@ -130,7 +130,7 @@ def evaluations(monkeypatch):
 
 def test_two_walks_through_one_order_evaluate_each_block_once(monkeypatch):
     """One fetches ahead of the other."""
-    size, ahead = 20 * BLOCK, (BLOCKS_KEPT - 2) * BLOCK
+    size, ahead = 20 * BLOCK, (CACHED_BLOCKS - 2) * BLOCK
     permutation, evaluated = Permutation(size, 1), evaluations(monkeypatch)
     for position in range(0, size - 100, 100):
         permutation.span(position, position + 100)
@@ -141,7 +141,7 @@ def test_two_walks_through_one_order_evaluate_each_block_once(monkeypatch):
 def test_a_walk_takes_no_memory():
     permutation = Permutation(10**9, 1)
     tracemalloc.start()
-    for block in range(3 * BLOCKS_KEPT):
+    for block in range(3 * CACHED_BLOCKS):
         permutation.span(block * BLOCK, block * BLOCK + 1)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -157,15 +157,15 @@ def test_kept_values_cannot_be_written_to():
 def test_what_is_outside_is_refused():
     permutation = Permutation(10, 0)
     for outside in (10, -1, [0, 10], [-1, 5], np.uint64(2**63)):
-        with pytest.raises(IndexError, match="of a permutation of 10 items"):
+        with pytest.raises(IndexError, match=r"positions must be in \[0, 10\), got"):
             permutation[outside]
     for start, stop in ((-1, 3), (0, 11), (5, 4), (11, 12)):
         with pytest.raises(
-            IndexError, match=f"positions {start} to {stop - 1} of a permutation of 10 items"
+            IndexError, match=f"expected 0 <= start <= stop <= 10, got {start} and {stop}"
         ):
             permutation.span(start, stop)
     for size in (0, -1, 2**62 + 1):
-        with pytest.raises(DataError, match=f"a permutation of {size} items"):
+        with pytest.raises(DataError, match=rf"must be 1 to 2\*\*62, got {size}"):
             Permutation(size, 0)
 
 

@@ -8,6 +8,7 @@ import pytest
 from samestep.data.loader import plan_batches
 from samestep.data.plan import GroupedPlan, ShuffledPlan
 from samestep.errors import LoaderError
+from samestep.step.tree import lanes_of
 
 # that of loader processes, from Python 3.12 on
 forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")

@@ -233,7 +233,7 @@ DIFFERENCES = {
         linear,
         lambda: linear().requires_grad_(requires_grad=False),
     ),
-    r"worker 1 has its parameters in another order than worker 0": (in_order, in_another_order),
+    r"the parameters of worker 1 are in another order": (in_order, in_another_order),
 }
 
 
@@ -241,24 +241,22 @@ def test_models_that_differ_are_an_error_on_every_worker():
     """Worker 2 has what worker 0 has, and must fail too."""
 
     def body(world):
-        told = []
+        messages = []
         for first, other in DIFFERENCES.values():
             with pytest.raises(ModelError, match="models differ between workers") as caught:
                 replicate(other() if world.rank == 1 else first(), CPU, world)
-            told.append(str(caught.value))
-        return told
+            messages.append(str(caught.value))
+        return messages
 
-    for told in in_processes(3, body):
-        for message, expected in zip(told, DIFFERENCES, strict=True):
+    for messages in in_processes(3, body):
+        for message, expected in zip(messages, DIFFERENCES, strict=True):
             with pytest.raises(ModelError, match=expected):
                 raise ModelError(message)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_what_is_no_model_or_has_no_shapes_is_refused():
-    with pytest.raises(
-        ModelError, match=r"run.replicate was given function; expected a torch.nn.Module"
-    ):
+    with pytest.raises(ModelError, match=r"run.replicate expected a torch.nn.Module, got function"):
         replicate(linear, CPU, Alone())
     with pytest.raises(
         ModelError, match="parameter 'weight' has no shape yet; run the model once on a sample"
