@@ -181,7 +181,7 @@ def test_one_loop_is_advanced_at_a_time():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (torch.optim.LBFGS, "LBFGS cannot be sharded: only optimizers.*AdamW"),
+        (torch.optim.LBFGS, "LBFGS cannot be sharded: only elementwise optimizers.*AdamW"),
         (torch.optim.Adafactor, "Adafactor cannot be sharded"),
         (type("Own", (torch.optim.SGD,), {}), "Own cannot be sharded"),
     ],

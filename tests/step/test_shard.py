@@ -305,6 +305,6 @@ def test_what_cannot_be_sharded_is_refused():
         torch.nn.Parameter(torch.ones(2, device="meta")),
     ]
     with pytest.raises(
-        OptimizerError, match="parameters of SGD must be on one device, got cpu, meta"
+        OptimizerError, match="SGD must have parameters on one device, got cpu, meta"
     ):
         check_shardable(optim.SGD(elsewhere, lr=0.1))

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from samestep.comm.base import World
 from samestep.step.tree import Span, lanes_of, subtrees, tree_sum
@@ -29,13 +31,11 @@ class Buffers:
         ]
         self._most_spans = max(map(len, self._spans))
         self._homes: list[tuple[dict[str, Any], str]] = []
-        self._starts: list[tuple[torch.device, list[torch.Tensor]]] = [
-            (device, []) for device in devices
-        ]
+        self._starts: list[tuple[torch.device, list[Tensor]]] = [(device, []) for device in devices]
         self._start = self._starts[0][1]
-        self._written: dict[int, dict[int, torch.Tensor]] = {}
+        self._written: dict[int, dict[int, Tensor]] = {}
 
-    def add(self, module: torch.nn.Module) -> None:
+    def add(self, module: Module) -> None:
         """Manage the buffers of a module, each only once."""
         known = {id(buffer) for buffer in self._current()}
         for owner in module.modules():
@@ -87,7 +87,7 @@ class Buffers:
         sizes = [self._start[number].numel() for number in averaged]
         rows = self._gather(averaged, taken, lanes_with_items)
         size = 8 * sum(sizes)
-        nodes: dict[Span, torch.Tensor] = {}
+        nodes: dict[Span, Tensor] = {}
         for spans, row in zip(self._spans, rows, strict=True):
             # cloned, because a view as float64 needs aligned memory
             sums = row[: size * len(spans)].clone().view(torch.float64).view(len(spans), -1)
@@ -110,14 +110,14 @@ class Buffers:
 
     def _gather(
         self, averaged: Sequence[int], taken: Sequence[int], lanes_with_items: Sequence[int]
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return one row of bytes per worker: its subtrees' sums, then its first lane's values."""
         own_lanes = [lane for lane in lanes_with_items if lane in self._own]
 
-        def value(lane: int, number: int) -> torch.Tensor:
+        def value(lane: int, number: int) -> Tensor:
             return self._written[lane].get(number, self._start[number]).reshape(-1)
 
-        def leaf(span: Span) -> torch.Tensor | None:
+        def leaf(span: Span) -> Tensor | None:
             if span[1] - span[0] > 1:
                 return None
             if span[0] not in own_lanes or not averaged:
@@ -138,11 +138,11 @@ class Buffers:
         self._world.all_gather(rows, row, "averaging buffers")
         return rows.view(self._world.size, -1)
 
-    def _current(self) -> list[torch.Tensor]:
+    def _current(self) -> list[Tensor]:
         return [registry[name] for registry, name in self._homes]
 
 
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+def _same_bits(left: Tensor, right: Tensor) -> bool:
     """Compare as integers: a NaN equals itself, and 0.0 differs from -0.0."""
     words = INTEGERS[min(left.element_size(), 8)]
     return torch.equal(left.reshape(-1).view(words), right.reshape(-1).view(words))

@@ -10,20 +10,23 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from samestep.comm.base import World
+from samestep.step.gradients import Parameters
 from samestep.step.layout import ALIGNMENT, flattened
 from samestep.step.shard import FlatBuffer
 
 
 def gradient_norm(
-    parameters: Sequence[torch.nn.Parameter], flat_buffers: Sequence[FlatBuffer], world: World
-) -> torch.Tensor:
+    parameters: Parameters, flat_buffers: Sequence[FlatBuffer], world: World
+) -> Tensor:
     """Return the float64 2-norm of the parameters' gradients, which are sharded in `flat_buffers`.
 
     Collective for each flat buffer.
     """
-    rows: dict[int, torch.Tensor] = {}  # id of a parameter → sums of squares of its rows, float64
+    rows: dict[int, Tensor] = {}  # id of a parameter → sums of squares of its rows, float64
     for flat_buffer in flat_buffers:
         rows.update(_sharded_rows(flat_buffer, world))
     for parameter in parameters:
@@ -32,7 +35,7 @@ def gradient_norm(
     return torch.cat([rows[id(parameter)] for parameter in parameters]).sum().sqrt()
 
 
-def scale_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+def scale_gradients(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Multiply gradients by min(1, max_norm / norm), as `torch.nn.utils.clip_grad_norm_` does."""
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for dtype in {gradient.dtype for gradient in gradients}:
@@ -40,7 +43,7 @@ def scale_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_n
         torch._foreach_mul_(group, coefficient.to(dtype))
 
 
-def _rows(parameter: torch.nn.Parameter) -> torch.Tensor:
+def _rows(parameter: Parameter) -> Tensor:
     size = parameter.numel()
     if parameter.grad is None:
         return torch.zeros(-(-size // ALIGNMENT), dtype=torch.float64, device=parameter.device)
@@ -50,7 +53,7 @@ def _rows(parameter: torch.nn.Parameter) -> torch.Tensor:
     return _row_squares(values)
 
 
-def _sharded_rows(flat_buffer: FlatBuffer, world: World) -> dict[int, torch.Tensor]:
+def _sharded_rows(flat_buffer: FlatBuffer, world: World) -> dict[int, Tensor]:
     own = torch.zeros_like(flat_buffer.own)
     for segment in flat_buffer.segments:
         if segment.parameter.grad is not None:
@@ -65,7 +68,7 @@ def _sharded_rows(flat_buffer: FlatBuffer, world: World) -> dict[int, torch.Tens
     }
 
 
-def _row_squares(flat: torch.Tensor) -> torch.Tensor:
+def _row_squares(flat: Tensor) -> Tensor:
     dtype = torch.promote_types(flat.dtype, torch.float32)
-    norms: torch.Tensor = torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=dtype)
+    norms: Tensor = torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=dtype)
     return norms.double().square()

@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from samestep.comm.base import World
-from samestep.step.gradients import Gradients, copy_gradients
+from samestep.step.gradients import Gradients, Parameters, copy_gradients
 from samestep.step.layout import Layout, flattened
 from samestep.step.tree import Span, halves, lanes_of, subtrees, tree_sum
 
@@ -22,9 +24,7 @@ from samestep.step.tree import Span, halves, lanes_of, subtrees, tree_sum
 BUCKET_BYTES: Final = 8 << 20
 
 
-def buckets(
-    parameters: Sequence[torch.nn.Parameter], world: World
-) -> list[list[torch.nn.Parameter]]:
+def buckets(parameters: Parameters, world: World) -> list[list[Parameter]]:
     """Group parameters that are exchanged together: of one dtype, and at most `BUCKET_BYTES`.
 
     If workers share memory there is one bucket per dtype, because exchanging early gains nothing
@@ -33,7 +33,7 @@ def buckets(
     most = math.inf if world.shares_memory else BUCKET_BYTES
     groups = []
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-        bucket: list[torch.nn.Parameter] = []
+        bucket: list[Parameter] = []
         size = 0
         for parameter in parameters:
             if parameter.dtype == dtype:
@@ -53,11 +53,12 @@ class Exchange:
     tensors returned by `sum` and `gather` are in memory that the next `put` reuses.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], lanes: int, world: World) -> None:
+    def __init__(self, parameters: Sequence[Tensor], lanes: int, world: World) -> None:
         self.parameters = list(parameters)
         self.layout = Layout(tuple(parameter.numel() for parameter in parameters), world.size)
         self._world, self._lanes = world, lanes
         self._route = Route(world.hosts, world.rank)
+        self.local_rank = self._route.local_rank
         self._spans = [
             subtrees(lanes_of(rank, world.size, lanes), lanes) for rank in self._route.host
         ]
@@ -69,18 +70,13 @@ class Exchange:
         ]
         self._summed_at = -1
         # completes an exchange that was started
-        self._receive: Callable[[], dict[Span, torch.Tensor]] | None = None
+        self._receive: Callable[[], dict[Span, Tensor]] | None = None
 
-    @property
-    def local_rank(self) -> int:
-        """The index of this worker among the workers of its host."""
-        return self._route.local_rank
-
-    def storage(self) -> torch.Tensor:
+    def storage(self) -> Tensor:
         """Return flat storage of zeros for this layout."""
         return self.parameters[0].new_zeros(self.layout.flat_size)
 
-    def shared_storage(self, rows: int) -> list[list[torch.Tensor]]:
+    def shared_storage(self, rows: int) -> list[list[Tensor]]:
         """Return `rows` flat storages of zeros per worker of this host, shared among them."""
         like, size = self.parameters[0], self.layout.flat_size
         if like.device.type != "cpu":  # GPUs share no memory: such a worker is a host of its own
@@ -88,31 +84,25 @@ class Exchange:
         shared = self._world.shared(rows * size * like.element_size())
         return [list(one.view(like.dtype).view(rows, size).unbind()) for one in shared]
 
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def views(self, flat: Tensor) -> list[Tensor]:
         """Return a view of flat storage per parameter, with its shape and storage order."""
         return [
             _view_like(flat, offset, like)
             for offset, like in zip(self.layout.offsets, self.parameters, strict=False)
         ]
 
-    def slice_of(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+    def slice_of(self, flat: Tensor, rank: int) -> Tensor:
         """Return a worker's slice of flat storage, 1-D."""
         size = self.layout.slice_size
         return flat[rank * size : (rank + 1) * size]
 
     def wait_until_free(self) -> None:
-        """Wait until no worker reads the previous gradients.
-
-        That is possible only after two backward passes without an update in between.
-        """
+        """Wait until no worker reads the previous gradients, if there was no update since."""
         if self._world.shares_memory and self._world.meetings == self._summed_at:
             self._barrier("waiting until all have added up the gradients before")
 
     def put(self, own: Sequence[Gradients]) -> None:
-        """Copy the gradients of this worker's subtrees, in lane order, into the exchange.
-
-        All workers must synchronize between `put` and `sum`.
-        """
+        """Copy in the gradients of this worker's subtrees; workers then synchronize before `sum`."""
         self.wait_until_free()
         for views, gradients in zip(self.own_views, own, strict=True):
             copy_gradients(views, gradients)
@@ -121,7 +111,7 @@ class Exchange:
         """Start to exchange sums with other hosts; all workers of this host have called `put`."""
         self._receive = self._start()
 
-    def sum(self) -> torch.Tensor:
+    def sum(self) -> Tensor:
         """Return this worker's slice, 1-D, of the sum over all lanes."""
         receive, self._receive = self._receive or self._start(), None
         rank = self._world.rank
@@ -132,7 +122,7 @@ class Exchange:
         left, right = (_add_up(half, known) for half in halves((0, self._lanes)))
         return torch.add(left, right, out=self.slice_of(self._own[0], rank))
 
-    def _host_sums(self, rank: int) -> dict[Span, torch.Tensor]:
+    def _host_sums(self, rank: int) -> dict[Span, Tensor]:
         """Return one worker's slice of every sum on this host; only its reader may write there."""
         return {
             span: self.slice_of(flat, rank)
@@ -140,7 +130,7 @@ class Exchange:
             for span, flat in zip(spans, flats, strict=False)
         }
 
-    def _start(self) -> Callable[[], dict[Span, torch.Tensor]]:
+    def _start(self) -> Callable[[], dict[Span, Tensor]]:
         """Send partners this host's sums of their slices; return a call that receives theirs."""
         if not self._route.others:
             return dict
@@ -164,7 +154,7 @@ class Exchange:
             "exchanging gradients",
         )
 
-        def receive() -> dict[Span, torch.Tensor]:
+        def receive() -> dict[Span, Tensor]:
             wait()
             return dict(zip(spans, out, strict=True))
 
@@ -176,16 +166,13 @@ class Exchange:
         )
         return subtrees(range(first.start, last.stop), self._lanes)
 
-    def gather(self) -> list[torch.Tensor]:
+    def gather(self) -> list[Tensor]:
         """Return the complete gradient of every parameter, after all workers have called `sum`."""
         self.all_gather([flats[0] for flats in self._sums], "gathering gradients")
         return self.own_views[0]
 
-    def all_gather(self, flats: Sequence[torch.Tensor], what: str) -> None:
-        """Fill the flat storage of this host's workers with all workers' slices.
-
-        Each worker's own slice must be in its storage.
-        """
+    def all_gather(self, flats: Sequence[Tensor], what: str) -> None:
+        """Fill the storages of this host's workers, each with its own slice, with all slices."""
         rank, own = self._world.rank, flats[self.local_rank]
         if not self._world.shares_memory:
             self._world.all_gather(own, self.slice_of(own, rank), what)
@@ -202,7 +189,7 @@ class Exchange:
         self._world.barrier_on_host(what)
         self._summed_at = -1  # all workers at the barrier have finished their sums
 
-    def _fetch(self, own: torch.Tensor, what: str) -> None:
+    def _fetch(self, own: Tensor, what: str) -> None:
         """Fetch the slices of the remote workers that this worker serves."""
         size, ranks = self.layout.slice_size, range(self._world.size)
         owners, partners = self._route.served[self._world.rank], self._route.partners
@@ -236,12 +223,12 @@ class Route:
                 self.served[self.host[number % len(self.host)]].append(owner)
 
 
-def _add_up(span: Span, known: Mapping[Span, torch.Tensor]) -> torch.Tensor:
+def _add_up(span: Span, known: Mapping[Span, Tensor]) -> Tensor:
     """Add known sums along the tree, in the leftmost one's memory, which no one else reads."""
-    return tree_sum(span, known.get, torch.Tensor.add_)
+    return tree_sum(span, known.get, Tensor.add_)
 
 
-def _view_like(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+def _view_like(flat: Tensor, offset: int, like: Tensor) -> Tensor:
     dense = flattened(like).data_ptr() == like.data_ptr()
     strides = (like if dense else like.contiguous()).stride()
     return flat.as_strided(like.shape, strides, flat.storage_offset() + offset)

@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
 
 from samestep.errors import LossError
 
-Gradients = list[torch.Tensor | None]
+Parameters = Sequence[Parameter]
+Gradients = list[Tensor | None]
 
 
-def take_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
+def take_gradients(parameters: Sequence[Tensor]) -> Gradients:
     """Return the parameters' gradients and set `.grad` to None."""
     gradients = [parameter.grad for parameter in parameters]
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -29,7 +32,7 @@ def take_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
     return gradients
 
 
-def stash_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
+def stash_gradients(parameters: Sequence[Tensor]) -> Gradients:
     """Return copies of the gradients, whose memory an exchange may reuse, and clear `.grad`."""
     if all(parameter.grad is None for parameter in parameters):
         return [None] * len(parameters)
@@ -49,12 +52,12 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     ]
 
 
-def _plus_zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _plus_zeros(gradient: Tensor | None) -> Tensor | None:
     # -0.0 + 0.0 is 0.0, and workers exchange zeros for a missing gradient
     return None if gradient is None else gradient.add_(0.0)
 
 
-def copy_gradients(views: Sequence[torch.Tensor], gradients: Gradients) -> None:
+def copy_gradients(views: Sequence[Tensor], gradients: Gradients) -> None:
     """Copy gradients into views of flat storage, zeros for missing ones; skip those in place."""
     pairs = [
         (view, gradient)
@@ -78,9 +81,9 @@ class ModuleParameters:
     def __init__(self) -> None:
         self._registries: list[dict[str, Any]] = []
         self._content: list[int] = []
-        self._parameters: list[torch.nn.Parameter] = []
+        self._parameters: list[Parameter] = []
 
-    def trainable(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    def trainable(self, module: Module) -> list[Parameter]:
         """Return the parameters of `module`, always the same one, that now require a gradient."""
         if not self._registries or self._ids() != self._content:
             self._registries = [

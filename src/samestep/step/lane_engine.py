@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
+from torch.nn import Module, Parameter
 
 from samestep.data.batch import Batch
 from samestep.errors import ModelError, NonFiniteLossError
 from samestep.step.exchange import Exchange, buckets
-from samestep.step.gradients import Gradients, ModuleParameters, stash_gradients
+from samestep.step.gradients import Gradients, ModuleParameters, Parameters, stash_gradients
 from samestep.step.lane_pass import LaneContext, LanePass, LossSpec
 from samestep.step.means import LaneResult
 from samestep.step.overlap import Bucket, EarlyCopies, EarlyExchange, Overlap
@@ -38,10 +38,10 @@ class LaneEngine(LaneContext):
         self.compute_seconds = 0.0
         self.exchange_seconds = 0.0
         self._replicated: set[int] = set()
-        self._parameters: WeakKeyDictionary[torch.nn.Module, ModuleParameters] = WeakKeyDictionary()
+        self._parameters: WeakKeyDictionary[Module, ModuleParameters] = WeakKeyDictionary()
         self._overlaps: dict[tuple[int, ...], Overlap] = {}
 
-    def add(self, module: torch.nn.Module) -> None:
+    def add(self, module: Module) -> None:
         """Register a replicated module for training."""
         self._replicated.update(id(parameter) for parameter in module.parameters())
         self.replicas.add(module)
@@ -52,12 +52,7 @@ class LaneEngine(LaneContext):
         return [flat_buffer for shard in self.shards for flat_buffer in shard.flat_buffers]
 
     def backward(
-        self,
-        loss: LossSpec,
-        batch: Batch,
-        update: torch.nn.Module,
-        seed: tuple[int, ...],
-        note: Any,
+        self, loss: LossSpec, batch: Batch, update: Module, seed: tuple[int, ...], note: Any
     ) -> StepResult:
         """Leave the gradient of the mean loss over the global batch in `.grad` of `update`.
 
@@ -98,7 +93,7 @@ class LaneEngine(LaneContext):
         self.exchange_seconds += time.perf_counter() - started
         return StepResult(results, [worker_note for _, worker_note in reports])
 
-    def _trainable(self, update: torch.nn.Module) -> list[torch.nn.Parameter]:
+    def _trainable(self, update: Module) -> list[Parameter]:
         parameters = self._parameters.setdefault(update, ModuleParameters()).trainable(update)
         name = type(update).__name__
         if not parameters:
@@ -123,7 +118,7 @@ class LaneEngine(LaneContext):
                     " nonfinite_loss='continue'"
                 )
 
-    def _overlap_of(self, parameters: Sequence[torch.nn.Parameter]) -> Overlap:
+    def _overlap_of(self, parameters: Parameters) -> Overlap:
         """Return the exchanges of these parameters, made once; a single worker has none."""
         cache_key = (len(self.shards), *map(id, parameters)) if self.world.size > 1 else ()
         if cache_key not in self._overlaps:
@@ -135,7 +130,7 @@ class LaneEngine(LaneContext):
                 self._overlaps[cache_key] = kind(own_buckets, parameters)
         return self._overlaps[cache_key]
 
-    def _buckets_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[Bucket]:
+    def _buckets_of(self, parameters: Parameters) -> list[Bucket]:
         """Group parameters by sharded flat buffer, and the others by dtype and size."""
         number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
         found = []
@@ -149,14 +144,12 @@ class LaneEngine(LaneContext):
         return found
 
 
-def _set_gradients(
-    parameters: Sequence[torch.nn.Parameter], gradients: Gradients, scale: float
-) -> None:
+def _set_gradients(parameters: Parameters, gradients: Gradients, scale: float) -> None:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient if gradient is None or scale == 1.0 else gradient.mul_(scale)
 
 
-def _add_earlier(parameters: Sequence[torch.nn.Parameter], earlier: Gradients) -> None:
+def _add_earlier(parameters: Parameters, earlier: Gradients) -> None:
     """Accumulate onto gradients that were there before, as backward does in plain PyTorch."""
     for parameter, gradient in zip(parameters, earlier, strict=True):
         if gradient is not None:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any, Final, Literal
 
 import torch
+from torch import Tensor
 
 from samestep.comm.base import World
 from samestep.config import Config
@@ -18,7 +20,7 @@ from samestep.data.batch import Batch, items_in, to_device
 from samestep.data.random_state import generators_restored, key, set_generators
 from samestep.errors import DataError, LossError, OutOfMemoryError
 from samestep.step.buffers import Buffers
-from samestep.step.gradients import Gradients, add_gradients, take_gradients
+from samestep.step.gradients import Gradients, Parameters, add_gradients, take_gradients
 from samestep.step.means import LaneResult
 from samestep.step.replicas import Replica, Replicas
 from samestep.step.tree import Span, lanes_of, subtrees, tree_steps, tree_sum
@@ -27,8 +29,8 @@ LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
 Reduction = Literal["mean", "sum"]
 
-# Messages of the CPU allocator and of GPU libraries, which have no exception class for this.
-_OUT_OF_MEMORY: Final = re.compile(
+# messages of the CPU allocator and of GPU libraries, which have no exception class for this
+NO_MEMORY: Final = re.compile(
     r"can't allocate memory|not enough memory|out of memory|_ALLOC_FAILED"
 )
 
@@ -61,10 +63,7 @@ class LaneContext:
         self.buffers = Buffers(self.world, self.lanes, self.devices)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which user code computes losses and outputs.
-
-        In float32 it does nothing, so an autocast context of the user stays in effect.
-        """
+        """Return the context for user code; in float32 a user's own autocast stays in effect."""
         if self.config.precision == "bfloat16":
             return torch.autocast(self.devices[0].type, torch.bfloat16)
         return nullcontext()
@@ -80,7 +79,7 @@ class LanePass:
     context: LaneContext
     loss: LossSpec
     batch: Batch
-    parameters: Sequence[torch.nn.Parameter]
+    parameters: Parameters
     seed: tuple[int, ...]
     overlap: Callable[[], AbstractContextManager[None]]
 
@@ -89,7 +88,7 @@ class LanePass:
         self._total = sum(counts) if self.loss.count is None and counts is not None else None
         self.context.world.status.at("loading data")
         self._batches = dict(self.batch.lane_batches())
-        self._results: list[tuple[int, int, dict[str, torch.Tensor]]] = []
+        self._results: list[tuple[int, int, dict[str, Tensor]]] = []
 
     def run(self) -> list[Gradients]:
         """Return the gradients of this worker's subtrees, in lane order, on its first device."""
@@ -125,21 +124,16 @@ class LanePass:
         return 1.0 / max(1, sum(result.count for result in results))
 
     def report(self, own: Sequence[Gradients]) -> dict[str, Any]:
-        """Return this worker's share of the step's results as JSON.
-
-        That is the results of its lanes, the numbers of the parameters without a gradient, and the
-        numbers of the buffers that were written.
-        """
-        numbers = iter(
-            _numbers([value for _, _, metrics in self._results for value in metrics.values()])
-        )
+        """Return JSON: lane results, parameters without a gradient, and buffers written."""
+        scalars = [value for _, _, metrics in self._results for value in metrics.values()]
+        numbers = iter(_numbers(scalars))
         results = [
             (lane, count, {name: next(numbers) for name in metrics})
             for lane, count, metrics in self._results
         ]
         missing = ({n for n, gradient in enumerate(some) if gradient is None} for some in own)
         return {
-            "lanes": sorted(results, key=lambda result: result[0]),
+            "lanes": sorted(results, key=itemgetter(0)),
             "missing": sorted(set.intersection(*missing)),
             "buffers": self.context.buffers.written(),
         }
@@ -176,7 +170,7 @@ class LanePass:
         self._results.append((lane, count, {"loss": loss.detach(), **metrics}))
         return take_gradients(parameters)
 
-    def _weight(self, loss: torch.Tensor, count: int) -> torch.Tensor | None:
+    def _weight(self, loss: Tensor, count: int) -> Tensor | None:
         """Return the factor of a lane's gradient before it is added; `scale` is the rest."""
         share = count if self.loss.reduction == "mean" else 1
         if self.context.lanes == 1:
@@ -194,15 +188,15 @@ class LanePass:
         return int(count)
 
 
-def split_loss(returned: Any, lane: int) -> tuple[torch.Tensor, dict[str, Any]]:
+def split_loss(returned: Any, lane: int) -> tuple[Tensor, dict[str, Any]]:
     """Return (loss, metrics) from what a loss function returned for a lane.
 
     Raises `LossError` unless the loss is a scalar with a gradient, and metrics a dict of scalars.
     """
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     loss, metrics = returned if is_pair else (returned, {})
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = _shape(loss) if isinstance(loss, torch.Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = _shape(loss) if isinstance(loss, Tensor) else type(loss).__name__
         raise LossError(
             f"the loss function must return a scalar tensor, got {got} in lane {lane}; return the"
             " mean over the lane's items"
@@ -220,12 +214,12 @@ def split_loss(returned: Any, lane: int) -> tuple[torch.Tensor, dict[str, Any]]:
     return loss, {name: _detached(name, value) for name, value in metrics.items()}
 
 
-def _shape(tensor: torch.Tensor) -> str:
+def _shape(tensor: Tensor) -> str:
     return f"a tensor of shape {tuple(tensor.shape)}"
 
 
-def _detached(name: str, value: Any) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
+def _detached(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
         if value.numel() == 1:
             return value.detach()
         got = _shape(value)
@@ -239,36 +233,32 @@ def _detached(name: str, value: Any) -> torch.Tensor:
     )
 
 
-def _numbers(scalars: Sequence[torch.Tensor]) -> list[float]:
+def _numbers(scalars: Sequence[Tensor]) -> list[float]:
     """Return the values of scalar tensors, with one wait per device instead of one per scalar."""
     values: dict[int, float] = {}
     for device in dict.fromkeys(scalar.device for scalar in scalars):
-        there = {
-            n: scalar.double().reshape(())
-            for n, scalar in enumerate(scalars)
-            if scalar.device == device
-        }
-        values.update(zip(there, torch.stack(list(there.values())).tolist(), strict=True))
+        there = [n for n, scalar in enumerate(scalars) if scalar.device == device]
+        stacked = torch.stack([scalars[n].double().reshape(()) for n in there])
+        values.update(zip(there, stacked.tolist(), strict=True))
     return [values[n] for n in range(len(scalars))]
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether the memory of the host or of a device was exhausted."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or bool(
-        _OUT_OF_MEMORY.search(str(error))
-    )
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or NO_MEMORY.search(str(error)) is not None
 
 
 def _lane_too_large(lane: int, samples: int, lanes: int, where: str) -> OutOfMemoryError:
-    problem = (
-        f"lane {lane} of {lanes}, with {samples} sample{'s' * (samples != 1)}, does not fit the"
-        f" memory of {where}"
-    )
-    others = "precision='bfloat16', activation checkpointing or a smaller model"
-    if samples <= 1:
-        return OutOfMemoryError(f"{problem}; more lanes would not make it smaller: use {others}")
+    with_samples = f"with {samples} sample{'s' * (samples != 1)}"
+    if samples > 1:
+        advice = (
+            f"lanes={2 * lanes} would halve it. The number of lanes affects the result, like the"
+            " batch size, and snapshots fix it: start a new run with resume='never'. Or use"
+        )
+    else:
+        advice = "more lanes would not make it smaller: use"
     return OutOfMemoryError(
-        f"{problem}; lanes={2 * lanes} would halve it. The number of lanes affects the result, like"
-        " the batch size, and a snapshot's is fixed: start a new run with resume='never'."
-        f" Alternatives: {others}"
+        f"lane {lane} of {lanes}, {with_samples}, does not fit the memory of {where}; {advice}"
+        " precision='bfloat16', activation checkpointing or a smaller model"
     )

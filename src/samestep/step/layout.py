@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-import torch
+from torch import Tensor
 
 # In elements. Vectorized kernels round full vectors and tails differently, so no cut between
 # workers may create a new tail.
@@ -70,13 +70,13 @@ class TensorSlice:
     channels last.
     """
 
-    values: torch.Tensor
+    values: Tensor
     shape: tuple[int, ...]
     start: int
     order: tuple[int, ...]
 
 
-def storage_order(tensor: torch.Tensor) -> tuple[int, ...]:
+def storage_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dims from the slowest to the fastest, or in plain order if `tensor` has gaps."""
     if tensor.is_contiguous():
         return tuple(range(tensor.ndim))
@@ -84,7 +84,7 @@ def storage_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return order if tensor.permute(order).is_contiguous() else tuple(range(tensor.ndim))
 
 
-def flattened(tensor: torch.Tensor) -> torch.Tensor:
+def flattened(tensor: Tensor) -> Tensor:
     """Return `tensor` as 1-D in its storage order: a view if it has no gaps, otherwise a copy."""
     if tensor.is_contiguous():
         return tensor.view(-1)

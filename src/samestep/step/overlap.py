@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-import torch
+from torch import Tensor
 
 from samestep.step.exchange import Exchange
-from samestep.step.gradients import Gradients
+from samestep.step.gradients import Gradients, Parameters
 from samestep.step.shard import FlatBuffer
 
 # The smallest gradient whose early copy saves more time than its hook costs.
@@ -37,9 +37,7 @@ class Bucket:
             [[None if n is None else gradients[n] for n in self.numbers] for gradients in own]
         )
 
-    def finish(
-        self, parameters: Sequence[torch.nn.Parameter], missing: Collection[int], scale: float
-    ) -> None:
+    def finish(self, parameters: Parameters, missing: Collection[int], scale: float) -> None:
         """Set `.grad` of all parameters not in `missing` to the global gradient times `scale`.
 
         With a sharded optimizer, its segments get the gradient instead.
@@ -90,7 +88,7 @@ class EarlyExchange(Overlap):
     reach wait for `finish`.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], parameters: Parameters) -> None:
         super().__init__(buckets)
         self._parameters = parameters
         self._order = buckets[::-1]
@@ -105,7 +103,7 @@ class EarlyExchange(Overlap):
         self._awaited = [sum(n is not None for n in bucket.numbers) for bucket in self._order]
         self._started = 0
 
-    def _arrived(self, number: int, _: torch.Tensor) -> None:
+    def _arrived(self, number: int, _: Tensor) -> None:
         if not self._active:
             return
         self._awaited[number] -= 1
@@ -131,7 +129,7 @@ class EarlyCopies(Overlap):
     It is then still in the cache, and only one gradient at a time is in memory twice.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], parameters: Parameters) -> None:
         super().__init__(buckets)
         for bucket in buckets:
             for n, view in zip(bucket.numbers, bucket.exchange.own_views[0], strict=True):
@@ -142,7 +140,7 @@ class EarlyCopies(Overlap):
         for bucket in self.buckets:
             bucket.exchange.wait_until_free()
 
-    def _arrived(self, view: torch.Tensor, parameter: torch.Tensor) -> None:
+    def _arrived(self, view: Tensor, parameter: Tensor) -> None:
         gradient = parameter.grad
         # sparse gradients are rejected after backward
         if self._active and gradient is not None and gradient.layout == view.layout:

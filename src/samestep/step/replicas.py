@@ -14,6 +14,8 @@ from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
 
 from samestep.comm.base import World
 from samestep.errors import ModelError
@@ -24,13 +26,13 @@ LARGE_BYTES: Final = 1 << 20
 WHAT: Final = "replicating a model"
 
 
-def replicate(module: torch.nn.Module, device: torch.device, world: World) -> None:
+def replicate(module: Module, device: torch.device, world: World) -> None:
     """Move a module to `device` and overwrite its parameters and buffers with rank 0's.
 
     Names, shapes, dtypes and `requires_grad` are compared first. Raises `ModelError` with the first
     difference, on all workers.
     """
-    if not isinstance(module, torch.nn.Module):
+    if not isinstance(module, Module):
         raise ModelError(f"run.replicate expected a torch.nn.Module, got {type(module).__name__}")
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
@@ -48,7 +50,7 @@ def replicate(module: torch.nn.Module, device: torch.device, world: World) -> No
         world,
     )
     with torch.no_grad():
-        together: dict[torch.dtype, list[torch.Tensor]] = {}
+        together: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors.values():
             if tensor.nbytes >= LARGE_BYTES:
                 values = tensor.contiguous()
@@ -92,18 +94,13 @@ def _spec(entry: list[Any] | None) -> str:
 class Home(NamedTuple):
     """The location of a tensor: a name in the parameters or buffers of the module that owns it."""
 
-    owner: torch.nn.Module
+    owner: Module
     registry: dict[str, Any]
     name: str
 
-    @property
-    def key(self) -> tuple[int, str]:
-        """A hashable identifier."""
-        return id(self.owner), self.name
-
-    def put(self, tensor: torch.Tensor) -> None:
+    def put(self, tensor: Tensor) -> None:
         """Store a tensor here."""
-        if type(self.owner).__setattr__ is torch.nn.Module.__setattr__:
+        if type(self.owner).__setattr__ is Module.__setattr__:
             self.registry[self.name] = tensor
         else:  # recurrent layers also have a list of their weights
             setattr(self.owner, self.name, tensor)
@@ -115,22 +112,22 @@ class Replica:
     def __init__(self, number: int, device: torch.device, lanes: range) -> None:
         self.number, self.device, self.lanes = number, device, lanes
         # One per home, none on device 0. While this device computes: the tensors it replaced.
-        self.tensors: list[torch.Tensor] = []
-        self.twins: dict[int, torch.Tensor] = {}  # by the ids of the modules' own tensors
+        self.tensors: list[Tensor] = []
+        self.twins: dict[int, Tensor] = {}  # by the ids of the modules' own tensors
 
-    def of(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    def of(self, parameters: Sequence[Parameter]) -> list[Parameter]:
         """Return this device's replicas of parameters."""
         if self.number == 0:
             return list(parameters)
         # the twin of a parameter is a parameter
         return [self.twins[id(parameter)] for parameter in parameters]  # type: ignore[misc]
 
-    def add(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: Tensor) -> None:
         """Make a replica for the next home; a tensor with several homes gets one replica."""
         if id(tensor) not in self.twins:
             twin = tensor.detach().to(self.device, copy=True)
-            if isinstance(tensor, torch.nn.Parameter):
-                twin = torch.nn.Parameter(twin, tensor.requires_grad)
+            if isinstance(tensor, Parameter):
+                twin = Parameter(twin, tensor.requires_grad)
             self.twins[id(tensor)] = twin
         self.tensors.append(self.twins[id(tensor)])
 
@@ -146,19 +143,17 @@ class Replicas:
         ]
         self._homes: dict[tuple[int, str], Home] = {}
 
-    def add(self, module: torch.nn.Module) -> None:
+    def add(self, module: Module) -> None:
         """Copy a module's new parameters and buffers to all devices."""
-        for home in _homes(module):
-            if home.key not in self._homes:
-                self._homes[home.key] = home
+        for key, home in _homes(module).items():
+            if key not in self._homes:
+                self._homes[key] = home
                 for replica in self.all[1:]:
                     replica.add(home.registry[home.name])
 
     def holding(self, model: Any) -> list[Replica]:
         """Return the devices that can run a model: only the first for a module not replicated."""
-        everywhere = not isinstance(model, torch.nn.Module) or all(
-            home.key in self._homes for home in _homes(model)
-        )
+        everywhere = not isinstance(model, Module) or _homes(model).keys() <= self._homes.keys()
         return self.all if everywhere else self.all[:1]
 
     @torch.no_grad()
@@ -193,11 +188,11 @@ class Replicas:
             home.put(tensor)
 
 
-def _homes(module: torch.nn.Module) -> Iterator[Home]:
-    for owner in module.modules():
-        for registry in (owner._parameters, owner._buffers):  # noqa: SLF001 (no public access)
-            yield from (
-                Home(owner, registry, name)
-                for name, tensor in registry.items()
-                if tensor is not None
-            )
+def _homes(module: Module) -> dict[tuple[int, str], Home]:
+    return {
+        (id(owner), name): Home(owner, registry, name)
+        for owner in module.modules()
+        for registry in (owner._parameters, owner._buffers)  # noqa: SLF001 (no public access)
+        for name, tensor in registry.items()
+        if tensor is not None
+    }

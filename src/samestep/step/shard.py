@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Final
 
 import torch
-from torch import optim
+from torch import Tensor, optim
+from torch.nn import Parameter
 
 from samestep.comm.base import World
 from samestep.errors import OptimizerError
 from samestep.step.exchange import Exchange, buckets
+from samestep.step.gradients import Parameters
 from samestep.step.layout import ALIGNMENT, Fragment, TensorSlice, storage_order
 
 ELEMENTWISE: Final = (
@@ -30,20 +32,17 @@ SCALAR_STATE: Final = frozenset({"step", "mu_product", "eta", "mu"})
 
 @dataclass
 class Segment:
-    """Adjacent fragments of a worker's slice that an optimizer updates as one tensor.
-
-    `parameter` is that tensor. It begins at element `start` of the slice.
-    """
+    """Adjacent fragments, from `start` of a worker's slice, updated as one tensor `parameter`."""
 
     fragments: list[Fragment]
-    parameter: torch.nn.Parameter
+    parameter: Parameter
     start: int
 
-    def view_in(self, own_slice: torch.Tensor) -> torch.Tensor:
+    def view_in(self, own_slice: Tensor) -> Tensor:
         """Return this segment's elements of the worker's slice."""
         return own_slice[self.start : self.start + self.parameter.numel()]
 
-    def part(self, values: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+    def part(self, values: Tensor, fragment: Fragment) -> Tensor:
         """Return a fragment's elements of a tensor that has one element per segment element."""
         start = fragment.offset - self.start
         return values[start : start + fragment.stop - fragment.start]
@@ -57,11 +56,7 @@ class FlatBuffer:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        lanes: int,
-        world: World,
-        optimizer: optim.Optimizer,
+        self, parameters: Parameters, lanes: int, world: World, optimizer: optim.Optimizer
     ) -> None:
         self.exchange = Exchange(parameters, lanes, world)
         self._optimizer = optimizer
@@ -74,16 +69,16 @@ class FlatBuffer:
         fragments = self.exchange.layout.fragments(world.rank)
         self.segments = [self._segment(group) for group in self._adjacent(fragments)]
 
-    def parameter_of(self, fragment: Fragment) -> torch.Tensor:
+    def parameter_of(self, fragment: Fragment) -> Tensor:
         """Return the complete parameter that a fragment is a part of."""
         return self.exchange.parameters[fragment.index]
 
     def _segment(self, fragments: list[Fragment]) -> Segment:
         first, last = fragments[0], fragments[-1]
         values = self.own[first.offset : last.offset + last.stop - last.start]
-        return Segment(fragments, torch.nn.Parameter(values), first.offset)
+        return Segment(fragments, Parameter(values), first.offset)
 
-    def _adjacent(self, fragments: Sequence[Fragment]) -> list[list[Fragment]]:
+    def _adjacent(self, fragments: list[Fragment]) -> list[list[Fragment]]:
         """Group the fragments that can share a segment."""
         group_of = {
             id(parameter): number
@@ -91,7 +86,7 @@ class FlatBuffer:
             for parameter in group["params"]
         }
         numbers = [group_of[id(parameter)] for parameter in self.exchange.parameters]
-        groups = [[fragment] for fragment in fragments[:1]]
+        groups = [fragments[:1]] if fragments else []
         for left, right in pairwise(fragments):
             aligned = (left.stop - left.start) % ALIGNMENT == 0
             if aligned and numbers[left.index] == numbers[right.index]:
@@ -103,11 +98,9 @@ class FlatBuffer:
     def split(self, key: Callable[[Fragment], object]) -> None:
         """Split segments, and the optimizer's state, between fragments with different keys."""
         for segment in self.segments:
-            pairs = enumerate(pairwise(segment.fragments), start=1)
-            cuts = [number for number, (left, right) in pairs if key(left) != key(right)]
-            if cuts:
-                bounds = pairwise([0, *cuts, len(segment.fragments)])
-                self._replace(segment, [segment.fragments[a:b] for a, b in bounds])
+            groups = [list(group) for _, group in groupby(segment.fragments, key)]
+            if len(groups) > 1:
+                self._replace(segment, groups)
 
     def _replace(self, segment: Segment, groups: list[list[Fragment]]) -> None:
         new = [self._segment(fragments) for fragments in groups]
@@ -136,11 +129,8 @@ class FlatBuffer:
             if segment.parameter.grad is not None:
                 segment.parameter.grad = segment.parameter.grad.clone()
 
-    def set_gradients(self, own_slice: torch.Tensor, present: Sequence[bool]) -> None:
-        """Add this worker's slice of the global gradient to the segments' gradients.
-
-        Only the parameters that are `present` have a gradient.
-        """
+    def set_gradients(self, own_slice: Tensor, present: Sequence[bool]) -> None:
+        """Add this worker's slice of the gradient to the segments of `present` parameters."""
         if not all(present):
             self.split(lambda fragment: present[fragment.index])
         for segment in self.segments:
@@ -148,7 +138,7 @@ class FlatBuffer:
                 gradient, earlier = segment.view_in(own_slice), segment.parameter.grad
                 segment.parameter.grad = gradient if earlier is None else earlier.add_(gradient)
 
-    def gradients_of(self, ids: set[int]) -> list[torch.Tensor]:
+    def gradients_of(self, ids: set[int]) -> list[Tensor]:
         """Return this worker's parts of the gradients of the parameters with these ids, 1-D."""
         return [
             segment.part(segment.parameter.grad, fragment)
@@ -176,7 +166,8 @@ class Shard:
         initial = optimizer.state_dict()  # Adagrad has state before its first step
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._group_indices = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
         self.flat_buffers = [
             FlatBuffer(bucket, lanes, world, optimizer) for bucket in buckets(parameters, world)
         ]
@@ -185,16 +176,11 @@ class Shard:
             for buffer in self.flat_buffers
             for segment in buffer.segments
         }
-        for group, indices in zip(optimizer.param_groups, self._group_indices(), strict=True):
+        for group, indices in zip(optimizer.param_groups, self._group_indices, strict=True):
             group["params"] = [firsts[index] for index in indices if index in firsts]
         if initial["state"]:
             self.load_state_dict(initial)
         optimizer.register_step_post_hook(self._gather)
-
-    def _group_indices(self) -> list[range]:
-        """Return the original indices of the parameters of each group."""
-        bounds = pairwise(accumulate(self._group_sizes, initial=0))
-        return [range(start, stop) for start, stop in bounds]
 
     def _index(self, buffer: FlatBuffer, fragment: Fragment) -> int:
         """Return the index that a fragment's parameter had in the unsharded optimizer."""
@@ -213,7 +199,7 @@ class Shard:
                 for fragment in segment.fragments:
                     if own := _fragment_state(fragment, segment, values, buffer):
                         state[self._index(buffer, fragment)] = own
-        pairs = zip(self.optimizer.param_groups, self._group_indices(), strict=True)
+        pairs = zip(self.optimizer.param_groups, self._group_indices, strict=True)
         groups = [{**group, "params": list(indices)} for group, indices in pairs]
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
@@ -277,11 +263,11 @@ def _scalar_state(values: Mapping[str, Any] | None) -> dict[str, str] | None:
 
 
 def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _is_elementwise(name: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and name not in SCALAR_STATE
+    return isinstance(value, Tensor) and name not in SCALAR_STATE
 
 
 def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -291,7 +277,7 @@ def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None
         for parameter, number in zip(group["params"], loaded["params"], strict=True):
             values = state["state"].get(number, {})
             for name in SCALAR_STATE & values.keys():
-                if isinstance(values[name], torch.Tensor):
+                if isinstance(values[name], Tensor):
                     target = optimizer.state[parameter]
                     target[name] = values[name].to(target[name].device, copy=True)
 
@@ -301,19 +287,17 @@ def check_shardable(optimizer: optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if type(optimizer) not in ELEMENTWISE:
         raise OptimizerError(
-            f"{name} cannot be sharded: only optimizers that update each element independently can"
-            f" ({', '.join(kind.__name__ for kind in ELEMENTWISE)} of torch.optim); use it without"
-            " run.shard"
+            f"{name} cannot be sharded: only elementwise optimizers can, which are"
+            f" {', '.join(kind.__name__ for kind in ELEMENTWISE)}; use it without run.shard"
         )
     if any(float(values.get("step", 1)) for values in optimizer.state.values()):
         raise OptimizerError(
-            f"this {name} has state already; shard it before its first step, and load its state"
-            " through run.track"
+            f"this {name} has state already; shard it before its first step, and load state through"
+            " run.track"
         )
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    devices = sorted({str(parameter.device) for parameter in parameters})
+    devices = {str(one.device) for group in optimizer.param_groups for one in group["params"]}
     if len(devices) > 1:
         raise OptimizerError(
-            f"the parameters of {name} must be on one device, got {', '.join(devices)}; call"
-            " run.replicate first"
+            f"{name} must have parameters on one device, got {', '.join(sorted(devices))};"
+            " replicate the model first"
         )
