@@ -64,7 +64,7 @@ def lane_batches(plan, lanes, positions, loader_workers=0):
     [
         ShuffledPlan(23, 8, LANES, 1),
         ShuffledPlan(3, 2, LANES, 1),
-        GroupedPlan([index % 3 for index in range(14)], 14, 7, LANES, 1),
+        GroupedPlan(14, 7, LANES, 1, groups=[index % 3 for index in range(14)]),
     ],
     ids=["short last batch", "fewer samples than lanes", "grouped"],
 )

@@ -112,7 +112,7 @@ def load(
     loader = DataLoader(
         fetcher,
         batch_size=None,  # a request is a complete lane batch
-        sampler=_Sampler(requests),
+        sampler=requests,
         collate_fn=_identity,
         num_workers=loader_workers,
         pin_memory=pin_memory,
@@ -190,14 +190,6 @@ def _init_process(parent: int, _: int, *, on_main_thread: bool) -> None:
 
 def _on_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-class _Sampler(torch.utils.data.Sampler[Any]):
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._requests = requests
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._requests)
 
 
 def _identity(batch: Any) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import KW_ONLY, InitVar, asdict, dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,50 +19,67 @@ Indices = NDArray[np.int64]
 GroupBy = Callable[[int], Hashable] | Sequence[Hashable] | NDArray[np.generic]
 
 
-class Plan(Protocol):
-    """A plan assigns every sample exactly once per epoch to a step and a lane."""
+@dataclass
+class Plan(ABC):
+    """The assignment of every sample to one step and one lane per epoch."""
+
+    size: int
+    batch_size: int
+    lanes: int
+    seed: int
+    _: KW_ONLY
+    shuffle: bool = True
+
+    def _check(self) -> None:
+        if self.size < 1:
+            raise DataError("the data set has no samples; check its path and filters")
+        size = self.batch_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"batch_size must be a whole number of at least 1, got {size!r}; it is the global one"
+            )
 
     @property
+    @abstractmethod
     def steps_per_epoch(self) -> int:
         """Steps that use every sample once."""
 
+    @abstractmethod
     def counts(self, epoch: int, step: int) -> list[int]:
         """Return the number of samples of each lane; `step` counts within the epoch."""
 
+    @abstractmethod
     def indices(self, epoch: int, step: int, lane: int) -> Indices:
         """Return a lane's sample indices, int64 and read-only; consecutive calls are fast."""
 
     def describe(self) -> dict[str, int | bool]:
         """Return the values that identify the plan."""
+        options = asdict(self)
+        return {"samples": options.pop("size"), **options}
 
 
-class ShuffledPlan:
+@dataclass(kw_only=True)
+class ShuffledPlan(Plan):
     """Consecutive slices of a permutation, or of the data set without `shuffle`, in O(1) memory.
 
     Step s takes positions [s*batch_size, (s+1)*batch_size); lane l of b samples takes [l*b//lanes,
     (l+1)*b//lanes) of them.
     """
 
-    def __init__(
-        self,
-        size: int,
-        batch_size: int,
-        lanes: int,
-        seed: int,
-        *,
-        shuffle: bool = True,
-        drop_last: bool = False,
-    ) -> None:
-        _check(size, batch_size)
-        self.size, self.batch_size, self.lanes, self.seed = size, batch_size, lanes, seed
-        self.shuffle, self.drop_last = shuffle, drop_last
-        self.steps_per_epoch = size // batch_size if drop_last else -(-size // batch_size)
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        self._check()
         if self.steps_per_epoch == 0:
             raise ConfigError(
-                f"batch_size={batch_size} with drop_last leaves none of {size} samples; decrease it"
-                " or keep the last batch"
+                f"batch_size={self.batch_size} with drop_last leaves none of {self.size} samples;"
+                " decrease it or keep the last batch"
             )
-        self._full_counts = self._deal(batch_size)
+        self._full_counts = self._deal(self.batch_size)
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        return (self.size if self.drop_last else self.size + self.batch_size - 1) // self.batch_size
 
     def counts(self, epoch: int, step: int) -> list[int]:
         left = self.size - step * self.batch_size
@@ -79,40 +97,28 @@ class ShuffledPlan:
             return np.arange(start, stop)
         return _epoch_order(self.size, self.seed, epoch).span(start, stop)
 
-    def describe(self) -> dict[str, int | bool]:
-        return {**_describe(self), "drop_last": self.drop_last}
 
-
-class GroupedPlan:
+@dataclass(kw_only=True)
+class GroupedPlan(Plan):
     """Lane batches with samples of one group only, every sample once, in O(size) memory.
 
     Each group is cut into chunks of ceil(batch_size / lanes) samples; its last one may be shorter.
     A step takes the next floor(batch_size / chunk) chunks in the epoch's order, one per lane.
     """
 
-    def __init__(
-        self,
-        groups: GroupBy,
-        size: int,
-        batch_size: int,
-        lanes: int,
-        seed: int,
-        *,
-        shuffle: bool = True,
-    ) -> None:
-        _check(size, batch_size)
-        self.size, self.batch_size, self.lanes = size, batch_size, lanes
-        self.seed, self.shuffle = seed, shuffle
-        self._members = _members(groups, size)
-        self._chunk = -(-batch_size // lanes)
-        self._chunks_per_step = batch_size // self._chunk
+    groups: InitVar[GroupBy]
+
+    def __post_init__(self, groups: GroupBy) -> None:
+        self._check()
+        self._members = _members(groups, self.size)
+        self._chunk = -(-self.batch_size // self.lanes)
+        self._chunks_per_step = self.batch_size // self._chunk
         self._sizes = np.asarray([len(members) for members in self._members])
         # of each group, followed by the total
         self._first_chunk = np.concatenate([[0], np.cumsum(-(-self._sizes // self._chunk))])
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """Steps that use every chunk once."""
         return -(-int(self._first_chunk[-1]) // self._chunks_per_step)
 
     def counts(self, epoch: int, step: int) -> list[int]:
@@ -143,7 +149,7 @@ class GroupedPlan:
         return groups, (taken - self._first_chunk[groups]) * self._chunk
 
     def describe(self) -> dict[str, int | bool]:
-        return {**_describe(self), "groups": len(self._members)}
+        return {**super().describe(), "groups": len(self._members)}
 
 
 @lru_cache(maxsize=4)  # an order in use holds tables and blocks of a few MiB
@@ -189,18 +195,3 @@ def check_end(name: str, value: int | None) -> None:
     """Raise `ConfigError` unless `value` is a number of epochs or steps; None means no end."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise ConfigError(f"{name} must be a whole number of at least 0 or None, got {value!r}")
-
-
-def _describe(plan: ShuffledPlan | GroupedPlan) -> dict[str, int | bool]:
-    names = ("batch_size", "lanes", "seed", "shuffle")
-    return {"samples": plan.size, **{name: getattr(plan, name) for name in names}}
-
-
-def _check(size: int, batch_size: int) -> None:
-    if size < 1:
-        raise DataError("the data set has no samples; check its path and filters")
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ConfigError(
-            f"batch_size (of the global batch) must be a whole number of at least 1,"
-            f" got {batch_size!r}"
-        )

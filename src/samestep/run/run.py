@@ -172,7 +172,7 @@ class Run:
             raise ConfigError(
                 "drop_last was given with group_by; expected one of them: grouped batches have no last one, any may be short"
             )
-        return GroupedPlan(group_by, size, batch_size, self.lanes, seed, shuffle=shuffle)
+        return GroupedPlan(size, batch_size, self.lanes, seed, shuffle=shuffle, groups=group_by)
 
     def streams(
         self, make_stream: Callable[[int], Any], *, steps: int | None = None, name: str
