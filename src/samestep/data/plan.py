@@ -35,9 +35,8 @@ class Plan(ABC):
             raise DataError("the data set has no samples; check its path and filters")
         size = self.batch_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(
-                f"batch_size must be a whole number of at least 1, got {size!r}; it is the global one"
-            )
+            expected = "batch_size must be a whole number of at least 1 (for all lanes together)"
+            raise ConfigError(f"{expected}, got {size!r}")
 
     @property
     @abstractmethod

@@ -25,10 +25,8 @@ class Buffers:
 
     def __init__(self, world: World, lanes: int, devices: Sequence[torch.device]) -> None:
         self._world, self._lanes = world, lanes
-        self._own = lanes_of(world.rank, world.size, lanes)
-        self._spans = [
-            subtrees(lanes_of(rank, world.size, lanes), lanes) for rank in range(world.size)
-        ]
+        self._lanes_by_rank = [lanes_of(rank, world.size, lanes) for rank in range(world.size)]
+        self._spans = [subtrees(own, lanes) for own in self._lanes_by_rank]
         self._most_spans = max(map(len, self._spans))
         self._homes: list[tuple[dict[str, Any], str]] = []
         self._starts: list[tuple[torch.device, list[Tensor]]] = [(device, []) for device in devices]
@@ -60,22 +58,18 @@ class Buffers:
         On a GPU the comparison is postponed until all lanes are enqueued.
         """
         written = self._written[lane] = {}
-        for number, (start, buffer) in enumerate(
-            zip(self._starts[device][1], self._current(), strict=True)
-        ):
+        pairs = zip(self._starts[device][1], self._current(), strict=True)
+        for number, (start, buffer) in enumerate(pairs):
             if start.is_cuda or not _same_bits(start, buffer):
                 written[number] = buffer.detach().clone()
                 buffer.data.copy_(start)
 
     def written(self) -> list[int]:
         """Return the numbers of the buffers that a lane of this worker wrote."""
+        start = self._start
         for lane, values in self._written.items():
-            on_first_device = {n: value.to(self._start[n].device) for n, value in values.items()}
-            self._written[lane] = {
-                n: value
-                for n, value in on_first_device.items()
-                if not _same_bits(self._start[n], value)
-            }
+            moved = {n: value.to(start[n].device) for n, value in values.items()}
+            self._written[lane] = {n: v for n, v in moved.items() if not _same_bits(start[n], v)}
         return sorted({number for values in self._written.values() for number in values})
 
     def end_step(self, written: Sequence[int], lanes_with_items: Sequence[int]) -> None:
@@ -96,11 +90,8 @@ class Buffers:
         current = self._current()
         for number, values in zip(averaged, mean.split(sizes), strict=True):
             current[number].data.copy_(values.view(self._start[number].shape))
-        first = next(
-            row
-            for rank, row in enumerate(rows)
-            if lanes_with_items[0] in lanes_of(rank, self._world.size, self._lanes)
-        )
+        owns_first = [lanes_with_items[0] in own for own in self._lanes_by_rank]
+        first = rows[owns_first.index(True)]
         offset = self._most_spans * size
         for number in taken:
             start = self._start[number]
@@ -112,7 +103,8 @@ class Buffers:
         self, averaged: Sequence[int], taken: Sequence[int], lanes_with_items: Sequence[int]
     ) -> Tensor:
         """Return one row of bytes per worker: its subtrees' sums, then its first lane's values."""
-        own_lanes = [lane for lane in lanes_with_items if lane in self._own]
+        rank = self._world.rank
+        own_lanes = [lane for lane in lanes_with_items if lane in self._lanes_by_rank[rank]]
 
         def value(lane: int, number: int) -> Tensor:
             return self._written[lane].get(number, self._start[number]).reshape(-1)
@@ -125,10 +117,7 @@ class Buffers:
                 return torch.zeros(size, dtype=torch.float64, device=self._start[0].device)
             return torch.cat([value(span[0], number).double() for number in averaged])
 
-        parts = [
-            tree_sum(span, leaf, torch.add).view(torch.uint8)
-            for span in self._spans[self._world.rank]
-        ]
+        parts = [tree_sum(span, leaf, torch.add).view(torch.uint8) for span in self._spans[rank]]
         parts += [parts[0].new_zeros(len(parts[0]))] * (self._most_spans - len(parts))
         for number in taken:
             first = value(own_lanes[0], number) if own_lanes else self._start[number].reshape(-1)

@@ -59,15 +59,11 @@ class Exchange:
         self._world, self._lanes = world, lanes
         self._route = Route(world.hosts, world.rank)
         self.local_rank = self._route.local_rank
-        self._spans = [
-            subtrees(lanes_of(rank, world.size, lanes), lanes) for rank in self._route.host
-        ]
+        self._spans = [self._spans_of(range(rank, rank + 1)) for rank in self._route.host]
         self._sums = self.shared_storage(max(map(len, self._spans)))
         self._own = self._sums[self.local_rank]
         # The gradients of this worker's subtrees, by parameter; `put` skips those already here.
-        self.own_views = [
-            self.views(flat) for flat in self._own[: len(self._spans[self.local_rank])]
-        ]
+        self.own_views = list(map(self.views, self._own[: len(self._spans[self.local_rank])]))
         self._summed_at = -1
         # completes an exchange that was started
         self._receive: Callable[[], dict[Span, Tensor]] | None = None
@@ -102,18 +98,14 @@ class Exchange:
             self._barrier("waiting until all have added up the gradients before")
 
     def put(self, own: Sequence[Gradients]) -> None:
-        """Copy in the gradients of this worker's subtrees; workers then synchronize before `sum`."""
+        """Copy in the gradients of this worker's subtrees; `sum` needs a barrier after this."""
         self.wait_until_free()
         for views, gradients in zip(self.own_views, own, strict=True):
             copy_gradients(views, gradients)
 
-    def start(self) -> None:
-        """Start to exchange sums with other hosts; all workers of this host have called `put`."""
-        self._receive = self._start()
-
     def sum(self) -> Tensor:
         """Return this worker's slice, 1-D, of the sum over all lanes."""
-        receive, self._receive = self._receive or self._start(), None
+        receive, self._receive = self._receive or self.start(), None
         rank = self._world.rank
         known = {**self._host_sums(rank), **receive()}
         self._summed_at = self._world.meetings
@@ -130,8 +122,11 @@ class Exchange:
             for span, flat in zip(spans, flats, strict=False)
         }
 
-    def _start(self) -> Callable[[], dict[Span, Tensor]]:
-        """Send partners this host's sums of their slices; return a call that receives theirs."""
+    def start(self) -> Callable[[], dict[Span, Tensor]]:
+        """Send partners this host's sums of their slices; return a call that receives theirs.
+
+        All workers of this host have called `put`. `sum` starts the exchange if it is not started.
+        """
         if not self._route.others:
             return dict
         size, own_spans = self.layout.slice_size, self._spans_of(self._route.host)
@@ -158,13 +153,12 @@ class Exchange:
             wait()
             return dict(zip(spans, out, strict=True))
 
+        self._receive = receive
         return receive
 
     def _spans_of(self, host: range) -> list[Span]:
-        first, last = (
-            lanes_of(rank, self._world.size, self._lanes) for rank in (host[0], host[-1])
-        )
-        return subtrees(range(first.start, last.stop), self._lanes)
+        lanes = [lanes_of(rank, self._world.size, self._lanes) for rank in (host[0], host[-1])]
+        return subtrees(range(lanes[0].start, lanes[1].stop), self._lanes)
 
     def gather(self) -> list[Tensor]:
         """Return the complete gradient of every parameter, after all workers have called `sum`."""

@@ -24,10 +24,8 @@ def take_gradients(parameters: Sequence[Tensor]) -> Gradients:
     gradients = [parameter.grad for parameter in parameters]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and gradient.layout != torch.strided:
-            raise LossError(
-                f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which is not"
-                " supported; use sparse=False"
-            )
+            shape = tuple(parameter.shape)
+            raise LossError(f"a parameter of shape {shape} has a sparse gradient; use sparse=False")
         parameter.grad = None
     return gradients
 

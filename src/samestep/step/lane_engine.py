@@ -56,8 +56,7 @@ class LaneEngine(LaneContext):
     ) -> StepResult:
         """Leave the gradient of the mean loss over the global batch in `.grad` of `update`.
 
-        `seed` numbers this call within the run. `note` is JSON that reaches every worker in the
-        same message as the losses.
+        `seed` numbers this call in the run. `note` is JSON, sent to every worker with the losses.
         """
         started = time.perf_counter()
         data_before = batch.data_seconds
@@ -95,16 +94,15 @@ class LaneEngine(LaneContext):
 
     def _trainable(self, update: Module) -> list[Parameter]:
         parameters = self._parameters.setdefault(update, ModuleParameters()).trainable(update)
-        name = type(update).__name__
+        problem = ""
         if not parameters:
-            raise ModelError(
-                f"{name} has no parameter that requires a gradient; call requires_grad_(), or pass"
-                " another module as update="
+            problem = (
+                "no parameter that requires a gradient; call requires_grad_() or change update="
             )
-        if not self._replicated.issuperset(map(id, parameters)):
-            raise ModelError(
-                f"{name} has parameters that are not replicated; pass it to run.replicate first"
-            )
+        elif not self._replicated.issuperset(map(id, parameters)):
+            problem = "parameters that are not replicated; pass it to run.replicate first"
+        if problem:
+            raise ModelError(f"{type(update).__name__} has {problem}")
         return parameters
 
     def _check_finite(self, results: Iterable[LaneResult], step: int) -> None:
@@ -136,7 +134,7 @@ class LaneEngine(LaneContext):
         found = []
         for flat_buffer in self.flat_buffers():
             numbers = [number_of.pop(id(one), None) for one in flat_buffer.exchange.parameters]
-            if any(number is not None for number in numbers):
+            if set(numbers) != {None}:
                 found.append(Bucket(flat_buffer.exchange, numbers, flat_buffer))
         for group in buckets([parameters[n] for n in number_of.values()], self.world):
             exchange = Exchange(group, self.lanes, self.world)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import itemgetter
@@ -101,10 +101,8 @@ class LanePass:
                 pass  # devices take turns, one lane each, so that all of them get work early
         if len(replicas.all) > 1:
             first = replicas.all[0].device
-            sums = {
-                span: [None if gradient is None else gradient.to(first) for gradient in some]
-                for span, some in sums.items()
-            }
+            for span, some in sums.items():
+                sums[span] = [None if gradient is None else gradient.to(first) for gradient in some]
         own_spans = subtrees(self.context.own, self.context.lanes)
         return [tree_sum(span, sums.get, add_gradients) for span in own_spans]
 
@@ -182,9 +180,8 @@ class LanePass:
             return items_in(batch) if self.batch.counts is None else self.batch.counts[lane]
         count = self.loss.count(batch)
         if not math.isfinite(count) or int(count) != count or count < 0:
-            raise DataError(
-                f"count must return a whole number of at least 0, got {count!r} for lane {lane}"
-            )
+            expected = "count must return a whole number of at least 0"
+            raise DataError(f"{expected}, got {count!r} for lane {lane}")
         return int(count)
 
 
@@ -196,15 +193,14 @@ def split_loss(returned: Any, lane: int) -> tuple[Tensor, dict[str, Any]]:
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     loss, metrics = returned if is_pair else (returned, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = _shape(loss) if isinstance(loss, Tensor) else type(loss).__name__
         raise LossError(
-            f"the loss function must return a scalar tensor, got {got} in lane {lane}; return the"
-            " mean over the lane's items"
+            f"the loss function must return a scalar tensor, got {_kind(loss)} in lane {lane};"
+            " return the mean over the lane's items"
         )
     if not loss.requires_grad:
         raise LossError(
-            f"the loss of lane {lane} has no gradient; check whether the model is frozen, or the"
-            " loss is detached or computed under no_grad"
+            f"the loss of lane {lane} has no gradient; is the model frozen, or the loss detached or"
+            " computed under no_grad?"
         )
     if not isinstance(metrics, Mapping):
         raise LossError(
@@ -214,23 +210,19 @@ def split_loss(returned: Any, lane: int) -> tuple[Tensor, dict[str, Any]]:
     return loss, {name: _detached(name, value) for name, value in metrics.items()}
 
 
-def _shape(tensor: Tensor) -> str:
-    return f"a tensor of shape {tuple(tensor.shape)}"
+def _kind(value: Any) -> str:
+    is_tensor = isinstance(value, Tensor)
+    return f"a tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
 
 
 def _detached(name: str, value: Any) -> Tensor:
-    if isinstance(value, Tensor):
+    with suppress(TypeError, ValueError):
+        if not isinstance(value, Tensor):
+            return torch.tensor(float(value), dtype=torch.float64)
         if value.numel() == 1:
             return value.detach()
-        got = _shape(value)
-    else:
-        try:
-            return torch.tensor(float(value), dtype=torch.float64)
-        except (TypeError, ValueError):
-            got = type(value).__name__
-    raise LossError(
-        f"metric {name!r} must be a scalar, got {got}; return the mean over the lane's items"
-    )
+    advice = "return the mean over the lane's items"
+    raise LossError(f"metric {name!r} must be a scalar, got {_kind(value)}; {advice}")
 
 
 def _numbers(scalars: Sequence[Tensor]) -> list[float]:

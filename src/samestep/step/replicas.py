@@ -1,9 +1,8 @@
 """Equal copies of a module: on all workers, and on all devices of one worker.
 
-`replicate` makes a module equal on all workers. `Replicas` copies the parameters and buffers of
-replicated modules to the other devices of this worker. Module objects stay the same: while a device
-computes, its tensors replace the module's own, so user code that holds a module, a submodule or a
-dict of them always finds the tensors of the device it runs on.
+Module objects stay the same: while a device computes, its copies replace the module's own tensors.
+So user code that holds a module, a submodule or a dict of them finds the tensors of the device it
+runs on.
 """
 
 from __future__ import annotations
@@ -36,19 +35,12 @@ def replicate(module: Module, device: torch.device, world: World) -> None:
         raise ModelError(f"run.replicate expected a torch.nn.Module, got {type(module).__name__}")
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
-            raise ModelError(
-                f"parameter {name!r} has no shape yet; run the model once on a sample before"
-                " run.replicate"
-            )
+            advice = "run the model once on a sample before run.replicate"
+            raise ModelError(f"parameter {name!r} has no shape yet; {advice}")
     module.to(device)
     tensors = dict(chain(module.named_parameters(), module.named_buffers()))
-    _compare(
-        {
-            name: [list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
-            for name, tensor in tensors.items()
-        },
-        world,
-    )
+    specs = {name: [list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()}
+    _compare(specs, world)
     with torch.no_grad():
         together: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors.values():
@@ -67,8 +59,8 @@ def replicate(module: Module, device: torch.device, world: World) -> None:
                 tensor.copy_(values.view(tensor.shape))
 
 
-def _compare(signature: dict[str, list[object]], world: World) -> None:
-    first, *others = world.all_gather_json(signature, "comparing models")
+def _compare(specs: dict[str, list[object]], world: World) -> None:
+    first, *others = world.all_gather_json(specs, "comparing models")
     for rank, other in enumerate(others, start=1):
         for name in dict.fromkeys([*first, *other]):
             if first.get(name) != other.get(name):
@@ -78,10 +70,8 @@ def _compare(signature: dict[str, list[object]], world: World) -> None:
                     " the same configuration and data on every worker"
                 )
         if list(first) != list(other):
-            raise ModelError(
-                f"models differ between workers: the parameters of worker {rank} are in another"
-                " order than those of worker 0"
-            )
+            order = f"worker {rank} has its parameters in another order than worker 0"
+            raise ModelError(f"models differ between workers: {order}")
 
 
 def _spec(entry: list[Any] | None) -> str:

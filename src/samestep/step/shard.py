@@ -66,8 +66,8 @@ class FlatBuffer:
             view.copy_(parameter.detach())
             parameter.data = view
         self.own = self.exchange.slice_of(flat, world.rank)
-        fragments = self.exchange.layout.fragments(world.rank)
-        self.segments = [self._segment(group) for group in self._adjacent(fragments)]
+        self.fragments = self.exchange.layout.fragments(world.rank)
+        self.segments = [self._segment(group) for group in self._adjacent()]
 
     def parameter_of(self, fragment: Fragment) -> Tensor:
         """Return the complete parameter that a fragment is a part of."""
@@ -78,7 +78,7 @@ class FlatBuffer:
         values = self.own[first.offset : last.offset + last.stop - last.start]
         return Segment(fragments, Parameter(values), first.offset)
 
-    def _adjacent(self, fragments: list[Fragment]) -> list[list[Fragment]]:
+    def _adjacent(self) -> list[list[Fragment]]:
         """Group the fragments that can share a segment."""
         group_of = {
             id(parameter): number
@@ -86,8 +86,8 @@ class FlatBuffer:
             for parameter in group["params"]
         }
         numbers = [group_of[id(parameter)] for parameter in self.exchange.parameters]
-        groups = [fragments[:1]] if fragments else []
-        for left, right in pairwise(fragments):
+        groups = [self.fragments[:1]] if self.fragments else []
+        for left, right in pairwise(self.fragments):
             aligned = (left.stop - left.start) % ALIGNMENT == 0
             if aligned and numbers[left.index] == numbers[right.index]:
                 groups[-1].append(right)
@@ -208,11 +208,7 @@ class Shard:
         numbers: dict[int, int] = {}
         values = {}
         for buffer in self.flat_buffers:
-            of = {
-                fragment: state["state"].get(self._index(buffer, fragment))
-                for segment in buffer.segments
-                for fragment in segment.fragments
-            }
+            of = {one: state["state"].get(self._index(buffer, one)) for one in buffer.fragments}
             scalars = {fragment: _scalar_state(entry) for fragment, entry in of.items()}
             buffer.split(scalars.__getitem__)
             for segment in buffer.segments:
