@@ -19,7 +19,7 @@ class Pair(NamedTuple):
 
 
 def batch_of(counts):
-    """Return a batch of the given samples a lane, and the list of what was loaded of it."""
+    """Return a batch with `counts` samples per lane, and a list of the lanes loaded so far."""
     loaded = []
 
     def source():
@@ -41,7 +41,7 @@ def test_lanes_without_samples_have_no_batch_and_a_batch_can_be_iterated_again()
     assert loaded == [0, 2, 4]
 
 
-def test_two_iterations_at_once_see_the_same():
+def test_concurrent_iterations_yield_the_same():
     batch, loaded = batch_of([1, 1, 0, 1])
     assert list(zip(batch, batch, strict=True)) == [
         (f"lane {lane}", f"lane {lane}") for lane in (0, 1, 3)
@@ -49,7 +49,7 @@ def test_two_iterations_at_once_see_the_same():
     assert loaded == [0, 1, 3]
 
 
-def test_load_takes_what_nobody_iterated():
+def test_load_loads_the_lanes_not_iterated():
     batch, loaded = batch_of([1, 1, 1])
     next(iter(batch))
     batch.load()
@@ -57,7 +57,7 @@ def test_load_takes_what_nobody_iterated():
     assert batch.data_seconds > 0
 
 
-def test_every_lane_has_items_where_no_plan_counts_them():
+def test_every_lane_has_items_without_a_plan():
     batch = Batch(0, range(2, 4), None, iter("ab"))
     assert list(batch.lane_batches()) == [(2, "a"), (3, "b")]
 
@@ -112,7 +112,7 @@ def generator(lane):
 
 
 class Counter:
-    """Looks at its position at every item."""
+    """Reads its position at every item."""
 
     def __init__(self, lane):
         self.lane, self.start, self.position = lane, random.random(), 0
@@ -132,7 +132,7 @@ class Counter:
 
 
 class Reader(Counter):
-    """Looks at its position when an iteration begins, as data loaders with state do."""
+    """Reads its position when an iteration begins, as stateful data loaders do."""
 
     def __iter__(self):
         return self._from(self.position + 1)
@@ -150,7 +150,7 @@ def items(stream, number):
 
 
 @SOURCES
-def test_a_lane_has_a_stream_of_its_own_wherever_it_runs(source):
+def test_the_stream_of_a_lane_does_not_depend_on_the_worker(source):
     expected = {lane: items(LaneStream(source, "games", lane, seed=1), 4) for lane in range(4)}
     streams = {lane: LaneStream(source, "games", lane, seed=1) for lane in reversed(range(4))}
     for step in range(4):
@@ -164,7 +164,7 @@ def test_a_lane_has_a_stream_of_its_own_wherever_it_runs(source):
 
 
 @SOURCES
-def test_a_stream_continues_where_its_state_was_taken(source):
+def test_a_stream_continues_from_its_state(source):
     stream = LaneStream(source, "games", 1, seed=0)
     for given in (0, 1, 3):
         whole = LaneStream(source, "games", 1, seed=0)
@@ -178,7 +178,7 @@ def test_a_stream_continues_where_its_state_was_taken(source):
 
 
 @SOURCES
-def test_streams_leave_the_generators_alone(source):
+def test_streams_do_not_change_the_generators(source):
     def after(disturb):
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
         disturb()
@@ -196,7 +196,7 @@ def test_a_stream_that_ends_is_an_error():
         next(stream)
 
 
-def test_batches_take_an_item_of_each_lane_a_step():
+def test_a_step_takes_one_item_of_each_lane():
     streams = {
         lane: LaneStream(lambda lane: itertools.count(100 * lane), "numbers", lane, seed=0)
         for lane in (2, 3)
@@ -208,7 +208,7 @@ def test_batches_take_an_item_of_each_lane_a_step():
     assert taken == [[200, 300], 201, [202, 302], 203]
 
 
-def test_batches_end_after_their_steps_and_take_no_item_more():
+def test_batches_end_after_their_steps_without_an_extra_item():
     streams = {0: LaneStream(lambda _: itertools.count(), "numbers", 0, seed=0)}
     assert [list(batch) for batch in stream_batches(streams, range(1), steps=3)] == [[0], [1], [2]]
     assert next(streams[0]) == 3
@@ -218,7 +218,7 @@ def test_batches_end_after_their_steps_and_take_no_item_more():
     ("steps", "done", "left"),
     [(None, 7, None), (5, 0, 5), (5, 3, 2), (5, 5, 0), (5, 7, 0), (0, 0, 0)],
 )
-def test_steps_count_those_that_were_made(steps, done, left):
+def test_steps_left_after_those_done(steps, done, left):
     assert steps_left(steps, done) == left
 
 

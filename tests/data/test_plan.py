@@ -29,7 +29,7 @@ def samples(batches):
 
 
 def assert_pure(plan, again, batches, epoch):
-    """Check that a plan that is asked backwards, twice and between other epochs answers the same."""
+    """Check that a plan gives the same backwards, twice, and between other epochs."""
     for step in reversed(range(plan.steps_per_epoch)):
         again.indices(epoch + 1, 0, 0)
         for lane in reversed(range(plan.lanes)):
@@ -65,7 +65,7 @@ def test_every_sample_is_used_once_an_epoch(size, batch_size, lanes, seed, epoch
 
 @given(size=SIZES, batch_size=SIZES, lanes=LANES, seed=SEEDS)
 def test_batches_do_not_depend_on_the_number_of_lanes(size, batch_size, lanes, seed):
-    """Lanes cut a global batch and choose nothing."""
+    """Lanes divide a global batch; they do not select its samples."""
     cut, whole = (
         lane_batches(ShuffledPlan(size, batch_size, n, seed), epoch=3) for n in (lanes, 1)
     )
@@ -73,7 +73,7 @@ def test_batches_do_not_depend_on_the_number_of_lanes(size, batch_size, lanes, s
 
 
 @given(size=SIZES, batch_size=SIZES, lanes=LANES, seed=SEEDS)
-def test_drop_last_leaves_out_the_short_batch_and_nothing_else(size, batch_size, lanes, seed):
+def test_drop_last_drops_only_the_short_batch(size, batch_size, lanes, seed):
     if batch_size > size:
         with pytest.raises(
             ConfigError,
@@ -149,7 +149,7 @@ def test_other_epochs_and_seeds_have_other_orders():
     ],
 )
 def test_an_order_never_changes(size, step, expected):
-    """A run that resumes under another version must find the order it began with."""
+    """A run that resumes under another version must get the same order."""
     assert ShuffledPlan(size, 256, 4, seed=7).indices(3, step, 2)[:4].tolist() == expected
 
 
@@ -158,7 +158,7 @@ def test_a_grouped_order_never_changes():
     assert plan.indices(3, 100, 2)[:4].tolist() == [11463, 3476, 4890, 802]
 
 
-def test_counts_may_be_written_to():
+def test_counts_may_be_modified():
     plan = ShuffledPlan(10, 4, 2, 0)
     plan.counts(0, 0).clear()
     assert plan.counts(0, 0) == [2, 2]
@@ -173,7 +173,7 @@ def test_a_plan_of_any_size_takes_no_memory():
     assert plan.counts(0, 5) == [512] * 8
 
 
-def test_group_by_takes_what_users_have():
+def test_group_by_accepts_lists_arrays_and_functions():
     labels = [3, 1, 3, 2, 1, 1, 2, 3, 3]
     tensor = torch.tensor(labels)
     given_as = {
@@ -194,7 +194,7 @@ def test_group_by_takes_what_users_have():
     assert plans == dict.fromkeys(given_as, plans["list"])
 
 
-def test_what_cannot_be_used_is_refused():
+def test_unusable_arguments_are_rejected():
     for batch_size in (0, -1, True, 2.0, "8"):
         for make in (
             lambda b: ShuffledPlan(10, b, 2, 0),
@@ -221,7 +221,7 @@ def test_what_cannot_be_used_is_refused():
             GroupedPlan(4, 4, 2, 0, groups=useless)
 
 
-def test_plans_that_deal_otherwise_describe_themselves_otherwise():
+def test_different_plans_have_different_descriptions():
     described = [
         ShuffledPlan(10, 4, 2, 0),
         ShuffledPlan(11, 4, 2, 0),

@@ -35,7 +35,10 @@ def parameters_with_gradients(seed, dtype=torch.float32):
 
 
 def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32):
-    """Return the bits of the norm of the `chosen` parameters, and of all gradients after clipping; `sharded` ones live in slices."""
+    """Return the bits of the norm of `chosen` parameters, and of all gradients after clipping.
+
+    The gradients of `sharded` parameters are in slices.
+    """
     parameters = parameters_with_gradients(seed, dtype)
     flat_buffer = None
     if sharded:
@@ -73,7 +76,7 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32):
 
 @settings(max_examples=60)
 @given(st.data(), st.integers(1, 6), st.integers(0, 10**6), st.sampled_from([1e-3, 1.0, 1e4, 1e9]))
-def test_whole_and_sharded_gradients_are_clipped_to_the_same_bits(data, workers, seed, max_norm):
+def test_complete_and_sharded_gradients_are_clipped_to_the_same_bits(data, workers, seed, max_norm):
     numbers = st.sets(st.integers(0, len(SHAPES) - 1)).map(sorted)
     sharded, chosen = data.draw(numbers), data.draw(numbers.filter(bool))
     expected = clipped(in_threads(1, lambda world: world)[0], seed, max_norm, [], chosen)
@@ -102,7 +105,7 @@ def test_processes_clip_to_the_same_bits(workers):
     st.sampled_from([1e-3, 1.0, 1e9]),
     st.sampled_from([torch.float32, torch.float64]),
 )
-def test_it_is_close_to_what_torch_does(seed, max_norm, dtype):
+def test_clipping_agrees_with_torch(seed, max_norm, dtype):
     ours, theirs = (parameters_with_gradients(seed, dtype) for _ in range(2))
     expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     norm = gradient_norm(ours, [], in_threads(1, lambda world: world)[0])

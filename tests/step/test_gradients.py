@@ -23,7 +23,7 @@ def test_missing_gradients_count_as_zeros():
     assert bits(both) == bits(2 * ones)
 
 
-def test_gradients_are_taken_and_none_is_left():
+def test_taking_gradients_clears_them():
     parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]
     (3 * parameters[0]).sum().backward()
     taken = take_gradients(parameters)
@@ -42,20 +42,20 @@ def ids(parameters):
     return [id(parameter) for parameter in parameters]
 
 
-def test_what_is_frozen_added_shared_or_replaced_is_seen_at_once():
+def test_a_frozen_added_shared_or_replaced_parameter_is_noticed():
     module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    remembered = ModuleParameters()
+    cached = ModuleParameters()
 
     def agrees():
-        return ids(remembered.trainable(module)) == ids(
+        return ids(cached.trainable(module)) == ids(
             parameter for parameter in module.parameters() if parameter.requires_grad
         )
 
     assert agrees()
-    assert len(remembered.trainable(module)) == 4
+    assert len(cached.trainable(module)) == 4
     module[0].weight.requires_grad_(requires_grad=False)
     assert agrees()
-    assert len(remembered.trainable(module)) == 3
+    assert len(cached.trainable(module)) == 3
     module[1].append(nn.Linear(2, 3))
     assert agrees()
     module[1][0] = nn.Linear(2, 2)
@@ -66,12 +66,12 @@ def test_what_is_frozen_added_shared_or_replaced_is_seen_at_once():
     assert agrees()
     module.scale = nn.Parameter(module[0].weight.detach().clone())
     assert agrees()
-    assert len(remembered.trainable(module)) == 4
+    assert len(cached.trainable(module)) == 4
 
 
 def test_a_module_is_not_kept_alive():
-    module, remembered = nn.Linear(2, 2), ModuleParameters()
-    remembered.trainable(module)
+    module, cached = nn.Linear(2, 2), ModuleParameters()
+    cached.trainable(module)
     gone = weakref.ref(module)
     del module
     gc.collect()

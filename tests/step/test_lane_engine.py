@@ -48,7 +48,7 @@ def model_of(lanes):
 
 
 def loss_fn(model, batch):
-    noise = torch.rand(())  # the same wherever the lane runs
+    noise = torch.rand(())  # the same on every worker
     return model["head"](model["body"](batch).relu()).square().mean() * (1 + noise), {
         "noise": noise
     }
@@ -78,7 +78,7 @@ def alone(**options):
 
 
 def everything(world, bucket_bytes=None):
-    """Return what backward leaves: for the whole model and a part of it, twice without clearing, and with notes."""
+    """Return the gradients of a model and of a part of it, with and without clearing before."""
     if bucket_bytes is not None:
         exchange.BUCKET_BYTES = bucket_bytes
     lanes = LaneEngine(world, Config(), LANES, [CPU])
@@ -103,7 +103,7 @@ def everything(world, bucket_bytes=None):
     return found
 
 
-def test_every_number_of_workers_leaves_the_same_gradients():
+def test_gradients_are_the_same_at_any_number_of_workers():
     (expected,) = in_processes(1, everything)
     (first, results), twice, head, counted = expected
     assert [(lane, count) for lane, count, _ in results] == [(0, 3), (2, 2), (3, 4), (4, 1)]
@@ -129,7 +129,7 @@ def test_every_number_of_workers_leaves_the_same_gradients():
         assert on_hosts(workers, workers, everything, 300) == [expected] * workers
 
 
-def test_gradients_are_on_their_way_to_other_hosts_while_backward_runs():
+def test_gradients_are_sent_to_other_hosts_during_backward():
     def body(world, bucket_bytes):
         exchange.BUCKET_BYTES = bucket_bytes
         lanes = LaneEngine(world, Config(), world.size, [CPU])
@@ -166,7 +166,7 @@ def test_gradients_are_on_their_way_to_other_hosts_while_backward_runs():
     assert whole == expected
 
 
-def test_large_gradients_are_where_they_are_added_up_while_backward_runs():
+def test_large_gradients_are_copied_into_the_exchange_during_backward():
     def body(world, early_bytes):
         overlap.EARLY_BYTES = early_bytes
         lanes = LaneEngine(world, Config(), 2, [CPU])
@@ -177,7 +177,7 @@ def test_large_gradients_are_where_they_are_added_up_while_backward_runs():
         storages = []
 
         def arrives(_):
-            """Tell what of the layers above is in a storage of more than one gradient."""
+            """Note which later layers have a gradient in storage shared with others."""
             weights = [layer.weight for layer in model[1:]]
             storages.append(
                 [
@@ -250,12 +250,12 @@ def test_an_optimizer_may_be_sharded_after_the_first_gradients():
         ),
     ],
 )
-def test_a_loss_that_cannot_be_used_is_refused(returned, message):
+def test_an_unusable_loss_is_rejected(returned, message):
     with pytest.raises(LossError, match=message):
         split_loss(returned, 3)
 
 
-def test_losses_and_metrics_come_as_people_write_them():
+def test_losses_and_metrics_may_be_tensors_or_numbers():
     loss = torch.ones(1, requires_grad=True) * 2
     assert split_loss(loss, 0) == (loss, {})
     _, metrics = split_loss((loss, {"a": loss, "b": 0.1, "c": 3, "d": torch.tensor([True])}), 0)
@@ -269,7 +269,7 @@ def test_losses_and_metrics_come_as_people_write_them():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_loss_that_is_not_finite_names_step_lane_and_worker_on_every_worker(workers):
+def test_every_worker_reports_step_and_lane_of_a_nonfinite_loss(workers):
     def diverging(model, batch):
         loss, _ = loss_fn(model, batch)
         return loss * math.nan if len(batch) == COUNTS[3] else loss
@@ -279,8 +279,8 @@ def test_a_loss_that_is_not_finite_names_step_lane_and_worker_on_every_worker(wo
         model = model_of(lanes)
         with pytest.raises(NonFiniteLossError) as caught:
             backward(lanes, model, step=8, loss_fn=diverging)
-        going_on = LaneEngine(world, Config(nonfinite_loss="continue"), LANES, [CPU])
-        result = backward(going_on, model_of(going_on), loss_fn=diverging)
+        continuing = LaneEngine(world, Config(nonfinite_loss="continue"), LANES, [CPU])
+        result = backward(continuing, model_of(continuing), loss_fn=diverging)
         assert [math.isnan(lane.metrics["loss"]) for lane in result.results] == [
             False,
             False,
@@ -295,7 +295,7 @@ def test_a_loss_that_is_not_finite_names_step_lane_and_worker_on_every_worker(wo
     assert all(message.startswith(expected) for message in in_processes(workers, body))
 
 
-def test_what_cannot_be_updated_or_counted_is_refused():
+def test_wrong_modules_and_counts_are_rejected():
     lanes = alone()
     model = model_of(lanes)
     with pytest.raises(

@@ -48,8 +48,8 @@ def test_fragments_tile_every_tensor_once_on_multiples_of_64(sizes, workers):
 
 
 @given(SIZES, st.integers(1, 17))
-def test_tensors_lie_one_after_the_other_wherever_they_are_cut(sizes, workers):
-    """A snapshot may rely on it: where a tensor lies does not depend on the number of workers."""
+def test_offsets_do_not_depend_on_the_number_of_workers(sizes, workers):
+    """Snapshots rely on it."""
     offsets = Layout(sizes, workers).offsets
     assert offsets == Layout(sizes, 1).offsets
     assert offsets[0] == 0
@@ -92,7 +92,7 @@ def test_the_usual_formats():
     assert storage_order(torch.tensor(1.0)) == ()
 
 
-def test_what_is_not_dense_is_copied_in_plain_order():
+def test_a_tensor_with_gaps_is_copied_in_plain_order():
     whole = torch.arange(24).view(4, 6)
     for tensor in (whole[:, ::2], whole[0].expand(3, 6), whole.T[1:3, 1:]):
         assert storage_order(tensor) == (0, 1)

@@ -25,7 +25,7 @@ def bits(number):
 @example([(MOST, 1), (MOST, 1), (-MOST, 1), (1.0, 1)], None)
 @example([(MOST, 1), (MOST, 1), (-math.inf, 1)], None)
 @example([(math.inf, 1), (1.0, 1), (-math.inf, 1), (math.nan, 1)], None)
-def test_the_order_of_merging_never_shows(means, random):
+def test_the_order_of_merging_does_not_matter(means, random):
     orders = [means, means[::-1], sorted(means, key=repr)]
     if random is not None:
         orders.append(random.sample(means, len(means)))
@@ -58,7 +58,7 @@ def test_a_mean_weighs_by_items():
         ([MOST, MOST, -MOST, -MOST], 0.0),
     ],
 )
-def test_what_is_not_finite_is_as_in_arithmetic_without_overflow(values, expected):
+def test_nonfinite_values_follow_arithmetic_without_overflow(values, expected):
     assert bits(Mean.of([(value, 1) for value in values]).value) == bits(expected)
 
 
