@@ -95,7 +95,7 @@ class Exchange:
     def wait_until_free(self) -> None:
         """Wait until no worker reads the previous gradients, if there was no update since."""
         if self._world.shares_memory and self._world.meetings == self._summed_at:
-            self._barrier("waiting until all have added up the gradients before")
+            self._barrier("waiting for the previous gradient sum")
 
     def put(self, own: Sequence[Gradients]) -> None:
         """Copy in the gradients of this worker's subtrees; `sum` needs a barrier after this."""
@@ -115,7 +115,7 @@ class Exchange:
         return torch.add(left, right, out=self.slice_of(self._own[0], rank))
 
     def _host_sums(self, rank: int) -> dict[Span, Tensor]:
-        """Return one worker's slice of every sum on this host; only its reader may write there."""
+        """Return a worker's slice of every sum on this host, in memory that its sum may reuse."""
         return {
             span: self.slice_of(flat, rank)
             for spans, flats in zip(self._spans, self._sums, strict=True)
@@ -125,7 +125,7 @@ class Exchange:
     def start(self) -> Callable[[], dict[Span, Tensor]]:
         """Send partners this host's sums of their slices; return a call that receives theirs.
 
-        All workers of this host have called `put`. `sum` starts the exchange if it is not started.
+        All workers of this host must have called `put`. Without this call, `sum` starts first.
         """
         if not self._route.others:
             return dict
