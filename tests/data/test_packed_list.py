@@ -102,7 +102,10 @@ class Records:
 
 
 def growth(dataset, objects, epochs):
-    """Return the growth of two loader processes' private memory after the first batch, in bytes."""
+    """Return the growth of the private memory of two loader processes, in bytes.
+
+    It is measured after the first batch of each, when both have started.
+    """
 
     def private_bytes():
         rollups = [
@@ -124,9 +127,9 @@ def growth(dataset, objects, epochs):
         for start in range(0, objects, batch)
     ]
     batches = load(dataset, requests, collate_fn=sum, loader_workers=2, pin_memory=False)
-    next(batches)
+    next(batches), next(batches)
     first = private_bytes()
-    for _ in requests[2:]:  # all but the last batch, after which the processes may exit
+    for _ in requests[3:]:  # all but the last batch, after which the processes may exit
         next(batches)
     last = private_bytes()
     batches.close()
