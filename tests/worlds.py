@@ -67,7 +67,7 @@ def distributed_world(timeout: float = TIMEOUT_SECONDS, hosts: int = 1) -> Distr
     """Return the world of this worker as if the workers ran on several hosts."""
     place = find_process(os.environ)
     workers = place.world_size // hosts
-    place = replace(place, local_rank=place.rank % workers, local_workers=workers)
+    place = replace(place, local_rank=place.rank % workers, local_world_size=workers)
     return Distributed(form(place, timeout, share=True), cuda=False)
 
 
