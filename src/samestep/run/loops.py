@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from samestep.data.batch import Batch
+from samestep.data.batch import Batch, steps_left
 from samestep.data.plan import Plan, check_end
-from samestep.data.streams import steps_left
 from samestep.errors import DataError
 from samestep.run.progress import Position, Progress
 

@@ -10,8 +10,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from samestep.config import Config
-from samestep.data.batch import Batch
-from samestep.data.streams import LaneStream
+from samestep.data.batch import Batch, LaneStream
 from samestep.errors import DataError
 from samestep.record import Record
 from samestep.run.divergence import DivergenceCheck

@@ -193,7 +193,7 @@ def _is_sharded(manifest: Manifest, names: Sequence[str]) -> bool:
     return saved == {
         (piece.index, piece.start, piece.stop)
         for rank in range(manifest.workers)
-        for piece in layout.pieces(rank)
+        for piece in layout.fragments(rank)
     }
 
 
