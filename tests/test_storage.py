@@ -25,7 +25,7 @@ def storage(far):
 
 @given(st.integers(1, 12), st.floats(0.01, 10), st.floats(0.01, 100))
 def test_pauses_double_up_to_the_longest_and_lose_up_to_half(tries, first, longest):
-    pauses = list(Retries(tries, first, longest).pauses())
+    pauses = list(Retries(tries, first, longest).delays())
     assert len(pauses) == tries - 1
     for number, pause in enumerate(pauses):
         whole = min(first * 2**number, longest)
@@ -34,7 +34,7 @@ def test_pauses_double_up_to_the_longest_and_lose_up_to_half(tries, first, longe
 
 def test_pauses_differ_and_leave_the_random_numbers_of_training_alone():
     before = random.getstate()
-    assert list(Retries().pauses()) != list(Retries().pauses())
+    assert list(Retries().delays()) != list(Retries().delays())
     assert random.getstate() == before
 
 
@@ -89,7 +89,7 @@ def test_after_the_last_try_it_is_told(far, storage):
     far.before = staticmethod(failing(4, TimeoutError("no answer"), "cat_file"))
     with pytest.raises(
         StorageError,
-        match=r"the storage did not read faulty://far/run/a/b: TimeoutError: no answer",
+        match=r"cannot read faulty://far/run/a/b: TimeoutError: no answer",
     ):
         storage.read("a/b", 0, 3)
     with pytest.raises(StorageError, match="FileNotFoundError"):  # the fifth call
@@ -161,7 +161,8 @@ def test_an_answer_that_was_lost_is_no_conflict_and_another_file_is(far, storage
     monkeypatch.undo()
     storage.create("manifest", b"mine")
     with pytest.raises(
-        StorageError, match="somebody else wrote it meanwhile; give every run a URL of its own"
+        StorageError,
+        match="another run wrote this file in the meantime; give every run its own URL",
     ):
         storage.create("manifest", b"yours")
     assert storage.read("manifest", 0, 4) == b"mine"
@@ -178,11 +179,11 @@ def test_a_storage_that_knows_no_conditions_is_written_all_the_same(far, storage
     [
         (
             "s4://bucket/run",
-            "s4://bucket/run was given; expected a URL that fsspec knows, such as s3://bucket/runs/one: Protocol not known: s4",
+            "expected a URL that fsspec knows, such as s3://bucket/runs/one, got s4://bucket/run: Protocol not known: s4",
         ),
         (
             "adl://store/run",
-            "adl://store/run was given; expected what reaches adl to be installed: pip install what it names",
+            "adl://store/run needs a package for adl: install the package it names",
         ),
     ],
 )
@@ -197,6 +198,6 @@ def test_a_missing_package_is_told_with_how_to_install_it(monkeypatch, missing, 
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(
         ConfigError,
-        match=rf's3://bucket/run was given; expected .* pip install "samestep\[{extra}\]"',
+        match=rf's3://bucket/run needs .* pip install "samestep\[{extra}\]"',
     ):
         Storage("s3://bucket/run").open()

@@ -31,7 +31,7 @@ from samestep.launch.membership import ElasticPolicy, Membership
 from samestep.launch.ssh import read_hosts
 from samestep.launch.store_server import Keys
 from samestep.snapshot import load
-from samestep.snapshot.commit import CommitProtocol, combined
+from samestep.snapshot.commit import CommitProtocol, combine
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manifest import NAME, Manifest
 from samestep.snapshot.state import canonical, flatten, no_tensor, restore
@@ -340,7 +340,7 @@ def _meetings(folder: Path) -> list[Target]:
     parts = [
         {
             "state": manifest["state"] if rank == 0 else {"dict": []},
-            "forms": entries,
+            "specs": entries,
             "pieces": [
                 [name, start, stop, offset, None]
                 for name, (file, start, stop, offset) in pieces
@@ -361,7 +361,7 @@ def _meetings(folder: Path) -> list[Target]:
         return meetings[0]
 
     def commit(meeting: CommitProtocol) -> None:
-        combined(meeting.parts(), step=2, attempt="first", info={}, score=None).to_bytes()
+        combine(meeting.receive_parts(), step=2, attempt="first", info={}, score=None).to_bytes()
 
     def failed(random: Random) -> CommitProtocol:
         words = mutate.of_bytes(
@@ -372,7 +372,7 @@ def _meetings(folder: Path) -> list[Target]:
 
     return [
         Target("part", part, commit, (Exception,)),
-        Target("failed", failed, CommitProtocol.parts, (Exception,)),
+        Target("failed", failed, CommitProtocol.receive_parts, (Exception,)),
     ]
 
 

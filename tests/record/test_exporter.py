@@ -94,7 +94,7 @@ def test_by_hand_it_says_what_did_not_arrive(record, run):
     assert ended.returncode == 1
     assert '"error": "ConnectionError: no route"' in ended.stdout
     assert (
-        "the record does not reach file:///proc/none/run: StorageError: the storage did not"
+        "the record does not reach file:///proc/none/run: StorageError: cannot"
         in ended.stderr
     )
 

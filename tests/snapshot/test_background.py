@@ -1,11 +1,18 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
-from samestep.snapshot.mirror import Background
+from samestep.snapshot import hooks
 
 
-def test_what_is_asked_for_during_a_pass_is_one_more():
+class Passes(hooks.Hook):
+    def __init__(self, make_pass):
+        self._make_pass = make_pass
+        super().__init__("passes")
+
+
+def test_requests_during_a_pass_cause_one_more():
     begun, may_end = threading.Semaphore(0), threading.Semaphore(0)
     passes = []
 
@@ -14,20 +21,21 @@ def test_what_is_asked_for_during_a_pass_is_one_more():
         assert may_end.acquire(timeout=20)
         passes.append(None)
 
-    background = Background("passes", make_pass)
-    background.wait()
-    background.ask()
+    background = Passes(make_pass)
+    background.finish()
+    background.on_commit(Path())
     assert begun.acquire(timeout=20)
     for _ in range(3):
-        background.ask()
+        background.on_commit(Path())
     may_end.release(2)
-    background.wait()
+    background.finish()
     assert len(passes) == 2
-    background.close(20.0)
+    background.close()
     assert not background._thread.is_alive()
 
 
-def test_closing_waits_no_longer_than_it_is_told_and_begins_no_pass():
+def test_closing_waits_only_for_the_grace_period_and_starts_no_pass(monkeypatch):
+    monkeypatch.setattr(hooks, "CLOSE_SECONDS", 0.0)
     begun, may_end = threading.Semaphore(0), threading.Event()
     passes = []
 
@@ -36,11 +44,11 @@ def test_closing_waits_no_longer_than_it_is_told_and_begins_no_pass():
         begun.release()
         may_end.wait(20)
 
-    background = Background("passes", make_pass)
-    background.ask()
+    background = Passes(make_pass)
+    background.on_commit(Path())
     assert begun.acquire(timeout=20)
-    background.ask()
-    background.close(0.0)
+    background.on_commit(Path())
+    background.close()
     may_end.set()
     background._thread.join(20)
     assert len(passes) == 1

@@ -4,8 +4,8 @@ import pytest
 
 from samestep.errors import ConfigError, SnapshotError
 from samestep.snapshot import load_newest
-from samestep.snapshot.download import Downloads, load_from
-from samestep.snapshot.remote import Remote
+from samestep.snapshot.remote import RemoteSnapshots
+from samestep.snapshot.resume import Downloads, load_from
 from tests.faults import flip_byte
 from tests.jobs import steps_of
 from tests.snapshot.exact import exact
@@ -25,7 +25,7 @@ def old(far, tmp_path):
     """The directory of a run with three snapshots, of which the remote holds a copy."""
     for step in (1, 2, 3):
         save_once(tmp_path / "old", step, small_state(step), workers=2)
-        Remote(URL, HASTY).send(tmp_path / "old" / steps_of(step)[0])
+        RemoteSnapshots(URL, HASTY).send(tmp_path / "old" / steps_of(step)[0])
     return tmp_path / "old"
 
 
@@ -73,7 +73,7 @@ def test_the_newest_of_both_places_is_taken_and_here_before_there(old, far, tmp_
 
 
 def test_damaged_ones_are_named_and_passed_over(old, far, tmp_path):
-    remote = Remote(URL, HASTY)
+    remote = RemoteSnapshots(URL, HASTY)
     for step in (2, 3):
         data = next((old / steps_of(step)[0]).glob("tensors*"))
         flip_byte(data, -1)
@@ -97,7 +97,7 @@ def test_what_is_damaged_here_is_taken_from_there(old):
 
 def test_a_storage_that_does_not_answer_is_told_where_there_is_something_to_resume_from(old, far):
     far.before = staticmethod(failing(100, PermissionError("denied")))
-    reason = f"the storage did not list {URL}: PermissionError: denied"
+    reason = f"cannot list {URL}: PermissionError: denied"
     assert resumed(2, old) == [(exact(small_state(3)), [("remote_failed", URL, reason)])] * 2
 
 
@@ -106,7 +106,7 @@ def test_it_is_an_error_where_there_is_not(old, far, tmp_path, operation):
     far.before = staticmethod(failing(100, PermissionError("denied"), operation))
     with pytest.raises(
         SnapshotError,
-        match=r"PermissionError: denied. What the run would resume from may be there, and there is none in",
+        match=r"PermissionError: denied. The storage may hold the snapshot to resume from, and .* has none",
     ):
         resumed(2, tmp_path / "new")
 
@@ -124,13 +124,13 @@ def test_one_snapshot_is_loaded_by_its_url(old, tmp_path):
         in_threads(2, lambda world: load_from(f"{URL}/{steps_of(9)[0]}", tmp_path / "new", world))
     with pytest.raises(
         ConfigError,
-        match=f"resume='{URL}' was given; expected the URL of a snapshot, such as {URL}/step-00001200",
+        match=f"resume must be the URL of a snapshot, such as {URL}/step-00001200, got '{URL}'",
     ):
         in_threads(1, lambda world: load_from(URL, tmp_path / "new", world))
 
 
 def test_workers_meet_while_one_downloads(old, far, tmp_path, monkeypatch):
-    monkeypatch.setattr("samestep.snapshot.download.PULSE_SECONDS", 0.001)
+    monkeypatch.setattr("samestep.snapshot.resume.POLL_SECONDS", 0.001)
 
     def body(world):
         def wait_for_meetings(operation, path):

@@ -7,13 +7,14 @@ import os
 
 import pytest
 
+from samestep import storage
 from samestep.snapshot import files
 
 
 def test_a_file_appears_whole(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
-    with files.appearing(path) as temporary:
+    with storage.atomic_path(path) as temporary:
         temporary.write_bytes(b"new")
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
@@ -25,7 +26,7 @@ def test_a_block_that_fails_leaves_what_was_there(tmp_path):
     path.write_bytes(b"old")
 
     def interrupted():
-        with files.appearing(path) as temporary:
+        with storage.atomic_path(path) as temporary:
             temporary.write_bytes(b"half")
             raise KeyboardInterrupt
 
@@ -38,8 +39,8 @@ def test_a_block_that_fails_leaves_what_was_there(tmp_path):
 def test_data_is_durable_before_it_has_its_name(tmp_path, monkeypatch):
     path = tmp_path / "a"
     synced = []
-    monkeypatch.setattr(files, "sync", lambda place: synced.append((place.name, path.exists())))
-    files.write_whole(path, b"new")
+    monkeypatch.setattr(storage, "sync", lambda place: synced.append((place.name, path.exists())))
+    storage.write_atomically(path, b"new")
     assert synced == [(f".a.{os.getpid()}.tmp", False), (tmp_path.name, True)]
 
 
@@ -165,7 +166,7 @@ def test_errors_of_sync_are_not_hidden(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="Input/output"):
-        files.sync(tmp_path)
+        storage.sync(tmp_path)
 
 
 def test_a_file_system_need_not_sync_directories(tmp_path, monkeypatch):
@@ -174,6 +175,6 @@ def test_a_file_system_need_not_sync_directories(tmp_path, monkeypatch):
 
     (tmp_path / "a").touch()
     monkeypatch.setattr(os, "fsync", refuse)
-    files.sync(tmp_path)
+    storage.sync(tmp_path)
     with pytest.raises(OSError, match="Invalid"):
-        files.sync(tmp_path / "a")
+        storage.sync(tmp_path / "a")

@@ -8,7 +8,7 @@ import pytest
 
 from samestep.errors import ConfigError
 from samestep.record.sinks.function import find_function
-from samestep.snapshot.hooks import Transfer
+from samestep.snapshot.hooks import FunctionHook
 from samestep.snapshot.manifest import NAME
 from tests.jobs import steps_of
 from tests.snapshot.saving import save_once, small_state
@@ -25,10 +25,10 @@ def transferred(directory, function, *steps):
     """Have the snapshots of these steps transferred; return what is reported."""
     told = []
     with closing(
-        Transfer(function, lambda kind, **fields: told.append((kind, fields)))
+        FunctionHook(function, lambda kind, **fields: told.append((kind, fields)))
     ) as transfer:
         for name in steps_of(*steps):
-            transfer.snapshot_is_whole(directory / name)
+            transfer.on_commit(directory / name)
         transfer.finish()
     return told
 
@@ -58,7 +58,7 @@ def test_a_function_that_fails_is_told_and_asked_again_at_the_next_snapshot(
         told = transferred(directory, fail_once, 1, 2)
     reason = f"{type(error).__name__}: {error}"
     assert told == [("transfer_failed", {"path": str(paths[1]), "reason": reason})]
-    assert f"failed with {paths[1]}: {reason}" in caplog.text
+    assert f"transfer failed for {paths[1]}: {reason}" in caplog.text
     assert [path.parent.name for path in paths] == [*steps_of(1, 1), *steps_of(2, 2, 2)]
 
 
@@ -75,10 +75,10 @@ def test_training_does_not_wait_for_the_function(directory):
         was_asked.set()
         is_saved.wait(20)
 
-    with closing(Transfer(wait, lambda *_, **__: None)) as transfer:
-        transfer.snapshot_is_whole(directory / steps_of(1)[0])
+    with closing(FunctionHook(wait, lambda *_, **__: None)) as transfer:
+        transfer.on_commit(directory / steps_of(1)[0])
         assert was_asked.wait(20)
-        transfer.snapshot_is_whole(directory / steps_of(2)[0])
+        transfer.on_commit(directory / steps_of(2)[0])
         is_saved.set()
         transfer.finish()
 

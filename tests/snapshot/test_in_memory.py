@@ -22,9 +22,7 @@ from samestep.config import merge
 from samestep.errors import SnapshotError
 from samestep.handoff import SLOTS, open_launcher_state
 from samestep.record import open_record
-from samestep.snapshot import in_memory as hot
-from samestep.snapshot import load_newest
-from samestep.snapshot import memory_slot as slot
+from samestep.snapshot import in_memory, load_newest, memory_slot
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager
 from tests.snapshot.exact import exact
@@ -40,8 +38,8 @@ class KilledError(Exception):
 
 @pytest.fixture(autouse=True)
 def _small_segments(monkeypatch):
-    monkeypatch.setattr(slot, "SEGMENT_BYTES", 200)
-    monkeypatch.setattr(hot, "PASSED_BYTES", 1000)
+    monkeypatch.setattr(memory_slot, "SEGMENT_BYTES", 200)
+    monkeypatch.setattr(in_memory, "CHUNK_BYTES", 1000)
 
 
 def place(rank, workers, on_host):
@@ -122,11 +120,11 @@ def load_of(kept, report=refuse):
 @contextmanager
 def death(at):
     """End whoever writes at point number `at`: before a call, or in the middle of one; what is as short as a header is written at once."""
-    write, checksum, points = os.pwrite, slot.checksum, iter(range(10**9))
+    write, checksum, points = os.pwrite, memory_slot.checksum, iter(range(10**9))
 
     def pwrite(file, data, offset):
         if next(points) == at:
-            if len(data) > slot._HEADER.size:
+            if len(data) > memory_slot._HEADER.size:
                 write(file, bytes(data)[: len(data) // 2], offset)
             raise KilledError
         return write(file, data, offset)
@@ -137,8 +135,8 @@ def death(at):
         return checksum(data)
 
     with (
-        mock.patch.object(slot.os, "pwrite", pwrite),
-        mock.patch.object(slot, "checksum", checksum_of),
+        mock.patch.object(memory_slot.os, "pwrite", pwrite),
+        mock.patch.object(memory_slot, "checksum", checksum_of),
     ):
         yield
 
@@ -196,24 +194,24 @@ def test_every_byte_counts():
         save_all(copies, 2)
         file = kept.slots[0][1]
         content = os.pread(file, os.fstat(file).st_size, 0)
-        for index in (*range(slot._HEADER.size), *range(slot.START, len(content), 5)):
+        for index in (*range(memory_slot._HEADER.size), *range(memory_slot.START, len(content), 5)):
             os.pwrite(file, bytes([content[index] ^ 1]), index)
             told = []
             assert load_of(kept, lambda kind, reason, told=told: told.append((kind, reason))) == 1
             ((kind, reason),) = told
-            assert kind == "hot_copy_rejected"
+            assert kind == "in_memory_snapshot_rejected"
             assert "damaged" in reason
             os.pwrite(file, content[index : index + 1], index)
         assert load_of(kept) == 2
 
 
-def test_a_hot_copy_wins_over_a_snapshot_of_its_step_and_older_ones_only(tmp_path):
+def test_a_in_memory_snapshot_wins_over_a_snapshot_of_its_step_and_older_ones_only(tmp_path):
     with open_launcher_state(1) as kept:
         save_all(team([kept], 1), 2)
         for step, expected in ((1, None), (2, None), (3, "step-00000003")):
             save_once(tmp_path, step, small_state(step))
             snapshot = load_newest(tmp_path, Alone(), refuse, team([kept], 1)[0])
-            assert snapshot.path.name == (expected or "hot-copy-of-step-2")
+            assert snapshot.path.name == (expected or "in-memory-snapshot-of-step-2")
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (2, 4), (4, 2)])
@@ -269,12 +267,12 @@ def test_workers_meet_between_two_copies():
 
 def test_auto_makes_the_first_copy_at_once_and_then_as_rank_0_says(monkeypatch):
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(hot.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(in_memory.time, "monotonic", lambda: clock.now)
 
     def slow_write(*_):
         clock.now += 0.5
 
-    monkeypatch.setattr(slot.MemorySlot, "write", slow_write)
+    monkeypatch.setattr(memory_slot.MemorySlot, "write", slow_write)
     with open_launcher_state(1) as kept:
         (copies,) = team([kept], 1, "auto")
         assert copies.is_due(1, agreed=False)
@@ -292,7 +290,7 @@ def test_a_copy_that_cannot_be_made_is_told_and_is_the_last(tmp_path, caplog):
     with (
         open_launcher_state(1) as kept,
         mock.patch.object(
-            slot.os, "posix_fallocate", side_effect=OSError(12, "Cannot allocate memory")
+            memory_slot.os, "posix_fallocate", side_effect=OSError(12, "Cannot allocate memory")
         ),
     ):
         (copies,) = team([kept], 1)
@@ -300,19 +298,19 @@ def test_a_copy_that_cannot_be_made_is_told_and_is_the_last(tmp_path, caplog):
             wraps=open_record(tmp_path, writes=False),
             event=lambda kind, **fields: events.append((kind, fields)),
         )
-        keeper = SnapshotManager(merge({}, {}), Alone(), record, "a", None, copies)
-        keeper.tracked.add("model", torch.nn.Linear(2, 2), None)
-        keeper.copy(1, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))
-        keeper.copy(2, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))
+        manager = SnapshotManager(merge({}, {}), Alone(), record, "a", None, copies)
+        manager.tracked.add("model", torch.nn.Linear(2, 2), None)
+        manager.save_in_memory(1, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))
+        manager.save_in_memory(2, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))
         assert not copies.time_is_up()
     assert events == [
-        ("hot_copy_failed", {"step": 1, "reason": "[Errno 12] Cannot allocate memory"})
+        ("in_memory_snapshot_failed", {"step": 1, "reason": "[Errno 12] Cannot allocate memory"})
     ]
-    assert "no more hot copies are made: [Errno 12]" in caplog.text
+    assert "no more in-memory snapshots: [Errno 12]" in caplog.text
 
 
-@pytest.mark.parametrize(("anew", "telling"), [(True, [0]), (False, [])])
-def test_where_no_memory_outlives_workers_one_of_them_says_so_once(anew, telling):
+@pytest.mark.parametrize(("is_new", "reporting"), [(True, [0]), (False, [])])
+def test_where_no_memory_outlives_workers_one_of_them_says_so_once(is_new, reporting):
     with (
         mock.patch.object(
             files.os, "memfd_create", side_effect=PermissionError(1, "Operation not permitted")
@@ -323,12 +321,12 @@ def test_where_no_memory_outlives_workers_one_of_them_says_so_once(anew, telling
         told = {}
         for rank, one in enumerate(copies):
             assert one.find(refuse) == []
-            one.begin(0, anew=anew)
+            one.report_start(0, is_new=is_new)
             try:
                 one.save(1, "a", small_state(1), {}, INFO, time.monotonic())
             except SnapshotError as error:
                 told[rank] = str(error)
-    assert list(told) == telling
+    assert list(told) == reporting
     assert all("refuses memfd_create" in reason for reason in told.values())
 
 
@@ -338,4 +336,4 @@ def test_a_part_that_says_it_is_whole_and_is_cut_is_refused():
         file = kept.slots[0][0]
         os.ftruncate(file, os.fstat(file).st_size - 1)
         with pytest.raises(SnapshotError, match="damaged"):
-            slot.read(file)
+            memory_slot.read(file)

@@ -34,7 +34,7 @@ class Death:
         self._point = point
         self._sign = sign
         part.SEGMENT_BYTES = 256
-        CommitProtocol.go_on = self._before(CommitProtocol.go_on)
+        CommitProtocol.raise_if_given_up = self._before(CommitProtocol.raise_if_given_up)
         os.fsync = self._before(os.fsync)
         Path.write_bytes = self._in_the_middle_of(Path.write_bytes)
         sys.addaudithook(lambda event, _: self._pass() if event in TOUCHING else None)
@@ -65,7 +65,7 @@ class Death:
 
 def _wait_or_give_up(writer: SnapshotWriter, sign: Path) -> None:
     """Wait until a save is done; give up waiting for others once there is the sign that one is dead."""
-    CommitProtocol.go_on = lambda _: None
+    CommitProtocol.raise_if_given_up = lambda _: None
     while not writer._pending.done():
         if sign.exists():
             writer._given_up.set()

@@ -7,9 +7,9 @@ import pytest
 
 from samestep.errors import SnapshotError
 from samestep.snapshot import load
+from samestep.snapshot.hooks import Hook, Mirror
 from samestep.snapshot.manifest import NAME
-from samestep.snapshot.mirror import Mirror
-from samestep.snapshot.remote import Remote
+from samestep.snapshot.remote import RemoteSnapshots
 from tests.faults import flip_byte
 from tests.jobs import steps_of
 from tests.snapshot.exact import exact
@@ -22,7 +22,7 @@ def mirroring(directory, keep_last=2, keep_best=0, **options):
     """Yield the mirror of a directory and what it reports."""
     told = []
     mirror = Mirror(
-        Remote(URL, HASTY),
+        RemoteSnapshots(URL, HASTY),
         directory,
         keep_last=keep_last,
         keep_best=keep_best,
@@ -50,7 +50,7 @@ def test_every_snapshot_is_copied_once_and_those_that_go_here_go_there(tmp_path,
     with mirroring(tmp_path) as (mirror, told), team(tmp_path, keep_last=2) as (writers, _):
         for step in (1, 2, 3):
             save(writers, step, small_state(step))
-            mirror.snapshot_is_whole(tmp_path / steps_of(step)[0])
+            mirror.on_commit(tmp_path / steps_of(step)[0])
             mirror.finish()
     assert remote.names() == steps_of(2, 3)
     assert kinds(told) == ["snapshot_copied"] * 3 + ["snapshot_removed"]
@@ -129,7 +129,7 @@ def test_another_history_is_set_aside_once(tmp_path, remote):
             {"path": f"{URL}/superseded-x", "snapshots": steps_of(2, 3)},
         )
         save_once(tmp_path / "new", 2, small_state(7), attempt="second")
-        mirror.snapshot_is_whole(tmp_path / "new" / steps_of(2)[0])
+        mirror.on_commit(tmp_path / "new" / steps_of(2)[0])
         mirror.finish()
     assert kinds(told).count("snapshots_set_aside") == 1
     assert remote.names() == steps_of(1, 2)
@@ -146,20 +146,20 @@ def test_a_storage_that_refuses_is_told_once_until_it_works_again(tmp_path, remo
         for _ in range(3):
             with pytest.raises(SnapshotError) as caught:
                 mirror.finish()
-            mirror.snapshot_is_whole(tmp_path)
-        mirror._background.wait()
+            mirror.on_commit(tmp_path)
+        Hook.finish(mirror)
         far.before = staticmethod(lambda operation, path: None)
-        mirror.snapshot_is_whole(tmp_path)
+        mirror.on_commit(tmp_path)
         mirror.finish()
     assert str(caught.value).startswith(
-        f"the last snapshot is whole in {tmp_path}, and could not be copied to {URL}: the storage did not list {URL}: "
+        f"the last snapshot is complete in {tmp_path}, but could not be copied to {URL}: cannot list {URL}: "
         "PermissionError: denied. Start the run again once that works"
     )
-    reason = f"the storage did not list {URL}: PermissionError: denied"
+    reason = f"cannot list {URL}: PermissionError: denied"
     assert told[0] == ("remote_failed", {"url": URL, "reason": reason})
     assert kinds(told) == ["remote_failed", "snapshot_copied"]
     assert [record.getMessage() for record in caplog.records] == [
-        f"{reason}; it is tried again at the next snapshot"
+        f"{reason}; retrying at the next snapshot"
     ]
     assert remote.names() == steps_of(1)
 
@@ -184,7 +184,7 @@ def test_a_snapshot_that_newer_ones_replace_while_it_is_sent_is_no_failure(tmp_p
 def test_closing_does_not_wait_for_another_try(tmp_path, far):
     save_once(tmp_path, 1, small_state(1))
     far.before = staticmethod(failing(10**6, ConnectionError("reset")))
-    remote = Remote(URL)  # which would wait for half a minute
+    remote = RemoteSnapshots(URL)  # which would wait for half a minute
     mirror = Mirror(remote, tmp_path, keep_last=1, keep_best=0, report=lambda *_, **__: None)
     mirror.close()
-    assert not mirror._background._thread.is_alive()
+    assert not mirror._thread.is_alive()

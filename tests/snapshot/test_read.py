@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from samestep.errors import SnapshotError
-from samestep.snapshot import check, files, find_newest, list_snapshots, load, part
+from samestep.snapshot import check, find_newest, list_snapshots, load, part, read
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manifest import LARGEST_BYTES, NAME
 from samestep.snapshot.read import fault, inspect
@@ -102,7 +102,7 @@ def test_a_missing_file_is_named(snapshot, whole):
 
 def test_no_manifest_no_snapshot(tmp_path, snapshot):
     (snapshot / NAME).unlink()
-    assert f"snapshot {snapshot} has no manifest.json: it was never finished" == rejected_by(
+    assert f"snapshot {snapshot} has no manifest.json: it was never committed" == rejected_by(
         check, snapshot
     )
     assert f"there is no snapshot {tmp_path / 'none'}" == rejected_by(check, tmp_path / "none")
@@ -126,13 +126,14 @@ def test_what_is_no_regular_file_is_not_waited_for(snapshot, whole, examine):
 
 def test_a_manifest_that_is_too_large_is_not_read(snapshot):
     os.truncate(snapshot / NAME, LARGEST_BYTES + 1)
-    assert f"expected at most {LARGEST_BYTES}" in rejected_by(inspect, snapshot)
+    assert f"must have at most {LARGEST_BYTES} bytes" in rejected_by(inspect, snapshot)
 
 
 def test_another_format_is_told(snapshot, whole):
     put(snapshot, {NAME: signed({**json.loads(whole[NAME]), "format": 1})})
-    assert "is of format 1; expected 2: read it with the samestep that wrote it" in rejected_by(
-        check, snapshot
+    assert (
+        "expected format 2 of manifest.json, got 1; read it with the version of samestep that wrote it"
+        in rejected_by(check, snapshot)
     )
 
 
@@ -150,23 +151,23 @@ def test_a_tensor_larger_than_its_file_is_never_allocated(snapshot, whole):
     body = json.loads(whole[NAME])
     body["tensors"]["model/weight"] = [["float32", [2**50], [0]], [[0, 0, 2**50, 0]]]
     put(snapshot, {NAME: signed(body)})
-    assert "is said to hold pieces outside of them" in rejected_by(load, snapshot)
+    assert "manifest.json places pieces of tensors outside of" in rejected_by(load, snapshot)
 
 
 def test_pieces_of_a_file_do_not_overlap(snapshot, whole):
     body = json.loads(whole[NAME])
     body["tensors"]["model/twin"] = body["tensors"]["model/weight"]
     put(snapshot, {NAME: signed(body)})
-    assert "is said to hold pieces of tensors that overlap" in rejected_by(load, snapshot)
+    assert "manifest.json places overlapping pieces of tensors in" in rejected_by(load, snapshot)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        (2, 0, "segments of 0 bytes"),
-        (2, 2**40, "segments of 1099511627776 bytes"),
-        (2, 64, "and 1 checksums"),
-        (3, [], "and 0 checksums"),
+        (2, 0, "bytes, got 0"),
+        (2, 2**40, "bytes, got 1099511627776"),
+        (2, 64, ", got 1"),
+        (3, [], ", got 0"),
     ],
 )
 def test_every_segment_has_a_checksum(snapshot, whole, field, value, message):
@@ -263,7 +264,7 @@ def test_damage_of_any_segment_is_found_and_named(tmp_path, monkeypatch, segment
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(snapshot, whole, monkeypatch):
-    monkeypatch.setattr(files, "file_size", lambda path: len(whole[path.name]))
+    monkeypatch.setattr(read, "file_size", lambda path: len(whole[path.name]))
     cut(next(snapshot.glob("tensors*")), 10)
     assert "the file ends early" in rejected_by(load, snapshot)
 
@@ -283,7 +284,7 @@ def test_the_newest_whole_snapshot_is_found_and_the_others_are_named(tmp_path):
         ("snapshot_rejected", str(tmp_path / "step-00000040")),
         ("snapshot_rejected", str(tmp_path / "step-00000030")),
     ]
-    assert "never finished" in reports[0][1]["reason"]
+    assert "never committed" in reports[0][1]["reason"]
     assert "damaged" in reports[1][1]["reason"]
 
 
@@ -315,7 +316,7 @@ def test_one_object_is_loaded_alone(snapshot):
         {"scheduler": small_state(2)["scheduler"]}
     )
     assert rejected_by(lambda path: load(path, ["optimizer"]), snapshot).endswith(
-        "it holds no optimizer; it holds model, scheduler"
+        "it has no optimizer; it has model, scheduler"
     )
 
 

@@ -9,7 +9,7 @@ from samestep.errors import SnapshotError
 from samestep.snapshot import load
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import fault
-from samestep.snapshot.remote import Remote
+from samestep.snapshot.remote import RemoteSnapshots
 from samestep.storage import StorageError
 from tests.faults import cut, flip_byte
 from tests.snapshot.exact import exact
@@ -118,7 +118,7 @@ def test_files_of_another_size_are_sent_again_and_what_the_manifest_does_not_nam
     remote.storage.remove(data.removeprefix("/far/run/"))
     remote.storage.create(data.removeprefix("/far/run/"), b"half of it")
     remote.storage.create(f"{FIRST}/left-over", b"by a sender that was killed")
-    with pytest.raises(SnapshotError, match="has 10 bytes; expected"):
+    with pytest.raises(SnapshotError, match="bytes, got 10"):
         remote.inspect(FIRST)
     remote.send(directory / FIRST)
     assert remote.inspect(FIRST).step == 1
@@ -137,7 +137,7 @@ def test_a_step_that_was_saved_again_takes_the_place_of_the_former(directory, re
     assert brought(remote, FIRST, tmp_path / "new")[0] == exact(small_state(7))
 
 
-def test_of_two_that_send_one_step_at_once_one_wins_and_its_snapshot_is_whole(far, tmp_path):
+def test_of_two_that_send_one_step_at_once_one_wins_and_its_on_commit(far, tmp_path):
     runs = [tmp_path / name for name in ("first", "second")]
     for number, run in enumerate(runs):
         save_once(run, 1, small_state(number), attempt=run.name)
@@ -148,16 +148,18 @@ def test_of_two_that_send_one_step_at_once_one_wins_and_its_snapshot_is_whole(fa
 
     def send(run):
         try:
-            return Remote(URL, HASTY).send(run / FIRST)
+            return RemoteSnapshots(URL, HASTY).send(run / FIRST)
         except StorageError as error:
             return str(error)
 
     with ThreadPoolExecutor(2) as senders:
         outcomes = list(senders.map(send, runs))
     (lost,) = [outcome for outcome in outcomes if isinstance(outcome, str)]
-    assert "somebody else wrote it meanwhile" in lost
+    assert "another run wrote this file in the meantime" in lost
     winner = next(number for number, outcome in enumerate(outcomes) if outcome != lost)
-    assert brought(Remote(URL, HASTY), FIRST, tmp_path / "new")[0] == exact(small_state(winner))
+    assert brought(RemoteSnapshots(URL, HASTY), FIRST, tmp_path / "new")[0] == exact(
+        small_state(winner)
+    )
 
 
 def test_set_aside_is_moved_out_of_the_way(directory, remote):
@@ -206,7 +208,7 @@ def test_what_is_damaged_here_is_replaced(directory, remote):
 def test_another_snapshot_of_the_step_is_left_alone(directory, remote, tmp_path):
     remote.send(directory / FIRST)
     save_once(tmp_path / "other", 1, small_state(7), attempt="other")
-    with pytest.raises(SnapshotError, match="is another snapshot of this step; give an empty dir"):
+    with pytest.raises(SnapshotError, match="is another snapshot of this step; use an empty dir"):
         remote.fetch(FIRST, tmp_path / "other")
     assert exact(load(tmp_path / "other" / FIRST).state) == exact(small_state(7))
 
@@ -227,13 +229,13 @@ def test_what_is_damaged_there_never_appears_here(directory, remote, far, tmp_pa
         (lambda path: cut(path / NAME, 100), "manifest.json is damaged"),
         (lambda path: flip_byte(path / NAME, 50), "manifest.json is damaged"),
         (lambda path: (path / NAME).write_bytes(b"[" * 2**15), "manifest.json is damaged"),
-        (lambda path: next(path.glob("tensors*")).unlink(), "has no bytes; expected"),
-        (lambda path: (path / NAME).unlink(), "it has no manifest.json: it was never finished"),
+        (lambda path: next(path.glob("tensors*")).unlink(), "bytes, got no file"),
+        (lambda path: (path / NAME).unlink(), "it has no manifest.json: it was never committed"),
     ],
 )
 def test_whatever_is_there_is_data(directory, far, damage, reason):
     damage(directory / FIRST)
-    remote = Remote(f"file://{directory}", HASTY)
+    remote = RemoteSnapshots(f"file://{directory}", HASTY)
     with pytest.raises(SnapshotError, match=rf"snapshot file://{directory}/{FIRST}: .*{reason}"):
         remote.inspect(FIRST)
     with pytest.raises(SnapshotError, match="there is none"):
@@ -244,7 +246,7 @@ def test_a_manifest_that_is_too_large_is_not_read(directory, remote, far, monkey
     remote.send(directory / FIRST)
     far.calls.clear()
     monkeypatch.setattr("samestep.snapshot.remote.LARGEST_BYTES", 100)
-    with pytest.raises(SnapshotError, match=r"manifest.json has \d+ bytes; expected at most 100"):
+    with pytest.raises(SnapshotError, match=r"manifest.json must have at most 100 bytes, got \d+"):
         remote.inspect(FIRST)
     assert {operation for operation, _ in far.calls} == {"ls"}
 
@@ -264,7 +266,9 @@ def test_workers_of_one_host_that_all_ask_are_served_by_one_download(remote, far
     far.calls.clear()
     with ThreadPoolExecutor(3) as workers:
         paths = list(
-            workers.map(lambda _: Remote(URL, HASTY).fetch(FIRST, tmp_path / "new"), range(3))
+            workers.map(
+                lambda _: RemoteSnapshots(URL, HASTY).fetch(FIRST, tmp_path / "new"), range(3)
+            )
         )
     assert exact(load(paths[0]).state) == exact(small_state(1))
     assert len([path for operation, path in far.calls if operation == "cat_file"]) == segments + 3

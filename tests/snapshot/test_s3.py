@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from samestep.errors import SnapshotError
+from samestep.snapshot.hooks import Mirror
 from samestep.snapshot.manifest import NAME
-from samestep.snapshot.mirror import Mirror
 from samestep.snapshot.read import inspect
-from samestep.snapshot.remote import Remote
+from samestep.snapshot.remote import RemoteSnapshots
 from samestep.storage import Retries, Storage, StorageError
 from tests.jobs import STEPS, events, image_job, left_by, left_in, snapshots, steps_of, train
 from tests.s3 import s3_server
@@ -31,7 +31,7 @@ def server(tmp_path_factory):
 
 
 def _listed(url):
-    return Remote(url).names()
+    return RemoteSnapshots(url).names()
 
 
 def test_a_run_goes_on_with_the_same_bits_on_a_machine_that_has_nothing(server, tmp_path):
@@ -71,17 +71,17 @@ def test_a_wrong_secret_is_told_and_stops_no_training(server, tmp_path):
     (ended,) = try_workers(train, 1, image_job, tmp_path / "run", options, environment=wrong)
     assert isinstance(ended.error, SnapshotError)
     assert str(ended.error).startswith(
-        f"the last snapshot is whole in {tmp_path / 'run'}, and could not be copied to s3://bucket/runs/two"
+        f"the last snapshot is complete in {tmp_path / 'run'}, but could not be copied to s3://bucket/runs/two"
     )
     (told,) = events(tmp_path / "run", "remote_failed")
     assert told["reason"].startswith(
-        "the storage did not list s3://bucket/runs/two: PermissionError: The request signature"
+        "cannot list s3://bucket/runs/two: PermissionError: The request signature"
     )
     assert snapshots(tmp_path / "run") == steps_of(4, 6, 8)
     (refused,) = try_workers(
         train, 1, image_job, tmp_path / "new", {"remote": "s3://bucket/runs/two"}, environment=wrong
     )
-    assert "What the run would resume from may be there" in str(refused.error)
+    assert "The storage may hold the snapshot to resume from" in str(refused.error)
 
 
 def _race(url):
@@ -100,7 +100,10 @@ def _race(url):
 def test_of_two_that_write_one_manifest_at_once_one_wins(server):
     ((outcomes, there),) = run_workers(_race, 1, "s3://bucket/race", environment=server.environment)
     assert [outcome for outcome in outcomes if isinstance(outcome, int)] == [there]
-    assert sum("somebody else wrote it meanwhile" in str(outcome) for outcome in outcomes) == 1
+    assert (
+        sum("another run wrote this file in the meantime" in str(outcome) for outcome in outcomes)
+        == 1
+    )
 
 
 def _send_one_file_and_die(directory, url):
@@ -111,23 +114,26 @@ def _send_one_file_and_die(directory, url):
         os.kill(os.getpid(), signal.SIGKILL)
 
     Storage.send = send_and_die
-    Remote(url).send(directory)
+    RemoteSnapshots(url).send(directory)
 
 
 class Counted(Retries):
     """Counts how often something was tried again."""
 
-    pauses_made = 0
+    retries = 0
 
-    def pauses(self):
-        for pause in super().pauses():
-            Counted.pauses_made += 1
-            yield pause
+    def delays(self):
+        for delay in super().delays():
+            Counted.retries += 1
+            yield delay
 
 
 def _mirror(directory, url, sign):
     """Copy what is missing, each file once its sign is taken away; return what was there before, was reported, and how many pauses made."""
-    remote, told = Remote(url, Counted(tries=100, first_seconds=0.1, longest_seconds=0.1)), []
+    remote, told = (
+        RemoteSnapshots(url, Counted(tries=100, first_seconds=0.1, longest_seconds=0.1)),
+        [],
+    )
     state = random.getstate()
     before = remote.storage.sizes(steps_of(1)[0])
     send = Storage.send
@@ -149,11 +155,11 @@ def _mirror(directory, url, sign):
     mirror.finish()
     mirror.close()
     assert random.getstate() == state  # it belongs to training
-    return before, told, Counted.pauses_made
+    return before, told, Counted.retries
 
 
 def _fetch(url, directory):
-    return inspect(Remote(url).fetch(steps_of(1)[0], directory)).attempt
+    return inspect(RemoteSnapshots(url).fetch(steps_of(1)[0], directory)).attempt
 
 
 def test_killed_senders_and_killed_servers_cost_only_what_was_under_way(tmp_path):

@@ -142,19 +142,22 @@ def test_what_several_workers_hold_alike_is_kept_once(tmp_path):
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ([{"a": torch.ones(2)}, {"a": torch.zeros(2)}], "worker 1 holds other values of tensor a"),
+        (
+            [{"a": torch.ones(2)}, {"a": torch.zeros(2)}],
+            "tensor a must have equal values on all workers, got other values on worker 1",
+        ),
         (
             [{"a": torch.ones(2)}, {"a": torch.ones(2, 1)}],
-            r"worker 1 holds tensor a as \['float32', \[2, 1\]",
+            r"tensor a must be \['float32', \[2\].* on all workers, got \['float32', \[2, 1\]",
         ),
-        ([{"a": {"b": 1}}, {"a": {"b": 2}}], "workers hold different values of a/b: 1 and 2"),
+        ([{"a": {"b": 1}}, {"a": {"b": 2}}], "a/b must be equal on all workers, .* got 1 and 2"),
         (
             [{"a": sliced(torch.ones(9), 0, 3)}, {"a": sliced(torch.ones(9), 5, 9)}],
-            "tensor a is not whole: elements 3 to 5 of 9 .* missing",
+            "tensor a is incomplete: elements 3 to 5 of 9 .* missing",
         ),
         (
             [{"a": sliced(torch.ones(9), 0, 6)}, {"a": sliced(torch.ones(9), 5, 9)}],
-            "tensor a is not whole: elements 5 to 6 of 9 .* twice",
+            "tensor a is incomplete: elements 5 to 6 of 9 .* duplicates",
         ),
     ],
 )
@@ -168,11 +171,12 @@ def test_a_tensor_is_either_shared_or_own(tmp_path):
     with team(tmp_path) as ((writer,), _):
         with pytest.raises(
             SnapshotError,
-            match="tensor a/b was given as shared by all workers and as this worker's own",
+            match="tensor a/b must be either shared by all workers or this worker's own, got both",
         ):
             writer.save(1, {"a": {"b": torch.ones(1)}}, {"a": {"b": torch.ones(1)}}, NO_INFO)
         with pytest.raises(
-            SnapshotError, match="tensor a was given as shared by all workers and is a slice"
+            SnapshotError,
+            match="tensor a must be complete to be shared by all workers, got a slice",
         ):
             writer.save(1, {"a": sliced(torch.ones(4), 0, 4)}, {}, NO_INFO)
 
@@ -207,7 +211,7 @@ def test_processes_save_together(tmp_path, workers):
 def test_training_goes_on_while_a_snapshot_is_written(tmp_path, monkeypatch):
     weight = torch.ones(1000)
     free = threading.Event()
-    monkeypatch.setattr(CommitProtocol, "go_on", lambda _: free.wait(20))
+    monkeypatch.setattr(CommitProtocol, "raise_if_given_up", lambda _: free.wait(20))
     with team(tmp_path) as ((writer,), reports):
         writer.save(1, {"weight": weight}, {}, NO_INFO)
         weight.zero_()
@@ -302,7 +306,7 @@ def test_memory_that_cannot_be_had_is_told_by_the_save(tmp_path, monkeypatch):
 
 def test_an_attempt_is_part_of_file_names(tmp_path):
     with (
-        pytest.raises(SnapshotError, match="attempt='a/b' was given; expected letters"),
+        pytest.raises(SnapshotError, match=r"attempt must have letters, .* got 'a/b'"),
         team(tmp_path, attempt="a/b"),
     ):
         pass
@@ -317,7 +321,9 @@ def test_all_workers_learn_of_a_failure(tmp_path, monkeypatch, failing):
     with team(tmp_path, 3) as (writers, reports):
         save(writers, 1, small_state(1))
         monkeypatch.setattr(
-            CommitProtocol, "go_on", lambda meeting: full() if meeting.rank == failing else None
+            CommitProtocol,
+            "raise_if_given_up",
+            lambda meeting: full() if meeting.rank == failing else None,
         )
         for writer in writers:
             writer.save(2, small_state(2), {}, NO_INFO)
@@ -325,7 +331,7 @@ def test_all_workers_learn_of_a_failure(tmp_path, monkeypatch, failing):
             with pytest.raises(
                 SnapshotError,
                 match=rf"step-00000002 could not be written: worker {failing}: .*No space left.*; free some space there.*"
-                r"The newest whole snapshot is step-00000001",
+                r"The newest complete snapshot is step-00000001",
             ):
                 writer.wait()
             writer.wait()
@@ -345,13 +351,13 @@ def test_a_worker_that_could_not_say_why_failed_too(tmp_path):
         writer.save(1, small_state(1), {}, NO_INFO)
         with pytest.raises(
             SnapshotError,
-            match=r"worker 1 could not write its part of snapshot .*step-00000001, nor why",
+            match=r"worker 1 could not write its part of snapshot .*step-00000001, nor the reason",
         ):
             writer.wait()
 
 
 def test_a_disk_without_room_for_words_still_tells_of_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr("samestep.snapshot.commit.write_whole", full)
+    monkeypatch.setattr("samestep.snapshot.commit.write_atomically", full)
     with team(tmp_path, 2) as (writers, _):
         for writer in writers:
             writer.save(1, small_state(1), {}, NO_INFO)
@@ -368,7 +374,7 @@ def test_a_worker_that_never_comes_is_named(tmp_path):
         writer.save(1, small_state(1), {}, NO_INFO)
         with pytest.raises(
             SnapshotError,
-            match=r"worker 1, 2 did not write its part within 0.02 seconds. There is no whole snapshot yet",
+            match=r"worker 1, 2 did not write its part within 0.02 seconds. There is no complete snapshot yet",
         ):
             writer.wait()
         last.save(1, small_state(1), {}, NO_INFO)
@@ -417,12 +423,14 @@ def test_close_lets_what_is_under_way_become_whole(tmp_path):
 
 
 def test_the_directory_may_be_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(CommitProtocol, "go_on", lambda _: shutil.rmtree(tmp_path / "run"))
+    monkeypatch.setattr(
+        CommitProtocol, "raise_if_given_up", lambda _: shutil.rmtree(tmp_path / "run")
+    )
     with team(tmp_path / "run") as ((writer,), _):
         writer.save(1, small_state(1), {}, NO_INFO)
         with pytest.raises(
             SnapshotError,
-            match=r"No such file.*leave the run's directory in place.*There is no whole snapshot yet",
+            match=r"No such file.*leave the run's directory in place.*There is no complete snapshot yet",
         ):
             writer.wait()
 
@@ -459,7 +467,7 @@ def test_a_record_that_cannot_be_written_hides_no_failure(tmp_path, monkeypatch)
     writer = SnapshotWriter(
         tmp_path, rank=0, workers=1, attempt="a", keep_last=1, keep_best=0, report=report
     )
-    monkeypatch.setattr(CommitProtocol, "go_on", full)
+    monkeypatch.setattr(CommitProtocol, "raise_if_given_up", full)
     writer.save(1, small_state(1), {}, NO_INFO)
     with pytest.raises(SnapshotError, match="No space left"):
         writer.wait()
@@ -476,7 +484,7 @@ def test_a_full_disk_leaves_the_former_snapshot_whole(workers):
         for writer in writers:
             with pytest.raises(
                 SnapshotError,
-                match=r"No space left.*free some space there.*newest whole snapshot is step-00000001",
+                match=r"No space left.*free some space there.*newest complete snapshot is step-00000001",
             ):
                 writer.wait()
         assert not list(disk.glob("step-00000002/tensors*"))

@@ -77,7 +77,7 @@ def test_export_takes_the_newest_whole_snapshot(directory, tmp_path, capsys, pla
 
 
 def test_export_of_another_object(directory, tmp_path):
-    with pytest.raises(SnapshotError, match="it holds no ema"):
+    with pytest.raises(SnapshotError, match="it has no ema"):
         run("export", directory, tmp_path / "x.safetensors", "--object", "ema")
 
 
@@ -85,7 +85,7 @@ def test_a_directory_without_snapshots(tmp_path, capsys):
     assert run(tmp_path) == 0
     assert capsys.readouterr().out == f"{tmp_path} holds no snapshots\n"
     for words in (["check", tmp_path], ["export", tmp_path, tmp_path / "x"]):
-        with pytest.raises(SnapshotError, match="holds no"):
+        with pytest.raises(SnapshotError, match="has no"):
             run(*words)
 
 

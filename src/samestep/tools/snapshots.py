@@ -98,11 +98,11 @@ class RemoteRun:
 
     def __init__(self, url: str) -> None:
         from samestep.snapshot.read import step_of
-        from samestep.snapshot.remote import Remote
+        from samestep.snapshot.remote import RemoteSnapshots
 
         folder, _, name = url.rstrip("/").rpartition("/")
         is_snapshot = step_of(Path(name)) is not None
-        self._remote = Remote(folder if is_snapshot else url)
+        self._remote = RemoteSnapshots(folder if is_snapshot else url)
         self.place = url
         self.names = [name] if is_snapshot else self._remote.names()
 
@@ -156,7 +156,7 @@ def _check(run: LocalRun | RemoteRun) -> int:
 
 
 def _export(run: LocalRun | RemoteRun, file: Path, name: str) -> int:
-    from samestep.snapshot.export import export
+    from samestep.snapshot.read import export
 
     with ExitStack() as exits:
         snapshot, path = _newest_whole(run, exits)

@@ -142,7 +142,7 @@ def parameters_of(manifest: Manifest) -> tuple[int, bool]:
     tensors of what was tracked first.
     """
     optimizers: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name, form in manifest.forms.items():
+    for name, form in manifest.specs.items():
         if (match := _STATE.fullmatch(name)) and form.shape:
             optimizers[match["optimizer"]][int(match["index"])].append(name)
     if not optimizers:
@@ -150,25 +150,25 @@ def parameters_of(manifest: Manifest) -> tuple[int, bool]:
             (
                 name
                 for name, _ in manifest.state["dict"]
-                if any(form.startswith(f"{name}/") for form in manifest.forms)
+                if any(form.startswith(f"{name}/") for form in manifest.specs)
             ),
             None,
         )
         forms = [
             form
-            for name, form in manifest.forms.items()
+            for name, form in manifest.specs.items()
             if name.startswith(f"{first}/") and form.dtype.is_floating_point
         ]
-        return sum(form.extent.nbytes for form in forms), False
+        return sum(form.nbytes for form in forms), False
     firsts = [
         [min(names) for _, names in sorted(by_index.items())] for by_index in optimizers.values()
     ]
-    nbytes = sum(manifest.forms[name].extent.nbytes for names in firsts for name in names)
+    nbytes = sum(manifest.specs[name].nbytes for names in firsts for name in names)
     return nbytes, any(_is_sharded(manifest, names) for names in firsts)
 
 
 def _is_sharded(manifest: Manifest, names: Sequence[str]) -> bool:
-    layout = Layout(tuple(manifest.forms[name].extent.elements for name in names), manifest.workers)
+    layout = Layout(tuple(manifest.specs[name].elements for name in names), manifest.workers)
     cut = {
         (index, piece.start, piece.stop)
         for index, name in enumerate(names)
