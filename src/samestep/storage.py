@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 # A retry does not help: something is missing, not allowed, or not possible.
 _FINAL: Final = (
-    FileExistsError, FileNotFoundError, ImportError, IsADirectoryError, LookupError, NotADirectoryError,
-    NotImplementedError, PermissionError, TypeError, ValueError,
+    FileExistsError, FileNotFoundError, ImportError, IsADirectoryError, LookupError,
+    NotADirectoryError, NotImplementedError, PermissionError, TypeError, ValueError,
 )  # fmt: skip
 _UPLOADS: Final = 4  # parts of a file, of 50 MB each, that s3fs holds in memory at a time
 _PASSWORD: Final = re.compile(r"://[^/@:]*:[^/]*@")

@@ -93,10 +93,7 @@ def test_by_hand_it_says_what_did_not_arrive(record, run):
     ended = by_hand(run, "--to", "file:///proc/none/run", "--to", name_of(Refusing))
     assert ended.returncode == 1
     assert '"error": "ConnectionError: no route"' in ended.stdout
-    assert (
-        "the record does not reach file:///proc/none/run: StorageError: cannot"
-        in ended.stderr
-    )
+    assert "the record does not reach file:///proc/none/run: StorageError: cannot" in ended.stderr
 
 
 def test_by_hand_it_refuses_what_is_no_run_or_has_a_process_beside_it(record, run, far, tmp_path):

@@ -215,5 +215,7 @@ def test_a_link_to_a_run_is_not_a_run_of_its_own(tmp_path):
 
 
 def test_a_url_that_cannot_be_used_is_told():
-    with pytest.raises(ConfigError, match=r"expected a URL that fsspec knows, .* got s4://bucket/run"):
+    with pytest.raises(
+        ConfigError, match=r"expected a URL that fsspec knows, .* got s4://bucket/run"
+    ):
         open_source("s4://bucket/run")

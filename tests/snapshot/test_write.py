@@ -351,7 +351,7 @@ def test_a_worker_that_could_not_say_why_failed_too(tmp_path):
         writer.save(1, small_state(1), {}, NO_INFO)
         with pytest.raises(
             SnapshotError,
-            match=r"worker 1 could not write its part of snapshot .*step-00000001, nor the reason",
+            match=r"worker 1 could not write its part of snapshot .*step-00000001, nor why",
         ):
             writer.wait()
 

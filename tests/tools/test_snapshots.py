@@ -51,7 +51,7 @@ def test_list(directory, capsys, words):
     ]
     assert lines[2].endswith("complete")
     assert lines[3].startswith("step-00000003")
-    assert "has 10 bytes; expected" in lines[3]
+    assert "bytes, got 10" in lines[3]
 
 
 def test_check_reads_every_byte(directory, capsys):
@@ -59,7 +59,7 @@ def test_check_reads_every_byte(directory, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step-00000001: whole"
     assert "is damaged" in lines[1]
-    assert "has 10 bytes" in lines[2]
+    assert "bytes, got 10" in lines[2]
     assert run("check", directory / "step-00000001") == 0
     assert run("check", directory / "step-00000002") == 1
 
@@ -85,7 +85,7 @@ def test_a_directory_without_snapshots(tmp_path, capsys):
     assert run(tmp_path) == 0
     assert capsys.readouterr().out == f"{tmp_path} holds no snapshots\n"
     for words in (["check", tmp_path], ["export", tmp_path, tmp_path / "x"]):
-        with pytest.raises(SnapshotError, match="has no"):
+        with pytest.raises(SnapshotError, match="holds no"):
             run(*words)
 
 
@@ -147,7 +147,7 @@ def test_check_of_a_remote_reads_every_byte(url, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step-00000001: whole"
     assert "is damaged: bytes 0 to" in lines[1]
-    assert "has 10 bytes" in lines[2]
+    assert "bytes, got 10" in lines[2]
     assert run("check", f"{url}/step-00000001") == 0
 
 

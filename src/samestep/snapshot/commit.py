@@ -100,7 +100,7 @@ class CommitProtocol:
         self._wait_while(missing)
 
     def report_failure(self, failure: SnapshotError) -> None:
-        """Remove this worker's files and report to the others; rank 0 removes all workers' files."""
+        """Remove this worker's files, or on rank 0 all files, and report to the others."""
         self._discard([self.rank])
         path = self._failed_path(self.rank)
         try:
@@ -122,10 +122,8 @@ class CommitProtocol:
             delay = min(2 * delay, LONGEST_DELAY_SECONDS)
 
     def _failure(self, rank: int) -> PeerFailedError:
-        return PeerFailedError(
-            self._failed_path(rank).read_text()
-            or f"worker {rank} could not write its part of snapshot {self.directory}, nor the reason"
-        )
+        unknown = f"worker {rank} could not write its part of snapshot {self.directory}, nor why"
+        return PeerFailedError(self._failed_path(rank).read_text() or unknown)
 
     def _discard(self, ranks: Iterable[int]) -> None:
         for rank in ranks:

@@ -9,10 +9,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Final
 
 from samestep.config import Config
@@ -243,15 +243,36 @@ def _is_same(one: Manifest, other: Manifest | None) -> bool:
 
 
 class PostCommitHooks:
-    """Passes committed snapshots to the hooks, if any, and their events to the record."""
+    """The hooks of the options `remote` and `transfer`, on the one worker that `acts`.
 
-    def __init__(
-        self,
-        hooks: Sequence[Hook] = (),
-        events: SimpleQueue[tuple[str, dict[str, Any]]] | None = None,
-    ) -> None:
-        self._hooks = hooks
-        self._events = events or SimpleQueue()
+    `start` is the step that the run continues from, or -1. Raises `ConfigError` if an option is
+    wrong.
+    """
+
+    def __init__(self, config: Config, *, acts: bool, attempt: str, start: int) -> None:
+        self._events: SimpleQueue[tuple[str, dict[str, Any]]] = SimpleQueue()
+        self._hooks: list[Hook] = []
+        if not acts or config.dir is None:
+            return
+        function = None if config.transfer is None else find_function(config.transfer)
+        remote = None if config.remote is None else RemoteSnapshots(config.remote)
+        if remote is not None:
+            remote.storage.open()
+        if function is not None:
+            self._hooks.append(FunctionHook(function, self._queue))
+        if remote is not None:
+            mirror = Mirror(
+                remote,
+                config.dir,
+                keep_last=config.keep_last,
+                keep_best=config.keep_best,
+                report=self._queue,
+                set_aside=None if config.resume == "auto" else (start, f"superseded-{attempt}"),
+            )
+            self._hooks.append(mirror)
+
+    def _queue(self, kind: str, **fields: Any) -> None:
+        self._events.put((kind, fields))
 
     def on_commit(self, path: Path) -> None:
         """Pass a snapshot to all hooks."""
@@ -260,10 +281,9 @@ class PostCommitHooks:
 
     def report_events(self, report: Callable[..., object]) -> None:
         """Report the events since the last call, in the calling thread."""
-        with suppress(Empty):
-            while True:
-                kind, fields = self._events.get_nowait()
-                report(kind, **fields)
+        while not self._events.empty():
+            kind, fields = self._events.get()
+            report(kind, **fields)
 
     def finish(self) -> None:
         """Wait until all work is done. Raises `SnapshotError` if some failed."""
@@ -274,36 +294,3 @@ class PostCommitHooks:
         """Stop soon."""
         for hook in self._hooks:
             hook.close()
-
-
-def open_hooks(config: Config, *, acts: bool, attempt: str, start: int) -> PostCommitHooks:
-    """Start the hooks of the options `remote` and `transfer` on the worker that `acts`.
-
-    `start` is the step that the run continues from, or -1. Raises `ConfigError` if an option is
-    wrong.
-    """
-    if not acts or config.dir is None:
-        return PostCommitHooks()
-    events: SimpleQueue[tuple[str, dict[str, Any]]] = SimpleQueue()
-
-    def report(kind: str, **fields: Any) -> None:
-        events.put((kind, fields))
-
-    function = None if config.transfer is None else find_function(config.transfer)
-    remote = None if config.remote is None else RemoteSnapshots(config.remote)
-    if remote is not None:
-        remote.storage.open()
-    hooks: list[Hook] = []
-    if function is not None:
-        hooks.append(FunctionHook(function, report))
-    if remote is not None:
-        mirror = Mirror(
-            remote,
-            config.dir,
-            keep_last=config.keep_last,
-            keep_best=config.keep_best,
-            report=report,
-            set_aside=None if config.resume == "auto" else (start, f"superseded-{attempt}"),
-        )
-        hooks.append(mirror)
-    return PostCommitHooks(hooks, events)

@@ -1,11 +1,11 @@
-"""In-memory snapshots: complete states in the launcher's memory, from which replacement workers resume.
+"""In-memory snapshots: complete states in the launcher's memory that outlive the workers.
 
-Every worker writes its part of each snapshot into one of its two memory slots, alternately. After
+Replacement workers, at any count, resume from them. Every worker writes its part of each snapshot into one of its two memory slots, alternately. After
 the first snapshot, one of the two slots holds a complete snapshot on all workers at any moment:
 snapshots are made between steps, and all workers communicate between any two of them. So no worker
 starts a snapshot before all workers finished the previous one, which is in the other slot.
-Replacement workers, at any count, first write into the slot that they did not resume from: the
-snapshot that they resumed from stays until all of them have finished a new one. Without a launcher
+Replacement workers first write into the slot that they did not resume from: the snapshot that they
+resumed from stays until all of them have finished a new one. Without a launcher
 that holds memory, no snapshots are made.
 """
 
@@ -199,9 +199,9 @@ class InMemorySnapshots:
         available = available_bytes()
         if available is not None and wanted > SHARE_OF_MEMORY * available:
             raise SnapshotError(
-                f"in-memory snapshots must take at most half of this host's {available / 1e9:.1f} "
-                f"GB of available memory, got {wanted / 1e9:.1f} GB: use hot_every=none, or a host "
-                "with more memory"
+                f"in-memory snapshots must take at most half of the {available / 1e9:.1f} GB of "
+                f"memory that this host has left, got {wanted / 1e9:.1f} GB: use hot_every=none, "
+                "or a host with more memory"
             )
 
     def find(self, report: Callable[..., object]) -> list[SnapshotKey]:

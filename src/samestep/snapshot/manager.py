@@ -13,7 +13,7 @@ from samestep.comm.base import World
 from samestep.config import Config
 from samestep.errors import SnapshotError
 from samestep.record import Record
-from samestep.snapshot.hooks import open_hooks
+from samestep.snapshot.hooks import PostCommitHooks
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.read import Snapshot
 from samestep.snapshot.write import SnapshotWriter
@@ -114,7 +114,7 @@ class SnapshotManager:
         self._saved_time = time.monotonic()
         self._prepared = config.snapshot_every is None
         start = -1 if resumed is None else resumed.step
-        self._hooks = open_hooks(config, acts=world.rank == 0, attempt=attempt, start=start)
+        self._hooks = PostCommitHooks(config, acts=world.rank == 0, attempt=attempt, start=start)
         self._writer: SnapshotWriter | None = None
         if config.dir is not None:
             self._writer = SnapshotWriter(

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -65,23 +65,13 @@ class TensorSpec:
         return cls(DTYPES[dtype], tuple(shape), tuple(order))
 
 
-@dataclass(frozen=True)
-class StoredPiece:
+class StoredPiece(NamedTuple):
     """Elements [start, stop) of a tensor, at byte `offset` of the data file with index `file`."""
 
     file: int
     start: int
     stop: int
     offset: int
-
-    def to_json(self) -> list[Any]:
-        """Return the piece as JSON; `from_json` is the inverse."""
-        return [self.file, self.start, self.stop, self.offset]
-
-    @classmethod
-    def from_json(cls, plain: Any) -> StoredPiece:
-        """Read a piece. Raises `TypeError` if it is invalid."""
-        return cls(*(typed(number, int) for number in plain))
 
 
 @dataclass(frozen=True)
@@ -122,7 +112,7 @@ class Manifest:
             "info": flatten_plain(dict(self.info), "info"),
             "state": self.state,
             "tensors": {
-                name: [spec.to_json(), [piece.to_json() for piece in self.pieces[name]]]
+                name: [spec.to_json(), [list(piece) for piece in self.pieces[name]]]
                 for name, spec in self.specs.items()
             },
             "files": [file.to_json() for file in self.files],
@@ -162,14 +152,14 @@ class Manifest:
             state=body["state"],
             specs={name: TensorSpec.from_json(spec) for name, (spec, _) in body["tensors"].items()},
             pieces={
-                name: tuple(map(StoredPiece.from_json, pieces))
+                name: tuple(StoredPiece(*(typed(one, int) for one in piece)) for piece in pieces)
                 for name, (_, pieces) in body["tensors"].items()
             },
             files=tuple(map(DataFile.from_json, body["files"])),
         )
 
     def validate(self) -> None:
-        """Raise `SnapshotError` unless pieces cover each tensor once and do not overlap in files."""
+        """Raise `SnapshotError` unless pieces cover each tensor once, without overlap in files."""
         stored: list[list[tuple[int, int]]] = [[] for _ in self.files]
         for name, spec in self.specs.items():
             pieces = self.pieces[name]
@@ -197,9 +187,8 @@ class Manifest:
         """Raise `SnapshotError` unless all data files have their full size."""
         for file in self.files:
             if (size := size_of(file.name)) != file.size:
-                raise SnapshotError(
-                    f"{file.name} must have {file.size} bytes, got {'no file' if size is None else size}"
-                )
+                found = "no file" if size is None else size
+                raise SnapshotError(f"{file.name} must have {file.size} bytes, got {found}")
 
 
 def tiling_fault(ranges: Iterable[tuple[int, int]], elements: int) -> str | None:

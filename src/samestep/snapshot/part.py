@@ -24,8 +24,9 @@ SHARE_ALIGNMENT: Final = 64  # elements; two workers share no cache line or vect
 # Other dtypes are stored as bytes: not every reader of safetensors knows them, and the manifest
 # names them.
 _DTYPE_NAMES: Final = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -32,12 +32,16 @@ SHORT: Final = 60  # characters of a value in an error
 _DTYPE_NAMES: Final = (
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
     "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
-    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
 )  # fmt: skip
 DTYPES: Final[dict[str, torch.dtype]] = {
     name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)
 }
 _NUMPY_KINDS: Final = "biufcmMUS"
+_INVALID: Final = (
+    ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error,
+)  # fmt: skip
 _MAPPINGS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _SEQUENCES: Final[dict[str, type]] = {"list": list, "tuple": tuple, "torch.Size": torch.Size}
 _SETS: Final[dict[str, type]] = {"set": set, "frozenset": frozenset}
@@ -142,39 +146,35 @@ def restore(plain: Plain, tensor: Callable[[str], torch.Tensor]) -> Any:
     """
     try:
         return _decode(plain, tensor)
-    except (
-        ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error
-    ) as error:  # fmt: skip
-        raise SnapshotError(
-            f"the plain state is invalid ({type(error).__name__}: {error})"
-        ) from error
+    except _INVALID as error:
+        raise SnapshotError(f"invalid plain state ({type(error).__name__}: {error})") from error
 
 
-def merge(first: Plain, second: Plain, path: Keys = ()) -> Plain:
+def merge(first: Any, second: Any, path: Keys = ()) -> Plain:
     """Merge two parts of a state: dictionaries key by key, and all other values must be equal.
 
     Raises `SnapshotError` with the path at which the parts differ.
     """
-    tag = _mapping_tag(first)
-    if tag is None or tag != _mapping_tag(second):
+    tag, other = (
+        next(iter(part), None) if isinstance(part, dict) else None for part in (first, second)
+    )
+    if tag not in _MAPPINGS or tag != other:
         if canonical(first) != canonical(second):
             raise SnapshotError(
                 f"{'/'.join(path) or 'the state'} must be equal on all workers, or a dictionary in "
                 f"which each worker has its own keys, got {_short(first)} and {_short(second)}"
             )
-        return first
+        return first  # type: ignore[no-any-return]
     merged: dict[str, list[Plain]] = {}
-    for key, value in [*_pairs(first, tag), *_pairs(second, tag)]:
-        name = canonical(key)
-        known = merged.get(name)
-        merged[name] = (
-            [key, merge(known[1], value, (*path, _component(key)))] if known else [key, value]
-        )
+    for key, value in [*first[tag], *second[tag]]:
+        known = merged.get(name := canonical(key))
+        combined = merge(known[1], value, (*path, _component(key))) if known else value
+        merged[name] = [key, combined]
     return {tag: list(merged.values())}
 
 
 def _encode(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
-    """Return the JSON of a value at `path`, and add its tensors to `tensors` unless that is None."""
+    """Return the JSON of a value at `path`, and add its tensors to `tensors` if any are allowed."""
     if len(path) > DEEPEST:
         raise SnapshotError(
             f"{'/'.join(path[:3])}/... must be nested at most {DEEPEST} levels deep, and must not "
@@ -230,13 +230,11 @@ def _encode_tensor(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
         tensors[name] = torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8))
         return {"numpy.ndarray": [value.dtype.str, list(value.shape), name]}
     if isinstance(value, TensorSlice):
-        if (
-            value.values.ndim != 1
-            or not 0 <= value.start <= math.prod(value.shape) - value.values.numel()
-        ):
+        size = value.values.numel()
+        if value.values.ndim != 1 or not 0 <= value.start <= math.prod(value.shape) - size:
             raise SnapshotError(
-                f"{name} must be a 1-D slice inside of shape {value.shape}, got "
-                f"{value.values.numel()} elements from {value.start}"
+                f"{name} must be a 1-D slice inside of shape {value.shape}, got {size} elements "
+                f"of {value.values.ndim} dims from {value.start}"
             )
         tensor: torch.Tensor | TensorSlice = replace(value, values=_dense(value.values, name))
     else:
@@ -280,7 +278,10 @@ def _decode(plain: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     if tag in _LEAVES:
         result = _LEAVES[tag].from_text(value)
     elif tag in _MAPPINGS:
-        result = _MAPPINGS[tag](_decode_pairs(value, tensor))
+        pairs = [(_decode(key, tensor), _decode(item, tensor)) for key, item in value]
+        result = _MAPPINGS[tag](dict(pairs))
+        if len(result) != len(pairs):
+            raise ValueError("duplicate key")
     elif tag in _SEQUENCES or tag in _SETS:
         result = (_SEQUENCES | _SETS)[tag](_decode(item, tensor) for item in value)
     elif tag == "tensor":
@@ -294,23 +295,6 @@ def _decode(plain: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     else:
         raise ValueError(tag)
     return result
-
-
-def _decode_pairs(pairs: Iterable[Any], tensor: Callable[[str], torch.Tensor]) -> dict[Any, Any]:
-    decoded = [(_decode(key, tensor), _decode(value, tensor)) for key, value in pairs]
-    mapping = dict(decoded)
-    if len(mapping) != len(decoded):
-        raise ValueError("duplicate key")
-    return mapping
-
-
-def _mapping_tag(plain: Plain) -> str | None:
-    tag = next(iter(plain), None) if isinstance(plain, dict) else None
-    return tag if tag in _MAPPINGS else None
-
-
-def _pairs(plain: Any, tag: str) -> list[tuple[Plain, Plain]]:
-    return [(key, value) for key, value in plain[tag]]
 
 
 def _short(plain: Plain) -> str:

@@ -6,17 +6,24 @@ import errno
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from samestep.errors import SamestepError, SnapshotError
 from samestep.snapshot.commit import CommitProtocol, PeerFailedError, combine
 from samestep.snapshot.manifest import NAME, Manifest
-from samestep.snapshot.part import Contribution, StagingBuffer, contribution, data_bytes, write_part
+from samestep.snapshot.part import (
+    Contribution,
+    Part,
+    StagingBuffer,
+    contribution,
+    data_bytes,
+    write_part,
+)
 from samestep.snapshot.read import Retention, directory_name, fault, inspect, list_snapshots
 from samestep.snapshot.state import copy_plain
 from samestep.storage import sync, write_atomically
@@ -33,19 +40,6 @@ _ADVICE: Final = {
     errno.EROFS: "choose a directory that is writable",
     errno.ENOENT: "leave the run's directory in place while the run writes to it",
 }
-
-
-@dataclass(frozen=True)
-class _Save:
-    """One snapshot that this worker is writing."""
-
-    step: int
-    protocol: CommitProtocol
-    mine: Contribution
-    data: memoryview
-    info: Mapping[str, Any]
-    score: float | None
-    stall_seconds: float
 
 
 class SnapshotWriter:
@@ -137,20 +131,20 @@ class SnapshotWriter:
             timeout_seconds=self._timeout_seconds,
             given_up=self._given_up,
         )
-        save = _Save(
-            step=step,
-            protocol=protocol,
-            mine=mine,
-            data=data,
-            info=copy_plain(dict(info), "info"),
-            score=None if score is None else float(score),
-            stall_seconds=stall_seconds,
-        )
+        score = None if score is None else float(score)
+        info = copy_plain(dict(info), "info")
+        merge = partial(combine, step=step, attempt=protocol.attempt, info=info, score=score)
+        event = {
+            "step": step,
+            "path": str(protocol.directory),
+            "score": score,
+            "stall_seconds": stall_seconds,
+        }
         pending = self._pending = Future()
 
         def run() -> None:
             try:
-                pending.set_result(self._write(save))
+                pending.set_result(self._write(protocol, mine, data, merge, event))
             except BaseException as error:  # noqa: BLE001  raised again by `raise_if_failed`
                 pending.set_exception(error)
 
@@ -196,48 +190,39 @@ class SnapshotWriter:
         with suppress(SnapshotError):  # it was reported
             self.raise_if_failed()
 
-    def _write(self, save: _Save) -> list[Event]:
+    def _write(
+        self,
+        protocol: CommitProtocol,
+        mine: Contribution,
+        data: memoryview,
+        merge: Callable[[Sequence[Part]], Manifest],
+        event: dict[str, Any],
+    ) -> list[Event]:
         """Write this worker's part and return the events to report after the commit."""
         started = time.perf_counter()
-        protocol = save.protocol
+        directory = protocol.directory
         try:
-            protocol.directory.mkdir(parents=True, exist_ok=True)
-            part = write_part(protocol.data_path, save.mine, save.data, protocol.raise_if_given_up)
+            directory.mkdir(parents=True, exist_ok=True)
+            part = write_part(protocol.data_path, mine, data, protocol.raise_if_given_up)
             protocol.send_part(part)
-            manifest = self._commit(save) if self._rank == 0 else None
+            if self._rank == 0:
+                manifest = merge(protocol.receive_parts())
+                write_atomically(directory / NAME, manifest.to_bytes())
+                sync(self._directory)
         except Exception as error:
-            failure = self._failure(protocol.directory, error)
+            failure = self._failure(directory, error)
             protocol.report_failure(failure)
             raise failure from error
-        if manifest is None:
+        if self._rank > 0:
             try:
                 protocol.wait_for_commit()
             except Exception as error:
-                raise self._failure(protocol.directory, error) from error
+                raise self._failure(directory, error) from error
             return []
-        event = {
-            "step": save.step,
-            "path": str(protocol.directory),
-            "bytes": manifest.size,
-            "score": save.score,
-            "stall_seconds": save.stall_seconds,
-            "seconds": time.perf_counter() - started,
-        }
-        events = [("snapshot", event), *self._remove_old(protocol.directory, manifest)]
-        self._on_commit(protocol.directory)
+        event |= {"bytes": manifest.size, "seconds": time.perf_counter() - started}
+        events = [("snapshot", event), *self._remove_old(directory, manifest)]
+        self._on_commit(directory)
         return events
-
-    def _commit(self, save: _Save) -> Manifest:
-        manifest = combine(
-            save.protocol.receive_parts(),
-            step=save.step,
-            attempt=save.protocol.attempt,
-            info=save.info,
-            score=save.score,
-        )
-        write_atomically(save.protocol.directory / NAME, manifest.to_bytes())
-        sync(self._directory)
-        return manifest
 
     def _remove_old(self, directory: Path, manifest: Manifest) -> list[Event]:
         """Remove files outside of the new manifest, then old snapshots if the new one is valid."""

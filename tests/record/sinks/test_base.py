@@ -46,7 +46,10 @@ def test_a_missing_package_is_told_with_how_to_install_it(name, monkeypatch):
             "math:pi",
             "sinks='math:pi' was given; expected a class that is called with a run's directory, and it is float",
         ),
-        ("s4://bucket/run", "expected a URL that fsspec knows, such as s3://bucket/runs/one, got s4://bucket/run"),
+        (
+            "s4://bucket/run",
+            "expected a URL that fsspec knows, such as s3://bucket/runs/one, got s4://bucket/run",
+        ),
     ],
 )
 def test_what_could_never_work_is_told(name, message):
