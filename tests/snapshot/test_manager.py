@@ -15,7 +15,7 @@ from samestep.snapshot.manager import SnapshotManager
 
 
 @pytest.mark.parametrize(("snapshot_every", "expected"), [("7", 1), ("10min", 1), (None, 0)])
-def test_memory_is_made_ready_once_the_first_step_gave_the_optimizer_its_state(
+def test_memory_is_allocated_once_the_optimizer_has_its_state(
     tmp_path, monkeypatch, snapshot_every, expected
 ):
     model = torch.nn.Linear(3, 2)

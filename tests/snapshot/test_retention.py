@@ -55,7 +55,7 @@ def test_a_damaged_snapshot_is_not_counted(tmp_path):
     assert steps_in(tmp_path) == [2, 7]
 
 
-def test_leftovers_go_and_later_steps_and_links_stay(tmp_path):
+def test_leftovers_are_removed_and_later_steps_and_links_stay(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     save_once(elsewhere, 2, small_state(2))
     run = tmp_path / "run"

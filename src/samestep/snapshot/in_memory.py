@@ -1,9 +1,10 @@
 """In-memory snapshots: complete states in the launcher's memory that outlive the workers.
 
-Replacement workers, at any count, resume from them. Every worker writes its part of each snapshot into one of its two memory slots, alternately. After
-the first snapshot, one of the two slots holds a complete snapshot on all workers at any moment:
-snapshots are made between steps, and all workers communicate between any two of them. So no worker
-starts a snapshot before all workers finished the previous one, which is in the other slot.
+Replacement workers, at any count, resume from them. Every worker writes its parts alternately into
+its two memory slots. After the first snapshot, one of the two slots holds a complete snapshot on
+all workers at any moment: snapshots are made between steps, and all workers communicate between any
+two of them. So no worker starts a snapshot before all workers finished the previous one, which is
+in the other slot.
 Replacement workers first write into the slot that they did not resume from: the snapshot that they
 resumed from stays until all of them have finished a new one. Without a launcher
 that holds memory, no snapshots are made.
@@ -32,7 +33,7 @@ from samestep.snapshot import memory_slot
 from samestep.snapshot.commit import combine
 from samestep.snapshot.memory_slot import MemorySlot
 from samestep.snapshot.part import Contribution, contribution
-from samestep.snapshot.read import Snapshot, read_state
+from samestep.snapshot.read import READ_ERRORS, Snapshot, read_state
 
 CHUNK_BYTES: Final = 2**24  # sent to other hosts at a time
 SHARE_OF_TIME: Final = 0.01
@@ -240,14 +241,7 @@ class InMemorySnapshots:
             files = [self._file(key, rank, exits) for rank in range(key.workers)]
             try:
                 return _load(key, files)
-            except (
-                LookupError,
-                OSError,
-                RuntimeError,
-                SnapshotError,
-                TypeError,
-                ValueError,
-            ) as error:
+            except READ_ERRORS as error:
                 raise SnapshotError(
                     f"the in-memory snapshot of step {key.step} cannot be used: {error}"
                 ) from error

@@ -26,6 +26,7 @@ from samestep.snapshot.manifest import LARGEST_BYTES, NAME, Manifest
 from samestep.snapshot.state import restore
 from samestep.storage import atomic_path, sync
 
+READ_ERRORS: Final = (LookupError, OSError, RuntimeError, SnapshotError, TypeError, ValueError)
 _DIRECTORY: Final = re.compile(r"step-(\d{8,})")
 
 
@@ -161,7 +162,7 @@ def _faults_of(path: Path) -> Iterator[None]:
     """Turn errors of reading a snapshot into a `SnapshotError` that names it."""
     try:
         yield
-    except (LookupError, OSError, RuntimeError, SnapshotError, TypeError, ValueError) as error:
+    except READ_ERRORS as error:
         if not path.is_dir():
             raise SnapshotError(f"there is no snapshot {path}") from error
         if not (path / NAME).exists():

@@ -174,7 +174,7 @@ def merge(first: Any, second: Any, path: Keys = ()) -> Plain:
 
 
 def _encode(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
-    """Return the JSON of a value at `path`, and add its tensors to `tensors` if any are allowed."""
+    """Return the JSON of a value, and add its tensors to `tensors` if tensors are allowed."""
     if len(path) > DEEPEST:
         raise SnapshotError(
             f"{'/'.join(path[:3])}/... must be nested at most {DEEPEST} levels deep, and must not "
