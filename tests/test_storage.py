@@ -180,8 +180,8 @@ def test_a_storage_without_conditional_writes_works(far, storage, monkeypatch):
         (
             "s4://bucket/run",
             (
-                "expected a URL that fsspec knows, such as s3://bucket/runs/one, got s4://bucket/run: "
-                "Protocol not known: s4"
+                "expected a URL that fsspec knows, such as s3://bucket/runs/one, "
+                "got s4://bucket/run: Protocol not known: s4"
             ),
         ),
         (

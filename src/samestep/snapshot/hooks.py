@@ -116,9 +116,10 @@ class FunctionHook(Hook):
 class Mirror(Hook):
     """Mirrors the snapshots of a run's directory that stay, by `keep_last` and `keep_best` of both.
 
-    Every pass compares both sides, so it completes work that an earlier pass or process left undone. `set_aside` is (a step, a folder): remote snapshots of
-    later steps belong to another history, and the first pass moves them to that folder.
-    `report(kind, **fields)` runs in another thread.
+    Every pass compares both sides, so it completes work that an earlier pass or process left
+    undone. `set_aside` is (a step, a folder): remote snapshots of later steps belong to another
+    history, and the first pass moves them to that folder. `report(kind, **fields)` runs in another
+    thread.
     """
 
     def __init__(

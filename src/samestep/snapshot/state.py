@@ -13,7 +13,7 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -164,7 +164,8 @@ def merge(first: Any, second: Any, path: Keys = ()) -> Plain:
                 f"{'/'.join(path) or 'the state'} must be equal on all workers, or a dictionary in "
                 f"which each worker has its own keys, got {_short(first)} and {_short(second)}"
             )
-        return first  # type: ignore[no-any-return]
+        equal: Plain = first
+        return equal
     merged: dict[str, list[Plain]] = {}
     for key, value in [*first[tag], *second[tag]]:
         known = merged.get(name := canonical(key))
@@ -210,15 +211,12 @@ def _is_json(value: Any) -> bool:
     return value is None or kind is bool
 
 
-def _encode_mapping(
-    tag: str, value: Mapping[Any, Any], path: Keys, tensors: Tensors | None
-) -> Plain:
+def _encode_mapping(tag: str, value: Any, path: Keys, tensors: Tensors | None) -> Plain:
     pairs: list[Plain] = []
     for key, item in value.items():
         plain_key = _encode(key, (*path, "key"), None)
         pairs.append([plain_key, _encode(item, (*path, _component(plain_key)), tensors)])
-    # the versions of a module's submodules, for its load_state_dict
-    metadata = getattr(value, "_metadata", None)
+    metadata = getattr(value, "_metadata", None)  # versions of submodules in a module's state
     if metadata is None:
         return {tag: pairs}
     return {"module": [{tag: pairs}, _encode(metadata, (*path, "_metadata"), None)]}

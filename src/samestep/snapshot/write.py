@@ -123,8 +123,9 @@ class SnapshotWriter:
         data = self._staging.copy(mine, values)
         stall_seconds = time.perf_counter() - started
         self._saves += 1  # saving a step again writes other files
+        path = self._directory / directory_name(step)
         protocol = CommitProtocol(
-            directory=self._directory / directory_name(step),
+            directory=path,
             attempt=f"{self._attempt}.{self._saves}",
             rank=self._rank,
             workers=self._workers,
@@ -134,22 +135,11 @@ class SnapshotWriter:
         score = None if score is None else float(score)
         info = copy_plain(dict(info), "info")
         merge = partial(combine, step=step, attempt=protocol.attempt, info=info, score=score)
-        event = {
-            "step": step,
-            "path": str(protocol.directory),
-            "score": score,
-            "stall_seconds": stall_seconds,
-        }
-        pending = self._pending = Future()
-
-        def run() -> None:
-            try:
-                pending.set_result(self._write(protocol, mine, data, merge, event))
-            except BaseException as error:  # noqa: BLE001  raised again by `raise_if_failed`
-                pending.set_exception(error)
-
+        event = {"step": step, "path": str(path), "score": score, "stall_seconds": stall_seconds}
+        self._pending = Future()
+        work = partial(self._write, protocol, mine, data, merge, event)
         self._thread = threading.Thread(
-            target=run, name=f"write {directory_name(step)}", daemon=True
+            target=_run, args=(work, self._pending), name=f"write {path.name}", daemon=True
         )
         self._thread.start()
 
@@ -255,3 +245,10 @@ class SnapshotWriter:
         return SnapshotError(
             f"snapshot {directory} could not be written: worker {self._rank}: {reason}. {newest}"
         )
+
+
+def _run(work: Callable[[], list[Event]], pending: Future[list[Event]]) -> None:
+    try:
+        pending.set_result(work())
+    except BaseException as error:  # noqa: BLE001  raised again by `raise_if_failed`
+        pending.set_exception(error)
