@@ -30,7 +30,7 @@ def exit_status(*arguments):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Collect what would be run."""
+    """Collect the arguments of scripts instead of running them."""
     collected = []
     monkeypatch.setattr(
         command, "run_script", lambda *arguments, **named: collected.append((*arguments, named))
@@ -40,9 +40,9 @@ def runs(monkeypatch):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["run", "--help"], ["verify", "--help"], ["snapshots", "--help"]],
+    [["--help"], ["--version"], *([name, "--help"] for name in cli.COMMANDS)],
 )
-def test_help_comes_without_torch(arguments):
+def test_help_does_not_load_torch(arguments):
     program = HELP_WITHOUT_TORCH.format(arguments=arguments)
     shown = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -51,7 +51,7 @@ def test_help_comes_without_torch(arguments):
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_has_help_that_starts_with_what_it_does(name, capsys):
+def test_the_help_of_every_command_starts_with_its_summary(name, capsys):
     assert exit_status(name, "--help") == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.startswith(f"usage: samestep {name}")
@@ -77,7 +77,7 @@ def test_run_has_a_flag_for_every_option(runs):
     assert [options[name] for name in text] == [8, Path("runs/one"), False, 2.5, None]
 
 
-def test_what_follows_the_script_belongs_to_it(runs):
+def test_arguments_after_the_script_belong_to_it(runs):
     assert (
         cli.main(
             ["run", "-n", "2", "--lanes", "8", "train.py", "--lanes", "3", "-n", "5", "--", "x"]
@@ -95,7 +95,7 @@ def test_what_follows_the_script_belongs_to_it(runs):
     ]
 
 
-def test_a_module_may_be_run(runs):
+def test_a_module_can_be_run(runs):
     cli.main(["run", "-m", "recipes.vit", "--help"])
     assert runs == [("recipes.vit", ["--help"], 1, {}, {"as_module": True, "gathering": None})]
 
@@ -110,7 +110,7 @@ def test_a_module_may_be_run(runs):
         (["run", "-n", "two", "train.py"], "invalid int value: 'two'"),
     ],
 )
-def test_wrong_use_is_told(arguments, message, capsys):
+def test_wrong_use_is_an_error(arguments, message, capsys):
     assert exit_status(*arguments) == 2
     assert message in capsys.readouterr().err
 
@@ -146,7 +146,7 @@ def test_the_first_failure_of_a_run_is_printed_once(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("error", "status"), [(SnapshotError("torn"), 1), (KeyboardInterrupt(), 130)]
 )
-def test_every_command_ends_in_the_same_way(monkeypatch, error, status):
+def test_every_command_has_the_same_exit_statuses(monkeypatch, error, status):
     def fail(_):
         raise error
 
@@ -168,10 +168,9 @@ def test_python_m_samestep_is_samestep():
 
 
 def test_an_exit_status_needs_no_streams():
-    program = "import sys; sys.stdout = sys.stderr = None; from samestep.cli import main_and_exit; main_and_exit()"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", program, "snapshots", "/nowhere"], check=False
-        ).returncode
-        == cli.EXIT_WRONG_USE
+    program = (
+        "import sys; sys.stdout = sys.stderr = None; "
+        "from samestep.cli import main_and_exit; main_and_exit()"
     )
+    arguments = [sys.executable, "-c", program, "snapshots", "/nowhere"]
+    assert subprocess.run(arguments, check=False).returncode == cli.EXIT_WRONG_USE

@@ -10,6 +10,7 @@ import torchmetrics
 from torch import nn
 from torchmetrics import classification, regression
 
+from samestep import check_metric
 from samestep.comm.base import Alone
 from samestep.config import Config
 from samestep.errors import ConfigError, DataError, EvaluationError
@@ -84,7 +85,7 @@ def comparable(values):
     }
 
 
-# that of loader processes, from Python 3.12 on
+# from loader processes, since Python 3.12
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_means_have_the_same_bits_at_any_number_of_workers():
     def body(world):
@@ -116,7 +117,7 @@ def test_means_have_the_same_bits_at_any_number_of_workers():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_means_are_over_samples_or_what_count_says(size):
+def test_means_are_over_samples_or_items_that_count_gives(size):
     dataset, model = Scores(size), Model().eval()
     with torch.no_grad():
         each = nn.functional.cross_entropy(
@@ -150,7 +151,9 @@ def test_blocks_without_items_do_not_count():
 
     expected = dataset.logits[dataset.labels == 3].double().mean().item()
     assert means_of(fn, dataset, count=count)["mean"] == pytest.approx(expected, rel=1e-6)
-    with pytest.raises(EvaluationError, match="count gave 0 items for all of the data set"):
+    with pytest.raises(
+        EvaluationError, match="count must return at least 1 item over the data set, got 0"
+    ):
         means_of(fn, dataset, count=lambda batch: 0)
 
 
@@ -166,13 +169,13 @@ def metrics():
     }
 
 
-def collection():
+def collection(prefix="macro_"):
     kinds = [
         classification.MulticlassPrecision(CLASSES),
         classification.MulticlassRecall(CLASSES),
         classification.MulticlassF1Score(CLASSES),
     ]
-    return torchmetrics.MetricCollection(kinds, prefix="macro_")
+    return torchmetrics.MetricCollection(kinds, prefix=prefix)
 
 
 def update(single, many, batch):
@@ -219,6 +222,127 @@ def test_torchmetrics_are_merged_as_one_pass_in_one_process():
         assert [comparable(values) for values in found] == [comparable(first)] * workers
 
 
+class Extremes:
+    """The sum of logits, and the labels of the two samples with the highest logits."""
+
+    def __init__(self):
+        self.total = torch.zeros(())
+        self.found = []
+
+    def update(self, logits, labels):
+        self.total = self.total + logits.sum()
+        self.found += [
+            (float(row.max()), int(label)) for row, label in zip(logits, labels, strict=True)
+        ]
+        self.found = sorted(self.found)[-2:]
+
+    def merge(self, other):
+        self.total = self.total + other.total
+        self.found = sorted(self.found + other.found)[-2:]
+
+    def compute(self):
+        return {"total": self.total, "labels": [label for _, label in self.found]}
+
+
+def test_metrics_of_users_follow_the_laws():
+    dataset = Scores(37)
+    parts = list(zip(dataset.logits.split(10), dataset.labels.split(10), strict=True))
+    check_metric(Extremes, parts, atol=1e-4)
+
+
+def test_metrics_of_users_have_the_same_bits_at_any_number_of_workers():
+    def body(world):
+        def fn(model, batch):
+            extremes = Extremes()
+            extremes.update(*batch[:2])
+            return {"mean": batch[0].mean(), "extremes": extremes}
+
+        return [evaluation(world, Scores(size)).means(fn, None, None) for size in SIZES]
+
+    (expected,) = in_processes(1, body)
+    for size, values in zip(SIZES, expected, strict=True):
+        dataset = Scores(size)
+        assert values["extremes"]["total"] == pytest.approx(dataset.logits.sum().item(), rel=1e-4)
+        highest = dataset.logits.max(1).values.argsort()[-2:]
+        assert values["extremes"]["labels"] == dataset.labels[highest].tolist()
+    for workers in (2, 3, 5):
+        assert in_processes(workers, body) == [expected] * workers
+
+
+def test_a_metric_that_is_returned_twice_is_refused():
+    extremes = Extremes()
+
+    def fn(model, batch):
+        extremes.update(*batch[:2])
+        return {"extremes": extremes}
+
+    means_of(fn, Scores(3))
+    for size in (3, 37):
+        with pytest.raises(EvaluationError, match="'extremes' was returned before; create a new"):
+            means_of(fn, Scores(size))
+
+
+def test_metrics_that_share_a_state_are_both_merged():
+    accuracy = classification.MulticlassAccuracy(CLASSES, average="micro")
+    both = {"accuracy": accuracy, "error": 1 - accuracy}
+
+    def fn(model, batch):
+        accuracy.update(batch[0], batch[1])
+        return both
+
+    dataset = Scores(37)
+    right = (dataset.logits.argmax(1) == dataset.labels).float().mean().item()
+    found = means_of(fn, dataset)
+    assert found == pytest.approx({"accuracy": right, "error": 1 - right})
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_results_of_one_name_are_refused(workers):
+    def body(world, *prefixes):
+        collections = {prefix: collection(prefix) for prefix in prefixes}
+
+        def fn(model, batch):
+            for metrics in collections.values():
+                metrics.update(batch[0], batch[1])
+            return {
+                "mean": batch[0].mean(),
+                "macro_MulticlassRecall": batch[0].mean(),
+                **{f"c{number}": metrics for number, metrics in enumerate(collections.values())},
+            }
+
+        try:
+            return list(evaluation(world, Scores(37)).means(fn, None, None))
+        except EvaluationError as error:
+            return str(error)
+
+    for found in in_processes(workers, body, "a_", "b_"):
+        assert len(found) == 2 + 3 + 3
+        assert {"a_MulticlassRecall", "b_MulticlassRecall"} < set(found)
+    for found in in_processes(workers, body, "a_", "macro_"):
+        assert found.startswith("two results are named 'macro_MulticlassRecall'; rename one")
+
+
+def test_a_loss_and_a_result_of_that_name_are_refused():
+    with pytest.raises(EvaluationError, match="two results are named 'loss'"):
+        means_of(lambda model, batch: (1.0, {"loss": 2.0}), Scores(3))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_metrics_that_some_blocks_lack_are_refused(workers):
+    def body(world):
+        def fn(model, batch):
+            last = len(batch[0]) == 5
+            return {"mean": 1.0} if last else {"largest": torchmetrics.MaxMetric()}
+
+        try:
+            evaluation(world, Scores(37)).means(fn, None, None)
+        except EvaluationError as error:
+            return str(error)
+
+    for found in in_processes(workers, body):
+        assert found.endswith(r"got ['largest'] for block 0 and [] for block 4")
+
+
 class Pair(NamedTuple):
     label: object
     words: object
@@ -237,7 +361,7 @@ def forms(model, batch):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_outputs_come_back_in_the_order_of_the_data_set(workers):
+def test_outputs_are_returned_in_data_set_order(workers):
     def body(world):
         return [
             [
@@ -262,47 +386,52 @@ def test_outputs_come_back_in_the_order_of_the_data_set(workers):
 
 
 @pytest.mark.parametrize(
-    ("output", "told"),
+    ("output", "message"),
     [
         (
             lambda model, batch: batch[0][:1],
-            "got Tensor of length 1 for 8 samples; expected one entry each",
+            r"must have one entry per sample \(8\), got Tensor of length 1",
         ),
-        (lambda model, batch: batch[0].mean(), "got Tensor of length None for 8 samples"),
-        (lambda model, batch: {"a": batch[0], "b": [1]}, "got list of length 1 for 8 samples"),
-        (lambda model, batch: (batch[0], 7), "got int of length None for 8 samples"),
+        (lambda model, batch: batch[0].mean(), "got Tensor of length None"),
+        (lambda model, batch: {"a": batch[0], "b": [1]}, "got list of length 1"),
+        (lambda model, batch: (batch[0], 7), "got int of length None"),
     ],
 )
-def test_outputs_that_are_not_one_a_sample_are_refused(output, told):
-    with pytest.raises(EvaluationError, match=told):
+def test_outputs_without_one_entry_per_sample_are_refused(output, message):
+    with pytest.raises(EvaluationError, match=message):
         outputs_of(output, Scores(37))
 
 
 @pytest.mark.parametrize(
-    ("returned", "told"),
+    ("returned", "message"),
     [
-        (lambda model, batch: batch[0], r"'loss' is a tensor of shape \(8, 5\); expected a scalar"),
+        (
+            lambda model, batch: batch[0],
+            r"'loss' must be a scalar .* or a metric, got Tensor of shape \(8, 5\)",
+        ),
         (
             lambda model, batch: {"words": "many"},
-            "'words' is str; expected a scalar or a torchmetrics object",
+            "'words' must be a scalar .*, got str",
         ),
-        (lambda model, batch: None, "'loss' is NoneType; expected a scalar"),
+        (lambda model, batch: None, "'loss' must be a scalar .*, got NoneType"),
     ],
 )
-def test_results_that_are_no_scalars_are_refused(returned, told):
-    with pytest.raises(EvaluationError, match=told):
+def test_results_that_are_neither_scalars_nor_metrics_are_refused(returned, message):
+    with pytest.raises(EvaluationError, match=message):
         means_of(returned, Scores(37))
 
 
-def test_what_cannot_be_evaluated_is_refused():
+def test_wrong_batch_sizes_and_empty_data_sets_are_refused():
     for batch_size in (0, -1, True, 2.5):
-        with pytest.raises(ConfigError, match=f"batch_size={batch_size} was given"):
+        with pytest.raises(
+            ConfigError, match=f"batch_size must be an integer of at least 1, got {batch_size}"
+        ):
             evaluation(Alone(), Scores(3), batch_size)
     with pytest.raises(DataError, match="the data set to evaluate has no samples"):
         evaluation(Alone(), Scores(0))
 
 
-def test_values_that_are_not_finite_are_told_as_they_are():
+def test_values_that_are_not_finite_are_returned():
     def fn(model, batch):
         return {"infinite": math.inf, "nan": math.nan}
 
@@ -311,7 +440,7 @@ def test_values_that_are_not_finite_are_told_as_they_are():
     assert math.isnan(found["nan"])
 
 
-def test_modes_are_put_back_after_an_error():
+def test_modes_are_restored_after_an_error():
     model = Model()
     with suppress(KeyError), evaluating(model):
         assert not model.net[1].training
@@ -322,7 +451,7 @@ def test_modes_are_put_back_after_an_error():
     assert not model.net[3].training
 
 
-def test_bfloat16_is_asked_for_as_in_training():
+def test_precision_is_that_of_training():
     seen = []
 
     def fn(model, batch):

@@ -34,13 +34,17 @@ from samestep.launch import launch
 
 if TYPE_CHECKING:
     from samestep.data.batch import PackedList
+    from samestep.laws import check_metric
+    from samestep.metrics import Metric
     from samestep.run import Run, init
     from samestep.step.means import Means
 
 _HOME = {
     "Means": "samestep.step.means",
+    "Metric": "samestep.metrics",
     "PackedList": "samestep.data.batch",
     "Run": "samestep.run",
+    "check_metric": "samestep.laws",
     "init": "samestep.run",
 }
 
@@ -54,6 +58,7 @@ __all__ = [
     "LoaderError",
     "LossError",
     "Means",
+    "Metric",
     "ModelError",
     "NonFiniteLossError",
     "OptimizerError",
@@ -66,6 +71,7 @@ __all__ = [
     "VerifyError",
     "WorkerError",
     "WorldError",
+    "check_metric",
     "init",
     "launch",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `samestep COMMAND …`. Commands are imported when they are called, so help comes at once."""
+"""The command line: `samestep COMMAND …`. A command is imported when it is called."""
 
 from __future__ import annotations
 
@@ -7,93 +7,74 @@ import atexit
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from samestep.errors import ConfigError, SamestepError, WorkerError
 
 
-@dataclass(frozen=True)
-class Command:
-    """A sub-command: `module` has add_arguments(parser) and main(arguments), which returns the exit status."""
+class Command(NamedTuple):
+    """A command: `module` has add_arguments(parser), and main(arguments) -> exit status."""
 
     module: str
     summary: str
 
 
 COMMANDS: Final = {
-    "run": Command(
-        "samestep.launch.command", "start workers on this machine and run a script in each"
-    ),
+    "run": Command("samestep.launch.command", "run a script with one or more workers"),
     "verify": Command(
-        "samestep.tools.verify",
-        "run a script at several numbers of workers and compare every bit after each step",
+        "samestep.tools.verify", "check that a script takes the same steps at any worker count"
     ),
-    "watch": Command("samestep.watch.command", "serve a page that shows runs as they go"),
+    "watch": Command("samestep.watch.command", "serve a web page that shows live runs"),
     "report": Command(
-        "samestep.watch.report",
-        "write a run's curves, tables and images into one HTML file that stands alone",
+        "samestep.watch.report", "write a run's curves, tables and images to one HTML file"
     ),
-    "plot": Command("samestep.watch.plot", "draw runs' curves into a picture"),
+    "plot": Command("samestep.watch.plot", "draw the curves of runs as an image"),
     "scale": Command(
-        "samestep.tools.scale.command",
-        "measure a script at several numbers of workers, and say what limits it and what to expect of more",
+        "samestep.tools.scale.cli", "measure scaling of a script and predict larger runs"
     ),
-    "doctor": Command(
-        "samestep.tools.doctor.command",
-        "tell what this machine has, measure it, and say what to change",
-    ),
-    "submit": Command(
-        "samestep.tools.submit.command",
-        "write a job of Slurm or Kubernetes that goes on after preemption, and submit it",
-    ),
+    "doctor": Command("samestep.tools.doctor", "check this machine and recommend changes"),
+    "submit": Command("samestep.tools.submit", "submit a run to Slurm or Kubernetes"),
     "snapshots": Command(
         "samestep.tools.snapshots", "list, check and export the snapshots of a run"
     ),
 }
 EXIT_FAILURE: Final = 1
-EXIT_WRONG_USE: Final = 2  # as argparse has it
-EXIT_INTERRUPTED: Final = 130  # as a shell reports SIGINT
-EXIT_BROKEN_PIPE: Final = 141  # and SIGPIPE: whoever reads the output has seen enough
+EXIT_WRONG_USE: Final = 2  # like argparse
+EXIT_INTERRUPTED: Final = 130  # like a shell after SIGINT
+EXIT_BROKEN_PIPE: Final = 141  # like a shell after SIGPIPE: the reader closed the output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` (default: the process's arguments) names; return the exit status."""
+    """Run the command in `argv` (default: the process's arguments) and return its exit status."""
     given = _parser().parse_args(argv)
     command = COMMANDS[given.command]
     module = import_module(command.module)
     parser = argparse.ArgumentParser(
         prog=f"samestep {given.command}",
-        description=f"{_sentence(command.summary)}.",
+        description=f"{command.summary[0].upper()}{command.summary[1:]}.",
         allow_abbrev=False,
     )
     module.add_arguments(parser)
     try:
         status: int = module.main(parser.parse_args(given.arguments))
     except SamestepError as error:
-        # to nobody where it is closed
-        print(f"samestep: error: {error}", file=sys.stderr)  # noqa: T201
-        return _status(error)
+        print(f"samestep: error: {error}", file=sys.stderr)  # noqa: T201  stderr may be None
+        if isinstance(error, WorkerError):
+            return error.status
+        return EXIT_WRONG_USE if isinstance(error, ConfigError) else EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return status
 
 
-def _status(error: SamestepError) -> int:
-    if isinstance(error, WorkerError):
-        return error.status
-    return EXIT_WRONG_USE if isinstance(error, ConfigError) else EXIT_FAILURE
-
-
 def main_and_exit() -> NoReturn:
-    """Run the command and end the process at once: taking torch apart, as Python does at its end, takes half a second."""
+    """Run the command and exit without unloading torch, which takes Python half a second."""
     try:
         status = main()
-        # they are run, and only what comes after them is left out
-        atexit._run_exitfuncs()  # noqa: SLF001
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the file was closed
+        atexit._run_exitfuncs()  # noqa: SLF001  os._exit skips them
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the file was closed
             stream.flush()
     except BrokenPipeError:
         status = EXIT_BROKEN_PIPE
@@ -102,28 +83,21 @@ def main_and_exit() -> NoReturn:
 
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:{width}}  {COMMANDS[name].summary}" for name in COMMANDS)
     parser = argparse.ArgumentParser(
         prog="samestep",
-        description="Train a PyTorch model on any number of workers: every number of workers takes the same step, bit for bit.",
-        epilog="\n".join(
-            [
-                "commands:",
-                *(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()),
-                "",
-                "samestep COMMAND --help tells more.",
-            ],
-        ),
+        usage="samestep [-h] [--version] COMMAND ...",
+        description="Train a PyTorch model on any number of workers with the same results, "
+        f"bit for bit.\n\ncommands:\n{commands}",
+        epilog='Run "samestep COMMAND --help" for the arguments of a command.',
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"samestep {_version()}")
-    parser.add_argument("command", choices=COMMANDS, help="what to do")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
+    hidden = argparse.SUPPRESS  # listed in the description
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=hidden)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=hidden)
     return parser
-
-
-def _sentence(summary: str) -> str:
-    return summary[0].upper() + summary[1:]
 
 
 def _version() -> str:

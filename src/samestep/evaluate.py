@@ -1,17 +1,18 @@
-"""Exact evaluation: every sample once, the same bits at any number of workers.
+"""Exact evaluation: every sample once, with the same bits at any number of workers.
 
-The data set is cut into fixed blocks of consecutive samples, which workers take in contiguous
-ranges. What a block gives never depends on who computes it, and blocks are merged in their order at
-the end, in one exchange.
+The data set is cut into fixed blocks of consecutive samples, and each worker evaluates a contiguous
+range of blocks. The result of a block does not depend on the worker. Means are rounded once, after
+an exact sum over all blocks; metric objects are merged along a fixed tree over the blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -19,23 +20,27 @@ from samestep.data.batch import to_device
 from samestep.data.loader import Request, load
 from samestep.data.random_state import key, keyed
 from samestep.errors import ConfigError, DataError, EvaluationError
+from samestep.metrics import Metric, as_metric, merged_values, unique
 from samestep.step.lane_engine import LaneEngine
-from samestep.step.lane_pass import Count
+from samestep.step.lane_pass import Count, LossFn
 from samestep.step.means import LaneResult, Means
+from samestep.torchmetrics import TorchMetrics
+
+# Metrics that were returned before. One that is returned again holds the samples of two blocks.
+_RETURNED: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
 class BlockResult:
-    """What the samples of one block gave; its means are read when all blocks are under way."""
+    """Results of one block; scalars stay on the device until every block has been started."""
 
-    number: int
     count: int
-    means: dict[str, Any]
-    states: dict[str, dict[str, Any]]
+    scalars: dict[str, Any]
+    metrics: dict[str, Metric]
 
 
 class Evaluation:
-    """One pass of a model over a data set: this worker's blocks of all, which its devices take in turns."""
+    """One pass of a model over this worker's blocks of a data set; its devices take turns."""
 
     def __init__(
         self,
@@ -47,166 +52,109 @@ class Evaluation:
         loader_workers: int,
     ) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigError(
-                f"batch_size={batch_size!r} was given; expected a whole number of at least 1"
-            )
+            raise ConfigError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
         if len(dataset) == 0:
-            raise DataError(
-                "the data set to evaluate has no samples; expected at least 1: check its path and filters"
-            )
-        self._lanes, self._dataset, self._collate_fn, self._loader_workers = (
-            lanes,
-            dataset,
-            collate_fn,
-            loader_workers,
-        )
-        # of nothing else, so that the same bits come out at any number of lanes, too
-        self._block_size = batch_size
-        blocks, rank, workers = (
-            -(-len(dataset) // self._block_size),
-            lanes.world.rank,
-            lanes.world.size,
-        )
-        self._metrics: dict[str, Any] = {}
-        # rank 0 always has block 0
-        self._own = range(-(-rank * blocks // workers), -(-(rank + 1) * blocks // workers))
+            raise DataError("the data set to evaluate has no samples; check its path and filters")
+        self._lanes, self._world, self._dataset = lanes, lanes.world, dataset
+        self._collate_fn, self._loader_workers = collate_fn, loader_workers
+        self._block_size = batch_size  # not divided by lanes, so that results do not depend on them
+        self._blocks = blocks = -(-len(dataset) // batch_size)
+        rank, size = self._world.rank, self._world.size
+        # Rounded up, so that rank 0 always has block 0.
+        self._own = range(-(-rank * blocks // size), -(-(rank + 1) * blocks // size))
+        self._reused: dict[str, Any] = {}  # torchmetrics objects, which move between devices
 
-    def means(
-        self, fn: Callable[[Any, Any], Any], model: Any, count: Count | None
-    ) -> dict[str, float]:
-        """Return the means of what `fn` gives over all samples (or items that `count` counts), and merged metric objects' values."""
+    def means(self, fn: LossFn, model: Any, count: Count | None) -> dict[str, Any]:
+        """Return means over all samples (or items that `count` counts) and values of metrics."""
         blocks = [
-            self._result(number, samples, batch, returned, count)
-            for number, samples, batch, returned in self._outputs(fn, model)
+            self._result(samples if count is None else int(count(batch)), returned)
+            for samples, batch, returned in self._outputs(fn, model)
         ]
         own = [
-            replace(block, means={name: float(value) for name, value in block.means.items()})
+            (block.count, {n: float(v) for n, v in block.scalars.items()}, sorted(block.metrics))
             for block in blocks
         ]
-        gathered = self._lanes.world.gather_object(own, "gathering results of an evaluation")
-        found = (
-            None
-            if gathered is None
-            else self._merge(list(chain.from_iterable(gathered)), self._metrics)
-        )
-        values = self._lanes.world.broadcast_object(found, "sharing results of an evaluation")
-        if isinstance(values, EvaluationError):
-            raise values
-        return dict(values)
+        gathered = self._world.all_gather_json(own, "gathering results of an evaluation")
+        everyone = list(chain.from_iterable(gathered))
+        results = [LaneResult(0, 0, items, scalars) for items, scalars, _ in everyone if items]
+        if not results:
+            raise EvaluationError("count must return at least 1 item over the data set, got 0")
+        expected = everyone[0][2]
+        for number, (_, _, names) in enumerate(everyone):
+            if names != expected:
+                raise EvaluationError(
+                    f"fn must return the same metrics for every block, got {expected} for block 0 "
+                    f"and {names} for block {number}"
+                )
+        metrics = [block.metrics for block in blocks]
+        merged = merged_values(self._world, self._own, self._blocks, metrics) if expected else {}
+        return unique(Means(results), merged)
 
-    def outputs(self, fn: Callable[[Any, Any], Any], model: Any) -> Any:
+    def outputs(self, fn: LossFn, model: Any) -> Any:
         """Return each sample's own output in data set order on rank 0, None elsewhere."""
-        own, under_way = [], self._outputs(fn, model)
-        # each device has a block before one is waited for
-        while some := list(islice(under_way, len(self._lanes.devices))):
+        own, outputs = [], self._outputs(fn, model)
+        # Start a block on each device before waiting for one.
+        while started := list(islice(outputs, len(self._lanes.devices))):
             own += [
-                _checked(to_device(returned, "cpu"), samples) for _, samples, _, returned in some
+                _checked(to_device(returned, "cpu"), samples) for samples, _, returned in started
             ]
-        gathered = self._lanes.world.gather_object(own, "gathering outputs of an evaluation")
+        gathered = self._world.gather_object(own, "gathering outputs of an evaluation")
         return None if gathered is None else _joined(list(chain.from_iterable(gathered)))
 
-    def _outputs(
-        self, fn: Callable[[Any, Any], Any], model: Any
-    ) -> Iterator[tuple[int, int, Any, Any]]:
-        """Yield (block, samples in it, its batch, what `fn` returned for it)."""
-        seed = self._lanes.config.seed
-        size = self._block_size
-        spans = {
-            number: range(number * size, min((number + 1) * size, len(self._dataset)))
-            for number in self._own
-        }
-        requests = [
-            Request(f"block {n} of an evaluation", span, key(seed, "evaluate fetch", n))
-            for n, span in spans.items()
-        ]
+    def _outputs(self, fn: LossFn, model: Any) -> Iterator[tuple[int, Any, Any]]:
+        """Yield (number of samples, batch, what `fn` returned) for each of this worker's blocks."""
+        lanes, replicas, size = self._lanes, self._lanes.replicas, self._block_size
+        seed, samples = lanes.config.seed, range(len(self._dataset))
+        spans = {number: samples[number * size : (number + 1) * size] for number in self._own}
         batches = load(
             self._dataset,
-            requests,
+            [
+                Request(
+                    f"block {number} of an evaluation", span, key(seed, "evaluate fetch", number)
+                )
+                for number, span in spans.items()
+            ],
             collate_fn=self._collate_fn,
             loader_workers=self._loader_workers,
-            pin_memory=self._lanes.devices[0].type == "cuda",
+            pin_memory=lanes.devices[0].type == "cuda",
         )
-        replicas = self._lanes.replicas
         replicas.refresh()
         with evaluating(model), torch.no_grad():
-            in_turns = cycle(replicas.holding(model))
+            turns = cycle(replicas.holding(model))
             for (number, span), loaded in zip(spans.items(), batches, strict=True):
-                replica = next(in_turns)
+                replica = next(turns)
                 batch = to_device(loaded, replica.device)
                 if len(replicas.all) > 1:
-                    for metric in self._metrics.values():
+                    for metric in self._reused.values():
                         metric.to(replica.device)
-                with (
-                    replicas.on(replica),
-                    keyed(key(seed, "evaluate", number)),
-                    self._lanes.autocast(),
-                ):
+                block_key = key(seed, "evaluate", number)
+                with replicas.on(replica), keyed(block_key), lanes.autocast():
                     returned = fn(model, batch)
-                yield number, len(span), batch, returned
+                yield len(span), batch, returned
 
-    def _result(
-        self, number: int, samples: int, batch: Any, returned: Any, count: Count | None
-    ) -> BlockResult:
-        means, states = {}, {}
+    def _result(self, count: int, returned: Any) -> BlockResult:
+        scalars, metrics = {}, {}
         for name, value in _named(returned).items():
-            if not hasattr(value, "compute"):
-                means[name] = _scalar(name, value)
+            if (metric := as_metric(name, value)) is None:
+                scalars[name] = _scalar(name, value)
                 continue
-            # a MetricCollection has items
-            for metric_name, metric in (
-                value.items() if hasattr(value, "items") else [(name, value)]
-            ):
-                self._metrics[metric_name] = metric
-                states[metric_name] = {
-                    name: _copied(state, self._lanes.devices[0])
-                    for name, state in metric.metric_state.items()
-                }
-            value.reset()
-        return BlockResult(number, samples if count is None else int(count(batch)), means, states)
-
-    @staticmethod
-    def _merge(
-        blocks: Sequence[BlockResult], metrics: Mapping[str, Any]
-    ) -> dict[str, Any] | EvaluationError:
-        results = [
-            LaneResult(block.number, 0, block.count, block.means) for block in blocks if block.count
-        ]
-        if not results:  # the error is raised on every worker, not on this one alone
-            return EvaluationError(
-                "count gave 0 items for all of the data set; expected at least one item to evaluate"
-            )
-        values: dict[str, Any] = dict(Means(results))
-        for name, metric in metrics.items():
-            values[name] = merged_metric(
-                metric, [block.states[name] for block in blocks if name in block.states]
-            )
-        return values
-
-
-def merged_metric(metric: Any, states: Sequence[Mapping[str, Any]]) -> Any:
-    """Return the value of a torchmetrics `Metric` over the states of blocks, merged as it merges those of processes."""
-    # torchmetrics keeps no public list of them
-    for name, reduction in metric._reductions.items():  # noqa: SLF001
-        parts = [state[name] for state in states]
-        if isinstance(parts[0], list):
-            setattr(metric, name, list(chain.from_iterable(parts)))
-        else:
-            stacked = torch.stack(parts)
-            setattr(metric, name, stacked if reduction is None else reduction(stacked))
-    # otherwise compute warns that nothing was seen
-    metric._update_count = len(states)  # noqa: SLF001
-    # all is here: no exchange of its own
-    available, metric.distributed_available_fn = metric.distributed_available_fn, lambda: False
-    try:
-        return _plain(metric.compute())
-    finally:
-        metric.distributed_available_fn = available
-        metric.reset()
+            if _RETURNED.get(id(metric)) is metric:
+                raise EvaluationError(
+                    f"{name!r} was returned before; create a new {type(metric).__name__} per call"
+                )
+            _RETURNED[id(metric)] = metrics[name] = metric
+        own = {
+            name: each.metric for name, each in metrics.items() if isinstance(each, TorchMetrics)
+        }
+        for metric in own.values():  # not earlier: accuracy and 1 - accuracy share a state
+            metric.reset()
+        self._reused |= own
+        return BlockResult(count, scalars, metrics)
 
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Put a model's modules in evaluation mode for a block, and each back as it was."""
+    """Put a model's modules in evaluation mode, and restore the mode of each at the end."""
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
     training = [module.training for module in modules]
     for module in modules:
@@ -219,64 +167,43 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def _named(returned: Any) -> dict[str, Any]:
-    """Return results by name: of a loss, (loss, dict), or dict."""
+    """Return results by name from a loss, (loss, dict), or dict."""
     if isinstance(returned, dict):
         return returned
-    # (loss, dict)
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):
-        return {"loss": returned[0], **returned[1]}
+        return unique({"loss": returned[0]}, returned[1])
     return {"loss": returned}
 
 
 def _scalar(name: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise EvaluationError(
-            f"{name!r} is a tensor of shape {tuple(value.shape)}; expected a scalar, the mean over the block's samples, "
-            "or gather=True for an output a sample"
-        )
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().clone()
     try:
-        return value.detach().clone() if isinstance(value, torch.Tensor) else float(value)
-    except (TypeError, ValueError):
+        return float(value)
+    except (RuntimeError, TypeError, ValueError):
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
         raise EvaluationError(
-            f"{name!r} is {type(value).__name__}; expected a scalar or a torchmetrics object"
+            f"{name!r} must be a scalar (the mean over the block's samples) or a metric, got "
+            f"{type(value).__name__}{shape}; use gather=True for one output per sample"
         ) from None
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return float(value)
-    return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
-def _copied(state: Any, device: torch.device) -> Any:
-    return (
-        [part.to(device, copy=True) for part in state]
-        if isinstance(state, list)
-        else state.to(device, copy=True)
-    )
-
-
 def _checked(output: Any, samples: int) -> Any:
-    """Return a block's output if every part of it has one entry a sample."""
-    parts = (
-        output.values()
-        if isinstance(output, dict)
-        else output
-        if isinstance(output, tuple)
-        else [output]
-    )
-    for part in parts:
-        scalar = isinstance(part, torch.Tensor) and part.ndim == 0
-        length = len(part) if hasattr(part, "__len__") and not scalar else None
+    """Return the output of a block if each part of it has one entry per sample."""
+    parts = output.values() if isinstance(output, dict) else output
+    for part in parts if isinstance(output, (dict, tuple)) else [output]:
+        is_scalar = isinstance(part, torch.Tensor) and part.ndim == 0
+        length = len(part) if hasattr(part, "__len__") and not is_scalar else None
         if length != samples:
             raise EvaluationError(
-                f"gather=True got {type(part).__name__} of length {length} for {samples} samples; expected one entry each"
+                f"outputs must have one entry per sample ({samples}), got {type(part).__name__} "
+                f"of length {length}"
             )
     return output
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
-    """Join blocks' outputs: tensors and lists along samples, dicts and tuples part by part."""
+    """Join the outputs of blocks along samples, each part of a dict or tuple separately."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(outputs))

@@ -95,7 +95,7 @@ def test_blocks_of_a_page_share_names_and_what_they_print_is_compared(page):
         ),
         (
             ["<!-- test: run -->", "sh\nsamestep snapshots list nowhere"],
-            "ended with status 2:\n.*nowhere was given",
+            "ended with status 2:\n.*got nowhere",
         ),
         (["<!-- test: run, status 1 -->", "sh\nsamestep snapshots --help"], "ended with status 0"),
     ],

@@ -71,7 +71,7 @@ def test_a_frozen_discriminator_is_frozen_on_every_device():
         run.backward(
             loss_fn,
             None,
-            next(run.streams(lambda lane: iter([torch.ones(3, 2)]), name="ones")),
+            next(iter(run.streams(lambda lane: iter([torch.ones(3, 2)]), name="ones"))),
             update=body,
         )
         assert frozen == [True, True]

@@ -12,7 +12,7 @@ from samestep.record.sinks.function import find_function
 from samestep.snapshot import hooks, load
 from samestep.snapshot.hooks import FunctionHook, Hook, Mirror
 from samestep.snapshot.manifest import NAME
-from samestep.snapshot.remote import RemoteSnapshots
+from samestep.snapshot.remote import RemoteDirectory
 from tests.faults import flip_byte
 from tests.jobs import steps_of
 from tests.snapshot.exact import exact
@@ -32,13 +32,13 @@ def test_requests_during_a_pass_cause_one_more():
 
     def make_pass():
         begun.release()
-        assert may_end.acquire(timeout=20)
+        assert may_end.acquire(timeout=60)
         passes.append(None)
 
     background = Passes(make_pass)
     background.finish()
     background.on_commit(Path())
-    assert begun.acquire(timeout=20)
+    assert begun.acquire(timeout=60)
     for _ in range(3):
         background.on_commit(Path())
     may_end.release(2)
@@ -60,7 +60,7 @@ def test_closing_waits_only_for_the_grace_period_and_starts_no_pass(monkeypatch)
 
     background = Passes(make_pass)
     background.on_commit(Path())
-    assert begun.acquire(timeout=20)
+    assert begun.acquire(timeout=60)
     background.on_commit(Path())
     background.close()
     may_end.set()
@@ -171,7 +171,7 @@ def mirroring(directory, keep_last=2, keep_best=0, **options):
     """Yield the mirror of a directory and its reports."""
     reported = []
     mirror = Mirror(
-        RemoteSnapshots(URL, HASTY),
+        RemoteDirectory(URL, HASTY),
         directory,
         keep_last=keep_last,
         keep_best=keep_best,
@@ -336,7 +336,7 @@ def test_a_snapshot_that_is_removed_during_its_upload_is_not_a_failure(tmp_path,
 def test_close_does_not_wait_for_a_retry(tmp_path, far):
     save_once(tmp_path, 1, small_state(1))
     far.before = staticmethod(failing(10**6, ConnectionError("reset")))
-    remote = RemoteSnapshots(URL)  # which would wait for half a minute
+    remote = RemoteDirectory(URL)  # which would wait for half a minute
     mirror = Mirror(remote, tmp_path, keep_last=1, keep_best=0, report=lambda *_, **__: None)
     mirror.close()
     assert not mirror._thread.is_alive()

@@ -262,13 +262,13 @@ def test_fewer_replacement_workers_free_the_memory_of_the_others():
 def test_workers_communicate_between_two_saves():
     with open_launcher_state(1) as launcher_state:
         (snapshots,) = team([launcher_state], 1)
-        meetings = []
+        barriers = []
         for step in (1, 2, 3):
             save_all([snapshots], step)
-            meetings.append(snapshots._world.meetings)
+            barriers.append(snapshots._world.barriers)
         snapshots._world.barrier("exchanging gradients")
         save_all([snapshots], 4)
-        assert [*meetings, snapshots._world.meetings] == [0, 1, 2, 3]
+        assert [*barriers, snapshots._world.barriers] == [0, 1, 2, 3]
 
 
 def test_auto_saves_immediately_and_then_as_rank_0_decides(monkeypatch):

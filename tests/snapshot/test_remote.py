@@ -9,7 +9,7 @@ from samestep.errors import SnapshotError
 from samestep.snapshot import load
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import fault
-from samestep.snapshot.remote import RemoteSnapshots
+from samestep.snapshot.remote import RemoteDirectory
 from samestep.storage import StorageError
 from tests.faults import cut, flip_byte
 from tests.snapshot.exact import exact
@@ -139,14 +139,14 @@ def test_one_of_two_concurrent_uploads_of_a_step_wins_completely(far, tmp_path):
     runs = [tmp_path / name for name in ("first", "second")]
     for number, run in enumerate(runs):
         save_once(run, 1, small_state(number), attempt=run.name)
-    both_have_data = threading.Barrier(2, timeout=20)
+    both_have_data = threading.Barrier(2, timeout=60)
     far.before = staticmethod(
         lambda operation, path: both_have_data.wait() if operation == "pipe_file" else None
     )
 
     def send(run):
         try:
-            return RemoteSnapshots(URL, HASTY).send(run / FIRST)
+            return RemoteDirectory(URL, HASTY).send(run / FIRST)
         except StorageError as error:
             return str(error)
 
@@ -155,7 +155,7 @@ def test_one_of_two_concurrent_uploads_of_a_step_wins_completely(far, tmp_path):
     (lost,) = [outcome for outcome in outcomes if isinstance(outcome, str)]
     assert "another run wrote this file in the meantime" in lost
     winner = next(number for number, outcome in enumerate(outcomes) if outcome != lost)
-    assert brought(RemoteSnapshots(URL, HASTY), FIRST, tmp_path / "new")[0] == exact(
+    assert brought(RemoteDirectory(URL, HASTY), FIRST, tmp_path / "new")[0] == exact(
         small_state(winner)
     )
 
@@ -233,7 +233,7 @@ def test_a_damaged_remote_snapshot_never_appears_locally(directory, remote, far,
 )
 def test_damaged_remote_snapshots_are_rejected(directory, far, damage, reason):
     damage(directory / FIRST)
-    remote = RemoteSnapshots(f"file://{directory}", HASTY)
+    remote = RemoteDirectory(f"file://{directory}", HASTY)
     with pytest.raises(SnapshotError, match=rf"snapshot file://{directory}/{FIRST}: .*{reason}"):
         remote.inspect(FIRST)
     with pytest.raises(SnapshotError, match="there is none"):
@@ -265,7 +265,7 @@ def test_workers_of_a_host_share_one_download(remote, far, tmp_path):
     with ThreadPoolExecutor(3) as workers:
         paths = list(
             workers.map(
-                lambda _: RemoteSnapshots(URL, HASTY).fetch(FIRST, tmp_path / "new"), range(3)
+                lambda _: RemoteDirectory(URL, HASTY).fetch(FIRST, tmp_path / "new"), range(3)
             )
         )
     assert exact(load(paths[0]).state) == exact(small_state(1))

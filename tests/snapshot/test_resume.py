@@ -4,7 +4,7 @@ import pytest
 
 from samestep.errors import ConfigError, SnapshotError
 from samestep.snapshot import load, load_newest, resume
-from samestep.snapshot.remote import RemoteSnapshots
+from samestep.snapshot.remote import RemoteDirectory
 from samestep.snapshot.resume import Downloads, load_from
 from tests.faults import flip_byte
 from tests.jobs import steps_of
@@ -74,7 +74,7 @@ def old(far, tmp_path):
     """The directory of a run with three snapshots and remote copies of them."""
     for step in (1, 2, 3):
         save_once(tmp_path / "old", step, small_state(step), workers=2)
-        RemoteSnapshots(URL, HASTY).send(tmp_path / "old" / steps_of(step)[0])
+        RemoteDirectory(URL, HASTY).send(tmp_path / "old" / steps_of(step)[0])
     return tmp_path / "old"
 
 
@@ -122,7 +122,7 @@ def test_the_newest_of_both_places_is_loaded_and_local_copies_first(old, far, tm
 
 
 def test_damaged_remote_snapshots_are_reported_and_skipped(old, far, tmp_path):
-    remote = RemoteSnapshots(URL, HASTY)
+    remote = RemoteDirectory(URL, HASTY)
     for step in (2, 3):
         data = next((old / steps_of(step)[0]).glob("tensors*"))
         flip_byte(data, -1)
@@ -183,12 +183,12 @@ def test_workers_communicate_while_one_downloads(old, far, tmp_path, monkeypatch
     monkeypatch.setattr("samestep.snapshot.resume.POLL_SECONDS", 0.001)
 
     def body(world):
-        def wait_for_meetings(operation, path):
-            while operation == "cat_file" and world.meetings < 20:
+        def wait_for_barriers(operation, path):
+            while operation == "cat_file" and world.barriers < 20:
                 pass
 
         if world.rank == 0:
-            far.before = staticmethod(wait_for_meetings)
+            far.before = staticmethod(wait_for_barriers)
         return load_from(f"{URL}/{steps_of(1)[0]}", tmp_path / "new", world).step
 
     assert in_threads(2, body) == [1, 1]

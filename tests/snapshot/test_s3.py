@@ -16,7 +16,7 @@ from samestep.errors import SnapshotError
 from samestep.snapshot.hooks import Mirror
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import inspect
-from samestep.snapshot.remote import RemoteSnapshots
+from samestep.snapshot.remote import RemoteDirectory
 from samestep.storage import Retries, Storage, StorageError
 from tests.jobs import STEPS, events, image_job, left_by, left_in, snapshots, steps_of, train
 from tests.s3 import s3_server
@@ -31,7 +31,7 @@ def server(tmp_path_factory):
 
 
 def _listed(url):
-    return RemoteSnapshots(url).names()
+    return RemoteDirectory(url).names()
 
 
 def test_a_run_resumes_with_the_same_bits_on_an_empty_machine(server, tmp_path):
@@ -115,7 +115,7 @@ def _send_one_file_and_die(directory, url):
         os.kill(os.getpid(), signal.SIGKILL)
 
     Storage.send = send_and_die
-    RemoteSnapshots(url).send(directory)
+    RemoteDirectory(url).send(directory)
 
 
 class Counted(Retries):
@@ -132,7 +132,7 @@ class Counted(Retries):
 def _mirror(directory, url, sign):
     """Copy missing files once their signs are gone; return sizes before, events and retries."""
     remote, reported = (
-        RemoteSnapshots(url, Counted(tries=100, first_seconds=0.1, longest_seconds=0.1)),
+        RemoteDirectory(url, Counted(tries=100, first_seconds=0.1, longest_seconds=0.1)),
         [],
     )
     state = random.getstate()
@@ -160,7 +160,7 @@ def _mirror(directory, url, sign):
 
 
 def _fetch(url, directory):
-    return inspect(RemoteSnapshots(url).fetch(steps_of(1)[0], directory)).attempt
+    return inspect(RemoteDirectory(url).fetch(steps_of(1)[0], directory)).attempt
 
 
 def test_killed_uploads_and_servers_repeat_only_the_current_file(tmp_path):

@@ -1,4 +1,4 @@
-"""A training script that is good, or bad in the way that its argument names."""
+"""A training script that is good, or has the fault that its argument names."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import samestep as ss
 
 def train(run: ss.Run, way: str) -> None:
     """Train a linear model on 20 random points in batches of 8."""
-    own = torch.Generator()
-    own.seed()  # from the operating system: another one in every process
+    unseeded = torch.Generator()
+    unseeded.seed()  # from the operating system, different in every process
 
     def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-        points = batch[0] + (torch.rand(64, generator=own) if way == "draws" else torch.rand(64))
+        generator = unseeded if way == "unseeded" else None
+        points = batch[0] + torch.rand(64, generator=generator)
         return F.cross_entropy(model(points), points.long()[:, 0].clamp(0, 9))
 
     points = TensorDataset(torch.randn(20, 64, generator=torch.Generator().manual_seed(1)))
     model = run.replicate(nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if way != "does not track":
+    if way != "untracked":
         run.track(model=model, optimizer=optimizer)
-    for batch in run.batches(
-        points, 8, steps=2 if way == "ends early" and run.world_size > 1 else 9
-    ):
+    steps = 2 if way == "ends early" and run.world_size > 1 else 9
+    for batch in run.batches(points, 8, steps=steps):
         run.log(run.backward(loss_fn, model, batch))
         if way == "depends on the rank" and run.step == 1 and run.rank == 1:
             model.weight.grad.mul_(2)
@@ -38,6 +38,6 @@ def train(run: ss.Run, way: str) -> None:
         optimizer.zero_grad()
 
 
-if __name__ == "__main__" and sys.argv[1] != "does not start":
+if __name__ == "__main__" and sys.argv[1] != "no run":
     with ss.init(seed=5) as run:
         train(run, sys.argv[1])

@@ -1,4 +1,4 @@
-"""`samestep submit slurm` writes a script that Slurm takes, and whose job goes on after it was stopped."""
+"""`samestep submit slurm` writes a script that Slurm accepts, and its job resumes when stopped."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from samestep.cli import main
+from samestep.config import merge
 from tests.jobs import events, image_job, left_by, left_in
 from tests.slurm import slurm
 from tests.workers import free_port
 
 ROOT = Path(__file__).parents[2]
 SOON_SECONDS = 45.0
-# In its first life the job stands still in step 2 until the signal is there.
+# When it runs for the first time, the job waits in step 2 until the signal arrives.
 TRAIN = """
 import os, pathlib, signal, sys, time
 sys.path.insert(0, {root!r})
@@ -42,20 +43,8 @@ def script(capsys, tmp_path):
     """Return a function that returns the script that would be submitted."""
 
     def write(*arguments):
-        assert (
-            main(
-                [
-                    "submit",
-                    "slurm",
-                    "--dir",
-                    str(tmp_path / "run"),
-                    *arguments,
-                    "--dry-run",
-                    "train.py",
-                ]
-            )
-            == 0
-        )
+        command = ["submit", "slurm", "--dir", str(tmp_path / "run"), *arguments, "--dry-run"]
+        assert main([*command, "train.py"]) == 0
         return capsys.readouterr().out
 
     return write
@@ -69,37 +58,12 @@ def directives(text):
     ]
 
 
-def test_what_is_asked_for_is_in_the_script(script, tmp_path):
+def test_the_script_has_all_options(script, tmp_path):
     text = script(
-        *(
-            "--nodes",
-            "2",
-            "-n",
-            "4",
-            "--gpus",
-            "a100:4",
-            "--cpus",
-            "6",
-            "--memory",
-            "64G",
-            "--time",
-            "1-12:00:00",
-            "--partition",
-            "long",
-        ),
-        *(
-            "--account",
-            "me",
-            "--name",
-            "my job",
-            "--grace-period",
-            "90.5",
-            "--sbatch=--qos=high",
-            "--lanes",
-            "8",
-            "--setup",
-            "module load python",
-        ),
+        *("--nodes", "2", "-n", "4", "--gpus", "a100:4", "--cpus", "6", "--memory", "64G"),
+        *("--time", "1-12:00:00", "--partition", "long", "--account", "me", "--name", "my job"),
+        *("--grace-period", "90.5", "--sbatch=--qos=high", "--lanes", "8"),
+        *("--setup", "module load python"),
     )
     assert set(directives(text)) == {
         "--job-name=my job",
@@ -128,34 +92,23 @@ def test_what_is_asked_for_is_in_the_script(script, tmp_path):
     }
 
 
-def test_without_setup_workers_have_the_python_that_submits(script):
+def test_without_setup_workers_use_the_python_that_submits(script):
     assert shlex.join([sys.executable, "train.py"]) in script()
+
+
+def test_the_default_options_are_accepted_by_samestep_init(script):
+    exports = [line.removeprefix("export ") for line in script().splitlines() if "=" in line]
+    variables = dict(line.split("=", 1) for line in exports if line.startswith("SAMESTEP_"))
+    assert merge({}, variables).grace_period == 120
 
 
 @pytest.mark.parametrize("argument", ["b $c", "it's", 'a "b"', "--x=#1", "a\nb", "`id`"])
 def test_arguments_and_directories_arrive_as_they_are(argument, tmp_path, capsys):
     directory = tmp_path / argument.replace("\n", "%")
-    assert (
-        main(
-            [
-                "submit",
-                "slurm",
-                "--dir",
-                str(directory),
-                "--dry-run",
-                "--setup",
-                "true",
-                "-m",
-                "show",
-                argument,
-            ]
-        )
-        == 0
-    )
+    command = ["submit", "slurm", "--dir", str(directory), "--dry-run", "--setup", "true"]
+    assert main([*command, "-m", "show", argument]) == 0
     text = capsys.readouterr().out
-    assert f"--output={directory}/slurm-%j.out".replace(
-        str(directory), str(directory).replace("%", "%%")
-    ) in directives(text)
+    assert f"--output={str(directory).replace('%', '%%')}/slurm-%j.out" in directives(text)
     stand_ins = 'srun() { shift 2; printf \'%s\\0\' "$SAMESTEP_DIR" "$@"; }\n'
     shown = subprocess.run(
         ["bash", "-c", stand_ins + text], capture_output=True, text=True, check=True
@@ -170,7 +123,10 @@ def test_arguments_and_directories_arrive_as_they_are(argument, tmp_path, capsys
 def test_only_a_job_that_was_stopped_with_a_snapshot_is_requeued(
     status, restarts, requeued, script
 ):
-    stand_ins = f'srun() {{ echo "resume: $SAMESTEP_RESUME"; return {status}; }}\nscontrol() {{ echo "$@"; }}\n'
+    stand_ins = (
+        f'srun() {{ echo "resume: $SAMESTEP_RESUME"; return {status}; }}\n'
+        'scontrol() { echo "$@"; }\n'
+    )
     environment = {
         "SLURM_JOB_ID": "7",
         **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
@@ -189,75 +145,61 @@ def test_only_a_job_that_was_stopped_with_a_snapshot_is_requeued(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            ["--time", "soon"],
-            "--time 'soon' was given; expected minutes, or a time such as 8:00:00",
-        ),
-        (["--memory", "64Gi"], "--memory '64Gi' was given; expected a size such as 64G"),
-        (["--gpus", "all"], "--gpus 'all' was given; expected a number"),
-        (
-            ["--grace-period", "0"],
-            "--grace-period 0 was given; expected seconds above 0 and at most 65535",
-        ),
-        (
-            ["--grace-period", "70000"],
-            "--grace-period 70000 was given; expected seconds above 0 and at most 65535",
-        ),
-        (["--dir", f"{__file__}/run"], "/run was given, and cannot be made"),
-        (["--nodes", "0"], "--nodes 0 was given; expected at least 1"),
-        (["-n", "0"], "--workers 0 was given; expected at least 1"),
-        (["--name", "a\n#SBATCH --nodes=9"], "expected no backslash, line break"),
-        (["--partition", "a\\"], "expected no backslash, line break"),
-        (["--lanes", "many"], "--lanes='many' was given"),
-        (
-            ["--output", "/no/such/folder"],
-            "--output /no/such/folder was given, and cannot be written",
-        ),
+        (["--time", "soon"], "--time must be minutes, or a time such as 2-12:00:00, got 'soon'"),
+        (["--memory", "64Gi"], "--memory must be a size such as 64G, got '64Gi'"),
+        (["--gpus", "all"], "--gpus must be a number, or KIND:NUMBER such as a100:4, got 'all'"),
+        (["--grace-period", "0"], "must be above 0 and at most 65535 seconds, got 0"),
+        (["--grace-period", "70000"], "must be above 0 and at most 65535 seconds, got 70000"),
+        (["--dir", f"{__file__}/run"], "cannot create --dir"),
+        (["--nodes", "0"], "--nodes must be at least 1, got 0"),
+        (["-n", "0"], "--workers must be at least 1, got 0"),
+        (["--name", "a\n#SBATCH --nodes=9"], "no backslash or control character"),
+        (["--partition", "a\\"], "no backslash or control character, got '--partition=a\\\\'"),
+        (["--lanes", "many"], "--lanes"),
+        (["--output", "/no/such/folder"], "cannot write --output /no/such/folder"),
     ],
 )
-def test_what_slurm_would_not_take_is_told(arguments, words, capsys, tmp_path):
+def test_values_that_slurm_refuses_are_reported(arguments, words, capsys, tmp_path):
     assert main(["submit", "slurm", "--dir", str(tmp_path), *arguments, "train.py"]) == 2
     assert words in capsys.readouterr().err
 
 
 def test_a_script_can_be_written_for_later(tmp_path, script):
     file = tmp_path / "job.sh"
-    assert (
-        main(["submit", "slurm", "--dir", str(tmp_path / "run"), "--output", str(file), "train.py"])
-        == 0
-    )
+    command = ["submit", "slurm", "--dir", str(tmp_path / "run"), "--output", str(file)]
+    assert main([*command, "train.py"]) == 0
     assert file.read_text() == script()
     assert (tmp_path / "run").is_dir()
 
 
 def test_a_job_without_a_directory_is_refused(capsys):
     assert main(["submit", "slurm", "train.py"]) == 2
-    assert "no --dir was given; expected a directory that all nodes see" in capsys.readouterr().err
+    assert "--dir is required" in capsys.readouterr().err
 
 
-def test_without_slurm_the_way_out_is_told(monkeypatch, capsys, tmp_path):
+def test_a_missing_sbatch_is_reported(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["submit", "slurm", "--dir", str(tmp_path), "train.py"]) == 1
-    assert "sbatch was not found" in capsys.readouterr().err
+    assert "sbatch not found in PATH; pass --output FILE" in capsys.readouterr().err
 
 
-def eventually(look, explain):
-    """Return what `look` finds, as soon as it finds something."""
+def eventually(poll, explain):
+    """Return the result of `poll` as soon as it is true."""
     deadline = time.monotonic() + SOON_SECONDS
-    while not (found := look()):
+    while not (found := poll()):
         assert time.monotonic() < deadline, explain()
         time.sleep(0.05)
     return found
 
 
 class Cluster:
-    """A real Slurm, and what is asked of it about a job."""
+    """A real Slurm cluster with one test's jobs."""
 
     def __init__(self, started):
         self.run = started.run
 
     def submit(self, *arguments):
-        # the first job's own is that of the first job of a test that runs beside this one
+        # Slurm's default port is the same for the first job of a test that runs at the same time
         port = str(free_port())
         job = self.run(
             sys.executable, "-m", "samestep", "submit", "slurm", *arguments, MASTER_PORT=port
@@ -269,7 +211,7 @@ class Cluster:
         return self.run("scontrol", "show", "job", job).stdout
 
     def ends(self, job, state):
-        """Return how often a job was restarted, once it is in a state."""
+        """Wait until a job is in a state, and return how often it was restarted."""
         found = eventually(
             lambda: re.search(rf"(?s)JobState={state} .*Restarts=(\d+)", self.show(job)),
             lambda: self.explain(job),
@@ -277,11 +219,14 @@ class Cluster:
         return int(found[1])
 
     def start_again(self, job):
-        """Start a requeued job, which Slurm does after two minutes: soon, but not in the second in which its credential was revoked."""
+        """Start a requeued job, which Slurm would do after two minutes.
+
+        It must not start in the same second in which its credential was revoked.
+        """
         self.run("scontrol", "update", f"job={job}", "StartTime=now+2")
 
     def explain(self, job):
-        """Return all there is to know about a job that is not as it should be."""
+        """Return the state and the output of a job that failed a test."""
         shown = self.show(job)
         output = Path(re.search("StdOut=(.*)", shown)[1])
         return shown + (output.read_text() if output.exists() else "no output")
@@ -297,20 +242,8 @@ def test_a_preempted_job_snapshots_requeues_resumes_and_has_the_same_bits(cluste
     train = tmp_path / "train it.py"
     train.write_text(TRAIN.format(root=str(ROOT)))
     directory = tmp_path / "a run"
-    job = cluster.submit(
-        "--nodes",
-        "2",
-        "--lanes",
-        "8",
-        "--snapshot-every",
-        "none",
-        "--name",
-        "a job",
-        "--dir",
-        directory,
-        train,
-        tmp_path,
-    )
+    options = ["--nodes", "2", "--lanes", "8", "--snapshot-every", "none", "--name", "a job"]
+    job = cluster.submit(*options, "--dir", directory, train, tmp_path)
     undisturbed = left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
     failing = tmp_path / "failing.py"
     failing.write_text("raise SystemExit(3)")

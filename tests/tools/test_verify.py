@@ -1,4 +1,4 @@
-"""`samestep verify` passes a good script, and names the first step and tensor at which a bad one differs."""
+"""`samestep verify` accepts a good script, and reports the first difference of a faulty one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT = str(Path(__file__).with_name("script.py"))
 
 @pytest.fixture
 def verify(capsys):
-    """Return a function that verifies the script and gives the exit status and all that was printed."""
+    """Return a function that verifies the script and returns the exit status and the output."""
 
     def run(*arguments, way):
         status = main(["verify", *arguments, SCRIPT, way])
@@ -23,10 +23,8 @@ def verify(capsys):
     return run
 
 
-def test_a_good_script_passes_also_when_a_worker_is_killed(verify):
-    status, printed = verify(
-        "-n", "1,2,1x2", "--lanes", "4", "--steps", "4", "--kill", way="is good"
-    )
+def test_a_good_script_passes_even_if_a_worker_is_killed(verify):
+    status, printed = verify("-n", "1,2,1x2", "--lanes", "4", "--steps", "4", "--kill", way="good")
     assert status == 0
     table = [line.split() for line in printed.splitlines() if re.match(r" +\d+  ", line)]
     assert [row[0] for row in table] == ["1", "2", "3", "4"]
@@ -34,29 +32,27 @@ def test_a_good_script_passes_also_when_a_worker_is_killed(verify):
     assert [len(hashes) for _, *hashes in table] == [4] * 4
     assert len({hashes[0] for _, *hashes in table}) == 4
     assert "4 lanes" in printed
-    assert re.search(
-        r"the same at every step: n=1, n=2, n=1x2, n=1x2, worker 0 killed, n=1 from step [0-3]",
-        printed,
-    )
+    runs = "n=1, n=2, n=1x2, n=1x2, worker 0 killed, n=1 from step [0-3]"
+    assert re.search(f"the same at every step: {runs}", printed)
 
 
 @pytest.mark.parametrize(
     ("way", "first", "cause"),
     [
         (
-            "draws",
+            "unseeded",
             "step 1: 'metric loss' differs between n=1 and n=2",
-            "a random generator of the script's own",
+            "a random generator created by the script",
         ),
         (
             "depends on the rank",
             "step 2: 'optimizer/state/0/momentum_buffer' differs between n=1 and n=2",
             "gradients changed by one worker only",
         ),
-        ("ends early", "step 3: n=2 did not make it", "number of steps"),
+        ("ends early", "step 3: n=2 did not reach it", "number of steps"),
     ],
 )
-def test_a_bad_script_fails_where_it_first_differs(way, first, cause, verify):
+def test_a_faulty_script_fails_at_its_first_difference(way, first, cause, verify):
     status, printed = verify("--steps", "3", way=way)
     assert status == 1
     assert f"DIFFERENT, first at {first}" in printed
@@ -64,30 +60,30 @@ def test_a_bad_script_fails_where_it_first_differs(way, first, cause, verify):
 
 
 @pytest.mark.parametrize(
-    ("way", "words"),
+    ("way", "message"),
     [
-        ("does not track", "left nothing to compare: it must track its model and optimizer"),
-        ("does not start", "never called samestep.init"),
+        ("untracked", "wrote no snapshot; it must track its model and optimizer"),
+        ("no run", r"did not start a run; it must call samestep\.init"),
         ("fails", r"failed at n=1 with status 1:(?s:.*)RuntimeError: no more memory"),
     ],
 )
-def test_a_script_that_cannot_be_verified_is_told(way, words, verify):
+def test_a_script_that_cannot_be_verified_is_an_error(way, message, verify):
     status, printed = verify("-n", "1", way=way)
     assert status == 1
-    assert re.search(f"samestep: error: the script .*{words}", printed)
+    assert re.search(f"samestep: error: the script {message}", printed)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
-        (["-n", "2x"], "-n 2x was given; expected numbers of workers such as 1,2,4, or 1x2"),
-        (["-n", "1,x"], "-n 1,x was given; expected numbers of workers"),
-        (["-n", "0"], "-n 0 was given"),
-        (["--steps", "0"], "--steps 0 was given; expected at least 1"),
-        (["--steps", "1", "--kill"], "2 with --kill"),
+        ("-n 2x", "-n: expected worker counts such as 1,2,4, or 1x2 for one worker with 2 devices"),
+        ("-n 1,x", "got 1,x"),
+        ("-n 0", "got 0"),
+        ("--steps 0", "--steps must be at least 1, got 0"),
+        ("--steps 1 --kill", "--steps must be at least 2 with --kill, got 1"),
     ],
 )
-def test_a_wrong_argument_is_named(arguments, words, verify):
-    status, printed = verify(*arguments, way="is good")
+def test_a_wrong_argument_is_an_error(arguments, message, verify):
+    status, printed = verify(*arguments.split(), way="good")
     assert status == 1
-    assert words in printed
+    assert message in printed

@@ -1,4 +1,4 @@
-"""What of a page's HTML its tests look at."""
+"""The parts of an HTML page that tests check."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 
 class Markup(HTMLParser):
-    """The elements of a page, a tag and its attributes each, and the texts in its scripts and styles by their tag and id."""
+    """Elements of a page as (tag, attributes), and the texts of scripts and styles by (tag, id)."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

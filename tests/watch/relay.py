@@ -1,27 +1,26 @@
-"""A way to a server that can be cut: `python -m tests.watch.relay PORT TO` passes on what comes to a port of the loopback."""
+"""A TCP proxy whose connections tests can cut.
+
+`python -m tests.watch.relay PORT TARGET` forwards a loopback port to another.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HOST = "127.0.0.1"
 
 
 @contextmanager
-def relay(port: int, to: int) -> Iterator[None]:
-    """Have a process listen at `port` and pass all on to the port `to`; at the end it is killed, with its connections."""
-    with subprocess.Popen(
-        [sys.executable, "-m", __name__, str(port), str(to)], stdout=subprocess.PIPE
-    ) as process:
+def relay(port: int, target: int) -> Iterator[None]:
+    """Forward `port` to `target` in a process; at the end it is killed, with its connections."""
+    command = [sys.executable, "-m", __name__, str(port), str(target)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
-            process.stdout.readline()  # when it listens
+            process.stdout.readline()  # it is listening
             yield
         finally:
             process.kill()
@@ -34,10 +33,10 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     writer.close()
 
 
-async def _main(port: int, to: int) -> None:
+async def _main(port: int, target: int) -> None:
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(HOST, to)
-        await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+        target_reader, target_writer = await asyncio.open_connection(HOST, target)
+        await asyncio.gather(_copy(reader, target_writer), _copy(target_reader, writer))
 
     server = await asyncio.start_server(connect, HOST, port)
     sys.stdout.write("listening\n")

@@ -1,27 +1,37 @@
-"""A server of the page in a process of its own."""
+"""The page's server in its own process."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import httpx
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+Result = TypeVar("Result")
 
-END_SECONDS = 20.0
+SECONDS = 60.0
+
+
+def until(condition: Callable[[], Result]) -> Result:
+    """Wait until a condition is true, and return its result."""
+    deadline = time.monotonic() + SECONDS
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+    return found
 
 
 class Served:
-    """A server that listens: its process, its address, and a client of it."""
+    """A running server: its process, its address, and a client."""
 
     def __init__(self, process: subprocess.Popen[str], address: str) -> None:
         self.process = process
         self.address = address
-        self.client = httpx.Client(base_url=address, trust_env=False, timeout=20.0)
+        self.client = httpx.Client(base_url=address, trust_env=False, timeout=SECONDS)
 
     def get(self, path: str, **options) -> httpx.Response:
         return self.client.get(path, **options)
@@ -34,7 +44,7 @@ class Served:
 
 @contextmanager
 def serving(*arguments: object) -> Iterator[Served]:
-    """Run `samestep watch` with a port of its own, and end it as Ctrl-C does."""
+    """Run `samestep watch` on a free port, and terminate it at the end."""
     command = [sys.executable, "-m", "samestep", "watch", "--port", "0", *map(str, arguments)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -49,4 +59,4 @@ def serving(*arguments: object) -> Iterator[Served]:
                 yield served
         finally:
             process.terminate()
-            process.communicate(timeout=END_SECONDS)
+            process.communicate(timeout=SECONDS)

@@ -4,14 +4,17 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from samestep.watch.curves import Curve, Request
+from samestep.watch import curves
+from samestep.watch.curves import Curve, MovingAverage, Table, equal_spans, select_points
 
 NAN = math.nan
 
 
 def curve(*rows):
-    """Make a curve of (step, between, time, value, low, high)."""
+    """Return a curve of rows (step, between, time, value, low, high)."""
     made = Curve()
     for step, between, time, value, low, high in rows:
         made.append((step, not between), time, value, low, high)
@@ -22,11 +25,11 @@ def straight(count):
     return curve(*[(step, False, 100.0 + step, float(step), NAN, NAN) for step in range(count)])
 
 
-def ask(made, **options):
-    return made.points(options.get("smooth", 0.0)).answer(Request(**options))
+def ask(made, start=None, end=None, points=1000, smooth=0.0, axis="step"):
+    return made.points(smooth).to_json(start, end, points, axis)
 
 
-def test_all_points_where_there_are_few():
+def test_all_of_few_points_are_drawn():
     answer = ask(straight(3))
     assert answer == {
         "x": [0, 1, 2],
@@ -52,7 +55,7 @@ def test_no_points():
     }
 
 
-def test_a_range_takes_both_its_ends():
+def test_a_range_includes_both_ends():
     assert ask(straight(10), start=2, end=4)["x"] == [2, 3, 4]
     assert ask(straight(10), start=8.5)["x"] == [9]
     assert ask(straight(10), end=0)["x"] == [0]
@@ -60,21 +63,21 @@ def test_a_range_takes_both_its_ends():
     assert ask(straight(10), start=102, end=103, axis="time")["x"] == [102, 103]
 
 
-def test_zooming_in_makes_it_exact():
+def test_zooming_in_gives_exact_data():
     made = straight(1000)
     far, near = ask(made, points=40), ask(made, start=100, end=139, points=40)
     assert (far["exact"], far["points"], len(far["x"]) <= 40) == (False, 1000, True)
     assert (near["exact"], near["points"], near["x"]) == (True, 40, list(range(100, 140)))
 
 
-def test_a_moving_average_is_that_of_all_points_also_where_few_are_drawn():
+def test_a_moving_average_is_over_all_points_even_if_few_are_drawn():
     made = straight(1000)
     exact = ask(made, smooth=0.9, points=1000)["smooth"]
     few = ask(made, smooth=0.9, points=40, start=300)
     assert few["smooth"] == [exact[int(step)] for step in few["x"]]
 
 
-def test_another_weight_is_another_average():
+def test_another_weight_gives_another_average():
     made = straight(10)
     assert (
         ask(made, smooth=0.9)["smooth"]
@@ -83,12 +86,12 @@ def test_another_weight_is_another_average():
     )
 
 
-def test_a_band_is_there_where_any_point_has_one():
+def test_a_curve_has_a_band_if_any_point_has_one():
     answer = ask(curve((0, False, 0.0, 1.0, NAN, NAN), (1, False, 1.0, 2.0, 1.0, 3.0)))
     assert (answer["low"], answer["high"]) == ([None, 1.0], [None, 3.0])
 
 
-def test_numbers_that_are_not_finite_are_null():
+def test_values_that_are_not_finite_are_null():
     answer = ask(
         curve(
             *[
@@ -100,7 +103,7 @@ def test_numbers_that_are_not_finite_are_null():
     assert answer["value"] == [1.0, None, None, None]
 
 
-def test_a_clock_that_was_set_back_is_drawn_in_order():
+def test_points_are_sorted_by_time_after_a_clock_was_set_back():
     made = curve(
         (0, False, 10.0, 1.0, NAN, NAN),
         (1, False, 5.0, 2.0, NAN, NAN),
@@ -120,7 +123,7 @@ def test_a_clock_that_was_set_back_is_drawn_in_order():
         ((9, False), [0, 1, 2, 3]),
     ],
 )
-def test_striking_out_what_a_later_start_makes_void(last, left):
+def test_points_after_a_place_are_discarded(last, left):
     rows = [(0, False), (0, False), (1, True), (1, False)]  # step, between
     made = curve(
         *[
@@ -129,7 +132,7 @@ def test_striking_out_what_a_later_start_makes_void(last, left):
         ]
     )
     ask(made, smooth=0.5)
-    made.strike(last)
+    made.discard_after(last)
     answer = ask(made, smooth=0.5)
     assert answer["value"] == left
     assert len(answer["smooth"]) == len(made) == len(left)
@@ -141,14 +144,138 @@ def test_last_lowest_and_highest():
     made.append((3, True), 0.0, -5.0, NAN, NAN)
     made.append((4, True), 0.0, NAN, NAN, NAN)
     assert made.extremes() == {"last": None, "lowest": -5, "highest": 2}
-    made.strike((1, False))
+    made.discard_after((1, False))
     assert made.extremes() == {"last": 0, "lowest": 0, "highest": 0}
     assert Curve().extremes() == {"last": None, "lowest": None, "highest": None}
 
 
-def test_points_that_were_asked_for_stay_while_more_come():
+def test_returned_points_do_not_change_later():
     made = straight(3)
     points = made.points()
-    made.strike((1, False))
+    made.discard_after((1, False))
     made.append((1, True), 0.0, 9.0, NAN, NAN)
     assert np.array_equal(points.value, [0, 1, 2])
+
+
+NUMBERS = st.floats(-100, 100) | st.just(math.nan)
+
+
+CURVES = st.lists(
+    st.tuples(st.integers(0, 1000), NUMBERS, NUMBERS, NUMBERS), min_size=1, max_size=200
+)
+
+
+def columns(rows):
+    x, value, low, high = (
+        np.asarray(column, dtype=float)
+        for column in zip(*sorted(rows, key=lambda row: row[0]), strict=True)
+    )
+    return x, value, low, high
+
+
+def extremes(values):
+    finite = values[np.isfinite(values)]
+    return (finite.min(), finite.max()) if len(finite) else None
+
+
+@given(CURVES, st.integers(4, 100))
+def test_at_most_the_given_points_with_the_extremes_and_both_ends(rows, points):
+    x, value, _, _ = columns(rows)
+    chosen = select_points(x, [value], [value], points)
+    assert len(chosen) <= points
+    assert list(chosen) == sorted(set(chosen))
+    assert {0, len(x) - 1} <= set(chosen)
+    assert extremes(value[chosen]) == extremes(value)
+
+
+@given(CURVES, st.integers(6, 100))
+def test_a_band_keeps_its_outer_edges(rows, points):
+    x, value, low, high = columns(rows)
+    chosen = select_points(x, [value, low], [value, high], points)
+    assert len(chosen) <= points
+    assert extremes(value[chosen]) == extremes(value)
+    for edge, end in ((low, 0), (high, 1)):
+        if extremes(edge) is not None:
+            assert extremes(edge[chosen])[end] == extremes(edge)[end]
+
+
+@given(CURVES, st.integers(4, 60))
+def test_every_span_keeps_its_own_extremes(rows, points):
+    """M4: drawn in as many pixel columns as there are spans, it looks like all points."""
+    x, value, _, _ = columns(rows)
+    chosen = select_points(x, [value], [value], points)
+    for start, stop in equal_spans(x, points // 4):
+        inside = chosen[(chosen >= start) & (chosen < stop)]
+        assert {start, stop - 1} <= set(inside)
+        assert extremes(value[inside]) == extremes(value[start:stop])
+
+
+@given(CURVES)
+def test_few_points_are_all_drawn(rows):
+    x, value, low, high = columns(rows)
+    assert list(select_points(x, [value, low], [value, high], len(x))) == list(range(len(x)))
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1).map(sorted), st.integers(1, 20))
+def test_spans_contain_each_row_once(x, count):
+    found = equal_spans(np.asarray(x), count)
+    assert len(found) <= count
+    assert [row for start, stop in found for row in range(start, stop)] == list(range(len(x)))
+
+
+CHANGES = st.lists(
+    st.integers(1, 5).map(lambda count: ("append", count))
+    | st.integers(0, 9).map(lambda last: ("filter", last)),
+    max_size=20,
+)
+
+
+@given(CHANGES, st.integers(1, 4))
+def test_a_table_contains_the_rows_appended_and_not_removed(changes, at_a_time):
+    before, curves.ROWS_AT_A_TIME = curves.ROWS_AT_A_TIME, at_a_time
+    try:
+        found, expected, seen = Table(np.float64, np.int32), [], []
+        for action, number in changes:
+            if action == "append":
+                rows = [(len(expected) + row, row) for row in range(number)]
+                expected += rows
+                for row in rows:
+                    found.append(row)
+            else:
+                expected = [row for row in expected if row[0] <= number]
+                found.filter(found.columns()[0] <= number)
+            seen.append((found.columns(), [*expected]))
+            assert len(found) == len(expected)
+    finally:
+        curves.ROWS_AT_A_TIME = before
+    for columns, rows in seen:  # returned columns do not change later
+        assert list(zip(*(column.tolist() for column in columns), strict=True)) == rows
+
+
+WEIGHTS = st.sampled_from([0.1, 0.5, 0.9, 0.999])
+VALUES = st.lists(st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf]), max_size=200)
+
+
+@given(VALUES, WEIGHTS)
+def test_the_average_is_the_recurrence_divided_by_its_bias(values, weight):
+    mean, count, expected = 0.0, 0, []
+    for value in values:
+        if math.isfinite(value):
+            mean, count = weight * mean + (1 - weight) * value, count + 1
+        expected.append(mean / (1 - weight**count) if math.isfinite(value) else NAN)
+    averages = MovingAverage(weight).over(np.asarray(values, dtype=float))
+    np.testing.assert_allclose(averages, expected, rtol=1e-9, atol=1e-6)
+
+
+@given(VALUES, WEIGHTS, st.lists(st.integers(0, 200), max_size=4))
+def test_the_average_has_the_same_bits_however_values_are_appended(values, weight, cuts):
+    values = np.asarray(values, dtype=float)
+    expected, average = MovingAverage(weight).over(values), MovingAverage(weight)
+    for cut in sorted(cuts):
+        np.testing.assert_array_equal(average.over(values[:cut]), expected[:cut])
+    np.testing.assert_array_equal(average.over(values), expected)
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.999])
+def test_the_average_of_a_constant_is_the_constant(weight):
+    np.testing.assert_allclose(MovingAverage(weight).over(np.full(200, 7.0)), 7.0, rtol=1e-9)

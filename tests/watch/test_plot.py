@@ -1,5 +1,3 @@
-"""`samestep plot`: pictures of curves."""
-
 from __future__ import annotations
 
 import argparse
@@ -20,7 +18,7 @@ ODD = "<script>$\\frac{1}$ & _x"
 
 @pytest.fixture
 def run(tmp_path):
-    """Return the folder of a run with the scalars loss, with a band, and accuracy."""
+    """Return the folder of a run with the scalars loss, which has a band, and accuracy."""
     return make_run(tmp_path / "run")
 
 
@@ -53,11 +51,10 @@ def texts(svg):
     ]
 
 
-def colours(svg):
-    """Return which colours of the palette, but for black, a picture has."""
-    return [
-        colour for colour in plot.PALETTE[:-1] if f"stroke: {colour.lower()}" in svg.read_text()
-    ]
+def colors(svg):
+    """Return the colors of the palette, except black, in a picture."""
+    text = svg.read_text()
+    return [color for color in plot.PALETTE[:-1] if f"stroke: {color.lower()}" in text]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +68,7 @@ def test_the_same_curves_give_the_same_file(run, tmp_path, suffix, begin):
     assert first == second
 
 
-def test_all_scalars_have_a_panel_each(run, tmp_path):
+def test_each_scalar_has_a_panel(run, tmp_path):
     draw(run, "--out", tmp_path / "all.svg")
     there = texts(tmp_path / "all.svg")
     assert [name for name in there if name in {"loss", "accuracy"}] == ["loss", "accuracy"]
@@ -81,16 +78,16 @@ def test_all_scalars_have_a_panel_each(run, tmp_path):
     assert "loss" not in texts(tmp_path / "one.svg")
 
 
-def test_runs_are_told_apart_by_colour_and_legend(run, tmp_path):
+def test_runs_have_their_own_colors_and_a_legend(run, tmp_path):
     other = make_run(tmp_path / "other", loss=3.0)
     draw(run, other, "--out", tmp_path / "both.svg")
     assert {"run", "other"} <= {*texts(tmp_path / "both.svg")}
-    assert colours(tmp_path / "both.svg") == [*plot.PALETTE[:2]]
+    assert colors(tmp_path / "both.svg") == [*plot.PALETTE[:2]]
     draw(run, "--out", tmp_path / "one.svg")
     assert "run" not in texts(tmp_path / "one.svg")
 
 
-def test_a_folder_of_runs_and_runs_of_one_name_are_told_apart(tmp_path):
+def test_legends_of_runs_with_the_same_name(tmp_path):
     for place in ("a", "b"):
         (tmp_path / place).mkdir()
         make_run(tmp_path / place / "_run")
@@ -100,7 +97,7 @@ def test_a_folder_of_runs_and_runs_of_one_name_are_told_apart(tmp_path):
     assert {" _run", " _run-2"} <= {*texts(tmp_path / "two.svg")}
 
 
-def test_a_scale_can_be_logarithmic_and_a_curve_smooth(run, tmp_path):
+def test_log_and_smooth(run, tmp_path):
     draw(run, "--out", tmp_path / "plain.svg", "--scalars", "loss")
     draw(run, "--out", tmp_path / "log.svg", "--scalars", "loss", "--log")
     draw(run, "--out", tmp_path / "smooth.svg", "--scalars", "loss", "--smooth", "0.9")
@@ -121,7 +118,7 @@ def test_a_scale_can_be_logarithmic_and_a_curve_smooth(run, tmp_path):
 @pytest.mark.parametrize(
     ("seconds", "unit"), [(50, "seconds"), (600, "minutes"), (90_000, "hours")]
 )
-def test_time_is_counted_from_the_start_of_a_run(tmp_path, seconds, unit, monkeypatch):
+def test_time_starts_with_the_run(tmp_path, seconds, unit, monkeypatch):
     clock = iter([1e9, *(1e9 + seconds * step / 49 for step in range(50))])
     monkeypatch.setattr("time.time", lambda: next(clock, 1e9 + seconds))
     make_run(tmp_path / "run")
@@ -136,7 +133,7 @@ def test_the_size_is_in_inches(run, tmp_path):
         assert image.size == (1000, 500)
 
 
-def test_what_cannot_be_drawn_is_left_out(tmp_path):
+def test_values_that_cannot_be_drawn_are_skipped(tmp_path):
     record = FileRecord(tmp_path)
     record.scalars(0, 0, {ODD: math.nan, "one": 1.0})
     record.scalars(1, 0, {ODD: math.inf})
@@ -150,35 +147,35 @@ def test_what_cannot_be_drawn_is_left_out(tmp_path):
     [
         (
             ["--out", "x.gif"],
-            r"--out x.gif was given; expected a file that ends in .pdf, .png, .svg",
+            r"--out must end in .pdf, .png, .svg, got x.gif",
         ),
         (
             ["--out", "x.png", "--smooth", "1"],
-            "--smooth 1.0 was given; expected a weight from 0 to below 1",
+            "--smooth must be at least 0 and below 1, got 1.0",
         ),
         (
             ["--out", "x.png", "--size", "6"],
-            "--size 6 was given; expected a width and a height of 1 to 100 inches, such as 6x4",
+            "--size must be a width and a height from 1 to 100 inches, such as 6x4, got 6",
         ),
-        (["--out", "x.png", "--size", "0x4"], "--size 0x4 was given"),
+        (["--out", "x.png", "--size", "0x4"], "--size must be .*, got 0x4"),
         (
             ["--out", "x.png", "--scalars", "loss,los"],
-            "there is no 'los'; there are 'loss', 'accuracy'",
+            "--scalars: expected some of 'loss', 'accuracy', got 'los'",
         ),
         (
             ["--out", "missing/x.png"],
-            "--out missing/x.png was given, and cannot be written: No such file or directory",
+            "--out missing/x.png cannot be written: No such file or directory",
         ),
     ],
 )
-def test_wrong_use_is_told(run, monkeypatch, tmp_path, arguments, error):
+def test_wrong_options(run, monkeypatch, tmp_path, arguments, error):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=error):
         draw(run, *arguments)
 
 
-def test_without_a_record_or_scalars_it_says_so(tmp_path):
-    with pytest.raises(RecordError, match=f"there is no record at {tmp_path}"):
+def test_nothing_to_plot(tmp_path):
+    with pytest.raises(RecordError, match=f"no record at {tmp_path}"):
         draw(tmp_path, "--out", tmp_path / "x.png")
     record = FileRecord(tmp_path)
     record.event("started", step=0, config={})
@@ -187,16 +184,18 @@ def test_without_a_record_or_scalars_it_says_so(tmp_path):
         draw(tmp_path, "--out", tmp_path / "x.png")
 
 
-def test_without_matplotlib_it_says_what_to_install(run, tmp_path, monkeypatch):
+def test_a_missing_matplotlib_is_named(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r'pip install "samestep\[plot\]"'):
         draw(run, "--out", tmp_path / "x.png")
 
 
-def test_the_command_draws_without_torch_or_a_screen(run, tmp_path):
+def test_neither_torch_nor_a_screen_is_needed(run, tmp_path):
     script = (
-        "import argparse, sys; from samestep.watch import plot; parser = argparse.ArgumentParser(); plot.add_arguments(parser); "
-        "plot.main(parser.parse_args(sys.argv[1:])); sys.exit('torch' in sys.modules or 'matplotlib.pyplot' in sys.modules)"
+        "import argparse, sys; from samestep.watch import plot; "
+        "parser = argparse.ArgumentParser(); plot.add_arguments(parser); "
+        "plot.main(parser.parse_args(sys.argv[1:])); "
+        "sys.exit('torch' in sys.modules or 'matplotlib.pyplot' in sys.modules)"
     )
     subprocess.run(
         [sys.executable, "-c", script, run, "--out", tmp_path / "curves.png"],

@@ -1,5 +1,3 @@
-"""`samestep report`: one file that stands alone, with all of a run in it."""
-
 from __future__ import annotations
 
 import argparse
@@ -7,15 +5,13 @@ import base64
 import hashlib
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from samestep.errors import ConfigError, RecordError
 from samestep.record import open_record
-from samestep.watch import bundle, report
+from samestep.watch import report
 from tests.watch.markup import Markup
 
 NASTY = "</script><script>alert(1)</script><!--"
@@ -76,7 +72,7 @@ def answers(page):
     return data_of(page)["answers"]
 
 
-def test_no_text_of_a_record_gets_out_of_its_place(page, parts, answers):
+def test_text_of_a_record_cannot_break_out(page, parts, answers):
     assert NASTY not in page
     assert (
         len(re.findall("<script", page))
@@ -86,8 +82,8 @@ def test_no_text_of_a_record_gets_out_of_its_place(page, parts, answers):
     assert answers["/api/run?id=."]["config"] == {"dir": NASTY}
 
 
-def test_every_scalar_is_there_for_both_axes(answers):
-    # As the URLSearchParams of a browser writes these names.
+def test_every_scalar_is_included_for_both_axes(answers):
+    # as a browser's URLSearchParams encodes these names
     names = {
         "loss",
         "val%2Fa+b*%7E%C3%A9%2B%26%3D%3F%23%25",
@@ -120,7 +116,7 @@ def test_the_file_is_small(page, run):
     assert len(page) < 1_000_000
 
 
-def test_images_are_there_as_they_were_written(answers, run):
+def test_images_are_included_unchanged(answers, run):
     (written,) = (run / "images").iterdir()
     assert (
         answers["/api/image?id=.&number=0"]
@@ -128,7 +124,7 @@ def test_images_are_there_as_they_were_written(answers, run):
     )
 
 
-def test_nothing_comes_from_outside(parts):
+def test_nothing_is_loaded_from_outside(parts):
     for script in parts.texts["script", None]:
         assert not re.search(r"https?://", re.sub(r"\A/\*!.*?\*/", "", script))
     for _, attributes in parts.elements:
@@ -136,7 +132,7 @@ def test_nothing_comes_from_outside(parts):
             assert attributes.get(name, "#").startswith(("#", "data:"))
 
 
-def test_the_content_policy_lets_these_scripts_and_styles_run_and_no_others(parts):
+def test_the_content_policy_permits_only_these_scripts_and_styles(parts):
     (policy,) = (
         given["content"]
         for tag, given in parts.elements
@@ -154,13 +150,13 @@ def test_the_content_policy_lets_these_scripts_and_styles_run_and_no_others(part
     assert rules["img-src"] == "data:"
 
 
-def test_images_over_the_limit_are_left_out_and_told(tmp_path):
+def test_images_over_the_limit_are_left_out(tmp_path):
     run = make_run(tmp_path / "run", 1, 3)
     newest = (
         max((run / "images").iterdir(), key=lambda path: path.stat().st_mtime_ns).stat().st_size
     )
     short = report.make_report([str(run)], image_bytes=newest)
-    assert "2 of 3 images are left out" in short.text
+    assert "2 of 3 images left out" in short.text
     found = data_of(short.page)
     assert [key for key in found["answers"] if key.startswith("/api/image")] == [
         "/api/image?id=.&number=2"
@@ -168,23 +164,23 @@ def test_images_over_the_limit_are_left_out_and_told(tmp_path):
     assert found["report"]["text"] == short.text
 
 
-def test_an_image_that_is_gone_or_none_is_told(tmp_path):
+def test_missing_and_damaged_images_are_left_out(tmp_path):
     run = make_run(tmp_path / "run", 1, 2)
     first, second = sorted((run / "images").iterdir())
     first.unlink()
     second.write_bytes(b"<html>")
-    assert "2 of 2 images are left out" in report.make_report([str(run)], image_bytes=PLENTY).text
+    assert "2 of 2 images left out" in report.make_report([str(run)], image_bytes=PLENTY).text
 
 
-def test_several_runs_have_ids_that_differ(tmp_path):
+def test_runs_have_unique_ids(tmp_path):
     runs = [make_run(tmp_path / place / "run", 1, 0) for place in ("a", "b")]
     found = data_of(report.make_report(map(str, runs), image_bytes=0).page)["answers"]
     ids = {row["id"] for row in found["/api/runs"]["runs"]}
     assert len(ids) == 2
-    assert all(f"/api/run?id={id}" in found for id in ids)  # noqa: A001  the page's word
+    assert all(f"/api/run?id={run}" in found for run in ids)
 
 
-def test_many_curves_share_the_points(run, monkeypatch):
+def test_many_curves_share_the_limit_of_points(run, monkeypatch):
     monkeypatch.setattr(report, "ALL_POINTS", 100 * len(NAMES) * 2)
     made = report.make_report([str(run)], image_bytes=0)
     assert "at most 100 points" in made.text
@@ -196,7 +192,7 @@ def test_many_curves_share_the_points(run, monkeypatch):
     assert max(len(curve["x"]) for curve in curves) <= 100
 
 
-def called(*words):
+def run_command(*words):
     parser = argparse.ArgumentParser()
     report.add_arguments(parser)
     return report.main(parser.parse_args([str(word) for word in words]))
@@ -206,36 +202,29 @@ def test_the_command(tmp_path, capsys):
     make_run(tmp_path / "runs" / "one", 1, 1)
     make_run(tmp_path / "other", 1, 0)
     out = tmp_path / "out.html"
-    assert called(tmp_path / "runs", tmp_path / "other", "--out", out) == 0
+    assert run_command(tmp_path / "runs", tmp_path / "other", "--out", out) == 0
     assert capsys.readouterr().out.startswith(f"{out}: Report of 2 runs, written ")
     assert len(data_of(out.read_text())["answers"]["/api/runs"]["runs"]) == 2
 
 
-def test_wrong_use(tmp_path):
-    with pytest.raises(ConfigError, match="none was given; expected the folder of a run"):
-        called(tmp_path / "none")
-    with pytest.raises(RecordError, match="no run is at or below"):
-        called(tmp_path)
+def test_wrong_options(tmp_path):
+    with pytest.raises(ConfigError, match=r"expected a run's folder, .*, got .*none"):
+        run_command(tmp_path / "none")
+    with pytest.raises(RecordError, match="no run at or below"):
+        run_command(tmp_path)
     make_run(tmp_path / "run", 1, 0)
-    with pytest.raises(
-        ConfigError, match=r"cannot be written: .*; give a file in a folder that is there"
-    ):
-        called(tmp_path / "run", "--out", tmp_path / "none" / "x.html")
+    with pytest.raises(ConfigError, match=r"cannot be written: .*; use an existing folder"):
+        run_command(tmp_path / "run", "--out", tmp_path / "none" / "x.html")
     for size in ("-1", "nan"):
-        with pytest.raises(ConfigError, match="expected megabytes, 0 or more"):
-            called(tmp_path / "run", "--images", size)
+        with pytest.raises(ConfigError, match="--images must be at least 0 megabytes"):
+            run_command(tmp_path / "run", "--images", size)
 
 
-def test_it_needs_no_torch():
-    code = "import sys, samestep.watch.report; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_modules_become_one_script_in_the_order_of_their_imports():
-    (script,) = (text for text in map(bundle._script, [bundle.MAIN]))
+def test_modules_are_bundled_in_the_order_of_their_imports():
+    script = report._script(report.MAIN)
     made = re.findall(r"^const (\w+)_js = \(\(\) => \{$", script, re.MULTILINE)
     assert sorted(f"{name}.js" for name in made) == sorted(
-        path.name for path in bundle.PAGE.glob("*.js") if "uPlot" not in path.name
+        path.name for path in report.PAGE.glob("*.js") if "uPlot" not in path.name
     )
     for place, name in enumerate(made):
         body = script.split(f"const {name}_js = ")[1].split("\nreturn {")[0]

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import httpx
 import pytest
+from starlette.datastructures import QueryParams
+from starlette.exceptions import HTTPException
 
-from samestep.watch.security import HEADERS, LOOPBACK_NAMES
+from samestep.watch.security import HEADERS, LONGEST_PARAMETER, LOOPBACK_NAMES, Query
 from tests.watch.serving import serving
 from tests.watch.writing import started, write
 
@@ -32,7 +34,7 @@ def address(run, tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", ["/", "/page/main.js", "/api/runs", "/api/run", "/none"])
-def test_every_answer_has_the_headers(open_server, path):
+def test_every_response_has_the_headers(open_server, path):
     headers = open_server.get(path).headers
     assert HEADERS.items() <= {name: headers.get(name) for name in HEADERS}.items()
     assert (
@@ -46,7 +48,7 @@ def test_every_answer_has_the_headers(open_server, path):
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "ODD"])
-def test_nothing_but_reading(open_server, method):
+def test_other_methods_are_rejected(open_server, method):
     for path in ("/", "/api/runs", "/none"):
         response = open_server.client.request(method, path)
         assert (response.status_code, response.headers["allow"]) == (405, "GET, HEAD")
@@ -65,7 +67,7 @@ def test_nothing_but_reading(open_server, method):
         "a@localhost",
     ],
 )
-def test_without_a_token_a_name_of_another_site_gets_nothing(open_server, host):
+def test_without_a_token_names_of_other_sites_are_rejected(open_server, host):
     response = open_server.get("/api/runs", headers={"Host": host})
     assert response.status_code in {400, 421}
     assert "runs" not in response.text
@@ -74,7 +76,7 @@ def test_without_a_token_a_name_of_another_site_gets_nothing(open_server, host):
 @pytest.mark.parametrize(
     "host", [*(LOOPBACK_NAMES - {"::1"}), "[::1]", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:80"]
 )
-def test_a_loopback_name_will_do_at_any_port(open_server, host):
+def test_loopback_names_are_accepted_with_any_port(open_server, host):
     assert open_server.get("/api/runs", headers={"Host": host}).status_code == 200
 
 
@@ -91,7 +93,7 @@ def test_a_loopback_name_will_do_at_any_port(open_server, host):
         f"/api/runs?token={TOKEN}",
     ],
 )
-def test_without_the_token_nothing(address, path):
+def test_requests_without_the_token_are_rejected(address, path):
     response = httpx.get(f"{address}{path}", trust_env=False)
     assert response.status_code == 401
     assert TOKEN not in response.text
@@ -110,20 +112,20 @@ def test_without_the_token_nothing(address, path):
         "Bearer \xff",
     ],
 )
-def test_a_wrong_header_is_none(address, value):
+def test_wrong_authorization_headers_are_rejected(address, value):
     response = httpx.get(
         f"{address}/api/runs", headers={"Authorization": value.encode("latin-1")}, trust_env=False
     )
     assert response.status_code == 401
 
 
-def test_the_token_as_a_header(address):
+def test_the_token_in_a_header(address):
     for scheme in ("Bearer", "bearer"):
         headers = {"Authorization": f"{scheme} {TOKEN}"}
         assert httpx.get(f"{address}/api/runs", headers=headers, trust_env=False).status_code == 200
 
 
-def test_the_token_once_in_the_address_then_a_cookie(address):
+def test_the_token_in_the_url_sets_a_cookie(address):
     with httpx.Client(base_url=address, trust_env=False) as client:
         entrance = client.get("/", params={"token": TOKEN})
         assert (entrance.status_code, entrance.headers["cache-control"]) == (200, "no-store")
@@ -144,6 +146,68 @@ def test_the_token_once_in_the_address_then_a_cookie(address):
     )
 
 
-def test_with_a_token_any_name_will_do(address):
+def test_with_a_token_any_host_name_is_accepted(address):
     headers = {"Authorization": f"Bearer {TOKEN}", "Host": "node7.cluster:7007"}
     assert httpx.get(f"{address}/api/runs", headers=headers, trust_env=False).status_code == 200
+
+
+def query(text, *names):
+    return Query(QueryParams(text), *names)
+
+
+def test_valid_parameters():
+    given = query("id=a%2Fb&from=-1.5&points=20&x=time", "id", "from", "to", "points", "x")
+    assert given.text("id") == "a/b"
+    assert (given.number("from"), given.number("to")) == (-1.5, None)
+    assert given.count("points", 5, 100) == 20
+    assert query("", "points").count("points", 5, 100) == 5
+    assert given.choice("x", ("step", "time")) == "time"
+    assert query("", "x").choice("x", ("step", "time")) == "step"
+
+
+@pytest.mark.parametrize(
+    "text", ["from=nan", "from=inf", "from=1e999", "from=", "from=1,5", "from=2", "from=-1"]
+)
+def test_invalid_numbers(text):
+    with pytest.raises(HTTPException, match="must be a number from 0 to 1"):
+        query(text, "from").number("from", 0, 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "points=-1",
+        "points=1.5",
+        "points=101",
+        "points=",
+        "points=1e1",
+        "points=²",
+        "points=" + "9" * 4000,
+    ],
+)
+def test_invalid_counts(text):
+    with pytest.raises(HTTPException, match="must be an integer from 0 to 100"):
+        query(text, "points").count("points", 5, 100)
+
+
+def test_other_invalid_parameters():
+    with pytest.raises(HTTPException, match="id is missing"):
+        query("", "id").text("id")
+    with pytest.raises(HTTPException, match="number is missing"):
+        query("", "number").count("number", None, 9)
+    with pytest.raises(HTTPException, match="expected id or name, got 'path'"):
+        query("path=x", "id", "name")
+    with pytest.raises(HTTPException, match="expected no parameters, got 'path'"):
+        query("path=x")
+    with pytest.raises(HTTPException, match="id must be given only once"):
+        query("id=a&id=b", "id")
+    with pytest.raises(HTTPException, match="x must be step or time, got 'value'"):
+        query("x=value", "x").choice("x", ("step", "time"))
+    with pytest.raises(HTTPException, match=f"at most {LONGEST_PARAMETER}"):
+        query(f"id={'x' * (LONGEST_PARAMETER + 1)}", "id")
+
+
+def test_errors_repeat_only_a_part_of_the_parameter():
+    with pytest.raises(HTTPException) as refused:
+        query(f"{'<' * 3000}=1")
+    assert len(str(refused.value)) < 100

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 
 from samestep.record import FileRecord
 from samestep.watch.server import PAGE
-from tests.watch.serving import END_SECONDS, serving
+from tests.watch.serving import SECONDS, serving, until
 from tests.watch.writing import scalars, started, timing, write
 
 BIG = 50_000_000
@@ -21,7 +19,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return a folder with a run "one" that has all kinds of events, and images that are none."""
+    """Return a folder with a run "one" that has all kinds of events and invalid images."""
     folder = tmp_path_factory.mktemp("runs")
     one = folder / "one"
     bad = [
@@ -66,14 +64,6 @@ def server(runs):
             )
         )
         yield served
-
-
-def until(condition):
-    """Wait until a condition holds."""
-    end = time.monotonic() + END_SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def number_of(server, name):
@@ -161,9 +151,9 @@ def test_the_page_and_its_files(server):
         "/api/none",
     ],
 )
-def test_no_path_leads_anywhere_else(server, path):
+def test_paths_outside_the_page_are_not_served(server, path):
     host, port = server.client.base_url.host, server.client.base_url.port
-    with socket.create_connection((host, port)) as connection:  # clients would tidy the path
+    with socket.create_connection((host, port)) as connection:  # clients normalize paths
         connection.sendall(
             f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
         )
@@ -175,28 +165,28 @@ def test_no_path_leads_anywhere_else(server, path):
 @pytest.mark.parametrize(
     ("path", "status", "text"),
     [
-        ("/api/runs?id=one", 400, "expected none"),
+        ("/api/runs?id=one", 400, "expected no parameters"),
         ("/api/run", 400, "id is missing"),
-        ("/api/run?id=two", 404, "no run of that id"),
-        ("/api/run?id=../one", 404, "no run of that id"),
-        ("/api/run?id=%ED%A0%80", 404, "no run of that id"),
+        ("/api/run?id=two", 404, "no such run"),
+        ("/api/run?id=../one", 404, "no such run"),
+        ("/api/run?id=%ED%A0%80", 404, "no such run"),
         ("/api/curve?id=one", 400, "name is missing"),
-        ("/api/curve?id=one&name=none", 404, "no scalar of that name"),
-        ("/api/curve?id=one&name=loss&points=1e9", 400, "expected a whole number"),
+        ("/api/curve?id=one&name=none", 404, "no such scalar"),
+        ("/api/curve?id=one&name=loss&points=1e9", 400, "must be an integer"),
         ("/api/curve?id=one&name=loss&points=20001", 400, "from 0 to 20000"),
-        ("/api/curve?id=one&name=loss&smooth=1", 400, "expected a number from 0 to 0.999"),
-        ("/api/curve?id=one&name=loss&from=nan", 400, "expected a number"),
-        ("/api/curve?id=one&name=loss&x=value", 400, "expected step or time"),
-        ("/api/timing?id=one&points=x", 400, "expected a whole number"),
+        ("/api/curve?id=one&name=loss&smooth=1", 400, "must be a number from 0 to 0.999"),
+        ("/api/curve?id=one&name=loss&from=nan", 400, "must be a number"),
+        ("/api/curve?id=one&name=loss&x=value", 400, "must be step or time"),
+        ("/api/timing?id=one&points=x", 400, "must be an integer"),
         ("/api/image?id=one", 400, "number is missing"),
-        ("/api/image?id=one&number=-1", 400, "expected a whole number"),
-        ("/api/image?id=one&number=999", 404, "no image of that number"),
+        ("/api/image?id=one&number=-1", 400, "must be an integer"),
+        ("/api/image?id=one&number=999", 404, "no such image"),
         ("/api/image?id=one&path=events.jsonl", 400, "expected id or number"),
-        ("/api/changes?id=one", 400, "expected none"),
-        (f"/api/run?id={'x' * 5000}", 400, "expected at most 4096"),
+        ("/api/changes?id=one", 400, "expected no parameters"),
+        (f"/api/run?id={'x' * 5000}", 400, "must have at most 4096"),
     ],
 )
-def test_a_wrong_question_is_answered_in_plain_text(server, path, status, text):
+def test_errors_are_plain_text(server, path, status, text):
     response = server.get(path)
     assert (response.status_code, response.headers["content-type"]) == (
         status,
@@ -206,12 +196,12 @@ def test_a_wrong_question_is_answered_in_plain_text(server, path, status, text):
 
 
 @pytest.mark.parametrize("points", [0, 1, 2, 3])
-def test_fewer_points_than_an_extreme_needs_are_no_fault(server, points):
+def test_a_very_small_number_of_points_is_valid(server, points):
     assert len(server.json("/api/curve", id="one", name="loss", points=points)["x"]) <= 4
     server.json("/api/timing", id="one", points=points)
 
 
-def test_an_image_comes_as_what_its_first_bytes_say(server, runs):
+def test_the_first_bytes_of_an_image_determine_its_type(server, runs):
     response = server.get(
         "/api/image", params={"id": "one", "number": number_of(server, "picture")}
     )
@@ -223,7 +213,7 @@ def test_an_image_comes_as_what_its_first_bytes_say(server, runs):
 @pytest.mark.parametrize(
     ("name", "status"), [("text", 415), ("page", 415), ("out", 404), ("none", 404)]
 )
-def test_what_is_no_image_of_the_run_is_not_served(server, name, status):
+def test_files_that_are_not_images_of_the_run_are_not_served(server, name, status):
     assert (
         server.get(
             "/api/image", params={"id": "one", "number": number_of(server, name)}
@@ -233,23 +223,23 @@ def test_what_is_no_image_of_the_run_is_not_served(server, name, status):
 
 
 def test_a_large_image_is_not_held_in_memory(server):
-    def most_memory():
+    def peak_memory():
         status = Path(f"/proc/{server.process.pid}/status").read_text()
         return 1024 * next(
             int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")
         )
 
-    before, size = most_memory(), 0
+    before, size = peak_memory(), 0
     with server.client.stream(
         "GET", "/api/image", params={"id": "one", "number": number_of(server, "big")}
     ) as response:
         for data in response.iter_bytes():
             size += len(data)
     assert size == BIG
-    assert most_memory() - before < BIG / 2
+    assert peak_memory() - before < BIG / 2
 
 
-def test_torch_is_not_in_the_process(server):
+def test_torch_is_not_loaded(server):
     assert "numpy" in (maps := Path(f"/proc/{server.process.pid}/maps").read_text())
     assert "torch" not in maps
 
@@ -265,49 +255,13 @@ def test_torch_is_not_in_the_process(server):
         "/page/main.js",
     ],
 )
-def test_a_head_has_no_body(server, path):
+def test_head_responses_have_no_body(server, path):
     response = server.client.head(path)
     assert response.content == b""
     assert response.headers["x-content-type-options"] == "nosniff"
 
 
-def test_changes_tell_of_what_was_added_of_new_runs_and_of_one_made_anew(tmp_path):
-    write(tmp_path / "one", started(), scalars(0, loss=1.0))
-    with serving(tmp_path) as served:
-        until(
-            lambda: (
-                served.get("/api/curve", params={"id": "one", "name": "loss"}).status_code == 200
-            )
-        )
-        with served.client.stream("GET", "/api/changes") as response:
-            assert response.headers["content-type"].startswith("text/event-stream")
-            news = told(response)
-            write(tmp_path / "one", scalars(1, loss=0.5))
-            assert next(news) == ["one"]
-            assert served.json("/api/curve", id="one", name="loss")["value"] == [1, 0.5]
-            (tmp_path / "one" / "events.jsonl").unlink()
-            write(tmp_path / "one", started(), scalars(0, score=1.0))
-            next(
-                ids
-                for ids in news
-                if served.get("/api/curve", params={"id": "one", "name": "score"}).status_code
-                == 200
-            )
-            write(tmp_path / "two", started())
-            next(ids for ids in news if "two" in ids)
-            assert [run["id"] for run in served.json("/api/runs")["runs"]] == ["one", "two"]
-
-
-def told(response):
-    """Yield the ids of each message."""
-    return (
-        json.loads(line.removeprefix("data: "))["ids"]
-        for line in response.iter_lines()
-        if line.startswith("data: ")
-    )
-
-
-def test_a_reader_that_stalls_holds_up_nobody(server):
+def test_a_stalled_reader_does_not_block_others(server):
     host, port = server.client.base_url.host, server.client.base_url.port
     number = number_of(server, "big")
     with socket.create_connection((host, port)) as stalled:
@@ -319,7 +273,7 @@ def test_a_reader_that_stalls_holds_up_nobody(server):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_ends_at_once_with_open_connections(tmp_path, number):
+def test_the_server_stops_with_open_connections(tmp_path, number):
     write(tmp_path, started())
     with serving(tmp_path) as served:
         ended = threading.Event()
@@ -334,10 +288,10 @@ def test_it_ends_at_once_with_open_connections(tmp_path, number):
         listening = threading.Event()
         thread = threading.Thread(target=listen)
         thread.start()
-        assert listening.wait(END_SECONDS)
+        assert listening.wait(SECONDS)
         served.process.send_signal(number)
-        _, errors = served.process.communicate(timeout=END_SECONDS)
+        _, errors = served.process.communicate(timeout=SECONDS)
         thread.join()
-        assert ended.is_set()  # by an end of the answer, not by a broken connection
+        assert ended.is_set()  # the response ended; the connection was not broken
         assert errors == ""
         assert served.process.returncode == (130 if number == signal.SIGINT else -signal.SIGTERM)

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from samestep.record.record import PARTS
-from samestep.watch.timings import RECENT, Timings
+from samestep.step.tree import carried
+from samestep.watch.timings import RECENT, Timings, lanes_of
+from tests.watch.writing import started, timing, view_of
 
 EQUAL = (0.1, 0.2, 0.4, 0.0, 0.0)  # data, compute, exchange, optimizer, snapshot
 
 
 def timings(*steps):
-    """Make timings of (step, time, attempt, seconds by worker)."""
+    """Return timings of steps (step, time, attempt, seconds by worker)."""
     made = Timings()
     for step, time, attempt, workers in steps:
         made.append(step, time, attempt, workers)
@@ -37,18 +43,18 @@ def test_only_the_newest_steps_count():
     assert made.workers()[0]["seconds"] == 1
 
 
-def test_the_time_between_attempts_and_over_steps_that_are_missing_is_no_steps():
+def test_time_between_attempts_and_over_missing_steps_does_not_count():
     steps = [
         (0, 0.0, 0, [EQUAL]),
         (1, 1.0, 0, [EQUAL]),
         (3, 50.0, 0, [EQUAL]),
         (4, 99.0, 1, [EQUAL]),
     ]
-    answer = timings(*steps).steps().answer(None, None, 10)
+    answer = timings(*steps).steps().to_json(None, None, 10)
     assert answer["parts"]["other"] == [None, pytest.approx(0.3), None, None]
 
 
-def test_own_seconds_are_without_the_wait_for_others():
+def test_own_seconds_exclude_the_exchange():
     workers = timings((0, 0.0, 0, [EQUAL, (0.1, 0.5, 0.1, 0.0, 0.0)])).workers()
     assert [worker["seconds"] for worker in workers] == pytest.approx([0.3, 0.6])
     assert workers[1]["parts"] == {
@@ -61,25 +67,31 @@ def test_own_seconds_are_without_the_wait_for_others():
     }
 
 
-def test_workers_are_those_of_the_attempt():
+def test_seconds_that_are_not_finite_are_null():
+    made = timings(*[(step, float(step), 0, [(-math.inf, 0.0, 0.0, 0.0, 0.0)]) for step in (0, 1)])
+    (worker,) = made.workers()
+    assert worker["seconds"] is worker["parts"]["data"] is worker["parts"]["other"] is None
+
+
+def test_workers_are_those_of_the_current_attempt():
     made = timings((0, 0.0, 0, [EQUAL]))
-    made.strike((0, False))
+    made.discard_after((0, False))
     assert made.workers() == []
     assert made.parts()["data"] is None
     made.append(0, 0.0, 1, [(1.0, 1.0, 1.0, 1.0, 1.0)] * 3)
     assert [worker["seconds"] for worker in made.workers()] == [4, 4, 4]
 
 
-def test_by_step_and_worker_with_null_where_one_was_not_there():
+def test_seconds_by_worker_are_null_before_it_joined():
     made = timings(
         (0, 0.0, 0, [EQUAL]), (1, 0.0, 0, [EQUAL, EQUAL]), (2, 0.0, 0, [EQUAL, EQUAL, EQUAL])
     )
-    answer = made.steps().answer(None, None, 10)
+    answer = made.steps().to_json(None, None, 10)
     assert answer["x"] == [0, 1, 2]
     some = pytest.approx(0.3)
     assert answer["workers"] == [[some, some, some], [None, some, some], [None, None, some]]
-    assert made.steps().answer(1, 1, 10)["workers"] == [[some], [some]]
-    assert made.steps().answer(5, None, 10) == {
+    assert made.steps().to_json(1, 1, 10)["workers"] == [[some], [some]]
+    assert made.steps().to_json(5, None, 10) == {
         "x": [],
         "parts": {part: [] for part in (*PARTS, "other")},
         "workers": [],
@@ -93,37 +105,63 @@ def test_many_steps_are_means_over_spans():
             for step in range(100)
         ]
     )
-    answer = made.steps().answer(None, None, 2)
+    answer = made.steps().to_json(None, None, 2)
     assert answer["x"] == [0, 50]
     assert answer["parts"]["data"] == [pytest.approx(49 / 4), pytest.approx(149 / 4)]
     assert answer["workers"] == [[pytest.approx(24.5), pytest.approx(74.5)], [1, 1]]
 
 
-def test_struck_steps_are_gone_with_their_workers():
+def test_discarded_steps_are_removed_with_their_workers():
     made = timings(
         *[
             (step, float(step), 0, [(float(step), 0.0, 0.0, 0.0, 0.0)] * (1 + step % 3))
             for step in range(7)
         ]
     )
-    made.strike((4, False))
+    made.discard_after((4, False))
     made.append(4, 9.0, 1, [(7.0, 0.0, 0.0, 0.0, 0.0)])
-    assert made.steps().answer(None, None, 10)["workers"] == [
+    assert made.steps().to_json(None, None, 10)["workers"] == [
         [0, 1, 2, 3, 7],
         [None, 1, 2, None, None],
         [None, None, 2, None, None],
     ]
 
 
-def test_steps_out_of_order_are_put_in_order():
+def test_steps_are_sorted():
     made = timings(
         *[
             (step, 0.0, 0, [(float(step), 0.0, 0.0, 0.0, 0.0)] * workers)
             for step, workers in ((3, 1), (1, 3), (2, 2))
         ]
     )
-    answer = made.steps().answer(None, None, 10)
+    answer = made.steps().to_json(None, None, 10)
     assert (answer["x"], answer["workers"]) == (
         [1, 2, 3],
         [[1, 2, 3], [1, 2, None], [1, None, None]],
     )
+
+
+def test_workers_their_lanes_and_the_slowest(tmp_path):
+    fast, slow = (0.1, 0.1, 0.5, 0.0, 0.0), (0.1, 0.5, 0.1, 0.0, 0.0)
+    view = view_of(
+        tmp_path, started(workers=3), *[timing(step, fast, slow, fast) for step in range(3)]
+    )
+    workers = view.summary()["workers"]
+    assert [
+        (worker["rank"], worker["host"], worker["pid"], worker["lanes"]) for worker in workers
+    ] == [(0, "here", 100, [0, 2]), (1, "here", 101, [2, 5]), (2, "here", 102, [5, 8])]
+    assert [worker["slowest"] for worker in workers] == [False, True, False]
+    even = view_of(
+        tmp_path / "even",
+        started(),
+        timing(0, (0.1, 0.2, 0.0, 0.0, 0.0), (0.1, 0.21, 0.0, 0.0, 0.0)),
+    )
+    assert not any(worker["slowest"] for worker in even.summary()["workers"])
+
+
+@given(st.integers(1, 40), st.data())
+def test_lanes_equal_those_of_training(lanes, data):
+    workers = data.draw(st.integers(1, lanes))
+    for rank in range(workers):
+        own = carried(rank, workers, lanes)
+        assert lanes_of(rank, workers, lanes) == (own.start, own.stop)

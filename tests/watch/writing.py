@@ -1,12 +1,13 @@
-"""Records as a run writes them, and odd ones as nobody does."""
+"""Records as a run writes them."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from samestep.record.source import open_source
+from samestep.watch.view import View
 
 START = 1_700_000_000.0
 
@@ -14,7 +15,7 @@ START = 1_700_000_000.0
 def started(
     step: int = 0, *, kind: str = "started", workers: int = 2, lanes: int = 8, **fields: Any
 ) -> dict[str, Any]:
-    """Make the event of a start."""
+    """Return the event of a start."""
     team = [{"rank": rank, "host": "here", "pid": 100 + rank} for rank in range(workers)]
     base = {
         "event": kind,
@@ -29,7 +30,7 @@ def started(
 
 
 def scalars(step: int, **values: Any) -> dict[str, Any]:
-    """Make the event of a step's scalars."""
+    """Return the event of a step's scalars."""
     return {
         "event": "scalars",
         "step": step,
@@ -41,7 +42,7 @@ def scalars(step: int, **values: Any) -> dict[str, Any]:
 
 
 def timing(step: int, *workers: tuple[float, ...]) -> dict[str, Any]:
-    """Make the event of a step's seconds: data, compute, exchange, optimizer, snapshot, by worker."""
+    """Return a timing event. Each worker has seconds of each part, in the order of `parts`."""
     parts = ("data", "compute", "exchange", "optimizer", "snapshot")
     return {
         "event": "timing",
@@ -50,16 +51,29 @@ def timing(step: int, *workers: tuple[float, ...]) -> dict[str, Any]:
     }
 
 
+def loop(step: int, **fields: Any) -> dict[str, Any]:
+    """Return the event of a training loop."""
+    return {"event": "loop", "name": "train", "step": step, "epoch": 0, "done": 0, **fields}
+
+
 def write(
     directory: Path, *events: dict[str, Any], seconds: float = 1.0, start: float = START
 ) -> None:
-    """Append events to a run's record, one each `seconds`."""
+    """Append events to a run's record, `seconds` apart."""
     directory.mkdir(exist_ok=True)
     with (directory / "events.jsonl").open("ab") as file:
         file.write(lines(*events, seconds=seconds, start=start))
 
 
 def lines(*events: dict[str, Any], seconds: float = 1.0, start: float = START) -> bytes:
-    """Return events as a record has them."""
+    """Return events as lines of a record, `seconds` apart."""
     timed = ({"time": start + number * seconds, **event} for number, event in enumerate(events))
     return b"".join(json.dumps(event).encode() + b"\n" for event in timed)
+
+
+def view_of(directory: Path, *events: dict[str, Any], **options: Any) -> View:
+    """Append events to a run's record, and return a view that has read it."""
+    write(directory, *events, **options)
+    view = View(open_source(directory))
+    view.refresh()
+    return view

@@ -1,4 +1,4 @@
-"""The iterables that a training loop runs over."""
+"""Training loops: iterables that yield a batch per step and count the steps."""
 
 from __future__ import annotations
 
@@ -8,15 +8,56 @@ from typing import Any
 
 from samestep.data.batch import Batch
 from samestep.data.plan import Plan, check_end
+from samestep.data.streams import steps_left
 from samestep.errors import DataError
 from samestep.run.progress import Position, Progress
 
 
-class PlannedLoop:
-    """The batches of a data set from where the loop stands to its end; `len()` is the number of steps left.
+class Loop:
+    """A training loop: iterate it to get one `Batch` per step.
 
-    With neither `epochs` nor `steps` the end is that of the epoch, each time it is iterated.
+    In the body of the loop, `step` is the number of the current step: 1 for the first one, counted
+    over resumes and over all loops with the same name. Before the first step of this process it is
+    the number of completed steps. `steps_per_epoch` is None for streams.
     """
+
+    steps_per_epoch: int | None = None
+
+    def __init__(self, progress: Progress, name: str) -> None:
+        progress.settle()
+        self._progress, self._name = progress, name
+        self._position = progress.positions.setdefault(name, Position())
+        self.step = self._position.done
+
+    def _run(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self._progress.begin_step(batch, self._complete)
+            self.step = self._position.done + 1
+            try:
+                yield batch
+            except GeneratorExit:
+                self._progress.leave_loop()
+                raise
+            self._progress.status.set_activity(
+                "loading data"
+            )  # if the body did not iterate the batch
+            batch.load()
+            self._progress.end_step()
+        self._progress.end_loop()
+
+    def _complete(self) -> int:
+        return self._position.advance(self.steps_per_epoch)
+
+
+class PlannedLoop(Loop):
+    """The batches of a data set from the loop's position to its end.
+
+    `steps_per_epoch` is the number of steps in an epoch, `steps` the number of the last step
+    (counted like `step`), and `len()` the number of steps left. Without `epochs` and `steps`, the
+    loop ends with the current epoch each time it is iterated.
+    """
+
+    steps_per_epoch: int
 
     def __init__(
         self,
@@ -30,14 +71,13 @@ class PlannedLoop:
     ) -> None:
         check_end("epochs", epochs)
         check_end("steps", steps)
-        progress.settle()
-        self._progress, self._name, self._plan, self._batches = progress, name, plan, batches
-        self._position = progress.positions.setdefault(name, Position())
-        self._described = plan.describe()
-        self._take_plan(self._described)
-        self._epochs, self._steps = epochs, steps
+        super().__init__(progress, name)
+        self.steps_per_epoch = plan.steps_per_epoch
+        self._batches, self._described = batches, plan.describe()
+        self._set_plan(self._described)
+        self._max_epochs, self._max_steps = epochs, steps
 
-    def _take_plan(self, plan: dict[str, Any]) -> None:
+    def _set_plan(self, plan: dict[str, Any]) -> None:
         at = self._position
         changed = sorted(name for name in {*at.plan, *plan} if at.plan.get(name) != plan.get(name))
         if at.step and changed:
@@ -46,61 +86,66 @@ class PlannedLoop:
                 for some in (at.plan, plan)
             )
             raise DataError(
-                f"the run stands at step {at.step} of epoch {at.epoch} of a data set with {before}, but {now} was given; expected "
-                "the same until the epoch ends, or samples would be lost or repeated"
+                "the data set must stay the same until the epoch ends: "
+                f"step {at.step} of epoch {at.epoch} expected {before}, got {now}; "
+                "samples would be lost or repeated"
             )
         at.plan = plan
 
-    def _positions(self) -> Iterator[tuple[int, int]]:
-        at, end = Position(**asdict(self._position)), self._end_epoch()
-        while (end is None or at.epoch < end) and (self._steps is None or at.done < self._steps):
-            yield at.epoch, at.step
-            at.advance(self._plan.steps_per_epoch)
-
-    def _end_epoch(self) -> int | None:
-        return (
-            self._position.epoch + 1
-            if self._epochs is None and self._steps is None
-            else self._epochs
-        )
+    @property
+    def steps(self) -> int:
+        """The number of the last step."""
+        return self._position.done + len(self)
 
     def __len__(self) -> int:
         at, end, ends = self._position, self._end_epoch(), []
         if end is not None:
-            ends.append((end - at.epoch) * self._plan.steps_per_epoch - at.step)
-        if self._steps is not None:
-            ends.append(self._steps - at.done)
+            ends.append((end - at.epoch) * self.steps_per_epoch - at.step)
+        if self._max_steps is not None:
+            ends.append(self._max_steps - at.done)
         return max(0, min(ends))
+
+    def _end_epoch(self) -> int | None:
+        if self._max_epochs is None and self._max_steps is None:
+            return self._position.epoch + 1
+        return self._max_epochs
+
+    def _positions(self) -> Iterator[tuple[int, int]]:
+        at, left = Position(**asdict(self._position)), len(self)
+        for _ in range(left):
+            yield at.epoch, at.step
+            at.advance(self.steps_per_epoch)
 
     def __iter__(self) -> Iterator[Batch]:
         self._progress.settle()
         self._progress.begin_loop(
             self._name,
-            steps=self._position.done + len(self),
-            epochs=self._epochs,
-            steps_per_epoch=self._plan.steps_per_epoch,
+            steps=self.steps,
+            epochs=self._max_epochs,
+            steps_per_epoch=self.steps_per_epoch,
             samples=self._described["samples"],
             batch_size=self._described["batch_size"],
         )
-        return run_loop(
-            self._batches(self._positions),
-            self._progress,
-            lambda: self._position.advance(self._plan.steps_per_epoch),
-        )
+        return self._run(self._batches(self._positions))
 
 
-def run_loop(
-    batches: Iterator[Batch], progress: Progress, complete: Callable[[], int]
-) -> Iterator[Batch]:
-    """Yield batches, and say when each step begins and ends."""
-    for batch in batches:
-        progress.begin_step(batch, complete)
-        try:
-            yield batch
-        except GeneratorExit:
-            progress.leave_loop()
-            raise
-        progress.status.at("loading data")  # that the body did not look at
-        batch.load()
-        progress.end_step()
-    progress.end_loop()
+class StreamLoop(Loop):
+    """The batches of a stream per lane; `steps` is the number of the last step, None for no end."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        name: str,
+        batches: Callable[[int | None], Iterator[Batch]],
+        *,
+        steps: int | None,
+    ) -> None:
+        super().__init__(progress, name)
+        left = steps_left(steps, self._position.done)
+        self.steps = None if left is None else self._position.done + left
+        self._batches = batches
+        progress.begin_loop(name, steps=self.steps)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._progress.settle()
+        return self._run(self._batches(steps_left(self.steps, self._position.done)))

@@ -140,14 +140,14 @@ class Progress:
         self.epoch = batch.epoch
         self._open = OpenStep(batch, complete)
         self.status.step = self.step
-        self.status.at(BODY)
+        self.status.set_activity(BODY)
         self._stop.deferring = self._keeper.is_enabled
 
     def leave_loop(self) -> None:
         """Say that the body was left by break, return or an exception; which of them, nobody knows yet."""
         if self._open is not None:
             self._open.left = True
-            self.status.at(OUTSIDE)
+            self.status.set_activity(OUTSIDE)
 
     def end_step(self) -> None:
         """Say that the body came to its end: the boundary between two steps."""
@@ -169,7 +169,7 @@ class Progress:
 
     def end_loop(self) -> None:
         """Say that a loop has no more steps. A signal that came too late for the last one's note is agreed upon here."""
-        self.status.at(OUTSIDE)
+        self.status.set_activity(OUTSIDE)
         self._exchange_notes("ending a loop")
         (signal, due, _), self._agreed = self._agreed, NOTHING
         if due:
@@ -230,7 +230,7 @@ class Progress:
         if self._seconds:
             self._record.timing(self.step - 1, [note["seconds"] for note in notes])
             self._seconds = {}
-        self.status.at(BODY if self._open is not None else OUTSIDE)
+        self.status.set_activity(BODY if self._open is not None else OUTSIDE)
 
     def time_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the time of an optimizer's steps count as such."""
@@ -290,7 +290,7 @@ class Progress:
 
     def _finish(self, event: str, **fields: Any) -> None:
         self._exchange_notes("ending the run")
-        self.status.end()
+        self.status.finish()
         self._record.flush()
         self._keeper.finish()
         self._record.event(event, step=self.step, **fields)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -17,12 +17,11 @@ from samestep.data.batch import Batch
 from samestep.data.loader import plan_batches
 from samestep.data.plan import GroupBy, GroupedPlan, Plan, ShuffledPlan
 from samestep.data.random_state import key
-from samestep.data.streams import LaneStream, steps_left, stream_batches
+from samestep.data.streams import LaneStream, stream_batches
 from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
-from samestep.host import return_freed_memory
-from samestep.run.loops import PlannedLoop, run_loop
-from samestep.run.progress import Position
+from samestep.host import trim_memory
+from samestep.run.loops import PlannedLoop, StreamLoop
 from samestep.run.session import Session
 from samestep.run.values import pixels, scalars_of
 from samestep.step.clip import gradient_norm, scale_gradients
@@ -106,7 +105,7 @@ class Run:
         if self.world_size > 1:
             self._lanes.shards.append(Shard(optimizer, self.lanes, self._world))
             parameters += [piece for group in optimizer.param_groups for piece in group["params"]]
-            return_freed_memory()  # where parameters were before they moved into flat storage
+            trim_memory()  # where parameters were before they moved into flat storage
         self._sharded.update((id(parameter), parameter) for parameter in parameters)
         return optimizer
 
@@ -130,6 +129,9 @@ class Run:
         counted over resumes and over every call with this name; with neither, at the end of the
         epoch. `group_by` (a group a sample, or a function of the index) fills lane batches with
         samples of one group. `loader_workers` processes load ahead.
+
+        The returned loop counts: `loop.steps_per_epoch`, `loop.steps` (the number of the last step)
+        and, in its body, `loop.step`, the number of the current step, which is 1 for the first.
         """
         iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # these may say a length
         if iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -177,7 +179,7 @@ class Run:
 
     def streams(
         self, make_stream: Callable[[int], Any], *, steps: int | None = None, name: str
-    ) -> Iterator[Batch]:
+    ) -> StreamLoop:
         """Return batches, one a step: each lane's next item of its own endless source `make_stream(lane)`.
 
         The loop ends after `steps` steps in all, counted over resumes and over every call with this
@@ -186,8 +188,6 @@ class Run:
         `load_state_dict` continues by them after a resume; any other is read again from its start.
         """
         self._progress.settle()
-        position = self._progress.positions.setdefault(name, Position())
-        left = steps_left(steps, position.done)
         streams = {
             lane: LaneStream(make_stream, name, lane, self.config.seed) for lane in self._lanes.own
         }
@@ -195,9 +195,8 @@ class Run:
             if lane in self._session.resumed_streams.get(name, {}):
                 stream.load_state_dict(self._session.resumed_streams[name][lane])
         self._progress.streams[name] = streams
-        self._progress.begin_loop(name, steps=None if left is None else position.done + left)
-        batches = stream_batches(streams, self._lanes.own, left)
-        return run_loop(batches, self._progress, lambda: position.advance(None))
+        batches = partial(stream_batches, streams, self._lanes.own)
+        return StreamLoop(self._progress, name, batches, steps=steps)
 
     def backward(
         self,
@@ -268,13 +267,14 @@ class Run:
         collate_fn: Collate | None = None,
         loader_workers: int = 0,
     ) -> Any:
-        """Return the means of what `fn(model, batch)` gives over all samples of a data set, each used once.
+        """Return means and metrics of `fn(model, batch)` over a data set, using each sample once.
 
-        A worker evaluates `batch_size` consecutive samples at a time; who takes which never shows
-        in the result. `fn` returns what a loss function returns, or a dict of scalars and
-        torchmetrics objects, which are merged. With `gather`, it returns an output a sample (a
-        tensor, a list, or a dict or tuple of them), and rank 0 gets them in data set order (None
-        elsewhere). The model is in evaluation mode and no gradients are kept.
+        Each worker evaluates blocks of `batch_size` consecutive samples; results have the same bits
+        at any number of workers. `fn` returns what a loss function returns, or a dict of scalars
+        and metrics (new `samestep.Metric` objects, or torchmetrics objects), which are merged. With
+        `gather`, it returns one output per sample (a tensor, a list, or a dict or tuple of them),
+        and rank 0 gets all of them in data set order (None elsewhere). The model is in evaluation
+        mode and no gradients are kept. Raises `EvaluationError` for results that cannot be merged.
         """
         evaluation = Evaluation(
             self._lanes, dataset, batch_size, collate_fn=collate_fn, loader_workers=loader_workers

@@ -19,7 +19,7 @@ from samestep.config import Config
 from samestep.data.random_state import set_generators
 from samestep.errors import RecordError
 from samestep.handoff import ATTEMPT, LauncherState
-from samestep.host import keep_freed_memory, keep_no_more
+from samestep.host import keep_freed_memory, release_freed_memory
 from samestep.record import open_record
 from samestep.record.exporter import ExporterProcess
 from samestep.record.sinks.base import check_sinks
@@ -42,7 +42,7 @@ class Session:
         self.devices = set_up_devices(config, place)
         if self.devices[0].type == "cpu":
             keep_freed_memory()
-            self._exits.callback(keep_no_more)
+            self._exits.callback(release_freed_memory)
         self.world = connect(
             place,
             config,

@@ -20,7 +20,7 @@ from samestep.errors import SnapshotError
 from samestep.record.sinks.function import find_function
 from samestep.snapshot.manifest import NAME, Manifest
 from samestep.snapshot.read import check, choose, inspect, list_snapshots, step_of
-from samestep.snapshot.remote import RemoteSnapshots
+from samestep.snapshot.remote import RemoteDirectory
 from samestep.storage import StorageError
 
 CLOSE_SECONDS: Final = 2.0
@@ -124,7 +124,7 @@ class Mirror(Hook):
 
     def __init__(
         self,
-        remote: RemoteSnapshots,
+        remote: RemoteDirectory,
         directory: Path,
         *,
         keep_last: int,
@@ -255,7 +255,7 @@ class PostCommitHooks:
         if not acts or config.dir is None:
             return
         function = None if config.transfer is None else find_function(config.transfer)
-        remote = None if config.remote is None else RemoteSnapshots(config.remote)
+        remote = None if config.remote is None else RemoteDirectory(config.remote)
         if remote is not None:
             remote.storage.open()
         if function is not None:

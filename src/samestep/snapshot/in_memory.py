@@ -28,7 +28,7 @@ from samestep.cluster import ProcessInfo
 from samestep.comm.base import World
 from samestep.errors import SnapshotError
 from samestep.handoff import SLOTS, LauncherState
-from samestep.host import available_bytes, unnamed_file
+from samestep.host import anonymous_file, available_bytes
 from samestep.snapshot import memory_slot
 from samestep.snapshot.commit import combine
 from samestep.snapshot.memory_slot import MemorySlot
@@ -83,7 +83,7 @@ class InMemorySnapshots:
         self._given_up = False
         self._due_time = 0.0
         self._modules_reported = False
-        self._meetings_at_save = -1
+        self._barriers_at_save = -1
 
     def has_begun(self, attempt: int) -> bool:
         """Return whether an earlier attempt began this run, on any host; collective."""
@@ -151,11 +151,11 @@ class InMemorySnapshots:
         `started` is the `time.monotonic` at which the save began. Raises `SnapshotError` or
         `OSError` if the memory does not suffice.
         """
-        if self._world.meetings == self._meetings_at_save:
+        if self._world.barriers == self._barriers_at_save:
             self._world.barrier("starting an in-memory snapshot")
         number = (self._first_slot + self._saves) % SLOTS
         key = SnapshotKey(step, attempt, self._world.size, number)
-        self._meetings_at_save, self._saves = self._world.meetings, self._saves + 1
+        self._barriers_at_save, self._saves = self._world.barriers, self._saves + 1
         if self._given_up:
             return
         if not self._slots:
@@ -253,7 +253,7 @@ class InMemorySnapshots:
         receivers = [worker for worker, parts in enumerate(self._part_bytes) if part not in parts]
         file = self._parts.get(part)
         if file is None:
-            file = unnamed_file("samestep-received")
+            file = anonymous_file("samestep-received")
             exits.callback(os.close, file)
         if receivers:
             _send(self._world, file, self._part_bytes[sender][part], sender, receivers)

@@ -26,7 +26,7 @@ from samestep.storage import RETRIES, Retries, Storage, StorageError, sync, writ
 _READERS: Final = 4
 
 
-class RemoteSnapshots:
+class RemoteDirectory:
     """The snapshots below a URL, by name. Raises `StorageError` if the storage fails."""
 
     def __init__(self, url: str, retries: Retries = RETRIES) -> None:

@@ -16,7 +16,7 @@ from samestep.errors import ConfigError, SamestepError, SnapshotError
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import Snapshot, list_snapshots, load, step_of
-from samestep.snapshot.remote import RemoteSnapshots
+from samestep.snapshot.remote import RemoteDirectory
 from samestep.storage import StorageError
 
 POLL_SECONDS: Final = 1.0
@@ -39,7 +39,7 @@ class Downloads:
     """
 
     def __init__(self, url: str, directory: Path, world: World) -> None:
-        self._remote, self._directory, self._world = RemoteSnapshots(url), directory, world
+        self._remote, self._directory, self._world = RemoteDirectory(url), directory, world
         self._unanswered = ""
         self.url = self._remote.url
         if world.rank == 0:

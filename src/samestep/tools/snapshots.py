@@ -1,9 +1,11 @@
-"""`samestep snapshots`: list, check and export the snapshots of a run, here or in remote storage."""
+"""`samestep snapshots`: list, check and export the snapshots of a run, local or remote."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,61 +13,58 @@ from typing import TYPE_CHECKING
 
 from samestep.config import is_url
 from samestep.errors import ConfigError, SnapshotError
-from samestep.tools.units import size
+from samestep.tools.common import format_bytes
 
-# Whatever knows of tensors is imported where it is needed, so that help comes at once.
+# Modules that import torch are imported where they are used, so that --help is fast.
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
-
     from samestep.snapshot.manifest import Manifest
 
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `samestep snapshots` to its parser; `main` takes what it parses."""
+    """Add the arguments of `samestep snapshots` to its parser."""
     parser.add_argument(
         "action",
         nargs="?",
         choices=("list", "check", "export"),
         default="list",
-        help="list (default): what is there, by manifests and sizes; check: read every byte; export: one safetensors file",
+        help="list (default): show snapshots by manifests and sizes; check: verify every byte; "
+        "export: write one safetensors file",
     )
     parser.add_argument(
         "directory",
-        help="a run's directory, or the URL of its copy; check and export also take one snapshot",
+        help="directory of a run, or the URL of its copy; check and export also take one snapshot",
     )
-    parser.add_argument("file", type=Path, nargs="?", help="where export writes")
-    parser.add_argument(
-        "--object", default="model", help="what export takes from the snapshot (default: model)"
-    )
+    parser.add_argument("file", type=Path, nargs="?", help="file that export writes")
+    parser.add_argument("--object", default="model", help="object to export (default: model)")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run `samestep snapshots` and return its exit status. Raises `SnapshotError`, and `ConfigError` for wrong use."""
+    """Run `samestep snapshots` and return its exit status.
+
+    Raises `SnapshotError`, and `ConfigError` for wrong use.
+    """
     if (options.file is None) == (options.action == "export"):
-        takes = "a file to write to" if options.action == "export" else "no file"
-        raise ConfigError(f"samestep snapshots {options.action} takes {takes}")
-    run = open_run(options.directory)
+        needed = "requires a file to write" if options.action == "export" else "accepts no file"
+        raise ConfigError(f"samestep snapshots {options.action} {needed}")
+    snapshots = open_snapshots(options.directory)
     if options.action == "export":
-        return _export(run, options.file, options.object)
-    return _check(run) if options.action == "check" else _list(run)
+        return _export(snapshots, options.file, options.object)
+    return _check(snapshots) if options.action == "check" else _list(snapshots)
 
 
-def open_run(place: str) -> LocalRun | RemoteRun:
-    """Return the snapshots at a path or a URL. Raises `ConfigError` where there can be none."""
-    if is_url(place):
-        return RemoteRun(place)
-    if not Path(place).is_dir():
-        raise ConfigError(
-            f"{place} was given; expected the directory of a run or of a snapshot, or a URL"
-        )
-    return LocalRun(Path(place))
+def open_snapshots(location: str) -> LocalSnapshots | RemoteSnapshots:
+    """Return the snapshots at a path or URL. Raises `ConfigError` if it is neither."""
+    if is_url(location):
+        return RemoteSnapshots(location)
+    if not Path(location).is_dir():
+        raise ConfigError(f"expected the directory of a run or snapshot, or a URL, got {location}")
+    return LocalSnapshots(Path(location))
 
 
-class LocalRun:
-    """The snapshots in a run's directory, or one of them, by name."""
+class LocalSnapshots:
+    """The snapshots in a run's directory, or a single snapshot, by name."""
 
     def __init__(self, directory: Path) -> None:
         from samestep.snapshot.manifest import NAME
@@ -75,110 +74,100 @@ class LocalRun:
         paths = [directory] if is_snapshot else list_snapshots(directory)
         self._paths = {path.name: path for path in paths}
         self._inspect, self._check = inspect, check
-        self.place = str(directory)
+        self.location = str(directory)
         self.names = list(self._paths)
 
-    def where(self, name: str) -> str:
-        """Say where a snapshot is."""
+    def location_of(self, name: str) -> str:
+        """Return the path of a snapshot."""
         return str(self._paths[name])
 
     def inspect(self, name: str) -> Manifest:
-        """Return the manifest of a snapshot of which all files are there. Raises `SnapshotError`."""
+        """Return the manifest of a snapshot. Raises `SnapshotError` if files are missing."""
         return self._inspect(self._paths[name])
 
     @contextmanager
-    def whole(self, name: str) -> Iterator[Path]:
-        """Check every byte of a snapshot and yield its directory. Raises `SnapshotError`."""
+    def verified(self, name: str) -> Iterator[Path]:
+        """Verify every byte of a snapshot and yield its directory. Raises `SnapshotError`."""
         self._check(self._paths[name])
         yield self._paths[name]
 
 
-class RemoteRun:
-    """The same of a remote storage. Raises `SnapshotError` where that does not answer."""
+class RemoteSnapshots:
+    """The same in remote storage. Raises `SnapshotError` if the storage does not respond."""
 
     def __init__(self, url: str) -> None:
         from samestep.snapshot.read import step_of
-        from samestep.snapshot.remote import RemoteSnapshots
+        from samestep.snapshot.remote import RemoteDirectory
 
         folder, _, name = url.rstrip("/").rpartition("/")
         is_snapshot = step_of(Path(name)) is not None
-        self._remote = RemoteSnapshots(folder if is_snapshot else url)
-        self.place = url
+        self._remote = RemoteDirectory(folder if is_snapshot else url)
+        self.location = url
         self.names = [name] if is_snapshot else self._remote.names()
 
-    def where(self, name: str) -> str:
-        """Say where a snapshot is."""
+    def location_of(self, name: str) -> str:
+        """Return the URL of a snapshot."""
         return f"{self._remote.url}/{name}"
 
     def inspect(self, name: str) -> Manifest:
-        """Return the manifest of a snapshot of which all files are there. Raises `SnapshotError`."""
+        """Return the manifest of a snapshot. Raises `SnapshotError` if files are missing."""
         return self._remote.inspect(name)
 
     @contextmanager
-    def whole(self, name: str) -> Iterator[Path]:
-        """Download a snapshot, which checks every byte, and yield the directory that it is in for a while. Raises `SnapshotError`."""
+    def verified(self, name: str) -> Iterator[Path]:
+        """Download a snapshot, which verifies every byte, and yield its temporary directory."""
         with TemporaryDirectory() as folder:
             yield self._remote.fetch(name, Path(folder))
 
 
-def _list(run: LocalRun | RemoteRun) -> int:
-    if not run.names:
-        _say(f"{run.place} holds no snapshots")
+def _list(snapshots: LocalSnapshots | RemoteSnapshots) -> int:
+    if not snapshots.names:
+        print(f"no snapshots in {snapshots.location}")
         return 0
-    _say(f"{'snapshot':<16} {'age':>8} {'size':>10} {'workers':>7} {'score':>10}  state")
-    for name in run.names:
-        _say(_row(run, name))
+    print(f"{'snapshot':<16} {'age':>8} {'size':>10} {'workers':>7} {'score':>10}  state")
+    for name in snapshots.names:
+        try:
+            manifest = snapshots.inspect(name)
+        except SnapshotError as error:
+            print(f"{name:<16} {'':>38}  {error}")
+            continue
+        age, nbytes = _age(time.time() - manifest.created), format_bytes(manifest.size)
+        score = "" if manifest.score is None else f"{manifest.score:.6g}"
+        print(f"{name:<16} {age:>8} {nbytes:>10} {manifest.workers:>7} {score:>10}  complete")
     return 0
 
 
-def _row(run: LocalRun | RemoteRun, name: str) -> str:
-    try:
-        manifest = run.inspect(name)
-    except SnapshotError as error:
-        return f"{name:<16} {'':>38}  {error}"
-    age, nbytes = _age(time.time() - manifest.created), size(manifest.size)
-    score = "" if manifest.score is None else f"{manifest.score:.6g}"
-    return f"{name:<16} {age:>8} {nbytes:>10} {manifest.workers:>7} {score:>10}  complete"
-
-
-def _check(run: LocalRun | RemoteRun) -> int:
-    if not run.names:
-        raise SnapshotError(f"{run.place} holds no snapshots to check")
-    faults = 0
-    for name in run.names:
+def _check(snapshots: LocalSnapshots | RemoteSnapshots) -> int:
+    if not snapshots.names:
+        raise SnapshotError(f"no snapshots to check in {snapshots.location}")
+    status = 0
+    for name in snapshots.names:
         try:
-            with run.whole(name):
-                _say(f"{name}: whole")
+            with snapshots.verified(name):
+                print(f"{name}: valid")
         except SnapshotError as error:
-            faults += 1
-            _say(f"{name}: {error}")
-    return 1 if faults else 0
+            status = 1
+            print(f"{name}: {error}")
+    return status
 
 
-def _export(run: LocalRun | RemoteRun, file: Path, name: str) -> int:
+def _export(snapshots: LocalSnapshots | RemoteSnapshots, file: Path, name: str) -> int:
     from samestep.snapshot.read import export
 
     with ExitStack() as exits:
-        snapshot, path = _newest_whole(run, exits)
-        left_out = export(path, file, name)
-    _say(
-        f"{name} of {run.where(snapshot)} is in {file}"
-        + (f"; no tensors, so left out: {', '.join(left_out)}" if left_out else "")
-    )
+        for newest in reversed(snapshots.names):
+            try:
+                path = exits.enter_context(snapshots.verified(newest))
+                break
+            except SnapshotError as error:
+                print(f"snapshot_rejected: {error}", file=sys.stderr)
+        else:
+            raise SnapshotError(f"no valid snapshot to export in {snapshots.location}")
+        skipped = export(path, file, name)
+    print(f"exported {name} of {snapshots.location_of(newest)} to {file}")
+    if skipped:
+        print(f"not exported, because they are not tensors: {', '.join(skipped)}")
     return 0
-
-
-def _newest_whole(run: LocalRun | RemoteRun, exits: ExitStack) -> tuple[str, Path]:
-    for name in reversed(run.names):
-        try:
-            return name, exits.enter_context(run.whole(name))
-        except SnapshotError as error:
-            sys.stderr.write(f"snapshot_rejected: {error}\n")
-    raise SnapshotError(f"{run.place} holds no whole snapshot to export from")
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
 
 
 def _age(seconds: float) -> str:

@@ -1,28 +1,46 @@
-"""What a run's steps left behind, as hashes that can be compared."""
+"""Run a script for a few steps, and hash the state and metrics after each step."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from samestep.errors import RecordError, VerifyError
-from samestep.record import read_events
+from samestep.errors import VerifyError
 from samestep.snapshot.read import list_snapshots, load
 from samestep.snapshot.state import flatten
+from samestep.tools.common import OUTPUT, read_run, start_script
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+KILL_ATTEMPTS: Final = 5
+POLL_SECONDS: Final = 0.002
+SHOWN_LINES: Final = 30
+
+
+class RunSize(NamedTuple):
+    """The number of workers of a run and the devices of each; printed as 4, or 1x2."""
+
+    workers: int
+    devices: int = 1
+
+    def __str__(self) -> str:
+        return str(self.workers) if self.devices == 1 else f"{self.workers}x{self.devices}"
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """A completed step: a hash by name for its metrics, the tensors of modules, and all other tracked state."""
+    """The hashes of a completed step by name: metrics, tensors, and all other tracked state."""
 
     step: int
     hashes: Mapping[str, str]
@@ -32,26 +50,102 @@ class StepTrace:
         return _hash(json.dumps(sorted(self.hashes.items())).encode())[:12]
 
     def first_difference(self, other: StepTrace) -> str | None:
-        """Return the first name whose hash differs, metrics first, then tensors in their order."""
-        names = dict.fromkeys([*self.hashes, *other.hashes])
-        return next(
-            (name for name in names if self.hashes.get(name) != other.hashes.get(name)), None
+        """Return the first name with different hashes: metrics first, then tensors in order."""
+        ours, theirs = self.hashes, other.hashes
+        names = dict.fromkeys([*ours, *theirs])
+        return next((name for name in names if ours.get(name) != theirs.get(name)), None)
+
+
+class ScriptTracer:
+    """Runs a script for some steps, each time in a new directory, and traces each step.
+
+    If `lanes` is None, the first run determines the lanes of all runs.
+    """
+
+    def __init__(self, command: Sequence[str], steps: int, lanes: int | None) -> None:
+        self.lanes = lanes
+        self._command, self._steps = list(command), steps
+
+    def run(self, size: RunSize) -> list[StepTrace]:
+        """Run the script to the end. Raises `VerifyError`, and `RecordError` if it is no run."""
+        with TemporaryDirectory(prefix="samestep-verify-") as name:
+            directory = Path(name)
+            lanes = self._finish(size, directory, "never")["lanes"]
+            if self.lanes not in {None, lanes}:
+                raise VerifyError(
+                    "all runs must have the same number of lanes, "
+                    f"got {self.lanes} and {lanes}; set it in the script or with --lanes"
+                )
+            self.lanes = lanes
+            return read_traces(directory)
+
+    def run_with_kill(
+        self, size: RunSize, size_after: RunSize, draw: random.Random
+    ) -> tuple[str, list[StepTrace]]:
+        """Kill a random worker after a random step, resume at `size_after`; return title, trace."""
+        for _ in range(KILL_ATTEMPTS):
+            with TemporaryDirectory(prefix="samestep-verify-") as name:
+                directory = Path(name)
+                step, rank = draw.randint(1, self._steps - 1), draw.randrange(size.workers)
+                if not self._run_until_killed(size, directory, step, rank):
+                    continue
+                resumed_at = self._finish(size_after, directory, "auto")["step"]
+                title = f"n={size}, worker {rank} killed, n={size_after} from step {resumed_at}"
+                return title, read_traces(directory)
+        raise VerifyError(
+            f"the run ended before a worker could be killed, {KILL_ATTEMPTS} times; "
+            "increase --steps"
         )
+
+    def _run_until_killed(self, size: RunSize, directory: Path, step: int, rank: int) -> bool:
+        """Kill a worker once the snapshot of `step` exists; return whether the run then failed."""
+        with self._start(size, directory, "never") as process:
+            while process.poll() is None and not any(
+                path.name == f"step-{step:08d}" for path in list_snapshots(directory)
+            ):
+                time.sleep(POLL_SECONDS)
+            if process.poll() is None:
+                workers = _start_event(directory)["workers"]
+                pids = {worker["rank"]: worker["pid"] for worker in workers}
+                try:
+                    os.kill(pids[rank], signal.SIGKILL)
+                except ProcessLookupError:
+                    process.wait()
+                    return False
+            return process.wait() != 0
+
+    def _finish(self, size: RunSize, directory: Path, resume: str) -> dict[str, Any]:
+        """Run the script to the end; return the event that the run started with."""
+        with self._start(size, directory, resume) as process:
+            status = process.wait()
+        if status != 0:
+            lines = (directory / OUTPUT).read_text(errors="replace").splitlines()
+            tail = "\n".join(lines[-SHOWN_LINES:])
+            raise VerifyError(f"the script failed at n={size} with status {status}:\n{tail}")
+        return _start_event(directory)
+
+    def _start(self, size: RunSize, directory: Path, resume: str) -> subprocess.Popen[bytes]:
+        flags = [f"--resume={resume}", f"--stop-after={self._steps}"]
+        flags += ["--snapshot-every=1", f"--keep-last={self._steps}"]
+        flags += [] if self.lanes is None else [f"--lanes={self.lanes}"]
+        flags += [] if size.devices == 1 else [f"--devices={size.devices}"]
+        print(f"running at n={size} …", file=sys.stderr, flush=True)
+        return start_script(self._command, size.workers, directory, flags)
 
 
 def read_traces(directory: Path) -> list[StepTrace]:
-    """Return the traces of the steps that a run directory holds snapshots of, in order."""
-    metrics: dict[int, dict[str, float]] = {}
-    for event in read_events(directory):
+    """Return the traces of the steps that a run directory has snapshots of, in order."""
+    metrics: dict[int, dict[str, str]] = {}
+    for event in read_run(directory)[0]:
         if event["event"] == "scalars":
-            metrics.setdefault(event["step"] + 1, {}).update(_plain(event["values"]))
+            metrics.setdefault(event["step"] + 1, {}).update(
+                (f"metric {name}", _hash(repr(value).encode()))
+                for name, value in event["values"].items()
+            )
     traces = []
     for path in list_snapshots(directory):
         snapshot = load(path)
-        hashes = {
-            f"metric {name}": _hash(repr(value).encode())
-            for name, value in metrics.get(snapshot.step, {}).items()
-        }
+        hashes = dict(metrics.get(snapshot.step, {}))
         for name, state in snapshot.state.items():
             plain, tensors = flatten({name: state})
             hashes.update((path, _hash_tensor(tensor)) for path, tensor in tensors.items())
@@ -60,22 +154,14 @@ def read_traces(directory: Path) -> list[StepTrace]:
     return traces
 
 
-def read_start(directory: Path) -> dict[str, Any]:
-    """Return the event with which the newest attempt of a run started. Raises `VerifyError` where there is none."""
-    try:
-        return [
-            event for event in read_events(directory) if event["event"] in {"started", "resumed"}
-        ][-1]
-    except (RecordError, IndexError):
-        raise VerifyError("the script started no run: it never called samestep.init") from None
-
-
-def _plain(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: math.nan if math.isnan(value) else value for name, value in values.items()}
+def _start_event(directory: Path) -> dict[str, Any]:
+    """Return the event that the newest attempt of a run started with."""
+    events, _ = read_run(directory)
+    return [event for event in events if event["event"] in {"started", "resumed"}][-1]
 
 
 def _sorted(plain: Any) -> Any:
-    """Return a plain state with the pairs of its dicts in one order: workers' parts of it come in any."""
+    """Return plain state with sorted dicts: the order of keys depends on the worker that saves."""
     if isinstance(plain, dict):
         return {
             tag: sorted(map(_sorted, value), key=json.dumps) if tag == "dict" else _sorted(value)
@@ -85,11 +171,9 @@ def _sorted(plain: Any) -> Any:
 
 
 def _hash_tensor(tensor: Any) -> str:
-    whole = tensor.detach().contiguous()
-    return _hash(
-        f"{whole.dtype} {tuple(whole.shape)}".encode()
-        + whole.reshape(-1).view(torch.uint8).numpy().tobytes()
-    )
+    tensor = tensor.detach().contiguous()
+    data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return _hash(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + data)
 
 
 def _hash(data: bytes) -> str:

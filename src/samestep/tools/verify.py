@@ -1,144 +1,106 @@
-"""`samestep verify`: run a script at several numbers of workers and compare every step, bit for bit."""
+"""`samestep verify`: run a script with several worker counts and compare each step bit for bit."""
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
 
 from samestep.errors import VerifyError
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping
-
+if TYPE_CHECKING:  # --help must not load torch
     from samestep.tools.trace import StepTrace
 
-
-class Size(NamedTuple):
-    """How many devices a run has: `workers`, each with `devices`; written as 4, or 1x2."""
-
-    workers: int
-    devices: int = 1
-
-    def __str__(self) -> str:
-        return str(self.workers) if self.devices == 1 else f"{self.workers}x{self.devices}"
+# for the first pattern that occurs in the name that differs
+CAUSES: Final = {
+    "^metric ": "the forward pass: a random generator created by the script (samestep seeds those "
+    "of Python, NumPy and torch), data that depends on the rank, or a different number of threads "
+    "per worker",
+    "running_|num_batches": "a layer that exchanges statistics between workers, such as "
+    "SyncBatchNorm with more lanes than workers",
+    "^plain state": "a tracked object that counts what one worker did, or contains a time or path",
+    "": "the gradient or the update: a nondeterministic kernel, a model initialized from unseeded "
+    "random numbers, state kept outside of lanes, or gradients changed by one worker only",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    sizes = "numbers of workers to compare (default: 1,2); 1x2 is one worker with 2 devices"
-    parser.add_argument("-n", "--workers", default="1,2", metavar="N,N,…", help=sizes)
-    parser.add_argument("--steps", type=int, default=5, help="steps to compare (default: 5)")
-    parser.add_argument(
-        "--lanes",
-        type=int,
-        help="lanes of every run (default: the script's own, or the largest number of workers)",
-    )
-    parser.add_argument(
-        "--kill", action="store_true", help="also kill a worker in the middle, resume, and compare"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="chooses the step and the worker of --kill (default: 0)"
-    )
-    parser.add_argument(
-        "script", help="the training script; it must track what is to be compared (run.track)"
-    )
-    parser.add_argument("arguments", nargs="...", help="the script's own arguments")
+    """Add the arguments of `samestep verify` to its parser."""
+    add = parser.add_argument
+    sizes = "worker counts to compare (default: 1,2); 1x2 is one worker with 2 devices"
+    add("-n", "--workers", default="1,2", metavar="N,N,…", help=sizes)
+    add("--steps", type=int, default=5, metavar="N", help="steps to compare (default: 5)")
+    lanes = "lanes of every run (default: set by the script, or the largest worker count)"
+    add("--lanes", type=int, metavar="N", help=lanes)
+    kill = "also kill a worker during a run, resume, and compare"
+    add("--kill", action="store_true", help=kill)
+    seed = "selects the step and worker of --kill (default: 0)"
+    add("--seed", type=int, default=0, metavar="N", help=seed)
+    add("script", help="training script; it must track the objects to compare (run.track)")
+    add("arguments", nargs="...", help="arguments of the script")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the comparison; returns 0 when all steps are the same everywhere, 1 when any differs."""
-    sizes = _sizes(options.workers)
-    # a kill falls between two steps
-    if options.steps < 1 or (options.kill and options.steps < 2):
-        raise VerifyError(
-            f"--steps {options.steps} was given; expected at least 1, and 2 with --kill"
-        )
-    # it needs torch, and the command line prints its help without it
-    from samestep.tools.job import Job
-
-    job = Job([options.script, *options.arguments], options.steps, options.lanes)
-    traces: dict[str, list[StepTrace]] = {}
-    by_devices = sorted(sizes, key=lambda size: size.workers * size.devices)
-    # the largest first: where the script leaves lanes open, it fixes them for all
-    for size in reversed(by_devices):
-        traces[f"n={size}"] = job.trace(size)
-    columns = [f"n={size}" for size in sizes]
-    if options.kill:
-        name, trace = job.trace_with_kill(
-            by_devices[-1], by_devices[0], random.Random(options.seed)
-        )
-        traces[name] = trace
-        columns.append(name)
-    return report({column: traces[column] for column in columns}, job.lanes or 0)
-
-
-def _sizes(text: str) -> list[Size]:
-    parts = [part.strip() for part in text.split(",")]
+    """Compare the runs; return 0 if all steps are the same, and 1 if any differs."""
+    parts = [part.strip() for part in options.workers.split(",")]
     if not all(re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,2})?", part) for part in parts):
         raise VerifyError(
-            f"-n {text} was given; expected numbers of workers such as 1,2,4, or 1x2 for one worker with 2 devices"
+            "-n: expected worker counts such as 1,2,4, or 1x2 for one worker with 2 devices, "
+            f"got {options.workers}"
         )
-    return list(dict.fromkeys(Size(*map(int, part.split("x"))) for part in parts))
+    least_steps = 2 if options.kill else 1  # a worker is killed between two steps
+    if options.steps < least_steps:
+        condition = " with --kill" * options.kill
+        raise VerifyError(f"--steps must be at least {least_steps}{condition}, got {options.steps}")
+    from samestep.tools.trace import RunSize, ScriptTracer
+
+    sizes = list(dict.fromkeys(RunSize(*map(int, part.split("x"))) for part in parts))
+    by_devices = sorted(sizes, key=lambda size: size.workers * size.devices)
+    tracer = ScriptTracer([options.script, *options.arguments], options.steps, options.lanes)
+    # largest first: if the script sets no lanes, its worker count sets them for all runs
+    by_size = {size: tracer.run(size) for size in reversed(by_devices)}
+    traces = {f"n={size}": by_size[size] for size in sizes}
+    if options.kill:
+        draw = random.Random(options.seed)
+        title, trace = tracer.run_with_kill(by_devices[-1], by_devices[0], draw)
+        traces[title] = trace
+    return print_report(traces, tracer.lanes or 0)
 
 
-def report(traces: dict[str, list[StepTrace]], lanes: int) -> int:
-    """Print a table of hashes, and the first difference with its usual cause; returns the exit status."""
-    columns = list(traces)
-    steps = sorted({trace.step for column in traces.values() for trace in column})
-    by_step = {column: {trace.step: trace for trace in some} for column, some in traces.items()}
-    widths = [max(12, len(column)) for column in columns]
+def print_report(traces: Mapping[str, list[StepTrace]], lanes: int) -> int:
+    """Print a table of hashes and the first difference with its usual cause; return the status."""
+    by_step = {title: {trace.step: trace for trace in run} for title, run in traces.items()}
+    widths = [max(12, len(title)) for title in traces]
+
+    def print_row(step: str, cells: list[str]) -> None:
+        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        print("  ".join([step.rjust(4), *padded]))
+
     print(f"\n{lanes} lanes")
-    print(
-        "  ".join(
-            ["step", *(column.ljust(width) for column, width in zip(columns, widths, strict=True))]
-        )
-    )
+    print_row("step", list(traces))
     difference: str | None = None
-    for step in steps:
-        row = {column: by_step[column].get(step) for column in columns}
-        cells = [trace.digest() if trace else "-" for trace in row.values()]
-        print(
-            "  ".join(
-                [
-                    str(step).rjust(4),
-                    *(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)),
-                ]
-            )
-        )
-        difference = difference or first_difference(step, row)
+    for step in sorted({trace.step for run in traces.values() for trace in run}):
+        row = {title: run.get(step) for title, run in by_step.items()}
+        print_row(str(step), [trace.digest() if trace else "-" for trace in row.values()])
+        difference = difference or find_difference(step, row)
     if difference is None:
-        print(f"the same at every step: {', '.join(columns)}")
+        print(f"the same at every step: {', '.join(traces)}")
         return 0
     print(f"DIFFERENT, first at {difference}")
     return 1
 
 
-def first_difference(step: int, row: Mapping[str, StepTrace | None]) -> str | None:
-    """Say which run did not make a step that another made, or what differs first after it, and the usual cause."""
-    there = {column: trace for column, trace in row.items() if trace is not None}
-    if missing := [column for column in row if column not in there]:
-        return f"step {step}: {', '.join(missing)} did not make it\nUsual cause: a number of steps that depends on the number of workers"
-    (first_column, first), *others = there.items()
-    for column, trace in others:
-        if name := first.first_difference(trace):
-            return f"step {step}: {name!r} differs between {first_column} and {column}\nUsual cause: {usual_cause(name)}"
+def find_difference(step: int, row: Mapping[str, StepTrace | None]) -> str | None:
+    """Return the first difference after a step with its usual cause, None if there is none."""
+    if missing := [title for title, trace in row.items() if trace is None]:
+        cause = "a number of steps that depends on the number of workers"
+        return f"step {step}: {', '.join(missing)} did not reach it\nUsual cause: {cause}"
+    (first_title, first), *others = row.items()
+    for title, trace in others:
+        if first and trace and (name := first.first_difference(trace)):
+            between = f"{name!r} differs between {first_title} and {title}"
+            cause = next(CAUSES[pattern] for pattern in CAUSES if re.search(pattern, name))
+            return f"step {step}: {between}\nUsual cause: {cause}"
     return None
-
-
-def usual_cause(name: str) -> str:
-    """Say what usually makes this the first thing that differs."""
-    if name.startswith("metric "):
-        return (
-            "the forward pass: a random generator of the script's own (samestep keys those of Python, NumPy and torch), "
-            "data that depends on the rank, or another number of threads a worker"
-        )
-    if any(word in name for word in ("running_", "num_batches")):
-        return "a layer that exchanges statistics between workers by itself, such as SyncBatchNorm with more lanes than workers"
-    if name.startswith("plain state"):
-        return "a tracked object that counts what one worker did, or keeps a time or a path"
-    return (
-        "the gradient or the update: a kernel that is not deterministic, a model built from unkeyed random numbers, "
-        "state kept outside of lanes, or gradients changed by one worker only"
-    )

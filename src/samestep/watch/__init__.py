@@ -1,1 +1,1 @@
-"""The live page: what a record tells of its run, over HTTP; reads records only, and needs no torch."""
+"""The page, report and plot of runs. Reads their records only, and does not need torch."""

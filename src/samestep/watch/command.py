@@ -1,20 +1,19 @@
-"""`samestep watch`: serve a page that shows runs as they go."""
+"""`samestep watch`: serve a page that shows runs while they train."""
 
 from __future__ import annotations
 
+import argparse
 import ipaddress
 import os
 import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from samestep.config import is_url
 from samestep.errors import ConfigError
-
-if TYPE_CHECKING:
-    import argparse
+from samestep.watch.run_state import counted
+from samestep.watch.runs import LOCATIONS, check_locations, open_views
 
 DEFAULT_PORT: Final = 7007
 LARGEST_PORT: Final = 65535
@@ -22,56 +21,48 @@ SHORTEST_TOKEN: Final = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `samestep watch` to its parser; `main` takes what it parses."""
-    parser.add_argument(
-        "locations",
-        metavar="LOCATION",
-        nargs="+",
-        help="a run's folder, a folder of runs, or the URL of either",
-    )
+    """Add the arguments of `samestep watch` to its parser."""
+    parser.add_argument("locations", **LOCATIONS)
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen at (default: %(default)s); any but loopback needs a token",
+        help="address to listen on (default: %(default)s); any but loopback requires a token",
     )
     parser.add_argument(
         "--port",
         type=int,
         default=DEFAULT_PORT,
-        help="port to listen at (default: %(default)s); 0 takes any that is free",
+        help="port to listen on (default: %(default)s); 0 picks a free one",
     )
     parser.add_argument(
-        "--token-file",
-        type=Path,
-        help="a file with one line: the secret that the page then asks for",
+        "--token-file", type=Path, help="a file with one line: the secret that the page requires"
     )
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run `samestep watch` until it is stopped. Raises `ConfigError` for wrong use, `RecordError` where a location cannot be read."""
+    """Run `samestep watch` until it is stopped.
+
+    Raises `ConfigError` for wrong options, `RecordError` if a location cannot be read.
+    """
     try:
-        from samestep.watch.serving import serve
+        from samestep.watch.server import serve
     except ImportError as error:
         raise ConfigError(
-            f'samestep watch needs its server; expected it to be there: pip install "samestep[watch]" ({error})'
+            f'samestep watch requires its server ({error}): pip install "samestep[watch]"'
         ) from error
-    from samestep.watch.view import open_views
-
     token = None if options.token_file is None else read_token(options.token_file)
     if token is None and not is_loopback(options.host):
         raise ConfigError(
-            f"--host {options.host} was given, which others can reach; expected a loopback address, or --token-file FILE with a secret"
+            f"--host must be a loopback address, got {options.host}; "
+            "to let others connect, add --token-file FILE with a secret"
         )
-    for location in options.locations:
-        if not is_url(location) and not Path(location).is_dir():
-            raise ConfigError(
-                f"{location} was given; expected the folder of a run or of runs, or a URL; of a run to come, the folder above"
-            )
+    check_locations(options.locations)
     views = open_views(*options.locations)
     with _listen(options.host, options.port) as listener:
+        host = f"[{options.host}]" if ":" in options.host else options.host
         hint = "" if token is None else f"?token=... with the line in {options.token_file}"
-        address = _address(options.host, listener.getsockname()[1])
-        sys.stdout.write(f"samestep: {_runs(len(views))} at {address}{hint}\n")
+        runs = counted(len(views), "run") if views else "no run yet"
+        sys.stdout.write(f"samestep: {runs} at http://{host}:{listener.getsockname()[1]}/{hint}\n")
         sys.stdout.flush()
         serve(views, listener, options.host, token)
     return 0
@@ -83,18 +74,19 @@ def read_token(file: Path) -> str:
         token = file.read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--token-file {file} was given, and cannot be read: {error}; expected a file of one line, in ASCII"
+            f"--token-file {file} cannot be read: {error}; expected one line of ASCII"
         ) from error
     if len(token) < SHORTEST_TOKEN or not token.isprintable() or " " in token:
         raise ConfigError(
-            f"--token-file {file} was given; expected one line of at least {SHORTEST_TOKEN} characters without spaces: "
-            "python -c 'import secrets; print(secrets.token_urlsafe())' makes one"
+            f"--token-file {file} must have one line of at least {SHORTEST_TOKEN} characters "
+            "without spaces; create one with: "
+            "python -c 'import secrets; print(secrets.token_urlsafe())'"
         )
     return token
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host name or address is this machine's own, which no other can reach."""
+    """Return whether a host name or address can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -103,14 +95,13 @@ def is_loopback(host: str) -> bool:
 
 def _listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= LARGEST_PORT:
-        raise ConfigError(f"--port {port} was given; expected 0 to {LARGEST_PORT}")
+        raise ConfigError(f"--port must be from 0 to {LARGEST_PORT}, got {port}")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
         with ExitStack() as exits:
-            # With its protocol named, asyncio has answers sent at once; else their bodies would
-            # wait until headers are acknowledged.
+            # asyncio sets TCP_NODELAY only on sockets with a protocol; without it, response bodies
+            # would wait until the headers are acknowledged
             listener = exits.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
@@ -118,19 +109,8 @@ def _listen(host: str, port: int) -> socket.socket:
             exits.pop_all()
             return listener
     except OSError as error:
-        reason = (
-            os.strerror(error.errno)
-            if isinstance(error.errno, int) and error.errno > 0
-            else str(error)
-        )
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise ConfigError(
-            f"--host {host} --port {port} was given, and nothing can listen there: {reason}; expected a free port, such as --port 0 finds"
+            f"cannot listen on --host {host} --port {port}: {reason}; "
+            "use a free port, or --port 0 to pick one"
         ) from error
-
-
-def _address(host: str, port: int) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-
-
-def _runs(count: int) -> str:
-    return f"{count} run{'s' * (count != 1)}" if count else "no run yet"

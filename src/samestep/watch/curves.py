@@ -1,86 +1,148 @@
-"""The points of a scalar, and what is drawn of them."""
+"""Curves of scalars: their points, moving averages, and the few points that draw like all."""
 
 from __future__ import annotations
 
+import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from itertools import pairwise
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
-from samestep.watch.downsample import drawn
-from samestep.watch.numbers import to_json
-from samestep.watch.smoothing import Average
-from samestep.watch.table import Table
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from samestep.record.source import Place
+from samestep.record.source import Place
 
 AXES: Final = ("step", "time")
+ROWS_AT_A_TIME: Final = 4096
+LARGEST_NUMBER: Final = 2.0**53  # no run has larger steps or times
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to draw of a curve: from `start` to `end` of an axis (both included, None: all there is), at most `points` points.
+class Table:
+    """Rows of numbers, stored as one array per column with up to 50 % of spare room.
 
-    `smooth` is the weight of what came before in a moving average; 0 for none.
+    Arrays that `columns` returned are never written to again, so that a reader may use them while
+    the table changes.
     """
 
-    start: float | None = None
-    end: float | None = None
-    points: int = 1000
-    smooth: float = 0.0
-    axis: str = "step"
+    def __init__(self, *dtypes: DTypeLike) -> None:
+        self._arrays: list[NDArray[Any]] = [np.empty(0, dtype) for dtype in dtypes]
+        self._rows = 0
+        self._pending: list[Sequence[Any]] = []
+
+    def __len__(self) -> int:
+        return self._rows + len(self._pending)
+
+    def append(self, row: Sequence[Any]) -> None:
+        """Append a row: one number per column."""
+        self._pending.append(row)
+        if len(self._pending) >= ROWS_AT_A_TIME:
+            self._flush()
+
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        """Return each column as an array of all rows."""
+        self._flush()
+        return tuple(array[: self._rows] for array in self._arrays)
+
+    def filter(self, rows: NDArray[np.bool_]) -> None:
+        """Remove all rows but those marked true."""
+        self._arrays = [column[rows] for column in self.columns()]
+        self._rows = int(np.count_nonzero(rows))
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        start, stop = self._rows, self._rows + len(self._pending)
+        if stop > len(self._arrays[0]):
+            room = stop if start == 0 else max(stop, start * 3 // 2)
+            larger = [np.empty(room, array.dtype) for array in self._arrays]
+            for new, old in zip(larger, self._arrays, strict=True):
+                new[:start] = old[:start]
+            self._arrays = larger
+        for column, values in zip(self._arrays, zip(*self._pending, strict=True), strict=True):
+            column[start:stop] = values
+        self._rows = stop
+        self._pending.clear()
+
+
+class MovingAverage:
+    """The exponential moving average of values that grow at the end, corrected for its start.
+
+    m_t = weight * m_(t-1) + (1 - weight) * x_t from m_0 = 0, divided by 1 - weight**t: the
+    correction of Adam (Kingma and Ba 2015, section 3), so that the first values are not pulled
+    toward 0. The divisor is the same recurrence over ones. Values that are not finite are skipped,
+    and their average is NaN. The result is the same bits however the values were appended.
+    """
+
+    def __init__(self, weight: float) -> None:
+        """Average with `weight` on earlier values, from 0 to below 1."""
+        self.weight = weight
+        self._mean = self._divisor = 0.0
+        self._averages = array("d")
+
+    def over(self, values: NDArray[Any]) -> NDArray[np.float64]:
+        """Return the average at each value, float64 [N]; earlier calls had a prefix of `values`."""
+        weight, rest = self.weight, 1 - self.weight
+        mean, divisor, append = self._mean, self._divisor, self._averages.append
+        for value in values[len(self._averages) :].tolist():
+            if math.isfinite(value):
+                mean = weight * mean + rest * value
+                divisor = weight * divisor + rest
+                append(mean / divisor)
+            else:
+                append(math.nan)
+        self._mean, self._divisor = mean, divisor
+        return np.array(self._averages)
 
 
 class Curve:
-    """A scalar's points, 41 bytes each (and 8 more while it is drawn smooth), as float64."""
+    """A scalar's points as float64: 41 bytes each, and 8 more once a moving average is drawn."""
 
     def __init__(self) -> None:
         # step, between, time, value, low, high
         self._table = Table(np.float64, np.bool_, *[np.float64] * 4)
-        self._average: Average | None = None
+        self._average: MovingAverage | None = None
 
     def __len__(self) -> int:
         return len(self._table)
 
     def append(self, place: Place, time: float, value: float, low: float, high: float) -> None:
-        """Add a point; `low` and `high` are NaN where there is no band."""
+        """Append a point; `low` and `high` are NaN if it has no band."""
         self._table.append((place[0], not place[1], time, value, low, high))
 
-    def strike(self, last: Place) -> None:
-        """Strike out all points after a place."""
+    def discard_after(self, last: Place) -> None:
+        """Remove all points after a place."""
         step, between, *_ = self._table.columns()
-        self._table.keep((step < last[0]) | ((step == last[0]) & between))
+        self._table.filter((step < last[0]) | ((step == last[0]) & between))
         self._average = None
 
     def extremes(self) -> dict[str, float | None]:
-        """Return the last, the lowest and the highest value, of those that are finite numbers."""
+        """Return the last, the lowest and the highest value; those that are not finite are None."""
         value = self._table.columns()[3]
         finite = value[np.isfinite(value)]
-        last = float(value[-1]) if len(value) and np.isfinite(value[-1]) else None
-        if not len(finite):
-            return {"last": last, "lowest": None, "highest": None}
-        return {"last": last, "lowest": float(finite.min()), "highest": float(finite.max())}
+        return {
+            "last": float(value[-1]) if len(value) and np.isfinite(value[-1]) else None,
+            "lowest": float(finite.min()) if len(finite) else None,
+            "highest": float(finite.max()) if len(finite) else None,
+        }
 
     def points(self, smooth: float = 0.0) -> Points:
-        """Return all points, with their moving average where `smooth` is above 0."""
+        """Return all points, with their moving average if `smooth` is above 0."""
         step, _, time, value, low, high = self._table.columns()
-        has_band = not np.isnan(low).all()
         average = None
         if smooth > 0:
             if self._average is None or self._average.weight != smooth:
-                self._average = Average(smooth)
+                self._average = MovingAverage(smooth)
             average = self._average.over(value)
-        return Points(
-            step, time, value, low if has_band else None, high if has_band else None, average
-        )
+        if np.isnan(low).all():
+            return Points(step, time, value, None, None, average)
+        return Points(step, time, value, low, high, average)
 
 
 @dataclass(frozen=True)
 class Points:
-    """Points in the order of the record, float64 [N] each; there may be no band and no moving average."""
+    """Points in the order of the record, float64 [N] each; band and moving average may be None."""
 
     step: NDArray[Any]
     time: NDArray[Any]
@@ -91,35 +153,108 @@ class Points:
 
     def at(self, rows: NDArray[np.intp] | slice) -> Points:
         """Return some of the points."""
-        columns = (self.step, self.time, self.value, self.low, self.high, self.smooth)
-        return Points(*(None if column is None else column[rows] for column in columns))  # type: ignore[arg-type]
+        columns = vars(self).values()
+        some: list[Any] = [None if column is None else column[rows] for column in columns]
+        return Points(*some)
 
-    def answer(self, request: Request) -> dict[str, Any]:
-        """Return what is drawn of the points: x, value, low, high, smooth, points and exact."""
-        axis = getattr(self, request.axis)
-        if (axis[1:] < axis[:-1]).any():  # a clock that was set back, or a record that no run wrote
-            return self.at(np.argsort(axis, kind="stable")).answer(request)
-        first = (
-            0 if request.start is None else int(np.searchsorted(axis, request.start, side="left"))
-        )
-        end = (
-            len(axis)
-            if request.end is None
-            else int(np.searchsorted(axis, request.end, side="right"))
-        )
-        inside = self.at(slice(first, max(first, end)))
-        rows = drawn(
-            getattr(inside, request.axis), inside.value, inside.low, inside.high, request.points
-        )
-        some = inside.at(rows)
-        columns = {
-            "x": getattr(some, request.axis),
-            "value": some.value,
-            "low": some.low,
-            "high": some.high,
-            "smooth": some.smooth,
+    def to_json(
+        self, start: float | None, end: float | None, points: int, axis: str
+    ) -> dict[str, Any]:
+        """Return the points to draw: x, value, low, high, smooth, points and exact."""
+        x = getattr(self, axis)
+        if (x[1:] < x[:-1]).any():  # a clock was set back, or no run wrote this record
+            return self.at(np.argsort(x, kind="stable")).to_json(start, end, points, axis)
+        inside = self.at(rows_between(x, start, end))
+        x = getattr(inside, axis)
+        lows = [column for column in (inside.value, inside.low) if column is not None]
+        highs = [column for column in (inside.value, inside.high) if column is not None]
+        rows = select_points(x, lows, highs, points)
+        drawn = inside.at(rows)
+        return {
+            "x": to_list(x[rows]),
+            "value": to_list(drawn.value),
+            "low": None if drawn.low is None else to_list(drawn.low),
+            "high": None if drawn.high is None else to_list(drawn.high),
+            "smooth": None if drawn.smooth is None else to_list(drawn.smooth),
+            "points": len(x),
+            "exact": len(rows) == len(x),
         }
-        lists = {
-            name: None if column is None else to_json(column) for name, column in columns.items()
-        }
-        return {**lists, "points": len(inside.value), "exact": len(rows) == len(inside.value)}
+
+
+def select_points(
+    x: NDArray[Any], lows: Sequence[NDArray[Any]], highs: Sequence[NDArray[Any]], points: int
+) -> NDArray[np.intp]:
+    """Return the indices of at most `points` points to draw, in order. `x` ascends.
+
+    M4 (Jugel et al. 2014, "M4: A visualization-oriented time series data aggregation"): from each
+    of equal spans of the x axis, the first and the last point, the lowest of each of `lows` and the
+    highest of each of `highs`.
+    """
+    if len(x) <= points:
+        return np.arange(len(x))
+    lowest = [np.where(np.isfinite(column), column, np.inf) for column in lows]
+    highest = [np.where(np.isfinite(column), column, -np.inf) for column in highs]
+    chosen: set[int] = set()
+    for start, stop in equal_spans(x, max(1, points // (2 + len(lowest) + len(highest)))):
+        chosen.update((start, stop - 1))
+        chosen.update(start + int(np.argmin(column[start:stop])) for column in lowest)
+        chosen.update(start + int(np.argmax(column[start:stop])) for column in highest)
+    return np.asarray(sorted(chosen))
+
+
+def equal_spans(x: NDArray[Any], count: int) -> list[tuple[int, int]]:
+    """Return the rows [start, stop) of `count` equal spans of ascending `x`, without empty ones."""
+    edges = np.linspace(float(x[0]), float(x[-1]), count + 1)[1:-1]
+    bounds = [0, *np.searchsorted(x, edges).tolist(), len(x)]
+    return [(start, stop) for start, stop in pairwise(bounds) if start < stop]
+
+
+def rows_between(x: NDArray[Any], start: float | None, end: float | None) -> slice:
+    """Return the rows of ascending `x` from `start` to `end` inclusive; None means no limit."""
+    first = 0 if start is None else int(np.searchsorted(x, start, side="left"))
+    stop = len(x) if end is None else int(np.searchsorted(x, end, side="right"))
+    return slice(first, max(first, stop))
+
+
+def to_list(values: NDArray[Any]) -> list[float | None]:
+    """Return values for JSON: those that are not finite become None."""
+    finite = np.isfinite(values)
+    return [
+        value if known else None
+        for value, known in zip(values.tolist(), finite.tolist(), strict=True)
+    ]
+
+
+def to_number(value: object) -> float | None:
+    """Return a number that can be a step or a time, else None."""
+    if isinstance(value, (int, float)) and -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
+        return float(value)
+    return None
+
+
+def to_int(value: object) -> int | None:
+    """Return a number that can be a count, else None."""
+    number = to_number(value)
+    return None if number is None else int(number)
+
+
+def to_float(value: object) -> float:
+    """Return a number of any size as float, also if it is not finite; NaN for anything else."""
+    if type(value) is float:  # most values are
+        return value
+    if isinstance(value, (int, float)):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
+    return math.nan
+
+
+def to_text(value: object) -> str | None:
+    """Return a string, None for anything else."""
+    return value if isinstance(value, str) else None
+
+
+def to_texts(value: object) -> list[str]:
+    """Return the strings of a list, none for anything else."""
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []

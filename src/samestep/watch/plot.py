@@ -1,32 +1,30 @@
-"""`samestep plot`: draw the curves of runs into a file, for papers."""
+"""`samestep plot`: draw the curves of runs into a picture file, for papers."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 from collections import Counter
-from itertools import product
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import ConfigError, RecordError
+from samestep.watch.curves import AXES
+from samestep.watch.runs import LOCATIONS, open_views
+from samestep.watch.view import View
 
-# Whatever reads or draws is imported where it is needed, so that help comes at once.
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterable, Sequence
-
+if TYPE_CHECKING:  # matplotlib is optional
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from samestep.watch.view import View
-
-# Okabe and Ito (2008), "Color Universal Design", without yellow, which is faint on paper: told
-# apart by the colour-blind, too.
+# Okabe and Ito (2008), "Color Universal Design": distinct for color-blind readers. Without yellow,
+# which is faint on paper.
 PALETTE: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES: Final = ("-", "--", ":", "-.")
 FORMATS: Final = (".pdf", ".png", ".svg")
-POINTS: Final = 2000  # of a curve: several for each pixel of a column of text
+POINTS: Final = 2000  # per curve: several per pixel of a text column
 PANEL: Final = (6.0, 4.0)  # inches
 SMALL_PANEL: Final = (4.0, 3.0)
 LARGEST: Final = 100.0  # inches
@@ -38,75 +36,69 @@ STYLE: Final[dict[Any, Any]] = {
     "font.size": 11,
     "grid.alpha": 0.3,
     "legend.frameon": False,
-    "pdf.fonttype": 42,  # letters that editors and printers can take
+    "pdf.fonttype": 42,  # fonts that editors and printers accept
     "savefig.dpi": 200,
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "samestep",  # and the same curves the same file
+    "svg.hashsalt": "samestep",  # the same curves give the same file
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `samestep plot` to its parser; `main` takes what it parses."""
-    parser.add_argument(
-        "runs",
-        metavar="RUN",
-        nargs="+",
-        help="a run's folder, a folder of runs, or the URL of either",
-    )
+    """Add the arguments of `samestep plot` to its parser."""
+    parser.add_argument("locations", **LOCATIONS)
     parser.add_argument(
         "--out",
         type=Path,
         required=True,
         metavar="FILE",
-        help="where to draw: a .png, .pdf or .svg file",
+        help="the picture to write: a .png, .pdf or .svg file",
     )
     parser.add_argument(
         "--scalars",
         metavar="NAMES",
-        help="what to draw, comma-separated, a panel each (default: all there are)",
+        help="scalars to draw, comma-separated, one panel each (default: all)",
     )
     parser.add_argument(
         "--x",
-        choices=("step", "time"),
+        choices=AXES,
         default="step",
-        help="what lies along: step (default), or time since the start",
+        help="x axis: step (default), or time since the start of the run",
     )
-    parser.add_argument("--log", action="store_true", help="a logarithmic scale")
+    parser.add_argument("--log", action="store_true", help="use a logarithmic y axis")
     parser.add_argument(
         "--smooth",
         type=float,
         default=0.0,
         metavar="WEIGHT",
-        help="of what came before in a moving average, such as 0.9",
+        help="draw a moving average with this weight on earlier values, such as 0.9",
     )
     parser.add_argument(
         "--size",
         metavar="WIDTHxHEIGHT",
-        help="of the whole picture in inches (default: 6x4, and more for several panels)",
+        help="size of the picture in inches (default: 6x4, larger for several panels)",
     )
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run `samestep plot` and return its exit status. Raises `ConfigError` for wrong use, `RecordError` where there is nothing to draw."""
+    """Run `samestep plot` and return its exit status.
+
+    Raises `ConfigError` for wrong options, `RecordError` if there is nothing to plot.
+    """
     if options.out.suffix not in FORMATS:
-        raise ConfigError(
-            f"--out {options.out} was given; expected a file that ends in {', '.join(FORMATS)}"
-        )
+        raise ConfigError(f"--out must end in {', '.join(FORMATS)}, got {options.out}")
     if not 0 <= options.smooth < 1:
-        raise ConfigError(
-            f"--smooth {options.smooth} was given; expected a weight from 0 to below 1"
-        )
+        raise ConfigError(f"--smooth must be at least 0 and below 1, got {options.smooth}")
     size = None if options.size is None else _size(options.size)
     try:
         import matplotlib as mpl
     except ImportError as error:
         raise ConfigError(
-            'samestep plot draws with matplotlib; expected it to be there: pip install "samestep[plot]"'
+            'samestep plot requires matplotlib: pip install "samestep[plot]"'
         ) from error
-    views = _read(options.runs)
-    names = _chosen(views, options.scalars)
+    views = _read(options.locations)
+    names = _choose(views, options.scalars)
     with mpl.rc_context():
-        # whatever the user's own settings are, the same curves give the same picture
+        # the user's own settings must not change the picture
         mpl.rcdefaults()
         mpl.rcParams.update(STYLE)
         figure = _draw(views, names, size, axis=options.x, log=options.log, smooth=options.smooth)
@@ -119,43 +111,39 @@ def _size(text: str) -> tuple[float, float]:
     width, height = map(float, found.groups()) if found else (0.0, 0.0)
     if not (1 <= width <= LARGEST and 1 <= height <= LARGEST):
         raise ConfigError(
-            f"--size {text} was given; expected a width and a height of 1 to {LARGEST:g} inches, such as 6x4"
+            f"--size must be a width and a height from 1 to {LARGEST:g} inches, such as 6x4, "
+            f"got {text}"
         )
     return width, height
 
 
 def _read(locations: Sequence[str]) -> list[View]:
-    from samestep.watch.view import open_views
-
     views = open_views(*locations)
     for location in views.locations:
         if not views.at(location):
             raise RecordError(
-                f"there is no record at {location}; give a run's folder, a folder of runs, or the URL of either"
+                f"no record at {location}; "
+                "pass a run's folder, a folder of runs, or the URL of either"
             )
     for view in views.values():
         view.refresh()
     return list(views.values())
 
 
-def _chosen(views: Iterable[View], wanted: str | None) -> list[str]:
-    """Return the names of the scalars to draw. Raises `RecordError` where there are none, and `ConfigError` for one that is not there."""
-    there = list(
-        dict.fromkeys(scalar["name"] for view in views for scalar in view.summary()["scalars"])
-    )
-    if not there:
-        raise RecordError(
-            "there is nothing to draw: no run has a scalar yet, as run.log makes them"
-        )
+def _choose(views: Iterable[View], wanted: str | None) -> list[str]:
+    """Return the names of the scalars to draw."""
+    found = [scalar["name"] for view in views for scalar in view.summary()["scalars"]]
+    known = list(dict.fromkeys(found))
+    if not known:
+        raise RecordError("nothing to plot: no run has a scalar yet; log one with run.log")
     if wanted is None:
-        return there
-    if wanted in there:
-        return [wanted]  # a name with a comma
+        return known
+    if wanted in known:
+        return [wanted]  # may have a comma in its name
     names = [name.strip() for name in wanted.split(",")]
-    if missing := [name for name in names if name not in there]:
-        raise ConfigError(
-            f"--scalars {wanted} was given, and there is no {missing[0]!r}; there are {', '.join(map(repr, there))}"
-        )
+    if missing := [name for name in names if name not in known]:
+        choices = ", ".join(map(repr, known))
+        raise ConfigError(f"--scalars: expected some of {choices}, got {missing[0]!r}")
     return names
 
 
@@ -168,7 +156,7 @@ def _draw(
     log: bool,
     smooth: float,
 ) -> Figure:
-    """Draw a panel a scalar, and in each a curve a run."""
+    """Draw one panel per scalar, with one curve per run."""
     from matplotlib.figure import Figure
 
     columns = math.ceil(math.sqrt(len(names)))
@@ -179,14 +167,16 @@ def _draw(
     starts = [(view.row()["started"] or 0.0) if axis == "time" else 0.0 for view in views]
     curves = {
         (name, number): view.curve(name, points=POINTS, smooth=smooth, axis=axis)
-        for name, (number, view) in product(names, enumerate(views))
+        for name in names
+        for number, view in enumerate(views)
         if view.has_curve(name)
     }
     longest = max(
         (curve["x"][-1] - starts[number] for (_, number), curve in curves.items() if curve["x"]),
         default=0.0,
     )
-    unit, label = _unit(longest) if axis == "time" else (1.0, "step")
+    units = [unit for unit in UNITS if longest >= 2 * unit[0]] or [UNITS[-1]]
+    unit, label = units[0] if axis == "time" else (1.0, "step")
     for panel_axes, name in zip(panels, names, strict=True):
         panel_axes.set_title(name, parse_math=False)
         panel_axes.set_xlabel(label)
@@ -194,9 +184,8 @@ def _draw(
             panel_axes.set_yscale("log", nonpositive="clip")
         for number in range(len(views)):
             if curve := curves.get((name, number)):
-                _draw_curve(
-                    panel_axes, curve, [(x - starts[number]) / unit for x in curve["x"]], number
-                )
+                x = [(x - starts[number]) / unit for x in curve["x"]]
+                _draw_curve(panel_axes, curve, x, number)
     if len(views) > 1:
         _add_legend(figure, views)
     return figure
@@ -215,9 +204,9 @@ def _draw_curve(axes: Axes, curve: dict[str, Any], x: list[float], number: int) 
 def _add_legend(figure: Figure, views: Sequence[View]) -> None:
     from matplotlib.lines import Line2D
 
-    often = Counter(view.name for view in views)
-    names = [view.id if often[view.name] > 1 else view.name for view in views]
-    # matplotlib leaves out what begins with _
+    counts = Counter(view.name for view in views)
+    names = [view.id if counts[view.name] > 1 else view.name for view in views]
+    # matplotlib skips labels that start with _
     labels = [f" {name}" if name.startswith("_") else name for name in names]
     lines = [Line2D([], [], **_style(number)) for number in range(len(views))]
     legend = figure.legend(lines, labels, loc="outside upper center", ncols=min(len(views), 4))
@@ -232,12 +221,8 @@ def _style(number: int) -> dict[str, Any]:
     }
 
 
-def _unit(seconds: float) -> tuple[float, str]:
-    return next(((length, name) for length, name in UNITS if seconds >= 2 * length), UNITS[-1])
-
-
 def _floats(values: Sequence[float | None] | None) -> list[float]:
-    """Return values as they are drawn: gaps where they are not finite."""
+    """Return values with NaN, which leaves a gap, for those that are not finite."""
     return [math.nan if value is None else value for value in values or ()]
 
 
@@ -248,5 +233,5 @@ def _save(figure: Figure, path: Path) -> None:
         figure.savefig(path, metadata=metadata)
     except OSError as error:
         raise ConfigError(
-            f"--out {path} was given, and cannot be written: {error.strerror}; choose a folder that can be written"
+            f"--out {path} cannot be written: {error.strerror}; use a writable folder"
         ) from error

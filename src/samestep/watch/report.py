@@ -1,45 +1,47 @@
-"""`samestep report`: write runs' curves, tables and images into one HTML file that stands alone."""
+"""`samestep report`: write curves, tables and images of runs into one self-contained HTML file."""
 
 from __future__ import annotations
 
+import argparse
 import base64
+import hashlib
+import json
+import re
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import urlencode
 
-from samestep.config import is_url
 from samestep.errors import ConfigError, RecordError
-from samestep.watch.bundle import one_file
-from samestep.watch.pictures import recognized
-from samestep.watch.view import open_views
+from samestep.watch.curves import AXES
+from samestep.watch.run_state import counted
+from samestep.watch.runs import LOCATIONS, check_locations, open_views
+from samestep.watch.view import View
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterable
-
-    from samestep.watch.view import View
-
-MOST_POINTS: Final = 1000  # of a curve
+MOST_POINTS: Final = 1000  # per curve
 FEWEST_POINTS: Final = 60
 ALL_POINTS: Final = 400_000  # of all curves, about 15 MB
 SPANS: Final = 500
 DIGITS: Final = 6  # of a value, more than a screen shows
 DEFAULT_MEGABYTES: Final = 20
-AXES: Final = ("step", "time")
+
+PAGE: Final = Path(__file__).parent / "page"
+MAIN: Final = "main.js"
+_IMPORT: Final = re.compile(r'^import \{([^}]+)\} from "\./([\w.]+)";\n', re.MULTILINE)
+_EXPORT: Final = re.compile(r"^export ((?:async )?function|const|class) (\w+)", re.MULTILINE)
+_STYLE: Final = re.compile(r'<link rel="stylesheet" href="page/([\w.]+)">')
+_SCRIPT: Final = re.compile(r'[ ]*<script src="page/([\w.]+)" (?:defer|type="module")></script>\n')
+_ICON: Final = re.compile(r'(?<=<link rel="icon" href=")page/([\w.]+)')
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `samestep report` to its parser; `main` takes what it parses."""
-    parser.add_argument(
-        "locations",
-        metavar="RUN",
-        nargs="+",
-        help="a run's folder, a folder of runs, or the URL of either",
-    )
+    """Add the arguments of `samestep report` to its parser."""
+    parser.add_argument("locations", **LOCATIONS)
     parser.add_argument(
         "--out",
         type=Path,
@@ -51,25 +53,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="MB",
         default=DEFAULT_MEGABYTES,
-        help="megabytes of images to take in, the newest first (default: %(default)s)",
+        help="megabytes of images to include, newest first (default: %(default)s)",
     )
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run `samestep report` and return its exit status. Raises `RecordError`, and `ConfigError` for wrong use."""
+    """Run `samestep report` and return its exit status.
+
+    Raises `ConfigError` for wrong options, `RecordError` if there is no run.
+    """
     if not options.images >= 0:
-        raise ConfigError(f"--images {options.images} was given; expected megabytes, 0 or more")
-    for location in options.locations:
-        if not is_url(location) and not Path(location).is_dir():
-            raise ConfigError(
-                f"{location} was given; expected the folder of a run or of runs, or a URL"
-            )
+        raise ConfigError(f"--images must be at least 0 megabytes, got {options.images}")
+    check_locations(options.locations)
     report = make_report(options.locations, image_bytes=round(options.images * 1e6))
     try:
         options.out.write_text(report.page, encoding="utf-8", newline="")
     except OSError as error:
         raise ConfigError(
-            f"--out {options.out} cannot be written: {error.strerror}; give a file in a folder that is there"
+            f"--out {options.out} cannot be written: {error.strerror}; use an existing folder"
         ) from error
     sys.stdout.write(f"{options.out}: {report.text}\n")
     return 0
@@ -77,17 +78,17 @@ def main(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Report:
-    """A report: the text of its file, and in a sentence what is in it and what was left out."""
+    """A report: the text of its file, and a sentence on what it contains and leaves out."""
 
     page: str
     text: str
 
 
 def make_report(locations: Iterable[str], *, image_bytes: int) -> Report:
-    """Read all runs at or below `locations` and return their report, with at most `image_bytes` of image files.
+    """Read all runs at or below `locations` and return their report.
 
-    Curves are downsampled, their extremes kept, and values rounded to 6 digits. Raises
-    `RecordError` where there is no run.
+    Curves are downsampled to their extremes, values rounded to 6 digits, and at most `image_bytes`
+    of image files included. Raises `RecordError` if there is no run.
     """
     locations = list(locations)
     views = list(open_views(*locations).values())
@@ -95,57 +96,60 @@ def make_report(locations: Iterable[str], *, image_bytes: int) -> Report:
         view.refresh()
     if not views:
         raise RecordError(
-            f"no run is at or below {' or '.join(locations)}; give a folder that holds an events.jsonl"
+            f"no run at or below {' or '.join(locations)}; pass a folder with an events.jsonl"
         )
-    answers: dict[str, Any] = {_path("runs"): {"runs": [view.row() for view in views]}}
+    responses: dict[str, Any] = {_path("runs"): {"runs": [view.row() for view in views]}}
     summaries = {view: view.summary() for view in views}
     curves = sum(len(summary["scalars"]) for summary in summaries.values())
     points = max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // max(1, curves * len(AXES))))
     for view, summary in summaries.items():
-        answers[_path("run", id=view.id)] = summary
-        answers[_path("timing", id=view.id)] = _rounded(view.timing(points=SPANS))
+        responses[_path("run", id=view.id)] = summary
+        responses[_path("timing", id=view.id)] = _rounded(view.timing(points=SPANS))
         for scalar in summary["scalars"]:
             for axis in AXES:
                 curve = view.curve(scalar["name"], points=points, axis=axis)
-                answers[_path("curve", id=view.id, name=scalar["name"], x=axis)] = _rounded(curve)
+                responses[_path("curve", id=view.id, name=scalar["name"], x=axis)] = _rounded(curve)
     images = _Images(image_bytes)
     for view, number in _newest_first(summaries):
-        images.take(view, number)
+        images.add(view, number)
     now = time.time()
-    text = _told(len(views), now, points, images)
-    return Report(
-        one_file({"answers": answers | images.taken, "report": {"text": text, "written": now}}),
-        text,
+    text = (
+        f"Report of {counted(len(views), 'run')}, "
+        f"written {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(now))}; "
+        f"at most {points} points per curve, including its extremes"
     )
+    if images.left_out:
+        total = images.left_out + len(images.included)
+        text += f"; {images.left_out} of {total} images left out: over --images, missing or damaged"
+    report = {"text": text, "written": now}
+    return Report(one_file({"answers": responses | images.included, "report": report}), text)
 
 
 @dataclass
 class _Images:
-    """Images as data URLs, as many as there is room for."""
+    """Images as data URLs, up to `room` bytes of files."""
 
     room: int
-    taken: dict[str, str] = field(default_factory=dict)
+    included: dict[str, str] = field(default_factory=dict)
     left_out: int = 0
 
-    def take(self, view: View, number: int) -> None:
-        """Take in an image if it fits; one that is gone or damaged is left out."""
+    def add(self, view: View, number: int) -> None:
+        """Include an image if it fits and can be read."""
         try:
-            size, pieces = view.source.open_image(view.image(number).path)
-            kind, pieces = recognized(pieces)
-            data = b"".join(pieces) if kind and size <= self.room else None
+            kind, size, chunks = view.open_image(number)
+            data = b"".join(chunks) if kind and size <= self.room else None
         except RecordError:
             data = None
         if data is None:
             self.left_out += 1
             return
         self.room -= len(data)
-        self.taken[_path("image", id=view.id, number=number)] = (
-            f"data:{kind};base64,{base64.b64encode(data).decode()}"
-        )
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        self.included[_path("image", id=view.id, number=number)] = url
 
 
 def _newest_first(summaries: dict[View, dict[str, Any]]) -> Iterable[tuple[View, int]]:
-    """Yield the newest image of every name, then the one before of every name, and so on."""
+    """Return the newest image of every name, then the one before of every name, and so on."""
     names = [
         [(view, item["number"]) for item in reversed(images["items"])]
         for view, summary in summaries.items()
@@ -154,28 +158,91 @@ def _newest_first(summaries: dict[View, dict[str, Any]]) -> Iterable[tuple[View,
     return (image for layer in zip_longest(*names) for image in layer if image)
 
 
-def _told(runs: int, now: float, points: int, images: _Images) -> str:
-    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
-    text = f"Report of {runs} run{'s' * (runs != 1)}, written {written}; curves keep at most {points} points, with their extremes"
-    if images.left_out:
-        text += f"; {images.left_out} of {images.left_out + len(images.taken)} images are left out: no room (--images), gone, or damaged"
-    return text
+def _path(endpoint: str, **query: str | int) -> str:
+    """Return the path that the page requests, with a query as URLSearchParams encodes it."""
+    encoded = urlencode(query, safe="*", errors="replace").replace("~", "%7E")
+    return f"/api/{endpoint}" + (f"?{encoded}" if query else "")
 
 
-def _path(place: str, **query: str | int) -> str:
-    """Return the path that the page asks for, with the query as a browser's URLSearchParams writes it."""
-    return f"/api/{place}" + (
-        f"?{urlencode(query, safe='*', errors='replace').replace('~', '%7E')}" if query else ""
-    )
-
-
-def _rounded(answer: Any) -> Any:
-    """Return an answer with values of fewer digits; places on the x axis, such as times, keep microseconds."""
-    if isinstance(answer, dict):
+def _rounded(value: Any) -> Any:
+    """Return JSON with `DIGITS` digits; x values, which may be times, to microseconds."""
+    if isinstance(value, dict):
         return {
-            key: [round(place, 6) for place in item] if key == "x" else _rounded(item)
-            for key, item in answer.items()
+            key: [round(x, 6) for x in inner] if key == "x" else _rounded(inner)
+            for key, inner in value.items()
         }
-    if isinstance(answer, list):
-        return [_rounded(item) for item in answer]
-    return float(f"{answer:.{DIGITS}g}") if isinstance(answer, float) else answer
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def one_file(data: dict[str, Any]) -> str:
+    """Return the page with its styles, scripts and `data` embedded.
+
+    A content policy permits these scripts and styles and embedded images only.
+    """
+    page = _read("index.html")
+    scripts = [_script(name) for name in _SCRIPT.findall(page)]
+    hashes = [" ".join(map(_hash, group)) for group in (scripts, map(_read, _STYLE.findall(page)))]
+    policy = (
+        f"default-src 'none'; script-src {hashes[0]}; style-src {hashes[1]}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    page = _SCRIPT.sub("", page)
+    page = _STYLE.sub(lambda found: f"<style>{_read(found[1])}</style>", page)
+    page = _ICON.sub(lambda found: f"data:image/png;base64,{_base64(found[1])}", page)
+    charset = '<meta charset="utf-8">'
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    page = page.replace(charset, f"{charset}\n    {meta}", 1)
+    # "<" is escaped, so that no text in the data can close the element
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    body = [f'<script type="application/json" id="answers">{text}</script>']
+    body += [f"<script>{script}</script>" for script in scripts]
+    head, end, tail = page.rpartition("  </body>")
+    return head + "".join(f"    {element}\n" for element in body) + end + tail
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _script(name: str) -> str:
+    """Return a script, or the main module bundled with all its imports into one script."""
+    if name != MAIN:
+        return _read(name)
+    sources: dict[str, str] = {}
+    found = [MAIN]
+    while found:
+        module = found.pop()
+        if module not in sources:
+            sources[module] = _read(module)
+            found += _imports(sources[module])
+    order = TopologicalSorter({module: _imports(source) for module, source in sources.items()})
+    modules = "".join(_module(name, sources[name]) for name in order.static_order())
+    return f'(() => {{\n"use strict";\n{modules}}})();\n'
+
+
+def _imports(source: str) -> list[str]:
+    return [module for _, module in _IMPORT.findall(source)]
+
+
+def _module(name: str, source: str) -> str:
+    """Return a module as a call that returns its exports, which no module reassigns."""
+    exports = ", ".join(export for _, export in _EXPORT.findall(source))
+    body = _EXPORT.sub(r"\1 \2", source)
+    body = _IMPORT.sub(
+        lambda found: f"const {{{found[1].replace(' as ', ': ')}}} = {_variable(found[2])};\n", body
+    )
+    return f"const {_variable(name)} = (() => {{\n{body}return {{ {exports} }};\n}})();\n"
+
+
+def _variable(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def _read(name: str) -> str:
+    return (PAGE / name).read_text(encoding="utf-8")
+
+
+def _base64(name: str) -> str:
+    return base64.b64encode((PAGE / name).read_bytes()).decode()

@@ -1,35 +1,34 @@
-"""What the events of a record add up to, taken one by one as they come."""
+"""The state of a run, built from the events of its record one at a time, and events as text."""
 
 from __future__ import annotations
 
-from collections import deque
+import math
+import signal
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TypeAlias
 
 from samestep.record.record import PARTS
-from samestep.record.source import STARTS, last_standing, place_of
-from samestep.watch.curves import Curve
-from samestep.watch.numbers import number, real, whole
-from samestep.watch.timeline import told
-from samestep.watch.timings import RECENT, Timings
+from samestep.record.source import STARTS, Place, last_standing, place_of
+from samestep.watch.curves import Curve, to_float, to_int, to_number
+from samestep.watch.timings import RECENT, Timings, started_workers
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+Event: TypeAlias = Mapping[str, Any]
 
-    from samestep.record.source import Place
-
-ENDS: Final = {
+STATES: Final = {
     "finished": "finished",
     "stopped": "stopped",
     "failed": "failed",
     "restarting": "running",
 }
+LONGEST_TEXT: Final = 1000
+GOOD, BAD, INFO = "good", "bad", "info"
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image event; `number` counts those of the record, also those that a later start made void."""
+    """An image event. `number` counts all image events of the record, including void ones."""
 
     number: int
     name: str
@@ -41,13 +40,13 @@ class Image:
 
     @property
     def step(self) -> int:
-        """The step that it was logged in."""
+        """The step in which it was logged."""
         return int(self.place[0])
 
 
 @dataclass(frozen=True)
-class Line:
-    """An event of the time line; `detail` is what tells more, such as a traceback."""
+class TimelineEvent:
+    """An event on the timeline; `detail` is further text, such as a traceback."""
 
     time: float
     kind: str
@@ -58,177 +57,228 @@ class Line:
 
 
 class RunState:
-    """Where a run stands, and all that is drawn of it.
+    """The state of a run after some of its events, with its curves, timings, images and timeline.
 
-    What a later start made void is struck out when that start comes, so that after any number of
-    events it is what `samestep.record.read_history` would give.
+    A start removes the events that it makes void, so that the state always equals what
+    `samestep.record.read_history` gives for the events so far.
     """
 
     def __init__(self) -> None:
         self.curves: dict[str, Curve] = {}
         self.timings = Timings()
         self.images: dict[int, Image] = {}
-        self.lines: list[Line] = []
-        self.sinks: dict[str, Mapping[str, Any]] = {}
+        self.timeline: list[TimelineEvent] = []
+        self.sinks: dict[str, Event] = {}
         self.dropped_images = 0
         self.state = "running"
         self.started: float | None = None
         self.updated: float | None = None
-        self.start: Mapping[str, Any] = {}
+        self.start: Event = {}
         self.attempts = 0
         self.step = 0.0
         self.epoch: int | None = None
-        self.loop: Mapping[str, Any] | None = None
-        # the last start that began a loop, and the loop
-        self._trained: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
-        # steps that were done, and when
-        self.paces: deque[tuple[float, float]] = deque(maxlen=RECENT + 1)
-        self._images_seen = 0
-        self._takers = {"scalars": self._scalars, "timing": self._timing, "image": self._image}
+        self.loop: Event | None = None
+        self.paces: deque[tuple[float, float]] = deque(maxlen=RECENT + 1)  # (steps done, time)
+        self._trained: tuple[Event, Event] | None = None  # the last start with a loop, and the loop
+        self._image_count = 0
 
-    def take(self, event: dict[str, Any]) -> None:
-        """Take the next event; one that no run writes does no harm."""
-        kind, time = event.get("event"), number(event.get("time"))
+    def apply(self, event: dict[str, Any]) -> None:
+        """Apply the next event. Fields and events that no run writes are ignored."""
+        kind, time = event.get("event"), to_number(event.get("time"))
         if not isinstance(kind, str) or time is None:
             return
         self.updated = time
-        taker = self._takers.get(kind)
-        if taker is not None:
-            taker(event, time)
+        if kind == "scalars":
+            self._add_scalars(event, time)
+        elif kind == "timing":
+            self._add_timing(event, time)
+        elif kind == "image":
+            self._add_image(event)
         elif kind in STARTS:
-            self._begin(event, kind, time)
-        elif self._is_told(event, kind):
-            self._tell(event, kind, time)
+            self._start(event, kind, time)
+        elif self._update(event, kind):
+            self._add_to_timeline(event, kind, time)
 
-    def _is_told(self, event: dict[str, Any], kind: str) -> bool:
-        """Take an event of the run itself, and tell whether it belongs in the time line."""
-        self.state = ENDS.get(kind, self.state)
+    def _update(self, event: dict[str, Any], kind: str) -> bool:
+        """Apply an event of the run itself, and return whether it belongs on the timeline."""
+        self.state = STATES.get(kind, self.state)
         if kind == "finished" and self.loop is None and self._trained is not None:
-            self.start, self.loop = self._trained  # this start evaluated what that one trained
+            self.start, self.loop = self._trained  # this start only evaluated
         if kind != "restarting":
-            self._reached(number(event.get("step")), None)
+            self._reach(to_number(event.get("step")))
         if kind == "images_dropped":
-            self.dropped_images += whole(event.get("count")) or 0
+            self.dropped_images += to_int(event.get("count")) or 0
         if kind == "sink":
             name = str(event.get("name"))
             before, self.sinks[name] = self.sinks.get(name, {}), event
-            # not how far behind it is
+            # a change of `behind_bytes` alone is not news
             return any(before.get(field) != event.get(field) for field in ("error", "dropped"))
         if kind == "loop":
             before, self.loop = self.loop or {}, event
-            self.epoch = whole(event.get("epoch"))
-            return before.get("name") != event.get("name")  # many begin anew each epoch
+            self.epoch = to_int(event.get("epoch"))
+            return before.get("name") != event.get("name")  # many loops start again each epoch
         return True
 
-    def _begin(self, event: dict[str, Any], kind: str, time: float) -> None:
+    def _start(self, event: dict[str, Any], kind: str, time: float) -> None:
         step, between = last_standing(event)
-        last = real(step), between
+        last = to_float(step), between
         for curve in self.curves.values():
-            curve.strike(last)
+            curve.discard_after(last)
         self.curves = {name: curve for name, curve in self.curves.items() if len(curve)}
-        self.timings.strike(last)
-        self.images = {
-            number: image for number, image in self.images.items() if image.place <= last
-        }
+        self.timings.discard_after(last)
+        self.images = {key: image for key, image in self.images.items() if image.place <= last}
         self.started = time if self.started is None else self.started
-        self._tell(event, kind, time)
+        self._add_to_timeline(event, kind, time)
         if self.loop is not None:
             self._trained = self.start, self.loop
-        self.state, self.start, self.loop, self.epoch = (
-            "running",
-            event,
-            None,
-            whole(event.get("epoch")),
-        )
-        self.step = number(event.get("step")) or 0.0
+        self.state, self.start, self.loop = "running", event, None
+        self.epoch = to_int(event.get("epoch"))
+        self.step = to_number(event.get("step")) or 0.0
         self.attempts += 1
         self.paces.clear()
 
-    def _scalars(self, event: dict[str, Any], time: float) -> None:
+    def _add_scalars(self, event: dict[str, Any], time: float) -> None:
         place, values = _place(event), event.get("values")
         if place is None or not isinstance(values, dict):
             return
-        low, high = (
-            some if isinstance(some, dict) else {} for some in (event.get("low"), event.get("high"))
-        )
+        bands = event.get("low"), event.get("high")
+        low, high = (band if isinstance(band, dict) else {} for band in bands)
         for name, value in values.items():
             if not isinstance(value, (int, float)):
                 continue
             if (curve := self.curves.get(name)) is None:
                 curve = self.curves[name] = Curve()
-            curve.append(place, time, real(value), real(low.get(name)), real(high.get(name)))
-        self.epoch = whole(event.get("epoch"))
-        self._reached(place[0], time)
+            edges = to_float(low.get(name)), to_float(high.get(name))
+            curve.append(place, time, to_float(value), *edges)
+        self.epoch = to_int(event.get("epoch"))
+        self._reach(place[0], time)
 
-    def _timing(self, event: dict[str, Any], time: float) -> None:
+    def _add_timing(self, event: dict[str, Any], time: float) -> None:
         place, workers = _place(event), event.get("workers")
-        if (
-            place is None
-            or not isinstance(workers, list)
-            or not workers
-            or not all(isinstance(worker, dict) for worker in workers)
-        ):
+        if place is None or not isinstance(workers, list) or not workers:
             return
-        seconds = [[real(worker.get(part)) for part in PARTS] for worker in workers]
-        self.timings.append(place[0], time, self.attempts, seconds)
-        self._reached(place[0] + 1, time)
+        if all(isinstance(worker, dict) for worker in workers):
+            seconds = [[to_float(worker.get(part)) for part in PARTS] for worker in workers]
+            self.timings.append(place[0], time, self.attempts, seconds)
+            self._reach(place[0] + 1, time)
 
-    def _image(self, event: dict[str, Any], _: float) -> None:
-        place, path = _place(event), event.get("path")
+    def _add_image(self, event: dict[str, Any]) -> None:
+        place, path, name = _place(event), event.get("path"), str(event.get("name"))
         if place is None or not isinstance(path, str):
             return
-        width, height = whole(event.get("width")) or 0, whole(event.get("height")) or 0
-        image = Image(
-            self._images_seen,
-            str(event.get("name")),
-            place,
-            path,
-            width,
-            height,
-            whole(event.get("bytes")),
-        )
-        self.images[image.number] = image
-        self._images_seen += 1
+        number, size = self._image_count, to_int(event.get("bytes"))
+        width, height = (to_int(event.get(field)) or 0 for field in ("width", "height"))
+        self.images[number] = Image(number, name, place, path, width, height, size)
+        self._image_count += 1
 
-    def _reached(self, step: float | None, time: float | None) -> None:
-        """Note that a step was done, and when it was, where the event came with it."""
+    def _reach(self, step: float | None, time: float | None = None) -> None:
+        """Note that `step` steps are done, and at which time if it is known."""
         if step is None or step <= self.step:
             return
         self.step = step
         if time is not None:
             self.paces.append((step, time))
 
-    def _tell(self, event: dict[str, Any], kind: str, time: float) -> None:
-        text, tone = told(event, kind, self.start or None)
-        detail = event.get("traceback")
-        self.lines.append(
-            Line(
-                time,
-                kind,
-                whole(event.get("step")),
-                text,
-                tone,
-                detail if isinstance(detail, str) else None,
-            )
-        )
-
-    @property
-    def step_seconds(self) -> float | None:
-        """The seconds that one of the newest steps took on average, with all that came between them."""
-        if len(self.paces) < 2:
-            return None
-        (first, begun), (last, ended) = self.paces[0], self.paces[-1]
-        return max(0.0, ended - begun) / (last - first)
-
-    @property
-    def usual_seconds(self) -> float:
-        """The median of the times between the newest steps; 0 where nobody knows it."""
-        times = [time for _, time in self.paces]
-        gaps = sorted(
-            later - earlier for earlier, later in zip(times, islice(times, 1, None), strict=False)
-        )
-        return gaps[len(gaps) // 2] if gaps else 0.0
+    def _add_to_timeline(self, event: Event, kind: str, time: float) -> None:
+        text, tone = describe(event, kind, self.start)
+        detail = event.get("traceback") if isinstance(event.get("traceback"), str) else None
+        step = to_int(event.get("step"))
+        self.timeline.append(TimelineEvent(time, kind, step, text, tone, detail))
 
 
 def _place(event: dict[str, Any]) -> Place | None:
-    return None if number(event.get("step")) is None else place_of(event)
+    return None if to_number(event.get("step")) is None else place_of(event)
+
+
+def describe(event: Event, kind: str, before: Event) -> tuple[str, str]:
+    """Return the text and tone of an event; `before` is the previous start, empty if none."""
+    if kind in STARTS:
+        text, tone = _describe_start(event, kind, before), INFO
+    elif kind in DESCRIPTIONS:
+        usual, template = DESCRIPTIONS[kind]
+        fields = defaultdict(lambda: None, {**event, "worker": _worker(event)})
+        text = template.format_map(fields) if isinstance(template, str) else template(event)
+        tone = BAD if event.get("error") else usual
+    else:
+        text = kind.replace("_", " ") + _describe_fields(event)
+        tone = BAD if kind.endswith(("failed", "rejected")) else INFO
+    return text[:LONGEST_TEXT], tone
+
+
+def _describe_start(event: Event, kind: str, before: Event) -> str:
+    workers, workers_before = len(started_workers(event)), len(started_workers(before))
+    count = counted(workers, "worker")
+    if kind == "started":
+        lanes = f", {event['lanes']} lanes" if isinstance(event.get("lanes"), int) else ""
+        return f"started with {count}{lanes}"
+    text = f"resumed at step {event.get('step')} with {count}"
+    if before and workers_before != workers:
+        text += f": resized from {workers_before} to {count}"
+    return text
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun in singular or plural."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _describe_stop(event: Event) -> str:
+    number = event.get("signal")
+    if not number:
+        return f"stopped at step {event.get('step')} on request"
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"stopped at step {event.get('step')} by {name}"
+
+
+def _worker(event: Event) -> str:
+    host = event.get("host")
+    return f"worker {event.get('rank')}" + (f" on {host}" if host else "")
+
+
+def _describe_loop(event: Event) -> str:
+    done, steps = to_int(event.get("done")), to_int(event.get("steps"))
+    known = None if steps is None else counted(steps, "step")
+    if not done:
+        return f"loop {event.get('name')} starts" + (f": {known}" if known else "")
+    return f"loop {event.get('name')} continues after {done} {f'of {known}' if known else 'steps'}"
+
+
+def _describe_sink(event: Event) -> str:
+    if event.get("error"):
+        return f"sink {event.get('name')} failed: {event['error']}"
+    dropped = event.get("dropped")
+    behind = f"sink {event.get('name')} is {event.get('behind_bytes') or 0} bytes behind"
+    return behind + (f", {dropped} dropped" if dropped else "")
+
+
+def _describe_snapshot(event: Event) -> str:
+    score = to_float(event.get("score"))
+    suffix = "" if math.isnan(score) else f", score {score:.6g}"
+    return f"snapshot of step {event.get('step')}{suffix}"
+
+
+def _describe_fields(event: Event) -> str:
+    fields = [
+        f"{name} {value}"
+        for name, value in event.items()
+        if name not in {"time", "event", "step"} and isinstance(value, (str, int, float))
+    ]
+    return ": " + ", ".join(fields) if fields else ""
+
+
+# tone, and text: a template of the event's fields, or a function
+DESCRIPTIONS: Final[Mapping[str, tuple[str, str | Callable[[Event], str]]]] = {
+    "finished": (GOOD, "finished after {step} steps"),
+    "stopped": (INFO, _describe_stop),
+    "failed": (BAD, "{worker} failed at step {step}: {error}"),
+    "restarting": (BAD, "{worker}: {reason}; all workers restart from step {step}"),
+    "snapshot": (GOOD, _describe_snapshot),
+    "snapshot_copied": (GOOD, "snapshot of step {step} copied to remote storage"),
+    "snapshot_rejected": (BAD, "rejected snapshot {path}: {reason}"),
+    "loop": (INFO, _describe_loop),
+    "sink": (INFO, _describe_sink),
+    "images_dropped": (BAD, "{count} images were dropped because writing could not keep up"),
+}

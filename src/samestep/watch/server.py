@@ -1,48 +1,49 @@
-"""The page's server. It only reads, and everything it tells comes from records.
+"""The page's server. It is read-only, and all its data comes from records.
 
-    GET /, /page/NAME          the page and its files GET /api/runs              {"runs": [{id,
-    name, state, started, updated, step, epoch, workers, lanes}],
-                                "faults": [{location, text}]}, the places that cannot be read now
-    GET /api/run?id=           all of a run but its curves: progress, scalars, images, workers,
-    parts, events, config, sinks GET /api/curve?id=&name=   {x, value, low, high, smooth, points,
-    exact}; further from=, to=, points=1000, smooth=0, x=step|time GET /api/timing?id=        {x,
-    parts, workers}: seconds a step; further from=, to=, points=500 GET /api/image?id=&number= an
-    image, as the type that its first bytes tell GET /api/changes           server-sent events:
-    {"ids": [...]} of the runs that changed, none where faults did, at most one in 0.75 s
+GET /, /page/NAME          the page and its files
+GET /api/runs              {"runs": [{id, name, state, started, updated, step, epoch, workers,
+                           lanes}], "faults": [{location, text}]}; faults are the locations that
+                           cannot be read now
+GET /api/run?id=           everything about a run except its curves: progress, scalars, images,
+                           workers, parts, events, config, sinks
+GET /api/curve?id=&name=   {x, value, low, high, smooth, points, exact}; optional: from=, to=,
+                           points=1000, smooth=0, x=step|time
+GET /api/timing?id=        {x, parts, workers}: seconds per step; optional: from=, to=, points=500
+GET /api/image?id=&number= an image; its first bytes determine its media type
+GET /api/changes           server-sent events: {"ids": [...]} of the runs that changed, empty if
+                           faults changed, at most one per 0.75 s
 
-States are running, stopped, finished, failed and silent; times are Unix seconds; a number that is
-not finite is null. A wrong parameter is answered with 400 and what was expected, an unknown run,
-curve or image with 404, both as plain text.
+States are running, stopped, finished, failed and silent. Times are Unix seconds. Numbers that are
+not finite are null. The response is 400 for an invalid parameter, and 404 for an unknown run,
+curve or image, both as plain text.
 """
 
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from types import FrameType
+from typing import Any, Final, TypeVar
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from samestep.errors import RecordError
-from samestep.watch.curves import AXES, Request
-from samestep.watch.pictures import recognized
-from samestep.watch.query import Query, WrongQueryError
-from samestep.watch.security import Guard
+from samestep.watch.curves import AXES
+from samestep.watch.runs import Changes, Views
+from samestep.watch.security import Guard, Query
+from samestep.watch.view import View
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from starlette import requests
-
-    from samestep.watch.changes import Changes
-    from samestep.watch.view import View, Views
-
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 PAGE: Final = Path(__file__).parent / "page"
 MEDIA_TYPES: Final = {
@@ -50,13 +51,42 @@ MEDIA_TYPES: Final = {
     ".html": "text/html",
     ".js": "text/javascript",
     ".png": "image/png",
-    ".svg": "image/svg+xml",
     ".txt": "text/plain",
 }
 MOST_POINTS: Final = 20_000
 MOST_SPANS: Final = 5_000
 MOST_IMAGES: Final = 10**9
 LARGEST_SMOOTHING: Final = 0.999
+MOST_CONNECTIONS: Final = 500
+GRACE_SECONDS: Final = 1  # for responses that are being sent when the server stops
+
+
+class Server(uvicorn.Server):
+    """A server that ends the streams of changes first; otherwise it would wait for them."""
+
+    def __init__(self, config: uvicorn.Config, changes: Changes) -> None:
+        super().__init__(config)
+        self._changes = changes
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._changes.stop()
+        super().handle_exit(sig, frame)
+
+
+def serve(views: Views, listener: socket.socket, host: str, token: str | None) -> None:
+    """Serve the page on an open socket until SIGINT or SIGTERM, then let the signal take effect."""
+    changes = Changes(views)
+    config = uvicorn.Config(
+        make_app(views, changes, token=token, host=host, port=listener.getsockname()[1]),
+        access_log=False,
+        http="h11",
+        limit_concurrency=MOST_CONNECTIONS,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        ws="none",
+    )
+    Server(config, changes).run(sockets=[listener])
 
 
 def make_app(
@@ -67,133 +97,105 @@ def make_app(
     host: str = "127.0.0.1",
     port: int = 0,
 ) -> Starlette:
-    """Return the application that serves `views` and tells `changes`, to be called as `host` and `port`; with a `token`, to who has it."""
-    answers = Answers(views, changes)
+    """Return the application that serves `views` as `host` and `port`.
+
+    With a `token`, it answers only requests that have it.
+    """
     files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in MEDIA_TYPES}
 
-    def page(request: requests.Request) -> Response:
+    def page(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         if name not in files:
             return PlainTextResponse("the page has no such file", 404)
-        return Response(
-            files[name],
-            media_type=MEDIA_TYPES[Path(name).suffix],
-            headers={"Cache-Control": "no-cache"},
-        )
+        media_type, headers = MEDIA_TYPES[Path(name).suffix], {"Cache-Control": "no-cache"}
+        return Response(files[name], media_type=media_type, headers=headers)
 
     @asynccontextmanager
     async def follow(_: Starlette) -> AsyncIterator[None]:
-        changes.begin()
+        changes.start()
         yield
-        changes.end()
-        await changes.wait()
+        changes.stop()
+        await changes.join()
 
-    routes = [
-        Route("/", page),
-        Route("/page/{name}", page),
-        Route("/api/runs", answers.runs),
-        Route("/api/run", answers.run),
-        Route("/api/curve", answers.curve),
-        Route("/api/timing", answers.timing),
-        Route("/api/image", answers.image),
-        Route("/api/changes", answers.changes),
-    ]
+    api = Api(views, changes)
+    endpoints = (api.runs, api.run, api.curve, api.timing, api.image, api.changes)
     app = Starlette(
-        routes=routes,
+        routes=[
+            Route("/", page),
+            Route("/page/{name}", page),
+            *(Route(f"/api/{endpoint.__name__}", endpoint) for endpoint in endpoints),
+        ],
         middleware=[Middleware(Guard, token=token, host=host, port=port)],
-        exception_handlers={WrongQueryError: _wrong_query, HTTPException: _not_found},
         lifespan=follow,
     )
     app.router.redirect_slashes = False
     return app
 
 
-class Answers:
-    """What is asked of runs. Starlette calls all but `changes` in threads."""
+class Api:
+    """The endpoints under /api. Starlette calls all but `changes` in threads."""
 
     def __init__(self, views: Views, changes: Changes) -> None:
         self._views, self._changes = views, changes
 
-    def runs(self, request: requests.Request) -> Response:
+    def runs(self, request: Request) -> Response:
         Query(request.query_params)
         faults = [{"location": place, "text": text} for place, text in self._changes.faults.items()]
         return _json({"runs": [view.row() for view in self._views.values()], "faults": faults})
 
-    def run(self, request: requests.Request) -> Response:
+    def run(self, request: Request) -> Response:
         query = Query(request.query_params, "id")
         return _json(self._view(query).summary())
 
-    def curve(self, request: requests.Request) -> Response:
+    def curve(self, request: Request) -> Response:
         query = Query(request.query_params, "id", "name", "from", "to", "points", "smooth", "x")
-        asked = Request(
-            query.number("from", None),
-            query.number("to", None),
-            query.count("points", 1000, MOST_POINTS),
-            query.number("smooth", 0.0, 0.0, LARGEST_SMOOTHING) or 0.0,
-            query.choice("x", AXES),
-        )
-        view, name = self._view(query), query.text("name")
-        return _json(_found(lambda: view.curve(name, asked), "the run has no scalar of that name"))
+        start, end = query.number("from"), query.number("to")
+        points = query.count("points", 1000, MOST_POINTS)
+        smooth = query.number("smooth", 0.0, LARGEST_SMOOTHING) or 0.0
+        axis, view, name = query.choice("x", AXES), self._view(query), query.text("name")
+        curve = partial(view.curve, name, start, end, points, smooth, axis)
+        return _json(_find(curve, "the run has no such scalar"))
 
-    def timing(self, request: requests.Request) -> Response:
+    def timing(self, request: Request) -> Response:
         query = Query(request.query_params, "id", "from", "to", "points")
-        start, end, points = (
-            query.number("from", None),
-            query.number("to", None),
-            query.count("points", 500, MOST_SPANS),
-        )
+        start, end = query.number("from"), query.number("to")
+        points = query.count("points", 500, MOST_SPANS)
         return _json(self._view(query).timing(start, end, points))
 
-    def image(self, request: requests.Request) -> Response:
+    def image(self, request: Request) -> Response:
         query = Query(request.query_params, "id", "number")
         view, number = self._view(query), query.count("number", None, MOST_IMAGES)
-        image = _found(lambda: view.image(number), "the run has no image of that number")
         try:
-            size, pieces = view.source.open_image(image.path)
-            kind, pieces = recognized(pieces)
+            kind, size, chunks = _find(lambda: view.open_image(number), "the run has no such image")
         except RecordError:
-            return PlainTextResponse("the image is not there, or cannot be read", 404)
+            return PlainTextResponse("the image is missing or cannot be read", 404)
         if kind is None:
-            return PlainTextResponse("the file is no PNG, JPEG, WebP or GIF", 415)
+            return PlainTextResponse("the file is not a PNG, JPEG, WebP or GIF", 415)
         if request.method == "HEAD":
-            pieces = iter(())
-        return StreamingResponse(pieces, media_type=kind, headers={"Content-Length": str(size)})
+            chunks = iter(())
+        return StreamingResponse(chunks, media_type=kind, headers={"Content-Length": str(size)})
 
-    async def changes(self, request: requests.Request) -> Response:
+    async def changes(self, request: Request) -> Response:
         Query(request.query_params)
         if self._changes.is_full:
-            return PlainTextResponse("too many listen already; close a page", 503)
+            return PlainTextResponse("too many open pages; close one", 503)
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         return StreamingResponse(self._changes.stream(), media_type="text/event-stream")
 
     def _view(self, query: Query) -> View:
-        id = query.text("id")  # noqa: A001  the page's word
-        return _found(lambda: self._views[id], "there is no run of that id")
+        run = query.text("id")
+        return _find(lambda: self._views[run], "there is no such run")
 
 
-def _found(action: Callable[[], Answer], otherwise: str) -> Answer:
+def _find(action: Callable[[], Result], missing: str) -> Result:
     try:
         return action()
     except KeyError:
-        raise HTTPException(404, otherwise) from None
+        raise HTTPException(404, missing) from None
 
 
 def _json(value: Any) -> Response:
-    # As ASCII, so that a lone surrogate in a name is written as it came.
-    return Response(
-        json.dumps(value, allow_nan=False, separators=(",", ":")), media_type="application/json"
-    )
-
-
-def _wrong_query(_: requests.Request, error: Exception) -> Response:
-    return PlainTextResponse(str(error), 400)
-
-
-def _not_found(_: requests.Request, error: Exception) -> Response:
-    status, text = (
-        (error.status_code, error.detail)
-        if isinstance(error, HTTPException)
-        else (404, "there is no such page")
-    )
-    return PlainTextResponse(text, status)
+    # ASCII, so that a lone surrogate in a name can be encoded
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return Response(text, media_type="application/json")

@@ -1,67 +1,64 @@
-"""Where the time of steps goes: seconds by part and by worker."""
+"""Workers of a run, and the seconds of its steps by part and by worker."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from statistics import median
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from samestep.record.record import PARTS
-from samestep.watch.downsample import spans
-from samestep.watch.numbers import to_json
-from samestep.watch.table import Table
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from samestep.record.source import Place
+from samestep.record.source import Place
+from samestep.watch.curves import (
+    Table,
+    equal_spans,
+    rows_between,
+    to_int,
+    to_list,
+    to_text,
+    to_texts,
+)
 
 EXCHANGE: Final = PARTS.index("exchange")
 OTHER: Final = "other"
 RECENT: Final = 100  # steps
+CLEARLY_SLOWER: Final = 1.1  # than the median of all workers
 
 
 class Timings:
-    """Seconds of each step: 44 bytes a step, and 4 more a worker.
+    """Seconds of each step: 44 bytes per step, and 4 more per worker.
 
     A worker's own seconds are those of its parts without `exchange`, in which it waits for the
-    slowest: with it, all would take the same.
+    slowest worker: including it, all workers would take the same time.
     """
 
     def __init__(self) -> None:
         # step, time, attempt, workers, parts
         self._steps = Table(np.float64, np.float64, np.int32, np.int32, *[np.float32] * len(PARTS))
-        self._own = Table(np.float32)  # of each step's workers, in rank order
-        # of the attempt: seconds by worker and part
+        self._own = Table(np.float32)  # per worker of each step, in rank order
+        # steps of this attempt: seconds by worker and part
         self._newest: deque[Sequence[Sequence[float]]] = deque(maxlen=RECENT)
 
     def append(
         self, step: float, time: float, attempt: int, workers: Sequence[Sequence[float]]
     ) -> None:
-        """Add a step of at least one worker, which took seconds by part."""
-        self._steps.append(
-            (
-                step,
-                time,
-                attempt,
-                len(workers),
-                *[sum(part) / len(workers) for part in zip(*workers, strict=True)],
-            )
-        )
+        """Append a step of at least one worker, with each worker's seconds by part."""
+        means = [sum(part) / len(workers) for part in zip(*workers, strict=True)]
+        self._steps.append((step, time, attempt, len(workers), *means))
         for parts in workers:
             self._own.append((sum(parts) - parts[EXCHANGE],))
         self._newest.append(workers)
 
-    def strike(self, last: Place) -> None:
-        """Strike out all steps after a place: a new attempt begins there."""
+    def discard_after(self, last: Place) -> None:
+        """Remove all steps after a place, because a new attempt starts there."""
         step, _, _, workers, *_ = self._steps.columns()
-        stay = step < last[0]
-        self._own.keep(np.repeat(stay, workers))
-        self._steps.keep(stay)
+        remaining = step < last[0]
+        self._own.filter(np.repeat(remaining, workers))
+        self._steps.filter(remaining)
         self._newest.clear()
 
     def steps(self) -> Steps:
@@ -70,41 +67,48 @@ class Timings:
         return Steps(step, time, attempt, workers, tuple(parts), self._own.columns()[0])
 
     def parts(self) -> dict[str, float | None]:
-        """Return the mean seconds a step by part, over workers and the newest steps."""
+        """Return the mean seconds per step by part, over workers and the newest steps."""
         return {name: _mean(column[-RECENT:]) for name, column in self._recent().by_part().items()}
 
     def workers(self) -> list[dict[str, Any]]:
-        """Return of each worker, in rank order, the median of its own seconds and the mean by part, over the attempt's newest steps."""
+        """Return seconds, parts and slowest of each worker in rank order, over the newest steps.
+
+        `seconds` is the median of its own seconds, `parts` the mean by part. At most one worker is
+        marked slowest: the one that is clearly slower than the median worker.
+        """
         if not self._newest:
             return []
         count = len(self._newest[-1])
         # [steps, workers, parts]
         seconds = np.asarray([step for step in self._newest if len(step) == count])
-        own = seconds.sum(axis=2) - seconds[:, :, EXCHANGE]
-        means = seconds.mean(axis=0)
+        own = np.median(seconds.sum(axis=2) - seconds[:, :, EXCHANGE], axis=0).tolist()
+        known = [value if np.isfinite(value) else 0.0 for value in own]
+        slowest = count > 1 and max(known) > CLEARLY_SLOWER * median(known)
         wall = _mean(self._recent().wall()[-len(seconds) :])
-        rests = [
-            None if wall is None else max(0.0, wall - total) for total in means.sum(axis=1).tolist()
-        ]
+        means = seconds.mean(axis=0)
+        others = to_list(np.maximum((np.nan if wall is None else wall) - means.sum(axis=1), 0.0))
         return [
             {
-                "seconds": _finite(median),
-                "parts": {**dict(zip(PARTS, map(_finite, parts), strict=True)), OTHER: rest},
+                "seconds": own[rank] if np.isfinite(own[rank]) else None,
+                "parts": {**dict(zip(PARTS, to_list(parts), strict=True)), OTHER: others[rank]},
+                "slowest": slowest and rank == known.index(max(known)),
             }
-            for median, parts, rest in zip(
-                np.median(own, axis=0).tolist(), means.tolist(), rests, strict=True
-            )
+            for rank, parts in enumerate(means)
         ]
 
     def _recent(self) -> Steps:
-        """Return the newest steps and one before, which tells when the first of them began."""
+        """Return the newest steps and the one before, whose time is the start of the first."""
         steps = self.steps()
         return steps.at(slice(max(0, len(steps.step) - RECENT - 1), len(steps.step)))
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Some steps, [N] each: `parts` are means over a step's `workers`; `own` has all workers' own seconds, step by step."""
+    """Some steps, arrays of shape [N].
+
+    `parts` are means over a step's `workers`; `own` lists the own seconds of all workers, step by
+    step.
+    """
 
     step: NDArray[Any]
     time: NDArray[Any]
@@ -114,49 +118,43 @@ class Steps:
     own: NDArray[Any]
 
     def at(self, rows: slice) -> Steps:
-        """Return steps that follow each other."""
+        """Return consecutive steps."""
         first, count = int(self.workers[: rows.start].sum()), int(self.workers[rows].sum())
-        parts = tuple(part[rows] for part in self.parts)
-        return Steps(
-            self.step[rows],
-            self.time[rows],
-            self.attempt[rows],
-            self.workers[rows],
-            parts,
-            self.own[first : first + count],
-        )
+        return self._take(rows, slice(first, first + count))
 
-    def answer(self, start: float | None, end: float | None, points: int) -> dict[str, Any]:
-        """Return x, parts and workers, from step `start` to `end`: means over at most `points` equal spans of steps.
+    def to_json(self, start: float | None, end: float | None, points: int) -> dict[str, Any]:
+        """Return x, parts and workers from step `start` to `end`.
 
-        Each x is the first step of its span. A worker that was not there has null.
+        Values are means over at most `points` equal spans of steps; each x is the first step of
+        its span. A worker that took no part in a span has None.
         """
-        if (self.step[1:] < self.step[:-1]).any():  # a record that no run wrote
-            return self._in_order().answer(start, end, points)
-        first = 0 if start is None else int(np.searchsorted(self.step, start, side="left"))
-        stop = len(self.step) if end is None else int(np.searchsorted(self.step, end, side="right"))
-        if stop <= first:
+        if (self.step[1:] < self.step[:-1]).any():  # no run wrote this record
+            return self._sorted().to_json(start, end, points)
+        steps = self.at(rows_between(self.step, start, end))
+        if not len(steps.step):
             return {"x": [], "parts": {name: [] for name in (*PARTS, OTHER)}, "workers": []}
-        asked = self.at(slice(first, stop))
-        bounds = spans(asked.step, max(1, points))
+        bounds = equal_spans(steps.step, max(1, points))
         # of each step
         span = np.repeat(np.arange(len(bounds)), [stop - start for start, stop in bounds])
         return {
-            "x": [float(asked.step[start]) for start, _ in bounds],
+            "x": [float(steps.step[start]) for start, _ in bounds],
             "parts": {
-                name: to_json(_means(span, column, len(bounds)))
-                for name, column in asked.by_part().items()
+                name: to_list(_means(span, column, len(bounds)))
+                for name, column in steps.by_part().items()
             },
-            "workers": asked.by_worker(span, len(bounds)),
+            "workers": steps.by_worker(span, len(bounds)),
         }
 
     def by_part(self) -> dict[str, NDArray[Any]]:
-        """Return each step's mean seconds by part, and the rest of its wall time, NaN where nobody knows it."""
+        """Return each step's mean seconds by part, and the rest of its time, NaN if unknown."""
         rest = np.maximum(self.wall() - sum(part.astype(np.float64) for part in self.parts), 0)
         return {**dict(zip(PARTS, self.parts, strict=True)), OTHER: rest}
 
     def wall(self) -> NDArray[Any]:
-        """Return the seconds between each step's timing and the one before, NaN where nobody knows; it comes with the next exchange."""
+        """Return the seconds since the timing of the step before, NaN if unknown.
+
+        A step's timing is recorded with the next exchange.
+        """
         follows = (np.diff(self.step) == 1) & (np.diff(self.attempt) == 0)
         wall = np.full(len(self.step), np.nan)
         wall[1:] = np.where(follows, np.diff(self.time), np.nan)
@@ -165,36 +163,51 @@ class Steps:
     def by_worker(self, span: NDArray[np.intp], count: int) -> list[list[float | None]]:
         """Return the mean own seconds of each worker in each of `count` spans."""
         most = int(self.workers.max())
-        cells = np.repeat(span * most, self.workers) + self._ranks()
-        return [
-            to_json(column)
-            for column in _means(cells, self.own, count * most).reshape(count, most).T
-        ]
-
-    def _ranks(self) -> NDArray[Any]:
-        """Return whose each of the own seconds is."""
         ends = np.cumsum(self.workers, dtype=np.int64)
-        ranks: NDArray[Any] = np.arange(len(self.own)) - np.repeat(
-            ends - self.workers, self.workers
-        )
-        return ranks
+        ranks = np.arange(len(self.own)) - np.repeat(ends - self.workers, self.workers)
+        cells = np.repeat(span * most, self.workers) + ranks
+        means = _means(cells, self.own, count * most).reshape(count, most)
+        return [to_list(column) for column in means.T]
 
-    def _in_order(self) -> Steps:
+    def _sorted(self) -> Steps:
         order = np.argsort(self.step, kind="stable")
         own = np.argsort(np.repeat(np.argsort(order, kind="stable"), self.workers), kind="stable")
-        parts = tuple(part[order] for part in self.parts)
-        return Steps(
-            self.step[order],
-            self.time[order],
-            self.attempt[order],
-            self.workers[order],
-            parts,
-            self.own[own],
-        )
+        return self._take(order, own)
+
+    def _take(self, rows: Any, own: Any) -> Steps:
+        parts = tuple(part[rows] for part in self.parts)
+        columns = (self.step[rows], self.time[rows], self.attempt[rows], self.workers[rows])
+        return Steps(*columns, parts, self.own[own])
 
 
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None
+def worker_rows(start: Mapping[str, Any], timings: Timings) -> list[dict[str, Any]]:
+    """Return each worker of a start event: place, devices, lanes and timings."""
+    workers, timed = started_workers(start), timings.workers()
+    lanes = to_int(start.get("lanes")) or 0
+    unknown = {"seconds": None, "parts": dict.fromkeys((*PARTS, OTHER)), "slowest": False}
+    return [
+        {
+            "rank": rank,
+            "host": to_text(worker.get("host")),
+            "pid": to_int(worker.get("pid")),
+            "devices": to_texts(worker.get("devices", start.get("devices"))),
+            "lanes": list(lanes_of(rank, len(workers), lanes)),
+            **(timed[rank] if rank < len(timed) else unknown),
+        }
+        for rank, worker in enumerate(workers)
+    ]
+
+
+def started_workers(start: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the fields of each worker in a start event."""
+    workers = start.get("workers")
+    workers = workers if isinstance(workers, list) else []
+    return [worker if isinstance(worker, dict) else {} for worker in workers]
+
+
+def lanes_of(rank: int, workers: int, lanes: int) -> tuple[int, int]:
+    """Return a worker's lanes [first, end), as `samestep.step.tree.carried` does."""
+    return rank * lanes // workers, (rank + 1) * lanes // workers
 
 
 def _mean(values: NDArray[Any]) -> float | None:
@@ -203,13 +216,10 @@ def _mean(values: NDArray[Any]) -> float | None:
 
 
 def _means(groups: NDArray[Any], values: NDArray[Any], count: int) -> NDArray[np.float64]:
-    """Return the mean of the finite values of each of `count` groups; NaN where there are none."""
+    """Return the mean of the finite values of each of `count` groups; NaN for an empty group."""
     known = np.isfinite(values)
     if not known.all():
         groups, values = groups[known], values[known]
     counts = np.bincount(groups, minlength=count)
-    return np.where(
-        counts > 0,
-        np.bincount(groups, weights=values, minlength=count) / np.maximum(counts, 1),
-        np.nan,
-    )
+    sums = np.bincount(groups, weights=values, minlength=count)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)

@@ -1,72 +1,82 @@
-"""The read model of runs: what their records tell, as the page, the report and the plot show it."""
+"""The view of one run: what its record says, as JSON for the page, the report and the plot."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TypeVar
 
-from samestep.config import is_url
 from samestep.errors import RecordError
 from samestep.record.events import parse_events
-from samestep.record.source import RunLocation, Source
-from samestep.watch.curves import Request
+from samestep.record.source import Source
+from samestep.watch.curves import AXES, to_int, to_text, to_texts
 from samestep.watch.run_state import RunState
-from samestep.watch.summary import row, summary
+from samestep.watch.timings import started_workers, worker_rows
 
-if TYPE_CHECKING:
-    from samestep.watch.run_state import Image
+Item = TypeVar("Item")
 
-EVENTS_AT_A_TIME: Final = 256  # taken while nobody else may look
+EVENTS_AT_A_TIME: Final = 256  # applied while holding the lock
 TAIL_BYTES: Final = 1024
+SILENT_SECONDS: Final = 60.0
+SILENT_STEPS: Final = 5
+MOST_ITEMS: Final = 2000  # images per name, and events, that are listed
+DEEPEST: Final = 4  # nesting of configuration values
+SIGNATURES: Final = {
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF87a": "image/gif",
+    b"GIF89a": "image/gif",
+}
 
 
 class View:
-    """One run, as far as its record was read. `refresh` may be called beside everything else, by one thread at a time.
+    """One run, as far as its record has been read.
 
-    `id` tells it from the others, `name` is what people call it.
+    `id` is unique among the runs shown, `name` is for people. One thread at a time may call
+    `refresh` or `advance`; everything else may run concurrently.
     """
 
-    # the page's word
-    def __init__(self, source: Source, id: str = ".", name: str | None = None) -> None:  # noqa: A002
-        self.id = id
+    def __init__(self, source: Source, run: str = ".", name: str | None = None) -> None:
+        self.id = run
         self.name = name or Path(source.location).name or source.location
         self.source = source
         self._lock = Lock()
         self._version: object = None
         self._is_read = True  # up to `_version`
-        self._began_anew = False  # with `_version`
-        self._forget()
+        self._restarted = False  # read again from the start at `_version`
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._run = RunState()
         self._offset = 0
-        self._tail = b""  # the last bytes that were read, to know the record by
-        self._was_read = False  # once, as far as it was there
-        self._seen: float | None = None  # when something new came since
+        self._tail = b""  # the last bytes read, to recognize the record
+        self._was_read = False  # to its end at least once
+        self._seen: float | None = None  # time of the last news since then
 
     def refresh(self) -> bool:
-        """Read all that is new, and tell whether there was anything. Raises `RecordError` when the record cannot be read now."""
+        """Read everything new, and return whether there was any. Raises `RecordError`."""
         is_new = False
         while self.advance():
             is_new = True
         return is_new
 
     def advance(self) -> bool:
-        """Read the next part of what is new, some MB at most, and tell whether there was anything. Raises `RecordError`.
+        """Read the next few MB of what is new, and return whether there was any.
 
-        A record that was replaced by another, or cut, is read anew.
+        Reads from the start if the record was replaced or truncated. Raises `RecordError` if the
+        record cannot be read now.
         """
         if self._is_read:
             version = self.source.version()
             if version == self._version:
                 return False
-            self._version, self._is_read, self._began_anew = version, False, False
-        data = self._next()
+            self._version, self._is_read, self._restarted = version, False, False
+        data = self._read_next()
         if not data:
             self._is_read = self._was_read = True
             return False
@@ -74,152 +84,210 @@ class View:
         while batch := list(islice(events, EVENTS_AT_A_TIME)):
             with self._lock:
                 for event in batch:
-                    self._run.take(event)
+                    self._run.apply(event)
         if self._was_read:
             self._seen = time.time()
         self._offset += len(data)
         self._tail = (self._tail + data)[-TAIL_BYTES:]
         return True
 
-    def _next(self) -> bytes:
+    def _read_next(self) -> bytes:
         try:
-            data = self._again()
+            data = self._reread_tail()
         except RecordError:
             if not self._offset:
                 raise
             data = b""
         if data.startswith(self._tail):
-            # a line that is longer than what is read at a time
+            # nothing is left of `data` if the next line is longer than one read
             return data[len(self._tail) :] or self.source.read(self._offset)
-        if self._began_anew:  # parts that contradict each other would have it begin anew for ever
+        if self._restarted:  # parts that contradict each other must not cause an endless loop
             with suppress(RecordError):
                 return self.source.read(self._offset)
             return b""
-        data, self._began_anew = self.source.read(0), True
+        data, self._restarted = self.source.read(0), True
         with self._lock:
-            self._forget()
+            self._reset()
         return data
 
-    def _again(self) -> bytes:
-        """Read the last bytes that were read once more, and what the file that holds their end has beyond; they may lie in several."""
-        data = b""
-        while len(data) < len(self._tail) and (
-            more := self.source.read(self._offset - len(self._tail) + len(data))
-        ):
+    def _reread_tail(self) -> bytes:
+        """Read the tail again, which may span several files, and the rest of its last file."""
+        data, start = b"", self._offset - len(self._tail)
+        while len(data) < len(self._tail) and (more := self.source.read(start + len(data))):
             data += more
         return data
 
     def row(self) -> dict[str, Any]:
-        """Return what the list of runs tells of this one."""
+        """Return the run's row in a list of runs."""
         with self._lock:
-            return {"id": self.id, "name": self.name, **row(self._run, time.time(), self._seen)}
+            return self._row(time.time())
+
+    def _row(self, now: float) -> dict[str, Any]:
+        run = self._run
+        return {
+            "id": self.id,
+            "name": self.name,
+            "state": _state(run, now, self._seen),
+            "started": run.started,
+            "updated": run.updated,
+            "step": int(run.step),
+            "epoch": run.epoch,
+            "workers": len(started_workers(run.start)),
+            "lanes": to_int(run.start.get("lanes")),
+        }
 
     def summary(self) -> dict[str, Any]:
-        """Return where the run stands: progress, names of scalars, images, workers, time by part, events, configuration."""
+        """Return everything about the run except its curves."""
         with self._lock:
-            return {"id": self.id, "name": self.name, **summary(self._run, time.time(), self._seen)}
+            run, now = self._run, time.time()
+            row, config = self._row(now), run.start.get("config")
+            return {
+                **row,
+                "now": now,
+                "attempts": run.attempts,
+                "torch": to_text(run.start.get("torch")),
+                "devices": to_texts(run.start.get("devices")),
+                "progress": _progress(run, is_running=row["state"] == "running"),
+                "scalars": [
+                    {"name": name, "points": len(curve), **curve.extremes()}
+                    for name, curve in run.curves.items()
+                ],
+                "images": _images(run),
+                "workers": worker_rows(run.start, run.timings),
+                "parts": run.timings.parts(),
+                "events": [vars(e) for e in run.timeline[:1] + run.timeline[1:][-MOST_ITEMS:]],
+                "config": _config(config) if isinstance(config, dict) else {},
+                "sinks": [
+                    {
+                        "name": name,
+                        "behind_bytes": to_int(event.get("behind_bytes")),
+                        "dropped": to_int(event.get("dropped")) or 0,
+                        "error": to_text(event.get("error")),
+                    }
+                    for name, event in run.sinks.items()
+                ],
+                "dropped_images": run.dropped_images,
+            }
 
     def has_curve(self, name: str) -> bool:
-        """Tell whether there are points of a scalar."""
+        """Return whether a scalar has points."""
         return name in self._run.curves
 
-    def curve(self, name: str, request: Request | None = None, **options: Any) -> dict[str, Any]:
-        """Return what is drawn of a scalar: x, value, low, high, smooth, points, exact. Raises `KeyError` where there is no such scalar.
+    def curve(
+        self,
+        name: str,
+        start: float | None = None,
+        end: float | None = None,
+        points: int = 1000,
+        smooth: float = 0.0,
+        axis: str = AXES[0],
+    ) -> dict[str, Any]:
+        """Return what to draw of a scalar: x, value, low, high, smooth, points, exact.
 
-        `options` are those of `Request`, in its place.
+        That is at most `points` points from `start` to `end` of the axis, both included; None means
+        no limit. `smooth` is the weight of earlier values in a moving average, 0 for none. Raises
+        `KeyError` if there is no such scalar.
         """
-        request = request or Request(**options)
         with self._lock:
-            points = self._run.curves[name].points(request.smooth)
-        return points.answer(request)
+            curve = self._run.curves[name].points(smooth)
+        return curve.to_json(start, end, points, axis)
 
     def timing(
         self, start: float | None = None, end: float | None = None, points: int = 500
     ) -> dict[str, Any]:
-        """Return seconds a step by part and by worker, from step `start` to `end`: means over at most `points` spans of steps."""
+        """Return seconds per step by part and worker, as means over at most `points` spans."""
         with self._lock:
             steps = self._run.timings.steps()
-        return steps.answer(start, end, points)
+        return steps.to_json(start, end, points)
 
-    def image(self, number: int) -> Image:
-        """Return an image's event. Raises `KeyError` where there is none of that number."""
-        return self._run.images[number]
+    def open_image(self, number: int) -> tuple[str | None, int, Iterator[bytes]]:
+        """Return an image's media type, size in bytes, and content in chunks.
 
-
-class Views(Mapping[str, View]):
-    """The runs at or below some places, by id; `scan` looks for new ones."""
-
-    def __init__(self, *locations: str | Path) -> None:
-        self._labels = _labels([str(location) for location in locations])
-        self._views: dict[str, dict[str, View]] = {location: {} for location in self._labels}
-        self._places = {location: RunLocation(location) for location in self._labels}
-
-    def __getitem__(self, id: str) -> View:  # noqa: A002
-        for views in self._views.values():
-            if id in views:
-                return views[id]
-        raise KeyError(id)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([run for views in self._views.values() for run in views])
-
-    def __len__(self) -> int:
-        return sum(map(len, self._views.values()))
-
-    @property
-    def locations(self) -> list[str]:
-        """The places."""
-        return list(self._labels)
-
-    def at(self, location: str) -> list[View]:
-        """Return the runs at or below one of the locations."""
-        return list(self._views[location].values())
-
-    def scan(self, location: str) -> bool:
-        """Look for runs that came to one of the locations, or went, and tell whether there were any. Raises `RecordError`."""
-        label, place, before = self._labels[location], self._places[location], self._views[location]
-        names = {_id(label, name): name for name in place.find()}
-        views = {
-            run: before.get(run) or View(place.source(name), run, _name(location, run))
-            for run, name in names.items()
-        }
-        self._views[location] = views
-        return views.keys() != before.keys()
+        The media type is that of its first bytes, None if the file is not a PNG, JPEG, WebP or
+        GIF. Raises `KeyError` if there is no such image, `RecordError` if it cannot be read.
+        """
+        size, chunks = self.source.open_image(self._run.images[number].path)
+        first = next(chunks, b"")
+        return media_type(first), size, chain([first], chunks)
 
 
-def open_views(*locations: str | Path) -> Views:
-    """Return the runs at or below folders or URLs. Raises `RecordError` where one cannot be read, `ConfigError` for a bad URL.
+def media_type(data: bytes) -> str | None:
+    """Return the media type of a PNG, JPEG, WebP or GIF by its first bytes, else None."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "image/webp"
+    return next((kind for begin, kind in SIGNATURES.items() if data.startswith(begin)), None)
 
-    Of one location ids are as `samestep.record.source.find_runs` tells them; of several, the
-    location's name comes before them.
+
+def _state(run: RunState, now: float, seen: float | None) -> str:
+    if run.state != "running":
+        return run.state
+    times = [time for _, time in run.paces]
+    gaps = sorted(later - time for time, later in pairwise(times))
+    usual = gaps[len(gaps) // 2] if gaps else 0.0
+    newest = max(run.updated or 0.0, seen or 0.0)  # the clock of another machine may differ
+    is_silent = now - newest > max(SILENT_SECONDS, SILENT_STEPS * usual)
+    return "silent" if is_silent else "running"
+
+
+def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:
+    loop, done, pace = run.loop or {}, None, None
+    steps, batch = to_int(loop.get("steps")), to_int(loop.get("batch_size"))
+    if run.loop is not None:
+        done = max(0, int(run.step) - (to_int(loop.get("step")) or 0))
+        done += to_int(loop.get("done")) or 0
+    if is_running and len(run.paces) > 1:
+        (first, begin), (last, end) = run.paces[0], run.paces[-1]
+        pace = (last - first) / (end - begin) if end > begin else None
+    remaining = None if steps is None or done is None else max(0, steps - done)
+    return {
+        "loop": to_text(loop.get("name")),
+        "done": int(run.step) if done is None else done,
+        "steps": steps,
+        "epochs": to_int(loop.get("epochs")),
+        "samples": _samples(loop, done, batch),
+        "samples_per_second": None if pace is None or batch is None else pace * batch,
+        "steps_per_second": pace,
+        "seconds_left": None if pace is None or remaining is None else remaining / pace,
+    }
+
+
+def _samples(loop: Mapping[str, Any], done: int | None, batch: int | None) -> int | None:
+    """Return how many samples a loop has used: the last batch of an epoch may be short."""
+    if done is None or batch is None:
+        return None
+    size, steps = to_int(loop.get("samples")), to_int(loop.get("steps_per_epoch"))
+    if not size or not steps:
+        return done * batch
+    return done // steps * size + min(done % steps * batch, size)
+
+
+def _images(run: RunState) -> list[dict[str, Any]]:
+    names: dict[str, list[dict[str, Any]]] = {}
+    for image in run.images.values():
+        item = {"number": image.number, "step": image.step, "bytes": image.size}
+        item |= {"width": image.width, "height": image.height}
+        names.setdefault(image.name, []).append(item)
+    return [{"name": name, "items": thin(items, MOST_ITEMS)} for name, items in names.items()]
+
+
+def thin(items: Sequence[Item], most: int) -> list[Item]:
+    """Return every first, second, fourth, eighth, … item and the last: at most `most` + 1.
+
+    Most of them stay the same as items are added.
     """
-    views = Views(*locations)
-    for location in views.locations:
-        views.scan(location)
-    return views
+    stride = 1
+    while len(items) > most * stride:
+        stride *= 2
+    some = list(items[::stride])
+    return some if (len(items) - 1) % stride == 0 else [*some, items[-1]]
 
 
-def _labels(locations: list[str]) -> dict[str, str]:
-    """Return what comes before the ids of each location's runs: nothing of a single one, else names that differ."""
-    if len(set(locations)) == 1:
-        return {locations[0]: ""}
-    labels: dict[str, str] = {}
-    for location in dict.fromkeys(locations):
-        label, count = _name(location, "."), 1
-        while label in labels.values():
-            count += 1
-            label = f"{_name(location, '.')}-{count}"
-        labels[location] = label
-    return labels
-
-
-def _id(label: str, name: str) -> str:
-    if not label:
-        return name
-    return label if name == "." else f"{label}/{name}"
-
-
-def _name(location: str, id: str) -> str:  # noqa: A002
-    if id != ".":
-        return id
-    return (Path(location) if is_url(location) else Path(location).absolute()).name or location
+def _config(value: object, depth: int = 0) -> Any:
+    """Return a value of the configuration for JSON."""
+    if depth == DEEPEST:
+        return "…"
+    if isinstance(value, dict):
+        return {name: _config(inner, depth + 1) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_config(inner, depth + 1) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

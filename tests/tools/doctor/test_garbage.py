@@ -1,4 +1,4 @@
-"""Whatever the files and commands of a machine say, the examination ends with findings, not with a stack trace."""
+"""Checks report findings and never raise, whatever the machine's files and commands contain."""
 
 from __future__ import annotations
 
@@ -9,31 +9,15 @@ from zlib import crc32
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.tools.doctor import gpus, show
-from samestep.tools.doctor.case import Case
-from samestep.tools.doctor.command import examine, usual_workers
-from samestep.tools.doctor.system import Folder, Space, System
-from tests.tools.doctor.fabricated import DIRECTORY, HEALTHY
-from tests.tools.doctor.test_gpus import TWO
+from samestep.tools.doctor import as_text, default_workers, examine
+from samestep.tools.doctor.system import Case, Folder, Interface, Memory, Space, System
+from tests.tools.doctor.fake_system import DIRECTORY, FILES
+from tests.tools.doctor.test_software import TWO_GPUS
 
 WORDS = st.sampled_from(
     [
-        "max",
-        "-1",
-        "0",
-        "9" * 30,
-        "²",
-        "0-",
-        ":",
-        "|--",
-        "/32 host LOCAL",
-        "\0",
-        "MemTotal:",
-        "SwapTotal: 9",
-        "GPU0",
-        "[",
-        "1,2",
-        ", ",
+        *("max", "-1", "0", "9" * 30, "²", "0-", ":", "\0", "[", "1,2", ", "),
+        *("MemTotal:", "MemAvailable: 9", "GPU0"),
     ]
 )
 GARBAGE = st.lists(WORDS | st.text(max_size=5), max_size=8).map(" ".join)
@@ -41,23 +25,34 @@ TEXTS = (
     st.none()
     | GARBAGE
     | st.lists(GARBAGE, max_size=4).map("\n".join)
-    | st.sampled_from([*HEALTHY.values(), *TWO.values()])
+    | st.sampled_from([*FILES.values(), *TWO_GPUS.values()])
 )
-NAMES = st.lists(st.text(min_size=1, max_size=4) | st.just("eth0"), max_size=3)
+NAMES = st.text(min_size=1, max_size=4) | st.just("eth0")
+SIZES = st.integers(0, 9)
+INTERFACES = st.builds(
+    Interface, NAMES, st.booleans(), st.none() | SIZES, st.lists(GARBAGE, max_size=1)
+)
+LIMITS = st.integers(0, 9) | st.just("unlimited")
+VARIABLES = [
+    *("SAMESTEP_THREADS", "SAMESTEP_LANES", "SAMESTEP_REMOTE", "OMP_NUM_THREADS"),
+    *("RANK", "WORLD_SIZE", "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "KUBERNETES_SERVICE_HOST"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES"),
+]
 
 
-class Drawn(System):
-    """A machine that says anything, but the same each time it is asked."""
+class RandomSystem(System):
+    """A machine with random content, which is the same for every query."""
 
     def __init__(self, draw):
         super().__init__(draw(st.dictionaries(st.sampled_from(VARIABLES), GARBAGE, max_size=4)))
         self._texts = draw(st.lists(TEXTS, min_size=1, max_size=8))
-        self._names = draw(NAMES)
-        self._space = draw(
-            st.none()
-            | st.builds(Space, st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(0, 9))
-        )
-        self._way = draw(st.none() | st.just("eth0"))
+        self._names = draw(st.lists(NAMES, max_size=3))
+        self._memory = draw(st.none() | st.builds(Memory, SIZES, SIZES, SIZES))
+        self._limits = draw(st.tuples(LIMITS, LIMITS))
+        self._interfaces = draw(st.lists(INTERFACES, max_size=3))
+        self._towards = draw(st.none() | st.just("eth0"))
+        self._mounts = draw(st.lists(st.tuples(st.just("/") | GARBAGE, GARBAGE), max_size=3))
+        self._space = draw(st.none() | st.builds(Space, SIZES, SIZES, st.none() | SIZES))
 
     def text(self, path):
         return self._texts[crc32(path.encode()) % len(self._texts)]
@@ -65,43 +60,34 @@ class Drawn(System):
     def names(self, path):
         return self._names
 
-    def space(self, path):
-        return self._space
-
     def run(self, *command):
         return self.text(" ".join(command))
 
+    def memory(self):
+        return self._memory
+
+    def process_limits(self, kind):
+        return self._limits
+
+    def interfaces(self):
+        return self._interfaces
+
     def interface_towards(self, host):
-        return self._way
+        return self._towards
+
+    def mounts(self):
+        return self._mounts
+
+    def space(self, path):
+        return self._space
 
     def folder(self, path):
         return Folder(path, writable=self._space is not None, locks=None)
 
 
-VARIABLES = [
-    *(
-        "SAMESTEP_THREADS",
-        "SAMESTEP_LANES",
-        "SAMESTEP_REMOTE",
-        "OMP_NUM_THREADS",
-        "RANK",
-        "WORLD_SIZE",
-        "SLURM_JOB_ID",
-    ),
-    *(
-        "SLURM_STEP_NUM_TASKS",
-        "KUBERNETES_SERVICE_HOST",
-        "GLOO_SOCKET_IFNAME",
-        "NCCL_SOCKET_IFNAME",
-        "CUDA_VISIBLE_DEVICES",
-    ),
-]
-
-
 @given(st.data())
 def test_any_machine_is_examined(data):
-    system = Drawn(data.draw)
-    found = gpus.find_gpus(system)
-    sections = examine(Case(system, DIRECTORY, usual_workers(system, len(found)), found))
-    assert "\n" in show.as_text(sections)
+    system = RandomSystem(data.draw)
+    sections = examine(Case(system, DIRECTORY, default_workers(system)))
+    assert "\n" in as_text(sections)
     assert json.loads(json.dumps([asdict(section) for section in sections]))

@@ -1,26 +1,28 @@
-"""What a study makes of measurements: arithmetic that can be done by hand."""
+"""Results and advice that can be checked by hand."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
-import sys
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from samestep.errors import ConfigError
-from samestep.tools.scale.advice import Memory
-from samestep.tools.scale.links import Seconds, links_of
-from samestep.tools.scale.model import Link, Network
-from samestep.tools.scale.picture import check_can_draw
-from samestep.tools.scale.ranges import Range
-from samestep.tools.scale.study import Setting, Study
-from samestep.tools.scale.text import lines_of, milliseconds, table
-from samestep.tools.scale.timing import PARTS, Timing
-from samestep.tools.scale.traffic import traffic
-from samestep.tools.scale.trials import Job
+from samestep.tools.scale.model import PARTS, Range, StepTiming
+from samestep.tools.scale.network import Link, Network
+from samestep.tools.scale.report import milliseconds, report_lines, table
+from samestep.tools.scale.study import (
+    REMEDIES,
+    LearningRate,
+    Machine,
+    Study,
+    find_bottleneck,
+    learning_rates,
+    recommend_lanes,
+)
+from samestep.tools.scale.trials import MemoryModel, Workload
 
 FREE = Link(1e-12, 1e30)
 
@@ -33,140 +35,127 @@ def _timing(compute, *, other=0.0, optimizer=0.0, waiting=0.0):
         "optimizer": optimizer,
         "exchange": waiting,
     }
-    return Timing(sum(parts.values()), parts, waiting)
+    return StepTiming(sum(parts.values()), parts, waiting)
 
 
 def _study(
-    timings, *, lanes=4, batch_size=64, room=8, network=FREE, per_host=8, sharded=False, **setting
+    timings, *, batch_size=64, capacity=8, load=0.0, between=FREE, per_host=8, learning_rate=None
 ):
-    job = Job(lanes, 4_000_000, batch_size, "cpu", 1, sharded)
-    setting = Setting(**{"room": room, "load": 0.0, "available": 10**9, **setting})
     return Study(
-        job,
+        Workload(4, 4_000_000, batch_size, "cpu", 1, sharded=False),
         timings,
-        Network(FREE, network, per_host),
+        Network(FREE, between, per_host),
         network_is_given=True,
         memory=None,
-        setting=setting,
+        machine=Machine(capacity, load, 10**9),
+        learning_rate=learning_rate,
     )
 
 
 def _text(study):
-    return "\n".join(lines_of(study))
+    return "\n".join(report_lines(study))
 
 
-def test_speed_up_is_between_the_worst_and_the_best_of_what_was_measured():
+def test_speedups_range_from_the_worst_to_the_best_measurements():
     study = _study(
         {
             1: [_timing(4.0), _timing(5.0), _timing(8.0)],
             2: [_timing(2.0), _timing(2.5), _timing(4.0)],
         }
     )
-    assert study.speed_up(1) == Range.exactly(1)
-    assert study.speed_up(2) == Range(1.0, 2.0, 4.0)
-    assert study.serial() == 0.0
-    assert study.limit() is None
-    assert "nothing limits them yet" in _text(study)
+    assert study.speedup(1) == Range.exactly(1)
+    assert study.speedup(2) == Range(1.0, 2.0, 4.0)
+    assert study.serial_fraction() == 0.0
+    assert study.bottleneck() is None
+    assert "there is no bottleneck yet" in _text(study)
 
 
-def test_the_fewest_workers_count_as_ideal_where_one_was_not_measured():
+def test_the_fewest_workers_count_as_ideal_if_one_was_not_measured():
     study = _study({2: [_timing(2.0)], 4: [_timing(1.0)]})
-    assert study.speed_up(2) == Range.exactly(2)
-    assert study.speed_up(4).middle == 4.0
+    assert study.speedup(2) == Range.exactly(2)
+    assert study.speedup(4).middle == 4.0
 
 
-def test_a_model_of_fewer_workers_meets_what_it_is_made_for():
+def test_fewer_workers_predict_more_workers():
     study = _study({1: [_timing(8.0, other=1.0)], 2: [_timing(4.0, other=1.0)]})
     workers, expected = study.check()
     assert workers == 2
     assert expected.middle == pytest.approx(5.0)
     assert study.same_batch(4).step.middle == pytest.approx(3.0)
-    assert study.expected_speed_up(study.same_batch(4)).middle == pytest.approx(3.0)
-    assert study.serial() == pytest.approx(1 / 9)
-    assert "were no faster" not in _text(study)
-    assert "the speed-up ends at 9 (Amdahl 1967)" in _text(study)
+    assert study.predicted_speedup(study.same_batch(4)).middle == pytest.approx(3.0)
+    assert study.serial_fraction() == pytest.approx(1 / 9)
+    assert "were not faster" not in _text(study)
+    assert "the speedup is at most 9 (Amdahl 1967)" in _text(study)
 
 
-def test_workers_without_a_core_each_are_told_of_and_left_out_of_the_model():
-    study = _study({1: [_timing(8.0)], 2: [_timing(4.0)], 4: [_timing(50.0)]}, room=2)
-    assert list(study.fair) == [1, 2]
+def test_oversubscribed_workers_are_reported_and_excluded_from_the_model():
+    study = _study({1: [_timing(8.0)], 2: [_timing(4.0)], 4: [_timing(50.0)]}, capacity=2)
+    assert list(study.modeled) == [1, 2]
     assert study.costs.compute == Range.exactly(2.0)
     assert study.check()[0] == 2
-    assert "what was measured with 4 is of a shared machine" in _text(study)
-    assert list(_study({4: [_timing(50.0)]}, room=2).fair) == [4]
+    assert "Measurements with 4 workers, which share cores" in _text(study)
+    assert list(_study({4: [_timing(50.0)]}, capacity=2).modeled) == [4]
 
 
-def test_the_same_lane_batch_takes_a_lane_a_worker_and_is_compared_with_one_worker_that_does_the_same():
+def test_the_same_lane_batch_is_compared_with_one_worker_and_the_same_lanes():
     study = _study({1: [_timing(8.0, other=1.0)]})
     larger = study.same_lane_batch(64)
     assert larger.lanes == 64
     assert larger.step.middle == pytest.approx(3.0)
-    assert study.expected_speed_up(larger).middle == pytest.approx((64 * 2.0 + 1.0) / 3.0)
+    assert study.predicted_speedup(larger).middle == pytest.approx((64 * 2.0 + 1.0) / 3.0)
     assert study.same_batch(64) is None
     assert study.check() is None
-    assert "measured at two numbers of workers" in _text(study)
+    assert "measure at least two worker counts" in _text(study)
 
 
-def test_a_network_that_waits_for_messages_is_told_from_one_that_waits_for_bytes():
+def test_latency_and_bandwidth_of_the_network_need_different_remedies():
     slow, narrow = (
-        _study({1: [_timing(0.1)]}, network=link, per_host=1)
+        _study({1: [_timing(0.1)]}, between=link, per_host=1)
         for link in (Link(1e-2, 1e12), Link(1e-9, 1e3))
     )
-    assert slow.share_of_latency(1024) == pytest.approx(1.0)
-    assert "fewer and larger workers help" in _text(slow)
-    assert narrow.share_of_latency(1024) == pytest.approx(0.0, abs=1e-3)
-    assert "more bandwidth help" in _text(narrow)
+    assert slow.latency_share(1024) == pytest.approx(1.0)
+    assert "use fewer, larger workers" in _text(slow)
+    assert narrow.latency_share(1024) == pytest.approx(0.0, abs=1e-3)
+    assert "or more bandwidth" in _text(narrow)
 
 
-def test_lanes_and_learning_rates_are_told_where_the_batch_size_is_known():
-    told = _text(
+def test_advice_on_lanes_and_learning_rates_needs_the_batch_size():
+    report = _text(
         _study({1: [_timing(8.0, other=0.99)], 2: [_timing(4.0, other=0.99)]}, learning_rate=0.1)
     )
-    # 8 s of 8 lanes are still more than what stays
-    assert "8 for at most 8 workers, 8 for at most 64 workers" in told
-    assert "now 0.1 at 64" in told
+    # each of 8 lanes still computes for longer than 0.99 s
+    assert "8 for up to 8 workers, 8 for up to 64 workers" in report
+    assert "now 0.1 at batch size 64" in report
     assert re.search(
-        r"^ +8 +128 +0\.2 \(0\.1\) +0\.141 \(0\.1\) +5 epochs +0\.8, 0\.998$", told, re.MULTILINE
+        r"^ +8 +128 +0\.2 \(0\.1\) +0\.141 \(0\.1\) +5 epochs +0\.8, 0\.998$", report, re.MULTILINE
     )
-    assert "the record names no batch size" in _text(_study({1: [_timing(8.0)]}, batch_size=None))
+    assert "the record has no batch size" in _text(_study({1: [_timing(8.0)]}, batch_size=None))
 
 
-def test_the_largest_lane_batch_is_that_of_a_worker_s_share_of_the_memory():
+def test_workers_share_the_memory_for_the_largest_lane_batch():
     study = _study({1: [_timing(8.0)], 2: [_timing(4.0)]})
     assert study.largest_lane_batch(2) is None
-    measured = replace(study, memory=Memory(100e6, 1e6))
+    measured = replace(study, memory=MemoryModel(100e6, 1e6))
     assert measured.largest_lane_batch(2) == 400
-    assert "about 400 samples, where 2 workers share the 1 GB" in _text(measured)
+    assert "about 400 samples with 2 workers in 1 GB" in _text(measured)
 
 
-def test_a_busy_machine_is_told():
-    assert "Other programs were using this machine (a load of 1.5)" in _text(
-        _study({1: [_timing(8.0)]}, room=2, load=1.5)
+def test_a_busy_machine_is_reported():
+    assert "Other programs were using this machine (load 1.5)" in _text(
+        _study({1: [_timing(8.0)]}, capacity=2, load=1.5)
     )
     assert "Other programs" not in _text(_study({1: [_timing(8.0)]}))
 
 
-def test_everything_is_json():
+def test_the_study_is_json():
     study = _study({1: [_timing(8.0, other=1.0)], 2: [_timing(4.0, waiting=1.0)]})
-    told = json.loads(json.dumps(study.to_json(), allow_nan=False))
-    assert told["limit"]["part"] == "waiting"
-    assert told["check"]["workers"] == 2
-    assert told["same_global_batch"] == [None] * 3
+    report = json.loads(json.dumps(study.to_json(), allow_nan=False))
+    assert report["limit"]["part"] == "waiting"
+    assert report["check"]["workers"] == 2
+    assert report["same_global_batch"] == [None] * 3
 
 
-def test_links_are_what_explains_the_medians():
-    nbytes = 1 << 20
-    moved = traffic(2, 2, 2, nbytes).moved_bytes
-    seconds = Seconds([1.0, 2.0, 9.0], [6.0 + 4.0] * 3, [0.5] * 3, [0.5 + 2.0] * 3)
-    assert links_of(seconds, nbytes) == (Link(2.0, moved / 4.0), Link(0.5, nbytes / 2.0))
-    # large messages that took no longer than small ones
-    noise = Seconds([1.0], [2.0], [0.5], [0.25])
-    assert all(
-        link.bandwidth > 1e12 and math.isfinite(link.bandwidth) for link in links_of(noise, nbytes)
-    )
-
-
-def test_columns_stand_under_each_other():
+def test_columns_are_aligned():
     assert list(table([["a", "bcd"], ["12", "3"]])) == [" a  bcd", "12    3"]
 
 
@@ -177,7 +166,83 @@ def test_milliseconds_have_three_digits(seconds, text):
     assert milliseconds(seconds) == text
 
 
-def test_drawing_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r'pip install "samestep\[plot\]"'):
-        check_can_draw(tmp_path / "scale.svg")
+def _parts(**seconds):
+    return {**dict.fromkeys(PARTS, 0.0), **seconds}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_bottleneck_is_the_part_above_its_ideal_share(part):
+    alone = _parts(compute=8.0, data=1.0)
+    together = {name: seconds / 2 for name, seconds in alone.items()}
+    together[part] += 2.0
+    bottleneck = find_bottleneck(alone, together, 0.0, 2, sharded=False)
+    assert (bottleneck.part, bottleneck.seconds, bottleneck.remedy) == (part, 2.0, REMEDIES[part])
+
+
+def test_waiting_is_separate_from_the_exchange():
+    assert (
+        find_bottleneck(
+            _parts(compute=8.0), _parts(compute=4.0, exchange=2.0), 1.5, 2, sharded=False
+        ).part
+        == "waiting"
+    )
+    assert (
+        find_bottleneck(
+            _parts(compute=8.0), _parts(compute=4.0, exchange=2.0), 0.5, 2, sharded=False
+        ).part
+        == "exchange"
+    )
+
+
+def test_a_sharded_optimizer_needs_another_remedy():
+    alone, together = _parts(compute=8.0, optimizer=2.0), _parts(compute=4.0, optimizer=2.0)
+    assert "run.shard" in find_bottleneck(alone, together, 0.0, 2, sharded=False).remedy
+    assert "run.shard" not in find_bottleneck(alone, together, 0.0, 2, sharded=True).remedy
+
+
+def test_there_is_no_bottleneck_near_the_ideal():
+    assert (
+        find_bottleneck(
+            _parts(compute=8.0), _parts(compute=4.0, exchange=0.2), 0.1, 2, sharded=False
+        )
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "workers", "overhead", "lanes"),
+    [
+        (256, 64, 0.0, 64),
+        # a power of two divides evenly among all smaller powers of two
+        (256, 65, 0.0, 128),
+        (32, 1024, 0.0, 32),  # never more lanes than samples
+        (256, 1024, 0.5, 16),  # 8 / 16 = 0.5
+        (256, 1024, 100.0, 1),
+        (256, 1, 0.0, 1),
+    ],
+)
+def test_recommended_lanes_compute_longer_than_the_rest_of_a_step(
+    batch_size, workers, overhead, lanes
+):
+    assert recommend_lanes(batch_size, workers, 8.0, lambda _: overhead) == lanes
+
+
+def test_learning_rates_follow_the_two_rules():
+    linear, root = learning_rates(0.1, 256, 1024)
+    # Goyal et al.: 0.1 at 256
+    assert linear == LearningRate(0.4, 0.1, None)
+    assert (root.rate, root.warm_up_from) == (0.2, 0.1)
+    assert root.betas == pytest.approx((0.6, 0.996))
+
+
+def test_adams_betas_are_none_if_one_is_not_positive():
+    assert learning_rates(0.1, 64, 64 * 16)[1].betas is None
+    assert learning_rates(0.1, 64, 64 * 9)[1].betas == pytest.approx((0.1, 0.991))
+
+
+@given(st.floats(1e-6, 10.0), st.integers(1, 10**6), st.integers(1, 10**6))
+def test_scaling_back_restores_the_learning_rate(rate, now, new):
+    both = zip(learning_rates(rate, now, new), learning_rates(1.0, new, now), strict=True)
+    for scaled, back in both:
+        assert scaled.rate * back.rate == pytest.approx(rate)
+        assert scaled.warm_up_from <= rate

@@ -1,22 +1,32 @@
-"""What a run's snapshot tells of its job."""
+"""The workload and the memory that trial runs show."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import samestep as ss
-from samestep.errors import RecordError
 from samestep.snapshot.read import inspect, list_snapshots
-from samestep.tools.scale.trials import job_of, last_manifest, parameters_of, started_events
+from samestep.tools.scale.model import PARTS, StepTiming
+from samestep.tools.scale.trials import (
+    Trial,
+    Workload,
+    fit_memory,
+    parameters_of,
+    read_workload,
+)
 from tests import jobs
 from tests.workers import run_workers
 
 STARTED = {"event": "started", "lanes": 4, "devices": ["cpu"], "config": {"threads": 1}}
 
 
-def _left_by(make_optimizer, directory, workers, *, shard):
-    """Return the manifest of a job of one step."""
+def _train(make_optimizer, directory, workers, *, shard):
+    """Train for one step and return the manifest of the snapshot."""
 
     def body():
         with ss.init(dir=directory, lanes=4) as run:
@@ -39,34 +49,59 @@ PARAMETER_BYTES = 4 * (64 * 100 + 100 + 100 * 10 + 10)
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_parameters_are_what_the_optimizer_keeps_something_of_and_sharding_shows_in_how_it_is_cut(
-    shard, tmp_path
-):
-    manifest = _left_by(torch.optim.AdamW, tmp_path, 2, shard=shard)
+def test_optimizer_state_shows_the_trained_parameters_and_sharding(shard, tmp_path):
+    manifest = _train(torch.optim.AdamW, tmp_path, 2, shard=shard)
     assert parameters_of(manifest) == (PARAMETER_BYTES, shard)
     two, one = (
         {**STARTED, "workers": [{"rank": rank} for rank in range(workers)]} for workers in (2, 1)
     )
-    assert job_of([two], manifest).sharded is shard
-    assert job_of([one], manifest).sharded is None
-    assert job_of([two], manifest).batch_size == 12
-    assert job_of([two, {"event": "loop", "batch_size": 48}], manifest).batch_size == 48
+    assert read_workload([two], manifest).sharded is shard
+    assert read_workload([one], manifest).sharded is None
+    assert read_workload([two], manifest).batch_size == 12
+    assert read_workload([two, {"event": "loop", "batch_size": 48}], manifest).batch_size == 48
 
 
-def test_parameters_are_those_of_the_model_where_the_optimizer_keeps_nothing(tmp_path):
-    manifest = _left_by(
+def test_parameters_are_those_of_the_model_if_the_optimizer_has_no_state(tmp_path):
+    manifest = _train(
         lambda parameters: torch.optim.SGD(parameters, lr=0.1), tmp_path, 1, shard=False
     )
     assert parameters_of(manifest) == (PARAMETER_BYTES, False)
 
 
-def test_a_script_that_tracks_nothing_is_told_so(tmp_path):
-    with pytest.raises(
-        RecordError, match=r"left no snapshot: it must track its model and optimizer \(run.track\)"
-    ):
-        last_manifest(tmp_path)
+def _trial(lanes, peak_bytes, *, batch_size=64, nbytes=1000):
+    timing = StepTiming(1.0, dict.fromkeys(PARTS, 0.0), 0.0)
+    return Trial(1, timing, peak_bytes, Workload(lanes, nbytes, batch_size, "cpu", 1, None))
 
 
-def test_a_script_that_starts_no_run_is_told_so(tmp_path):
-    with pytest.raises(RecordError, match="the script started no run"):
-        started_events(tmp_path)
+@given(
+    st.integers(1, 10**9),
+    st.integers(1, 10**8),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(0, 10**6),
+)
+def test_the_line_through_two_lane_batches_gives_the_largest_that_fits(
+    fixed, per_sample, lanes, nbytes
+):
+    def peak(lanes):
+        return fixed + nbytes * int(math.log2(lanes)) + per_sample * 64 // lanes
+
+    memory = fit_memory(
+        _trial(lanes, peak(lanes), nbytes=nbytes), _trial(2 * lanes, peak(2 * lanes), nbytes=nbytes)
+    )
+    if memory is None:
+        assert per_sample * 32 // lanes < 0.03 * peak(lanes)
+        return
+    assert memory.per_sample == pytest.approx(per_sample, rel=1e-6, abs=1)
+    available = peak(lanes) * 3
+    largest = memory.largest_lane_batch(available)
+    assert memory.fixed + largest * memory.per_sample <= available
+    assert available < memory.fixed + (largest + 1) * memory.per_sample + 1
+    assert memory.largest_lane_batch(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "more_lanes_bytes"), [(64, 1_000_500), (None, 500_000), (1, 500_000)]
+)
+def test_no_line_without_growth_or_batch_size(batch_size, more_lanes_bytes):
+    one = _trial(2, 1_000_000, batch_size=batch_size)
+    assert fit_memory(one, _trial(4, more_lanes_bytes, batch_size=batch_size)) is None

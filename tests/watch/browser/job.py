@@ -1,4 +1,4 @@
-"""A tiny job that trains until it is stopped."""
+"""A small job that trains until it is stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real page in a real browser: `samestep watch` as a process, and headless Chromium, which reaches the loopback and nothing else."""
+"""The page in headless Chromium without network, served by a `samestep watch` process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 from urllib.request import urlopen
 
@@ -20,13 +21,10 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 CHROMIUM = "/usr/bin/chromium"
 CHROMEDRIVER = "/usr/bin/chromedriver"
 TIMEOUT_SECONDS = 60.0
-MOST_TABS = 80  # presses of the key until something is reached
+MOST_TABS = 80  # presses of the Tab key until an element is reached
 OWN_SCRIPTS = 2  # elements of index.html
 FLAGS = (
     "--headless=new",
@@ -61,8 +59,8 @@ class Server:
         self.line = self._process.stdout.readline()
         self.address = self.line.split()[-1] if self.line else ""
 
-    def most_memory(self) -> int:
-        """Return the most bytes that the process has had in memory."""
+    def peak_memory(self) -> int:
+        """Return the peak memory of the process in bytes."""
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         return 1024 * int(
             next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
@@ -86,7 +84,7 @@ def serving(*locations: Path, port: int = 0) -> Iterator[Server]:
 
 @contextmanager
 def browsing(folder: Path) -> Iterator[Chrome]:
-    """Start a browser whose profile and temporary files are in `folder`; nothing is downloaded for it."""
+    """Start a browser whose profile and temporary files are in `folder`."""
     options = ChromeOptions()
     options.add_experimental_option("binary", CHROMIUM)
     for flag in (*FLAGS, f"--user-data-dir={folder / 'profile'}"):
@@ -101,13 +99,13 @@ def browsing(folder: Path) -> Iterator[Chrome]:
 
 
 class Page:
-    """What a reader sees and does."""
+    """The page as a reader sees and uses it."""
 
     def __init__(self, driver: Chrome, server: Server) -> None:
         self.driver, self.server = driver, server
 
     def open(self, *runs: str, **chosen: Any) -> Page:
-        """Show runs (their curves, and the first of them in the rest of the page), with what else the address says."""
+        """Show the curves of runs and the first run in the other panels, with further choices."""
         self.driver.get("about:blank")
         shown = [("shown", run) for run in runs]
         self.driver.get(
@@ -118,7 +116,7 @@ class Page:
         return self
 
     def wait_for_run(self, run: str) -> None:
-        """Return when the server has found a run."""
+        """Wait until the server has found a run."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while run not in {
             row["id"] for row in json.load(urlopen(f"{self.server.address}api/runs"))["runs"]
@@ -131,13 +129,12 @@ class Page:
         return self.driver.execute_script(script, *arguments)
 
     def until(self, script: str, *arguments: Any) -> Any:
-        """Return what a script returns as soon as it is true. Raises `TimeoutError`."""
+        """Wait until a script returns a true value, and return it. Raises `TimeoutError`."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while not (found := self.run(script, *arguments)):
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"after {TIMEOUT_SECONDS:g} s still not: {script} {arguments}\n{self.text('body')}"
-                )
+                body = self.text("body")
+                raise TimeoutError(f"timed out: {script} {arguments}\n{body}")
             time.sleep(0.01)
         return found
 
@@ -147,15 +144,17 @@ class Page:
         )
 
     def points(self, scalar: str, count: int | None = None) -> int:
-        """Return how many points are drawn of a scalar, as soon as there are any, or `count` of them."""
+        """Wait until a scalar has points, or `count` points, and return their number."""
         script = (
-            "const card = [...document.querySelectorAll('[data-scalar]')].find((one) => one.dataset.scalar === arguments[0]);"
-            "const count = Number(card?.dataset.points ?? 0); return arguments[1] === null ? count : count === arguments[1] && count"
+            "const cards = [...document.querySelectorAll('[data-scalar]')];"
+            "const card = cards.find((one) => one.dataset.scalar === arguments[0]);"
+            "const count = Number(card?.dataset.points ?? 0);"
+            "return arguments[1] === null ? count : count === arguments[1] && count"
         )
         return int(self.until(script, scalar, count))
 
     def newest(self, scalar: str) -> str:
-        """Return the value that stands beside a scalar's name."""
+        """Return the value next to a scalar's name."""
         return self.run(
             "return document.querySelector(`[data-scalar='${arguments[0]}'] .readout`).textContent",
             scalar,
@@ -166,7 +165,7 @@ class Page:
         self.until("return !document.getElementById(`panel-${arguments[0]}`).hidden", name)
 
     def drag(self, scalar: str, start: float, end: float) -> None:
-        """Draw the mouse over a chart, from a share of its width to another."""
+        """Drag the mouse over a chart; start and end are fractions of its width."""
         chart = self.driver.find_element(By.CSS_SELECTOR, f"[data-scalar='{scalar}'] .u-over")
         left, right = ((share - 0.5) * chart.size["width"] for share in (start, end))
         actions = (
@@ -183,18 +182,18 @@ class Page:
         ActionChains(self.driver, duration=0).send_keys(*keys).perform()
 
     def reach(self, selector: str) -> None:
-        """Press the tabulator until something has the focus."""
+        """Press Tab until an element has the focus."""
         for _ in range(MOST_TABS):
             self.press(Keys.TAB)
             if self.run("return document.activeElement.matches(arguments[0])", selector):
                 return
-        raise AssertionError(f"the tabulator never came to {selector}")
+        raise AssertionError(f"Tab never reached {selector}")
 
     def was_loaded_once(self) -> bool:
         return bool(self.run("return window.opened"))
 
     def requests(self) -> list[str]:
-        """Return what was asked for since the last call."""
+        """Return the URLs requested since the last call."""
         messages = [
             json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
         ]
@@ -204,24 +203,24 @@ class Page:
             if message["method"] == "Network.requestWillBeSent"
         ]
 
-    def complaints(self) -> list[str]:
-        """Return what the browser has complained of since the last call: errors, and what the content policy forbids."""
+    def errors(self) -> list[str]:
+        """Return errors and violations of the content policy since the last call."""
         return [
             entry["message"]
             for entry in self.driver.get_log("browser")
             if entry["level"] in {"SEVERE", "WARNING"}
         ]
 
-    def on_a_phone(self) -> None:
+    def use_phone_screen(self) -> None:
         size = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
-    def in_colours(self, scheme: str) -> None:
+    def use_color_scheme(self, scheme: str) -> None:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
-    def as_at_first(self) -> None:
-        """Undo what the page was told of its screen and what it keeps, and leave it."""
+    def reset(self) -> None:
+        """Reset the screen, the color scheme and the storage, and leave the page."""
         self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
         self.run("localStorage.clear()")
@@ -229,7 +228,7 @@ class Page:
 
 
 def is_local(url: str) -> bool:
-    """Tell whether what a browser asked for is of this machine: the server's, or the browser's own."""
+    """Return whether a URL is the server's or the browser's own."""
     return (
         urlsplit(url).scheme in {"about", "blob", "chrome", "chrome-untrusted", "data", "file"}
         or urlsplit(url).hostname == "127.0.0.1"

@@ -1,9 +1,8 @@
-"""Takes the pictures of docs/watch.md from real runs: `python -m tests.watch.browser.screenshots FOLDER OUT`.
+"""Take the pictures of docs/watch.md: `python -m tests.watch.browser.screenshots FOLDER OUT`.
 
-FOLDER holds the runs, all with two workers: `digits` and `digits-low` of recipes/vit with
-digits.yaml, 16 epochs and an evaluation each two, the second with a learning rate of 0.0003; and
-`tissue` of recipes/stain, 60 epochs with an evaluation each six, of which a worker was killed on
-the way.
+FOLDER has runs with two workers: `digits` and `digits-low` of recipes/vit with digits.yaml, 16
+epochs and an evaluation every 2, the second with a learning rate of 0.0003; and `tissue` of
+recipes/stain, 60 epochs and an evaluation every 6, with a worker killed during training.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def main(runs: Path, out: Path) -> None:
     out.mkdir(exist_ok=True)
     with TemporaryDirectory() as folder, serving(runs) as server, browsing(Path(folder)) as driver:
         page = Page(driver, server)
-        page.in_colours("light")
+        page.use_color_scheme("light")
         take(page, out / "curves.png", "digits", "digits-low", smooth=0.8)
         take(page, out / "images.png", "tissue", tab="images")
         take(page, out / "workers.png", "tissue", tab="workers")
@@ -35,26 +34,28 @@ def main(runs: Path, out: Path) -> None:
         page.driver.find_element(
             By.CSS_SELECTOR, "[aria-label='Kinds of events'] [data-kind=snapshot_removed]"
         ).click()
-        keep(page, out / "events.png")
-        page.in_colours("dark")
-        page.on_a_phone()
+        save(page, out / "events.png")
+        page.use_color_scheme("dark")
+        page.use_phone_screen()
         take(page, out / "phone.png", "digits", smooth=0.8)
 
 
 def take(page: Page, file: Path, *runs: str, **chosen: Any) -> None:
-    """Open runs, and keep what the screen shows when all of it has come."""
+    """Open runs, and save the screen when everything is loaded."""
     page.open(*runs, **chosen)
     page.until(
         "const open = document.querySelector('[role=tabpanel]:not([hidden])');"
-        "const drawn = [...open.querySelectorAll('[data-scalar]')].slice(0, 2).every((card) => Number(card.dataset.points) > 0);"
-        "const there = [...open.querySelectorAll('img')].every((image) => image.complete && image.naturalWidth);"
-        "return open.textContent.length > 0 && drawn && there"
+        "const cards = [...open.querySelectorAll('[data-scalar]')].slice(0, 2);"
+        "const drawn = cards.every((card) => Number(card.dataset.points) > 0);"
+        "const images = [...open.querySelectorAll('img')];"
+        "const loaded = images.every((image) => image.complete && image.naturalWidth);"
+        "return open.textContent.length > 0 && drawn && loaded"
     )
-    keep(page, file)
+    save(page, file)
 
 
-def keep(page: Page, file: Path) -> None:
-    """Write what the screen shows as it is, or with fewer colours where that would be large."""
+def save(page: Page, file: Path) -> None:
+    """Save the screen, with fewer colors if the file would be large."""
     with Image.open(io.BytesIO(page.driver.get_screenshot_as_png())) as shot:
         image = shot.convert("RGB")
     image.save(file, optimize=True)

@@ -1,1 +1,1 @@
-"""`samestep scale`: measure a job at several numbers of workers, and say what limits it and what to expect of more."""
+"""`samestep scale`: measure a script with several worker counts and predict larger runs."""

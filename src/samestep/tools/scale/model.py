@@ -1,53 +1,118 @@
-"""What a step costs at any number of workers, from what it was measured to cost at a few. Pure.
+"""The time of a step: measured parts at a few worker counts, and predictions at any other.
 
-The parts of a step are added up: loading and computing the lanes that a worker carries, the
-optimizer's update, what stays the same, and the exchange. For that messages cost as in Thakur,
-Rabenseifner and Gropp (2005), "Optimization of collective communication operations in MPICH":
-latency · messages + bytes / bandwidth, a worker sending one at a time.
+A step is the sum of its parts: loading and computing the lanes of a worker, the optimizer's update,
+a constant, and the exchange. Messages cost latency * messages + bytes / bandwidth, and a worker
+sends one at a time, as in Thakur, Rabenseifner and Gropp (2005), "Optimization of collective
+communication operations in MPICH".
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any, Final
 
-from samestep.tools.scale.ranges import Range
-from samestep.tools.scale.timing import PARTS
-from samestep.tools.scale.traffic import traffic
+from samestep.errors import RecordError
+from samestep.record.record import PARTS as RECORDED_PARTS
+from samestep.tools.scale.network import MEASURED_WORKERS, Network, Traffic, count_traffic
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from samestep.tools.scale.timing import Timing
-    from samestep.tools.scale.traffic import Traffic
-
-NOTHING: Final = Range.exactly(0.0)
-MEASURED_WORKERS: Final = 2  # that use the memory while its bandwidth is measured
+PARTS: Final = (*RECORDED_PARTS, "other")
+WARM_UP: Final = 3  # steps to skip: the first ones allocate memory and start loader processes
+FEWEST: Final = 3  # steps to take a median of
+FEWEST_RECORDED: Final = WARM_UP + FEWEST + 2  # includes the step before the first, and the last
 
 
 @dataclass(frozen=True)
-class Link:
-    """A message takes `latency` seconds, and its bytes go at `bandwidth` bytes a second."""
+class Range:
+    """A number with its `lowest`, `middle` and `highest` plausible value."""
 
-    latency: float
-    bandwidth: float
+    lowest: float
+    middle: float
+    highest: float
+
+    @classmethod
+    def exactly(cls, value: float) -> Range:
+        """Return the range of a known number."""
+        return cls(value, value, value)
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Range:
+        """Return the minimum, median and maximum of at least one measurement."""
+        ordered = sorted(values)
+        return cls(ordered[0], median(ordered), ordered[-1])
+
+    def __add__(self, other: Range) -> Range:
+        return Range(
+            self.lowest + other.lowest, self.middle + other.middle, self.highest + other.highest
+        )
+
+    def times(self, factor: float) -> Range:
+        """Return the range multiplied by a factor of at least 0."""
+        return Range(self.lowest * factor, self.middle * factor, self.highest * factor)
+
+    def over(self, other: Range) -> Range:
+        """Return the range divided by a range above 0."""
+        return Range(
+            self.lowest / other.highest, self.middle / other.middle, self.highest / other.lowest
+        )
+
+    def __contains__(self, value: float) -> bool:
+        return self.lowest <= value <= self.highest
+
+
+ZERO: Final = Range.exactly(0.0)
 
 
 @dataclass(frozen=True)
-class Network:
-    """The link of a worker to the `memory` of its host, that of a host `between` hosts, and how many workers a host has."""
+class StepTiming:
+    """Medians over the steps of a run, in seconds.
 
-    memory: Link
-    between: Link
-    workers_per_host: int
+    A `step` consists of `parts`, which are means over workers. `waiting` is the share of the
+    exchange in which workers wait for slower ones.
+    """
+
+    step: float
+    parts: Mapping[str, float]
+    waiting: float
+
+
+def read_timing(events: Iterable[Mapping[str, Any]]) -> StepTiming:
+    """Return the timing of a run's steps after the warm-up, from its `timing` events.
+
+    A step lasts from one event to the next; "other" is the time outside of its parts. The last
+    worker to reach the exchange does not wait, so the shortest exchange of a step is the exchange
+    itself, and the rest is waiting. Raises `RecordError` if there are too few steps.
+    """
+    steps = [event for event in events if event.get("event") == "timing"]
+    seconds = [after["time"] - before["time"] for before, after in pairwise(steps)]
+    # the event of the last step also includes the end of the run
+    seconds, used = seconds[WARM_UP:-1], steps[WARM_UP + 1 : -1]
+    if len(used) < FEWEST:
+        raise RecordError(
+            f"expected the timing of at least {FEWEST_RECORDED} steps ({WARM_UP} of warm-up, "
+            f"{FEWEST} for a median, and one at each end), got {len(steps)}; increase --steps or "
+            "use more data"
+        )
+    parts = {
+        name: median(fmean(worker.get(name, 0.0) for worker in step["workers"]) for step in used)
+        for name in RECORDED_PARTS
+    }
+    exchanges = [[worker.get("exchange", 0.0) for worker in step["workers"]] for step in used]
+    duration = median(seconds)
+    parts["other"] = max(0.0, duration - sum(parts.values()))
+    waiting = median(fmean(of_workers) - min(of_workers) for of_workers in exchanges)
+    return StepTiming(duration, parts, waiting)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a job was measured to cost, in seconds a step; `data` and `compute` are a lane's, `waiting` is for slower workers.
+    """Measured costs in seconds per step; `data` and `compute` are per lane.
 
-    Parameters have `nbytes`. Of a `sharded` optimizer each worker updates a part.
+    `waiting` is the wait for slower workers, `constant` does not depend on the worker count, and
+    `nbytes` is the size of the parameters. Each worker updates a part of a `sharded` optimizer.
     """
 
     lanes: int
@@ -62,7 +127,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step is expected to cost at `workers` workers and `lanes` lanes, in seconds, part by part."""
+    """The expected seconds of each part of a step with `workers` and `lanes`."""
 
     workers: int
     lanes: int
@@ -70,8 +135,8 @@ class Prediction:
 
     @cached_property
     def step(self) -> Range:
-        """The whole step."""
-        return sum(self.parts.values(), NOTHING)
+        """The sum of all parts."""
+        return sum(self.parts.values(), ZERO)
 
     @property
     def largest_part(self) -> str:
@@ -79,24 +144,23 @@ class Prediction:
         return max(self.parts, key=lambda name: self.parts[name].middle)
 
 
-def costs_of(
-    timings: Mapping[int, Sequence[Timing]], lanes: int, nbytes: int, *, sharded: bool
+def fit_costs(
+    timings: Mapping[int, Sequence[StepTiming]], lanes: int, nbytes: int, *, sharded: bool
 ) -> Costs:
-    """Return the costs that explain the timings measured at each number of workers, of which there must be one.
+    """Return the costs that explain the timings measured at each worker count.
 
-    A lane's loading and computing lies between the lowest and the highest that it took anywhere,
-    with the middle of the most workers, since those share memory as more would. The optimizer and
-    what stays the same are those of the fewest workers.
+    The costs of a lane range over all measurements, and their middle is that of the most workers,
+    which share memory as even more would. The optimizer and the constant are those of the fewest.
     """
     fewest, most = min(timings), max(timings)
 
-    def of_a_lane(part: str) -> Range:
-        everywhere = {
-            n: [timing.parts[part] / carried_at_most(lanes, n) for timing in some]
-            for n, some in timings.items()
+    def of_lane(part: str) -> Range:
+        costs = {
+            workers: [timing.parts[part] / max_lanes_per_worker(lanes, workers) for timing in runs]
+            for workers, runs in timings.items()
         }
-        whole = Range.of(value for some in everywhere.values() for value in some)
-        return Range(whole.lowest, Range.of(everywhere[most]).middle, whole.highest)
+        overall = Range.of(cost for runs in costs.values() for cost in runs)
+        return Range(overall.lowest, median(costs[most]), overall.highest)
 
     def at_fewest(*parts: str) -> Range:
         return Range.of(sum(timing.parts[part] for part in parts) for timing in timings[fewest])
@@ -106,8 +170,8 @@ def costs_of(
         lanes,
         nbytes,
         sharded,
-        data=of_a_lane("data"),
-        compute=of_a_lane("compute"),
+        data=of_lane("data"),
+        compute=of_lane("compute"),
         optimizer=at_fewest("optimizer").times(fewest if sharded else 1),
         constant=at_fewest("snapshot", "other"),
         waiting=Range(0.0, waiting.middle, waiting.highest),
@@ -117,60 +181,58 @@ def costs_of(
 def predict(
     costs: Costs, network: Network, workers: int, lanes: int | None = None
 ) -> Prediction | None:
-    """Return what a step is expected to cost with the job's lanes, or with others of the same batch a lane; None with too few lanes."""
+    """Return the expected step with the measured lanes, or with `lanes` of the same lane batch.
+
+    Returns None if there are more workers than lanes.
+    """
     lanes = costs.lanes if lanes is None else lanes
     if workers > lanes:
         return None
-    carried = carried_at_most(lanes, workers)
-    compute = costs.compute.times(carried)
+    per_worker = max_lanes_per_worker(lanes, workers)
+    compute = costs.compute.times(per_worker)
     overlap = compute.middle if lanes == workers > 1 and network.workers_per_host == 1 else 0.0
-    sent = traffic(workers, network.workers_per_host, lanes, costs.nbytes)
-    exchange = exchange_seconds(sent, network, min(workers, network.workers_per_host), overlap)
+    traffic = count_traffic(workers, network.workers_per_host, lanes, costs.nbytes)
+    exchange = exchange_seconds(traffic, network, min(workers, network.workers_per_host), overlap)
     parts = {
-        "data": costs.data.times(carried),
+        "data": costs.data.times(per_worker),
         "compute": compute,
-        "exchange": exchange + costs.waiting if workers > 1 else NOTHING,
+        "exchange": exchange + costs.waiting if workers > 1 else ZERO,
         "optimizer": costs.optimizer.times(1 / workers if costs.sharded else 1),
         "other": costs.constant,
     }
     return Prediction(workers, lanes, {name: parts[name] for name in PARTS if name in parts})
 
 
-def exchange_seconds(sent: Traffic, network: Network, on_host: int, overlap: float = 0.0) -> Range:
-    """Return how long an exchange takes that may be hidden behind `overlap` seconds of computing.
+def exchange_seconds(
+    traffic: Traffic, network: Network, on_host: int, overlap: float = 0.0
+) -> Range:
+    """Return the time of an exchange of which `overlap` seconds of computing may hide a part.
 
-    In the middle stands latency · messages + bytes / bandwidth. It is less where messages that
-    leave together share one latency, and where what is exchanged during backward costs no time;
-    more where the workers of a host get no more of its memory than two of them did.
+    The middle is latency * messages + bytes / bandwidth. The lowest lets messages that leave
+    together share one latency, and hides the exchange during backward. In the highest, the workers
+    of a host share the memory bandwidth that was measured with two.
     """
     memory, between = network.memory, network.between
-    latency, sending = between.latency, sent.sent_bytes / between.bandwidth
-    passing = latency * sent.rounds + sent.passed_bytes / between.bandwidth
-    meeting, moving = memory.latency * sent.meetings, sent.moved_bytes / memory.bandwidth
-    fixed = passing + meeting
-    crowd = max(1.0, on_host / MEASURED_WORKERS)
+    sending = traffic.sent_bytes / between.bandwidth
+    forwarding = between.latency * traffic.rounds + traffic.forwarded_bytes / between.bandwidth
+    fixed = forwarding + memory.latency * traffic.host_messages
+    moving = traffic.moved_bytes / memory.bandwidth
+    contention = max(1.0, on_host / MEASURED_WORKERS)
     return Range(
-        fixed + moving + max(0.0, latency * sent.batches + sending - overlap),
-        fixed + moving + latency * sent.messages + sending,
-        fixed + moving * crowd + latency * sent.messages + sending,
+        fixed + moving + max(0.0, between.latency * traffic.batches + sending - overlap),
+        fixed + moving + between.latency * traffic.messages + sending,
+        fixed + moving * contention + between.latency * traffic.messages + sending,
     )
 
 
-def share_of_latency(sent: Traffic, network: Network) -> float:
-    """Return which share of the time between hosts passes with messages and not with their bytes; 0 where there are none."""
-    waiting = network.between.latency * (sent.rounds + sent.messages)
-    sending = (sent.sent_bytes + sent.passed_bytes) / network.between.bandwidth
-    return waiting / (waiting + sending) if waiting else 0.0
-
-
-def carried_at_most(lanes: int, workers: int) -> int:
-    """Return how many lanes the worker with most of them carries."""
+def max_lanes_per_worker(lanes: int, workers: int) -> int:
+    """Return the lanes of the worker that has the most."""
     return -(-lanes // workers)
 
 
-def serial_fraction(speed_up: float, workers: float) -> float:
-    """Return the share of a step that more workers did not shorten (Karp and Flatt 1990), of more than one worker.
+def serial_fraction(speedup: float, workers: float) -> float:
+    """Return the share of a step that did not get faster with more workers (Karp and Flatt 1990).
 
-    By Amdahl (1967) no number of workers is faster than its inverse, if the share stays.
+    If that share stays, no number of workers has a speedup above its inverse (Amdahl 1967).
     """
-    return max(0.0, (1 / speed_up - 1 / workers) / (1 - 1 / workers))
+    return max(0.0, (1 / speedup - 1 / workers) / (1 - 1 / workers))

@@ -1,43 +1,44 @@
-"""A script that is run at several numbers of workers, and what its record and snapshot tell of each run."""
+"""Trial runs of a script, with the workload, timing and peak memory that each run shows."""
 
 from __future__ import annotations
 
+import math
 import re
+import subprocess
 import sys
-import tempfile
+import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from tempfile import TemporaryDirectory
+from typing import Any, Final
 
 from samestep.errors import LaunchError, RecordError
 from samestep.record import read_events
-from samestep.snapshot.read import inspect, list_snapshots
+from samestep.snapshot.manifest import Manifest
+from samestep.snapshot.read import inspect
 from samestep.snapshot.state import no_tensor, restore
 from samestep.step.layout import Layout
-from samestep.tools.job import start_run
-from samestep.tools.scale.peak import watch
-from samestep.tools.scale.timing import read_timing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from samestep.snapshot.manifest import Manifest
-    from samestep.tools.scale.timing import Timing
+from samestep.tools.common import OUTPUT, read_run, start_script
+from samestep.tools.scale.model import StepTiming, max_lanes_per_worker, read_timing
 
 SHOWN_LINES: Final = 30
-# of a tensor in an optimizer's state_dict
-_STATE: Final = re.compile(r"(?P<optimizer>.+)/state/(?P<index>\d+)/[^/]+")
-_LINE_OF_WORKER: Final = re.compile(
+POLL_SECONDS: Final = 0.02
+VISIBLE_GROWTH: Final = 0.02  # of a worker's memory: less may be noise of the allocator
+_OPTIMIZER_TENSOR: Final = re.compile(r"(?P<optimizer>.+)/state/(?P<index>\d+)/[^/]+")
+_WORKER_FAILURE: Final = re.compile(
     r"^(samestep: error: )?(?=worker \d+ failed first: )", re.MULTILINE
 )
+_PEAK_MEMORY: Final = re.compile(r"^VmHWM:\s*(\d+) kB", re.MULTILINE)  # resident, since the fork
 
 
 @dataclass(frozen=True)
-class Job:
-    """What all runs of a job have alike: `nbytes` of parameters, the global `batch_size` (None of streams), the device, threads a worker.
+class Workload:
+    """The properties of a script that are the same in all runs.
 
-    `sharded` is None where one worker alone could not tell.
+    Parameters have `nbytes`. The global `batch_size` is None for streams. `threads` are per worker.
+    `sharded` is None after a run of one worker, which does not show it.
     """
 
     lanes: int
@@ -50,131 +51,146 @@ class Job:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: its timing, and the highest memory of a worker in bytes."""
+    """One run: its timing, and the highest memory of any worker in bytes."""
 
     workers: int
-    timing: Timing
+    timing: StepTiming
     peak_bytes: int
-    job: Job
+    workload: Workload
 
 
-class Trials:
-    """Runs a script for some steps, each time in a directory of its own. The first run settles the lanes of all."""
+class TrialRunner:
+    """Runs a script for some steps, each time in a new directory.
+
+    If `lanes` is None, the first run determines the lanes of all runs.
+    """
 
     def __init__(self, command: Sequence[str], steps: int, lanes: int | None) -> None:
         self.lanes = lanes
         self._command, self._steps = list(command), steps
 
     def run(self, workers: int, lanes: int | None = None) -> Trial:
-        """Run the script at so many workers, with the lanes of all runs or others.
+        """Run the script, with `lanes` or those of all runs.
 
-        Raises `LaunchError` where the script fails, and `RecordError` where its record does not
-        tell enough.
+        Raises `LaunchError` if the script fails, and `RecordError` if its record is incomplete.
         """
-        with tempfile.TemporaryDirectory(prefix="samestep-scale-") as name:
+        with TemporaryDirectory(prefix="samestep-scale-") as name:
             directory = Path(name)
-            peak_bytes = self._start(workers, directory, lanes or self.lanes)
-            events = started_events(directory)
-            job = job_of(events, last_manifest(directory))
+            peak_bytes = self._run(workers, directory, lanes or self.lanes)
+            events, snapshot = read_run(directory)
+            workload = read_workload(events, inspect(snapshot))
             if self.lanes is None:
-                self.lanes = job.lanes
-            if job.lanes != (lanes or self.lanes):
+                self.lanes = workload.lanes
+            if workload.lanes != (lanes or self.lanes):
                 raise LaunchError(
-                    f"the runs had {self.lanes} and {job.lanes} lanes; expected the same: fix them in the script or by --lanes"
+                    "all runs must have the same number of lanes, got "
+                    f"{self.lanes} and {workload.lanes}; set it in the script or with --lanes"
                 )
-            return Trial(workers, read_timing(events), peak_bytes, job)
+            return Trial(workers, read_timing(events), peak_bytes, workload)
 
-    def _start(self, workers: int, directory: Path, lanes: int | None) -> int:
-        """Run the script to its end; return the highest memory of a worker, in bytes."""
-        flags = [
-            "--resume",
-            "never",
-            "--stop-after",
-            str(self._steps),
-            *(() if lanes is None else ("--lanes", str(lanes))),
-        ]
-        sys.stderr.write(
-            f"running {workers} worker{'s' * (workers > 1)}{'' if lanes is None else f' with {lanes} lanes'} …\n"
-        )
-        output = directory / "output.txt"
-        process = start_run(self._command, workers, directory, output, flags)
+    def _run(self, workers: int, directory: Path, lanes: int | None) -> int:
+        flags = ["--resume=never", f"--stop-after={self._steps}"]
+        flags += [] if lanes is None else [f"--lanes={lanes}"]
+        size = f"{workers} worker{'s' * (workers > 1)}"
+        with_lanes = "" if lanes is None else f" with {lanes} lanes"
+        sys.stderr.write(f"running {size}{with_lanes} …\n")
+        process = start_script(self._command, workers, directory, flags)
         try:
-            peak_bytes = watch(process, directory)
+            peak_bytes = _wait_and_measure(process, directory)
         except BaseException:
             process.terminate()
             process.wait()
             raise
         if process.returncode != 0:
-            told = output.read_text(errors="replace")
+            failure = _first_failure((directory / OUTPUT).read_text(errors="replace"))
             raise LaunchError(
-                f"the script failed with {workers} worker{'s' * (workers > 1)}, status {process.returncode}:\n{_first_failure(told)}"
+                f"the script failed with {size}, status {process.returncode}:\n{failure}"
             )
         return peak_bytes
 
 
-def job_of(events: Iterable[Mapping[str, Any]], manifest: Manifest) -> Job:
-    """Return what a run's record and its last snapshot tell of the job. Raises `RecordError`."""
-    events = list(events)
+def _wait_and_measure(process: subprocess.Popen[bytes], directory: Path) -> int:
+    """Wait until a run ends; return the highest memory of any worker, in bytes.
+
+    The kernel records the peak, so only an increase just before a worker exits can be missed.
+    """
+    workers: list[int] = []
+    highest = 0
+    while process.poll() is None:
+        workers = workers or _worker_pids(directory)
+        highest = max([highest, *map(_peak_bytes, workers)])
+        time.sleep(POLL_SECONDS)
+    return highest
+
+
+def _worker_pids(directory: Path) -> list[int]:
+    try:
+        events = list(read_events(directory))
+    except RecordError:  # the run has not started yet
+        return []
+    starts = [event for event in events if event["event"] == "started"]
+    return [worker["pid"] for start in starts for worker in start["workers"]]
+
+
+def _peak_bytes(pid: int) -> int:
+    try:
+        match = _PEAK_MEMORY.search(Path(f"/proc/{pid}/status").read_text())
+    except OSError:  # the worker has exited
+        return 0
+    return 1024 * int(match[1]) if match else 0
+
+
+def _first_failure(output: str) -> str:
+    """Return the launcher's last report of the worker that failed first, or else the last lines."""
+    starts = [match.end() for match in _WORKER_FAILURE.finditer(output)]
+    return "\n".join(output[starts[-1] if starts else 0 :].strip().splitlines()[-SHOWN_LINES:])
+
+
+def read_workload(events: Sequence[Mapping[str, Any]], manifest: Manifest) -> Workload:
+    """Return the workload of a run from its events and the manifest of its last snapshot."""
     start = next(event for event in events if event["event"] in {"started", "resumed"})
-    loops = [
-        event["batch_size"]
-        for event in events
-        if event["event"] == "loop" and event.get("batch_size")
-    ]
+    loops = [event for event in events if event["event"] == "loop" and event.get("batch_size")]
     nbytes, sharded = parameters_of(manifest)
-    workers = len(start["workers"])
-    device = str(start["devices"][0]).partition(":")[0]
-    batch_size = loops[-1] if loops else _batch_size(manifest)
-    return Job(
+    return Workload(
         start["lanes"],
         nbytes,
-        batch_size,
-        device,
+        loops[-1]["batch_size"] if loops else _batch_size(manifest),
+        str(start["devices"][0]).partition(":")[0],
         start["config"]["threads"],
-        sharded if workers > 1 else None,
+        sharded if len(start["workers"]) > 1 else None,
     )
 
 
 def parameters_of(manifest: Manifest) -> tuple[int, bool]:
-    """Return the bytes of the parameters that are trained, and whether their optimizer's state was cut as `run.shard` cuts it.
+    """Return the bytes of the trained parameters, and whether `run.shard` shards an optimizer.
 
-    Parameters are those that an optimizer keeps something of; without any, all floating-point
-    tensors of what was tracked first.
+    Trained parameters are those with optimizer state; if there are none, all floating-point tensors
+    of the first tracked object that has tensors.
     """
+    forms = manifest.specs
     optimizers: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name, form in manifest.specs.items():
-        if (match := _STATE.fullmatch(name)) and form.shape:
+    for name, form in forms.items():
+        if (match := _OPTIMIZER_TENSOR.fullmatch(name)) and form.shape:
             optimizers[match["optimizer"]][int(match["index"])].append(name)
     if not optimizers:
-        first = next(
-            (
-                name
-                for name, _ in manifest.state["dict"]
-                if any(form.startswith(f"{name}/") for form in manifest.specs)
-            ),
-            None,
-        )
-        forms = [
-            form
-            for name, form in manifest.specs.items()
-            if name.startswith(f"{first}/") and form.dtype.is_floating_point
-        ]
-        return sum(form.nbytes for form in forms), False
-    firsts = [
-        [min(names) for _, names in sorted(by_index.items())] for by_index in optimizers.values()
-    ]
-    nbytes = sum(manifest.specs[name].nbytes for names in firsts for name in names)
-    return nbytes, any(_is_sharded(manifest, names) for names in firsts)
+        tracked = [f"{name}/" for name, _ in manifest.state["dict"]]
+        groups = [[form for name, form in forms.items() if name.startswith(s)] for s in tracked]
+        first = next(filter(None, groups), [])
+        return sum(form.nbytes for form in first if form.dtype.is_floating_point), False
+    # one tensor for each parameter of each optimizer
+    tensors = [[min(names) for _, names in sorted(state.items())] for state in optimizers.values()]
+    nbytes = sum(forms[name].nbytes for names in tensors for name in names)
+    return nbytes, any(_is_sharded(manifest, names) for names in tensors)
 
 
 def _is_sharded(manifest: Manifest, names: Sequence[str]) -> bool:
     layout = Layout(tuple(manifest.specs[name].elements for name in names), manifest.workers)
-    cut = {
+    saved = {
         (index, piece.start, piece.stop)
         for index, name in enumerate(names)
         for piece in manifest.pieces[name]
     }
-    return cut == {
+    return saved == {
         (piece.index, piece.start, piece.stop)
         for rank in range(manifest.workers)
         for piece in layout.pieces(rank)
@@ -182,41 +198,42 @@ def _is_sharded(manifest: Manifest, names: Sequence[str]) -> bool:
 
 
 def _batch_size(manifest: Manifest) -> int | None:
-    """Return the global batch size of the loop that the snapshot was taken in; None of streams."""
-    run: dict[str, Any] = next(
-        (restore(part, no_tensor) for name, part in manifest.state["dict"] if name == "run"),
-        {"positions": {}},
-    )
-    sizes = [
-        position["plan"]["batch_size"]
-        for position in run["positions"].values()
-        if "batch_size" in position["plan"]
-    ]
-    return sizes[-1] if sizes else None
+    """Return the global batch size of the loop that wrote the snapshot, None for streams."""
+    states = (restore(state, no_tensor) for name, state in manifest.state["dict"] if name == "run")
+    run: dict[str, Any] = next(states, {"positions": {}})
+    plans = [position["plan"] for position in run["positions"].values()]
+    return next((plan["batch_size"] for plan in reversed(plans) if "batch_size" in plan), None)
 
 
-def started_events(directory: Path) -> list[dict[str, Any]]:
-    """Return the events of a run. Raises `RecordError` where none was started."""
-    try:
-        events = list(read_events(directory))
-    except RecordError:
-        events = []
-    if not any(event["event"] == "started" for event in events):
-        raise RecordError("the script started no run: it never called samestep.init")
-    return events
+@dataclass(frozen=True)
+class MemoryModel:
+    """The peak memory of a worker in bytes: `fixed`, plus `per_sample` of the lane batch."""
+
+    fixed: float
+    per_sample: float
+
+    def largest_lane_batch(self, available: float) -> int:
+        """Return the samples per lane that fit `available` bytes per worker, 0 if none do."""
+        return max(0, math.floor((available - self.fixed) / self.per_sample))
 
 
-def last_manifest(directory: Path) -> Manifest:
-    """Return the manifest of the newest snapshot. Raises `RecordError` where there is none."""
-    snapshots = list_snapshots(directory)
-    if not snapshots:
-        raise RecordError(
-            "the script left no snapshot: it must track its model and optimizer (run.track) and train at least a step"
-        )
-    return inspect(snapshots[-1])
+def fit_memory(trial: Trial, with_more_lanes: Trial) -> MemoryModel | None:
+    """Return the line through two runs with the same batch size, None if noise hides the growth.
+
+    With more lanes, a single worker holds more partial sums of gradients while it computes the last
+    lane: one for each level of the tree.
+    """
+    batch_size = trial.workload.batch_size
+    if batch_size is None:
+        return None
+    samples, fewer = (-(-batch_size // some.workload.lanes) for some in (trial, with_more_lanes))
+    growth = _bytes_without_sums(trial) - _bytes_without_sums(with_more_lanes)
+    if samples == fewer or growth < VISIBLE_GROWTH * trial.peak_bytes:
+        return None
+    per_sample = growth / (samples - fewer)
+    return MemoryModel(trial.peak_bytes - samples * per_sample, per_sample)
 
 
-def _first_failure(output: str) -> str:
-    """Return what the launcher told last of the worker that failed first; without that, the last lines."""
-    starts = [match.end() for match in _LINE_OF_WORKER.finditer(output)]
-    return "\n".join(output[starts[-1] if starts else 0 :].strip().splitlines()[-SHOWN_LINES:])
+def _bytes_without_sums(trial: Trial) -> int:
+    lanes = max_lanes_per_worker(trial.workload.lanes, trial.workers)
+    return trial.peak_bytes - trial.workload.nbytes * (lanes - 1).bit_length()

@@ -2,202 +2,265 @@
 
 from __future__ import annotations
 
-import shutil
+import argparse
+import secrets
 import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from samestep.config import TOKEN
 from samestep.errors import ConfigError, LaunchError
-from samestep.tools.submit.pods import PORT, Pods, claims_of, token_secret
-from samestep.tools.submit.training import (
+from samestep.tools.submit.slurm import (
+    GRACE_SECONDS,
     PRINTED,
     STOPPED,
+    Training,
     add_training_arguments,
     check_matches,
-    hand_over,
+    find_program,
     training_of,
+    write_job,
 )
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Mapping, Sequence
-
-SUMMARY: Final = (
-    "write the manifests of a job whose pods are started again after a snapshot, and apply them"
-)
-# RFC 1035, which names of services follow; RFC 1123 with a letter first
-LABEL: Final = r"[a-z]([-a-z0-9]*[a-z0-9])?"
+SUMMARY: Final = "write manifests of a job that restarts its pods after a snapshot, and apply them"
+NAMESPACE: Final = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+LABEL: Final = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # RFC 1035, because services have the job's name
 MOST_LABEL: Final = 63
 QUANTITY: Final = r"\d+(\.\d+)?([KMGT]i?)?"
+PORT: Final = "29400"
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108  a mount point, not a temporary file
 
 Manifest = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.usage = "%(prog)s --image IMAGE --dir DIR [--claim CLAIM[:PATH]] [--OPTION VALUE ...] [-m] script ..."
-    parser.epilog = "Without --apply or --output the manifests are printed. --grace-period (default here: 120) is how long pods may take to end."
-    parser.add_argument(
-        "--image", required=True, help="container image with Python, samestep and the script"
+    """Add the arguments of `samestep submit kubernetes` to its parser."""
+    parser.usage = "%(prog)s --image IMAGE --dir DIR [--OPTION VALUE ...] [-m] script ..."
+    parser.epilog = (
+        "Without --apply and --output, the manifests are printed. Pods get --grace-period seconds "
+        f"(default here: {GRACE_SECONDS}) to exit."
     )
+    parser.add_argument("--image", required=True, help="image with samestep and the script")
     parser.add_argument(
         "--kind",
         choices=KINDS,
         default="job",
-        help="job: an Indexed Job, which any cluster has (default); or Kubeflow's",
+        help="job: an Indexed Job, for any cluster (default); the others need Kubeflow",
     )
-    parser.add_argument("--namespace", help="namespace of the job (default: kubectl's)")
+    parser.add_argument("--namespace", help="namespace of the job (default: that of kubectl)")
     parser.add_argument(
         "--claim",
         action="append",
         default=[],
         metavar="CLAIM[:PATH]",
-        help="PersistentVolumeClaim that all pods mount at a path (default: the run's directory); more than once, as for a data set",
+        help="PersistentVolumeClaim that all pods mount at a path (default: the run's directory); "
+        "may be repeated, for example for a data set",
     )
-    parser.add_argument("--apply", action="store_true", help="hand the manifests to kubectl")
+    parser.add_argument("--apply", action="store_true", help="pass the manifests to kubectl")
     add_training_arguments(parser, "pod")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the manifests, and apply them if asked."""
+    """Write the manifests, and apply them with --apply."""
     text = as_yaml(manifests(arguments))
-    hand_over(text, arguments.output or (None if arguments.apply else PRINTED))
+    write_job(text, arguments.output or (None if arguments.apply else PRINTED))
     return apply(text) if arguments.apply else 0
 
 
-def apply(text: str) -> int:
-    """Hand manifests to kubectl; return its exit status. Raises `LaunchError` where there is none."""
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
+def as_yaml(documents: Sequence[Manifest]) -> str:
+    """Return documents as YAML. Raises `LaunchError` if PyYAML is missing."""
+    try:
+        yaml: Any = import_module("yaml")
+    except ImportError:
         raise LaunchError(
-            "kubectl was not found; write the manifests by --output, and apply the file where it is"
-        )
-    return subprocess.run(
-        [kubectl, "apply", "--filename=-"], input=text, text=True, check=False
-    ).returncode
+            "writing manifests requires PyYAML: pip install 'samestep[kubernetes]'"
+        ) from None
+    return str(yaml.safe_dump_all(documents, sort_keys=False, width=120))
+
+
+def apply(text: str) -> int:
+    """Pass manifests to kubectl and return its exit status."""
+    command = [find_program("kubectl"), "apply", "--filename=-"]
+    return subprocess.run(command, input=text, text=True, check=False).returncode
+
+
+@dataclass(frozen=True)
+class Pods:
+    """The pods of a job, all alike. `claims` are names of volume claims by their paths."""
+
+    training: Training
+    image: str
+    gpus: str | None
+    claims: Mapping[str, str]
+
+    @property
+    def token_name(self) -> str | None:
+        """Name of the secret with which the launchers in several pods authenticate, if any."""
+        has_launchers = self.training.nodes > 1 and self.training.workers_per_node > 1
+        return f"{self.training.name}-token" if has_launchers else None
+
+    def spec(self, container: str, master: str, **process: str) -> Manifest:
+        """Return the spec of a pod; `process` has further variables for a pod's only worker."""
+        training = self.training
+        options = {**training.environment, "SAMESTEP_DIR": training.directory}
+        values = {name: _literal(value) for name, value in options.items()}
+        if training.workers_per_node == 1:
+            values |= process
+        variables: list[Manifest] = [{"name": name, "value": values[name]} for name in values]
+        if self.token_name:
+            secret = {"name": self.token_name, "key": "token"}
+            variables.append({"name": TOKEN, "valueFrom": {"secretKeyRef": secret}})
+        # loader processes share more than the default of 64 MiB
+        volumes: dict[str, Manifest] = {
+            SHARED_MEMORY: {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}
+        }
+        for number, (path, claim) in enumerate(self.claims.items()):
+            source = {"persistentVolumeClaim": {"claimName": claim}}
+            volumes[path] = {"name": f"claim-{number}", **source}
+        mounts = [{"name": each["name"], "mountPath": path} for path, each in volumes.items()]
+        return {
+            "terminationGracePeriodSeconds": training.grace_seconds,
+            "containers": [
+                {
+                    "name": container,
+                    "image": self.image,
+                    "command": self._command(master),
+                    "env": variables,
+                    **self._resources(),
+                    "volumeMounts": mounts,
+                }
+            ],
+            "volumes": list(volumes.values()),
+        }
+
+    def _command(self, master: str) -> list[str]:
+        """Return the command of a pod: its only worker, or `samestep run`, which joins `master`."""
+        workers, nodes = self.training.workers_per_node, self.training.nodes
+        arguments = [_literal(argument) for argument in self.training.arguments]
+        if workers == 1:
+            return ["python", *arguments]
+        several = ["--nodes", str(nodes), "--master", f"{master}:{PORT}"] if nodes > 1 else []
+        return ["samestep", "run", "-n", str(workers), *several, *arguments]
+
+    def _resources(self) -> Manifest:
+        training, cpus = self.training, self.training.cpus_per_worker
+        cpu = None if cpus is None else str(cpus * training.workers_per_node)
+        given = {"cpu": cpu, "memory": training.memory, "nvidia.com/gpu": self.gpus}
+        amounts = {name: value for name, value in given.items() if value is not None}
+        return {"resources": {"requests": amounts, "limits": dict(amounts)}} if amounts else {}
+
+
+def _literal(text: str) -> str:
+    """Escape $(NAME), which Kubernetes would replace by a variable of the container."""
+    return text.replace("$(", "$$(")
 
 
 def manifests(arguments: argparse.Namespace) -> list[Manifest]:
-    """Return the manifests of a job. Raises `ConfigError` for what Kubernetes would not take."""
+    """Return the manifests of a job. Raises `ConfigError` for values that Kubernetes refuses."""
     training = training_of(arguments)
-    last_pod = (
-        f"{training.name}-master-0"
-        if arguments.kind == "pytorchjob"
-        else f"{training.name}-node-0-{training.nodes - 1}"
-    )
-    check_matches(
-        "--name",
-        training.name,
-        LABEL,
-        "lower-case letters, digits and hyphens, a letter first and no hyphen last (DNS-1123)",
-    )
+    name, is_pytorch = training.name, arguments.kind == "pytorchjob"
+    last_pod = f"{name}-master-0" if is_pytorch else f"{name}-node-0-{training.nodes - 1}"
+    check_matches("--name", name, LABEL, "a DNS label of a-z, 0-9 and -, with a letter first")
     if len(last_pod) > MOST_LABEL:
         raise ConfigError(
-            f"--name {training.name} was given; expected fewer letters: a pod would be {last_pod}, of more than {MOST_LABEL}"
+            f"--name must be shorter, got {name}: {last_pod} has more than {MOST_LABEL} characters"
         )
-    check_matches(
-        "--namespace",
-        arguments.namespace,
-        r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?",
-        "a name of lower-case letters and digits",
-    )
+    check_matches("--namespace", arguments.namespace, NAMESPACE, "a DNS label of a-z, 0-9 and -")
     check_matches("--memory", training.memory, QUANTITY, "a quantity such as 64Gi")
     check_matches("--gpus", arguments.gpus, r"[1-9]\d*", "a number")
-    check_matches("--dir", training.directory, r"/.*", "an absolute path, as pods see it")
+    check_matches("--dir", training.directory, r"/.*", "an absolute path in the pods")
     if training.environment.get("SAMESTEP_RESUME", "auto") != "auto":
         raise ConfigError(
-            f"--resume {arguments.resume} was given; expected auto: pods that are started again would start there and not go on"
+            f"--resume must be auto, got {arguments.resume}: restarted pods would resume there"
         )
     pods = Pods(training, arguments.image, arguments.gpus, claims_of(arguments.claim, training))
-    made = [
-        *([token_secret(training.name)] if pods.needs_token else []),
-        *KINDS[arguments.kind](pods),
-    ]
-    for manifest in made:
-        manifest["metadata"].update(
-            {"namespace": arguments.namespace} if arguments.namespace else {}
+    found = KINDS[arguments.kind](pods)
+    if pods.token_name:
+        token = {"stringData": {"token": secrets.token_hex(32)}}
+        found.insert(0, {**_manifest("v1", "Secret", pods.token_name), **token})
+    if arguments.namespace:
+        for manifest in found:
+            manifest["metadata"]["namespace"] = arguments.namespace
+    return found
+
+
+def claims_of(texts: Sequence[str], training: Training) -> dict[str, str]:
+    """Return claims by their paths. Raises `ConfigError` if the run is lost with its pods."""
+    claims: dict[str, str] = {}
+    for text in texts:
+        claim, colon, path = text.partition(":")
+        path = (path if colon else training.directory).rstrip("/")
+        if not claim or not path.startswith("/") or path in claims:
+            raise ConfigError(
+                f"--claim must be CLAIM or CLAIM:PATH with an absolute path of its own, got {text}"
+            )
+        claims[path] = claim
+    outlives_pods = any(f"{training.directory}/".startswith(f"{path}/") for path in claims)
+    if not outlives_pods and (training.nodes > 1 or "SAMESTEP_REMOTE" not in training.environment):
+        raise ConfigError(
+            "--dir must be in the path of a claim (--claim CLAIM[:PATH]), or a single pod must "
+            f"have --remote URL, got {training.directory}, which is lost with its pod"
         )
-    return made
+    return claims
+
+
+def _manifest(version: str, kind: str, name: str, spec: Manifest | None = None) -> Manifest:
+    manifest = {"apiVersion": version, "kind": kind, "metadata": {"name": name}}
+    return manifest if spec is None else {**manifest, "spec": spec}
 
 
 def indexed_job(pods: Pods) -> list[Manifest]:
-    """Return an Indexed Job, and the headless service by which its pods find the first of them."""
+    """Return an Indexed Job, and the headless service through which its pods find the first one."""
     name, nodes = pods.training.name, pods.training.nodes
-    retried = [
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {
-            "action": "Ignore",
-            "onExitCodes": {"containerName": "worker", "operator": "In", "values": [STOPPED]},
-        },
-    ]
-    place = (
-        {}
-        if nodes == 1
-        else {"WORLD_SIZE": str(nodes), "MASTER_ADDR": f"{name}-0.{name}", "MASTER_PORT": PORT}
+    address, label = f"{name}-0.{name}", {"app.kubernetes.io/name": name}
+    process = {"WORLD_SIZE": str(nodes), "MASTER_ADDR": address, "MASTER_PORT": PORT}
+    ignored = (
+        {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"onExitCodes": {"containerName": "worker", "operator": "In", "values": [STOPPED]}},
     )
     pod = {
-        **pods.spec("worker", master=f"{name}-0.{name}", place=place),
+        **pods.spec("worker", address, **(process if nodes > 1 else {})),
         "restartPolicy": "Never",
         "subdomain": name,
     }
-    job: Manifest = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": name},
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": nodes,
-            "parallelism": nodes,
-            "backoffLimit": 0,  # of failures that are not ignored
-            "podFailurePolicy": {"rules": retried},
-            "template": {"metadata": {"labels": {"app.kubernetes.io/name": name}}, "spec": pod},
-        },
+    job = {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        "backoffLimit": 0,  # for failures that the policy does not ignore
+        "podFailurePolicy": {"rules": [{"action": "Ignore", **rule} for rule in ignored]},
+        "template": {"metadata": {"labels": label}, "spec": pod},
     }
-    service: Manifest = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {"app.kubernetes.io/name": name},
-        },
-    }
-    return [job] if nodes == 1 else [service, job]
+    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": dict(label)}
+    found = [_manifest("v1", "Service", name, service)] if nodes > 1 else []
+    return [*found, _manifest("batch/v1", "Job", name, job)]
 
 
 def pytorch_job(pods: Pods) -> list[Manifest]:
-    """Return a PyTorchJob of Kubeflow's training operator, which sets the variables that a pod's only worker reads."""
+    """Return a PyTorchJob of Kubeflow; its operator sets the variables of a pod's only worker."""
     name, nodes = pods.training.name, pods.training.nodes
 
     def replicas(number: int) -> Manifest:
-        spec = pods.spec("pytorch", master=f"{name}-master-0")
-        # from 128 on: started again
+        spec = pods.spec("pytorch", f"{name}-master-0")
+        # ExitCode restarts pods that exit with a status of 128 or more
         return {"replicas": number, "restartPolicy": "ExitCode", "template": {"spec": spec}}
 
     roles = {"Master": replicas(1), **({"Worker": replicas(nodes - 1)} if nodes > 1 else {})}
     spec = {"runPolicy": {"cleanPodPolicy": "Running"}, "pytorchReplicaSpecs": roles}
-    return [
-        {
-            "apiVersion": "kubeflow.org/v1",
-            "kind": "PyTorchJob",
-            "metadata": {"name": name},
-            "spec": spec,
-        }
-    ]
+    return [_manifest("kubeflow.org/v1", "PyTorchJob", name, spec)]
 
 
 def train_job(pods: Pods) -> list[Manifest]:
-    """Return a TrainJob of Kubeflow's trainer for its runtime `torch-distributed`, whose retries are the runtime's."""
-    pod = pods.spec("node", master="$(PET_MASTER_ADDR)")
+    """Return a TrainJob of Kubeflow's trainer; its runtime `torch-distributed` defines retries."""
+    pod = pods.spec("node", "$(PET_MASTER_ADDR)")
     (container,) = pod["containers"]
     mounts = {"name": container["name"], "volumeMounts": container["volumeMounts"]}
     template = {"spec": {"template": {"spec": {**pod, "containers": [mounts]}}}}
     patch = {"template": {"spec": {"replicatedJobs": [{"name": "node", "template": template}]}}}
     trainer = {
-        "image": container["image"],
-        "command": container["command"],
-        "env": container["env"],
+        **{name: container[name] for name in ("image", "command", "env")},
         "numNodes": pods.training.nodes,
         "numProcPerNode": pods.training.workers_per_node,
         **({"resourcesPerNode": container["resources"]} if "resources" in container else {}),
@@ -207,30 +270,7 @@ def train_job(pods: Pods) -> list[Manifest]:
         "trainer": trainer,
         "runtimePatches": [{"manager": "samestep", "trainingRuntimeSpec": patch}],
     }
-    return [
-        {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": "TrainJob",
-            "metadata": {"name": pods.training.name},
-            "spec": spec,
-        }
-    ]
+    return [_manifest("trainer.kubeflow.org/v1alpha1", "TrainJob", pods.training.name, spec)]
 
 
-def as_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
-    """Write documents as YAML. Raises `LaunchError` where PyYAML is missing."""
-    try:
-        yaml: Any = import_module("yaml")
-    except ImportError:
-        raise LaunchError(
-            "manifests are written by PyYAML, which is not installed: pip install 'samestep[kubernetes]'"
-        ) from None
-    text: str = yaml.safe_dump_all(documents, sort_keys=False, width=120)
-    return text
-
-
-KINDS: Final[dict[str, Callable[[Pods], list[Manifest]]]] = {
-    "job": indexed_job,
-    "pytorchjob": pytorch_job,
-    "trainjob": train_job,
-}
+KINDS: Final = {"job": indexed_job, "pytorchjob": pytorch_job, "trainjob": train_job}

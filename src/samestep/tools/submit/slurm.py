@@ -1,173 +1,235 @@
-"""`samestep submit slurm`: a batch script whose job goes back to the queue when it was stopped with a snapshot."""
+"""`samestep submit slurm`, and the options and the job description that Kubernetes shares.
+
+The job of the batch script returns to the queue if it was stopped and took a snapshot.
+"""
 
 from __future__ import annotations
 
+import argparse
+import math
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from samestep.config import PREFIX, merge
 from samestep.errors import ConfigError, LaunchError
-from samestep.tools.submit.training import (
-    PRINTED,
-    STOPPED,
-    Training,
-    add_training_arguments,
-    check_matches,
-    hand_over,
-    training_of,
-)
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
+from samestep.launch.command import add_options, given_options
 
 SUMMARY: Final = "write an sbatch script that requeues itself after a snapshot, and submit it"
 TIME: Final = r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}"
+GRACE_SECONDS: Final = 120
+MOST_GRACE_SECONDS: Final = 65535  # the limit of sbatch --signal
+PRINTED: Final = "-"  # instead of a file name
+STOPPED: Final = 128 + signal.SIGTERM.value  # exit status after a snapshot on SIGTERM
+
+
+@dataclass(frozen=True)
+class Training:
+    """A script and its workers: `environment` has the options of the run, `arguments` Python's."""
+
+    name: str
+    nodes: int
+    workers_per_node: int
+    cpus_per_worker: int | None
+    memory: str | None
+    directory: str
+    grace_seconds: int
+    environment: Mapping[str, str]
+    arguments: tuple[str, ...]
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, node: str) -> None:
+    """Add the arguments that Slurm and Kubernetes share; `node` is "node" or "pod"."""
+    parser.add_argument("--name", help="name of the job (default: the name of the script)")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help=f"{node}s (default: 1)")
+    parser.add_argument(
+        "-n", "--workers", type=int, default=1, metavar="N", help=f"workers per {node} (default: 1)"
+    )
+    parser.add_argument("--gpus", metavar="N", help=f"GPUs per {node}")
+    parser.add_argument("--cpus", type=int, metavar="N", help="CPUs per worker and its loaders")
+    parser.add_argument("--memory", metavar="SIZE", help=f"memory per {node}")
+    parser.add_argument("--output", metavar="FILE", help="write the job to FILE, do not submit it")
+    parser.add_argument("-m", "--module", action="store_true", help="script is a module's name")
+    add_options(parser)
+    parser.add_argument("script", help="a Python script, or a module with -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def training_of(arguments: argparse.Namespace) -> Training:
+    """Return the job that the command line describes. Raises `ConfigError` naming a wrong flag."""
+    for flag in ("nodes", "workers", "cpus"):
+        value = getattr(arguments, flag)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{flag} must be at least 1, got {value}")
+    options = given_options(arguments)
+    if arguments.dir is None:
+        raise ConfigError("--dir is required: a directory that all nodes share, to resume from")
+    grace = merge({"grace_period": GRACE_SECONDS, **options}, {}).grace_period
+    if not 0 < grace <= MOST_GRACE_SECONDS:
+        raise ConfigError(
+            f"--grace-period must be above 0 and at most {MOST_GRACE_SECONDS} seconds, "
+            f"got {arguments.grace_period}"
+        )
+    texts = {f"{PREFIX}{name.upper()}": str(getattr(arguments, name)) for name in options}
+    stem = arguments.script.rpartition(".")[2] if arguments.module else Path(arguments.script).stem
+    return Training(
+        name=arguments.name or re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "train",
+        nodes=arguments.nodes,
+        workers_per_node=arguments.workers,
+        cpus_per_worker=arguments.cpus,
+        memory=arguments.memory,
+        directory=arguments.dir,
+        grace_seconds=math.ceil(grace),
+        environment={f"{PREFIX}GRACE_PERIOD": str(GRACE_SECONDS), **texts},
+        arguments=(*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments),
+    )
+
+
+def check_matches(flag: str, value: str | None, pattern: str, expected: str) -> None:
+    """Raise `ConfigError` if a value is given and does not match the pattern."""
+    if value is not None and not re.fullmatch(pattern, value):
+        raise ConfigError(f"{flag} must be {expected}, got {value!r}")
+
+
+def write_job(text: str, output: str | None) -> None:
+    """Write a job to a file, or to the terminal if the file is `PRINTED`."""
+    if output == PRINTED:
+        sys.stdout.write(text)
+    elif output is not None:
+        try:
+            Path(output).write_text(text)
+        except OSError as error:
+            raise ConfigError(f"cannot write --output {output}: {error}") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+    """Add the arguments of `samestep submit slurm` to its parser."""
     parser.usage = "%(prog)s --dir DIR [--OPTION VALUE ...] [-m] script ..."
-    parser.epilog = "Workers start in this directory. They get SIGTERM --grace-period seconds (default here: 120) before the time limit."
-    parser.add_argument(
-        "--time", metavar="LIMIT", help="time limit, such as 90 (minutes), 8:00:00 or 2-12:00:00"
+    parser.epilog = (
+        "Workers start in the current directory. They get SIGTERM --grace-period seconds "
+        f"(default here: {GRACE_SECONDS}) before the time limit."
     )
-    parser.add_argument("--partition", help="partition to run in")
-    parser.add_argument("--account", help="account to charge")
+    parser.add_argument(
+        "--time", metavar="LIMIT", help="time limit: minutes, 8:00:00 or 2-12:00:00"
+    )
+    parser.add_argument("--partition", help="partition in which the job runs")
+    parser.add_argument("--account", help="account that the job is charged to")
     parser.add_argument(
         "--sbatch",
         action="append",
         default=[],
         metavar="OPTION",
-        help="further option of sbatch, as in --sbatch=--qos=high",
+        help="any other option of sbatch, as in --sbatch=--qos=high; may be repeated",
     )
     parser.add_argument(
         "--setup",
         action="append",
         default=[],
         metavar="LINE",
-        help="line of shell before the workers start, as in --setup 'source venv/bin/activate'; python is then looked up after it "
-        "(default: the Python that runs this command)",
+        help="shell command to run before the workers start, as in --setup 'source "
+        "venv/bin/activate'; may be repeated. Workers then use the python in PATH (default: the "
+        "Python that runs this command)",
     )
     parser.add_argument(
         "--dry-run",
         action="store_const",
         const=PRINTED,
         dest="output",
-        help="print the script and do not submit it",
+        help="print the script instead of submitting it",
     )
     add_training_arguments(parser, "node")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the script, or submit it and print the job's id."""
+    """Write the script, or submit it and print the id of the job."""
     training = training_of(arguments)
     script = batch_script(training, arguments)
     if arguments.output != PRINTED:
-        _make_directory(training)
-    if hand_over(script, arguments.output):
-        return 0
-    print(submit(script))
+        try:  # Slurm writes the job's output there, but does not create the directory
+            Path(training.directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot create --dir {training.directory}: {error}") from error
+    if arguments.output is None:
+        print(submit(script))
+    else:
+        write_job(script, arguments.output)
     return 0
 
 
-def _make_directory(training: Training) -> None:
-    """Make the run's directory, to which Slurm writes what the job prints, and which it does not make."""
-    try:
-        Path(training.directory).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--dir {training.directory} was given, and cannot be made: {error}"
-        ) from error
+def find_program(name: str) -> str:
+    """Return the path of the program that submits jobs. Raises `LaunchError` if it is missing."""
+    if (path := shutil.which(name)) is None:
+        raise LaunchError(
+            f"{name} not found in PATH; pass --output FILE, and submit the file where {name} is"
+        )
+    return path
 
 
 def submit(script: str) -> str:
-    """Hand a script to sbatch and return the job's id. Raises `LaunchError` with what sbatch said."""
-    sbatch = shutil.which("sbatch")
-    if sbatch is None:
-        raise LaunchError(
-            "sbatch was not found; submit from a machine that has it, or write the script to a file by --output"
-        )
-    done = subprocess.run(
-        [sbatch, "--parsable"], input=script, capture_output=True, text=True, check=False
-    )
+    """Pass a script to sbatch and return the job's id. Raises `LaunchError` if sbatch fails."""
+    command = [find_program("sbatch"), "--parsable"]
+    done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise LaunchError(f"sbatch ended with status {done.returncode}: {done.stderr.strip()}")
+        raise LaunchError(f"sbatch exited with status {done.returncode}: {done.stderr.strip()}")
     sys.stderr.write(done.stderr)
     return done.stdout.strip().partition(";")[0]
 
 
 def batch_script(training: Training, arguments: argparse.Namespace) -> str:
-    """Return the text of the script. Raises `ConfigError` for what Slurm would not take."""
-    check_matches(
-        "--time", arguments.time, TIME, "minutes, or a time such as 8:00:00 or 2-12:00:00"
-    )
+    """Return the text of the script. Raises `ConfigError` for values that Slurm refuses."""
+    gpus, cpus = arguments.gpus, training.cpus_per_worker
+    check_matches("--time", arguments.time, TIME, "minutes, or a time such as 2-12:00:00")
     check_matches("--memory", training.memory, r"\d+[KMGT]?", "a size such as 64G")
-    check_matches(
-        "--gpus", arguments.gpus, r"([\w.-]+:)?\d+", "a number, or kind and number such as a100:4"
-    )
-    python = "python" if arguments.setup else sys.executable
-    # srun takes none over from sbatch
-    cpus = (
-        [] if training.cpus_per_worker is None else [f"--cpus-per-task={training.cpus_per_worker}"]
-    )
-    environment = {**training.environment, "SAMESTEP_DIR": _absolute(training)}
+    check_matches("--gpus", gpus, r"([\w.-]+:)?\d+", "a number, or KIND:NUMBER such as a100:4")
+    directory = str(Path(training.directory).absolute())
+    options = {
+        "job-name": training.name,
+        "nodes": training.nodes,
+        "ntasks-per-node": training.workers_per_node,
+        "cpus-per-task": cpus,
+        "gpus-per-node": gpus,  # not per task: workers of a node access each other's GPUs
+        "mem": training.memory,
+        "time": arguments.time,
+        "partition": arguments.partition,
+        "account": arguments.account,
+        "chdir": Path.cwd(),
+        "output": f"{directory.replace('%', '%%')}/slurm-%j.out",
+        "open-mode": "append",
+        "signal": f"TERM@{training.grace_seconds}",  # to workers; B: would signal only the script
+    }
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    environment = {**training.environment, "SAMESTEP_DIR": directory}
+    srun = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
+    srun += [] if cpus is None else [f"--cpus-per-task={cpus}"]  # srun ignores that of sbatch
+    srun += ["python" if arguments.setup else sys.executable, *training.arguments]
     lines = [
         "#!/bin/bash",
-        *(_directive(option) for option in _options(training, arguments, cpus)),
+        *map(_directive, [*given, "--requeue", *arguments.sbatch]),
         "",
         *arguments.setup,
         *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
-        "# A job that was requeued goes on, however it began.",
+        "# A requeued job resumes, whatever --resume was when it started.",
         '[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || export SAMESTEP_RESUME=auto',
         "",
-        "# One worker ends before another whose part of the snapshot takes longer: that must not end the other.",
-        shlex.join(
-            ["srun", "--kill-on-bad-exit=0", "--wait=0", *cpus, python, *training.arguments]
-        ),
+        "# A worker that exits must not stop others that still write their part of the snapshot.",
+        shlex.join(srun),
         "status=$?",
-        f"# {STOPPED} is how workers end that took a snapshot on SIGTERM.",
+        f"# Workers exit with {STOPPED} after a snapshot on SIGTERM.",
         f'[ "$status" -ne {STOPPED} ] || scontrol requeue "$SLURM_JOB_ID"',
         'exit "$status"',
     ]
     return "\n".join(lines) + "\n"
 
 
-def _options(training: Training, arguments: argparse.Namespace, cpus: list[str]) -> Iterator[str]:
-    """Yield the options of sbatch."""
-    yield f"--job-name={training.name}"
-    yield f"--nodes={training.nodes}"
-    yield f"--ntasks-per-node={training.workers_per_node}"
-    yield from cpus
-    given = {
-        # and not a task: workers of a node reach each other's GPUs
-        "gpus-per-node": arguments.gpus,
-        "mem": training.memory,
-        "time": arguments.time,
-        "partition": arguments.partition,
-        "account": arguments.account,
-    }
-    yield from (f"--{name}={value}" for name, value in given.items() if value is not None)
-    yield f"--chdir={Path.cwd()}"
-    yield f"--output={_absolute(training).replace('%', '%%')}/slurm-%j.out"
-    yield "--open-mode=append"
-    yield "--requeue"
-    # to workers; with B: it would end this script instead
-    yield f"--signal=TERM@{training.grace_seconds}"
-    yield from arguments.sbatch
-
-
 def _directive(option: str) -> str:
-    """Write an option as a line that sbatch reads: it knows quotes, but takes a backslash for an escape within them too."""
+    """Return the line for an option; sbatch takes a backslash as an escape, even in quotes."""
     if "\\" in option or not option.isprintable():
-        raise ConfigError(
-            f"{option!r} was given to sbatch; expected no backslash, line break or other control character"
-        )
+        raise ConfigError(f"sbatch accepts no backslash or control character, got {option!r}")
     return f"#SBATCH {shlex.quote(option)}"
-
-
-def _absolute(training: Training) -> str:
-    return str(Path(training.directory).absolute())

@@ -1,34 +1,26 @@
-// One scalar: a heading, its newest value, and a chart that fetches what it shows, when it is on the screen.
+// A scalar: its name, newest value, and a chart that loads its data once it is visible.
 
 import { Chart } from "./chart.js";
-import { colourOf, dashOf } from "./colours.js";
+import { colorOf, dashOf } from "./colors.js";
 import { clockSpan, count, number, splitName } from "./format.js";
-import { get, path } from "./get.js";
+import { get, path } from "./api.js";
 import { h } from "./dom.js";
 import { choose } from "./state.js";
 
-const MANY = 4; // runs, beyond which bands and raw values would only hide each other
+const MANY = 4; // runs; with more, bands and raw values would hide each other
 const MOST_IN_TIP = 12;
 
 export class Card {
   constructor(name) {
     this.name = name;
-    this.answers = new Map(); // by run: the question with the run's version, and the answer
+    this.responses = new Map(); // by run: key and response
     this.readout = h("span", { class: "readout" });
     this.canvas = h("div", { class: "canvas" });
     this.note = h("p", { class: "note", hidden: true });
-    this.enlarge = h(
-      "button",
-      {
-        class: "quiet small",
-        type: "button",
-        title: "Enlarge",
-        "aria-label": `Enlarge ${name}`,
-        "aria-pressed": "false",
-        on: { click: () => choose({ large: this.large ? "" : name }) },
-      },
-      "⤢",
-    );
+    const click = () => choose({ large: this.large ? "" : name });
+    const labels = { title: "Enlarge", "aria-label": `Enlarge ${name}`, "aria-pressed": "false" };
+    const button = { class: "quiet small", type: "button", ...labels, on: { click } };
+    this.enlarge = h("button", button, "⤢");
     this.element = h(
       "article",
       { class: "card", "data-scalar": name },
@@ -41,12 +33,12 @@ export class Card {
       height: () => (this.large ? Math.max(240, Math.min(520, innerHeight - 260)) : 170),
       zoomed: (from, to) => choose({ from, to }),
       reset: () => choose({ from: null, to: null }),
-      pointed: (at) => this.tell(at),
+      pointed: (at) => this.showValue(at),
       tip: (at) => this.rows(at),
     });
   }
 
-  /** Take over what is to be shown; nothing is fetched or drawn before the card is on the screen. */
+  /** Set what to show. Nothing is loaded or drawn before the card is visible. */
   show(view) {
     const large = view.state.large === this.name;
     if (large !== this.large) {
@@ -64,14 +56,14 @@ export class Card {
     if (visible && this.view) this.load();
   }
 
-  /** The question for a run's curve, and a key that changes with the question or the run's news. */
-  question(row) {
+  /** Return the request for a run's curve, and a key that changes with it and with the run. */
+  request(row) {
     const { state, details } = this.view;
     const scalar = details.get(row.id)?.scalars.find((one) => one.name === this.name);
     if (!scalar) return null;
     const shift = state.axis === "time" ? row.started : 0;
     const points = this.view.runs.length > MANY ? 300 : this.large ? 2000 : 800;
-    const asked = path("curve", {
+    const request = path("curve", {
       id: row.id,
       name: this.name,
       from: state.from === null ? null : state.from + shift,
@@ -80,14 +72,16 @@ export class Card {
       smooth: state.smooth || null,
       x: state.axis,
     });
-    return { asked, shift, key: `${asked} ${scalar.points} ${scalar.last} ${details.get(row.id).attempts}` };
+    const version = `${scalar.points} ${scalar.last} ${details.get(row.id).attempts}`;
+    return { request, shift, key: `${request} ${version}` };
   }
 
-  /** Fetch what changed, and draw. What the reader chose takes back what was asked before; a run's news wait for the answer under way. */
+  /** Load what changed, and draw. Another choice aborts a load in progress; news wait for it. */
   async load() {
     const { view } = this;
-    const wanted = view.runs.map((row) => ({ row, ...this.question(row) })).filter(({ asked }) => asked);
-    const choice = JSON.stringify(wanted.map(({ asked }) => asked));
+    const requests = view.runs.map((row) => ({ row, ...this.request(row) }));
+    const wanted = requests.filter(({ request }) => request);
+    const choice = JSON.stringify(wanted.map(({ request }) => request));
     if (this.loading && choice === this.choice) {
       this.again = true;
       return;
@@ -106,10 +100,11 @@ export class Card {
     if (this.again && this.visible) this.load();
   }
 
-  async fetch({ row, asked, shift, key }, signal) {
-    if (this.answers.get(row.id)?.key === key) return;
-    const answer = await get(asked, signal);
-    this.answers.set(row.id, { key, ...answer, x: shift ? answer.x.map((x) => x - shift) : answer.x });
+  async fetch({ row, request, shift, key }, signal) {
+    if (this.responses.get(row.id)?.key === key) return;
+    const response = await get(request, signal);
+    const x = shift ? response.x.map((at) => at - shift) : response.x;
+    this.responses.set(row.id, { key, ...response, x });
   }
 
   draw(view, wanted) {
@@ -119,12 +114,12 @@ export class Card {
     this.look = look;
     const crowded = wanted.length > MANY;
     this.curves = wanted.map(({ row }) => {
-      const { x, value, low, high, smooth, points, exact } = this.answers.get(row.id);
+      const { x, value, low, high, smooth, points, exact } = this.responses.get(row.id);
       const banded = state.band && (!crowded || row.id === state.run);
       const line = {
         id: row.id,
         label: row.name,
-        colour: colourOf(row.id),
+        color: colorOf(row.id),
         dash: dashOf(row.id),
         x,
         value,
@@ -137,10 +132,12 @@ export class Card {
     });
     const isDrawn = (value) => value !== null && (!state.log || value > 0);
     const isEmpty = !this.curves.some(({ value }) => value.some(isDrawn));
-    this.say(isEmpty ? (state.log ? "No value here is above zero." : "No value here is a finite number.") : "");
+    const reason = state.log ? "No value here is above zero." : "No value here is finite.";
+    this.say(isEmpty ? reason : "");
     const marks = this.curves.length === 1 ? view.restarts(this.curves[0].id) : [];
-    this.chart.draw(this.curves, { time: state.axis === "time", log: state.log, from: state.from, to: state.to, marks });
-    this.tell(null);
+    const { log, from, to } = state;
+    this.chart.draw(this.curves, { time: state.axis === "time", log, from, to, marks });
+    this.showValue(null);
     const drawn = this.curves.reduce((sum, curve) => sum + curve.x.length, 0);
     this.element.dataset.points = drawn;
     this.element.dataset.exact = this.curves.every((curve) => curve.exact);
@@ -151,14 +148,14 @@ export class Card {
     this.note.hidden = !text;
   }
 
-  /** Beside the name: the value at the cursor, or the newest. */
-  tell(at) {
+  /** Show the value at the cursor next to the name, or the newest one. */
+  showValue(at) {
     const curve = this.curves?.find(({ id }) => id === this.view.state.run) ?? this.curves?.[0];
     const index = curve ? (at === null ? curve.x.length - 1 : nearest(curve.x, at)) : -1;
     this.readout.textContent = index < 0 ? "" : number((curve.smooth ?? curve.value)[index]);
   }
 
-  /** The box at the cursor: a row a run, the highest first, as the curves lie. */
+  /** Return the content of the box at the cursor: one row per run, highest value first. */
   rows(at) {
     const time = this.view.state.axis === "time";
     const found = (this.curves ?? [])
@@ -169,28 +166,31 @@ export class Card {
       });
     found.sort((a, b) => (b.value ?? -Infinity) - (a.value ?? -Infinity));
     const place = found.length ? found[0].curve.x[found[0].index] : at;
+    const more = found.length - MOST_IN_TIP;
     const rows = found
       .slice(0, MOST_IN_TIP)
       .map(({ curve, index, value }) =>
         h(
           "div",
           {},
-          h("i", { class: "key", vars: { background: curve.colour } }),
+          h("i", { class: "key", vars: { background: curve.color } }),
           found.length > 1 && h("span", { class: "who" }, curve.label),
           h("b", {}, number(value)),
-          curve.edges[0] && h("span", { class: "edges" }, `${number(curve.edges[0][index])} to ${number(curve.edges[1][index])}`),
+          curve.edges[0] && h("span", { class: "edges" },
+            `${number(curve.edges[0][index])} to ${number(curve.edges[1][index])}`),
         ),
       );
     return [
       h("div", { class: "where" }, time ? `after ${clockSpan(place)}` : `step ${count(place)}`),
       ...rows,
-      found.length > MOST_IN_TIP && h("div", { class: "where" }, `and ${found.length - MOST_IN_TIP} more`),
+      more > 0 && h("div", { class: "where" }, `and ${more} more`),
     ].filter(Boolean);
   }
 
-  /** Draw one run's curve strong and the others faint; null draws all alike. */
+  /** Highlight one run's curve; null highlights none. */
   emphasize(id) {
-    if (this.visible) this.chart.emphasize(this.curves?.findIndex((curve) => curve.id === id) ?? -1);
+    const index = this.curves?.findIndex((curve) => curve.id === id) ?? -1;
+    if (this.visible) this.chart.emphasize(index);
   }
 
   destroy() {
@@ -200,7 +200,7 @@ export class Card {
   }
 }
 
-/** The place in a sorted list that is nearest to a value. */
+/** Return the index of the nearest value in a sorted list. */
 export function nearest(list, value) {
   let [low, high] = [0, list.length - 1];
   while (high - low > 1) {

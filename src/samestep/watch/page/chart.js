@@ -1,24 +1,27 @@
-// One uPlot with curves of several runs. It draws and tells what the reader wants to see; what to fetch is decided elsewhere.
+// A uPlot chart with curves of several runs.
 
-import { resolved } from "./colours.js";
+import { resolved } from "./colors.js";
 import { clockSpan, tick } from "./format.js";
 import { h } from "./dom.js";
 import { chartKeys } from "./keys.js";
 
 const uPlot = globalThis.uPlot;
 const SECONDS = [
-  0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 432000, 864000,
+  0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800,
+  21600, 43200, 86400, 172800, 432000, 864000,
 ];
 const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 const FAINT = 0.15;
-const SMALLEST = 1e-40; // on a logarithmic axis, which would otherwise have hundreds of decades; about what float32 holds
+// limits of a logarithmic axis, about those of float32; otherwise it could have hundreds of decades
+const SMALLEST = 1e-40;
 const LARGEST = 1e40;
 const cursors = uPlot.sync("samestep");
 
 /**
- * A chart in `host`. A curve is {label, colour, dash, x, value} and may have low, high, smooth, `faint`, and `area` (filled down to the
- * curve before). `zoomed(from, to)` and `reset()` are called when the reader asks for it, `pointed(at)` with where the cursor stands on the
- * x axis or null, and `tip(at)` gives the elements of the box beside it.
+ * A chart in `host`. A curve is {label, color, dash, x, value}, optionally with low, high, smooth,
+ * faint, and area (filled down to the previous curve). Calls `zoomed(from, to)` and `reset()` on
+ * user actions, and `pointed(at)` with the cursor's x value or null. `tip(at)` returns the elements
+ * of the box at the cursor.
  */
 export class Chart {
   constructor(host, { label, height, zoomed, reset, pointed, tip }) {
@@ -27,7 +30,8 @@ export class Chart {
     this.curves = [];
     host.setAttribute("role", "group");
     host.setAttribute("aria-roledescription", "chart");
-    host.setAttribute("aria-label", `${label}. Arrow keys move along the curve, plus and minus zoom, Escape shows all.`);
+    const keys = "Arrow keys move along the curve, plus and minus zoom, Escape shows all.";
+    host.setAttribute("aria-label", `${label}. ${keys}`);
     host.tabIndex = 0;
     this.box = h("div", { class: "tip", hidden: true });
     this.resizer = new ResizeObserver(() => this.plot && this.plot.setSize(this.size()));
@@ -39,13 +43,16 @@ export class Chart {
     return { width: Math.max(120, this.host.clientWidth), height: this.height() };
   }
 
-  /** Draw curves. `options`: time (x is seconds), log, from and to (null: all), marks (places of vertical lines), zero (y begins there). */
+  /**
+   * Draw curves. Options: time (x is seconds), log, from and to (null: all), marks (x values of
+   * vertical lines), zero (y starts at 0).
+   */
   draw(curves, options) {
     this.curves = curves;
     const { series, bands, data, owners } = layOut(curves, options.log);
     this.owners = owners;
     const shape = JSON.stringify([
-      curves.map((curve) => [curve.label, curve.colour, curve.dash, curve.faint, curve.area]),
+      curves.map((curve) => [curve.label, curve.color, curve.dash, curve.faint, curve.area]),
       series.length,
       bands.length,
       options.time,
@@ -61,14 +68,16 @@ export class Chart {
     touches(this.plot);
   }
 
-  /** Draw one of the curves strong and the others faint; -1 draws all alike. */
+  /** Highlight one of the curves; -1 highlights none. */
   emphasize(place) {
     if (!this.plot) return;
-    this.plot.series.forEach((series, index) => (series.alpha = place < 0 || !index || this.owners[index] === place ? 1 : FAINT));
+    this.plot.series.forEach((series, index) => {
+      series.alpha = place < 0 || !index || this.owners[index] === place ? 1 : FAINT;
+    });
     this.plot.redraw(false);
   }
 
-  /** Draw again from scratch: colours on a canvas do not change by themselves. */
+  /** Draw again from scratch, because colors on a canvas do not change with the theme. */
   repaint() {
     if (!this.plot) return;
     this.shape = null;
@@ -83,13 +92,16 @@ export class Chart {
   look() {
     const { time, log, zero } = this.options;
     const line = { stroke: resolved("--grid"), width: 1 };
-    const axis = { stroke: resolved("--faint"), font: FONT, grid: line, ticks: { ...line, size: 4 }, gap: 4 };
+    const ticks = { ...line, size: 4 };
+    const axis = { stroke: resolved("--faint"), font: FONT, grid: line, ticks, gap: 4 };
+    const fromZero = { range: (plot, low, high) => [0, (high || 1) * 1.05] };
+    const label = (value) => (value === null ? "" : tick(value));
     return {
       legend: { show: false },
       padding: [8, 10, 0, 0],
       scales: {
         x: { time: false, range: (plot, low, high) => this.range(low, high) },
-        y: { distr: log ? 3 : 1, ...(zero && { range: (plot, low, high) => [0, (high || 1) * 1.05] }) },
+        y: { distr: log ? 3 : 1, ...(zero && fromZero) },
       },
       axes: [
         {
@@ -100,7 +112,7 @@ export class Chart {
             ? { incrs: SECONDS, values: (plot, at) => at.map(clockSpan) }
             : { incrs: wholeSteps(), values: (plot, at) => at.map(tick) }),
         },
-        { ...axis, values: (plot, at) => at.map((value) => (value === null ? "" : tick(value))), size: (plot, texts) => room(texts) },
+        { ...axis, values: (plot, at) => at.map(label), size: (plot, texts) => room(texts) },
       ],
       cursor: {
         y: false,
@@ -132,12 +144,13 @@ export class Chart {
     this.zoomed(from, to);
   }
 
-  /** Show what stands at the cursor. All charts follow one cursor, but only that under the hand or the keys opens its box. */
+  /** Show values at the cursor. All charts share it, but only the one in use opens its box. */
   point(plot) {
     const { left } = plot.cursor;
     const at = left === undefined || left < 0 ? null : plot.posToVal(left, "x");
     this.pointed?.(at);
-    const mine = plot.over.matches(":hover") || this.host.matches(":focus-visible") || plot.over.dataset.touched;
+    const isPointed = plot.over.matches(":hover") || plot.over.dataset.touched;
+    const mine = isPointed || this.host.matches(":focus-visible");
     if (at === null || !mine || !this.tip) {
       this.box.hidden = true;
       return;
@@ -145,7 +158,8 @@ export class Chart {
     this.box.replaceChildren(...this.tip(at));
     this.box.hidden = false;
     const room = plot.over.clientWidth - this.box.offsetWidth - 8;
-    this.box.style.left = `${left + 12 > room ? Math.max(4, Math.min(room, left - this.box.offsetWidth - 12)) : left + 12}px`;
+    const before = Math.max(4, Math.min(room, left - this.box.offsetWidth - 12));
+    this.box.style.left = `${left + 12 > room ? before : left + 12}px`;
   }
 
   mark(plot) {
@@ -166,16 +180,17 @@ export class Chart {
   }
 }
 
-/** Lay curves with places of their own over one axis, as uPlot wants them: the lowest and highest first, so that lines lie on top. */
+/** Put curves on one x axis, as uPlot requires. Bands come first, so that lines are on top. */
 function layOut(curves, log) {
   const series = [{}];
   const owners = [null]; // the curve that a series belongs to
   const bands = [];
   const tables = curves.map((curve, place) => {
-    const stroke = resolved(curve.colour);
+    const stroke = resolved(curve.color);
     const table = [curve.x];
     const add = (values, look) => {
-      table.push(log ? values.map((value) => (value > SMALLEST && value < LARGEST ? value : null)) : values);
+      const valid = (value) => (value > SMALLEST && value < LARGEST ? value : null);
+      table.push(log ? values.map(valid) : values);
       owners.push(place);
       series.push({ points: { show: false }, pxAlign: 0, ...look });
     };
@@ -185,10 +200,11 @@ function layOut(curves, log) {
       add(curve.low, { width: 0, stroke });
     }
     if (curve.area) {
-      if (curve.area === "stacked") bands.push({ series: [series.length, series.length - 1], fill: stroke });
+      const pair = [series.length, series.length - 1];
+      if (curve.area === "stacked") bands.push({ series: pair, fill: stroke });
       add(curve.value, { width: 0, stroke, fill: curve.area === "base" ? stroke : undefined });
     } else {
-      const lone = curve.x.length < 40; // a few points are seen better as points
+      const lone = curve.x.length < 40; // draw a few points as dots
       add(curve.value, {
         stroke: curve.faint || curve.smooth ? withAlpha(stroke, 0.35) : stroke,
         width: curve.smooth ? 1 : 1.6,
@@ -202,8 +218,8 @@ function layOut(curves, log) {
   return { series, bands, owners, data: tables.length ? uPlot.join(tables) : [[]] };
 }
 
-function withAlpha(colour, alpha) {
-  const [red, green, blue] = colour.match(/[0-9a-f]{2}/gi).map((pair) => parseInt(pair, 16));
+function withAlpha(color, alpha) {
+  const [red, green, blue] = color.match(/[0-9a-f]{2}/gi).map((pair) => parseInt(pair, 16));
   return `rgba(${red}, ${green}, ${blue}, ${alpha})`;
 }
 
@@ -217,7 +233,7 @@ function room(texts) {
   return 16 + 6.2 * Math.max(2, ...(texts ?? []).map((text) => text.length));
 }
 
-/** A finger along the chart moves the cursor; up and down still scrolls the page. */
+/** Move the cursor with a finger; vertical moves still scroll the page. */
 function touches(plot) {
   const follow = (event) => {
     if (event.pointerType === "mouse") return;

@@ -1,21 +1,23 @@
-// The resolved configuration of a run, and what differs in another.
+// The resolved configuration of a run, and its differences from another run.
 
 import { h, onChange } from "./dom.js";
 import { choose, state } from "./state.js";
 
 export function configurationPanel(root) {
-  const select = h("select", { id: "versus", on: { change: () => choose({ versus: select.value }) } });
-  const only = h("input", { type: "checkbox", id: "only-differences", on: { change: () => again() } });
+  const change = () => choose({ versus: select.value });
+  const select = h("select", { id: "versus", on: { change } });
+  const again = () => draw({ ...given, only: only.checked });
+  const only = h("input", { type: "checkbox", id: "only-differences", on: { change: again } });
   const onlyLabel = h("label", { class: "check" }, only, "Only differences");
   const chooser = h("div", { class: "tools" }, h("label", {}, "Compare with ", select), onlyLabel);
   const table = h("table", { class: "config", id: "config" });
   root.append(chooser, table);
   let given;
-  const again = () => draw({ ...given, only: only.checked });
-  const draw = onChange(({ name, config, other, only: differing }) => table.replaceChildren(...content(name, config, other, differing)));
-  const drawChoice = onChange((rows) =>
-    select.replaceChildren(h("option", { value: "" }, "no other run"), ...rows.map(({ id, name }) => h("option", { value: id }, name))),
-  );
+  const draw = onChange((shown) => table.replaceChildren(...content(shown)));
+  const drawChoice = onChange((rows) => {
+    const options = rows.map(({ id, name }) => h("option", { value: id }, name));
+    select.replaceChildren(h("option", { value: "" }, "no other run"), ...options);
+  });
   return {
     update(view) {
       const { run } = view;
@@ -27,18 +29,21 @@ export function configurationPanel(root) {
       chooser.hidden = !others.length;
       onlyLabel.hidden = !versus;
       const other = view.details.get(versus);
-      given = { name: run.name, config: run.config, other: other && { name: other.name, config: other.config } };
+      const compared = other && { name: other.name, config: other.config };
+      given = { name: run.name, config: run.config, other: compared };
       again();
     },
   };
 }
 
-function content(name, config, other, differing) {
+function content({ name, config, other, only }) {
   const mine = flat(config);
   const theirs = other ? flat(other.config) : new Map();
-  const keys = [...new Set([...mine.keys(), ...theirs.keys()])].filter((key) => !(other && differing) || mine.get(key) !== theirs.get(key));
+  const isDifferent = (key) => other && mine.get(key) !== theirs.get(key);
+  const all = [...new Set([...mine.keys(), ...theirs.keys()])];
+  const keys = all.filter((key) => !(other && only) || isDifferent(key));
   const rows = keys.map((key) => {
-    const differs = other && mine.get(key) !== theirs.get(key);
+    const differs = isDifferent(key);
     return h(
       "tr",
       { "data-key": key, "data-differs": differs },
@@ -47,22 +52,14 @@ function content(name, config, other, differing) {
       other && h("td", {}, theirs.get(key) ?? "–"),
     );
   });
-  const head = h(
-    "thead",
-    {},
-    h("tr", {}, h("th", { scope: "col" }, "Option"), h("th", { scope: "col" }, name), other && h("th", { scope: "col" }, other.name)),
-  );
-  return [
-    head,
-    h(
-      "tbody",
-      {},
-      rows.length ? rows : h("tr", {}, h("td", { colspan: 3 }, other ? "Nothing differs." : "No configuration in the record yet.")),
-    ),
-  ];
+  const titles = ["Option", name, ...(other ? [other.name] : [])];
+  const head = h("tr", {}, titles.map((title) => h("th", { scope: "col" }, title)));
+  const empty = other ? "No differences." : "No configuration in the record yet.";
+  const none = h("tr", {}, h("td", { colspan: 3 }, empty));
+  return [h("thead", {}, head), h("tbody", {}, rows.length ? rows : none)];
 }
 
-/** Nested options by their dotted names, each value as JSON has it. */
+/** Return nested options by their dotted names, with values as JSON. */
 function flat(config, before = "") {
   return new Map(
     Object.entries(config ?? {}).flatMap(([key, value]) => {

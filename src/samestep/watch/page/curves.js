@@ -1,4 +1,4 @@
-// The panel of curves: what to see of all scalars on top, and a chart each below, in groups by what stands before the slash.
+// The panel of curves: controls for all charts, and one chart per scalar, grouped by name prefix.
 
 import { Card } from "./card.js";
 import { h, onChange, searchBox, toggle } from "./dom.js";
@@ -13,16 +13,20 @@ export function curvesPanel(root) {
   const grid = h("div", { class: "groups" });
   root.append(tools.element, grid);
   const watcher = new IntersectionObserver(
-    (entries) => entries.forEach((entry) => cards.get(entry.target.dataset.scalar)?.setVisible(entry.isIntersecting)),
+    (entries) =>
+      entries.forEach(({ target, isIntersecting }) =>
+        cards.get(target.dataset.scalar)?.setVisible(isIntersecting)),
     { rootMargin: "200px 0px" },
   );
   const arrange = onChange((names) => place(names, cards, grid, watcher));
 
-  document.addEventListener("emphasize", ({ detail }) => cards.forEach((card) => card.emphasize(detail)));
+  document.addEventListener("emphasize", ({ detail }) =>
+    cards.forEach((card) => card.emphasize(detail)));
 
   return {
     update(view) {
-      const all = [...new Set(view.runs.flatMap((row) => view.details.get(row.id)?.scalars.map(({ name }) => name) ?? []))];
+      const scalars = view.runs.flatMap((row) => view.details.get(row.id)?.scalars ?? []);
+      const all = [...new Set(scalars.map(({ name }) => name))];
       const names = all.filter((name) => matches(name, state.search));
       tools.update(names.length, all.length, view);
       arrange(names);
@@ -32,7 +36,7 @@ export function curvesPanel(root) {
   };
 }
 
-/** Every word must stand somewhere in the name. */
+/** Return whether a name contains every word of the search. */
 function matches(name, search) {
   return search
     .toLowerCase()
@@ -40,7 +44,7 @@ function matches(name, search) {
     .every((word) => name.toLowerCase().includes(word));
 }
 
-/** Bring cards into the groups of their names; those that stay keep what they have fetched. */
+/** Arrange cards in groups. Existing cards keep their data. */
 function place(names, cards, grid, watcher) {
   for (const [name, card] of cards) {
     if (names.includes(name)) continue;
@@ -49,11 +53,10 @@ function place(names, cards, grid, watcher) {
     cards.delete(name);
   }
   const groups = grouped(names);
-  grid.replaceChildren(...[...groups].map(([group, members]) => section(group, members, cards, watcher)));
-  if (!names.length)
-    grid.append(
-      h("p", { class: "empty" }, state.search ? "No scalar has that in its name." : "No scalars yet. They come with the first step."),
-    );
+  const sections = [...groups].map(([group, members]) => section(group, members, cards, watcher));
+  grid.replaceChildren(...sections);
+  const text = state.search ? "No scalar has that in its name." : "No scalars yet.";
+  if (!names.length) grid.append(h("p", { class: "empty" }, text));
 }
 
 function grouped(names) {
@@ -73,30 +76,24 @@ function section(group, members, cards, watcher) {
     }
     return cards.get(name).element;
   });
-  return h(
-    "section",
-    { class: "group", "data-group": group },
+  return h("section", { class: "group", "data-group": group },
     group && h("h2", {}, group, h("small", {}, ` ${count(members.length)}`)),
-    h("div", { class: "grid" }, elements),
-  );
+    h("div", { class: "grid" }, elements));
 }
 
 function toolbar() {
   const search = searchBox("search", "Search scalars", (text) => choose({ search: text.trim() }));
   const tally = h("span", { class: "tally", id: "tally" });
-  const axis = h(
-    "div",
-    { class: "segments", role: "group", "aria-label": "Axis" },
-    ["step", "time"].map((kind) =>
-      h(
-        "button",
-        { type: "button", id: `axis-${kind}`, "aria-pressed": "false", on: { click: () => choose({ axis: kind, from: null, to: null }) } },
-        kind === "step" ? "Step" : "Time",
-      ),
-    ),
-  );
+  const axisButton = (kind, label) => {
+    const click = () => choose({ axis: kind, from: null, to: null });
+    const id = `axis-${kind}`;
+    return h("button", { type: "button", id, "aria-pressed": "false", on: { click } }, label);
+  };
+  const axis = h("div", { class: "segments", role: "group", "aria-label": "Axis" },
+    axisButton("step", "Step"), axisButton("time", "Time"));
   const log = toggle("log", "Log", "Logarithmic scale", () => choose({ log: !state.log }));
-  const band = toggle("band", "Band", "From the lowest to the highest worker", () => choose({ band: !state.band }));
+  const title = "From the lowest to the highest worker";
+  const band = toggle("band", "Band", title, () => choose({ band: !state.band }));
   const smooth = h("input", {
     id: "smooth",
     type: "range",
@@ -121,7 +118,8 @@ function toolbar() {
     update(found, all, view) {
       if (document.activeElement !== search) search.value = state.search;
       tally.textContent = found === all ? `${count(all)}` : `${count(found)} of ${count(all)}`;
-      axis.childNodes.forEach((button) => button.setAttribute("aria-pressed", String(button.id === `axis-${state.axis}`)));
+      axis.childNodes.forEach((button) =>
+        button.setAttribute("aria-pressed", String(button.id === `axis-${state.axis}`)));
       log.setAttribute("aria-pressed", String(state.log));
       band.setAttribute("aria-pressed", String(state.band));
       smooth.value = fromWeight(state.smooth);
@@ -132,32 +130,39 @@ function toolbar() {
   };
 }
 
-/** The slider is fine where it matters: half of its way is 0.97. */
-const toWeight = (place) => Number((place === "0" ? 0 : Math.min(STRONGEST, 1 - 10 ** (-3 * (place / 100)))).toPrecision(3));
+/** The slider has a finer scale for large weights: its middle is 0.97. */
+const toWeight = (place) =>
+  place === "0" ? 0 : Number(Math.min(STRONGEST, 1 - 10 ** (-3 * (place / 100))).toPrecision(3));
 const fromWeight = (weight) => (weight ? Math.round((-100 / 3) * Math.log10(1 - weight)) : 0);
 
-/** Zoom without a mouse or keys, for all charts at once. */
+/** Buttons that zoom all charts. */
 function zoomButtons() {
   let whole = [0, 1];
   const act = (change) => () => {
     const [from, to] = [state.from ?? whole[0], state.to ?? whole[1]];
     choose(change(from, to, to - from));
   };
-  const button = (id, label, title, change) =>
-    h("button", { id, type: "button", title, "aria-label": title, on: { click: act(change) } }, label);
+  const button = (id, label, title, change) => {
+    const on = { click: act(change) };
+    return h("button", { id, type: "button", title, "aria-label": title, on }, label);
+  };
+  const all = () => ({ from: null, to: null });
+  const shifted = (by) => (from, to, width) => ({ from: from + by * width, to: to + by * width });
+  const grown = (by) => (from, to, width) => ({ from: from - by * width, to: to + by * width });
+  const isWider = (width) => width * 2 > whole[1] - whole[0];
+  const zoomOut = (...range) => (isWider(range[2]) ? all() : grown(0.5)(...range));
   const buttons = [
-    button("earlier", "‹", "Earlier", (from, to, width) => ({ from: from - width / 2, to: to - width / 2 })),
-    button("zoom-in", "+", "Zoom in", (from, to, width) => ({ from: from + width / 4, to: to - width / 4 })),
-    button("zoom-out", "−", "Zoom out", (from, to, width) =>
-      width * 2 > whole[1] - whole[0] ? { from: null, to: null } : { from: from - width / 2, to: to + width / 2 },
-    ),
-    button("later", "›", "Later", (from, to, width) => ({ from: from + width / 2, to: to + width / 2 })),
-    button("zoom-reset", "All", "Show all", () => ({ from: null, to: null })),
+    button("earlier", "‹", "Earlier", shifted(-0.5)),
+    button("zoom-in", "+", "Zoom in", grown(-0.25)),
+    button("zoom-out", "−", "Zoom out", zoomOut),
+    button("later", "›", "Later", shifted(0.5)),
+    button("zoom-reset", "All", "Show all", all),
   ];
   return {
     element: h("div", { class: "segments zoom", role: "group", "aria-label": "Zoom" }, buttons),
     update(view) {
-      const ends = view.runs.map((row) => (state.axis === "time" ? row.updated - row.started : (row.step ?? 0)));
+      const length = (row) => (state.axis === "time" ? row.updated - row.started : (row.step ?? 0));
+      const ends = view.runs.map(length);
       whole = [0, Math.max(1, ...ends)];
       buttons.forEach((one) => (one.disabled = state.from === null && one.id !== "zoom-in"));
     },

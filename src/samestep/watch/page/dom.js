@@ -1,21 +1,23 @@
-// Elements without templates: text from a record only ever becomes a text node, whatever it says.
+// Elements without templates: text from a record always becomes a text node.
 
-/** Make an element. `on` holds listeners, `vars` CSS properties (by CSSOM, which a strict content policy allows). */
+/** Return an element. `on` has listeners, `vars` CSS properties (set as the policy permits). */
 export function h(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [key, value] of Object.entries(properties)) {
     if (value === null || value === undefined || value === false) continue;
-    if (key === "on") for (const [kind, listener] of Object.entries(value)) element.addEventListener(kind, listener);
-    else if (key === "vars") for (const [name, text] of Object.entries(value)) element.style.setProperty(name, text);
+    const entries = Object.entries(value);
+    if (key === "on") entries.forEach(([kind, action]) => element.addEventListener(kind, action));
+    else if (key === "vars") entries.forEach((property) => element.style.setProperty(...property));
     else element.setAttribute(key, value === true ? "" : value);
   }
-  element.append(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false));
+  const isShown = (child) => child !== null && child !== undefined && child !== false;
+  element.append(...children.flat(2).filter(isShown));
   return element;
 }
 
 export const byId = (id) => document.getElementById(id);
 
-/** Return a function that calls `draw(value)` only when the value differs from the last, so that what a reader holds is left alone. */
+/** Return a function that calls `draw` only with changed values, to keep focus and selection. */
 export function onChange(draw) {
   let last;
   return (value, ...others) => {
@@ -27,7 +29,7 @@ export function onChange(draw) {
   };
 }
 
-/** A text field with a label that only screen readers meet. */
+/** Return a text field whose label is for screen readers only. */
 export function searchBox(id, label, listener) {
   return h("input", {
     id,
@@ -40,12 +42,13 @@ export function searchBox(id, label, listener) {
   });
 }
 
-/** A button that is on or off. */
+/** Return a button that is on or off. */
 export function toggle(id, label, title, listener) {
-  return h("button", { id, type: "button", class: "toggle", title, "aria-pressed": "false", on: { click: listener } }, label);
+  const state = { class: "toggle", title, "aria-pressed": "false" };
+  return h("button", { id, type: "button", ...state, on: { click: listener } }, label);
 }
 
-/** Tell those who do not see the page; said once, and only for what matters. */
+/** Announce important news to screen readers. */
 export function announce(text) {
   byId("announcer").textContent = text;
 }

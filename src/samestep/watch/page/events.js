@@ -1,9 +1,9 @@
-// What happened to a run, as marks along its time and as a list, and where its record went.
+// Events of a run as marks on a timeline and as a list, and the sinks of its record.
 
 import { h, onChange } from "./dom.js";
 import { bytes, count, moment } from "./format.js";
 
-const FIRST = 200; // rows of the list before the reader asks for all
+const FIRST = 200; // rows of the list until "Show all" is pressed
 
 export function eventsPanel(root) {
   const hidden = new Set();
@@ -17,20 +17,25 @@ export function eventsPanel(root) {
   const line = h("div", { class: "timeline", role: "img" });
   const kinds = h("div", { class: "kinds", role: "group", "aria-label": "Kinds of events" });
   const list = h("ol", { class: "events", id: "events" });
-  const more = h("button", { class: "quiet", type: "button", hidden: true, on: { click: () => ((all = true), again()) } }, "Show all");
+  const on = { click: () => ((all = true), again()) };
+  const more = h("button", { class: "quiet", type: "button", hidden: true, on }, "Show all");
   const sinks = h("section", { class: "sinks" });
   root.append(line, kinds, list, more, sinks);
   const drawLine = onChange(({ shown, started, updated }) => {
     line.replaceChildren(...marks(shown, started, updated));
-    line.setAttribute("aria-label", `${shown.length} events from ${moment(started)} to ${moment(updated)}; the list below has them.`);
+    const span = `${moment(started)} to ${moment(updated)}`;
+    line.setAttribute("aria-label", `${shown.length} events from ${span}, listed below`);
   });
   const drawList = onChange(({ shown }) => {
     const newest = shown.toReversed();
     list.replaceChildren(...newest.slice(0, all ? newest.length : FIRST).map(row));
     more.hidden = all || newest.length <= FIRST;
   });
-  const drawKinds = onChange((counts) => kinds.replaceChildren(...counts.map(([kind, number]) => kindToggle(kind, number, hidden, again))));
-  const drawSinks = onChange((told) => sinks.replaceChildren(...sinkTable(told)));
+  const drawKinds = onChange((counts) => {
+    const toggles = counts.map(([kind, number]) => kindToggle(kind, number, hidden, again));
+    kinds.replaceChildren(...toggles);
+  });
+  const drawSinks = onChange((shown) => sinks.replaceChildren(...sinkTable(shown)));
   return {
     update({ run }) {
       if (!run) return;
@@ -53,17 +58,19 @@ function marks(events, started, updated) {
       vars: { left: `${(100 * Math.min(1, Math.max(0, (time - started) / length))).toFixed(3)}%` },
     }),
   );
-  return [h("div", { class: "rail" }, dots), h("span", {}, moment(started)), h("span", {}, moment(updated))];
+  const ends = [started, updated].map((time) => h("span", {}, moment(time)));
+  return [h("div", { class: "rail" }, dots), ...ends];
 }
 
 function row({ time, kind, step, text, tone, detail }) {
+  const more = detail && [h("summary", {}, "Details"), h("pre", { tabindex: 0 }, detail)];
   return h(
     "li",
     { "data-kind": kind, "data-tone": tone },
     h("time", { datetime: new Date(time * 1000).toISOString() }, moment(time)),
     h("b", {}, kind.replaceAll("_", " ")),
     h("span", { class: "at" }, step === null || step === undefined ? "" : `step ${count(step)}`),
-    h("span", { class: "what" }, text, detail && h("details", {}, h("summary", {}, "Details"), h("pre", { tabindex: 0 }, detail))),
+    h("span", { class: "what" }, text, more && h("details", {}, more)),
   );
 }
 
@@ -92,7 +99,7 @@ function kindToggle(kind, number, hidden, again) {
 function sinkTable({ sinks, images }) {
   if (!sinks.length && !images) return [];
   return [
-    h("h2", {}, "Where the record goes"),
+    h("h2", {}, "Sinks of the record"),
     h(
       "ul",
       { id: "sinks" },
@@ -101,11 +108,11 @@ function sinkTable({ sinks, images }) {
           "li",
           { "data-sink": name, "data-tone": error ? "bad" : dropped ? "bad" : "good" },
           h("b", {}, name),
-          h("span", {}, error ?? (behind ? `${bytes(behind)} to go` : "up to date")),
+          h("span", {}, error ?? (behind ? `${bytes(behind)} behind` : "up to date")),
           h("span", {}, dropped ? `${count(dropped)} dropped` : "nothing dropped"),
         ),
       ),
     ),
-    images > 0 && h("p", {}, `${count(images)} images were dropped, so that training did not wait for them.`),
+    images > 0 && h("p", {}, `${count(images)} images were dropped to keep training from waiting.`),
   ].filter(Boolean);
 }

@@ -1,4 +1,4 @@
-// Numbers, times and sizes as people read them.
+// Numbers, times and sizes as text.
 
 const UNITS = [
   ["d", 86400],
@@ -10,7 +10,7 @@ const UNITS = [
 /** "1.500e+7" as "1.5e7". */
 const short = (text) => text.replace(/\.?0*e\+?/, "e");
 
-/** A number with four significant digits, which is what fits beside a curve. */
+/** A number with four significant digits, which fit next to a curve. */
 export function number(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
@@ -18,12 +18,13 @@ export function number(value) {
   return Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
 }
 
-export const count = (value) => (value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en"));
+export const count = (value) =>
+  value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en");
 
 /** "1 lane", "8 lanes". */
 export const several = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
 
-/** A number on an axis: short, and exact as far as ticks can differ. */
+/** A number on an axis: short, and as exact as ticks require. */
 export function tick(value) {
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e9)) return short(value.toExponential(9));
@@ -41,7 +42,8 @@ export function duration(seconds) {
   const whole = Math.floor(seconds / length);
   const next = UNITS[first + 1];
   const rest = next ? Math.round((seconds - whole * length) / next[1]) : 0;
-  return rest && whole < 10 ? `${whole} ${unit} ${rest} ${next[0]}` : `${Math.round(seconds / length)} ${unit}`;
+  if (rest && whole < 10) return `${whole} ${unit} ${rest} ${next[0]}`;
+  return `${Math.round(seconds / length)} ${unit}`;
 }
 
 /** The same for an axis: "1:30:00", "2:05". */
@@ -49,7 +51,8 @@ export function clockSpan(seconds) {
   const rest = Math.round(Math.abs(seconds));
   const [hours, minutes, left] = [Math.floor(rest / 3600), Math.floor(rest / 60) % 60, rest % 60];
   const two = (value) => String(value).padStart(2, "0");
-  if (Math.abs(seconds) < 10 && !Number.isInteger(seconds)) return Number(seconds.toPrecision(3)).toString();
+  const isExact = Math.abs(seconds) < 10 && !Number.isInteger(seconds);
+  if (isExact) return Number(seconds.toPrecision(3)).toString();
   return hours ? `${hours}:${two(minutes)}:${two(left)}` : `${minutes}:${two(left)}`;
 }
 
@@ -72,9 +75,10 @@ const timeOnly = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-
 
 export const moment = (time) => (time ? dayAndTime.format(time * 1000) : "–");
 
-/** When something was or will be: the hour if it is near, else the day too. */
+/** A time of day, with the date if it is more than 20 hours away. */
 export function near(time, now) {
-  return Math.abs(time - now) < 20 * 3600 ? timeOnly.format(time * 1000) : dayAndTime.format(time * 1000);
+  const format = Math.abs(time - now) < 20 * 3600 ? timeOnly : dayAndTime;
+  return format.format(time * 1000);
 }
 
 export function ago(time, now) {
@@ -83,8 +87,9 @@ export function ago(time, now) {
   return seconds < 2 ? "just now" : `${duration(Math.round(seconds))} ago`;
 }
 
-/** Split "val/loss" into its group and its own name; a name without a slash belongs to no group. */
+/** Split "val/loss" into group and name. Without a slash, the group is empty. */
 export function splitName(name) {
   const slash = name.indexOf("/");
-  return slash > 0 && slash < name.length - 1 ? [name.slice(0, slash), name.slice(slash + 1)] : ["", name];
+  if (slash <= 0 || slash === name.length - 1) return ["", name];
+  return [name.slice(0, slash), name.slice(slash + 1)];
 }

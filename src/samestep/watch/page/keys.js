@@ -1,10 +1,10 @@
-// A chart by keyboard: everything that the mouse does.
+// Keyboard control of a chart, equivalent to the mouse.
 
 import { announce } from "./dom.js";
 
 const FACTOR = 0.5;
 
-/** Listen for keys on a chart: arrows move the cursor (with Shift the range), plus and minus zoom around it, Escape or 0 shows all. */
+/** Handle keys of a chart. Arrows move the cursor, or with Shift the range; plus and minus zoom. */
 export function chartKeys(chart) {
   chart.host.addEventListener("keydown", (event) => {
     if (!chart.plot || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -30,7 +30,8 @@ const ACTIONS = {
 
 function move(chart, by) {
   const { plot } = chart;
-  place(chart, plot.cursor.left < 0 || plot.cursor.idx === null ? plot.data[0].length >> 1 : plot.cursor.idx + by);
+  const { left, idx } = plot.cursor;
+  place(chart, left < 0 || idx === null ? plot.data[0].length >> 1 : idx + by);
 }
 
 function place(chart, index) {
@@ -41,18 +42,20 @@ function place(chart, index) {
   while (within < x.length - 1 && x[within] < low) within += 1;
   while (within > 0 && x[within] > high) within -= 1;
   plot.setCursor({ left: plot.valToPos(x[within], "x"), top: plot.over.clientHeight / 2 });
-  announce([...chart.box.children].map((row) => [...row.childNodes].map((part) => part.textContent).join(" ")).join(", "));
+  const text = (row) => [...row.childNodes].map((part) => part.textContent).join(" ");
+  announce([...chart.box.children].map(text).join(", "));
 }
 
 function zoom(chart, factor) {
   const { min, max } = chart.plot.scales.x;
   const { left } = chart.plot.cursor;
-  const centre = left >= 0 ? chart.plot.posToVal(left, "x") : (min + max) / 2;
+  const center = left >= 0 ? chart.plot.posToVal(left, "x") : (min + max) / 2;
   if (factor > 1 && chart.options.from === null) return;
-  chart.zoomed(centre - (centre - min) * factor, centre + (max - centre) * factor);
+  chart.zoomed(center - (center - min) * factor, center + (max - center) * factor);
 }
 
 function pan(chart, share) {
   const { min, max } = chart.plot.scales.x;
-  if (chart.options.from !== null) chart.zoomed(min + (max - min) * share, max + (max - min) * share);
+  const shift = (max - min) * share;
+  if (chart.options.from !== null) chart.zoomed(min + shift, max + shift);
 }

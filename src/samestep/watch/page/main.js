@@ -1,18 +1,16 @@
-// Where the page begins: it holds what was fetched, asks again when there is news, and hands all to the parts on the screen.
+// The entry point: loads data, reloads what has news, and passes it to the visible parts.
 
-import { placeRuns } from "./colours.js";
+import { placeRuns, startTheme } from "./colors.js";
 import { configurationPanel } from "./configuration.js";
 import { curvesPanel } from "./curves.js";
 import { announce, byId } from "./dom.js";
 import { eventsPanel } from "./events.js";
-import { get, NoAnswer, path, report } from "./get.js";
+import { get, listen, NoResponse, path, report } from "./api.js";
 import { imagesPanel } from "./images.js";
-import { listen } from "./live.js";
 import { overview } from "./overview.js";
 import { sidebar } from "./sidebar.js";
 import { choose, onChoice, state } from "./state.js";
 import { tabs } from "./tabs.js";
-import { startTheme } from "./theme.js";
 import { timePanel } from "./time.js";
 import { workersPanel } from "./workers.js";
 
@@ -25,7 +23,7 @@ const PANELS = {
   configuration: ["Configuration", configurationPanel],
 };
 const SILENCE = 10_000; // milliseconds
-const PAUSE = 500; // between two rounds of questions, however fast news come
+const PAUSE = 500; // milliseconds between two rounds of requests
 
 const found = { rows: [], details: new Map() };
 const glance = overview(byId("overview"));
@@ -35,7 +33,7 @@ let allStale = false;
 let busy = false;
 let pending = false;
 
-/** What all parts draw from. `runs` are those shown in curves, `run` is the one that the rest tells of. */
+/** Return the data of all parts. `runs` have visible curves; all else shows `run`. */
 function view() {
   const known = new Map(found.rows.map((row) => [row.id, row]));
   const details = new Map([...found.details].filter(([id]) => known.has(id)));
@@ -59,8 +57,8 @@ function draw() {
   parts.forEach((part) => part.update(now));
 }
 
-/** Ask for what is stale, one round at a time; news that come meanwhile make the next. */
-async function ask() {
+/** Load what is stale, one round at a time; news in the meantime start the next round. */
+async function load() {
   if (busy) return;
   [busy, pending] = [true, false];
   const [ids, all] = [stale, allStale];
@@ -68,23 +66,24 @@ async function ask() {
   try {
     const { runs, faults } = await get("/api/runs");
     found.rows = runs;
-    tellFaults(faults);
+    showFaults(faults);
     placeRuns(found.rows);
     settle();
     await Promise.all(wanted().map((id) => detail(id, all || ids.has(id))));
-    tellEnd();
+    announceEnd();
     draw();
   } catch (error) {
-    if (!(error instanceof NoAnswer)) throw error; // `listen` tells of a lost connection, and mends it
+    // `listen` shows a lost connection and reconnects
+    if (!(error instanceof NoResponse)) throw error;
   } finally {
     setTimeout(() => {
       busy = false;
-      if (pending) ask();
+      if (pending) load();
     }, PAUSE);
   }
 }
 
-/** The runs of which more is shown than their row. */
+/** Return the runs that need more data than their row. */
 function wanted() {
   const ids = new Set([state.run, state.versus, ...state.shown]);
   return found.rows.map(({ id }) => id).filter((id) => ids.has(id));
@@ -94,7 +93,7 @@ async function detail(id, isStale) {
   if (isStale || !found.details.has(id)) found.details.set(id, await get(path("run", { id })));
 }
 
-/** Choose a run where none is chosen, or the chosen one is gone: the one with the newest news. */
+/** Choose the run with the latest news if none is chosen or the chosen one was removed. */
 function settle() {
   if (!found.rows.length) return;
   const ids = new Set(found.rows.map(({ id }) => id));
@@ -105,27 +104,29 @@ function settle() {
   if (run !== state.run || shown.length !== state.shown.length) choose({ run, shown });
 }
 
-/** Take in which runs have news; null for all. */
+/** Note which runs have news (null: all), and load them. */
 function news(ids) {
   if (ids) ids.forEach((id) => stale.add(id));
   else allStale = true;
   pending = true;
-  ask();
+  load();
 }
 
-/** Say what cannot be read now; what was read before stays on the screen. */
-function tellFaults(faults = []) {
+/** Show what cannot be read now. Data that was read before stays visible. */
+function showFaults(faults = []) {
   if (report) return;
   const banner = byId("banner");
-  banner.textContent = faults.map(({ location, text }) => `${location} cannot be read now, and is tried again: ${text}`).join("; ");
+  const message = ({ location, text }) => `cannot read ${location}, will try again: ${text}`;
+  banner.textContent = faults.map(message).join("; ");
   banner.hidden = !faults.length;
 }
 
 let stateBefore;
-function tellEnd() {
+function announceEnd() {
   const now = found.details.get(state.run);
   const key = now && `${now.id} ${now.state}`;
-  if (stateBefore && now && key !== stateBefore && stateBefore.startsWith(`${now.id} `)) announce(`${now.name}: ${now.state}`);
+  const isSameRun = stateBefore && now && stateBefore.startsWith(`${now.id} `);
+  if (isSameRun && key !== stateBefore) announce(`${now.name}: ${now.state}`);
   stateBefore = key;
 }
 
@@ -139,8 +140,8 @@ listen(news);
 if (report) {
   byId("banner").textContent = report.text;
   byId("banner").hidden = false;
-  ask();
+  load();
 } else {
   setInterval(() => glance.tick(view()), 1000);
-  setInterval(() => news([state.run]), SILENCE); // a run that falls silent sends no news of it
+  setInterval(() => news([state.run]), SILENCE); // a run that becomes silent sends no news
 }

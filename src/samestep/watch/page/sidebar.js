@@ -1,11 +1,11 @@
-// The runs: which are laid over each other (box), and which one the rest of the page tells of (name).
+// The list of runs: checkboxes select curves to overlay, names the run shown elsewhere on the page.
 
-import { colourOf, dashOf } from "./colours.js";
+import { colorOf, dashOf } from "./colors.js";
 import { byId, h, onChange, searchBox } from "./dom.js";
 import { count } from "./format.js";
 import { choose, state } from "./state.js";
 
-const SEARCHED = 8; // runs, from which on a search box helps
+const SEARCHED = 8; // runs, from which a search box is shown
 
 export function sidebar(root) {
   let text = "";
@@ -15,7 +15,8 @@ export function sidebar(root) {
     update(last);
   });
   const list = h("ul", { class: "runs", id: "runs" });
-  const all = h("button", { class: "quiet small", id: "show-all", type: "button", on: { click: () => showAll() } });
+  const click = () => showAll();
+  const all = h("button", { class: "quiet small", id: "show-all", type: "button", on: { click } });
   root.append(h("header", {}, h("h2", {}, "Runs"), all), search, list);
   const menu = byId("menu");
   const open = (on) => {
@@ -29,7 +30,8 @@ export function sidebar(root) {
     menu.focus();
   });
 
-  const fitting = () => last.rows.filter(({ name, id }) => `${name} ${id}`.toLowerCase().includes(text));
+  const matches = ({ name, id }) => `${name} ${id}`.toLowerCase().includes(text);
+  const fitting = () => last.rows.filter(matches);
   const showAll = () => {
     const ids = fitting().map(({ id }) => id);
     const on = ids.every((id) => state.shown.includes(id));
@@ -37,7 +39,8 @@ export function sidebar(root) {
   };
 
   const items = new Map();
-  const arrange = onChange((ids) => list.replaceChildren(...ids.map((id) => items.get(id).element)));
+  const arrange = onChange((ids) =>
+    list.replaceChildren(...ids.map((id) => items.get(id).element)));
 
   function update(view) {
     last = view;
@@ -57,22 +60,23 @@ export function sidebar(root) {
 
 function item(id) {
   const box = h("input", { type: "checkbox", on: { change: () => show(id, box.checked) } });
-  const name = h("button", {
-    type: "button",
-    class: "name",
-    on: { click: () => choose({ run: id, shown: state.shown.includes(id) ? state.shown : [...state.shown, id] }) },
-  });
+  const click = () => choose({ run: id, shown: [...new Set([...state.shown, id])] });
+  const name = h("button", { type: "button", class: "name", on: { click } });
   const note = h("span", { class: "note" });
   const key = h("i", { class: "key" });
-  const emphasize = (detail) => () => document.dispatchEvent(new CustomEvent("emphasize", { detail }));
-  const follow = { pointerenter: emphasize(id), pointerleave: emphasize(null), focusin: emphasize(id), focusout: emphasize(null) };
-  const element = h("li", { "data-run": id, on: follow }, h("label", {}, box, key), h("span", { class: "text" }, name, note));
+  const emphasize = (detail) => () =>
+    document.dispatchEvent(new CustomEvent("emphasize", { detail }));
+  const [enter, leave] = [emphasize(id), emphasize(null)];
+  const on = { pointerenter: enter, pointerleave: leave, focusin: enter, focusout: leave };
+  const element = h("li", { "data-run": id, on },
+    h("label", {}, box, key), h("span", { class: "text" }, name, note));
   const draw = onChange((row) => {
     box.setAttribute("aria-label", `Show curves of ${row.name}`);
     name.textContent = row.name;
     name.title = row.id;
-    note.replaceChildren(h("span", { class: "state", "data-state": row.state }, row.state), ` step ${count(row.step)}`);
-    key.style.setProperty("--colour", colourOf(id));
+    const badge = h("span", { class: "state", "data-state": row.state }, row.state);
+    note.replaceChildren(badge, ` step ${count(row.step)}`);
+    key.style.setProperty("--color", colorOf(id));
     key.dataset.dash = dashOf(id).join(" ");
   });
   return {
@@ -88,6 +92,6 @@ function item(id) {
 
 function show(id, on) {
   const shown = on ? [...state.shown, id] : state.shown.filter((other) => other !== id);
-  const left = shown.length ? shown : [id]; // one stays, so that there is something to see
+  const left = shown.length ? shown : [id]; // always show at least one
   choose({ shown: left, run: left.includes(state.run) ? state.run : left[0] });
 }

@@ -1,8 +1,8 @@
-// What the reader chose. It lives in the address's fragment, so that a reload or a link shows the same.
+// The reader's choices. They are in the URL's fragment, so that a reload or a link shows the same.
 
 const DEFAULTS = {
-  run: "", // the run that the overview and all panels but the curves tell of
-  shown: [], // the runs whose curves are laid over each other
+  run: "", // the run in the overview and in all panels except the curves
+  shown: [], // the runs whose curves are drawn
   tab: "curves",
   search: "",
   axis: "step",
@@ -11,7 +11,7 @@ const DEFAULTS = {
   smooth: 0,
   from: null, // the zoomed range, in steps or in seconds since a run's start
   to: null,
-  large: "", // the chart over the whole width
+  large: "", // the enlarged chart
   versus: "", // the run whose configuration is compared
 };
 
@@ -26,7 +26,8 @@ function read() {
     else if (query.has(key)) found[key] = parsed(query.get(key), fallback);
   }
   found.smooth = Math.min(0.999, Math.max(0, found.smooth || 0));
-  if (found.from === null || found.to === null || !(found.from < found.to)) found.from = found.to = null;
+  const isRange = found.from !== null && found.to !== null && found.from < found.to;
+  if (!isRange) found.from = found.to = null;
   if (found.axis !== "time") found.axis = "step";
   return found;
 }
@@ -37,10 +38,10 @@ function parsed(text, fallback) {
   return Number.isFinite(Number(text)) ? Number(text) : fallback;
 }
 
-const PAUSE = 150; // milliseconds; some browsers refuse more than a few changes of the address a second
+const PAUSE = 150; // milliseconds; some browsers reject frequent changes of the URL
 let timer;
 
-/** Write at once, and what comes within the pause together at its end. */
+/** Write immediately, and changes during the pause together at its end. */
 function writeSoon() {
   if (timer) return;
   write();
@@ -57,19 +58,20 @@ function fragment() {
   const query = new URLSearchParams();
   for (const [key, value] of Object.entries(state)) {
     if (Array.isArray(value)) value.forEach((item) => query.append(key, item));
-    else if (value !== DEFAULTS[key]) query.set(key, typeof value === "boolean" ? Number(value) : value);
+    else if (typeof value === "boolean" && value !== DEFAULTS[key]) query.set(key, Number(value));
+    else if (value !== DEFAULTS[key]) query.set(key, value);
   }
   return `#${query}`;
 }
 
-/** Take over what was chosen, and tell all who listen. */
+/** Apply changes, and call all listeners. */
 export function choose(changes) {
   Object.assign(state, changes);
   writeSoon();
   listeners.forEach((listener) => listener());
 }
 
-/** The zoomed range for charts whose axis can only be steps. */
+/** Return the zoomed range for charts whose x axis is always steps. */
 export function stepRange() {
   return state.axis === "step" ? { from: state.from, to: state.to } : { from: null, to: null };
 }
@@ -79,7 +81,7 @@ export function onChoice(listener) {
 }
 
 addEventListener("hashchange", () => {
-  if (location.hash === "#content") return write(); // the skip link: a place in the page, no choice
+  if (location.hash === "#content") return write(); // the skip link, not a choice
   Object.assign(state, read());
   listeners.forEach((listener) => listener());
 });

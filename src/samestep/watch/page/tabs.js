@@ -1,4 +1,4 @@
-// The tabs, after the pattern that keyboards and screen readers know: arrows move between them, only the open panel is drawn.
+// Tabs, following the ARIA pattern: arrow keys move between them. Only the open panel is drawn.
 
 import { h, onChange } from "./dom.js";
 import { choose, state } from "./state.js";
@@ -7,11 +7,9 @@ export function tabs(list, place, panels) {
   const names = Object.keys(panels);
   const made = {};
   for (const [name, [label, make]] of Object.entries(panels)) {
-    const tab = h(
-      "button",
-      { role: "tab", id: `tab-${name}`, type: "button", "aria-controls": `panel-${name}`, on: { click: () => choose({ tab: name }) } },
-      label,
-    );
+    const [click, panel] = [() => choose({ tab: name }), `panel-${name}`];
+    const button = { role: "tab", id: `tab-${name}`, type: "button", "aria-controls": panel };
+    const tab = h("button", { ...button, on: { click } }, label);
     const root = h("div", {
       role: "tabpanel",
       id: `panel-${name}`,
@@ -26,18 +24,18 @@ export function tabs(list, place, panels) {
   list.addEventListener("keydown", (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     const at = names.indexOf(state.tab);
-    const next = by ? (at + by + names.length) % names.length : { Home: 0, End: names.length - 1 }[event.key];
+    const end = { Home: 0, End: names.length - 1 }[event.key];
+    const next = by ? (at + by + names.length) % names.length : end;
     if (next === undefined) return;
     event.preventDefault();
     choose({ tab: names[next] });
     made[names[next]].tab.focus();
   });
   const reveal = onChange((name) => {
-    const { tab } = made[name]; // on a phone not all tabs fit
-    list.scrollLeft = Math.min(
-      tab.offsetLeft - list.offsetLeft - 12,
-      Math.max(list.scrollLeft, tab.offsetLeft - list.offsetLeft + tab.offsetWidth + 12 - list.clientWidth),
-    );
+    const { tab } = made[name]; // scroll to it, because not all tabs fit on a phone
+    const left = tab.offsetLeft - list.offsetLeft;
+    const right = left + tab.offsetWidth + 12 - list.clientWidth;
+    list.scrollLeft = Math.min(left - 12, Math.max(list.scrollLeft, right));
   });
   return {
     update(view) {

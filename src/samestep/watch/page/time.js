@@ -1,17 +1,17 @@
-// Where a step's time goes: now, as a strip, and over the run, as areas on top of each other.
+// Where a step's time goes: now, as a strip, and over the run, as stacked areas.
 
+import { latest, path } from "./api.js";
+import { nearest } from "./card.js";
 import { Chart } from "./chart.js";
-import { partColour, PARTS } from "./colours.js";
+import { partColor, PARTS } from "./colors.js";
 import { h, onChange } from "./dom.js";
 import { count, duration } from "./format.js";
-import { following, path } from "./get.js";
 import { choose, stepRange } from "./state.js";
-import { nearest } from "./card.js";
 
 const MEANING = {
   data: "waiting for samples",
   compute: "forward and backward",
-  exchange: "adding gradients of all workers, with the wait for the slowest",
+  exchange: "adding the gradients of all workers, including the wait for the slowest",
   optimizer: "updating parameters",
   snapshot: "copying state for snapshots",
   other: "the rest of the step: logging, evaluation, your own code",
@@ -23,66 +23,56 @@ export function timePanel(root) {
   root.append(strip, h("section", {}, h("h2", {}, "Over the run, mean of all workers"), canvas));
   let shown = { x: [], parts: {} };
   const chart = new Chart(canvas, {
-    label: "Seconds a step by part, over the run",
+    label: "Seconds per step by part, over the run",
     height: () => 260,
     zoomed: (from, to) => choose({ from, to, axis: "step" }),
     reset: () => choose({ from: null, to: null }),
     tip: (at) => rows(shown, nearest(shown.x, at)),
   });
   const draw = onChange((parts) => strip.replaceChildren(...content(parts)));
-  const load = following((answer) => {
-    shown = answer;
+  const load = latest((response) => {
+    shown = response;
     chart.draw(stacked(shown), { ...stepRange(), zero: true });
   });
   return {
     update({ run }) {
       if (!run) return;
       draw(run.parts);
-      load(path("timing", { id: run.id, ...stepRange(), points: 500 }), `${run.step} ${run.attempts}`);
+      const request = path("timing", { id: run.id, ...stepRange(), points: 500 });
+      load(request, `${run.step} ${run.attempts}`);
     },
     repaint: () => chart.repaint(),
   };
 }
 
+const key = (part) => h("i", { class: "key", vars: { background: partColor(part) } });
+
 function content(parts) {
   const all = PARTS.reduce((sum, part) => sum + (parts?.[part] ?? 0), 0);
   if (!all) return [h("p", { class: "empty" }, "No step has been timed yet.")];
+  const percent = (part) => (100 * (parts[part] ?? 0)) / all;
+  const width = (part) => ({ width: `${percent(part)}%`, background: partColor(part) });
   return [
-    h("h2", {}, `A step takes ${duration(all)}`, h("small", {}, " mean of all workers and the last 100 steps")),
-    h(
-      "div",
-      { class: "parts tall", "aria-hidden": "true" },
+    h("h2", {}, `A step takes ${duration(all)}`,
+      h("small", {}, " mean of all workers and the last 100 steps")),
+    h("div", { class: "parts tall", "aria-hidden": "true" },
       PARTS.filter((part) => parts[part] > 0).map((part) =>
-        h("i", { "data-part": part, vars: { width: `${(100 * parts[part]) / all}%`, background: partColour(part) } }),
-      ),
-    ),
-    h(
-      "table",
-      { class: "shares" },
-      h(
-        "tbody",
-        {},
-        PARTS.map((part) =>
-          h(
-            "tr",
-            { "data-part": part },
-            h("th", { scope: "row" }, h("i", { class: "key", vars: { background: partColour(part) } }), part),
-            h("td", {}, `${((100 * (parts[part] ?? 0)) / all).toFixed(1)} %`),
-            h("td", {}, duration(parts[part] ?? 0)),
-            h("td", { class: "meaning" }, MEANING[part]),
-          ),
-        ),
-      ),
-    ),
+        h("i", { "data-part": part, vars: width(part) }))),
+    h("table", { class: "shares" }, h("tbody", {}, PARTS.map((part) =>
+      h("tr", { "data-part": part },
+        h("th", { scope: "row" }, key(part), part),
+        h("td", {}, `${percent(part).toFixed(1)} %`),
+        h("td", {}, duration(parts[part] ?? 0)),
+        h("td", { class: "meaning" }, MEANING[part]))))),
   ];
 }
 
-/** Each part's curve is the sum of itself and all below. */
+/** Return the curves of parts, each the sum of itself and all below. */
 function stacked({ x, parts }) {
   const sums = x.map(() => 0);
   return PARTS.map((part, index) => ({
     label: part,
-    colour: partColour(part),
+    color: partColor(part),
     area: index ? "stacked" : "base",
     x,
     value: x.map((_, place) => (sums[place] += parts[part]?.[place] ?? 0)),
@@ -91,27 +81,15 @@ function stacked({ x, parts }) {
 
 function rows({ x, parts }, index) {
   if (!x.length) return [];
+  const there = PARTS.filter((part) => parts[part]?.[index]).reverse();
   return [
     h("div", { class: "where" }, `step ${count(x[index])}`),
-    ...[...PARTS]
-      .reverse()
-      .filter((part) => parts[part]?.[index])
-      .map((part) =>
-        h(
-          "div",
-          {},
-          h("i", { class: "key", vars: { background: partColour(part) } }),
-          h("span", { class: "who" }, part),
-          h("b", {}, duration(parts[part][index])),
-        ),
-      ),
+    ...there.map((part) =>
+      h("div", {}, key(part), h("span", { class: "who" }, part),
+        h("b", {}, duration(parts[part][index])))),
   ];
 }
 
 export function legend() {
-  return h(
-    "p",
-    { class: "legend" },
-    PARTS.map((part) => h("span", {}, h("i", { class: "key", vars: { background: partColour(part) } }), part)),
-  );
+  return h("p", { class: "legend" }, PARTS.map((part) => h("span", {}, key(part), part)));
 }

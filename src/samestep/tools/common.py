@@ -1,0 +1,75 @@
+"""Helpers of several commands: run a script, read its record, sum gradients, format bytes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from samestep.errors import RecordError
+from samestep.record import read_events
+
+if TYPE_CHECKING:  # some of the commands must start without torch
+    import torch
+
+    from samestep.comm.base import World
+
+OUTPUT: Final = "output.txt"
+# the run neither writes anything outside its directory nor restarts
+ISOLATED: Final = ("--remote=none", "--transfer=none", "--sinks=none", "--max-restarts=0")
+
+
+def start_script(
+    command: Sequence[str], workers: int, directory: Path, flags: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    """Start a script by `samestep run` in `directory`; append its output to the file `OUTPUT`."""
+    options = ["-n", str(workers), "--dir", str(directory), *ISOLATED, *flags]
+    program = [sys.executable, "-m", "samestep", "run", *options, *command]
+    with (directory / OUTPUT).open("ab") as file:
+        return subprocess.Popen(
+            program, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+        )
+
+
+def read_run(directory: Path) -> tuple[list[dict[str, Any]], Path]:
+    """Return the events and the newest snapshot of a run. Raises `RecordError` without either."""
+    from samestep.snapshot.read import list_snapshots
+
+    try:
+        events = list(read_events(directory))
+    except RecordError:
+        events = []
+    if not any(event["event"] in {"started", "resumed"} for event in events):
+        raise RecordError("the script did not start a run; it must call samestep.init")
+    if not (snapshots := list_snapshots(directory)):
+        raise RecordError(
+            "the script wrote no snapshot; it must track its model and optimizer (run.track) "
+            "and train for at least one step"
+        )
+    return events, snapshots[-1]
+
+
+def make_all_reduce(world: World, gradient: torch.Tensor, activity: str) -> Callable[[], None]:
+    """Return a function that sums such gradients of all workers on all workers; collective."""
+    from samestep.step.exchange import Exchange
+
+    exchange = Exchange([gradient], world.size, world)
+
+    def all_reduce() -> None:
+        exchange.put([[gradient]])
+        world.barrier(activity)
+        exchange.sum()
+        exchange.gather()
+
+    return all_reduce
+
+
+def format_bytes(count: float) -> str:
+    """Return a number of bytes with its unit, for example 1.5 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

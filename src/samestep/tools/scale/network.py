@@ -1,0 +1,201 @@
+"""The network of a run: the traffic of a step, and the latency and bandwidth of links.
+
+`count_traffic` counts, from sizes alone, what `samestep.step.exchange` sends.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from typing import Final
+
+import torch
+
+from samestep.cluster import find_process
+from samestep.comm.base import World
+from samestep.comm.connect import connect
+from samestep.comm.distributed import Distributed
+from samestep.comm.rendezvous import rendezvous
+from samestep.config import merge
+from samestep.launch import launch
+from samestep.run.start import set_up_devices, share_gpus
+from samestep.step.exchange import BUCKET_BYTES
+from samestep.step.layout import Layout
+from samestep.step.tree import carried, subtrees
+from samestep.tools.common import make_all_reduce
+
+ELEMENT_BYTES: Final = 4
+HOST_BARRIERS: Final = 3  # per step: with the losses, and before and after the gather
+LOSS_BYTES: Final = 1024  # from each worker to all others; more with many lanes
+MEASURED_WORKERS: Final = 2
+ROUNDS: Final = 15
+SMALL_CALLS: Final = 10  # per round: one small call is shorter than the scheduler's delays
+LEAST_BYTES: Final = 1 << 20
+MOST_BYTES: Final = 64 << 20
+ACTIVITY: Final = "measuring links"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection with a `latency` in seconds per message and a `bandwidth` in bytes/second."""
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """The link of a worker to its host's `memory`, and the link of a host to others (`between`)."""
+
+    memory: Link
+    between: Link
+    workers_per_host: int
+
+    def latency_share(self, traffic: Traffic) -> float:
+        """Return the share of latency in the time between hosts; 0 without such traffic."""
+        latency = self.between.latency * (traffic.rounds + traffic.messages)
+        transfer = (traffic.sent_bytes + traffic.forwarded_bytes) / self.between.bandwidth
+        return latency / (latency + transfer) if latency else 0.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The traffic of a step, for the worker or host with the most of it.
+
+    Between hosts: `rounds` are sequential, since each forwards what the one before received;
+    `messages` leave for all partners at the same time, in `batches`. A host sends `sent_bytes` to
+    its partners, and `forwarded_bytes` in rounds. Within a host: its workers send `host_messages`,
+    and each reads or writes `moved_bytes` in memory.
+    """
+
+    rounds: int = 0
+    messages: int = 0
+    batches: int = 0
+    sent_bytes: int = 0
+    forwarded_bytes: int = 0
+    host_messages: int = 0
+    moved_bytes: int = 0
+
+
+@cache
+def count_traffic(workers: int, per_host: int, lanes: int, nbytes: int) -> Traffic:
+    """Return the traffic of a step with `nbytes` of float32 parameters in one tensor.
+
+    Workers of a host share memory. All hosts count as full, even if the last has fewer workers.
+    """
+    if workers == 1:
+        return Traffic()
+    on_host = min(workers, per_host)
+    hosts = -(-workers // on_host)
+    slice_bytes = ELEMENT_BYTES * Layout((nbytes // ELEMENT_BYTES,), workers).slice_size
+    own_sums, host_sums, all_sums = _count_sums(workers, on_host, lanes)
+    add_bytes = 3 * (all_sums - 1) * slice_bytes  # two are read and one is written
+    moved = 2 * own_sums * slice_bytes * workers + add_bytes + 2 * (workers - 1) * slice_bytes
+    if hosts == 1:
+        return Traffic(host_messages=HOST_BARRIERS * (workers - 1), moved_bytes=moved)
+    partners, others = hosts - 1, workers - 1
+    # losses: in each round, a host doubles the number of hosts whose losses it has
+    loss_rounds, loss_bytes = partners.bit_length(), partners * on_host * LOSS_BYTES
+    exchanged = partners * on_host * slice_bytes * host_sums
+    if on_host == 1:  # buckets are sent one after the other and gathered in a ring
+        buckets = max(1, -(-nbytes // BUCKET_BYTES))
+        return Traffic(
+            rounds=loss_rounds + buckets * others,
+            messages=buckets * others,
+            batches=buckets,
+            sent_bytes=exchanged,
+            forwarded_bytes=loss_bytes + others * slice_bytes,
+            moved_bytes=moved,
+        )
+    return Traffic(
+        rounds=loss_rounds,
+        messages=2 * others,
+        batches=2,
+        sent_bytes=exchanged + partners * on_host * slice_bytes,
+        forwarded_bytes=loss_bytes,
+        # losses need two barriers: before and after the first worker fetches those of other hosts
+        host_messages=(HOST_BARRIERS + 1) * (on_host - 1),
+        moved_bytes=moved,
+    )
+
+
+def _count_sums(workers: int, on_host: int, lanes: int) -> tuple[int, int, int]:
+    """Return the most sums of gradients of any worker and of any host, and those of all workers."""
+    own = [len(subtrees(carried(rank, workers, lanes), lanes)) for rank in range(workers)]
+    of_host = []
+    for first in range(0, workers, on_host):
+        last = min(first + on_host, workers) - 1
+        host_lanes = range(carried(first, workers, lanes).start, carried(last, workers, lanes).stop)
+        of_host.append(len(subtrees(host_lanes, lanes)))
+    return max(own), max(of_host), sum(own)
+
+
+def measure_links(nbytes: int) -> tuple[Link, Link]:
+    """Return the links of two workers through this machine's memory and its loopback network.
+
+    Small and large messages alternate; large ones have `nbytes`, within practical limits.
+    """
+    nbytes = min(max(nbytes, LEAST_BYTES), MOST_BYTES)
+    rounds = launch(_measure, nbytes, workers=MEASURED_WORKERS, lanes=MEASURED_WORKERS)
+    return fit_links(rounds, nbytes)
+
+
+def fit_links(rounds: Sequence[Sequence[float]], nbytes: int) -> tuple[Link, Link]:
+    """Return the memory and network links that explain the medians over rounds with `nbytes`.
+
+    A round has the seconds of a barrier, an exchange, a small message and a large message.
+    """
+    barrier, exchange, small, large = map(median, zip(*rounds, strict=True))
+    moved = count_traffic(MEASURED_WORKERS, MEASURED_WORKERS, MEASURED_WORKERS, nbytes).moved_bytes
+    moving, sending = exchange - HOST_BARRIERS * barrier, large - small
+    shortest = 1e-9  # if noise in the latency hides the transfer, it is practically free
+    memory = Link(barrier, moved / max(moving, shortest))
+    return memory, Link(small, nbytes / max(sending, shortest))
+
+
+def _measure(nbytes: int) -> list[list[float]]:
+    place, config = find_process(os.environ), merge({})
+    devices = set_up_devices(config, place)
+    cuda, shared = devices[0].type == "cuda", share_gpus(devices, place)
+    network = world = connect(place, config, cuda=cuda, gpus_are_shared=shared)
+    if world.shares_memory:
+        network = Distributed(rendezvous(place, config.timeout, share=False), cuda=False)
+    try:
+        return _time_calls(world, network, nbytes, devices[0])
+    finally:
+        if network is not world:
+            network.close()
+        world.close()
+
+
+def _time_calls(
+    world: World, network: World, nbytes: int, device: torch.device
+) -> list[list[float]]:
+    elements = nbytes // ELEMENT_BYTES
+    parameter, own, received = (torch.zeros(elements, device=device) for _ in range(3))
+
+    def send(count: int) -> None:
+        sizes = [count * (rank != world.rank) for rank in range(network.size)]
+        network.all_to_all(received[:count], sizes, own[:count], sizes, ACTIVITY)
+
+    calls: list[tuple[Callable[[], object], int]] = [
+        (lambda: world.barrier(ACTIVITY), SMALL_CALLS),
+        (make_all_reduce(world, parameter, ACTIVITY), 1),
+        (lambda: send(1), SMALL_CALLS),
+        (lambda: send(elements), 1),
+    ]
+    rounds = [[_seconds(call, count, device) for call, count in calls] for _ in range(ROUNDS + 1)]
+    return rounds[1:]  # the first one allocates memory
+
+
+def _seconds(call: Callable[[], object], count: int, device: torch.device) -> float:
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - started) / count

@@ -1,0 +1,193 @@
+"""Stores: the coordinator's and torch's own must behave alike for torch.distributed."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore
+
+from samestep.cluster import find_process
+from samestep.comm.store import _listen, join_store, store_variables
+from samestep.config import TOKEN
+from samestep.errors import WorldError
+from tests.launch.coordinators import SECRET, coordinator
+from tests.workers import run_workers
+
+SOON = timedelta(seconds=60)
+
+
+def variables(member, rank=0, attempt=0):
+    return {"RANK": str(rank), TOKEN: SECRET, **store_variables(member.coordinator, attempt)}
+
+
+@pytest.fixture
+def member():
+    with coordinator() as member:
+        member.start()
+        yield member
+
+
+@pytest.fixture(params=["ours", "torch's"])
+def store(request):
+    if request.param == "torch's":
+        yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
+        return
+    yield join_store(variables(request.getfixturevalue("member")), SOON)
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_methods_of_a_store(store, prefixed):
+    before = store.num_keys()
+    store = PrefixStore("some/prefix", store) if prefixed else store
+    store.set("text", "value")
+    store.set("bytes", bytes(range(256)))
+    assert store.get("text") == b"value"
+    assert store.get("bytes") == bytes(range(256))
+    assert store.add("number", 3) == 3
+    assert store.add("number", -5) == -2
+    assert store.get("number") == b"-2"
+    assert store.check(["text", "bytes"])
+    assert not store.check(["text", "other"])
+    assert store.compare_set("text", "wrong", "new") == b"value"
+    assert store.compare_set("text", "value", "new") == b"new"
+    assert store.compare_set("first", "", "first") == b"first"
+    assert store.compare_set("first", "", "late") == b"first"
+    assert store.compare_set("nothing", "expected", "new") == b"expected"
+    assert not store.check(["nothing"])
+    store.append("text", " and more")
+    store.append("empty", "")
+    store.multi_set(["one", "two"], ["1", "2"])
+    assert store.multi_get(["one", "two", "text"]) == [b"1", b"2", b"new and more"]
+    assert store.delete_key("one")
+    assert not store.delete_key("one")
+    assert store.has_extended_api()
+    assert store.num_keys() - before == 6
+
+
+def test_a_missing_key_is_an_error_after_the_timeout(store):
+    with pytest.raises(DistStoreError):
+        store.wait(["never"], timedelta(seconds=0.1))
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(DistStoreError):
+        store.get("never")
+    with pytest.raises(DistStoreError):
+        store.wait(["never"])
+    store.set("still", "here")
+    assert store.get("still") == b"here"
+
+
+def test_a_key_that_is_set_later_is_waited_for(store):
+    other = store.clone()
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(other.get("late")))
+    waiting.start()
+    store.set("early", "")
+    store.set("late", "first")
+    waiting.join()
+    assert found == [b"first"]
+
+
+def test_threads_share_a_connection(member):
+    store = join_store(variables(member), SOON)
+    threads = [
+        threading.Thread(target=lambda: [store.add("sum", 1) for _ in range(50)]) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.add("sum", 0) == 200
+
+
+def test_a_value_may_be_large_and_one_that_is_too_large_is_an_error(member):
+    store = join_store(variables(member), SOON)
+    store.set("large", bytes(2**21))
+    assert store.get("large") == bytes(2**21)
+    with pytest.raises(ValueError, match="messages between hosts must have at most"):
+        store.set("larger", bytes(2**22))
+
+
+def test_workers_train_over_it_with_gloo(member):
+    def body(address):
+        import os
+
+        os.environ.update(variables(address, os.environ["RANK"]))
+        store = PrefixStore("world", join_store(os.environ, SOON))
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=int(os.environ["RANK"]),
+            world_size=3,
+            timeout=timedelta(seconds=60),
+        )
+        total = torch.ones(3) * dist.get_rank()
+        dist.all_reduce(total)
+        dist.monitored_barrier()
+        group = dist.new_group([0, 2])
+        ranks = [None] * 3
+        dist.all_gather_object(ranks, dist.get_rank())
+        if dist.get_rank() != 1:
+            dist.barrier(group)
+        dist.destroy_process_group()
+        return total.tolist(), ranks
+
+    assert run_workers(body, 3, member) == 3 * [([3.0, 3.0, 3.0], [0, 1, 2])]
+
+
+def test_there_is_no_store_without_a_coordinator():
+    assert join_store({"RANK": "0"}, SOON) is None
+
+
+def test_another_process_cannot_claim_a_taken_rank(member, monkeypatch):
+    join_store(variables(member), SOON)
+    monkeypatch.setattr("os.getpid", lambda: 7)
+    with pytest.raises(WorldError, match=r"refused this worker: .*:7 claims rank 0, which .* has"):
+        join_store(variables(member), SOON)
+
+
+def test_a_worker_of_an_earlier_attempt_is_refused_and_disconnected(member):
+    old = join_store(variables(member), SOON)
+    old.set("key", "old")
+    member.restart()
+    with pytest.raises(DistNetworkError):
+        old.get("key")
+    with pytest.raises(WorldError, match="belongs to attempt 0 and the present one is 1"):
+        join_store(variables(member), SOON)
+    assert not join_store(variables(member, attempt=1), SOON).check(["key"])
+
+
+def test_a_wrong_token_is_an_error(member):
+    with pytest.raises(WorldError, match="the coordinator there has another token"):
+        join_store({**variables(member), TOKEN: "another token"}, SOON)
+
+
+def test_a_late_response_is_not_given_to_the_next_call(member, monkeypatch):
+    store = join_store(variables(member), SOON)
+    monkeypatch.setattr(store._link, "receive", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        store.set("key", "value")
+    monkeypatch.undo()
+    with pytest.raises(DistNetworkError):
+        store.get("key")
+
+
+def interrupt(_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("address", "listens"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("10.1.2.3", "::")],
+)
+def test_a_store_at_a_loopback_address_listens_only_there(address, listens):
+    """Otherwise it listens on all addresses: a host may not have the one that others use."""
+    process = replace(find_process({}), address=address)
+    with _listen(process) as listener:
+        assert listener.getsockname()[0] == listens
+        # taken
+        assert _listen(replace(process, port=listener.getsockname()[1])) is None

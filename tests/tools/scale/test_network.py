@@ -1,0 +1,88 @@
+"""`count_traffic` counts what the exchange sends, and links explain measured times."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samestep.step.exchange import BUCKET_BYTES, buckets
+from samestep.tools.scale.network import (
+    LOSS_BYTES,
+    Link,
+    Traffic,
+    count_traffic,
+    fit_links,
+)
+from tests.tools.scale.simulation import (
+    AllToAll,
+    Doubling,
+    HostBarrier,
+    RecordingWorld,
+    Ring,
+    record_calls,
+)
+
+
+@settings(max_examples=60)
+@given(
+    st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4])).filter(lambda pair: pair != (1, 1)),
+    st.integers(0, 20),
+    st.integers(1, 50_000),
+)
+def test_the_traffic_is_what_the_exchange_sends(hosts_and_workers, more_lanes, elements):
+    hosts, per_host = hosts_and_workers
+    workers = hosts * per_host
+    lanes = workers + more_lanes
+    traffic = count_traffic(workers, per_host, lanes, 4 * elements)
+    calls = [record_calls(rank, workers, per_host, lanes, elements) for rank in range(workers)]
+    sent = [sum(sum(call.nbytes) for call in some if isinstance(call, AllToAll)) for some in calls]
+    by_host = [sum(sent[first : first + per_host]) for first in range(0, workers, per_host)]
+    batches, rings, doublings, barriers = (
+        [call for call in calls[0] if isinstance(call, kind)]
+        for kind in (AllToAll, Ring, Doubling, HostBarrier)
+    )
+    others = workers - 1
+    assert traffic.sent_bytes == max(by_host)
+    assert traffic.batches == len(batches)
+    assert traffic.messages == len(batches) * others
+    loss_rounds = len(doublings) * math.ceil(math.log2(hosts))
+    assert traffic.rounds == len(rings) * others + loss_rounds
+    ring_bytes = sum(call.nbytes for call in rings) * others
+    loss_bytes = sum(call.nbytes for call in doublings) * (hosts - 1)
+    assert traffic.forwarded_bytes == ring_bytes + loss_bytes
+    assert traffic.host_messages == len(barriers) * (per_host - 1)
+
+
+def test_buckets_are_counted_between_workers_without_shared_memory():
+    parameters = [
+        torch.nn.Parameter(torch.empty(BUCKET_BYTES // 4, device="meta")) for _ in range(3)
+    ]
+    expected = len(buckets(parameters, RecordingWorld(0, 4, 1)))
+    traffic = count_traffic(4, 1, 4, 3 * BUCKET_BYTES)
+    assert traffic.batches == expected == 3
+    assert traffic.rounds == 2 + expected * 3
+    assert count_traffic(4, 2, 4, 3 * BUCKET_BYTES).batches == 2  # the gradients and the gather
+
+
+def test_one_worker_sends_nothing():
+    assert count_traffic(1, 8, 64, 10**9) == Traffic()
+
+
+def test_losses_reach_each_host_once_in_few_rounds():
+    assert count_traffic(1024, 8, 1024, 4).rounds == 7
+    assert count_traffic(1024, 8, 1024, 4).forwarded_bytes == 127 * 8 * LOSS_BYTES
+
+
+def test_links_explain_the_medians():
+    nbytes = 1 << 20
+    moved = count_traffic(2, 2, 2, nbytes).moved_bytes
+    rounds = [[barrier, 6.0 + 4.0, 0.5, 0.5 + 2.0] for barrier in (1.0, 2.0, 9.0)]
+    assert fit_links(rounds, nbytes) == (Link(2.0, moved / 4.0), Link(0.5, nbytes / 2.0))
+
+
+def test_bandwidth_is_finite_if_large_messages_are_as_fast_as_small_ones():
+    links = fit_links([[1.0, 2.0, 0.5, 0.25]], 1 << 20)
+    assert all(link.bandwidth > 1e12 and math.isfinite(link.bandwidth) for link in links)

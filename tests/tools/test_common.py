@@ -1,0 +1,29 @@
+"""Helpers of several commands."""
+
+from __future__ import annotations
+
+import pytest
+
+import samestep as ss
+from samestep.errors import RecordError
+from samestep.tools.common import format_bytes, read_run
+
+
+def test_a_run_without_a_snapshot_must_track_its_model(tmp_path):
+    with ss.init(dir=tmp_path):
+        pass
+    with pytest.raises(RecordError, match=r"wrote no snapshot; it must track .* \(run.track\)"):
+        read_run(tmp_path)
+
+
+def test_a_script_without_a_run_must_call_init(tmp_path):
+    with pytest.raises(RecordError, match=r"did not start a run; it must call samestep\.init"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1 GiB"), (2**45, "32 TiB")],
+)
+def test_bytes_have_a_unit(count, text):
+    assert format_bytes(count) == text

@@ -1,0 +1,65 @@
+"""A server with empty runs, and one browser for all tests of a module."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from selenium.common.exceptions import NoAlertPresentException
+
+from tests.leaks import nothing_left
+from tests.needs import needs
+from tests.watch.browser.pages import Page, browsing, is_local, serving
+from tests.watch.writing import started, write
+
+RUNS = 20  # empty runs that exist from the start, one or two per test
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Return the folder of all runs."""
+    folder = tmp_path_factory.mktemp("runs")
+    for number in range(RUNS):
+        write(
+            folder / f"run-{number:02d}",
+            started(config={"lanes": 8, "seed": number}),
+            start=time.time(),
+        )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def opened(place, tmp_path_factory):
+    """Return the page of a server, in one browser for all tests."""
+    needs("chromium")
+    needs("chromedriver")
+    with (
+        nothing_left(),
+        serving(place) as server,
+        browsing(tmp_path_factory.mktemp("chromium")) as driver,
+    ):
+        yield Page(driver, server)
+
+
+@pytest.fixture(scope="module")
+def names(place):
+    return iter(sorted(path.name for path in place.glob("run-*")))
+
+
+@pytest.fixture
+def run(place, names):
+    """Return the folder of a run that no other test uses."""
+    return place / next(names)
+
+
+@pytest.fixture
+def page(opened):
+    """Return the page. The browser must request local URLs only and report no errors."""
+    opened.requests(), opened.errors()
+    yield opened
+    assert {"null", "undefined", "NaN"}.isdisjoint(opened.text("#overview").splitlines())
+    with pytest.raises(NoAlertPresentException):
+        _ = opened.driver.switch_to.alert.text
+    assert [url for url in opened.requests() if not is_local(url)] == []
+    assert opened.errors() == []
+    opened.reset()

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+
+from PIL import Image
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from tests.watch.browser.pages import OWN_SCRIPTS
+from tests.watch.browser.runs import append, losses, paint, shown_color
+from tests.watch.writing import scalars, started, timing, write
+
+TABS = ("curves", "images", "time", "workers", "events", "configuration")
+
+
+EVIL = "<script>alert(1)</script>"
+
+
+EVIL_IMAGE = "<img src=x onerror=alert(2)>"
+
+
+def test_the_slider_selects_images_by_step(run, page):
+    append(
+        run,
+        *(paint(run, step, color) for step, color in ((0, "red"), (10, "lime"), (20, "blue"))),
+    )
+    page.open(run.name, tab="images")
+    assert shown_color(page, 20) == [0, 0, 255]
+    slider = page.driver.find_element(By.ID, "image-step")
+    slider.send_keys(Keys.ARROW_LEFT)
+    assert shown_color(page, 10) == [0, 255, 0]
+    slider.send_keys(Keys.HOME)
+    assert shown_color(page, 0) == [255, 0, 0]
+    append(run, paint(run, 30, "white"))
+    page.until("return document.getElementById('image-step').max === '3'")
+    assert shown_color(page, 0) == [255, 0, 0]  # the selected image does not change
+    slider.send_keys(Keys.END)
+    assert shown_color(page, 30) == [255, 255, 255]
+
+
+def test_text_of_a_record_is_never_markup(run, page, place):
+    config = {EVIL_IMAGE: EVIL, "lanes": EVIL}
+    worker = {"rank": 0, "host": EVIL_IMAGE, "pid": 1}
+    append(
+        run, {**started(config=config, torch=EVIL, devices=[EVIL]), "workers": [worker]}, *losses(0)
+    )
+    append(
+        run,
+        scalars(0, **{EVIL: 1.0, f"{EVIL_IMAGE}/{EVIL_IMAGE}": 2.0}),
+        timing(0, (1, 1, 1, 1, 1)),
+    )
+    append(
+        run,
+        {**paint(run, 0, "red"), "name": EVIL},
+        {"event": EVIL, "step": 0, "reason": EVIL_IMAGE},
+    )
+    append(
+        run,
+        {
+            "event": "failed",
+            "step": 0,
+            "host": EVIL,
+            "rank": 0,
+            "error": EVIL,
+            "traceback": EVIL_IMAGE,
+        },
+    )
+    evil = place / EVIL_IMAGE
+    write(evil, started(config=config), *losses(0), start=time.time())
+    page.open(run.name)
+    page.points(EVIL, 1)
+    page.until(
+        "const names = [...document.querySelectorAll('#runs .name')];"
+        "return names.some((one) => one.textContent === arguments[0])",
+        EVIL_IMAGE,
+    )
+    for tab in TABS:
+        page.choose_tab(tab)
+        page.until(
+            "return document.getElementById(`panel-${arguments[0]}`).textContent.length", tab
+        )
+        assert page.run("return document.scripts.length") == OWN_SCRIPTS
+        assert (
+            page.run(
+                "const isForeign = (image) => !image.src.includes('/api/image');"
+                "return [...document.images].filter(isForeign).length"
+            )
+            == 0
+        )
+    page.choose_tab("workers")
+    assert EVIL_IMAGE in page.text("#panel-workers")
+    page.choose_tab("configuration")
+    assert EVIL in page.text("#config")
+    page.open(EVIL_IMAGE, versus=run.name, tab="configuration")
+    assert page.text("#run-name") == EVIL_IMAGE
+
+
+def test_a_large_image_is_loaded_on_request(run, page):
+    width, height = 5000, 3400
+    event = paint(run, 0, "red")
+    pixels = random.Random(0).randbytes(width * height * 3)
+    Image.frombytes("RGB", (width, height), pixels).save(run / event["path"], compress_level=0)
+    size = (run / event["path"]).stat().st_size
+    assert size > 50e6
+    append(run, {**event, "width": width, "height": height}, *losses(0))
+    page.open(run.name, tab="images")
+    button = page.until("return document.querySelector('figure button.load')")
+    assert not any("/api/image" in url for url in page.requests())
+    before = page.server.peak_memory()
+    button.click()
+    page.choose_tab("curves")  # the page responds while it loads
+    append(run, *losses(1))
+    page.points("loss", 2)
+    page.choose_tab("images")
+    page.until("return document.querySelector('figure img')?.naturalWidth === arguments[0]", width)
+    assert page.server.peak_memory() - before < size / 2
+
+
+def test_a_phone_needs_no_horizontal_scrolling(run, page):
+    page.use_phone_screen()
+    append(
+        run,
+        {
+            **started(workers=4, lanes=64, config={"name": "x" * 300, "words": "word " * 60}),
+            "torch": "2" * 80,
+        },
+    )
+    append(
+        run,
+        *losses(*range(3)),
+        scalars(3, **{f"{'deep/' * 20}{'long' * 30}": 1.0}),
+        timing(0, *[(1, 2, 3, 4, 5)] * 4),
+    )
+    append(
+        run,
+        paint(run, 0, "red", (2000, 20)),
+        {"event": "failed", "error": "e" * 300, "traceback": "t" * 300, "step": 3},
+    )
+    page.open(run.name)
+    page.points("loss", 3)
+    for tab in TABS:
+        page.choose_tab(tab)
+        page.until(
+            "return document.getElementById(`panel-${arguments[0]}`).textContent.length", tab
+        )
+        widest = page.run(
+            "return Math.max(document.scrollingElement.scrollWidth, document.body.scrollWidth)"
+        )
+        assert (tab, widest) == (tab, 360)
+
+
+def test_the_theme_follows_the_system_and_the_button(run, page):
+    append(run, *losses(0, 1))
+    brightness = (
+        "const color = getComputedStyle(document.body).backgroundColor;"
+        "const channels = color.match(/[0-9.]+/g).slice(0, 3).map(Number);"
+        "return channels.reduce((sum, one) => sum + one) / 3"
+    )
+    seen = {}
+    for scheme in ("light", "dark"):
+        page.use_color_scheme(scheme)
+        page.open(run.name).points("loss", 2)
+        seen[scheme] = page.run(brightness)
+    assert seen["light"] > 200
+    assert seen["dark"] < 60
+    page.driver.find_element(By.ID, "theme").click()
+    assert page.run(brightness) > 200
+    page.driver.find_element(By.ID, "theme").click()
+    assert page.run(brightness) < 60
+
+
+def test_a_report_is_self_contained(run, page, tmp_path):
+    append(run, *losses(*range(10)), paint(run, 4, "lime"), {"event": "finished", "step": 10})
+    file = tmp_path / "report.html"
+    command = [sys.executable, "-m", "samestep", "report", str(run), "--out", str(file)]
+    subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    page.driver.get(file.as_uri())
+    page.points("loss", 10)
+    assert page.text("#run-state") == "finished"
+    page.choose_tab("images")
+    assert shown_color(page, 4) == [0, 255, 0]
+    assert [url for url in page.requests() if not url.startswith(("data:", file.as_uri()))] == []

@@ -1,0 +1,89 @@
+"""Reading a record while it grows, and after it was replaced or removed."""
+
+from __future__ import annotations
+
+import pytest
+
+from samestep.errors import RecordError
+from samestep.watch import view as view_module
+from tests.watch.writing import START, scalars, started, view_of, write
+
+
+def test_only_what_is_new_is_read(tmp_path):
+    view = view_of(tmp_path, started(), scalars(0, loss=1.0))
+    offsets = []
+    read = view.source.read
+    view.source.read = lambda offset: offsets.append(offset) or read(offset)
+    assert view.refresh() is False
+    assert offsets == []
+    size = (tmp_path / "events.jsonl").stat().st_size
+    write(tmp_path, scalars(1, loss=0.5))
+    assert view.refresh() is True
+    assert min(offsets) >= size - view_module.TAIL_BYTES
+    assert view.curve("loss")["value"] == [1, 0.5]
+
+
+def test_a_line_longer_than_one_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("samestep.record.source.READ_BYTES", view_module.TAIL_BYTES + 100)
+    failure = {"event": "failed", "traceback": "x" * 9000}
+    view = view_of(
+        tmp_path,
+        started(),
+        *[scalars(step, loss=1.0) for step in range(20)],
+        failure,
+        scalars(20, loss=2.0),
+    )
+    assert view.curve("loss")["points"] == 21
+    assert view.row()["state"] == "failed"
+
+
+@pytest.mark.parametrize("steps", [1, 3, 9])
+def test_a_replaced_record_is_read_from_its_start(tmp_path, steps):
+    """The other record may be shorter, equally long, or longer."""
+    view = view_of(tmp_path, started(), *[scalars(step, loss=1.0) for step in range(3)])
+    (tmp_path / "events.jsonl").unlink()
+    write(
+        tmp_path,
+        started(workers=1),
+        *[scalars(step, score=2.0) for step in range(steps)],
+        start=START + 1000,
+    )
+    assert view.refresh() is True
+    assert [scalar["name"] for scalar in view.summary()["scalars"]] == ["score"]
+    assert view.curve("score")["points"] == steps
+    assert view.row()["workers"] == 1
+
+
+def test_a_removed_record_is_empty_until_a_new_one_is_written(tmp_path):
+    view = view_of(tmp_path, started(), scalars(0, loss=1.0))
+    (tmp_path / "events.jsonl").unlink()
+    view.refresh()
+    assert view.summary()["scalars"] == []
+    write(tmp_path, started(), scalars(0, loss=4.0))
+    assert view.refresh() is True
+    assert view.curve("loss")["value"] == [4]
+
+
+def test_a_storage_that_does_not_respond_changes_nothing(tmp_path):
+    view = view_of(tmp_path, started(), scalars(0, loss=1.0))
+
+    def fail(*_):
+        raise RecordError("the storage did not respond")
+
+    read, view.source.read = view.source.read, fail
+    write(tmp_path, scalars(1, loss=2.0))
+    with pytest.raises(RecordError, match="did not respond"):
+        view.refresh()
+    assert view.curve("loss")["value"] == [1]
+    view.source.read = read
+    assert view.refresh() is True
+    assert view.curve("loss")["value"] == [1, 2]
+
+
+def test_news_count_even_if_the_clock_of_the_run_is_behind(tmp_path, monkeypatch):
+    view = view_of(tmp_path, scalars(0, loss=1.0))
+    monkeypatch.setattr(view_module.time, "time", lambda: START + 9999)
+    assert view.row()["state"] == "silent"
+    write(tmp_path, scalars(1, loss=1.0))
+    view.refresh()
+    assert view.row()["state"] == "running"
