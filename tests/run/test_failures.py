@@ -246,7 +246,7 @@ def test_a_full_disk_stops_the_run_and_spares_the_snapshot_before(workers, tmp_p
         assert all(isinstance(end.error, (ss.SnapshotError, ss.WorldError)) for end in ends)
         assert told
         assert "step-00000002 could not be written" in told[0]
-        assert "The newest whole snapshot is step-00000001" in told[0]
+        assert "The newest complete snapshot is step-00000001" in told[0]
         left = left_by(
             heavy_job, tmp_path / "resumed", 1, lanes=8, resume=disk / "run" / "step-00000001"
         )

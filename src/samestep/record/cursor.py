@@ -14,8 +14,9 @@ from typing import IO, Any, Final
 
 from samestep.errors import RecordError
 from samestep.record.events import FILE_NAME
-from samestep.record.files import FOLDER, write_atomically
+from samestep.record.files import FOLDER
 from samestep.record.source import Source
+from samestep.storage import write_atomically
 
 FILE: Final = f"{FOLDER}/cursor.json"
 LOCK: Final = f"{FOLDER}/lock"

@@ -7,7 +7,6 @@ import os
 import re
 import stat
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -80,21 +79,6 @@ class LocalFiles:
     def _read_error(self, path: str, error: OSError | ValueError) -> RecordError:
         reason = getattr(error, "strerror", error)
         return RecordError(f"{self._folder / path} cannot be read: {reason}")
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a durable file that readers see either complete or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 FOLDER: Final = "record"

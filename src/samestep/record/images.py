@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from samestep.errors import RecordError
 from samestep.record.events import parse_events
-from samestep.record.files import write_atomically
+from samestep.storage import write_atomically
 
 FOLDER: Final = "images"
 MODES: Final = {(): "L", (1,): "L", (3,): "RGB"}

@@ -140,7 +140,7 @@ class Progress:
         self._open = OpenStep(batch, complete)
         self.status.step = self.step
         self.status.set_activity(BODY)
-        self._stop.deferring = self._keeper.keeps
+        self._stop.deferring = self._keeper.is_enabled
 
     def leave_loop(self) -> None:
         """Say that the body was left by break, return or an exception; which of them, nobody knows yet."""
@@ -157,14 +157,14 @@ class Progress:
         self._open = None
         self.step += 1
         self._divergence.take(self.step)
-        self._keeper.hot.report_step(self.step)
+        self._keeper.in_memory.report_step(self.step)
         (signal, due, hot), self._agreed = self._agreed, NOTHING
         if self._keeper.is_due(self.step) or due or self._wanted:
             self._keep()
         if signal or self._is_last(self.step):
             self._stop_here(signal)
-        if self._keeper.hot.is_due(self.step, agreed=hot):
-            self._keeper.copy(self.step, self._states)
+        if self._keeper.in_memory.is_due(self.step, agreed=hot):
+            self._keeper.save_in_memory(self.step, self._states)
 
     def end_loop(self) -> None:
         """Say that a loop has no more steps. A signal that came too late for the last one's note is agreed upon here."""
@@ -213,7 +213,7 @@ class Progress:
         return {
             "stop": self._stop.received,
             "due": self._keeper.time_is_up(),
-            "hot": self._keeper.hot.time_is_up(),
+            "hot": self._keeper.in_memory.time_is_up(),
             "seconds": self._seconds,
             "digest": self._divergence.digest,
         }

@@ -81,7 +81,7 @@ class Session:
         self._exits.callback(self.keeper.close)
         self.stop = StopRequest()
         # what is in memory alone is kept at the end of a step
-        self.stop.deferring = resumed is not None and resumed.hot
+        self.stop.deferring = resumed is not None and resumed.in_memory
         self._exits.callback(self.stop.close)
         self.divergence = DivergenceCheck(config.check_every, world, self.keeper.tracked)
         self.progress = Progress(
@@ -92,7 +92,7 @@ class Session:
         )
         set_generators(config.seed)
         self._tell_start(attempt, resumed)
-        hot.begin(self.progress.step, anew=not begun)
+        hot.report_start(self.progress.step, is_new=not begun)
         if config.dir is not None and place.rank == 0 and (sinks or config.transfer):
             self._exits.callback(
                 ExporterProcess(config.dir, sinks, config.transfer, self.record).finish

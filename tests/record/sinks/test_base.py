@@ -50,7 +50,10 @@ def test_a_missing_package_raises_with_the_install_command(name, monkeypatch):
             "math:pi",
             "sinks must name a class that takes the run's directory, got 'math:pi'",
         ),
-        ("s4://bucket/run", "s4://bucket/run was given; expected a URL that fsspec knows"),
+        (
+            "s4://bucket/run",
+            "expected a URL that fsspec knows, such as s3://bucket/runs/one, got s4://bucket/run",
+        ),
     ],
 )
 def test_sinks_that_cannot_work_raise(name, message):
