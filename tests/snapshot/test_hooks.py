@@ -6,9 +6,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from samestep.record.sinks.base import find_function
 
 from samestep.errors import ConfigError, SnapshotError
+from samestep.record.sinks.base import find_function
 from samestep.snapshot import hooks, load
 from samestep.snapshot.hooks import FunctionHook, Hook, Mirror
 from samestep.snapshot.manifest import NAME
