@@ -176,4 +176,4 @@ def test_a_mode_says_who_has_the_devices(flags, told, tmp_path, capfd):
 def test_a_mode_beside_devices_is_refused(tmp_path, capsys):
     (script := tmp_path / "tell.py").write_text(TELL)
     assert main(["run", "--mode", "dp", "--devices", "2", str(script)]) == 2
-    assert "--devices was given with --mode dp" in capsys.readouterr().err
+    assert "--devices cannot be combined with --mode dp" in capsys.readouterr().err

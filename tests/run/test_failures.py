@@ -218,7 +218,7 @@ def test_a_directory_that_cannot_be_written_is_named(place, workers, tmp_path):
     (tmp_path / "file").touch()
     directory = tmp_path / place
     error = ends_of(workers, image_job, directory)[0].error
-    assert isinstance(error, ss.RecordError)
+    assert isinstance(error, ss.errors.RecordError)
     assert str(directory) in str(error)
     assert "choose a directory that can be written" in str(error)
 
@@ -271,7 +271,7 @@ def test_a_disk_that_is_full_for_the_record_stops_the_run():
     with full_disk(100_000) as disk:
         first, second = ends_of(2, job, disk / "run", lanes=8, snapshot_every=None)
         assert isinstance(second.error, ss.WorldError)
-        assert isinstance(first.error, ss.RecordError)
+        assert isinstance(first.error, ss.errors.RecordError)
         assert re.search(r"events\.jsonl .*full|No space left on device", str(first.error))
         assert (
             "Free some space there and start again: the run resumes from its newest snapshot"
@@ -293,7 +293,8 @@ def test_a_directory_that_is_moved_stops_the_run_and_resumes_where_it_is(
 
     ends = ends_of(workers, job, there, lanes=8, snapshot_every=snapshot_every)
     assert all(
-        isinstance(end.error, (ss.RecordError, ss.SnapshotError, ss.WorldError)) for end in ends
+        isinstance(end.error, (ss.errors.RecordError, ss.SnapshotError, ss.WorldError))
+        for end in ends
     )
     assert re.search("run's directory (to stay )?in place", str(ends[0].error))
     assert left_by(image_job, elsewhere, 1, lanes=8) == left_by(
@@ -323,7 +324,7 @@ def test_a_sample_that_cannot_be_read_is_named(loader_workers):
         return fit_numbers(run, dataset=dataset, loader_workers=loader_workers)
 
     (end,) = ends_of(1, job)
-    assert isinstance(end.error, ss.LoaderError)
+    assert isinstance(end.error, ss.errors.LoaderError)
     assert "loading lane 2 of step 2 in epoch 0 failed: ZeroDivisionError" in str(end.error)
     assert "sample indices [20, 21]" in str(end.error)
     assert "lambda number: 1 // (21 - number)" in str(end.error)
@@ -335,6 +336,6 @@ def test_a_loader_process_that_dies_is_told():
             os.kill(os.getpid(), signal.SIGKILL)
 
     (end,) = ends_of(1, lambda run: fit_numbers(run, dataset=Numbers(die), loader_workers=1))
-    assert isinstance(end.error, ss.LoaderError)
+    assert isinstance(end.error, ss.errors.LoaderError)
     assert "a loader process died" in str(end.error)
     assert "use loader_workers=0" in str(end.error)

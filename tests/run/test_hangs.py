@@ -264,7 +264,7 @@ def test_a_failure_ends_a_worker_that_would_not_end():
     with soon() as reported:
         first, second = ends_of(lambda run: train(run, Numbers(fail_or_sleep)))
         reported(second)
-    assert isinstance(second.error, ss.LoaderError)
+    assert isinstance(second.error, ss.errors.LoaderError)
     assert (first.exitcode, first.error) == (1, None)
 
 
