@@ -89,8 +89,8 @@ def test_a_batch_size_is_a_whole_number_of_samples(batch_size):
     [
         (images(0), "has no samples"),
         (Endless(), "Endless.*use run.streams"),
-        (DataLoader(images(8)), "DataLoader.*no __getitem__"),
-        (iter([]), "list_iterator has no length"),
+        (DataLoader(images(8)), "must have __len__ and __getitem__, got DataLoader"),
+        (iter([]), "must have __len__ and __getitem__, got list_iterator"),
     ],
 )
 def test_a_data_set_has_a_length_and_items(dataset, words):
@@ -106,11 +106,11 @@ def test_a_data_set_has_a_length_and_items(dataset, words):
         (
             {"group_by": [0] * 8, "drop_last": True},
             ss.ConfigError,
-            "drop_last was given with group_by",
+            "drop_last cannot be used with group_by",
         ),
         ({"count": lambda batch: 0.5}, ss.DataError, "count returned 0.5 for lane 0"),
         ({"count": lambda batch: -1}, ss.DataError, "count returned -1 for lane 0"),
-        ({"update": "head"}, ss.ModelError, "update str; expected a torch.nn.Module"),
+        ({"update": "head"}, ss.ModelError, "must update a torch.nn.Module, got str"),
         (
             {"update": nn.Linear(2, 2)},
             ss.ModelError,
@@ -203,7 +203,7 @@ def test_a_parameter_is_sharded_once(again):
     def body(run):
         run.shard(again(run.shard(torch.optim.SGD(run.replicate(Net()).parameters()))))
 
-    words = "SGD has parameters that were sharded before"
+    words = "SGD has parameters that are already sharded"
     fails_with(ss.OptimizerError, words, body)
     assert [words in str(error) for error in errors_of(2, body)] == [True, True]
 
@@ -216,10 +216,10 @@ def test_a_parameter_is_sharded_once(again):
         ({"check_every": 0}, "check_every=0 was given; expected at least 1"),
         ({"lanes": "8"}, "lanes='8' was given; expected a whole number"),
         ({"precision": "bfloat"}, "precision='bfloat'.*did you mean bfloat16"),
-        ({"device": "cuda"}, "device='cuda' was given, and torch finds no GPU"),
+        ({"device": "cuda"}, "device='cuda' needs a GPU, but torch finds no GPU"),
         (
             {"devices": ["cuda:0", "cuda:1"]},
-            "devices=cuda:0,cuda:1 was given, and torch finds no GPU",
+            "devices=cuda:0,cuda:1 needs a GPU, but torch finds no GPU",
         ),
     ],
 )

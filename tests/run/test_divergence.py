@@ -70,15 +70,15 @@ def test_one_bit_of_one_worker_is_named(flipped, name):
     first, second = told(2, flipped, [1])
     assert first == second
     assert first.startswith(
-        f"workers differ after step 4: '{name}' is not the same on all of them; "
+        f"workers differ after step 4: expected the same bits of '{name}' on all workers, but "
     )
-    assert "after step 2 all was equal: resume from a snapshot of that step or before" in first
+    assert "equal after step 2: resume from a snapshot of that step or an earlier one" in first
 
 
 def test_the_workers_that_differ_from_most_are_named(tmp_path):
     first, *_ = told(3, weight, [1], tmp_path)
     assert re.search(
-        rf"; worker 1 \({HOST}\) differs from the majority; expected the same bits everywhere",
+        rf"the same bits of .*, but worker 1 \({HOST}\) differs from the majority\. Usual causes",
         first,
     )
     assert {
@@ -96,9 +96,9 @@ def test_without_a_majority_both_sides_are_named():
 
 def test_a_difference_that_is_some_steps_old_is_still_told():
     first, _ = told(2, weight, [1], check_every=6)
-    assert "after step 6: 'model/first.weight' is" in first
+    assert "after step 6: expected the same bits of 'model/first.weight' on all" in first
     assert (
-        "nothing was compared before since this start: resume from a snapshot that you trust"
+        "nothing was compared earlier in this attempt: resume from a snapshot that you trust"
         in first
     )
 
@@ -108,7 +108,8 @@ def test_a_difference_after_the_last_step_is_told_at_the_end_of_the_loop(tmp_pat
         train, 2, lambda run: job(run, weight, [0], at=7), tmp_path, {"lanes": 4, "check_every": 8}
     )
     assert [
-        "workers differ after step 8: 'model/first.weight'" in str(end.error) for end in ends
+        "after step 8: expected the same bits of 'model/first.weight'" in str(end.error)
+        for end in ends
     ] == [True, True]
     assert snapshots(tmp_path)[-1] == "step-00000008"
     assert not events(tmp_path, "finished")
@@ -124,7 +125,7 @@ def test_a_model_that_is_not_tracked_is_compared_too():
 
     ends = try_workers(train, 2, body, None, {"check_every": 2})
     assert [
-        "'module 0 (BatchNorm1d)/running_var' is not the same" in str(end.error) for end in ends
+        "the same bits of 'module 0 (BatchNorm1d)/running_var' on" in str(end.error) for end in ends
     ] == [True, True]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
+from itertools import repeat
 
 import pytest
 import torch
@@ -114,3 +116,37 @@ def test_gradients_add_up_as_in_the_plain_loop():
         {name: p.grad for name, p in some.named_parameters()} for some in (model, plain_model)
     )
     assert fingerprint(gradients) == fingerprint(expected)
+
+
+def test_a_loop_counts_its_steps_over_resumes(tmp_path):
+    def train(stop_after):
+        with suppress(SystemExit), ss.init(dir=tmp_path, lanes=1, stop_after=stop_after) as run:
+            run.track(model=nn.Linear(1, 1))
+            loop = run.batches(ORDERED, 32, epochs=2, shuffle=False)
+            assert (loop.steps_per_epoch, loop.steps) == (4, 8)
+            for _ in loop:
+                assert (loop.step, loop.steps, len(loop)) == (run.step + 1, 8, 8 - run.step)
+                numbers.append(loop.step)
+
+    numbers = []
+    train(3)
+    train(None)
+    assert numbers == list(range(1, 9))
+
+
+def test_a_loop_of_one_epoch_counts_on_from_the_one_before():
+    with ss.init(lanes=1) as run:
+        for first in (1, 5):
+            loop = run.batches(ORDERED, 32)
+            assert [loop.step for _ in loop] == list(range(first, first + 4))
+
+
+@pytest.mark.parametrize("steps", [3, None])
+def test_a_loop_over_streams_counts_its_steps(steps):
+    with ss.init(lanes=1, stop_after=4) as run, suppress(SystemExit):
+        loop = run.streams(lambda _: repeat(torch.ones(2)), steps=steps, name="ones")
+        assert (loop.steps_per_epoch, loop.steps, loop.step) == (None, steps, 0)
+        numbers = []
+        for _ in loop:
+            numbers.append(loop.step)  # noqa: PERF401  the run stops in the loop
+    assert numbers == list(range(1, (steps or 4) + 1))

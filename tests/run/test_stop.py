@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 import samestep as ss
-from samestep.run.stop import StopRequest
+from samestep.run.process import StopRequest
 from tests.jobs import (
     STEPS,
     Net,

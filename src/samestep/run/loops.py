@@ -1,4 +1,4 @@
-"""The iterables that a training loop runs over."""
+"""Training loops: iterables that yield a batch per step and count the steps."""
 
 from __future__ import annotations
 
@@ -6,17 +6,59 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from samestep.data.batch import Batch
-from samestep.data.plan import Plan, check_end
-from samestep.errors import DataError
+from samestep.data.plan import GroupBy, GroupedPlan, Plan, ShuffledPlan, check_end
+from samestep.data.streams import LaneStream, steps_left, stream_batches
+from samestep.errors import ConfigError, DataError
 from samestep.run.progress import Position, Progress
 
 
-class PlannedLoop:
-    """The batches of a data set from where the loop stands to its end; `len()` is the number of steps left.
+class Loop:
+    """A training loop: iterate it to get one `Batch` per step.
 
-    With neither `epochs` nor `steps` the end is that of the epoch, each time it is iterated.
+    Attributes:
+        step (int): In the body of the loop, the number of the current step: 1 for the first one,
+            counted over resumes and over all loops with the same name. Before the first step of
+            this process, the number of completed steps.
+        steps_per_epoch (int | None): Number of steps in an epoch; None for streams.
     """
+
+    steps_per_epoch: int | None = None
+
+    def __init__(self, progress: Progress, name: str) -> None:
+        progress.complete_left_step()
+        self._progress, self._name = progress, name
+        self._position = progress.positions.setdefault(name, Position())
+        self.step = self._position.done
+
+    def _run(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self._progress.begin_step(batch, self._complete)
+            self.step = self._position.done + 1
+            try:
+                yield batch
+            except GeneratorExit:
+                self._progress.leave_step()
+                raise
+            self._progress.status.at("loading data")  # if the body did not iterate the batch
+            batch.load()
+            self._progress.end_step()
+        self._progress.end_loop()
+
+    def _complete(self) -> int:
+        return self._position.advance(self.steps_per_epoch)
+
+
+class PlannedLoop(Loop):
+    """The batches of a data set, from the loop's position to its end; `run.batches` creates it.
+
+    `len()` is the number of steps left. Without `epochs` and `steps`, the loop ends with the
+    current epoch each time it is iterated.
+    """
+
+    steps_per_epoch: int
 
     def __init__(
         self,
@@ -30,15 +72,15 @@ class PlannedLoop:
     ) -> None:
         check_end("epochs", epochs)
         check_end("steps", steps)
-        progress.settle()
-        self._progress, self._name, self._plan, self._batches = progress, name, plan, batches
-        self._position = progress.positions.setdefault(name, Position())
-        self._described = plan.describe()
-        self._take_plan(self._described)
-        self._epochs, self._steps = epochs, steps
+        super().__init__(progress, name)
+        self.steps_per_epoch = plan.steps_per_epoch
+        self._batches, self._plan = batches, plan.describe()
+        self._check_plan()
+        self._position.plan = self._plan
+        self._max_epochs, self._max_steps = epochs, steps
 
-    def _take_plan(self, plan: dict[str, Any]) -> None:
-        at = self._position
+    def _check_plan(self) -> None:
+        at, plan = self._position, self._plan
         changed = sorted(name for name in {*at.plan, *plan} if at.plan.get(name) != plan.get(name))
         if at.step and changed:
             before, now = (
@@ -46,61 +88,104 @@ class PlannedLoop:
                 for some in (at.plan, plan)
             )
             raise DataError(
-                f"the run stands at step {at.step} of epoch {at.epoch} of a data set with {before}, but {now} was given; expected "
-                "the same until the epoch ends, or samples would be lost or repeated"
+                "the data set must stay the same until the epoch ends: "
+                f"step {at.step} of epoch {at.epoch} expected {before}, got {now}; "
+                "samples would be lost or repeated"
             )
-        at.plan = plan
 
-    def _positions(self) -> Iterator[tuple[int, int]]:
-        at, end = Position(**asdict(self._position)), self._end_epoch()
-        while (end is None or at.epoch < end) and (self._steps is None or at.done < self._steps):
-            yield at.epoch, at.step
-            at.advance(self._plan.steps_per_epoch)
-
-    def _end_epoch(self) -> int | None:
-        return (
-            self._position.epoch + 1
-            if self._epochs is None and self._steps is None
-            else self._epochs
-        )
+    @property
+    def steps(self) -> int:
+        """The number of the last step."""
+        return self._position.done + len(self)
 
     def __len__(self) -> int:
-        at, end, ends = self._position, self._end_epoch(), []
+        at, end, ends = self._position, self._max_epochs, []
+        if end is None and self._max_steps is None:
+            end = at.epoch + 1
         if end is not None:
-            ends.append((end - at.epoch) * self._plan.steps_per_epoch - at.step)
-        if self._steps is not None:
-            ends.append(self._steps - at.done)
+            ends.append((end - at.epoch) * self.steps_per_epoch - at.step)
+        if self._max_steps is not None:
+            ends.append(self._max_steps - at.done)
         return max(0, min(ends))
 
+    def _positions(self) -> Iterator[tuple[int, int]]:
+        at, left = Position(**asdict(self._position)), len(self)
+        for _ in range(left):
+            yield at.epoch, at.step
+            at.advance(self.steps_per_epoch)
+
     def __iter__(self) -> Iterator[Batch]:
-        self._progress.settle()
+        self._progress.complete_left_step()
         self._progress.begin_loop(
             self._name,
-            steps=self._position.done + len(self),
-            epochs=self._epochs,
-            steps_per_epoch=self._plan.steps_per_epoch,
-            samples=self._described["samples"],
-            batch_size=self._described["batch_size"],
+            steps=self.steps,
+            epochs=self._max_epochs,
+            steps_per_epoch=self.steps_per_epoch,
+            samples=self._plan["samples"],
+            batch_size=self._plan["batch_size"],
         )
-        return run_loop(
-            self._batches(self._positions),
-            self._progress,
-            lambda: self._position.advance(self._plan.steps_per_epoch),
-        )
+        return self._run(self._batches(self._positions))
 
 
-def run_loop(
-    batches: Iterator[Batch], progress: Progress, complete: Callable[[], int]
-) -> Iterator[Batch]:
-    """Yield batches, and say when each step begins and ends."""
-    for batch in batches:
-        progress.begin_step(batch, complete)
-        try:
-            yield batch
-        except GeneratorExit:
-            progress.leave_loop()
-            raise
-        progress.status.at("loading data")  # that the body did not look at
-        batch.load()
-        progress.end_step()
-    progress.end_loop()
+class StreamLoop(Loop):
+    """The batches of one stream per lane; `run.streams` creates it.
+
+    Attributes:
+        steps (int | None): The number of the last step; None for an endless loop.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        name: str,
+        make_stream: Callable[[int], Any],
+        lanes: range,
+        seed: int,
+        *,
+        steps: int | None,
+    ) -> None:
+        super().__init__(progress, name)
+        left = steps_left(steps, self._position.done)
+        self.steps = None if left is None else self._position.done + left
+        self._lanes = lanes
+        self._streams = {lane: LaneStream(make_stream, name, lane, seed) for lane in lanes}
+        resumed = progress.resumed_streams.get(name, {})
+        for lane, stream in self._streams.items():
+            if lane in resumed:
+                stream.load_state_dict(resumed[lane])
+        progress.streams[name] = self._streams
+        progress.begin_loop(name, steps=self.steps)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._progress.complete_left_step()
+        left = steps_left(self.steps, self._position.done)
+        return self._run(stream_batches(self._streams, self._lanes, left))
+
+
+def make_plan(
+    dataset: Any,
+    batch_size: int,
+    lanes: int,
+    seed: int,
+    *,
+    shuffle: bool,
+    drop_last: bool,
+    group_by: GroupBy | None,
+) -> Plan:
+    """Return the assignment of a map-style data set's samples to steps and lanes."""
+    # Some iterable data sets have a length.
+    iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+    if iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            "dataset must have __len__ and __getitem__, "
+            f"got {type(dataset).__name__}; for iterable data use run.streams"
+        )
+    size = len(dataset)
+    if group_by is None:
+        return ShuffledPlan(size, batch_size, lanes, seed, shuffle=shuffle, drop_last=drop_last)
+    if drop_last:
+        raise ConfigError(
+            "drop_last cannot be used with group_by, because any grouped batch may be short; "
+            "leave out one of the two"
+        )
+    return GroupedPlan(group_by, size, batch_size, lanes, seed, shuffle=shuffle)

@@ -1,0 +1,61 @@
+"""The examples in public docstrings run and print what they show."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+
+import pytest
+import torch
+
+import samestep as ss
+from samestep.record import read_events, read_history
+from tests.docs import given
+
+PUBLIC = [ss.init, ss.launch, ss.Run, ss.Means, ss.PackedList, ss.Metric, ss.check_metric]
+READERS = [read_events, read_history]
+
+
+def examples():
+    """Return the examples in the docstrings of public objects and of their members."""
+    finder = doctest.DocTestFinder(exclude_empty=False)
+    for item in [*PUBLIC, *READERS]:
+        yield from finder.find(item, item.__name__)
+    for base in ss.Run.__mro__[1:-1]:
+        yield from finder.find(base, "Run")
+
+
+EXAMPLES = [example for example in examples() if example.examples]
+
+
+def is_public(name, member):
+    return not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property))
+
+
+def test_every_call_has_an_example():
+    calls = {
+        f"Run.{name}" for name, member in inspect.getmembers(ss.Run) if is_public(name, member)
+    }
+    calls |= {item.__name__ for item in [*PUBLIC, *READERS]}
+    assert calls - {example.name for example in EXAMPLES} == set()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_an_example_is_right(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {name: getattr(given, name) for name in given.__all__}
+    if example.name.startswith("Run."):
+        with ss.init(lanes=2, dir=tmp_path / "run") as run:
+            model = run.replicate(given.Net())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            check(example, {**names, "run": run, "model": model, "optimizer": optimizer})
+    else:
+        check(example, names)
+
+
+def check(example, names):
+    example.globs = names
+    printed = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    runner.run(example, out=printed.append)
+    assert runner.failures == 0, "".join(printed)
