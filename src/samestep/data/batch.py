@@ -83,12 +83,22 @@ LOOKED_AT: Final = 256  # items that tell how large the others are
 
 
 class PackedList(Sequence[Item]):
-    """A read-only list that keeps its items as bytes, in one block of memory; looking one up makes it anew.
+    """A read-only list that stores its items as bytes in one block of memory.
 
-    Whoever looks at a Python object writes to its count of references. So each loader process comes
-    to own a copy of all pages that hold such objects, while the block stays shared, and takes less
-    memory than the objects did. For plain values, small objects and arrays that can be pickled.
-    Raises `DataError` for items that cannot be, and for tensors.
+    Reading a Python object changes its reference count, so each loader process ends up with its own
+    copy of the memory pages that hold such objects. The block stays shared, and takes less memory
+    than the objects. Each access creates the item again.
+
+    Args:
+        items: Plain values, small objects or arrays that can be pickled.
+
+    Raises:
+        DataError: An item cannot be pickled, or contains a tensor.
+
+    Example:
+        >>> records = ss.PackedList([{"file": "a.png", "label": 3}, {"file": "b.png", "label": 5}])
+        >>> records[1]["label"], len(records)
+        (5, 2)
     """
 
     def __init__(self, items: Iterable[Item]) -> None:

@@ -183,13 +183,25 @@ OF_A_STEP: Final = ("scalars", "timing", "image")
 
 
 def read_history(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run's directory or of its events file, in order, without those that a later start made void.
+    """Yield the events of a run in order, without those that a later start has replaced.
 
-    A start that resumes from a step makes void the scalars, timing and images of the steps after
-    it, which are made again; one from the beginning makes void all of them. What was logged between
-    two steps (`between`) after as many as were resumed from stays. Events that tell of attempts
-    themselves (`started`, `snapshot`, `failed`, ...) always stay. Reads twice and holds no events.
-    Raises `RecordError` when there is no record at `path`.
+    A start that resumes from a step replaces the scalars, timing and images of later steps, because
+    these steps run again; a start from the beginning replaces all of them. Values that were logged
+    between two steps (`between`) at exactly the step of the resume stay. Events about attempts
+    (`started`, `snapshot`, `failed`, ...) always stay. The file is read twice, and no events are
+    held in memory.
+
+    Args:
+        path: Directory of the run, or its events file.
+
+    Raises:
+        RecordError: There is no record at `path`.
+
+    Example:
+        >>> with ss.init(lanes=2, dir="runs/one") as run:
+        ...     run.log(accuracy=0.9)
+        >>> [event["values"] for event in read_history("runs/one") if event["event"] == "scalars"]
+        [{'accuracy': 0.9}]
     """
     # the number of its event, and the last place whose events stand
     starts: list[tuple[int, Place]] = []

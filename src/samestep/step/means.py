@@ -46,7 +46,17 @@ class LaneResult:
 
 
 class Means(Mapping[str, float]):
-    """Global means by name, `"loss"` first; computed when they are read. The same bits at any number of workers."""
+    """Means by name over all items of a global batch, `"loss"` first; a read-only mapping.
+
+    They have the same bits at any number of workers, and are computed when they are read. A sum is
+    exact before its one rounding to float64.
+
+    Example:
+        >>> for batch in run.batches(train_set, 32, steps=1):
+        ...     means = run.backward(loss_fn, model, batch)
+        >>> means["loss"] > 0
+        True
+    """
 
     def __init__(
         self, results: Sequence[LaneResult], reduction: Literal["mean", "sum"] = "mean"
@@ -74,7 +84,14 @@ class Means(Mapping[str, float]):
         return f"Means({', '.join(f'{name}={self[name]:.6g}' for name in self)})"
 
     def by_worker(self, name: str) -> list[float]:
-        """Return the mean over the items of each worker that had any, by rank."""
+        """Return the mean over the items of each worker that had any, by rank.
+
+        Example:
+            >>> for batch in run.batches(train_set, 32, steps=1):
+            ...     means = run.backward(loss_fn, model, batch)
+            >>> len(means.by_worker("loss")) == run.world_size
+            True
+        """
         ranks = sorted({result.rank for result in self._results if name in result.metrics})
         return [
             self._mean(name, [result for result in self._results if result.rank == rank]).value
