@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -43,19 +45,23 @@ def test_every_call_has_an_example():
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_an_example_is_right(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {name: getattr(given, name) for name in given.__all__}
-    if example.name.startswith("Run."):
+    module = ModuleType("example")  # classes of an example are pickled by their module
+    monkeypatch.setitem(sys.modules, "example", module)
+    example.globs = vars(module)
+    example.globs.update({name: getattr(given, name) for name in given.__all__})
+    example.globs.update(read_events=read_events, read_history=read_history)
+    if example.name.startswith(("Run.", "Means")):
         with ss.init(lanes=2, dir=tmp_path / "run") as run:
             model = run.replicate(given.Net())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            check(example, {**names, "run": run, "model": model, "optimizer": optimizer})
+            example.globs.update(run=run, model=model, optimizer=optimizer)
+            check(example)
     else:
-        check(example, names)
+        check(example)
 
 
-def check(example, names):
-    example.globs = names
+def check(example):
     printed = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    runner.run(example, out=printed.append)
+    runner.run(example, out=printed.append, clear_globs=False)
     assert runner.failures == 0, "".join(printed)

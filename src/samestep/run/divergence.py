@@ -58,7 +58,7 @@ class DivergenceCheck:
         names = dict.fromkeys(name for sums in everyone for name in sums)
         differing = [name for name in names if len({sums.get(name) for sums in everyone}) > 1]
         first = differing[0]
-        which = f", the first of {len(differing)} such tensors" if len(differing) > 1 else ""
+        which = f" (the first of {len(differing)} tensors that differ)" if differing[1:] else ""
         if self._equal_step is None:
             resume = (
                 "nothing was compared earlier in this attempt: "
@@ -70,13 +70,13 @@ class DivergenceCheck:
                 "resume from a snapshot of that step or an earlier one"
             )
         return (
-            f"workers differ after step {self._step}: "
-            f"expected the same bits of {first!r} on all workers{which}, but "
-            f"{_describe([sums.get(first) for sums in everyone], hosts)}. "
-            "Usual causes: code that changes the model or the optimizer on some workers only (a "
-            "condition on the rank, or random numbers or data that differ between workers), an "
-            "optimizer whose step is not deterministic, or, if it is always the same host, faulty "
-            f"memory. samestep verify finds the first step that differs; {resume}"
+            f"workers differ after step {self._step} in {first!r}{which}: "
+            f"{_describe([sums.get(first) for sums in everyone], hosts)}; "
+            "expected the same bits on all workers. Usual causes: code that changes the model or "
+            "the optimizer on some workers only (a condition on the rank, or random numbers or "
+            "data that differ between workers), an optimizer whose step is not deterministic, or, "
+            "if it is always the same host, faulty memory. samestep verify finds the first step "
+            f"that differs; {resume}"
         )
 
 

@@ -133,10 +133,11 @@ class Run(Collectives, Log):
         return module
 
     def shard(self, optimizer: Optimizer) -> Optimizer:
-        """Make each worker update only its slice of the parameters (`ZeRO`_, stage 1).
+        """Make each worker update only its slice of the parameters (ZeRO, stage 1).
 
         This saves time and memory and gives the same bits. Gradients of these parameters are stored
-        in slices, and their `.grad` stays None. Call it before the first step.
+        in slices, and their `.grad` stays None. Call it before the first step. See `Rajbhandari et
+        al., 2020 <https://arxiv.org/abs/1910.02054>`__.
 
         Args:
             optimizer: An elementwise optimizer of `torch.optim`.
@@ -149,8 +150,6 @@ class Run(Collectives, Log):
 
         Example:
             >>> optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=1e-3))
-
-        .. _ZeRO: https://arxiv.org/abs/1910.02054
         """
         check_shardable(optimizer)
         parameters = [
@@ -313,10 +312,11 @@ class Run(Collectives, Log):
         return Means(answer.results, reduction)
 
     def clip_grad_norm(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-        """Scale gradients so that their global 2-norm is at most `max_norm` (`Pascanu et al.`_).
+        """Scale gradients so that their global 2-norm is at most `max_norm`.
 
         Works for complete and sharded gradients. With one lane, it is the same as
-        `torch.nn.utils.clip_grad_norm_`.
+        `torch.nn.utils.clip_grad_norm_`. See `Pascanu et al., 2013
+        <https://arxiv.org/abs/1211.5063>`__, algorithm 1.
 
         Args:
             model: Module whose gradients are scaled in place.
@@ -327,8 +327,6 @@ class Run(Collectives, Log):
 
         Example:
             >>> norm = run.clip_grad_norm(model, 1.0)
-
-        .. _Pascanu et al.: https://arxiv.org/abs/1211.5063
         """
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.lanes == 1:
