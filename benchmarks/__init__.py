@@ -1,1 +1,1 @@
-"""samestep beside its peers, one command each; `make bench` runs `python -m benchmarks.table`."""
+"""Benchmarks of samestep and its peers, one command each; `make bench` runs the main one."""

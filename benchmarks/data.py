@@ -1,9 +1,9 @@
-"""Order, loading and memory of loader processes, beside torch's DataLoader and samplers.
+"""Data order, loading and loader memory, compared to torch's DataLoader and samplers.
 
 usage: python -m benchmarks.data [order speed memory] [--rounds 5] [--objects 1000000] [--epochs 10]
 
-order   microseconds a batch of 256 indices, and memory, at 10^3, 10^6 and 10^9 samples
-speed   samples a second with 0, 1 and 2 loader processes, in turn with a DataLoader
+order   microseconds per batch of 256 indices, and memory, at 10^3, 10^6 and 10^9 samples
+speed   samples per second with 0, 1 and 2 loader processes, in turn with a DataLoader
 memory  private memory (USS) of two loader processes over epochs of small Python objects
 """
 
@@ -13,10 +13,11 @@ import argparse
 import multiprocessing
 import os
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
@@ -25,16 +26,13 @@ import samestep
 from benchmarks.measure import spread
 from samestep.data.plan import ShuffledPlan
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
 BATCH_SIZE = 256
 STEPS = 4096
 RECORDS_A_BATCH = 1000
 
 
 def main() -> None:
-    """Run the parts that were asked for, each figure of memory in a process of its own."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "parts", nargs="*", metavar="PART", help="order, speed, memory (default: all)"
@@ -59,37 +57,30 @@ def main() -> None:
     }
     for part in options.parts or parts:
         if part not in parts:
-            parser.error(f"part {part!r} was given; expected some of {', '.join(parts)}")
+            parser.error(f"PART must be one of {', '.join(parts)}, got {part!r}")
         parts[part]()
 
 
 def apart(measure: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function gives in a process of its own."""
+    """Return the result of a function that runs in its own process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
         return pool.submit(measure, *arguments).result()
 
 
 def private_megabytes(processes: Iterable[int]) -> float:
-    """Return the memory that these processes share with nobody (their unique set size)."""
+    """Return the memory that only these processes use (their unique set size)."""
     rollups = [
         Path(f"/proc/{process}/smaps_rollup").read_text().splitlines() for process in processes
     ]
-    return (
-        sum(
-            int(line.split()[1])
-            for lines in rollups
-            for line in lines
-            if line.startswith("Private_")
-        )
-        / 1000
-    )
+    private = (line for lines in rollups for line in lines if line.startswith("Private_"))
+    return sum(int(line.split()[1]) for line in private) / 1000
 
 
 # Order
 
 
 def order(rounds: int) -> None:
-    """Print what a batch of shuffled indices costs."""
+    """Print the cost of a batch of shuffled indices."""
     print(f"index order: a batch of {BATCH_SIZE}, {rounds} rounds")
     for samples in (10**3, 10**6, 10**9):
         for name, measure in (
@@ -98,19 +89,21 @@ def order(rounds: int) -> None:
         ):
             if measure is order_of_sampler and samples == 10**9:
                 print(
-                    "  10^9 samples, DistributedSampler: not run; its list of 10^9 numbers would not fit memory"
+                    "  10^9 samples, DistributedSampler: not run, its list does not fit in memory"
                 )
                 continue
             found = [apart(measure, samples) for _ in range(rounds)]
             microseconds, megabytes = ([run[number] for run in found] for number in range(2))
             print(
-                f"  10^{len(str(samples)) - 1} samples, {name:18} {spread(microseconds)} us a batch, {spread(megabytes)} MB",
+                f"  10^{len(str(samples)) - 1} samples, {name:18}",
+                f"{spread(microseconds)} us per batch,",
+                f"{spread(megabytes)} MB",
                 flush=True,
             )
 
 
 def order_of_plan(samples: int) -> tuple[float, float]:
-    """Return microseconds a batch and megabytes of samestep's plan, over 4096 steps of two lanes."""
+    """Return microseconds per batch and megabytes of samestep's plan for two lanes."""
     before = private_megabytes([os.getpid()])
     plan = ShuffledPlan(samples, BATCH_SIZE, 2, seed=0)
     started = time.perf_counter()
@@ -122,7 +115,7 @@ def order_of_plan(samples: int) -> tuple[float, float]:
 
 
 def order_of_sampler(samples: int) -> tuple[float, float]:
-    """Return the same of torch's sampler, over the epochs that have as many steps."""
+    """Return the same for torch's sampler, over as many steps."""
     before = private_megabytes([os.getpid()])
     sampler: DistributedSampler[int] = DistributedSampler(range(samples), num_replicas=1, rank=0)
     started = time.perf_counter()
@@ -141,7 +134,7 @@ def order_of_sampler(samples: int) -> tuple[float, float]:
 
 
 class Images(Dataset[tuple[torch.Tensor, int]]):
-    """Images of bytes, of which an item is a random crop, maybe flipped, as floating point."""
+    """Random uint8 images; an item is a random crop, possibly flipped, as float32."""
 
     def __init__(self, number: int) -> None:
         self.images = torch.randint(256, (number, 3, 40, 40), dtype=torch.uint8)
@@ -156,7 +149,7 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
 
 
 def speed(rounds: int) -> None:
-    """Print samples a second, and the ratio to a DataLoader of the same configuration."""
+    """Print samples per second, and the ratio to a DataLoader of the same configuration."""
     torch.set_num_threads(1)
     jobs: dict[str, Dataset[Any]] = {
         "augmented images": Images(20_000),
@@ -174,13 +167,14 @@ def speed(rounds: int) -> None:
             ratios = [mine / other for mine, other in pairs]
             print(f"  {name}, {loader_workers} loader processes")
             print(
-                f"    samestep {spread(ours)}, DataLoader {spread(theirs)} samples/s, ratio {spread(ratios)}",
+                f"    samestep {spread(ours)}, DataLoader {spread(theirs)} samples/s,",
+                f"ratio {spread(ratios)}",
                 flush=True,
             )
 
 
 def with_samestep(dataset: Dataset[Any], loader_workers: int) -> float:
-    """Return the samples a second of `run.batches`."""
+    """Return the samples per second of `run.batches`."""
     with samestep.init(lanes=1) as run:
         return samples_a_second(
             next(iter(batch))
@@ -189,12 +183,12 @@ def with_samestep(dataset: Dataset[Any], loader_workers: int) -> float:
 
 
 def with_dataloader(dataset: Dataset[Any], loader_workers: int) -> float:
-    """Return the samples a second of a DataLoader."""
+    """Return the samples per second of a DataLoader."""
     return samples_a_second(DataLoader(dataset, 64, shuffle=True, num_workers=loader_workers))
 
 
 def samples_a_second(batches: Iterable[Any]) -> float:
-    """Return the speed from the first batch on, since loader processes take a while to start."""
+    """Return the speed from the first batch on, which excludes the start of loader processes."""
     iterator = iter(batches)
     next(iterator)
     started = time.perf_counter()
@@ -206,7 +200,7 @@ def samples_a_second(batches: Iterable[Any]) -> float:
 
 
 class Records:
-    """A data set that keeps a list of its own."""
+    """A data set with its own list."""
 
     def __init__(self, records: Sequence[dict[str, Any]]) -> None:
         self.records = records
@@ -256,7 +250,7 @@ def memory_of(
 
 
 def lengths_of(records: list[dict[str, Any]]) -> list[int]:
-    """Collate records by looking at all of each, as opening a file would."""
+    """Collate records by reading each of them, as opening a file would."""
     return [len(record["path"]) + record["label"] for record in records]
 
 

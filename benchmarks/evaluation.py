@@ -1,11 +1,11 @@
-"""Samples a second of an evaluation on 2 workers, beside the ways that peers' documentation teaches.
+"""Samples per second of an evaluation on 2 workers, compared to peers as documented.
 
 usage: python -m benchmarks.evaluation [--rounds 3]
 
-The mean loss and the accuracy over a data set are computed: of a ViT-Ti/8, where computing
-dominates, and of a small network, where the rest does. Contenders take turns, and every ratio is of
-runs of one round. Other than samestep and Accelerate, a `DistributedSampler` gives some samples
-twice where workers do not divide the data set; here they do.
+Computes the mean loss and the accuracy over a data set, for a ViT-Ti/8, where computing dominates,
+and for a small network, where overhead does. Contenders take turns, and every ratio compares runs
+of one round. Unlike samestep and Accelerate, a `DistributedSampler` repeats samples if the number
+of workers does not divide the size of the data set; here it does.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import argparse
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import samestep as ss
@@ -29,19 +31,14 @@ from benchmarks.jobs.job import BATCHES_AN_EPOCH
 from benchmarks.measure import figures
 from benchmarks.turns import figure, in_turn, samestep, table, torchrun
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor, nn
-
-BATCH_SIZE = 64  # of a worker
-PASSES = 3  # that are timed, after one that is not
+BATCH_SIZE = 64  # per worker
+PASSES = 3  # timed, after one that is not
 
 Figures = dict[str, float]
 
 
 class Task(NamedTuple):
-    """A network in evaluation mode, and what it is evaluated on."""
+    """A network in evaluation mode, and its data set."""
 
     model: nn.Module
     dataset: TensorDataset
@@ -103,7 +100,7 @@ def with_accelerate(task: Task) -> Figures:
 
 
 def with_torchmetrics(task: Task) -> Figures:
-    """Update torchmetrics objects in each worker; they exchange their states when they are computed."""
+    """Update torchmetrics objects in each worker, which exchange their states in `compute`."""
     from torchmetrics import MeanMetric
 
     metrics = {"loss": MeanMetric(), "accuracy": MeanMetric()}
@@ -156,7 +153,7 @@ def _with_sampler(
 
 
 def timed(task: Task, evaluate: Callable[[], Figures], barrier: Callable[[], None]) -> Figures:
-    """Return the median speed of a few passes, and the accuracy that they found."""
+    """Return the median speed of a few passes, and the accuracy."""
     taken = []
     for _ in range(1 + PASSES):
         barrier()
@@ -205,7 +202,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.worker:
-        warnings.filterwarnings("ignore", category=FutureWarning)  # those of peers about themselves
+        warnings.filterwarnings(
+            "ignore", category=FutureWarning
+        )  # warnings of peers about themselves
         torch.set_num_threads(1)
         way, task = arguments.worker
         growth_steps.tell(WAYS[way](TASKS[task]()))

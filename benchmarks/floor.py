@@ -1,12 +1,11 @@
-"""How far each job's step is from its floor: what two workers must compute and move at the least, and what a step takes.
+"""Time of each job's step, compared to its floor: what two workers must compute and move.
 
 usage: python -m benchmarks.floor [--rounds 5] [--jobs vit mlp …]
 
-Two processes of one thread each run the parts of a step at the same time, with torch's own
-operations and nothing between them: forward and backward of half a batch; then, for P bytes of
-parameters, copying the gradients where the other sees them (2 P of memory traffic), adding half of
-both workers' (1.5 P), fused AdamW on that half (3.5 P), copying the other's half of the parameters
-(P).
+Two processes of one thread each run only the parts of a step at the same time, with torch's own
+operations: forward and backward of half a batch; then, for P bytes of parameters, copy the
+gradients to shared memory (2 P of memory traffic), add half of both workers' (1.5 P), run fused
+AdamW on that half (3.5 P), and copy the other half of the parameters (P).
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.data import default_collate
@@ -25,16 +25,13 @@ from benchmarks.jobs import JOBS
 from benchmarks.measure import figures, spread
 from benchmarks.turns import in_turn
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 WORKERS = 2
 REPEATS = 30
 TRAFFIC = 2 + 1.5 + 3.5 + 1  # bytes moved for each byte of parameters
 
 
 def main() -> None:
-    """Measure the floor and the step of each job in turn, and tell how they compare."""
+    """Measure the floor and the step of each job in turn, and print both."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.floor", description=__doc__.splitlines()[0] if __doc__ else None
     )
@@ -42,7 +39,8 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS), help="default: all")
     options = parser.parse_args()
     print(
-        "| job | parameters MB | moved MB | computing ms | moving ms | floor ms | step ms | step / floor |"
+        "| job | parameters MB | moved MB | computing ms | moving ms | floor ms | step ms "
+        "| step / floor |"
     )
     print("|" + "---|" * 8)
     for job in options.jobs:
@@ -61,18 +59,19 @@ def main() -> None:
         columns = [*zip(*found["floor"], strict=True), floors, found["step"]]
         middles = " | ".join(f"{1000 * statistics.median(column):.1f}" for column in columns)
         print(
-            f"| {JOBS[job].title} | {megabytes:.1f} | {TRAFFIC * megabytes:.0f} | {middles} | {spread(ratios).strip()} |",
+            f"| {JOBS[job].title} | {megabytes:.1f} | {TRAFFIC * megabytes:.0f} | {middles} "
+            f"| {spread(ratios).strip()} |",
             flush=True,
         )
 
 
 def step_seconds(job: str) -> float:
-    """Return what a step of the job takes with samestep on two workers."""
+    """Return the seconds of a step of the job with samestep on two workers."""
     return JOBS[job].batch_size / figures(command("samestep", job))["samples_a_second"]
 
 
 def floor(job: str) -> tuple[float, float]:
-    """Return the seconds that a worker computes and moves, each while the other worker does the same."""
+    """Return the seconds that a worker computes and moves, while the other one does the same."""
     with ss.init() as run:
         model, dataset, loss_fn = JOBS[job].build()
         parameters = list(model.parameters())
@@ -86,7 +85,7 @@ def floor(job: str) -> tuple[float, float]:
 
 
 def moves(size: int) -> Callable[[], None]:
-    """Return what moves everything that a step must move for `size` float32 parameters."""
+    """Return a function that moves all data of a step with `size` float32 parameters."""
     gradients, seen, half = torch.ones(size), torch.zeros(size), -(-size // WORKERS)
     other, values = torch.ones(half), torch.nn.Parameter(torch.ones(half))
     values.grad = seen[:half]
@@ -102,7 +101,7 @@ def moves(size: int) -> Callable[[], None]:
 
 
 def median_seconds(work: Callable[[], object]) -> float:
-    """Return the median time of a piece of work, after a few warm-up runs."""
+    """Return the median time of a function, after a few warm-up runs."""
     seconds = []
     for _ in range(REPEATS + 3):
         started = time.perf_counter()

@@ -1,12 +1,12 @@
-"""Everything that a machine with NVIDIA GPUs can show, in less than ten minutes: the same bits, and the speed.
+"""Proofs and speed on a machine with NVIDIA GPUs, in less than ten minutes.
 
 usage: python -m benchmarks.gpu [--rounds 3] [--minutes 9] [--into docs/gpu.md] [--quick] [--device
 cpu]
 
-First `samestep verify` proves the guarantee on the GPUs; then contenders take turns, all with the
-same batch, the largest that fits. No round begins that would not end in time. The results are
-printed, and put into their place in a file. Exits with status 1 where something failed, or there is
-no GPU.
+First `samestep verify` proves on the GPUs that all runs have the same bits. Then contenders take
+turns, all with the largest batch that fits. A round starts only if it would end in time. The
+results are printed, and inserted into a file. Exits with status 1 if something failed, or without a
+GPU.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from benchmarks.gpu_results import ProofResult, Speeds, insert, markdown
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 SAMESTEP = [sys.executable, "-m", "samestep"]
 JOB = str(Path(__file__).with_name("gpu_samestep.py"))
@@ -37,7 +34,7 @@ LARGEST_BATCH, SMALLEST_BATCH = 256, 8
 
 @dataclass(frozen=True)
 class Proof:
-    """A comparison by `samestep verify` with these arguments, where there are enough `gpus`; the job gets `flags`."""
+    """A comparison by `samestep verify` that needs some `gpus`; the job gets `flags`."""
 
     title: str
     arguments: Sequence[str]
@@ -47,7 +44,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class Contender:
-    """Who trains: a module of benchmarks, or for `samestep run` its options; the job gets `flags`."""
+    """A way to train: a module of benchmarks, options of `samestep run`, and `flags` of the job."""
 
     title: str
     module: str = "gpu_samestep"
@@ -102,11 +99,11 @@ COMPILED = [
 
 
 def main() -> int:
-    """Run all of it; return the exit status."""
+    """Run everything; return the exit status."""
     options = _options()
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
-            "no GPU: torch finds none here; --device cpu --quick tries this benchmark without one",
+            "no GPU: torch found none; --device cpu --quick tries this benchmark without one",
             file=sys.stderr,
         )
         return 1
@@ -144,14 +141,14 @@ def _options() -> argparse.Namespace:
 
 
 def prove(device: str, *, quick: bool) -> list[ProofResult]:
-    """Run the proofs for which there are devices enough."""
+    """Run the proofs for which there are enough devices."""
     gpus = torch.cuda.device_count() if device == "cuda" else 1
     job = ["--model", "tiny" if quick else "ViT-Ti/16", "--device", device]
     return [_proved(proof, job) for proof in ([SHARING] if quick else PROOFS) if proof.gpus <= gpus]
 
 
 def _proved(proof: Proof, job: Sequence[str]) -> ProofResult:
-    # alone to be seen, it is shared by all workers
+    # the only visible one, shared by all workers
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     seen = {"CUDA_VISIBLE_DEVICES": first} if proof.gpus == 1 else {}
     done = run(
@@ -168,7 +165,7 @@ def _proved(proof: Proof, job: Sequence[str]) -> ProofResult:
 
 
 def measure(device: str, rounds: int, ends: float, *, quick: bool) -> list[Speeds]:
-    """Let the contenders of each model take turns, for as many rounds as end in time, and for one at least."""
+    """Measure the contenders of each model in turn, for at least one round and until time is up."""
     peers = [
         contender
         for contender in EAGER
@@ -199,7 +196,7 @@ def measure(device: str, rounds: int, ends: float, *, quick: bool) -> list[Speed
 
 
 def largest_batch(flags: Sequence[str]) -> int:
-    """Return the batch that the plain loop can train with in the GPU's memory: 256, or what halving it comes to."""
+    """Return the largest batch that fits in the GPU's memory: 256, or halved as needed."""
     size = LARGEST_BATCH
     while size > SMALLEST_BATCH:
         done = run(PLAIN.command([*flags, "--seconds", "0", "--batch-size", str(size)]))
@@ -212,7 +209,7 @@ def largest_batch(flags: Sequence[str]) -> int:
 def run(
     command: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, and say so; one that takes too long has failed."""
+    """Run a command and report it. One that takes too long fails."""
     print(f"$ {' '.join(command[1:])}", file=sys.stderr, flush=True)
     with subprocess.Popen(
         command,
@@ -224,14 +221,14 @@ def run(
         try:
             stdout, stderr = process.communicate(timeout=LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
-            process.terminate()  # a launcher ends its workers then
+            process.terminate()  # a launcher then ends its workers
             stdout, stderr = process.communicate()
             stderr += f"\nstill ran after {LIMIT_SECONDS} seconds"
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Return what a failed command said last."""
+    """Return the last line of a failed command."""
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     return said[-1] if said else f"ended with status {done.returncode}"
 

@@ -1,4 +1,7 @@
-"""The GPU benchmark's job with Accelerate (https://huggingface.co/docs/accelerate/basic_tutorials/migration)."""
+"""The GPU benchmark's job with Accelerate.
+
+https://huggingface.co/docs/accelerate/basic_tutorials/migration
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from benchmarks.gpu_job import Images, Job, Stopwatch, loss_of
 
 
 def main() -> None:
-    """Train, and tell the speed."""
+    """Train, and print the speed."""
     job = Job.given()
     accelerator = Accelerator(
         mixed_precision="bf16" if job.precision == "bfloat16" else "no", cpu=job.device == "cpu"

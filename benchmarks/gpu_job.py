@@ -1,4 +1,4 @@
-"""What all contenders of the GPU benchmark train and how they are timed: Vision Transformers on random images."""
+"""The job and the stopwatch of the GPU benchmark: Vision Transformers on random images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipes.vit.model import VisionTransformer
 MODELS = {
     "ViT-Ti/16": ModelSettings(size="tiny"),  # both on 224x224 images
     "ViT-S/16": ModelSettings(size="small"),
-    # to try the benchmark itself
+    # to test the benchmark itself
     "tiny": ModelSettings(width=32, depth=2, heads=2, image_size=32, classes=10),
 }
 DISTINCT_IMAGES = 512
@@ -26,7 +26,7 @@ WARMUP_STEPS = 8
 
 @dataclass(frozen=True)
 class Job:
-    """What to train and for how many seconds; `compiled` is a mode of torch.compile, or "no"."""
+    """The model and the seconds to train; `compiled` is a mode of torch.compile, or "no"."""
 
     model: str
     device: str
@@ -60,14 +60,14 @@ class Job:
         return VisionTransformer(MODELS[self.model])
 
     def compile(self, network: VisionTransformer) -> None:
-        """Compile the blocks, in place: they are alike, so one is compiled for all."""
+        """Compile the blocks in place. They are alike, so one compilation serves all."""
         if self.compiled != "no":
             for block in network.blocks:
                 block.compile(mode=self.compiled, dynamic=False)
 
 
 class Images(Dataset[tuple[torch.Tensor, int]]):
-    """Random images, uint8 [3, size, size], with labels: a few, over and over."""
+    """A few random images, uint8 [3, size, size], with labels, repeated."""
 
     def __init__(self, job: Job) -> None:
         settings = MODELS[job.model]
@@ -89,7 +89,7 @@ def loss_of(network: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor
 
 
 class Stopwatch:
-    """Times the steps after the warm-up, with all of the GPU's work in them."""
+    """Time the steps after the warm-up, with all of the GPU's work in them."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -106,7 +106,7 @@ class Stopwatch:
         )
 
     def figures(self) -> str:
-        """Return images a second, and the gigabytes of the GPU that tensors held at the most."""
+        """Return images per second, and the peak gigabytes of tensors on the GPU."""
         seconds = self._now() - self._started
         speed = (self._steps - WARMUP_STEPS) * self._job.batch_size / seconds
         gigabytes = torch.cuda.max_memory_allocated() / 1e9 if self._job.device == "cuda" else 0.0

@@ -9,7 +9,7 @@ from benchmarks.gpu_job import Images, Job, Stopwatch, loss_of
 
 
 def main() -> None:
-    """Train, and tell the speed."""
+    """Train, and print the speed."""
     job = Job.given()
     model = job.network().to(job.device)
     job.compile(model)

@@ -1,24 +1,21 @@
-"""The results of the GPU benchmark as Markdown, and their place in a file."""
+"""The results of the GPU benchmark as Markdown, inserted into a file."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from benchmarks.measure import values_in
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
 
 
 @dataclass(frozen=True)
 class ProofResult:
-    """What a proof found, in words."""
+    """The outcome of a proof as text."""
 
     title: str
     verdict: str
@@ -27,7 +24,7 @@ class ProofResult:
 
 @dataclass
 class Speeds:
-    """What contenders reached in the rounds that they all took part in; the one named `floor` is what others are compared with."""
+    """The speeds of contenders by round. Others are compared to the one named `floor`."""
 
     title: str
     floor: str
@@ -35,7 +32,7 @@ class Speeds:
     complaints: dict[str, str] = field(default_factory=dict)
 
     def add(self, contender: str, printed: str, complaint: str) -> None:
-        """Take what a contender printed, or its complaint."""
+        """Add the output of a contender, or its error."""
         if complaint:
             self.complaints[contender] = complaint
         self.rounds[contender].append(
@@ -44,11 +41,11 @@ class Speeds:
 
     @property
     def failed(self) -> bool:
-        """Whether any contender failed."""
+        """Return whether any contender failed."""
         return bool(self.complaints)
 
     def rows(self) -> list[str]:
-        """Return a row of a table a contender."""
+        """Return one row of a table per contender."""
         return [
             f"| {name} | {self._complaint(name) or self._figures(name)} |" for name in self.rounds
         ]
@@ -70,7 +67,8 @@ class Speeds:
             for run, beside in zip(runs, floor, strict=True)
         ]
         gigabytes = max(run["gigabytes"] for run in runs)
-        return f"{spread([run['images_a_second'] for run in runs], 0)} | {spread(ratios, 2)} | {gigabytes:.2f}"
+        speeds = spread([run["images_a_second"] for run in runs], 0)
+        return f"{speeds} | {spread(ratios, 2)} | {gigabytes:.2f}"
 
 
 def spread(values: Sequence[float], digits: int) -> str:
@@ -82,7 +80,7 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 
 def cell(text: str) -> str:
-    """Return text that fits into a cell of a table."""
+    """Return text that is valid in a cell of a table."""
     return text.replace("|", "/")
 
 
@@ -97,7 +95,7 @@ def markdown(machine: str, proofs: Sequence[ProofResult], speeds: Sequence[Speed
         rounds = max(map(len, some.rounds.values()))
         lines += [
             "",
-            f"{some.title}; median of {rounds} rounds (lowest to highest), ratios of neighbouring runs.",
+            f"{some.title}; median of {rounds} rounds (range), ratios of adjacent runs.",
             "",
         ]
         lines += [
@@ -109,12 +107,12 @@ def markdown(machine: str, proofs: Sequence[ProofResult], speeds: Sequence[Speed
 
 
 def insert(text: str, into: Path) -> None:
-    """Put results into their place in a file, instead of what is there. Raises `SystemExit` where there is no such place."""
+    """Replace the results in a file. Raises `SystemExit` if it has no place for results."""
     page = into.read_text(encoding="utf-8")
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise SystemExit(
-            f"{into} has no place for results: a line {BEGIN.strip()} and after it a line {END.strip()}"
+            f"{into} has no place for results: a line {BEGIN.strip()}, then a line {END.strip()}"
         )
     into.write_text(f"{before}{begin}{text}{end}{after}", encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-# a script finds only its neighbours by itself
+# A script can import only modules of its own folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import samestep as ss
@@ -20,7 +20,7 @@ def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
 
 
 def main() -> None:
-    """Train, and tell the speed."""
+    """Train, and print the speed."""
     job = Job.given()
     with ss.init(device=job.device, precision=job.precision) as run:
         model = run.replicate(job.network())

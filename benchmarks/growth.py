@@ -1,10 +1,10 @@
-"""What a step costs as work grows: workers, parameters and samples, each beside the best peer.
+"""Cost of a step as workers, parameters and samples grow, compared to the best peer.
 
 usage: python -m benchmarks.growth [workers] [parameters] [samples] [--rounds 3]
 
-Contenders take turns, and every ratio is of runs of one round. The pure step is forward, backward
-and update of one worker's samples, in one process that loads nothing; where workers outnumber cores
-it counts once for each worker of a core.
+Contenders take turns, and every ratio compares runs of one round. The pure step is forward,
+backward and update of one worker's samples in one process that loads nothing. If there are more
+workers than cores, it counts once per worker of a core.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from benchmarks.measure import figures
 from benchmarks.turns import Row, figure, in_turn, samestep, table, torchrun
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 STEPS, SAMPLES = "benchmarks.growth_steps", "benchmarks.growth_samples"
 FEW_PARAMETERS = 100_000
@@ -34,7 +31,7 @@ Runs = dict[str, list[dict[str, float]]]
 
 
 def steps(workers: int, parameters: int, peers: Sequence[str], rounds: int) -> Runs:
-    """Return what steps with samestep, with peers, and with nobody else take."""
+    """Return the figures of steps with samestep, with peers, and of the pure step."""
     commands = {
         "samestep": samestep(workers, STEPS, "samestep", str(parameters)),
         **{peer: torchrun(workers, STEPS, PEERS[peer], str(parameters)) for peer in peers},
@@ -44,23 +41,23 @@ def steps(workers: int, parameters: int, peers: Sequence[str], rounds: int) -> R
 
 
 def grow_workers(rounds: int) -> None:
-    """Print the time of a step of a small network by the number of workers."""
+    """Print the time of a small network's step by the number of workers."""
     found = {workers: steps(workers, FEW_PARAMETERS, ["DDP"], rounds) for workers in WORKERS}
     taken = {f"{workers}": figure("step_milliseconds", runs) for workers, runs in found.items()}
     over = {f"{workers}": beyond(runs, workers) for workers, runs in found.items()}
-    print(table("workers: ms a step", taken, aside=[PURE]), end="\n\n")
-    print(table("workers: ms beyond the pure step", over, aside=["DDP"]))
+    print(table("workers: ms per step", taken, no_peers=[PURE]), end="\n\n")
+    print(table("workers: ms beyond the pure step", over, no_peers=["DDP"]))
 
 
 def grow_parameters(rounds: int) -> None:
-    """Print the time of a step and the memory of a worker by the size of the network."""
+    """Print the time of a step and a worker's memory by the size of the network."""
     found = {f"{size:,}": steps(2, size, list(PEERS), rounds) for size in PARAMETERS}
     for title, name in (("ms a step", "step_milliseconds"), ("MB a worker", "memory_megabytes")):
         print(
             table(
                 f"parameters: {title}",
                 {size: figure(name, runs) for size, runs in found.items()},
-                aside=[PURE],
+                no_peers=[PURE],
             ),
             end="\n\n",
         )
@@ -68,13 +65,16 @@ def grow_parameters(rounds: int) -> None:
         table(
             "parameters: ms beyond the pure step",
             {size: beyond(runs, 2) for size, runs in found.items()},
-            aside=list(PEERS),
+            no_peers=list(PEERS),
         )
     )
 
 
 def beyond(found: Runs, workers: int) -> Row:
-    """Return what of a step is not the pure step, in milliseconds; less than nothing where the update is divided among workers."""
+    """Return the milliseconds of a step beyond the pure step.
+
+    They are negative if dividing the update among workers saves more.
+    """
     turns = max(1.0, workers / (os.cpu_count() or 1))
     taken = figure("step_milliseconds", found)
     pure = taken.pop(PURE)
@@ -85,14 +85,15 @@ def beyond(found: Runs, workers: int) -> Row:
 
 
 def grow_samples(rounds: int) -> None:
-    """Print what batches in random order take by the size of the data set."""
+    """Print the cost of batches in random order by the size of the data set."""
     found = {}
     for size in SIZES:
         ways = {"samestep": "samestep", "DistributedSampler": "sampler"}
         if size > MOST_LISTED:
             del ways["DistributedSampler"]
             print(
-                f"DistributedSampler is left out at {size:,} samples: its list takes 40 bytes of each, {40 * size / 1e9:.0f} GB"
+                f"DistributedSampler is not run with {size:,} samples: "
+                f"its list takes 40 bytes per sample, {40 * size / 1e9:.0f} GB"
             )
         commands = {
             name: [sys.executable, "-m", SAMPLES, way, str(size)] for name, way in ways.items()
@@ -112,7 +113,7 @@ def grow_samples(rounds: int) -> None:
 
 
 def main() -> None:
-    """Run the comparisons that were asked for."""
+    """Run the requested comparisons."""
     everything = {"workers": grow_workers, "parameters": grow_parameters, "samples": grow_samples}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(

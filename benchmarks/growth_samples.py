@@ -1,10 +1,9 @@
-"""One process that reads batches in random order from a data set of as many samples as asked for, and weighs itself.
+"""One process that reads batches in random order, and measures its time and memory.
 
 usage: python -m benchmarks.growth_samples samestep 1000000000
 
-Prints the milliseconds until the first batch is there, the median microseconds of each further one,
-and the megabytes of the process afterwards. A sample is its own index, so that nothing but the
-order costs anything.
+Prints the milliseconds until the first batch, the median microseconds of each further one, and the
+megabytes of the process at the end. A sample is its own index, so that only the order costs time.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ import itertools
 import statistics
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import samestep as ss
 from benchmarks.contenders.stopwatch import memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 BATCH_SIZE = 256
 BATCHES = 1000
@@ -80,13 +76,13 @@ WAYS = {"samestep": with_samestep, "sampler": with_sampler}
 
 
 def measure(batches: Callable[[], Iterable[list[int]]]) -> Figures:
-    """Return what reading batches takes."""
+    """Return the time and memory of reading batches."""
     stamps = [time.perf_counter()]
-    reader = batches()  # weighed with the process, so it has to live until then
+    reader = batches()  # part of the measured memory, so it must live until then
     for batch in itertools.islice(reader, BATCHES):
         stamps.append(time.perf_counter())
         if not batch:
-            raise SystemExit("an empty batch came; expected samples in each")
+            raise SystemExit("expected samples in each batch, got an empty one")
     taken = [end - start for start, end in itertools.pairwise(stamps)]
     return {
         "first_milliseconds": 1e3 * taken[0],
@@ -96,7 +92,7 @@ def measure(batches: Callable[[], Iterable[list[int]]]) -> Figures:
 
 
 def main() -> None:
-    """Read as one way does, and tell what it took."""
+    """Read in one way, and print its figures."""
     torch.set_num_threads(1)
     for name, value in WAYS[sys.argv[1]](Indices(int(sys.argv[2]))).items():
         print(f"{name}={value:.4f}")

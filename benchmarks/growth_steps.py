@@ -1,11 +1,11 @@
-"""One worker of the growing job: square layers with as many parameters as asked for, AdamW, every step timed.
+"""One worker of a job of any size: square layers, AdamW, every step timed.
 
 usage: samestep run -n 2 -m benchmarks.growth_steps samestep 100000
        torchrun --nproc-per-node 2 -m benchmarks.growth_steps ddp 100000
 
-Every worker takes 16 samples a step, so work grows with workers. Prints the median milliseconds of
-a step and the memory of a worker in megabytes, as it is between the optimizer's step and
-`zero_grad` of the last step; both are means over workers.
+Every worker takes 16 samples per step, so work grows with workers. Prints the median milliseconds
+of a step and the memory of a worker in megabytes, measured in the last step before `zero_grad`.
+Both are means over workers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,14 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import samestep as ss
 from benchmarks.contenders.stopwatch import memory, over_workers
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-SAMPLES = 16  # a worker and step
+SAMPLES = 16  # per worker and step
 FEATURES, CLASSES, LAYERS = 64, 10, 4
 WARMUP_STEPS = 3
 Figures = dict[str, float]
 
 
 def network(parameters: int) -> nn.Sequential:
-    """Return square layers of nearly `parameters` parameters in all, on 64 features, for 10 classes."""
+    """Return square layers with about `parameters` parameters, for 64 features and 10 classes."""
     torch.manual_seed(0)
     # LAYERS * width**2 + other * width = parameters, nearly
     other = FEATURES + CLASSES + LAYERS + 1
@@ -59,7 +56,7 @@ def dataset() -> TensorDataset:
 
 
 def steps_for(parameters: int) -> int:
-    """Return a number of steps that takes a few seconds at the most."""
+    """Return a number of steps that takes at most a few seconds."""
     return min(200, max(6, 200_000_000 // parameters))
 
 
@@ -70,7 +67,7 @@ def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 
 def with_samestep(parameters: int, steps: int) -> Figures:
-    """Train with a sharded optimizer; a lane a worker, which is what DDP computes."""
+    """Train with a sharded optimizer and one lane per worker, which is what DDP computes."""
     with ss.init() as run:
         model = run.replicate(network(parameters))
         optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
@@ -91,8 +88,8 @@ def with_ddp(parameters: int, steps: int) -> Figures:
 
 
 def with_zero(parameters: int, steps: int) -> Figures:
-    """Train with DistributedDataParallel and the optimizer state divided among workers (ZeRO-1)."""
-    # importing it warns, and nobody else needs it
+    """Train with DistributedDataParallel and a sharded optimizer (ZeRO-1)."""
+    # the import warns, so it is only here
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return _with_torch(
@@ -128,7 +125,7 @@ def _with_torch(
 
 
 def pure(parameters: int, steps: int) -> Figures:
-    """Take the same steps in one process that loads nothing and talks to nobody."""
+    """Make the same steps in one process that loads nothing and does not communicate."""
     torch.set_num_threads(1)
     model = network(parameters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -143,7 +140,7 @@ def pure(parameters: int, steps: int) -> Figures:
 
 
 class Watch:
-    """Times steps, and weighs the process in the last one."""
+    """Time steps, and measure the process's memory in the last one."""
 
     def __init__(self, steps: int) -> None:
         self._megabytes = math.nan
@@ -152,17 +149,17 @@ class Watch:
 
     @property
     def steps(self) -> int:
-        """Steps so far."""
+        """The number of steps so far."""
         return len(self._stamps)
 
     def step(self) -> None:
-        """Note that a step is done."""
+        """Count a step."""
         self._stamps.append(time.perf_counter())
         if self.steps == self._last:
             self._megabytes = memory()
 
     def figures(self) -> Figures:
-        """Return the median time of a step after the warm-up, and the weight."""
+        """Return the median time of a step after the warm-up, and the memory."""
         taken = [end - start for start, end in itertools.pairwise(self._stamps[WARMUP_STEPS - 1 :])]
         return {
             "step_milliseconds": 1000 * statistics.median(taken),
@@ -174,7 +171,7 @@ WAYS = {"samestep": with_samestep, "ddp": with_ddp, "zero": with_zero, "pure": p
 
 
 def tell(figures: Figures) -> None:
-    """Print figures, and leave torch's process group, which now and then aborts the process (gloo, torch 2.13)."""
+    """Print figures, then leave the process group: gloo may abort the process (torch 2.13)."""
     for name, value in figures.items():
         print(f"{name}={value:.4f}", flush=True)
     if dist.is_initialized():
@@ -182,8 +179,8 @@ def tell(figures: Figures) -> None:
 
 
 def main() -> None:
-    """Train as one worker, and tell what it took."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # those of peers about themselves
+    """Train as one worker, and print its figures."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # warnings of peers about themselves
     parameters = int(sys.argv[2])
     tell(WAYS[sys.argv[1]](parameters, steps_for(parameters)))
 

@@ -1,4 +1,4 @@
-"""Run a command for the figures that it prints, and tell medians with the lowest and highest."""
+"""Run a command for the figures that it prints; format medians with their range."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import re
 import statistics
 import subprocess
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-LIMIT_SECONDS = 300  # for one run, whose workers may wait for each other for ever
+LIMIT_SECONDS = 300  # for one run, which may hang
 
 
 def values_in(text: str) -> dict[str, list[float]]:
-    """Return every value of what is written as `name=value` in a text, by name; of other names, none."""
+    """Return all values of `name=value` in a text, by name."""
     found = defaultdict(list)
     for name, value in re.findall(r"(\w+)=([\d.]+)", text):
         found[name].append(float(value))
@@ -23,20 +20,19 @@ def values_in(text: str) -> dict[str, list[float]]:
 
 
 def printed(command: Sequence[str]) -> dict[str, list[float]]:
-    """Return everything that the workers of a command print as `name=value`, by name, however the command ends.
+    """Return everything that the workers of a command print as `name=value`, by name.
 
-    The exit status does not count, since gloo sometimes aborts a worker that has told its figures
-    and leaves.
+    The exit status does not matter, since gloo sometimes aborts a worker that exits.
     """
     return values_in(_run(command)[0])
 
 
 def figures(command: Sequence[str]) -> dict[str, float]:
-    """Return the same as means over the workers that print it. Ends this process, with the command's complaints, where there is none."""
-    told, complaints = _run(command)
-    found = {name: statistics.fmean(values) for name, values in values_in(told).items()}
+    """Return the same as means over workers. Raises `SystemExit` if the command prints nothing."""
+    output, errors = _run(command)
+    found = {name: statistics.fmean(values) for name, values in values_in(output).items()}
     if not found:
-        raise SystemExit(f"{' '.join(command)} failed:\n{complaints}")
+        raise SystemExit(f"{' '.join(command)} failed:\n{errors}")
     return found
 
 
@@ -47,12 +43,12 @@ def _run(command: Sequence[str]) -> tuple[str, str]:
         try:
             return process.communicate(timeout=LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
-            process.terminate()  # launchers end their workers then
+            process.terminate()  # launchers then end their workers
             raise SystemExit(
                 f"{' '.join(command)} still ran after {LIMIT_SECONDS} seconds"
             ) from None
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return a median with the lowest and highest."""
+    """Return a median with its range."""
     return f"{statistics.median(values):8.2f} ({min(values):.2f} to {max(values):.2f})"

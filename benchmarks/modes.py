@@ -1,9 +1,9 @@
-"""One worker a device beside one worker with several devices: speed and memory of the ViT job on two CPU devices.
+"""One worker per device or one worker with two devices: speed and memory of the ViT job.
 
 usage: python -m benchmarks.modes [--rounds 5]
 
-Runs take turns; every ratio is of runs of one round. Memory is that of all workers together, at the
-end of training.
+Runs take turns, and every ratio compares runs of one round. Devices are CPU devices. Memory is that
+of all workers together, at the end of training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.measure import figures, spread
 from benchmarks.turns import in_turn
 
 JOB = ["-m", "benchmarks.contenders", "samestep", "vit"]
-MODES = {  # how many workers each comes to, and its options
+MODES = {  # the number of workers of each mode, and its options
     "--mode ddp": (2, ["-n", "2"]),
     "--mode dp": (1, ["-n", "2", "--mode", "dp"]),
     "one device": (1, ["-n", "1", "--lanes", "2"]),
@@ -37,12 +37,13 @@ def main() -> None:
         for figure, unit in (("samples_a_second", "samples/s"), ("memory_megabytes", "MB")):
             ratios = [run[figure] / beside[figure] for run, beside in zip(runs, first, strict=True)]
             print(
-                f"  {mode:11} {spread([run[figure] for run in runs])} {unit}, ratio {spread(ratios)}"
+                f"  {mode:11} {spread([run[figure] for run in runs])} {unit},",
+                f"ratio {spread(ratios)}",
             )
 
 
 def measure(mode: str) -> dict[str, float]:
-    """Run the job once; returns its figures, with the memory of all workers."""
+    """Run the job once; return its figures, with the memory of all workers."""
     workers, options = MODES[mode]
     found = figures([sys.executable, "-m", "samestep", "run", *options, *JOB])
     return {**found, "memory_megabytes": workers * found["memory_megabytes"]}

@@ -1,10 +1,10 @@
-"""Two hosts with a network between them: the ViT job with one worker on each, beside DistributedDataParallel.
+"""Two hosts with a network between them: the ViT job, compared to DistributedDataParallel.
 
 usage: python -m benchmarks.network [--rounds 3] [--rate 1gbit]        as root, on Linux with
 iproute2 and util-linux
 
-The hosts are network namespaces that this command makes and removes, with a link whose rate is
-limited. Contenders take turns.
+Each host has one worker. The hosts are network namespaces with a link of limited rate, which this
+command makes and removes. Contenders take turns.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 from benchmarks.measure import values_in
 from benchmarks.turns import figure, in_turn, table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 JOB = "vit"
 CONTENDERS = ("samestep", "ddp", "ddp-fused")
@@ -30,7 +27,7 @@ PORT = 29533
 
 
 def main() -> None:
-    """Measure, and tell medians with their spread."""
+    """Measure, and print medians with their range."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.network",
         description=__doc__.splitlines()[0] if __doc__ else None,
@@ -50,90 +47,50 @@ def main() -> None:
 
 @contextmanager
 def hosts(rate: str) -> Iterator[None]:
-    """Make the namespaces and the link between them for a block."""
+    """Make the namespaces and the link between them; remove them after the block."""
     first, second = HOSTS
     for name in HOSTS:
-        run("ip", "netns", "add", name)
+        run(f"ip netns add {name}")
     try:
-        run(
-            "ip",
-            "link",
-            "add",
-            "link-1",
-            "netns",
-            first,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "link-2",
-            "netns",
-            second,
-        )
+        run(f"ip link add link-1 netns {first} type veth peer name link-2 netns {second}")
         for number, (name, address) in enumerate(HOSTS.items(), start=1):
-            run("ip", "-n", name, "address", "add", f"{address}/24", "dev", f"link-{number}")
-            run("ip", "-n", name, "link", "set", f"link-{number}", "up")
-            run("ip", "-n", name, "link", "set", "lo", "up")
-            run(
-                "tc",
-                "-n",
-                name,
-                "qdisc",
-                "add",
-                "dev",
-                f"link-{number}",
-                "root",
-                "tbf",
-                "rate",
-                rate,
-                "burst",
-                "1mb",
-                "latency",
-                "50ms",
-            )
+            device = f"link-{number}"
+            run(f"ip -n {name} address add {address}/24 dev {device}")
+            run(f"ip -n {name} link set {device} up")
+            run(f"ip -n {name} link set lo up")
+            limit = f"tbf rate {rate} burst 1mb latency 50ms"
+            run(f"tc -n {name} qdisc add dev {device} root {limit}")
         yield
     finally:
         for name in HOSTS:
-            run("ip", "netns", "delete", name)
+            run(f"ip netns delete {name}")
 
 
-def run(*command: str) -> None:
-    """Run a command that must not fail."""
-    subprocess.run(command, check=True)
+def run(command: str) -> None:
+    """Run a command. Raises if it fails."""
+    subprocess.run(command.split(), check=True)
 
 
 def train(contender: str) -> dict[str, float]:
-    """Train the job with a worker on each host; return what the first one tells."""
+    """Train the job with one worker per host; return the figures of the first one."""
     workers = []
     for rank, name in enumerate(HOSTS):
-        place = {
+        variables = {
+            **os.environ,
             "RANK": str(rank),
             "WORLD_SIZE": "2",
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
             "OMP_NUM_THREADS": "1",
-        }
-        meeting = {
             "MASTER_ADDR": next(iter(HOSTS.values())),
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": f"link-{rank + 1}",
         }
-        command = [
-            "nsenter",
-            f"--net=/run/netns/{name}",
-            sys.executable,
-            "-m",
-            "benchmarks.contenders",
-            contender,
-            JOB,
-        ]
-        workers.append(
-            subprocess.Popen(
-                command, env={**os.environ, **place, **meeting}, stdout=subprocess.PIPE, text=True
-            )
-        )
-    told, _ = [worker.communicate()[0] for worker in workers]
-    return {name: value for name, (value,) in values_in(told).items()}
+        worker = [sys.executable, "-m", "benchmarks.contenders", contender, JOB]
+        command = ["nsenter", f"--net=/run/netns/{name}", *worker]
+        workers.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
+    output, _ = [worker.communicate()[0] for worker in workers]
+    return {name: value for name, (value,) in values_in(output).items()}
 
 
 if __name__ == "__main__":

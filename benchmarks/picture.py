@@ -1,31 +1,26 @@
-"""The table as bars."""
+"""Bar charts of the results."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from benchmarks.contenders import CONTENDERS, WORKERS
 from benchmarks.jobs import JOBS
-from benchmarks.verdict import REFERENCE, ratios
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from benchmarks.verdict import Results
+from benchmarks.verdict import REFERENCE, Results, ratios
 
 OURS, PEERS = (
     "#c2410c",
     ["#1e3a5f", "#3b6ea5", "#7aa6d1", "#5f8a8b", "#94b8a6", "#8d8d9b", "#b9b9c4", "#d5d5dc"],
 )
-BAR_WIDTH = 0.09  # of the distance between two jobs
+BAR_WIDTH = 0.09  # relative to the distance between two jobs
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw the speed of every contender over the plain loop's, a group of bars a job, to .svg, .png or .pdf."""
+    """Draw the speeds relative to the plain loop, by job, as .svg, .png or .pdf."""
     names = [name for name in next(iter(results.values())) if name != REFERENCE]
     colours = iter(PEERS)
     figure = Figure(figsize=(10, 4.5), layout="constrained")
@@ -65,13 +60,13 @@ def draw(results: Results, path: Path) -> None:
         for job in results
     ]
     axes.set_xticks(range(len(results)), titles, fontsize="small")
-    axes.set_ylabel("samples a second over a plain loop's")
+    axes.set_ylabel("samples per second, relative to a plain loop")
     axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(
         ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False, fontsize="small"
     )
-    # text stays text, and the same figures the same file
+    # text remains text, and the same figures give the same file
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "samestep"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,11 +1,11 @@
-"""What a record costs a step: with sinks beside training, and with an image at every step, beside a record that stays in its directory.
+"""Cost of a record per step: with sinks, and with an image at every step.
 
 usage: python -m benchmarks.record [--rounds 5] [--steps 300] [--workers 1 2]
 
-Ways take turns, and every ratio is of two runs of one round: the time of all steps but the first
-ones over that of "directory". Where there are as many workers as cores, what is done beside
-training has no core of its own. "image in the step" is what an image costs where a step waits until
-it is written.
+Ways take turns, and every ratio compares two runs of one round: the time of all steps after the
+warm-up over that of "directory", a record without either. With as many workers as cores, the
+process that writes has no core of its own. In "image in the step", a step waits until its image is
+written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from samestep.record.images import copy_picture, write_picture
 
 WARMUP_STEPS = 30
 WIDTH, DEPTH, BATCH_SIZE = 512, 4, 64
-IMAGE = 256  # pixels high and wide
+IMAGE = 256  # pixels, height and width
 WAYS = ("directory", "file://", "tensorboard", "image", "image, file://", "image in the step")
 
 
@@ -44,7 +44,7 @@ def loss_fn(
 
 
 def picture(step: int) -> torch.Tensor:
-    """Return an image [IMAGE, IMAGE, 3] that is neither flat nor noise, as uint8."""
+    """Return an image, uint8 [IMAGE, IMAGE, 3], that is neither flat nor noise."""
     places = torch.arange(IMAGE)
     waves = (places[:, None] * places[None, :] + 7 * step) // 16
     return torch.stack([waves, waves + places, waves - places], dim=-1).to(torch.uint8)
@@ -78,7 +78,7 @@ def train(way: str, steps: int) -> float:
 
 
 def measure(way: str, steps: int, workers: int) -> float:
-    """Train with a record in a new directory, and where the way has it with sinks; return the milliseconds of a step."""
+    """Train with a record in a new directory; return the milliseconds of a step."""
     with tempfile.TemporaryDirectory() as folder:
         sinks = {
             "file://": f"file://{folder}/far",
@@ -106,14 +106,16 @@ def main() -> None:
             {way: partial(measure, way, options.steps, workers) for way in WAYS}, options.rounds
         )
         print(
-            f"{workers} workers: ms a step, and times that of a record in its directory; {options.rounds} rounds"
+            f"{workers} workers: ms per step, and relative to a record in its directory; "
+            f"{options.rounds} rounds"
         )
         for way, milliseconds in found.items():
             ratios = [
                 mine / base for mine, base in zip(milliseconds, found["directory"], strict=True)
             ]
             print(
-                f"  {way:18} {spread(milliseconds)}  {statistics.median(ratios):5.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+                f"  {way:18} {spread(milliseconds)}  {statistics.median(ratios):5.3f} "
+                f"({min(ratios):.3f} to {max(ratios):.3f})",
                 flush=True,
             )
 

@@ -1,13 +1,13 @@
-"""From the death of a worker to the end of the next step: a worker of 2 is killed with signal 9 after its fifth step.
+"""Time from the kill of one of two workers to the end of the next step.
 
 usage: python -m benchmarks.recovery [--rounds 5]
 
-Both systems restart workers by themselves. With samestep they are forked again from the launcher,
-and go on from the copy of the state that it keeps in memory. With torchrun (`--max-restarts`) the
-script loads the checkpoint it finds, as torchrun's documentation teaches; torchrun is told to give
-restarted workers a store of their own: in the one that they share by default they can find the
-addresses of workers that are gone, and restarts then fail or hang (torch 2.13). Both save after
-every step. Contenders take turns, and every ratio is of runs of one round.
+The worker is killed with SIGKILL after its fifth step, and both systems restart the workers. With
+samestep they are forked from the launcher and resume from the copy of the state in its memory. With
+torchrun (`--max-restarts`) the script loads the latest checkpoint, as torchrun's documentation
+teaches. torchrun gives restarted workers a new store: the store that they share by default can hold
+addresses of dead workers, and restarts then fail or hang (torch 2.13). Both save after every step.
+Contenders take turns, and every ratio compares runs of one round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.start.network import BATCH_SIZE, dataset, network
 from benchmarks.turns import figure, in_turn, samestep, table, torchrun
 
 STEPS = 10
-LAST_STEP = 5  # of the worker that is killed
+LAST_STEP = 5  # of the killed worker
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 
 
@@ -58,7 +58,7 @@ def with_samestep(directory: Path) -> None:
 
 
 def with_ddp(directory: Path) -> None:
-    """Train with a checkpoint after every step, and begin with the one that is there."""
+    """Train with a checkpoint after every step; start from the latest one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model = network()
@@ -94,7 +94,7 @@ def killed_in(directory: Path) -> bool:
 
 
 def end_step(step: int, rank: int, directory: Path, *, again: bool) -> None:
-    """Print when a step of a run that was started `again` ended; in the run before it, kill worker 1 after its last step."""
+    """Print when a step ended after a restart; before it, kill worker 1 at its last step."""
     if again:
         print(f"step_at={time.monotonic():.4f}", flush=True)
     elif rank == 1 and step == LAST_STEP:
@@ -118,7 +118,7 @@ def recovery(way: str) -> dict[str, float]:
         )
     if not told["killed_at"] or not told["step_at"]:
         raise SystemExit(
-            f"{way} made no step after a worker was killed; run it with --as {way} --directory DIR to see why"
+            f"{way} made no step after the kill; run it with --as {way} --directory DIR to see why"
         )
     return {"seconds": min(told["step_at"]) - told["killed_at"][0]}
 

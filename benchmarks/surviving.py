@@ -1,10 +1,10 @@
-"""What surviving costs while nothing happens: hot copies, comparisons of checksums, telling where a worker is.
+"""Cost of fault tolerance without faults: in-memory copies, checksums, worker status.
 
 usage: python -m benchmarks.surviving [--rounds 5] [--workers 2]
 
-The state has 1.0 GB: that of benchmarks.snapshots. A job makes steps with a copy, or a comparison,
-after each, or with neither; jobs take turns, and a cost is the difference of two jobs' median steps
-of one round.
+The state is the 1.0 GB of benchmarks.snapshots. A job makes a copy or a comparison after each step,
+or neither. Jobs take turns, and a cost is the difference between two jobs' median steps of one
+round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import samestep as ss
 from benchmarks.measure import figures, spread
-from benchmarks.snapshots import BATCH_SIZE, WIDTH, loss_fn, mlp
+from benchmarks.snapshot_jobs import BATCH_SIZE, WIDTH, loss_fn, mlp
 from benchmarks.turns import in_turn
 from samestep.comm.status import WorkerStatus
 
@@ -32,7 +32,7 @@ CALLS = 100_000
 
 
 def train() -> None:
-    """Train as the environment asks for, and tell the median time of a step."""
+    """Train with the options of the environment; print the median time of a step."""
     data = TensorDataset(torch.randn(BATCH_SIZE, WIDTH), torch.randint(WIDTH, (BATCH_SIZE,)))
     model, optimizer = mlp()
     with ss.init() as run:
@@ -49,7 +49,7 @@ def train() -> None:
 
 
 def measure(workers: int, rounds: int) -> None:
-    """Let the jobs take turns, and print what the two cost."""
+    """Run the jobs in turn; print the cost of each."""
 
     def job(hot_every: str, check_every: str) -> float:
         given = ["-n", str(workers), "--hot-every", hot_every, "--check-every", check_every]
@@ -61,14 +61,14 @@ def measure(workers: int, rounds: int) -> None:
         {name: lambda options=options: job(*options) for name, options in JOBS.items()}, rounds
     )
     print(f"1.0 GB of state, {workers} workers, {rounds} rounds")
-    print(f"  a step {spread(found['neither'])} ms")
+    print(f"  one step {spread(found['neither'])} ms")
     for name in list(JOBS)[1:]:
         more = [step - without for step, without in zip(found[name], found["neither"], strict=True)]
         print(f"  {name:10} {spread(more)} ms more")
 
 
 def measure_whereabouts(rounds: int) -> None:
-    """Print what telling costs."""
+    """Print the cost of reporting a worker's status."""
     status = WorkerStatus()
 
     def wait() -> None:

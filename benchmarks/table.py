@@ -1,11 +1,10 @@
-"""samestep beside its peers: four jobs, each trained by every contender with two workers of one thread each.
+"""samestep and its peers: four jobs, trained by every contender with two one-thread workers.
 
-usage: python -m benchmarks.table [--rounds 3] [--jobs vit mlp …] [--contenders ddp …] [--picture
-FILE]
+usage: python -m benchmarks.table [--rounds 3] [--jobs JOB] [--contenders NAME] [--picture FILE]
 
-Contenders take turns, each round starting with another one, and every ratio is of runs of one
-round; medians are told with the lowest and highest. At the end `samestep verify` compares one and
-two workers on the jobs as they were timed; the exit status is 1 where they differ.
+Contenders take turns, and each round starts with another one. Every ratio compares runs of one
+round, and medians come with their range. At the end `samestep verify` compares one and two workers
+on the same jobs; the exit status is 1 if they differ.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ VERIFIED_STEPS = 3
 
 
 def main() -> int:
-    """Measure, tell, draw and verify; returns the exit status."""
+    """Measure, print, draw and verify; return the exit status."""
     options = arguments()
     os.environ["OMP_NUM_THREADS"] = "1"
     names = [name for name in CONTENDERS if name in {REFERENCE, *options.contenders}]
@@ -59,16 +58,16 @@ def arguments() -> argparse.Namespace:
         nargs="+",
         choices=CONTENDERS,
         default=list(CONTENDERS),
-        help="beside the plain loop; default: all",
+        help="in addition to the plain loop (default: all)",
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw the table, too, as .svg, .png or .pdf"
+        "--picture", type=Path, metavar="FILE", help="also draw the table, as .svg, .png or .pdf"
     )
     return parser.parse_args()
 
 
 def verify(job: str) -> int:
-    """Compare one and two workers on a job, bit for bit, and say how that went; returns the exit status."""
+    """Compare one and two workers on a job bit for bit; return the exit status."""
     what = [
         "verify",
         "-n",

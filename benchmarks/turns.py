@@ -1,19 +1,17 @@
-"""Let contenders take turns, and tell their medians in tables."""
+"""Measure contenders in turn, and format their medians as tables."""
 
 from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from benchmarks.measure import spread
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
 Found = TypeVar("Found")
-Row = dict[str, list[float]]  # what every contender's runs gave, a value a round
+Row = dict[str, list[float]]  # values of each contender, one per round
 
 
 def samestep(workers: int, *module: str) -> list[str]:
@@ -22,13 +20,13 @@ def samestep(workers: int, *module: str) -> list[str]:
 
 
 def torchrun(workers: int, *module: str, restarts: int = 0) -> list[str]:
-    """Return the command that runs a module with torchrun, on this host alone."""
+    """Return the command that runs a module with torchrun on this host."""
     how = ["--standalone", "--nproc-per-node", str(workers), "--max-restarts", str(restarts)]
     return [sys.executable, "-m", "torch.distributed.run", *how, "-m", *module]
 
 
 def in_turn(contenders: Mapping[str, Callable[[], Found]], rounds: int) -> dict[str, list[Found]]:
-    """Measure all contenders once a round, each round starting with another one; returns what was found, by name."""
+    """Measure all contenders once per round, each round starting with another one."""
     names = list(contenders)
     found: dict[str, list[Found]] = {name: [] for name in names}
     for number in range(rounds):
@@ -44,15 +42,18 @@ def figure(name: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> Row
 
 
 def table(
-    title: str, rows: Mapping[str, Row], *, more_is_better: bool = False, aside: Sequence[str] = ()
+    title: str,
+    rows: Mapping[str, Row],
+    *,
+    more_is_better: bool = False,
+    no_peers: Sequence[str] = (),
 ) -> str:
-    """Return medians with the lowest and highest as a table in Markdown: a row a size, a column a contender.
+    """Return medians with their range as a Markdown table: sizes by contenders.
 
-    A last column tells how the first contender stands against its best peer; contenders `aside` are
-    nobody's peers.
+    The last column compares the first contender to its best peer. `no_peers` are not compared.
     """
     names = list(dict.fromkeys(chain.from_iterable(rows.values())))
-    ours, *peers = [name for name in names if name not in aside]
+    ours, *peers = [name for name in names if name not in no_peers]
     lines = [[title, *names], ["---"] * (len(names) + 1)]
     lines += [
         [label, *(spread(found[name]).strip() if name in found else "" for name in names)]

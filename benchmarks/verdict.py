@@ -1,21 +1,18 @@
-"""What the measured figures come to: a few lines a job, and tables for docs/performance.md."""
+"""Summaries of measured figures: text per job, and tables for docs/performance.md."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.jobs import JOBS
 from benchmarks.measure import spread
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
 REFERENCE = "plain"
 SPEED, MEMORY = "samples_a_second", "memory_megabytes"
 
-# A contender's figures by name, one dict a round; of one job, and of several.
+# Figures by name, one dict per round, by contender; and those by job.
 Found = dict[str, list[dict[str, float]]]
 Results = dict[str, Found]
 
@@ -23,24 +20,24 @@ Results = dict[str, Found]
 def ratios(
     found: Mapping[str, Sequence[Mapping[str, float]]], name: str, other: str = REFERENCE
 ) -> list[float]:
-    """Return the speed of a contender over another's, by round."""
+    """Return the speed of a contender relative to another, by round."""
     return [
         mine[SPEED] / theirs[SPEED] for mine, theirs in zip(found[name], found[other], strict=True)
     ]
 
 
 def best(found: Found, roles: Collection[str]) -> str | None:
-    """Return the contender of the highest median speed among those with such a role; None where there is none."""
+    """Return the contender with the highest median speed among some roles, or None."""
     names = [name for name in found if CONTENDERS[name].role in roles]
     return max(names, key=lambda name: median(run[SPEED] for run in found[name]), default=None)
 
 
 def describe(job: str, found: Found) -> str:
-    """Return a job's figures, a line a contender."""
+    """Return a job's figures, one line per contender."""
     heading = (
         f"{JOBS[job].title}, global batch {JOBS[job].batch_size}, {len(found[REFERENCE])} rounds"
     )
-    lines = [heading, f"  {'':26} {'samples a second':28} {'over the plain loop':24} MB a worker"]
+    lines = [heading, f"  {'':26} {'samples a second':28} {'over the plain loop':24} MB per worker"]
     for name, runs in found.items():
         speed, memory = (spread([run[figure] for run in runs]) for figure in (SPEED, MEMORY))
         lines.append(
@@ -50,7 +47,7 @@ def describe(job: str, found: Found) -> str:
 
 
 def tables(results: Results) -> str:
-    """Return two Markdown tables with a column a job: speed over the plain loop with samestep's over the best peer's, and memory."""
+    """Return two Markdown tables with one column per job: relative speeds, and memory."""
     names = list(next(iter(results.values())))
     speeds = {
         CONTENDERS[name].title: [_brief(ratios(found, name)) for found in results.values()]

@@ -1,4 +1,4 @@
-"""How long the page's server takes to read a record of many points, and then to answer for a curve of them.
+"""Time of the page's server to read a record of many points, and to answer for a curve.
 
 usage: python -m benchmarks.watching [--points 1000000] [--rounds 3]
 """
@@ -10,14 +10,11 @@ import json
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from benchmarks.measure import spread
 from samestep.watch.runs import open_views
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SMOOTH, SPAN = 0.9, 900
 
@@ -43,13 +40,16 @@ def write(directory: Path, points: int) -> float:
                 "high": {"loss": 1.1 * value},
             }
             lines.write(
-                f"{json.dumps({'time': 0.01 * step, 'event': 'scalars', 'step': step, 'epoch': 0, **parts})}\n"
+                json.dumps(
+                    {"time": 0.01 * step, "event": "scalars", "step": step, "epoch": 0, **parts}
+                )
+                + "\n"
             )
     return file.stat().st_size / 1e6
 
 
 def measure(directory: Path, points: int) -> dict[str, float]:
-    """Return the seconds of each thing that was asked for, by what it was."""
+    """Return the seconds of each request, by name."""
     (view,) = open_views(directory).values()
     middle = points // 2
     asked: dict[str, Callable[[], object]] = {
@@ -68,7 +68,7 @@ def measure(directory: Path, points: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, and print medians with the lowest and highest."""
+    """Measure, and print medians with their range."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--points", type=int, default=1_000_000, help="points of the curve (default: %(default)s)"
@@ -78,7 +78,8 @@ def main() -> None:
     found = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         print(
-            f"{options.points} points, {write(Path(folder), options.points):.0f} MB, {options.rounds} rounds; milliseconds"
+            f"{options.points} points, {write(Path(folder), options.points):.0f} MB, "
+            f"{options.rounds} rounds; milliseconds"
         )
         for _ in range(options.rounds):
             for what, seconds in measure(Path(folder), options.points).items():

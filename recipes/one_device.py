@@ -1,28 +1,24 @@
-"""What every `plain.py` needs around its loop: the device, batches on it, and a checkpoint to go on from."""
+"""Helpers for the loop of a `plain.py`: the device, batches on it, and checkpoints."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
-
-from recipes.settings import SETTINGS_FILE, to_yaml
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CHECKPOINT_FILE = "checkpoint.pt"
 
 
 @cache
 def device() -> torch.device:
-    """Return the GPU, or the CPU where there is none."""
+    """Return the GPU, or the CPU if there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def to_device(batch: Any) -> Any:
-    """Return a batch with every tensor in it on the device; tuples and lists keep their types."""
+    """Return a batch with all its tensors on the device; tuples and lists keep their types."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device())
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -31,29 +27,21 @@ def to_device(batch: Any) -> Any:
 
 
 def autocast(precision: str) -> torch.autocast:
-    """Return the context in which losses and scores are computed."""
+    """Return the context for losses and scores."""
     return torch.autocast(device().type, torch.bfloat16, enabled=precision == "bfloat16")
 
 
-def write_settings(directory: Path | None, settings: Any) -> None:
-    """Write settings as a file that makes the same run again."""
-    if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / SETTINGS_FILE).write_text(to_yaml(settings), encoding="utf-8")
-
-
 def save_checkpoint(directory: Path | None, done: int, **objects: Any) -> None:
-    """Write the state of objects after `done` epochs or steps; what was there is replaced at once."""
+    """Save the state of objects after `done` epochs or steps; replaces the last one atomically."""
     if directory is not None:
         part = directory / f"{CHECKPOINT_FILE}.part"
-        torch.save(
-            {"done": done, **{name: one.state_dict() for name, one in objects.items()}}, part
-        )
+        states = {name: one.state_dict() for name, one in objects.items()}
+        torch.save({"done": done, **states}, part)
         part.replace(directory / CHECKPOINT_FILE)
 
 
 def load_checkpoint(directory: Path | None, **objects: Any) -> int:
-    """Put objects back as they were saved; returns the epochs or steps that were done, 0 where there is no checkpoint."""
+    """Restore objects; return the completed epochs or steps, 0 if there is no checkpoint."""
     if directory is None or not (directory / CHECKPOINT_FILE).exists():
         return 0
     state = torch.load(directory / CHECKPOINT_FILE, map_location=device(), weights_only=True)

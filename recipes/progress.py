@@ -1,59 +1,54 @@
-"""What a person sees of training: a bar on a terminal, plain lines elsewhere; once a run, not once a worker."""
+"""Progress of training: a bar on a terminal, lines elsewhere; printed by rank 0 only."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
 from tqdm import tqdm
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+import samestep as ss
 
-    import samestep as ss
-
-SECONDS_A_LINE = 5.0
+SECONDS_PER_LINE = 5.0
 
 
 class Progress:
-    """Shows the epoch, step, means and items a second of a run that makes `steps` steps; `unit` is the plural of an item."""
+    """Shows epoch, step, means and items per second of a loop over `run.batches` or `run.streams`.
 
-    def __init__(
-        self, run: ss.Run, steps: int, steps_per_epoch: int | None = None, unit: str = "images"
-    ) -> None:
-        self.run, self.steps, self.steps_per_epoch, self.unit = run, steps, steps_per_epoch, unit
+    `unit` is the plural of an item.
+    """
+
+    def __init__(self, run: ss.Run, loop: Any, unit: str = "images") -> None:
+        self.run, self.loop, self.unit = run, loop, unit
+        options = {"total": loop.steps, "initial": loop.step, "unit": "step"}
         show_bar = run.is_main and sys.stderr.isatty()
-        self.bar = (
-            tqdm(total=steps, initial=run.step, unit="step", dynamic_ncols=True)
-            if show_bar
-            else None
-        )
+        self.bar = tqdm(**options, dynamic_ncols=True) if show_bar else None
         self._restart()
 
     def update(self, means: Mapping[str, float], items: float) -> None:
-        """Count the step that runs, with the means over its items. A line, or a change of the bar's text, comes every few seconds."""
+        """Count the current step; every few seconds, show the means of its items."""
         self.items += items
-        done = self.run.step + 1
+        step, steps = self.loop.step, self.loop.steps
         if self.bar is not None:
             self.bar.update()
         seconds = time.perf_counter() - self.since
-        if not self.run.is_main or (seconds < SECONDS_A_LINE and done < self.steps):
+        if not self.run.is_main or (seconds < SECONDS_PER_LINE and step < steps):
             return
-        # Only what is shown is read: reading waits for the device.
+        # Read the means only when they are shown: reading waits for the device.
         shown = "  ".join(f"{name} {value:.4f}" for name, value in means.items())
-        speed = f"{self.items / seconds:,.0f} {self.unit}/s"
+        shown += f"  {self.items / seconds:,.0f} {self.unit}/s"
         if self.bar is not None:
-            self.bar.set_postfix_str(f"{shown}  {speed}")
+            self.bar.set_postfix_str(shown)
         else:
-            epoch = (
-                "" if self.steps_per_epoch is None else f"epoch {done / self.steps_per_epoch:.1f}  "
-            )
-            print(f"{epoch}step {done}/{self.steps}  {shown}  {speed}", flush=True)
+            per_epoch = self.loop.steps_per_epoch
+            epoch = "" if per_epoch is None else f"epoch {step / per_epoch:.1f}  "
+            print(f"{epoch}step {step}/{steps}  {shown}", flush=True)
         self._restart()
 
-    def say(self, text: str) -> None:
-        """Print a line above the bar. What took place before it does not count in items a second."""
+    def print(self, text: str) -> None:
+        """Print a line above the bar, and exclude the time before it from items per second."""
         if self.bar is not None:
             self.bar.clear()
         self.run.print(text)

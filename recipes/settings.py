@@ -1,8 +1,7 @@
-"""Typed settings of a recipe: defaults < base file < file < command line.
+"""Typed settings of a recipe, from YAML files and `key=value` arguments, with OmegaConf.
 
-A recipe writes its settings as frozen dataclasses, one inside another, with `setting` for each
-field. A file is YAML; its key `base` names a file that it extends. On the command line `key=value`
-sets one setting and `section.key=value` one inside a section.
+A recipe defines its settings as nested frozen dataclasses with a `setting` for each field. Later
+sources override earlier ones: defaults, the file that a file names as its `base`, files, arguments.
 """
 
 from __future__ import annotations
@@ -11,49 +10,82 @@ import argparse
 import difflib
 import json
 import os
+import re
 import reprlib
-import typing
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import IO, TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
-import yaml
+from omegaconf import OmegaConf
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    import samestep as ss
+import samestep as ss
 
 S = TypeVar("S")
-SETTINGS_FILE: Final = "settings.yaml"
-LARGEST_BYTES: Final = 2**20  # of a file
-SHOWN: Final = 200  # letters of a wrong value
-Schema = dict[str, "Leaf"]
+SETTINGS_FILE = "settings.yaml"
+LARGEST_BYTES = 2**20  # of a file
+TEXT_TYPES = ("str", "Path", "one of")  # their values are not parsed as YAML
 
 
 class SettingsError(ValueError):
-    """A setting is unknown or of the wrong type, or a file cannot be read."""
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One setting, by its dotted key: `kind` is the type it must have."""
-
-    key: str
-    kind: Any
-    default: Any
-    description: str
+    """A setting is unknown or has the wrong type, or a settings file cannot be read."""
 
 
 def setting(default: Any, description: str) -> Any:
-    """Make a field that says what it does; `--help` prints `description`."""
+    """Define a field with a default and the description that `--help` prints."""
     return field(default=default, metadata={"description": description})
 
 
+@dataclass(frozen=True)
+class RunSettings:
+    """The settings that all recipes share; a recipe's settings extend them."""
+
+    lanes: int | None = setting(
+        None, "slices of a batch, at least one per worker; default: workers"
+    )
+    seed: int = setting(0, "determines all random draws")
+    precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16: with autocast")
+
+
+def read(kind: type[S], sources: Iterable[str]) -> S:
+    """Read settings from YAML files and then `key=value` texts. Raises `SettingsError`."""
+    known, config = dict(_settings_of(kind)), deepcopy(_defaults(kind))
+    for source in sorted(sources, key=lambda source: not _is_file(source)):  # stable: files first
+        key, equals, text = source.partition("=")
+        if not equals and not _is_file(source):
+            raise SettingsError(f"expected a file that ends in .yaml or key=value, got {source!r}")
+        values = _read_file(Path(source)) if _is_file(source) else [(source, key, text)]
+        for origin, name, value in values:
+            _update(config, known, origin, name, value)
+    try:
+        return OmegaConf.to_object(config)
+    except Exception as error:  # a value that OmegaConf treats as missing: ???
+        raise SettingsError(str(error).partition("\n")[0]) from error
+
+
+def to_yaml(settings: Any) -> str:
+    """Return settings as YAML that `read` converts back to an equal value."""
+    plain = json.loads(json.dumps(asdict(settings), default=str))  # converts tuples and paths
+    return OmegaConf.to_yaml(OmegaConf.create(plain))
+
+
+def write_settings(directory: Path | None, settings: Any) -> None:
+    """Write settings as a file that repeats the run."""
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / SETTINGS_FILE).write_text(to_yaml(settings), encoding="utf-8")
+
+
+def write_run_settings(run: ss.Run, settings: Any) -> None:
+    """Write settings into the run's directory, with the values that the run itself decided."""
+    decided = {"lanes": run.lanes, "seed": run.config.seed, "precision": run.config.precision}
+    write_settings(run.dir if run.is_main else None, replace(settings, **decided))
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser whose help and errors come once a run, not once a worker."""
+    """A parser whose help and errors are printed by rank 0 only."""
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
         if os.environ.get("RANK", "0") == "0":
@@ -61,261 +93,139 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(kind: type, description: str) -> Parser:
-    """Make a parser whose `settings` takes files and `key=value`, and whose `--help` lists every setting of `kind`."""
-    made = Parser(
-        description=description,
-        epilog=describe(kind),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument(
-        "settings",
-        nargs="*",
-        metavar="FILE.yaml|key=value",
-        help="files, and settings over them; of each the last wins",
-    )
+    """Make a parser with `settings` and `--dir`, whose `--help` lists every setting of `kind`."""
+    lines = ["settings (defaults < base file < file < command line):"]
+    for key, one in _settings_of(kind):
+        default = "none" if one.default is None else json.dumps(one.default, default=str).strip('"')
+        lines += [f"  {key}={default}", f"      {one.metadata['description']} ({_type_of(one)})"]
+    style = argparse.RawDescriptionHelpFormatter
+    made = Parser(description=description, epilog="\n".join(lines), formatter_class=style)
+    files = "files and settings; settings override files, later ones override earlier ones"
+    made.add_argument("settings", nargs="*", metavar="FILE.yaml|key=value", help=files)
+    made.add_argument("--dir", type=Path, help="directory of the run; a run in it is continued")
     return made
 
 
-def read(kind: type[S], given: Iterable[str]) -> S:
-    """Read settings from files and then from `key=value` texts; what comes later wins. Raises `SettingsError`."""
-    schema = {leaf.key: leaf for leaf in _leaves(kind)}
-    values: dict[str, Any] = {}
-    for text in sorted(given, key=lambda text: not _is_file(text)):  # the sort is stable
-        values |= (
-            _from_file(schema, Path(text), extended_by=())
-            if _is_file(text)
-            else _from_argument(schema, text)
-        )
-    return _build(kind, values)
-
-
-def to_yaml(settings: Any) -> str:
-    """Write settings as YAML that `read` takes back to an equal value."""
-    return yaml.safe_dump(_plain(asdict(settings)), sort_keys=False)
-
-
-def write_settings(run: ss.Run, settings: Any) -> None:
-    """Write settings into the run's directory, as a file that makes the same run again; what the run decided itself is in it."""
-    if run.is_main and run.dir is not None:
-        as_run = replace(
-            settings, lanes=run.lanes, seed=run.config.seed, precision=run.config.precision
-        )
-        (run.dir / SETTINGS_FILE).write_text(to_yaml(as_run), encoding="utf-8")
+def read_arguments(
+    kind: type[S], description: str, arguments: Sequence[str] | None
+) -> tuple[argparse.Namespace, S]:
+    """Return the flags and the settings of a command line with `--dir` and `--eval`."""
+    flags_parser = parser(kind, description)
+    flags_parser.add_argument(
+        "--eval", action="store_true", help="evaluate the newest state in DIR"
+    )
+    flags = flags_parser.parse_intermixed_args(arguments)
+    if flags.eval and not flags.dir:
+        flags_parser.error("--eval needs --dir, the directory of a run")
+    from_run = [str(flags.dir / SETTINGS_FILE)] if flags.eval else []
+    return flags, read(kind, [*from_run, *flags.settings])
 
 
 def run_script(main: Callable[[], object]) -> None:
-    """Call the `main` of a script; a wrong setting ends the process with its message alone."""
+    """Call the `main` of a script; a `SettingsError` ends the process with its message only."""
     try:
         main()
     except SettingsError as error:
         raise SystemExit(str(error)) from None
 
 
-def describe(kind: type) -> str:
-    """List every setting of `kind` with its default, type and description."""
-    lines = ["settings (defaults < base file < file < command line):"]
-    for leaf in _leaves(kind):
-        default = "none" if leaf.default is None else json.dumps(_plain(leaf.default)).strip('"')
-        lines += [f"  {leaf.key}={default}", f"      {leaf.description} ({_words(leaf.kind)})"]
-    return "\n".join(lines)
-
-
-# The settings that exist
+def _settings_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
+    for one in fields(kind):
+        if one.default_factory is MISSING:
+            yield prefix + one.name, one
+        else:
+            yield from _settings_of(one.default_factory, f"{prefix}{one.name}.")
 
 
 @cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+def _defaults(kind: type) -> Any:
+    config = OmegaConf.structured(kind)
+    for key, _ in _settings_of(kind):  # a frozen dataclass is read-only
+        OmegaConf.set_readonly(OmegaConf.select(config, key.rpartition(".")[0]), False)
+    return config
 
 
-def _leaves(kind: Any, prefix: str = "") -> Iterator[Leaf]:
-    hints = _hints(kind)
-    for one in fields(kind):
-        hint = hints[one.name]
-        if is_dataclass(hint):
-            yield from _leaves(hint, f"{prefix}{one.name}.")
-        else:
-            yield Leaf(prefix + one.name, hint, one.default, one.metadata["description"])
+def _type_of(one: Field[Any]) -> str:
+    return str(one.type).replace("Literal[", "one of [").replace('"', "'")
 
 
-def _build(kind: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
-    hints = _hints(kind)
-    sections = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    arguments = {name: values[prefix + name] for name in hints if prefix + name in values}
-    return kind(
-        **arguments,
-        **{name: _build(hint, values, f"{prefix}{name}.") for name, hint in sections.items()},
-    )
+def _is_file(source: str) -> bool:
+    return source.endswith((".yaml", ".yml"))
 
 
-# Reading a file or an argument
-
-
-def _is_file(text: str) -> bool:
-    return text.endswith((".yaml", ".yml"))
-
-
-def _from_argument(schema: Schema, text: str) -> dict[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise SettingsError(f"{text!r} was given; expected a file that ends in .yaml, or key=value")
-    leaf = _known(schema, key, source=text)
-    try:
-        # A text stays as it was typed: YAML would make a number of name=5.
-        return {key: _convert(value if _takes_text(leaf.kind) else _yaml(value), leaf.kind)}
-    except ValueError:
-        raise SettingsError(
-            f"{text}: expected {_words(leaf.kind)} for {key}{_near_choice(value, leaf.kind)}"
-        ) from None
-
-
-def _from_file(schema: Schema, path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
+def _read_file(path: Path, extended_by: tuple[Path, ...] = ()) -> Iterator[tuple[str, str, Any]]:
     try:
         path = path.resolve()
-        content = _yaml(_text(path)) or {}
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{path} cannot be read as YAML: {error}") from None
+        content = OmegaConf.to_container(OmegaConf.create(_text_of(path)))
+    except Exception as error:  # OmegaConf and its YAML parser raise errors of many types
+        reason = str(error).partition("\n")[0]
+        raise SettingsError(f"{path} cannot be read as YAML: {reason}") from error
     if path in extended_by:
         raise SettingsError(
-            "base files form a cycle: " + " -> ".join(str(p) for p in (*extended_by, path))
+            "base files form a cycle: " + " -> ".join(map(str, (*extended_by, path)))
         )
     if not isinstance(content, dict):
         raise SettingsError(
-            f"{path} holds {_short(content)}; expected settings such as 'epochs: 10'"
+            f"{path}: expected settings such as 'epochs: 10', got {_short(content)}"
         )
     base = content.pop("base", None)
-    values = (
-        {} if base is None else _from_file(schema, path.parent / str(base), (*extended_by, path))
-    )
-    for key, value in _flat(schema, content):
-        leaf = _known(schema, key, source=f"{path}: {key}")
-        try:
-            values[key] = _convert(value, leaf.kind)
-        except ValueError:
-            near = _near_choice(value, leaf.kind) if isinstance(value, str) else ""
-            raise SettingsError(
-                f"{path}: {key}={_short(value)}: expected {_words(leaf.kind)}{near}"
-            ) from None
-    return values
+    if base is not None:
+        yield from _read_file(path.parent / str(base), (*extended_by, path))
+    for key, value in _flatten(content):
+        yield f"{path}: {key}={_short(value)}", key, value
 
 
-def _text(path: Path) -> str:
-    """Return the text of a regular file: what others hold may never end."""
+def _text_of(path: Path) -> str:
     if path.exists() and not path.is_file():
-        raise ValueError("it is no file")
+        raise ValueError("it is not a regular file")
     if path.stat().st_size > LARGEST_BYTES:
         raise ValueError(f"it has more than {LARGEST_BYTES} bytes")
     return path.read_text(encoding="utf-8")
 
 
-def _yaml(text: str) -> Any:
-    """Return what YAML says. Raises `ValueError` for what is none."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def _flat(
-    schema: Schema, content: Mapping[Any, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and any(known.startswith(key + ".") for known in schema):
-            yield from _flat(schema, value, key + ".")
-        else:
-            yield key, value
-
-
-def _known(schema: Schema, key: str, source: str) -> Leaf:
-    if key in schema:
-        return schema[key]
-    inside = [known for known in schema if known.startswith(key + ".")]
-    if inside:
-        raise SettingsError(f"{source}: {key} is a section; set one of {', '.join(inside)}")
-    # depth=6 means model.depth=6: the last part of a key counts as much as the whole.
-    last_parts = {known.rpartition(".")[2]: known for known in reversed(schema)}
-    near = difflib.get_close_matches(key, schema, n=1) or [
-        last_parts[part]
-        for part in difflib.get_close_matches(key.rpartition(".")[2], last_parts, n=1)
-    ]
-    hint = f"did you mean {near[0]}?" if near else "--help lists every setting"
-    raise SettingsError(f"{source}: {key} is no setting; {hint}")
-
-
-# Types
-
-
-def _convert(value: Any, kind: Any) -> Any:
-    """Return `value` as `kind`, or raise `ValueError`."""
-    if isinstance(kind, UnionType):
-        if value in (None, "none", "null"):
-            value, kind = None, NoneType
-        else:
-            (kind,) = (one for one in typing.get_args(kind) if one is not NoneType)
-    if typing.get_origin(kind) is tuple and isinstance(value, (list, tuple)):
-        return tuple(_convert(one, typing.get_args(kind)[0]) for one in value)
-    if typing.get_origin(kind) is Literal and value in typing.get_args(kind):
-        return value
-    if kind is Path and isinstance(value, str):
-        return Path(value)
-    # YAML 1.1 reads 1e-3 as text: its numbers with an exponent need a point.
-    if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        return float(str(value))  # of a long int itself, Python raises OverflowError
-    if isinstance(kind, type) and type(value) is kind:
-        return value
-    raise ValueError(value)
-
-
-def _takes_text(kind: Any) -> bool:
-    if isinstance(kind, UnionType):
-        return any(_takes_text(one) for one in typing.get_args(kind))
-    return kind in {str, Path} or typing.get_origin(kind) is Literal
-
-
-def _words(kind: Any) -> str:
-    if isinstance(kind, UnionType):
-        return " or ".join(_words(one) for one in typing.get_args(kind))
-    if typing.get_origin(kind) is Literal:
-        return "one of " + ", ".join(typing.get_args(kind))
-    if typing.get_origin(kind) is tuple:
-        return f"a list, each {_words(typing.get_args(kind)[0])}"
-    return {
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        bool: "true or false",
-        Path: "a path",
-        NoneType: "none",
-    }[kind]
-
-
-def _near_choice(text: str, kind: Any) -> str:
-    kinds = typing.get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    choices = [
-        choice
-        for one in kinds
-        if typing.get_origin(one) is Literal
-        for choice in typing.get_args(one)
-    ]
-    near = difflib.get_close_matches(text, choices, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def _short(value: Any) -> str:
-    """Print the beginning of a value: a few lines of YAML can stand for billions of them."""
     try:
-        return reprlib.repr(value)[:SHOWN]
-    except ValueError:  # Python prints no more than some thousand digits
+        return reprlib.repr(value)[:200]
+    except ValueError:  # Python does not print integers of thousands of digits
         return "a long number"
 
 
-def _plain(value: Any) -> Any:
-    """Return `value` in YAML's own types."""
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(one) for one in value]
-    return str(value) if isinstance(value, Path) else value
+def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _update(
+    config: Any, known: Mapping[str, Field[Any]], source: str, key: str, value: Any
+) -> None:
+    if key not in known:
+        raise SettingsError(f"{source}: unknown setting {key}; {_hint(known, key)}")
+    if "${" in _short(value):  # OmegaConf would replace it
+        raise SettingsError(f"{source}: references such as ${{key}} are not supported")
+    expected, changed = _type_of(known[key]), value
+    try:
+        if value == "none" and expected.endswith("None"):
+            changed = None
+        elif isinstance(value, str) and not expected.startswith(TEXT_TYPES):
+            changed = OmegaConf.create(f"value: {value}").value
+        OmegaConf.update(config, key, changed)
+    except Exception as error:  # OmegaConf and its YAML parser raise errors of many types
+        choices = re.findall(r"'(\w+)'", expected)
+        near = difflib.get_close_matches(_short(value).strip("'"), choices, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise SettingsError(f"{source}: expected {expected} for {key}{hint}") from error
+
+
+def _hint(known: Mapping[str, Any], key: str) -> str:
+    inside = [other for other in known if other.startswith(f"{key}.")]
+    if inside:
+        return f"it is a section with {', '.join(inside)}"
+    # The last part of a key matters as much as all of it: depth=6 means model.depth=6.
+    last_parts = {other.rpartition(".")[2]: other for other in reversed(known)}
+    near = difflib.get_close_matches(key, known, n=1) or [
+        last_parts[part] for part in difflib.get_close_matches(key.rpartition(".")[2], last_parts)
+    ]
+    return f"did you mean {near[0]}?" if near else "--help lists every setting"

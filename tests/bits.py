@@ -1,18 +1,15 @@
-"""Tensors compared bit by bit: 0.0 is not -0.0, and a NaN is equal to itself."""
+"""Compare tensors bit by bit: 0.0 differs from -0.0, and a NaN equals itself."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a tensor's elements, in plain order."""
+    """Return the bytes of a tensor's elements, in row-major order."""
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
 
 

@@ -1,15 +1,16 @@
-"""What holds for every test: one thread, fixed examples in CI, nothing left behind."""
+"""Settings of every test: one thread, fixed examples in CI, default signals, and no leaks."""
 
 from __future__ import annotations
 
 import os
 
-# Before torch is imported: a process that forks workers must not have run an operation on several
-# threads, or started CUDA.
+# Set before torch is imported. A process that forks workers must not have run an operation on
+# several threads, or started CUDA.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-from typing import TYPE_CHECKING
+import signal
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -17,8 +18,7 @@ import torch
 
 from tests.leaks import adopt_orphans, nothing_left
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
 torch.set_num_threads(1)
 adopt_orphans()
@@ -31,3 +31,17 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "de
 def _nothing_left() -> Iterator[None]:
     with nothing_left():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _default_signals() -> None:
+    """Deliver every signal as in a fresh process.
+
+    Background jobs of a shell ignore SIGINT and SIGQUIT, nohup ignores SIGHUP, and a service
+    manager may block others. Children inherit both.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in signal.valid_signals() - IGNORED_BY_PYTHON:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)

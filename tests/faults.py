@@ -6,18 +6,15 @@ import os
 import signal
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.needs import needs
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 def kill_at(step: int, rank: int) -> Callable[[int], None]:
-    """Return what a worker calls with the number of each step: it ends the worker of `rank` at `step` by SIGKILL."""
+    """Return a function of the step number that kills worker `rank` with SIGKILL at `step`."""
 
     def hook(now: int) -> None:
         if now == step and int(os.environ.get("RANK", "0")) == rank:
@@ -27,28 +24,27 @@ def kill_at(step: int, rank: int) -> Callable[[int], None]:
 
 
 def flip_byte(path: Path, index: int) -> None:
-    """Invert every bit of one byte of a file; `index` may be negative, as for a list."""
+    """Invert every bit of one byte of a file. A negative `index` counts from the end."""
     content = bytearray(path.read_bytes())
     content[index] ^= 0xFF
     path.write_bytes(content)
 
 
 def cut(path: Path, size: int) -> None:
-    """Keep only the first `size` bytes of a file. Raises `ValueError` where it has no more than that."""
+    """Truncate a file to its first `size` bytes. Raises `ValueError` if it is not longer."""
     if size >= path.stat().st_size:
-        raise ValueError(
-            f"{path} has {path.stat().st_size} bytes: cutting it to {size} would do no harm"
-        )
+        raise ValueError(f"expected more than {size} bytes in {path}, got {path.stat().st_size}")
     os.truncate(path, size)
 
 
 @contextmanager
 def full_disk(size_bytes: int) -> Iterator[Path]:
-    """Yield a folder on a file system of its own that is full after `size_bytes`, rounded up to whole pages."""
+    """Yield a folder on a new file system of `size_bytes`, rounded up to full pages."""
+    needs("mount")
     with tempfile.TemporaryDirectory() as folder:
         mount = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", folder]
         mounted = subprocess.run(mount, check=False, capture_output=True)
-        needs("the right to mount a file system", found=mounted.returncode == 0)
+        needs("permission to mount a file system", found=mounted.returncode == 0)
         try:
             yield Path(folder)
         finally:

@@ -1,30 +1,24 @@
-"""Small jobs for tests of whole runs, and a hash by name of everything that a run leaves behind."""
+"""Small jobs for tests of complete runs, and hashes of everything that a run leaves behind."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
-
-# the first optimizer imports it: once here, before workers are forked, not in each of them
-import torch._dynamo
+import torch._dynamo  # imported by the first step of an optimizer: once here, not in every worker
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import samestep as ss
 from samestep.record import read_events
-from tests.workers import run_workers
+from tests.workers import TIMEOUT_SECONDS, run_workers
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    # Builds, tracks and trains with the public interface; returns what it tracks, by name.
-    Job = Callable[[ss.Run], dict[str, Any]]
-
-
+# Builds, tracks and trains with the public interface; returns the tracked objects by name.
+Job = Callable[[ss.Run], dict[str, Any]]
 STEPS = 8  # of `image_job`
 
 
@@ -82,7 +76,7 @@ def fit(
     tracked: dict[str, Any] | None = None,
     **batches: Any,
 ) -> dict[str, Any]:
-    """Train, by the usual loop of a job; `batches` are further options of `run.batches`."""
+    """Train with the usual loop; `batches` are further options of `run.batches`."""
     tracked = {"model": model, "optimizer": optimizer, **(tracked or {})}
     run.track(**tracked)
     for batch in run.batches(dataset, batch_size, epochs=epochs, **batches):
@@ -103,7 +97,7 @@ def image_job(
     size: int = 101,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train `Net` on 101 images in batches of 32 for 8 steps, with SGD and a schedule; `hook` is called in the body of each step."""
+    """Train `Net` for 8 steps on 101 images in batches of 32; call `hook` in each step."""
     model = run.replicate(Net())
     optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
@@ -112,14 +106,9 @@ def image_job(
         schedule.step()
         hook(run.step)
 
+    tracked = {"schedule": schedule}
     return fit(
-        run,
-        model,
-        optimizer,
-        images(size),
-        tracked={"schedule": schedule},
-        after_step=after_step,
-        **options,
+        run, model, optimizer, images(size), tracked=tracked, after_step=after_step, **options
     )
 
 
@@ -130,18 +119,18 @@ def train(job: Job, directory: Path | None, options: dict[str, Any] | None = Non
 
 
 def left_by(
-    job: Job, directory: Path, workers: int, *, timeout: float = 60.0, **options: Any
+    job: Job, directory: Path, workers: int, *, timeout: float = TIMEOUT_SECONDS, **options: Any
 ) -> dict[str, str]:
-    """Run a job to its end at `workers` workers; return a hash by name of its metrics at each step and of all it tracked."""
-    held = run_workers(_modules_left_by, workers, job, directory, options, timeout=timeout)
+    """Run a job to its end; return hashes of its metrics at each step and of all tracked state."""
+    modules = run_workers(_modules_left_by, workers, job, directory, options, timeout=timeout)
     left = left_in(job, directory, **{**options, "resume": "auto"})
-    assert all(there == held[0] for there in held)
-    assert held[0].items() <= left.items()
+    assert all(other == modules[0] for other in modules)
+    assert modules[0].items() <= left.items()
     return left
 
 
 def left_in(job: Job, directory: Path, **options: Any) -> dict[str, str]:
-    """Return the same hashes of a job that has ended; its last snapshot is loaded by one worker, which finds nothing left to do."""
+    """Return the same hashes of a finished job; one worker loads its last snapshot."""
     with ss.init(dir=directory, **options) as run:
         steps = run.step
         tracked = job(run)
@@ -152,17 +141,13 @@ def left_in(job: Job, directory: Path, **options: Any) -> dict[str, str]:
 
 def _modules_left_by(job: Job, directory: Path, options: dict[str, Any]) -> dict[str, str]:
     with ss.init(dir=directory, **options) as run:
-        return fingerprint(
-            {
-                name: item.state_dict()
-                for name, item in job(run).items()
-                if isinstance(item, nn.Module)
-            }
-        )
+        tracked = job(run).items()
+        modules = {name: item for name, item in tracked if isinstance(item, nn.Module)}
+        return fingerprint({name: module.state_dict() for name, module in modules.items()})
 
 
 def logged(directory: Path) -> dict[str, str]:
-    """Return every scalar of a run's record by its name and step; of a step that was made twice, both values if they differ."""
+    """Return a run's scalars by name and step; for a repeated step, both values if they differ."""
     found: dict[str, list[str]] = {}
     for event in events(directory, "scalars"):
         for name, value in event["values"].items():
@@ -172,8 +157,7 @@ def logged(directory: Path) -> dict[str, str]:
 
 
 def events(directory: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """Return the events of a run's record, or those of one kind."""
-    # a killed run may leave a torn line
+    """Return the events of a run's record, or of one kind. Ignores a torn line at the end."""
     return [event for event in read_events(directory) if kind in {None, event["event"]}]
 
 
@@ -183,12 +167,12 @@ def snapshots(directory: Path) -> list[str]:
 
 
 def steps_of(*numbers: int) -> list[str]:
-    """Return the names that snapshots of these steps have."""
+    """Return the names of the snapshots of some steps."""
     return [f"step-{number:08d}" for number in numbers]
 
 
 def fingerprint(state: Any, path: str = "") -> dict[str, str]:
-    """Return nested state as one flat dict: hashes of tensors and texts of plain values by their paths."""
+    """Return nested state as a flat dict by path: hashes of tensors, texts of other values."""
     return dict(_leaves(state, path))
 
 

@@ -1,27 +1,26 @@
-"""What a test may leave behind in its process and on its machine: nothing."""
+"""Detect what a test leaves behind: processes, threads, shared memory, environment variables."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-PR_SET_CHILD_SUBREAPER = 36
-GRACE_SECONDS = 6.0  # a loader process looks every five seconds whether its parent still lives
+PR_SET_CHILD_SUBREAPER = 36  # from <sys/prctl.h>
+# Costs time only in a test that fails. A loader process checks every 5 s whether its parent exited.
+GRACE_SECONDS = 30.0
 SHARED_MEMORY = Path("/dev/shm")
-# multiprocessing keeps one such process for the life of the program.
-KEPT_PROCESS = "multiprocessing.resource_tracker"
-# pytest sets the first at each phase of a test, torch._dynamo the second and scikit-learn the
+# multiprocessing starts one such process and never stops it.
+RESOURCE_TRACKER = "multiprocessing.resource_tracker"
+# pytest sets the first in each phase of a test, torch._dynamo the second and scikit-learn the
 # others when they are imported.
-KEPT_VARIABLES = {
+IGNORED_VARIABLES = {
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
     "KMP_DUPLICATE_LIB_OK",
@@ -30,44 +29,38 @@ KEPT_VARIABLES = {
 
 
 class LeakError(Exception):
-    """Something was left behind."""
+    """A test left something behind."""
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below this one whose own parent dies, so that none goes unseen."""
+    """Make this process the parent of every orphaned descendant, so that all of them are found."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 @contextmanager
 def nothing_left(grace_seconds: float = GRACE_SECONDS) -> Iterator[None]:
-    """Raise `LeakError` if the block leaves a process, a thread, a file in shared memory or an environment variable.
+    """Raise `LeakError` if the block leaves something behind that was not there before.
 
-    What goes by itself within `grace_seconds` is no leak. Processes that were left are killed.
+    Processes, threads and files in shared memory may disappear within `grace_seconds`. Processes
+    that remain are killed.
     """
     children, threads, files, variables = _children(), _threads(), _shared_files(), _variables()
     yield
     deadline = time.monotonic() + grace_seconds
     while True:
-        new_children = {
-            child: command for child, command in _children().items() if child not in children
-        }
-        left = [f"process {child}: {command}" for child, command in new_children.items()]
+        new_children = {pid: name for pid, name in _children().items() if pid not in children}
+        left = [f"process {pid}: {command}" for pid, command in new_children.items()]
         left += [f"thread {thread.name}" for thread in _threads() - threads]
-        left += [
-            f"file {file}"
-            for file in _shared_files() - files
-            if not _mapped_by_another_process(file)
-        ]
+        new_files = _shared_files() - files
+        left += [f"file {file}" for file in new_files if not _is_mapped_elsewhere(file)]
         if not left or time.monotonic() > deadline:
             break
         time.sleep(0.01)
-    for child in new_children:
+    for pid in new_children:
         with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-    left += [
-        f"environment variable {name}"
-        for name in sorted({name for name, _ in variables ^ _variables()})
-    ]
+            os.kill(pid, signal.SIGKILL)
+    changed = {name for name, _ in variables ^ _variables()}
+    left += [f"environment variable {name}" for name in sorted(changed)]
     if left:
         raise LeakError("left behind: " + "; ".join(left))
 
@@ -80,7 +73,7 @@ def _children() -> dict[int, str]:
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             if int(parent) == os.getpid() and state != "Z":
                 command = (folder / "cmdline").read_text().replace("\0", " ")
-                if KEPT_PROCESS not in command:
+                if RESOURCE_TRACKER not in command:
                     children[int(folder.name)] = command
     return children
 
@@ -90,17 +83,25 @@ def _threads() -> set[threading.Thread]:
 
 
 def _shared_files() -> set[Path]:
-    """Return the files in shared memory that this process's user owns."""
+    """Return the files in shared memory that belong to this user.
+
+    torch unlinks its files as soon as it has opened them. A process that is killed in between
+    leaves one, which no code of ours can prevent: such files are deleted.
+    """
     files = set()
     for path in SHARED_MEMORY.glob("*"):
         with suppress(FileNotFoundError):
+            creator = re.match(r"torch_(\d+)_", path.name)
             if path.stat().st_uid == os.getuid():
-                files.add(path)
+                if creator and not Path("/proc", creator[1]).exists():
+                    path.unlink()
+                else:
+                    files.add(path)
     return files
 
 
-def _mapped_by_another_process(file: Path) -> bool:
-    """Tell whether a file belongs to a test that runs beside this one."""
+def _is_mapped_elsewhere(file: Path) -> bool:
+    """Return whether a file belongs to a test that runs in another process."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if int(folder.name) != os.getpid() and str(file) in (folder / "maps").read_text():
@@ -109,4 +110,4 @@ def _mapped_by_another_process(file: Path) -> bool:
 
 
 def _variables() -> set[tuple[str, str]]:
-    return {(name, value) for name, value in os.environ.items() if name not in KEPT_VARIABLES}
+    return {(name, value) for name, value in os.environ.items() if name not in IGNORED_VARIABLES}

@@ -1,25 +1,22 @@
-"""Hosts for tests: network namespaces on one bridge, each with an address of its own."""
+"""Several hosts for tests: network namespaces on one bridge, each with its own address."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import subprocess
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tests.needs import needs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CLONE_NEWNET = 0x40000000  # from <sched.h>
 
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace: `device` is its end of the cable to the others, where it has `address`."""
+    """A network namespace, with its `address` on the network interface `device`."""
 
     name: str
     address: str
@@ -30,71 +27,56 @@ class Host:
         return ["nsenter", f"--net=/run/netns/{self.name}", *command]
 
     def enter(self) -> None:
-        """Move the calling thread, and what it starts from now on, to this host: so does a process that has just been forked."""
+        """Move the calling thread, and all processes it starts from now on, to this host."""
         file = os.open(f"/run/netns/{self.name}", os.O_RDONLY)
         try:
             if ctypes.CDLL(None, use_errno=True).setns(file, CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"{self.name} could not be entered")
+                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {self.name}")
         finally:
             os.close(file)
 
     def plug(self, *, into: bool) -> None:
-        """Plug this host's cable in, or pull it."""
-        _ip("-n", self.name, "link", "set", self.device, "up" if into else "down")
+        """Connect this host to the network, or disconnect it."""
+        _ip(f"-n {self.name} link set {self.device} {'up' if into else 'down'}")
 
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """Yield so many hosts that reach each other; what runs on them must have ended when the block does. Needs root and iproute2."""
+    """Yield hosts that reach each other. All their processes must exit before the block ends."""
     needs("ip")
-    # pytest's processes have hosts at the same time; a device's name has 15 characters at most
+    needs("nsenter")
+    # Each pytest process has its own network. A device's name has at most 15 characters.
     network = f"ss{os.getpid()}"
     with ExitStack() as exits:
         bridge = f"{network}-net"
-        made = _namespace(bridge, exits)
-        needs("the right to make network namespaces", found=made)
-        _ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", bridge, "link", "set", "bridge", "up")
+        made = _make_namespace(bridge, exits)
+        needs("permission to make network namespaces", found=made)
+        _ip(f"-n {bridge} link add bridge type bridge")
+        _ip(f"-n {bridge} link set bridge up")
         yield [
-            _host(f"{network}-{number}", f"10.213.9.{number}", bridge, exits)
+            _make_host(f"{network}-{number}", f"10.213.9.{number}", bridge, exits)
             for number in range(1, count + 1)
         ]
 
 
-def _host(name: str, address: str, bridge: str, exits: ExitStack) -> Host:
+def _make_host(name: str, address: str, bridge: str, exits: ExitStack) -> Host:
     host = Host(name, address, "cable")
-    _namespace(name, exits)
-    _ip(
-        "-n",
-        name,
-        "link",
-        "add",
-        host.device,
-        "type",
-        "veth",
-        "peer",
-        "name",
-        name,
-        "netns",
-        bridge,
-    )
-    _ip("-n", name, "address", "add", f"{address}/24", "dev", host.device)
-    _ip("-n", name, "link", "set", "lo", "up")
+    _make_namespace(name, exits)
+    _ip(f"-n {name} link add {host.device} type veth peer name {name} netns {bridge}")
+    _ip(f"-n {name} address add {address}/24 dev {host.device}")
+    _ip(f"-n {name} link set lo up")
     host.plug(into=True)
-    _ip("-n", bridge, "link", "set", name, "master", "bridge", "up")
+    _ip(f"-n {bridge} link set {name} master bridge up")
     return host
 
 
-def _namespace(name: str, exits: ExitStack) -> bool:
-    """Make a namespace, with all that will be in it, for as long as `exits` is open; return whether that was allowed."""
-    made = (
-        subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True).returncode
-        == 0
-    )
-    if made:
-        exits.callback(_ip, "netns", "delete", name)
-    return made
+def _make_namespace(name: str, exits: ExitStack) -> bool:
+    """Make a namespace that is deleted when `exits` closes; return whether that was permitted."""
+    made = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True)
+    if made.returncode == 0:
+        exits.callback(_ip, f"netns delete {name}")
+    return made.returncode == 0
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
+def _ip(arguments: str) -> None:
+    subprocess.run(["ip", *arguments.split()], check=True)

@@ -1,4 +1,4 @@
-"""What a test needs of the system."""
+"""Requirements of tests on the system."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import pytest
 
 
 def needs(component: str, *, found: bool | None = None) -> None:
-    """Skip the test where a system component is missing; fail it in CI, which has all of them.
+    """Skip the test if a system component is missing. In CI, which has all of them, fail it.
 
-    `component` is a command that is looked up, or what to call something whose presence is given as
-    `found`.
+    `component` is the name of a command, or of anything else if its presence is passed as `found`.
     """
-    if found if found is not None else shutil.which(component):
+    if shutil.which(component) if found is None else found:
         return
     if os.environ.get("CI") == "true":
-        pytest.fail(f"{component} is missing; CI has all that tests need: install it in .ci/run")
+        pytest.fail(f"{component} is missing; CI must provide everything: install it in .ci/run")
     pytest.skip(f"{component} is missing")

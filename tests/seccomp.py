@@ -1,4 +1,4 @@
-"""A sandbox as containers have it: a filter by which the kernel refuses calls."""
+"""A sandbox like that of containers: a filter that makes the kernel refuse system calls."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ NUMBERS = {
 }
 # from <linux/prctl.h> and <linux/seccomp.h>
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
-# the filter is a program for BPF: code, jumps, value
+# The filter is a BPF program of (code, jump if true, jump if false, value).
 LOAD_NUMBER = struct.pack("=HBBI", 0x20, 0, 0, 0)
 REFUSE = struct.pack("=HBBI", 0x06, 0, 0, 0x00050000 | 1)  # with EPERM
 ALLOW = struct.pack("=HBBI", 0x06, 0, 0, 0x7FFF0000)
 
 
 class Program(ctypes.Structure):
-    """A filter, as the kernel takes it."""
+    """A filter in the layout that the kernel expects."""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
 def refuse(*calls: str) -> None:
-    """Have calls fail in this process, and in all that it starts from now on: for ever, so this is for a process of a test's own."""
+    """Make system calls fail in this process and its children. This cannot be undone."""
     needs("seccomp", found=platform.machine() in NUMBERS)
     numbers = [NUMBERS[platform.machine()][call] for call in calls]
     jumps = [
@@ -36,10 +36,8 @@ def refuse(*calls: str) -> None:
     ]
     program = b"".join([LOAD_NUMBER, *jumps, ALLOW, REFUSE])
     kernel = ctypes.CDLL(None, use_errno=True)
-    packed = Program(len(program) // len(ALLOW), program)
+    packed = ctypes.byref(Program(len(program) // len(ALLOW), program))
     if kernel.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or kernel.prctl(
-        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(packed), 0, 0
+        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, packed, 0, 0
     ):
-        raise OSError(
-            ctypes.get_errno(), f"the kernel takes no filter that refuses {', '.join(calls)}"
-        )
+        raise OSError(ctypes.get_errno(), f"cannot install a filter against {', '.join(calls)}")

@@ -1,4 +1,4 @@
-"""A real Slurm cluster of two nodes on this machine, started by a test and gone with it."""
+"""A real Slurm cluster of two nodes on this machine, for the duration of a test."""
 
 from __future__ import annotations
 
@@ -8,24 +8,20 @@ import secrets
 import socket
 import subprocess
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tests.needs import needs
-from tests.workers import free_port
+from tests.ports import free_port
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-# Nodes are called by addresses of the loopback, so that workers find the first one as they would on
-# a real cluster.
+# Nodes are named by loopback addresses, so that workers reach the first one as on a real cluster.
 NODES = ("127.0.0.1", "127.0.0.2")
-CPUS = 4  # as Slurm sees them; no task is bound to any
+CPUS = 4  # of each node, whatever this machine has: tasks are not bound to CPUs
 COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
 MOST_JOBS = 1_000_000
-START_SECONDS = 30.0
+START_SECONDS = 60.0
 STOP_SECONDS = 10.0
 CONFIGURATION = """
 ClusterName=samestep
@@ -58,7 +54,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 @dataclass(frozen=True)
 class Slurm:
-    """A cluster that is up: `environment` is what a process needs to talk to it; logs and state are in `directory`."""
+    """A running cluster: `environment` is that of its clients, `directory` has logs and state."""
 
     environment: Mapping[str, str]
     directory: Path
@@ -66,10 +62,9 @@ class Slurm:
     def run(
         self, *command: object, timeout: float = 60.0, check: bool = True, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run srun, sbatch, scontrol and so on in the cluster's environment and return what it printed.
+        """Run a client such as srun and return its output.
 
-        Raises `AssertionError` with all that was printed where the command fails, unless `check` is
-        False.
+        Raises `AssertionError` with the output if the command fails, unless `check` is False.
         """
         done = subprocess.run(
             [str(part) for part in command],
@@ -79,18 +74,16 @@ class Slurm:
             timeout=timeout,
             check=False,
         )
-        assert not check or done.returncode == 0, (
-            f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
-        )
+        printed = f"{command} exited with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert not check or done.returncode == 0, printed
         return done
 
 
 @contextmanager
 def slurm(directory: Path) -> Iterator[Slurm]:
-    """Start a cluster of two nodes, `NODES`, whose whole state is in `directory`, and stop it with all its jobs.
+    """Run a cluster of the two `NODES` with its state in `directory`. All jobs end with the block.
 
-    Skips the test where Slurm is not installed. The directory's path must be short: it holds a
-    socket.
+    Skips the test if Slurm is not installed. The directory's path must be short: it holds a socket.
     """
     for command in COMMANDS:
         needs(command)
@@ -119,37 +112,28 @@ def _configure(directory: Path) -> None:
         f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={free_port()} CPUs={CPUS}"
         for node in NODES
     )
-    # jobs of clusters that run side by side would have the same numbers, and so ports
-    first_job = 1 + secrets.randbelow(MOST_JOBS)
-    user, port = getpass.getuser(), free_port()
     text = CONFIGURATION.format(
         host=host,
-        controller_port=port,
-        user=user,
+        controller_port=free_port(),
+        user=getpass.getuser(),
         directory=directory,
         nodes=nodes,
-        first_job=first_job,
+        # Clusters that run at the same time need different job numbers: ports derive from them.
+        first_job=1 + secrets.randbelow(MOST_JOBS),
     )
     (directory / "slurm.conf").write_text(text)
 
 
 def _munge_files(directory: Path) -> list[str]:
-    files = {
-        "key-file": "munge.key",
-        "socket": "munge",
-        "pid-file": "munge.pid",
-        "log-file": "munge.log",
-        "seed-file": "munge.seed",
-    }
-    return [f"--{option}={directory / name}" for option, name in files.items()]
+    files = [f"--{name}-file={directory}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+    return [f"--socket={directory}/munge", *files]
 
 
 @contextmanager
 def _running(command: list[str], cluster: Slurm) -> Iterator[None]:
     with (cluster.directory / "daemons.log").open("ab") as output:
-        daemon = subprocess.Popen(
-            command, env=dict(cluster.environment), stdout=output, stderr=output
-        )
+        environment = dict(cluster.environment)
+        daemon = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     try:
         yield
     finally:
@@ -164,22 +148,18 @@ def _running(command: list[str], cluster: Slurm) -> Iterator[None]:
 def _wait_until_idle(cluster: Slurm) -> None:
     deadline = time.monotonic() + START_SECONDS
     while True:
-        told = cluster.run("sinfo", "--noheader", "--Node", "--format=%T", check=False)
-        if told.stdout.split() == ["idle"] * len(NODES):
+        sinfo = cluster.run("sinfo", "--noheader", "--Node", "--format=%T", check=False)
+        if sinfo.stdout.split() == ["idle"] * len(NODES):
             return
         if time.monotonic() > deadline:
-            logs = "\n".join(
-                f"{log.name}: {log.read_text(errors='replace')}"
-                for log in sorted(cluster.directory.glob("*.log*"))
-            )
-            raise TimeoutError(
-                f"Slurm's nodes were not idle after {START_SECONDS:g} s: {told.stdout}{told.stderr}\n{logs}"
-            )
+            logs = [f"{log.name}: {log.read_text()}" for log in cluster.directory.glob("*.log*")]
+            states = sinfo.stdout + sinfo.stderr + "\n".join(logs)
+            raise TimeoutError(f"nodes were not idle after {START_SECONDS:g} s: {states}")
         time.sleep(0.05)
 
 
 def _end_jobs(cluster: Slurm) -> None:
-    """Kill what still runs: a daemon that ends leaves its jobs' processes behind, to be found again by the next one."""
+    """Kill all jobs. A daemon that exits would leave their processes for the next daemon."""
     jobs = cluster.run("squeue", "--noheader", "--format=%i", check=False).stdout.split()
     if jobs:
         cluster.run("scancel", "--signal=KILL", "--full", *jobs, check=False)

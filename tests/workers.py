@@ -1,4 +1,4 @@
-"""Run a function in several real processes, each in the environment that torchrun would give it."""
+"""Run a function in several processes, each with the environment variables of torchrun."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ import math
 import os
 import pickle
 import resource
-import secrets
 import signal
-import socket
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from multiprocessing.context import ForkProcess
+from tests.ports import free_port
 
-GRACE_SECONDS = 0.25  # time for a worker that failed at the same moment as another to say so
+TIMEOUT_SECONDS = 100.0  # less than pytest's, so that stacks are reported; enough on a busy machine
+GRACE_SECONDS = 1.0  # for workers that fail at the same moment as the first
+ABORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a worker ended: with the `value` its body returned, the `error` it raised, or neither where a signal ended it.
+    """The result of a worker: the `value` that its body returned, or the `error` that it raised.
 
-    `exitcode` is None where the worker was stopped because another had failed. `failed_at` is
-    monotonic time, in seconds.
+    It has neither if a signal killed it. `exitcode` is None if the worker was stopped because
+    another one had failed. `failed_at` is monotonic time, in seconds.
     """
 
     rank: int
@@ -55,20 +54,20 @@ class Outcome:
 
 
 class WorkerFailedError(Exception):
-    """The first worker to fail, with its own traceback; the error it raised is the `__cause__`."""
+    """The first worker that failed, with its traceback. Its error is the `__cause__`."""
 
 
 def run_workers(
     body: Callable[..., Any],
     workers: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = TIMEOUT_SECONDS,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Return what `body(*args)` returned in each of `workers` processes, by rank.
+    """Return the values of `body(*args)` in each of `workers` processes, by rank.
 
-    When one fails the others are stopped, and `WorkerFailedError` tells of the first to fail.
-    Raises `TimeoutError` with the stack of each worker that still runs after `timeout` seconds.
+    If one fails, stop the others and raise `WorkerFailedError` for the first failure. Raises
+    `TimeoutError` with the stack of each worker that still runs after `timeout` seconds.
     """
     outcomes = _run(body, workers, args, timeout, environment or {}, stop_at_failure=True)
     if failures := [outcome for outcome in outcomes if outcome.failed]:
@@ -81,24 +80,14 @@ def try_workers(
     body: Callable[..., Any],
     workers: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = TIMEOUT_SECONDS,
     environment: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
-    """Return how each of `workers` processes ended, by rank; the failure of one stops none of the others.
+    """Return the outcome of each of `workers` processes, by rank. A failure stops no other worker.
 
     Raises `TimeoutError` as `run_workers` does.
     """
     return _run(body, workers, args, timeout, environment or {}, stop_at_failure=False)
-
-
-def free_port() -> int:
-    """Return a port of the loopback that is free now, below those that outgoing connections are given."""
-    while True:
-        # not random's: that has the same seed in every pytest process
-        port = 15_000 + secrets.randbelow(15_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _run(
@@ -115,9 +104,8 @@ def _run(
         folder = Path(exits.enter_context(TemporaryDirectory()))
         team = []
         for rank in range(workers):
-            worker = _Worker(
-                rank, folder, body, args, {**_torchrun(rank, workers, port), **environment}
-            )
+            variables = {**_torchrun(rank, workers, port), **environment}
+            worker = _Worker(rank, folder, body, args, variables)
             exits.callback(worker.stop)
             team.append(worker)
         _wait(team, timeout, stop_at_failure=stop_at_failure)
@@ -136,30 +124,28 @@ def _torchrun(rank: int, workers: int, port: int) -> dict[str, str]:
 
 
 def _wait(team: Sequence[_Worker], timeout: float, *, stop_at_failure: bool) -> None:
-    """Return when all have ended, or soon after the first failure if that stops them."""
+    """Wait until all workers exited, or until shortly after the first failure."""
     deadline = time.monotonic() + timeout
     stop_at = math.inf
-    while running := [worker for worker in team if not worker.ended()]:
-        if stop_at_failure and any(worker.exitcode for worker in team):
-            stop_at = min(stop_at, time.monotonic() + GRACE_SECONDS)
-        if time.monotonic() > stop_at:
+    while True:
+        now = time.monotonic()  # before the check, so that no worker counts as late that is not
+        running = [worker for worker in team if not worker.has_exited()]
+        if not running or now > stop_at:
             return
-        if time.monotonic() > deadline:
-            stacks = [
+        if stop_at_failure and any(worker.exitcode for worker in team):
+            stop_at = min(stop_at, now + GRACE_SECONDS)
+        if now > deadline:
+            lines = [
                 f"worker {worker.rank} still ran after {timeout:g} s, here:\n{worker.abort()}"
                 for worker in running
             ]
-            failures = [
-                str(worker.outcome())
-                for worker in team
-                if worker not in running and worker.exitcode
-            ]
-            raise TimeoutError("\n".join(stacks + failures))
+            lines += [str(worker.outcome()) for worker in team if worker.exitcode]
+            raise TimeoutError("\n".join(lines))
         time.sleep(0.005)
 
 
 class _Worker:
-    """A process that runs a body, writes its report to a file, and its stack to another when a fatal signal ends it."""
+    """A process that runs a body and writes its result, or its stack if it crashes, to a file."""
 
     def __init__(
         self,
@@ -172,22 +158,18 @@ class _Worker:
         self.rank = rank
         self.exitcode: int | None = None
         self._report, self._stack = folder / f"report-{rank}", folder / f"stack-{rank}"
-        self._process: ForkProcess = get_context("fork").Process(
+        self._process = get_context("fork").Process(
             target=_work,
             args=(body, args, environment, self._report, self._stack),
             name=f"worker {rank}",
         )
         with warnings.catch_warnings():
-            # The other threads here are those of pytest's plugins; they hold no lock that a worker
-            # needs.
-            warnings.filterwarnings(
-                "ignore",
-                r".*multi-threaded, use of fork\(\) may lead to deadlocks",
-                DeprecationWarning,
-            )
+            # The other threads belong to pytest's plugins and hold no lock that a worker needs.
+            text = r".*multi-threaded, use of fork\(\) may lead to deadlocks"
+            warnings.filterwarnings("ignore", text, DeprecationWarning)
             self._process.start()
 
-    def ended(self) -> bool:
+    def has_exited(self) -> bool:
         self.exitcode = self._process.exitcode
         return self.exitcode is not None
 
@@ -197,15 +179,13 @@ class _Worker:
         return Outcome(self.rank, self.exitcode, traceback=self._stack_text())
 
     def abort(self) -> str:
-        """End the worker by a signal on which faulthandler writes the stacks of all threads; return them."""
+        """End the worker with a signal that makes faulthandler write all stacks; return them."""
         os.kill(self._process.pid, signal.SIGABRT)
-        deadline = time.monotonic() + 5.0
-        while self._process.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.005)
+        self._process.join(ABORT_SECONDS)
         return self._stack_text()
 
     def stop(self) -> None:
-        """Leave nothing of a worker that did not end well; what a good one leaves behind, its test must answer for."""
+        """Kill a worker and its children. After a success they remain, so that leaks are found."""
         if self.exitcode != 0:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -232,18 +212,14 @@ def _work(
         report.write_bytes(pickle.dumps({"value": body(*args)}))
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001  whatever a test raises is its parent's to judge
-        told = {
-            "failed_at": time.monotonic(),
-            "error": _portable(error),
-            "traceback": traceback.format_exc(),
-        }
-        report.write_bytes(pickle.dumps(told))
+    except BaseException as error:  # noqa: BLE001  the parent reports every error
+        failure = {"failed_at": time.monotonic(), "error": _portable(error)}
+        report.write_bytes(pickle.dumps({**failure, "traceback": traceback.format_exc()}))
         sys.exit(1)
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Return the error, or its words where it cannot travel between processes."""
+    """Return the error, or its text if it cannot be pickled."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001  an error's own code runs here

@@ -1,16 +1,17 @@
-"""Worlds for tests: of real processes, and of threads where a law is to hold over many sizes."""
+"""Worlds for tests: of real processes, or of threads for laws that hold at many sizes."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch._dynamo  # optimizers import it at their first step: once here, and not in every worker
+import torch._dynamo  # imported by the first step of an optimizer: once here, not in every worker
 
 from samestep.cluster import find_process
 from samestep.comm.base import Alone, World
@@ -20,28 +21,23 @@ from samestep.comm.shared_memory import Shared
 from samestep.errors import WorldError
 from tests.workers import run_workers
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-TIMEOUT_SECONDS = 30.0
+TIMEOUT_SECONDS = 60.0
 
 
 def in_processes(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return what `body(world, *args)` returned by rank, each worker a process that shares memory with the others; one is alone."""
-    return (
-        [body(Alone(), *args)]
-        if workers == 1
-        else run_workers(_joined, workers, shared_world, body, *args)
-    )
+    """Return the values of `body(world, *args)` by rank; workers are processes of one host."""
+    if workers == 1:
+        return [body(Alone(), *args)]
+    return run_workers(_joined, workers, shared_world, body, *args)
 
 
 def on_hosts(hosts: int, workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return the same of workers that talk through torch.distributed, as many on each of several hosts."""
+    """Return the same for workers that are spread evenly over several hosts."""
     return run_workers(_joined, workers, partial(distributed_world, hosts=hosts), body, *args)
 
 
 def in_threads(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return what `body(world, *args)` returned by rank, each worker a thread; one worker is alone."""
+    """Return the values of `body(world, *args)` by rank; workers are threads."""
     if workers == 1:
         return [body(Alone(), *args)]
     meeting = Meeting(workers)
@@ -57,21 +53,21 @@ def in_threads(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         futures = [threads.submit(work, rank) for rank in range(workers)]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
-        # those that only waited come last
+        # prefer the cause to the errors of those that waited for it
         raise min(errors, key=lambda error: isinstance(error, WorldError))
     return [future.result() for future in futures]
 
 
 def shared_world(timeout: float = TIMEOUT_SECONDS) -> Shared:
-    """Return the world of this worker and the others of its host."""
+    """Return the world of this worker, which shares memory with all others."""
     return Shared(form(find_process(os.environ), timeout, share=True))
 
 
 def distributed_world(timeout: float = TIMEOUT_SECONDS, hosts: int = 1) -> Distributed:
-    """Return the world of this worker on one of several hosts: it is placed as if its host ended where it does not."""
+    """Return the world of this worker as if the workers ran on several hosts."""
     place = find_process(os.environ)
     workers = place.world_size // hosts
-    place = replace(place, local_rank=place.rank % workers, local_world_size=workers)
+    place = replace(place, local_rank=place.rank % workers, local_workers=workers)
     return Distributed(form(place, timeout, share=True), cuda=False)
 
 
@@ -83,7 +79,7 @@ def _joined(join: Callable[[], World], body: Callable[..., Any], *args: Any) -> 
 
 
 class Meeting:
-    """Where the threads of a world meet: a place on the table for each."""
+    """The state that the threads of a world share: a barrier, and one value per thread."""
 
     def __init__(self, workers: int) -> None:
         self.barrier = threading.Barrier(workers)
@@ -91,7 +87,7 @@ class Meeting:
 
 
 class Threaded(World):
-    """The world of one of several workers that are threads of one process."""
+    """The world of a worker that is one of several threads."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size = rank, len(meeting.table)
@@ -99,7 +95,7 @@ class Threaded(World):
         self._meeting = meeting
 
     def _meet(self, given: Any, take: Callable[[list[Any]], Any]) -> Any:
-        """Put `given` on the table and return what `take` makes of all that lies there; then the table is free again."""
+        """Return `take` of the values that all threads pass as `given`."""
         try:
             self._meeting.table[self.rank] = given
             self._meeting.barrier.wait(TIMEOUT_SECONDS)

@@ -1,1 +1,1 @@
-"""A run under fire: workers are killed and stopped, snapshots damaged, the number of workers changed; nothing of it may show."""
+"""A run under faults: killed and stopped workers, damaged snapshots, changing worker counts."""

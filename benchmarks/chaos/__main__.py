@@ -1,6 +1,6 @@
-"""Train a ViT twice: left alone, and under fire. Both must end with the same bits, and every epoch must use every sample once.
+"""Train a ViT twice, undisturbed and under faults, and compare: same bits, each sample used once.
 
-usage: python -m benchmarks.chaos [--seed 0] [--faults 32] [--epochs 20]
+usage: python -m benchmarks.chaos [--seed 0] [--faults 32] [--epochs N]
 """
 
 from __future__ import annotations
@@ -12,38 +12,40 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.chaos.faults import FAULTS
-from benchmarks.chaos.target import ChaosError, Target
+from benchmarks.chaos.target import STALL_SECONDS, ChaosError, Target
 from samestep.record import read_history
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    Fault = Callable[[Target, random.Random], float]
-
+Fault = Callable[[Target, random.Random], float]
 MOST_STEPS_BETWEEN = 10
+STEPS_PER_EPOCH = 23
+STEPS_PER_FAULT = 20  # more than a run makes between two faults on average
 
 
 def main() -> int:
-    """Run the test and print how long each kind of fault took; the exit status is 1 where anything was lost."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the faults: which, when and where (default: 0)"
+    """Run the test and print how long each kind of fault took; return 1 if anything was lost."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None,
+        epilog=f"The run has failed if it makes no new step for {STALL_SECONDS} s.",
     )
     parser.add_argument(
-        "--faults", type=int, default=sum(FAULTS.values()), help="how many (default: %(default)s)"
+        "--seed", type=int, default=0, help="seed of the choice of faults (default: 0)"
     )
-    parser.add_argument("--epochs", type=int, default=20, help="of 23 steps each (default: 20)")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--faults", type=int, default=sum(FAULTS.values()), help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--epochs", type=int, help=f"of {STEPS_PER_EPOCH} steps each (default: enough)"
+    )
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            seconds = chaos(
-                Path(folder), arguments.seed, arguments.faults, arguments.epochs, tell=print
-            )
+            seconds = chaos(Path(folder), given.seed, given.faults, given.epochs, log=print)
         except ChaosError as error:
             print(f"FAILED: {error}")
             return 1
@@ -52,37 +54,38 @@ def main() -> int:
 
 
 def chaos(
-    folder: Path, seed: int, faults: int, epochs: int, tell: Callable[[str], object]
+    folder: Path, seed: int, faults: int, epochs: int | None = None, *, log: Callable[[str], object]
 ) -> Mapping[str, Sequence[float]]:
-    """Return the seconds that a run under fire took to go on, by fault. Raises `ChaosError` where it shows that it was not left alone."""
+    """Return the seconds until the run continued after each fault, by kind.
+
+    Raises `ChaosError` if the run differs from an undisturbed one.
+    """
     chance = random.Random(seed)
-    undisturbed = _undisturbed(folder / "undisturbed", epochs)
-    target = Target(folder / "under-fire", epochs)
+    epochs = epochs or 1 + faults * STEPS_PER_FAULT // STEPS_PER_EPOCH
+    undisturbed, target = (Target(folder / name, epochs) for name in ("undisturbed", "faults"))
     seconds = defaultdict(list)
     try:
+        undisturbed.start(2)
+        undisturbed.end()
         target.start(2)
-        for fault in chosen(chance, faults):
+        for number, fault in enumerate(chosen(chance, faults), 1):
             _pause(target, chance)
-            seconds[fault.__name__].append(fault(target, chance))
-            tell(
-                f"{fault.__name__:18} went on after {seconds[fault.__name__][-1]:.2f} s, {target.workers} workers"
-            )
+            name = fault.__name__
+            seconds[name].append(fault(target, chance))
+            log(f"{number:3} {name:18} {seconds[name][-1]:5.2f} s, {target.workers} workers")
         target.end()
     finally:
+        undisturbed.close()
         target.close()
     if target.hash() != undisturbed.hash():
-        raise ChaosError(
-            f"the run under fire ended with {target.hash()}, the undisturbed one with {undisturbed.hash()}"
-        )
+        raise ChaosError(f"expected hash {undisturbed.hash()} as undisturbed, got {target.hash()}")
     _check_samples(target, undisturbed)
-    tell(
-        f"the same bits after {faults} faults: {target.hash()[:16]}, and every epoch used every sample once"
-    )
+    log(f"same bits after {faults} faults ({target.hash()[:16]}); each sample once per epoch")
     return seconds
 
 
 def chosen(chance: random.Random, faults: int) -> list[Fault]:
-    """Return so many faults in random order, of each kind about its share and, where there is room, at least one."""
+    """Return faults in random order: of each kind its share, and at least one if possible."""
     more = [fault for fault, share in FAULTS.items() for _ in range(share - 1)]
     chance.shuffle(more)
     some = list(islice(cycle([*FAULTS, *more]), faults))
@@ -91,7 +94,7 @@ def chosen(chance: random.Random, faults: int) -> list[Fault]:
 
 
 def report(seconds: Mapping[str, Sequence[float]]) -> str:
-    """Return a table in Markdown of how long it took to go on."""
+    """Return a Markdown table of the times until the run continued."""
     rows = [
         f"| {name} | {len(some)} | {statistics.median(some):.2f} s | {max(some):.2f} s |"
         for name, some in sorted(seconds.items())
@@ -99,39 +102,23 @@ def report(seconds: Mapping[str, Sequence[float]]) -> str:
     return "\n".join(["| fault | times | median | worst |", "|---|---|---|---|", *rows])
 
 
-def _undisturbed(directory: Path, epochs: int) -> Target:
-    target = Target(directory, epochs)
-    try:
-        target.start(2)
-        target.end()
-    finally:
-        target.close()
-    return target
-
-
 def _pause(target: Target, chance: random.Random) -> None:
-    """Return after some steps, or in the middle of one."""
-    steps = chance.randrange(MOST_STEPS_BETWEEN)
-    seen = _steps(target)
+    """Wait for some steps, and into the next one."""
+    steps = target.steps() + chance.randrange(MOST_STEPS_BETWEEN)
     target.wait_until(
-        lambda: _steps(target) >= seen + steps and bool(target.pids()), "no step came"
+        lambda: target.steps() >= steps and bool(target.pids()), f"fewer than {steps} steps"
     )
     time.sleep(chance.uniform(0.0, 0.1))
     if not target.is_running():
-        raise ChaosError("the run was over before all faults had happened: give it more --epochs")
-
-
-def _steps(target: Target) -> int:
-    return sum(event["event"] == "scalars" for event in target.events())
+        raise ChaosError("the run ended before all faults had happened; increase --epochs")
 
 
 def _check_samples(target: Target, undisturbed: Target) -> None:
-    """Raise `ChaosError` unless each step used the samples that it used undisturbed, and each epoch all of them once."""
+    """Raise `ChaosError` unless each step used the same samples, and each epoch all of them."""
     steps, others = _samples(target), _samples(undisturbed)
     if steps != others:
-        different = [
-            step for step in sorted({*steps, *others}) if steps.get(step) != others.get(step)
-        ]
+        numbers = sorted({*steps, *others})
+        different = [step for step in numbers if steps.get(step) != others.get(step)]
         raise ChaosError(f"steps {different} used other samples than undisturbed")
     epochs = defaultdict(list)
     for epoch, samples in steps.values():
@@ -143,14 +130,14 @@ def _check_samples(target: Target, undisturbed: Target) -> None:
 
 
 def _samples(target: Target) -> dict[int, tuple[int, list[float]]]:
+    """Return the epoch and the samples of each step."""
     found: dict[int, Any] = {}
     for event in read_history(target.directory):
         if event["event"] == "scalars":
-            samples = [
-                value for name, value in event["values"].items() if name.startswith("sample ")
-            ]
             if event["step"] in found:
-                raise ChaosError(f"step {event['step']} is there twice")
+                raise ChaosError(f"step {event['step']} is recorded twice")
+            values = event["values"].items()
+            samples = [value for name, value in values if name.startswith("sample ")]
             found[event["step"]] = event["epoch"], samples
     return found
 

@@ -1,4 +1,4 @@
-"""Train a small ViT on scikit-learn's digits, and record which samples every step used.
+"""Train a small ViT on scikit-learn's digits, and record the samples of every step.
 
 usage: samestep run -n 2 --dir DIR benchmarks/chaos/job.py [EPOCHS]
 """
@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-# a script finds only its neighbours by itself
+# A script can import only modules of its own folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import samestep as ss
 from recipes.vit.config import DataSettings, ModelSettings
 from recipes.vit.data import open_images
 from recipes.vit.model import VisionTransformer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BATCH_SIZE = 64
 LANES = 4
@@ -34,7 +32,7 @@ DATA = DataSettings(source="digits", mean=(0.305,), std=(0.376,))
 
 
 class Numbered(torch.utils.data.Dataset[Any]):
-    """Samples of another data set, each with its index."""
+    """The samples of another data set with their indices."""
 
     def __init__(self, samples: Sequence[Any]) -> None:
         self._samples = samples
@@ -53,23 +51,22 @@ def loss_fn(model: torch.nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tens
 
 
 def main(epochs: int) -> None:
-    """Train from where the run stands, and leave a hash of all that was trained."""
+    """Train, or resume training, and write a hash of the model."""
     with ss.init(lanes=LANES) as run:
         model = run.replicate(VisionTransformer(MODEL))
         optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
         run.track(model=model, optimizer=optimizer, scheduler=scheduler)
         model.train()
-        for batch in run.batches(
-            Numbered(open_images(DATA, MODEL).train), BATCH_SIZE, epochs=epochs
-        ):
+        samples = Numbered(open_images(DATA, MODEL).train)
+        for batch in run.batches(samples, BATCH_SIZE, epochs=epochs):
             means = run.backward(loss_fn, model, batch)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
             used = [index for lane in batch for index in lane[2].tolist()]
-            samples = [index for others in run.all_gather(used) for index in others]
-            run.log(means, **{f"sample {number}": index for number, index in enumerate(samples)})
+            every = [index for others in run.all_gather(used) for index in others]
+            run.log(means, **{f"sample {number}": index for number, index in enumerate(every)})
         if run.is_main and run.dir is not None:
             (run.dir / HASH_FILE).write_text(hash_of(model))
 

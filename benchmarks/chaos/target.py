@@ -1,26 +1,21 @@
-"""A run that is attacked: its command, its workers, and what its record tells."""
+"""A run that faults are injected into: its command, its workers and its record."""
 
 from __future__ import annotations
 
-import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.chaos.job import HASH_FILE
-from samestep.errors import RecordError
-from samestep.record import read_events
-
-if TYPE_CHECKING:
-    import signal
-    from collections.abc import Callable, Collection
+from samestep.record.events import FILE_NAME, parse_events
 
 JOB = Path(__file__).with_name("job.py")
-TIMEOUT_SECONDS = 2
-LARGEST_BOARD = 4096  # bytes; where the launcher keeps how far the run is
-LIMIT_SECONDS = 60  # for whatever is waited for
+STALL_SECONDS = 120  # without a new step, until the run counts as failed
+LARGEST_BOARD = 4096  # bytes of the launcher's memory for progress; copies of state are larger
 STARTS = {"started", "resumed"}
 
 Event = dict[str, Any]
@@ -31,130 +26,132 @@ class ChaosError(Exception):
 
 
 class Target:
-    """A run in a directory of its own."""
+    """A run in its own directory."""
 
     def __init__(self, directory: Path, epochs: int) -> None:
+        directory.mkdir()
         self.directory = directory
+        self.workers = 0
         self._epochs = epochs
         self._launcher: subprocess.Popen[bytes] | None = None
-        self.workers = 0
+        self._events: list[Event] = []
+        self._read_bytes = 0
 
     def start(self, workers: int) -> None:
-        """Give the command, the first time or again."""
+        """Start the run, or resume it."""
         options = {
             "dir": self.directory,
             "hot-every": 5,
             "snapshot-every": 10,
-            "timeout": TIMEOUT_SECONDS,
-            "max_restarts": 50,
+            "timeout": 5,
+            "max-restarts": 50,
         }
         flags = [f"--{name}={value}" for name, value in options.items()]
-        command = [
-            sys.executable,
-            "-m",
-            "samestep",
-            "run",
-            "-n",
-            str(workers),
-            *flags,
-            str(JOB),
-            str(self._epochs),
-        ]
-        self.directory.mkdir(exist_ok=True)
+        run = ["run", "-n", str(workers), *flags, str(JOB), str(self._epochs)]
         with (self.directory / "output.txt").open("ab") as output:
-            self._launcher = subprocess.Popen(command, stdout=output, stderr=output)
+            self._launcher = subprocess.Popen(
+                [sys.executable, "-m", "samestep", *run], stdout=output, stderr=output
+            )
         self.workers = workers
 
     @property
-    def launcher(self) -> int:
-        """The launcher's process id."""
+    def launcher(self) -> subprocess.Popen[bytes]:
+        """The launcher's process."""
         assert self._launcher is not None  # noqa: S101  faults come after the start
-        return self._launcher.pid
+        return self._launcher
 
     def end(self, number: signal.Signals | None = None) -> None:
-        """Return when the launcher has ended, by a signal where one is given. Raises `ChaosError` if it ends otherwise, or workers stay."""
-        assert self._launcher is not None  # noqa: S101  faults come after the start
+        """Wait until the run ends; send a signal first if one is given.
+
+        Raises `ChaosError` if it ends in another way, or workers outlast it.
+        """
         pids = self.pids()
         if number is not None:
-            self._launcher.send_signal(number)
-        try:
-            status = self._launcher.wait(LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise ChaosError(
-                f"the run did not end within {LIMIT_SECONDS} s; {self.last_words()}"
-            ) from None
-        if status != (0 if number is None else -number):
-            raise ChaosError(
-                f"the run ended with status {status} where {number or 0!r} was expected; {self.last_words()}"
-            )
-        self.wait_until(
-            lambda: not any(map(_is_alive, pids)),
-            f"processes {pids} of a run that has ended are still there",
-            ended=True,
-        )
+            self.launcher.send_signal(number)
+        self.wait_until(lambda: not self.is_running(), "the run did not end", has_exited=True)
+        status, expected = self.launcher.returncode, -(number or 0)
+        if status != expected:
+            raise ChaosError(f"expected exit status {expected}, got {status}; {self.last_output()}")
+        complaint = f"processes {pids} outlast the run"
+        self.wait_until(lambda: not any(map(_is_alive, pids)), complaint, has_exited=True)
 
     def close(self) -> None:
-        """Leave no process."""
-        if self._launcher is not None and self._launcher.poll() is None:
-            self._launcher.kill()
-            self._launcher.wait()
+        """Kill the run if it still runs."""
+        if self.is_running():
+            self.launcher.kill()
+            self.launcher.wait()
 
     def events(self) -> list[Event]:
-        """Return all that the record has by now."""
-        try:
-            return list(read_events(self.directory))
-        except RecordError:
-            return []
+        """Return all events of the record so far."""
+        record = self.directory / FILE_NAME
+        if record.exists():
+            with record.open("rb") as file:
+                file.seek(self._read_bytes)
+                complete, end, _ = file.read().rpartition(b"\n")
+            self._read_bytes += len(complete + end)
+            self._events += parse_events(complete)
+        return self._events
+
+    def steps(self) -> int:
+        """Return how many steps the run has made so far, repeated ones included."""
+        return sum(event["event"] == "scalars" for event in self.events())
 
     def pids(self) -> list[int]:
-        """Return the process ids of the workers that started last, by rank."""
-        last = next((event for event in reversed(self.events()) if event["event"] in STARTS), None)
-        return [] if last is None else [worker["pid"] for worker in last["workers"]]
+        """Return the process ids of the latest workers, by rank."""
+        starts = (event for event in reversed(self.events()) if event["event"] in STARTS)
+        return [worker["pid"] for worker in next(starts, {"workers": []})["workers"]]
 
-    def wait_for(self, kinds: str | Collection[str], since: float, **fields: Any) -> Event:
-        """Return the first event of some kind after `since`, in seconds of `time.time`, with these fields, when it is there.
+    def wait_for(self, kinds: Collection[str], since: float, **fields: Any) -> Event:
+        """Return the first event of these kinds after `since`, in seconds of `time.time`.
 
-        A field that is given as text may be the beginning of the event's. Raises `ChaosError` when
-        it does not come.
+        The event has all `fields`; a text may be the beginning of the event's. Raises `ChaosError`
+        as `wait_until` does.
         """
-        wanted = {kinds} if isinstance(kinds, str) else kinds
         found: list[Event] = []
 
-        def come() -> bool:
-            found[:] = [
-                event
-                for event in self.events()
-                if event["time"] >= since and event["event"] in wanted and _has(event, fields)
-            ]
+        def find() -> bool:
+            recent = (event for event in self.events() if event["time"] >= since)
+            some = (event for event in recent if event["event"] in kinds and _has(event, fields))
+            found[:] = [event for event in [next(some, None)] if event is not None]
             return bool(found)
 
-        self.wait_until(come, f"no event of {sorted(wanted)} with {fields} came")
+        self.wait_until(find, f"no event of {sorted(kinds)} with {fields}")
         return found[0]
 
-    def wait_until(self, true: Callable[[], bool], complaint: str, *, ended: bool = False) -> None:
-        """Return when something is true. Raises `ChaosError` when it is not in time, or when the run has ended unless it should have."""
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while not true():
-            if time.monotonic() > deadline or not (ended or self.is_running() or true()):
-                raise ChaosError(f"{complaint}; {self.last_words()}")
+    def wait_until(
+        self, condition: Callable[[], bool], complaint: str, *, has_exited: bool = False
+    ) -> None:
+        """Wait until a condition holds.
+
+        Raises `ChaosError` after `STALL_SECONDS` without a new step, or when the run exits, unless
+        it `has_exited` as expected.
+        """
+        steps, deadline = -1, 0.0
+        while not condition():
+            if self.steps() > steps:
+                steps, deadline = self.steps(), time.monotonic() + STALL_SECONDS
+            if not (has_exited or self.is_running() or condition()):
+                raise ChaosError(f"{complaint}: the run exited; {self.last_output()}")
+            if time.monotonic() > deadline:
+                stalled = f"no step in {STALL_SECONDS} s after {steps} steps"
+                raise ChaosError(f"{complaint}: {stalled}; {self.last_output()}")
             time.sleep(0.02)
 
     def is_running(self) -> bool:
-        """Tell whether the launcher runs."""
+        """Return whether the launcher runs."""
         return self._launcher is not None and self._launcher.poll() is None
 
-    def last_words(self) -> str:
-        """Return the end of what the run printed, and of its record."""
+    def last_output(self) -> str:
+        """Return the end of the run's output and of its record."""
         events = [
             " ".join(f"{name}={event[name]}" for name in ("event", "step", "time") if name in event)
             for event in self.events()[-5:]
         ]
-        status = None if self._launcher is None else self._launcher.poll()
         printed = (self.directory / "output.txt").read_text(errors="replace")[-2000:]
-        return "\n".join([f"its status is {status}, and the last it said was", printed, *events])
+        return "\n".join(["its last output and events are:", printed, *events])
 
     def hash(self) -> str:
-        """Return the hash of what was trained."""
+        """Return the hash of the trained model."""
         return (self.directory / HASH_FILE).read_text()
 
 
@@ -168,12 +165,9 @@ def flip_byte(file: str | Path, offset: int) -> None:
 
 
 def hot_copies(launcher: int) -> list[Path]:
-    """Return the anonymous files in which a launcher keeps copies of its workers' state."""
-    kept = [
-        path
-        for path in Path(f"/proc/{launcher}/fd").iterdir()
-        if "samestep-kept" in str(path.readlink())
-    ]
+    """Return the anonymous files in which a launcher holds copies of its workers' state."""
+    files = [*Path(f"/proc/{launcher}/fd").iterdir()]
+    kept = [path for path in files if "samestep-kept" in str(path.readlink())]
     return [path for path in kept if path.stat().st_size > LARGEST_BOARD]
 
 
@@ -188,7 +182,6 @@ def _has(event: Event, fields: dict[str, Any]) -> bool:
 
 def _is_alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (ProcessLookupError, FileNotFoundError):
         return False

@@ -1,7 +1,7 @@
-"""Who trains the jobs, each as its own documentation teaches; what is common to all is the job and the stopwatch.
+"""Contenders: ways to train a job, each as its own documentation teaches.
 
-`python -m benchmarks.contenders NAME JOB` is a worker of a contender; `Contender.command` starts
-all of them.
+They share the job and the stopwatch. `python -m benchmarks.contenders NAME JOB` is one worker of a
+contender, and `Contender.command` starts all of them.
 """
 
 from __future__ import annotations
@@ -9,23 +9,20 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from types import ModuleType
+from typing import Any, Literal
 
 from benchmarks import turns
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from benchmarks.jobs import Job
+from benchmarks.jobs import Job
 
 WORKERS = 2
 
 
 @dataclass(frozen=True)
 class Contender:
-    """How a job is trained: by `train` in `module`, with `options`.
+    """A way to train a job: `train` in `module` with `options`.
 
-    A peer is tuned where it has options that its documentation's first pages do not teach.
+    A tuned peer has options beyond the first pages of its documentation.
     """
 
     title: str
@@ -34,11 +31,11 @@ class Contender:
     options: dict[str, Any] = field(default_factory=dict)
 
     def train(self, job: Job) -> dict[str, float]:
-        """Be one of the workers; returns figures."""
+        """Train as one of the workers; return figures."""
         return self.load().train(job, **self.options)
 
     def load(self) -> ModuleType:
-        """Import what this contender needs, and nothing of the others."""
+        """Import the libraries of this contender only."""
         return import_module(f"{__name__}.{self.module}")
 
 
@@ -64,7 +61,7 @@ CONTENDERS = {
 
 
 def command(name: str, job: str) -> list[str]:
-    """Return the command that trains a job, by name, with all workers of a contender."""
+    """Return the command that trains a job with all workers of a contender."""
     module = [__name__, name, job]
     role = CONTENDERS[name].role
     if role == "reference":

@@ -1,4 +1,4 @@
-"""Be a worker of a contender: `python -m benchmarks.contenders NAME JOB`."""
+"""One worker of a contender: `python -m benchmarks.contenders NAME JOB`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.jobs import JOBS
 
 
 def main() -> None:
-    """Train, and tell this worker's figures."""
+    """Train, and print this worker's figures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.contenders")
     parser.add_argument("contender", choices=CONTENDERS)
     parser.add_argument("job", choices=JOBS)

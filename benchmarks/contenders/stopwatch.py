@@ -1,27 +1,24 @@
-"""How all contenders are measured: speed between the same two steps, memory after the last, and the last loss."""
+"""Measurements of all contenders: speed between the same steps, final memory and final loss."""
 
 from __future__ import annotations
 
 import math
 import re
 import time
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from benchmarks.jobs import Job
 
-    from benchmarks.jobs import Job
-
-_GROUPS: list[dist.ProcessGroup | None] = []  # kept until the process ends
+_GROUPS: list[dist.ProcessGroup | None] = []  # alive until the process exits
 
 
 class Stopwatch:
-    """Counts a worker's steps, and times those after the warm-up."""
+    """Count a worker's steps, and time those after the warm-up."""
 
     def __init__(self, job: Job) -> None:
         self.steps = job.warmup_steps + job.steps
@@ -38,7 +35,7 @@ class Stopwatch:
             yield epoch
 
     def step(self, loss: torch.Tensor | float) -> bool:
-        """Count a step that has just ended, with its loss; returns whether it was the last one."""
+        """Count a step that just ended with a loss; return whether it was the last one."""
         self._done += 1
         if self._done == self._job.warmup_steps:
             self._started = time.perf_counter()
@@ -54,7 +51,7 @@ class Stopwatch:
 
 
 def memory() -> float:
-    """Return this process's memory in megabytes; of what it shares with others, its part."""
+    """Return this process's memory in megabytes, with its share of shared memory (PSS)."""
     found = re.search(
         r"^Pss:\s+(\d+) kB",
         Path("/proc/self/smaps_rollup").read_text(encoding="ascii"),
@@ -64,9 +61,8 @@ def memory() -> float:
 
 
 def over_workers(figures: dict[str, float]) -> dict[str, float]:
-    """Return the means of all workers' figures, by torch.distributed's default group."""
-    # torch 2.13 can hang where a group goes while gloo's thread still lets go of a Python tensor:
-    # each waits for the other.
+    """Return the means of all workers' figures, over torch.distributed's default group."""
+    # torch 2.13 can deadlock if a group is destroyed while gloo's thread releases a tensor.
     _GROUPS.append(dist.group.WORLD)
     values = torch.tensor(list(figures.values()), dtype=torch.float64)
     dist.all_reduce(values)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from benchmarks.contenders.stopwatch import Stopwatch
+from benchmarks.jobs import Job
 from benchmarks.jobs.job import LEARNING_RATE
-
-if TYPE_CHECKING:
-    from benchmarks.jobs import Job
 
 
 def train(job: Job) -> dict[str, float]:

@@ -1,18 +1,14 @@
-"""An all-reduce a parameter after backward, as DI-engine's policies do: https://github.com/opendilab/DI-engine."""
+"""One all-reduce per parameter after backward, as in https://github.com/opendilab/DI-engine."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.contenders.stopwatch import Stopwatch
+from benchmarks.jobs import Job
 from benchmarks.jobs.job import LEARNING_RATE
-
-if TYPE_CHECKING:
-    from benchmarks.jobs import Job
 
 
 def train(job: Job) -> dict[str, float]:

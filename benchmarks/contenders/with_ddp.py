@@ -6,18 +6,14 @@ https://docs.pytorch.org/tutorials/recipes/zero_redundancy_optimizer.html
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.contenders.stopwatch import Stopwatch
+from benchmarks.jobs import Job
 from benchmarks.jobs.job import LEARNING_RATE
-
-if TYPE_CHECKING:
-    from benchmarks.jobs import Job
 
 
 def train(
@@ -27,12 +23,12 @@ def train(
     gradient_as_bucket_view: bool = False,
     zero: bool = False,
 ) -> dict[str, float]:
-    """Train, and return figures; with `zero`, the optimizer's state is divided among the workers (ZeRO-1)."""
+    """Train, and return figures; with `zero`, shard the optimizer's state (ZeRO-1)."""
     dist.init_process_group("gloo")
     model, dataset, loss_fn = job.build()
     model = DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view)
     if zero:
-        # importing it warns, and nobody else needs it
+        # the import warns, so it is only here
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         optimizer = ZeroRedundancyOptimizer(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ignite.distributed as idist
 import torch
 from ignite.engine import Engine, Events
 
 from benchmarks.contenders.stopwatch import Stopwatch
+from benchmarks.jobs import Job
 from benchmarks.jobs.job import LEARNING_RATE
-
-if TYPE_CHECKING:
-    from benchmarks.jobs import Job
 
 
 def train(job: Job) -> dict[str, float]:

@@ -1,17 +1,13 @@
-"""The loop that a person would write for one worker."""
+"""A plain training loop for one worker."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.contenders.stopwatch import Stopwatch
+from benchmarks.jobs import Job
 from benchmarks.jobs.job import LEARNING_RATE
-
-if TYPE_CHECKING:
-    from benchmarks.jobs import Job
 
 
 def train(job: Job, *, fused: bool | None = None) -> dict[str, float]:

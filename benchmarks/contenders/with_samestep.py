@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 import samestep as ss
 from benchmarks.contenders.stopwatch import Stopwatch
+from benchmarks.jobs import Job
 from benchmarks.jobs.job import LEARNING_RATE
-
-if TYPE_CHECKING:
-    from benchmarks.jobs import Job
 
 
 def train(job: Job) -> dict[str, float]:
     """Train, and return figures."""
-    with ss.init() as run:  # a lane a worker: what the others compute
+    with ss.init() as run:  # one lane per worker, as the others compute
         model, dataset, loss_fn = job.build()
         model = run.replicate(model)
         optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))

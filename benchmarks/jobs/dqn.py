@@ -1,20 +1,19 @@
-"""The network of Mnih et al. 2015 (Nature 518) on stacks of four frames, with a target network; 1.7 million parameters in ten tensors."""
+"""The DQN of Mnih et al. 2015 (Nature 518) on stacks of four frames, with a target network.
+
+It has 1.7 million parameters in ten tensors.
+"""
 
 from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.jobs.job import BATCHES_AN_EPOCH, Job, Parts
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BATCH_SIZE = 32
 ACTIONS = 6
@@ -22,7 +21,7 @@ DISCOUNT = 0.99
 
 
 class QNetwork(nn.Module):
-    """Values of actions, float32 [batch, actions], of uint8 frames [batch, 4, 84, 84]."""
+    """Compute action values, float32 [batch, actions], from uint8 frames [batch, 4, 84, 84]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ class QNetwork(nn.Module):
 
 
 def td_loss(target: nn.Module, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """Return the mean Huber loss of one-step temporal differences (Mnih et al. 2015, algorithm 1)."""
+    """Return the mean Huber loss of temporal differences (Mnih et al. 2015, algorithm 1)."""
     frames, actions, rewards, next_frames, ended = batch
     with torch.no_grad():
         values = rewards + DISCOUNT * (1 - ended) * target(next_frames).amax(1)  # [batch]
@@ -55,7 +54,10 @@ def td_loss(target: nn.Module, model: nn.Module, batch: tuple[Tensor, ...]) -> T
 
 
 def transitions(size: int) -> TensorDataset:
-    """Return random transitions: frames uint8 [4, 84, 84], action, reward, next frames, whether the episode ended as 0.0 or 1.0."""
+    """Return random transitions: frames, action, reward, next frames, end of episode as 0.0 or 1.0.
+
+    Frames are uint8 [4, 84, 84].
+    """
     generator = torch.Generator().manual_seed(1)
     frames = torch.randint(256, (size + 1, 4, 84, 84), dtype=torch.uint8, generator=generator)
     actions = torch.randint(ACTIONS, (size,), generator=generator)
@@ -65,7 +67,7 @@ def transitions(size: int) -> TensorDataset:
 
 
 def build(batch_size: int = BATCH_SIZE) -> Parts:
-    """Return the job's parts; the target network stays as it is, as it does for thousands of steps in real training."""
+    """Return the job's parts. Real training, too, changes the target network only rarely."""
     torch.manual_seed(0)
     model = QNetwork()
     target = copy.deepcopy(model).requires_grad_(requires_grad=False)

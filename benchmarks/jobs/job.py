@@ -1,18 +1,15 @@
-"""What a contender is given to train, and nothing of how."""
+"""Training jobs: the same parts for every contender."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor, nn
 
 BATCHES_AN_EPOCH = 32
 CLASSES = 10
@@ -20,7 +17,7 @@ LEARNING_RATE = 1e-4  # of AdamW, everywhere
 
 
 class Parts(NamedTuple):
-    """What a job is made of; `loss_fn(model, batch)` returns the mean loss of a batch."""
+    """The parts of a job; `loss_fn(model, batch)` returns the mean loss of a batch."""
 
     model: nn.Module
     dataset: TensorDataset
@@ -29,7 +26,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A training job: `batch_size` is that of all workers together, `steps` those that are timed, after `warmup_steps`."""
+    """A training job: a global `batch_size`, and `steps` that are timed after `warmup_steps`."""
 
     title: str
     batch_size: int
@@ -39,7 +36,7 @@ class Job:
 
 
 def images(batch_size: int) -> TensorDataset:
-    """Return an epoch of random float32 images [3, 32, 32] with their labels, always the same."""
+    """Return one epoch of the same random float32 images [3, 32, 32] with labels."""
     generator = torch.Generator().manual_seed(1)
     size = BATCHES_AN_EPOCH * batch_size
     return TensorDataset(

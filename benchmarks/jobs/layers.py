@@ -1,4 +1,4 @@
-"""100 small layers, 0.6 million parameters in 204 tensors; what a tensor costs by being one more dominates."""
+"""100 small layers, 0.6 million parameters in 204 tensors: the cost per tensor dominates."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def build(batch_size: int = BATCH_SIZE, depth: int = 100) -> Parts:
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in pairwise(widths):
         layer = nn.Linear(inputs, outputs)
-        # He et al. 2015: torch's own choice shrinks gradients at every layer, to denormal numbers,
-        # which are slow.
+        # He et al. 2015: torch's default shrinks gradients to denormal numbers, which are slow.
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
         layers += [layer, nn.ReLU()]
     return Parts(

@@ -1,4 +1,4 @@
-"""An MLP of 25 million parameters in six tensors, with a small batch; moving parameters and gradients dominates."""
+"""An MLP of 25 million parameters in six tensors with a small batch: moving data dominates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ViT-Ti/8: the transformer of recipes/vit, 5.4 million parameters in 150 tensors; computing dominates."""
+"""The ViT-Ti/8 of recipes/vit, 5.4 million parameters in 150 tensors: computing dominates."""
 
 from __future__ import annotations
 

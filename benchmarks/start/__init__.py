@@ -1,1 +1,1 @@
-"""From the command to the end of the first step, written for each launcher as its documentation teaches."""
+"""Time from the command to the end of the first step, for each launcher as documented."""

@@ -1,9 +1,9 @@
-"""From the command to the end of the first step of a small network on 2 workers, beside torchrun.
+"""Time from the command to the end of the first step on 2 workers, compared to torchrun.
 
 usage: python -m benchmarks.start [--rounds 5]
 
-Contenders take turns, and every ratio is of runs of one round. Accelerate is started by torchrun,
-too, because its own launcher starts several workers without GPUs only through MPI.
+Contenders take turns, and every ratio compares runs of one round. Accelerate is started by torchrun
+as well, because its own launcher starts several workers without GPUs only through MPI.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from benchmarks.measure import printed
 from benchmarks.turns import figure, in_turn, samestep, table, torchrun
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ONE_PROCESS = "one process, no launcher"
 COMMANDS = {
@@ -50,7 +47,7 @@ def main() -> None:
         table(
             "seconds",
             {"start to first step, 2 workers": figure("seconds", found)},
-            aside=[ONE_PROCESS],
+            no_peers=[ONE_PROCESS],
         )
     )
 

@@ -1,4 +1,4 @@
-"""What all first steps share: a small network, its samples, and how the moment is told."""
+"""The parts that all first steps share: a small network, its samples and a timestamp."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def dataset() -> TensorDataset:
 
 
 def report_step() -> None:
-    """Print the moment, on the clock that all processes of a host share."""
+    """Print the time of the clock that all processes of a host share."""
     print(f"first_step_at={time.monotonic():.4f}", flush=True)

@@ -1,4 +1,4 @@
-"""The first step in one process, for `python`: nobody is faster."""
+"""The first step in one process, for `python`: the lower bound."""
 
 import torch
 import torch.nn.functional as F

@@ -1,1 +1,1 @@
-"""Deep Q-learning on Atari games (Mnih et al. 2015): dueling, double, several steps, prioritised; collected by lanes."""
+"""Deep Q-learning on Atari games (Mnih et al. 2015): dueling, double, n-step, prioritized."""

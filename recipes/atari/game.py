@@ -1,8 +1,9 @@
-"""One Atari game as DQN plays it: grey frames, skipped frames, points, lives, and its whole state as tensors."""
+"""One Atari game as DQN plays it: gray frames, skipped frames, points, lives, state as tensors."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import ale_py
 import cv2
@@ -10,25 +11,19 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium.wrappers import AtariPreprocessing
+from numpy.typing import NDArray
+from torch import Tensor
 
+from recipes.atari.config import GameSettings
 from recipes.settings import SettingsError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from recipes.atari.config import GameSettings
-
 gymnasium.register_envs(ale_py)
-cv2.setNumThreads(1)  # frames are small, and a worker has its share of the cores
-# or each emulator would greet the terminal
-ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+cv2.setNumThreads(1)  # frames are small, and workers share the cores
+ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner per emulator
 
 
 class Moment(NamedTuple):
-    """What an action led to: `lost` says that a life ended, `over` that the game did."""
+    """The result of an action; `lost` is true if a life ended, `over` if the game ended."""
 
     frame: Tensor
     points: float
@@ -37,11 +32,11 @@ class Moment(NamedTuple):
 
 
 class Game:
-    """An emulator that plays one game after the other; `points` of the one that runs.
+    """An emulator that plays one game after another; `points` are those of the current game.
 
     Frame skip, maximum of the last two frames, resizing and no-ops are gymnasium's
-    `AtariPreprocessing` (Machado et al. 2018). Where there is a fire button, it is pressed at the
-    start of each life, since some games wait for it.
+    `AtariPreprocessing` (Machado et al. 2018). If there is a fire button, it is pressed at the
+    start of each life, because some games wait for it.
     """
 
     def __init__(self, settings: GameSettings) -> None:
@@ -54,23 +49,23 @@ class Game:
                 frame_skip=settings.frame_skip,
                 screen_size=settings.frame_size,
             )
-            draws = self._ale.ale.getFloat("repeat_action_probability") > 0
+            sticky = self._ale.ale.getFloat("repeat_action_probability") > 0
         except (gymnasium.error.Error, AssertionError, AttributeError, ValueError) as error:
+            expected = "a game such as PongNoFrameskip-v4"
             raise SettingsError(
-                f"game.name={settings.name} cannot be played ({error}); expected such as PongNoFrameskip-v4"
+                f"game.name must be {expected}, got {settings.name}: {error}"
             ) from error
-        if draws:  # from a generator of its own, which is not part of the state that is kept
-            raise SettingsError(
-                f"game.name={settings.name} has sticky actions; expected a game without, such as PongNoFrameskip-v4"
-            )
+        if sticky:  # drawn from a generator that is not part of the saved state
+            expected = "a game without sticky actions such as PongNoFrameskip-v4"
+            raise SettingsError(f"game.name must be {expected}, got {settings.name}")
         meanings = self._ale.get_action_meanings()
         self.actions = len(meanings)
         self._fire = meanings.index("FIRE") if "FIRE" in meanings else None
         self.points, self._lives = 0.0, 0
 
     def start(self, seed: int) -> Tensor:
-        """Start a game, whose number of no-ops `seed` decides; returns its first frame, uint8 [H, W]."""
-        # a seed given to reset would load the cartridge again, in 100 ms
+        """Start a game and return its first frame, uint8 [H, W]; `seed` determines the no-ops."""
+        # A seed passed to reset would load the cartridge again, which takes 100 ms.
         self._ale.np_random = np.random.default_rng(seed)
         frame, info = self._env.reset()
         self.points, self._lives = 0.0, info["lives"]
@@ -85,11 +80,11 @@ class Game:
         return moment
 
     def screen(self) -> NDArray[np.uint8]:
-        """Return what a person would see, uint8 [210, 160, 3]."""
+        """Return the screen in color, uint8 [210, 160, 3]."""
         return self._ale.ale.getScreenRGB()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the emulator's memory and registers in its own format, as bytes in a tensor, and the points so far."""
+        """Return the emulator's state in its own format, as bytes in a tensor, and the points."""
         content = self._ale.clone_state().serialize()
         return {
             "emulator": torch.frombuffer(bytearray(content), dtype=torch.uint8),
@@ -98,8 +93,8 @@ class Game:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
-        self.start(0)  # gymnasium plays no game that was not started
+        """Continue from a state."""
+        self.start(0)  # gymnasium does not play a game that was not started
         self._ale.restore_state(ale_py.ALEState(state["emulator"].numpy().tobytes()))
         self.points, self._lives = state["points"], state["lives"]
 

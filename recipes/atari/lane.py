@@ -1,43 +1,37 @@
-"""A lane's source of samples: its own games, played with the network as it is, and its own replay."""
+"""A lane's source of samples: its own games, played with the current network, and its replay."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-from recipes.atari.game import Game
+from recipes.atari.config import CollectSettings, Settings
+from recipes.atari.game import Game, Moment
 from recipes.atari.model import best_actions
-from recipes.atari.replay import PrioritisedReplay, Replay
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor, nn
-
-    from recipes.atari.config import CollectSettings, Settings
-    from recipes.atari.game import Moment
-    from recipes.atari.replay import Samples
+from recipes.atari.replay import PrioritizedReplay, Replay, Samples
 
 RECENT_GAMES = 20
 
 
 class LaneBatch(NamedTuple):
-    """A lane's share of a batch, and what is known beside it."""
+    """A lane's share of a batch, with the state of the collection."""
 
     samples: Samples
-    environment_steps: int  # so far, in all lanes
+    environment_steps: int  # so far, over all lanes
     exploration: float
-    recent_return: float | None  # mean of the lane's last games; None before it has finished one
+    recent_return: float | None  # mean of the lane's last games; None before the first has ended
 
 
 class Lane:
-    """Endless samples of one of `lanes` lanes, for `run.streams`; its state is that of its emulators, replay and counters.
+    """Endless samples of one of `lanes` lanes, for `run.streams`.
 
-    All lanes play in step, so each knows how many environment steps all have made. Everything
-    random is drawn from torch's generator, which samestep keys for each item of a lane, so that no
-    generator has to be kept.
+    All lanes play in step, so each one knows the number of environment steps over all lanes. Random
+    draws use torch's generator, which samestep seeds for each item of a lane, so the state of no
+    generator is saved.
     """
 
     def __init__(self, settings: Settings, model: nn.Module, lanes: int) -> None:
@@ -45,12 +39,9 @@ class Lane:
         environments = settings.collect.environments // lanes
         self._batch_size = settings.batch_size // lanes
         self._games = [Game(settings.game) for _ in range(environments)]
-        self._replay = (PrioritisedReplay if settings.replay.prioritised else Replay)(
-            settings.replay,
-            settings.game,
-            settings.replay.size // settings.collect.environments,
-            environments,
-        )
+        rows = settings.replay.size // settings.collect.environments
+        replay = PrioritizedReplay if settings.replay.prioritized else Replay
+        self._replay = replay(settings.replay, settings.game, rows, environments)
         self._returns: list[float] = []  # of the last games
         self._plays = 0  # actions in each game
         self._given = 0
@@ -59,19 +50,16 @@ class Lane:
         return self
 
     def __next__(self) -> LaneBatch:
-        """Collect where it is time to, and draw a lane's share of a batch."""
-        collect, replay = self._settings.collect, self._settings.replay
+        """Collect if it is time to, and draw a lane's share of a batch."""
+        collect, start = self._settings.collect, self._settings.replay.priority_correction
         if self._plays == 0:
-            self._replay.see(torch.stack([game.start(draw_seed()) for game in self._games]))
-        while self._warming_up():
+            self._replay.begin_row(torch.stack([game.start(draw_seed()) for game in self._games]))
+        while self._environment_steps() < collect.warmup_steps or not self._replay.ready():
             self._play(exploration=1.0)
         if self._given % collect.updates == 0:
             for _ in range(collect.steps):
                 self._play(exploration_after(self._environment_steps(), collect))
-        correction = (
-            replay.priority_correction
-            + (1 - replay.priority_correction) * self._given / self._settings.updates
-        )
+        correction = start + (1 - start) * self._given / self._settings.updates
         self._given += 1
         return LaneBatch(
             self._replay.draw(self._batch_size, correction),
@@ -81,7 +69,7 @@ class Lane:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the lane is."""
+        """Return the state of emulators, replay and counters."""
         return {
             "games": [game.state_dict() for game in self._games],
             "replay": self._replay.state_dict(),
@@ -91,47 +79,31 @@ class Lane:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Continue from a state."""
         self._replay.load_state_dict(state["replay"])
         for game, its_state in zip(self._games, state["games"], strict=True):
             game.load_state_dict(its_state)
-        self._returns, self._plays, self._given = (
-            list(state["returns"]),
-            state["plays"],
-            state["given"],
-        )
+        self._returns, self._plays = list(state["returns"]), state["plays"]
+        self._given = state["given"]
 
     def _environment_steps(self) -> int:
         return self._plays * self._settings.collect.environments
 
-    def _warming_up(self) -> bool:
-        return (
-            self._environment_steps() < self._settings.collect.warmup_steps
-            or not self._replay.ready()
-        )
-
     def _play(self, exploration: float) -> None:
-        """Take one action in each game; a part of them, `exploration`, at random."""
+        """Take one action in each game; a fraction `exploration` of them is random."""
         explored = torch.rand(len(self._games)) < exploration
         actions = torch.randint(self._games[0].actions, (len(self._games),))
         if not explored.all():
-            actions = torch.where(
-                explored, actions, best_actions(self._model, self._replay.newest())
-            )
+            best = best_actions(self._model, self._replay.newest())
+            actions = torch.where(explored, actions, best)
         moments = [
             game.play(action) for game, action in zip(self._games, actions.tolist(), strict=True)
         ]
-        # clipped, so that one learning rate does for all games
+        # clipped, so that one learning rate is suitable for all games
         rewards = torch.tensor([moment.points for moment in moments]).sign()
-        self._replay.did(actions, rewards, torch.tensor([moment.lost for moment in moments]))
-        self._replay.see(
-            torch.stack(
-                [
-                    self._next_frame(game, moment)
-                    for game, moment in zip(self._games, moments, strict=True)
-                ]
-            )
-        )
+        lost = torch.tensor([moment.lost for moment in moments])
+        self._replay.complete_row(actions, rewards, lost)
+        self._replay.begin_row(torch.stack(list(map(self._next_frame, self._games, moments))))
         self._plays += 1
 
     def _next_frame(self, game: Game, moment: Moment) -> Tensor:
@@ -142,11 +114,11 @@ class Lane:
 
 
 def exploration_after(environment_steps: int, settings: CollectSettings) -> float:
-    """Return the part of actions that are random after so many steps of all lanes; warm-up counts among them."""
+    """Return the fraction of random actions after steps of all lanes, including warmup."""
     rest = math.exp(-environment_steps / settings.exploration_decay)
     return settings.exploration_end + (settings.exploration_start - settings.exploration_end) * rest
 
 
 def draw_seed() -> int:
-    """Return a seed for a game, from torch's generator."""
+    """Return a seed for a game from torch's generator."""
     return int(torch.randint(2**31 - 1, ()))

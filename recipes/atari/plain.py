@@ -1,4 +1,4 @@
-"""Train or evaluate a deep Q-network on an Atari game, on one device: the script that train.py came from.
+"""Train or evaluate a deep Q-network on one device: the script that train.py is based on.
 
 python recipes/atari/plain.py recipes/atari/up_n_down.yaml --dir runs/plain
 python recipes/atari/plain.py --eval --dir runs/plain
@@ -6,17 +6,14 @@ python recipes/atari/plain.py --eval --dir runs/plain
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
-
-# a script finds only its neighbours by itself
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.atari.config import Settings, check
 from recipes.atari.game import Game
@@ -24,26 +21,13 @@ from recipes.atari.lane import Lane
 from recipes.atari.losses import td_loss
 from recipes.atari.model import QNetwork
 from recipes.atari.play import play_games, scores_of, shown
-from recipes.one_device import (
-    autocast,
-    device,
-    load_checkpoint,
-    save_checkpoint,
-    to_device,
-    write_settings,
-)
-from recipes.settings import SETTINGS_FILE, SettingsError, parser, read, run_script
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from torch import nn
+from recipes.one_device import autocast, device, load_checkpoint, save_checkpoint, to_device
+from recipes.settings import SettingsError, read_arguments, run_script, write_settings
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
-    """Train or evaluate as `arguments` (default: the process's) say; return the scores of the last evaluation."""
-    flags, settings = read_arguments(arguments)
+    """Train or evaluate; return the scores of the last evaluation."""
+    flags, settings = read_arguments(Settings, __doc__, arguments)
     torch.manual_seed(settings.seed)
     check(settings, lanes=1)
     actions = Game(settings.game).actions
@@ -53,34 +37,32 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     }
     if not flags.eval:
         return train(flags.dir, settings, networks)
-    updates_done = load_checkpoint(flags.dir, **networks)
-    if updates_done == 0:
-        raise SettingsError(
-            "--eval found no checkpoint; expected the --dir of a run that has made one"
-        )
+    update = load_checkpoint(flags.dir, **networks)
+    if update == 0:  # no checkpoint was found
+        raise SettingsError("--eval needs the --dir of a run with a checkpoint")
     scores = evaluate(settings, networks["online"])
     random_play = evaluate(settings, networks["online"], exploration=1.0)
-    print(f"update {updates_done}: {shown(scores)}\nrandom play: {shown(random_play)}")
+    print(f"update {update}: {shown(scores)}\nrandom play: {shown(random_play)}")
     return scores
 
 
 def train(
     directory: Path | None, settings: Settings, networks: dict[str, nn.Module]
 ) -> dict[str, float]:
-    """Train from the update of the checkpoint to the last update; games and replay begin anew there."""
+    """Train from the update of the checkpoint to the last one; games and replay start again."""
     online, target = networks["online"], networks["target"]
     target.load_state_dict(online.state_dict())
     optimizer = torch.optim.Adam(
         online.parameters(), lr=settings.optimizer.learning_rate, eps=settings.optimizer.epsilon
     )
-    begun_at = load_checkpoint(directory, **networks, optimizer=optimizer)
+    done = load_checkpoint(directory, **networks, optimizer=optimizer)
     write_settings(directory, settings)
     loss_fn = partial(td_loss, settings=settings.optimizer)
-    progress = tqdm(total=settings.updates, initial=begun_at, unit="update", disable=None)
+    games = Lane(settings, online, lanes=1)
+    progress = tqdm(total=settings.updates, initial=done, unit="update", disable=None)
     scores: dict[str, float] = {}
 
-    games = Lane(settings, online, lanes=1)
-    for updates_done in range(begun_at + 1, settings.updates + 1):
+    for update in range(done + 1, settings.updates + 1):
         batch = to_device(next(games))
         with autocast(settings.precision):
             loss, _ = loss_fn(networks, batch)
@@ -89,52 +71,31 @@ def train(
             clip_grad_norm_(online.parameters(), settings.optimizer.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        if updates_done % settings.optimizer.target_every == 0:
+        if update % settings.optimizer.target_every == 0:
             target.load_state_dict(online.state_dict())
         progress.set_postfix(loss=loss.item(), refresh=False)
         progress.update()
 
-        if updates_done % settings.evaluation.every == 0 or updates_done == settings.updates:
+        if update % settings.evaluation.every == 0 or update == settings.updates:
             scores = evaluate(settings, online)
-            save_checkpoint(directory, updates_done, **networks, optimizer=optimizer)
-            progress.write(f"update {updates_done}: {shown(scores)}")
+            save_checkpoint(directory, update, **networks, optimizer=optimizer)
+            progress.write(f"update {update}: {shown(scores)}")
     progress.close()
-    # a finished run that is started again makes no step
-    return scores or evaluate(settings, online)
+    return scores or evaluate(settings, online)  # a finished run has no steps left
 
 
 @torch.no_grad()
 def evaluate(
     settings: Settings, online: nn.Module, exploration: float | None = None
 ) -> dict[str, float]:
-    """Play the games of the evaluation, some side by side; return mean and standard deviation of their returns."""
+    """Play the games of the evaluation; return their scores."""
     games = settings.evaluation
     exploration = games.exploration if exploration is None else exploration
     play = partial(play_games, settings=settings.game, seed=settings.seed, exploration=exploration)
     with autocast(settings.precision):
         played = [play(online, numbers) for numbers in torch.arange(games.games).split(games.block)]
-    return scores_of(
-        {name: torch.cat([some[name] for some in played]) for name in ("return", "actions")}
-    )
-
-
-def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
-    """Return the flags and the settings that were given."""
-    flags_parser = parser(Settings, "Train or evaluate a deep Q-network on an Atari game.")
-    flags_parser.add_argument(
-        "--dir",
-        type=Path,
-        metavar="DIR",
-        help="of the run: settings, checkpoint; a run there is continued",
-    )
-    flags_parser.add_argument(
-        "--eval",
-        action="store_true",
-        help="play with the checkpoint in DIR, and at random beside it",
-    )
-    flags = flags_parser.parse_intermixed_args(arguments)
-    from_run = [str(flags.dir / SETTINGS_FILE)] if flags.eval and flags.dir else []
-    return flags, read(Settings, [*from_run, *flags.settings])
+    names = ("return", "actions")
+    return scores_of({name: torch.cat([some[name] for some in played]) for name in names})
 
 
 if __name__ == "__main__":

@@ -1,30 +1,26 @@
-"""What a lane remembers of its games. A frame is stored once; observations are put together when they are asked for."""
+"""A lane's replay memory. Each frame is stored once; observations are assembled when drawn."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from recipes.atari.config import GameSettings, ReplaySettings
 from recipes.settings import SettingsError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor
-
-    from recipes.atari.config import GameSettings, ReplaySettings
-
-LEAST_ERROR = 1e-6  # so that what was learned well is drawn now and then
+LEAST_ERROR = 1e-6  # so that samples without error are drawn, too
 
 
 class Samples(NamedTuple):
-    """Samples of a lane: what was seen and done, the rewards of the next steps, and where they led.
+    """Samples of a lane: observations, actions, the rewards of the next steps, and their results.
 
     The value of `actions` in `observations` should be `returns + discounts * value of
-    next_observations`; `discounts` is 0 where the episode ended before. `tell_errors` takes the
-    absolute errors [batch]; a prioritised replay draws by them.
+    next_observations`; `discounts` is 0 if the episode ended before. `report_errors` receives the
+    absolute errors [batch]; a prioritized replay draws by them.
     """
 
     observations: Tensor  # uint8 [batch, stack, H, W]
@@ -33,15 +29,14 @@ class Samples(NamedTuple):
     next_observations: Tensor  # uint8 [batch, stack, H, W]
     discounts: Tensor  # float32 [batch]
     weights: Tensor  # float32 [batch], of the samples' losses
-    tell_errors: Callable[[Tensor], None]
+    report_errors: Callable[[Tensor], None]
 
 
 class Replay:
-    """A ring of the newest `rows` moments of some games that are played in step; a row has one moment of each game.
+    """A ring of the newest `rows` moments of games that are played in step, one per game and row.
 
-    Row `i` holds the frames that were seen, and then what was done: actions, rewards, and whether
-    the episode ended by it. `count` is the number of rows ever begun, the last of which waits for
-    its actions.
+    A row has the frames, and then the actions, their rewards, and whether they ended the episode.
+    `count` is the number of rows so far; the last one is not complete.
     """
 
     def __init__(
@@ -49,51 +44,48 @@ class Replay:
     ) -> None:
         least = game.frame_stack + settings.steps + 1
         if rows < least:
-            raise SettingsError(
-                f"replay.size={settings.size} was given, which is {rows} steps of a game; expected at least {least} to draw from"
-            )
+            got = f"{rows} with replay.size={settings.size}"
+            raise SettingsError(f"the replay must have at least {least} steps per game, got {got}")
         self._settings, self._stack, self.rows = settings, game.frame_stack, rows
         self.count = 0
-        self._frames = torch.zeros(
-            rows, environments, game.frame_size, game.frame_size, dtype=torch.uint8
-        )
+        size = game.frame_size
+        self._frames = torch.zeros(rows, environments, size, size, dtype=torch.uint8)
         self._actions = torch.zeros(rows, environments, dtype=torch.int64)
         self._rewards = torch.zeros(rows, environments)
         self._ends = torch.zeros(rows, environments, dtype=torch.bool)
 
     @property
     def environments(self) -> int:
-        """Games a row."""
+        """Games per row."""
         return self._frames.shape[1]
 
-    def see(self, frames: Tensor) -> None:
+    def begin_row(self, frames: Tensor) -> None:
         """Begin a row with frames [environments, H, W]."""
         self._frames[self.count % self.rows] = frames
         self.count += 1
 
-    def did(self, actions: Tensor, rewards: Tensor, ends: Tensor) -> None:
-        """Complete the row that waits, with [environments] of each."""
+    def complete_row(self, actions: Tensor, rewards: Tensor, ends: Tensor) -> None:
+        """Complete the last row, with [environments] of each."""
         row = (self.count - 1) % self.rows
         self._actions[row], self._rewards[row], self._ends[row] = actions, rewards, ends
 
     def newest(self) -> Tensor:
-        """Return the observations that wait for actions, uint8 [environments, stack, H, W]."""
-        return self._observations(
-            torch.full((self.environments,), self.count - 1), torch.arange(self.environments)
-        )
+        """Return the newest observations, uint8 [environments, stack, H, W]."""
+        rows = torch.full((self.environments,), self.count - 1)
+        return self._observations(rows, torch.arange(self.environments))
 
     def ready(self) -> bool:
-        """Tell whether there is anything to draw."""
+        """Return whether there are samples to draw."""
         return len(self._drawable()) > 0
 
     def draw(self, size: int, correction: float) -> Samples:
-        """Draw samples from torch's generator; `correction` is the exponent of a prioritised replay's weights."""
+        """Draw samples; `correction` is the exponent of a prioritized replay's weights."""
         rows, columns, weights = self._choose(size, correction)
         returns, discounts = torch.zeros(size), torch.ones(size)
         for step in range(self._settings.steps):
-            place = (rows + step) % self.rows, columns
-            returns += discounts * self._rewards[place]
-            discounts *= self._settings.discount * ~self._ends[place]
+            at = (rows + step) % self.rows, columns
+            returns += discounts * self._rewards[at]
+            discounts *= self._settings.discount * ~self._ends[at]
         return Samples(
             self._observations(rows, columns),
             self._actions[rows % self.rows, columns],
@@ -105,19 +97,20 @@ class Replay:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows that are filled, each as it is."""
-        return {
-            "rows": self.rows,
-            "count": self.count,
-            **{name: one[: self.count] for name, one in self._columns().items()},
-        }
+        """Return the rows so far."""
+        filled = {name: one[: self.count] for name, one in self._columns().items()}
+        return {"rows": self.rows, "count": self.count, **filled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take rows that `state_dict` returned. Raises `SettingsError` for those of another size."""
-        if state["rows"] != self.rows or state["frames"].shape[1:] != self._frames.shape[1:]:
+        """Restore rows. Raises `SettingsError` if they have another size."""
+        got, expected = (
+            (rows, list(frames.shape[1:]))
+            for rows, frames in ((state["rows"], state["frames"]), (self.rows, self._frames))
+        )
+        if got != expected:
             raise SettingsError(
-                f"the snapshot's replay has {state['rows']} rows of frames {list(state['frames'].shape[1:])}, but the settings ask for "
-                f"{self.rows} of {list(self._frames.shape[1:])}; resume with the replay.size, lanes, environments and frame_size it had"
+                f"the snapshot's replay must have {expected[0]} rows of frames {expected[1]}, got "
+                f"{got[0]} of {got[1]}; do not change replay.size, lanes, environments, frame_size"
             )
         self.count = state["count"]
         for name, one in self._columns().items():
@@ -132,24 +125,24 @@ class Replay:
         }
 
     def _drawable(self) -> range:
-        """Return the rows whose frames before and steps after are all there."""
+        """Return the rows with all frames before and all steps after them."""
         first = 0 if self.count <= self.rows else self.count - self.rows + self._stack - 1
         return range(first, self.count - self._settings.steps)
 
     def _choose(self, size: int, correction: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows, columns and weights of samples to draw, [size] each."""
-        among = self._drawable()
+        """Draw rows, columns and weights of samples, [size] each."""
+        drawable = self._drawable()
         return (
-            torch.randint(among.start, among.stop, (size,)),
+            torch.randint(drawable.start, drawable.stop, (size,)),
             torch.randint(self.environments, (size,)),
             torch.ones(size),
         )
 
     def _take_errors(self, rows: Tensor, columns: Tensor, errors: Tensor) -> None:
-        """Take the errors of samples; of no use where all are drawn alike."""
+        """Receive the errors of samples; not needed if samples are drawn uniformly."""
 
     def _observations(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the newest frames up to some rows, [batch, stack, H, W]; the first frame of an episode stands for those before it."""
+        """Return frames up to rows, [batch, stack, H, W]; an episode's first frame is repeated."""
         stack = [rows]
         for _ in range(self._stack - 1):
             before = stack[-1] - 1
@@ -158,8 +151,11 @@ class Replay:
         return self._frames[torch.stack(stack[::-1], 1) % self.rows, columns[:, None]]
 
 
-class PrioritisedReplay(Replay):
-    """Draws by the last error of a sample; new ones count as the largest error so far (Schaul et al. 2016, proportional)."""
+class PrioritizedReplay(Replay):
+    """Draws proportionally to the last error of a sample (Schaul et al. 2016).
+
+    New samples have the largest error so far.
+    """
 
     def __init__(
         self, settings: ReplaySettings, game: GameSettings, rows: int, environments: int
@@ -168,8 +164,8 @@ class PrioritisedReplay(Replay):
         self._priorities = torch.zeros(rows, environments)
         self._largest = torch.ones(())
 
-    def did(self, actions: Tensor, rewards: Tensor, ends: Tensor) -> None:
-        super().did(actions, rewards, ends)
+    def complete_row(self, actions: Tensor, rewards: Tensor, ends: Tensor) -> None:
+        super().complete_row(actions, rewards, ends)
         self._priorities[(self.count - 1) % self.rows] = self._largest
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,26 +179,20 @@ class PrioritisedReplay(Replay):
         return super()._columns() | {"priorities": self._priorities}
 
     def _choose(self, size: int, correction: float) -> tuple[Tensor, Tensor, Tensor]:
-        among = self._drawable()
-        # All of them at each draw, with no tree of sums to keep: 50,000 take 0.7 ms.
-        priorities = (
-            self._priorities[torch.arange(among.start, among.stop) % self.rows].double().flatten()
-        )
+        drawable = self._drawable()
+        # A tree of sums is not needed: 50,000 priorities take 0.7 ms per draw.
+        rows = torch.arange(drawable.start, drawable.stop) % self.rows
+        priorities = self._priorities[rows].double().flatten()
         sums = priorities.cumsum(0)
-        chosen = torch.searchsorted(
-            sums, torch.rand(size, dtype=torch.float64) * sums[-1], right=True
-        ).clamp(max=len(sums) - 1)
-        # equation of section 3.4, the largest weight being 1
+        drawn = torch.rand(size, dtype=torch.float64) * sums[-1]
+        chosen = torch.searchsorted(sums, drawn, right=True).clamp(max=len(sums) - 1)
+        # equation of section 3.4, with 1 as the largest weight
         weights = (priorities[chosen] / priorities.min()) ** -correction
-        return (
-            among.start + chosen // self.environments,
-            chosen % self.environments,
-            weights.float(),
-        )
+        rows, columns = drawable.start + chosen // self.environments, chosen % self.environments
+        return rows, columns, weights.float()
 
     def _take_errors(self, rows: Tensor, columns: Tensor, errors: Tensor) -> None:
-        priorities = (
-            errors.detach().float().cpu() + LEAST_ERROR
-        ) ** self._settings.priority_exponent
+        errors = errors.detach().float().cpu() + LEAST_ERROR
+        priorities = errors**self._settings.priority_exponent
         self._priorities[rows % self.rows, columns] = priorities
         self._largest = torch.maximum(self._largest, priorities.max())

@@ -1,92 +1,53 @@
-"""Annotation files in COCO's format (https://cocodataset.org/#format-data), read and checked entry by entry."""
+"""Annotation files in COCO's format (https://cocodataset.org/#format-data), checked and indexed."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from faster_coco_eval import COCO
 from faster_coco_eval.core import mask as rle
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-POLYGON_LEAST = 6  # numbers: three points
+LEAST_POLYGON = 6  # numbers: three points
+FIELDS: dict[str, dict[str, type]] = {
+    "categories": {"id": int, "name": str},
+    "images": {"id": int, "file_name": str, "width": int, "height": int},
+    "annotations": {"image_id": int, "category_id": int},
+}
 
 
 class AnnotationError(ValueError):
-    """An annotation file cannot be read, or an entry of it makes no sense."""
+    """An annotation file cannot be read, or one of its entries is invalid."""
 
 
-@dataclass(frozen=True)
-class Instance:
-    """One annotated object: `box` is x, y, width and height in pixels, `mask` compressed run lengths as COCO writes them."""
+def read_annotations(path: Path) -> COCO:
+    """Read an annotation file and check every entry. Raises `AnnotationError`.
 
-    label: int
-    box: tuple[float, float, float, float]
-    mask: dict[str, Any]
-    area: float
-    crowd: bool
-
-
-@dataclass(frozen=True)
-class ImageEntry:
-    """One image of an annotation file, with the objects in it."""
-
-    number: int
-    file_name: str
-    width: int
-    height: int
-    instances: list[Instance] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Annotations:
-    """The images of a file in its order; label i is category `categories[i]`, an id with its name, sorted by id."""
-
-    images: list[ImageEntry]
-    categories: list[tuple[int, str]]
-
-
-def read_annotations(path: Path) -> Annotations:
-    """Read an annotation file. Raises `AnnotationError` that names the file, the entry, and what was expected."""
+    Masks become compressed run lengths. Annotations get the ids 1, 2, …, because COCO's evaluation
+    treats an object with id 0 as no object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise AnnotationError(f"{path} cannot be read as JSON: {error}") from None
-    lists = content if isinstance(content, dict) else {}
-    for name in ("images", "annotations", "categories"):
-        if not isinstance(lists.get(name), list):
-            raise AnnotationError(
-                f"{path} has no list {name!r}; expected COCO's format with images, annotations and categories"
-            )
-    categories = sorted(
-        _category(path, number, entry) for number, entry in enumerate(lists["categories"])
-    )
-    labels = {identity: label for label, (identity, _) in enumerate(categories)}
-    _check_unique(path, "categories", [identity for identity, _ in categories])
-    images = [_image(path, number, entry) for number, entry in enumerate(lists["images"])]
-    _check_unique(path, "images", [image.number for image in images])
-    by_number = {image.number: image for image in images}
-    for number, entry in enumerate(lists["annotations"]):
-        where = _where(path, "annotations", number, entry)
-        image = by_number.get(_take(where, entry, "image_id", int))
-        if image is None:
-            raise AnnotationError(
-                f"{where} has image_id {entry['image_id']}; expected the id of one of the {len(images)} images"
-            )
-        image.instances.append(_instance(where, entry, image, labels))
-    return Annotations(images, categories)
-
-
-def decoded(instance: Instance) -> NDArray[np.uint8]:
-    """Return an instance's mask as zeros and ones [height, width]."""
-    return np.asarray(rle.decode(instance.mask))
+    entries = {kind: list(_entries(path, content, kind)) for kind in FIELDS}
+    for kind in ("categories", "images"):
+        _check_unique(path, kind, [entry["id"] for _, entry in entries[kind]])
+    for where, image in entries["images"]:
+        if min(image["width"], image["height"]) < 1:
+            size = f"width {image['width']} and height {image['height']}"
+            raise AnnotationError(f"{where}: expected at least one pixel, got {size}")
+    images = {image["id"]: image for _, image in entries["images"]}
+    categories = sorted(category["id"] for _, category in entries["categories"])
+    for number, (where, annotation) in enumerate(entries["annotations"], start=1):
+        annotation |= {"id": number, **_checked(where, annotation, images, categories)}
+    return COCO({"info": {}, **content})
 
 
 def encoded(mask: NDArray[Any]) -> dict[str, Any]:
@@ -95,104 +56,71 @@ def encoded(mask: NDArray[Any]) -> dict[str, Any]:
     return {"size": [int(side) for side in runs["size"]], "counts": runs["counts"].decode("ascii")}
 
 
-def _category(path: Path, number: int, entry: Any) -> tuple[int, str]:
-    where = _where(path, "categories", number, entry)
-    return _take(where, entry, "id", int), _take(where, entry, "name", str)
+def _entries(path: Path, content: Any, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    entries = content.get(kind) if isinstance(content, dict) else None
+    if not isinstance(entries, list):
+        raise AnnotationError(f"{path}: expected lists {', '.join(FIELDS)}, got no list {kind!r}")
+    for number, entry in enumerate(entries):
+        where = f"{path}: {kind}[{number}]"
+        if not isinstance(entry, dict):
+            raise AnnotationError(f"{where}: expected an object, got {entry!r}")
+        where += f" (id {entry['id']})" if "id" in entry else ""
+        for name, expected in FIELDS[kind].items():
+            if type(entry.get(name)) is not expected:
+                got = f"{expected.__name__} {name}, got {entry.get(name)!r}"
+                raise AnnotationError(f"{where}: expected {got}")
+        yield where, entry
 
 
-def _image(path: Path, number: int, entry: Any) -> ImageEntry:
-    where = _where(path, "images", number, entry)
-    width, height = (_take(where, entry, side, int) for side in ("width", "height"))
-    if width < 1 or height < 1:
-        raise AnnotationError(
-            f"{where} has width {width} and height {height}; expected at least a pixel"
-        )
-    return ImageEntry(
-        _take(where, entry, "id", int), _take(where, entry, "file_name", str), width, height
-    )
+def _check_unique(path: Path, kind: str, ids: list[int]) -> None:
+    if not ids:
+        raise AnnotationError(f"{path} has no {kind}: expected at least one")
+    ((number, times),) = Counter(ids).most_common(1)
+    if times > 1:
+        raise AnnotationError(f"{path}: {kind} must have unique ids, got {number} {times} times")
 
 
-def _instance(
-    where: str, entry: dict[str, Any], image: ImageEntry, labels: dict[int, int]
-) -> Instance:
-    category = _take(where, entry, "category_id", int)
-    if category not in labels:
-        raise AnnotationError(
-            f"{where} has category_id {category}; expected one of {sorted(labels)}"
-        )
-    box = entry.get("bbox")
+def _checked(
+    where: str, entry: dict[str, Any], images: dict[int, Any], categories: list[int]
+) -> dict[str, Any]:
+    """Return the fields of an annotation that evaluation and training need."""
+    image, category, box = images.get(entry["image_id"]), entry["category_id"], entry.get("bbox")
+    if image is None:
+        ids = f"the id of one of the {len(images)} images"
+        raise AnnotationError(f"{where}: expected {ids}, got image_id {entry['image_id']}")
+    if category not in categories:
+        raise AnnotationError(f"{where}: expected one of {categories}, got category_id {category}")
     if not _are_numbers(box) or len(box) != 4 or min(box[2:]) < 0:
-        raise AnnotationError(
-            f"{where} has bbox {box!r}; expected x, y, width and height in pixels"
-        )
-    mask = _runs(where, entry.get("segmentation"), image)
+        raise AnnotationError(f"{where}: expected x, y, width and height, got bbox {box!r}")
+    mask = _runs(where, entry.get("segmentation"), [image["height"], image["width"]])
     area = entry.get("area", float(rle.area(mask)))
     if not _are_numbers([area]):
-        raise AnnotationError(f"{where} has area {area!r}; expected a number of pixels")
-    x, y, width, height = map(float, box)
-    return Instance(
-        labels[category], (x, y, width, height), mask, float(area), bool(entry.get("iscrowd", 0))
-    )
+        raise AnnotationError(f"{where}: expected a number of pixels, got area {area!r}")
+    return {"segmentation": mask, "area": area, "iscrowd": int(bool(entry.get("iscrowd")))}
 
 
-def _runs(where: str, segmentation: Any, image: ImageEntry) -> dict[str, Any]:
-    """Return polygons or run lengths as compressed run lengths of the image's size."""
-    size = [image.height, image.width]
+def _runs(where: str, segmentation: Any, size: list[int]) -> dict[str, Any]:
     if isinstance(segmentation, dict):
-        counts = segmentation.get("counts")
-        if segmentation.get("size") != size:
-            raise AnnotationError(
-                f"{where} has a mask of size {segmentation.get('size')}; expected {size}, its image's height and width"
-            )
+        counts, got = segmentation.get("counts"), segmentation.get("size")
+        if got != size:
+            raise AnnotationError(f"{where}: expected a mask of the image's size {size}, got {got}")
         if isinstance(counts, str):
             return {"size": size, "counts": counts.encode()}
-        if _are_numbers(counts) and sum(counts) == image.height * image.width:
+        if _are_numbers(counts) and sum(counts) == math.prod(size):
             return dict(rle.frPyObjects(segmentation, *size))
-        raise AnnotationError(
-            f"{where} has a mask whose counts do not cover its {size[0]} x {size[1]} pixels"
-        )
-    if (
-        isinstance(segmentation, list)
-        and segmentation
-        and all(_is_polygon(part) for part in segmentation)
-    ):
+        raise AnnotationError(f"{where}: expected counts that sum to {math.prod(size)} pixels")
+    if isinstance(segmentation, list) and segmentation and all(map(_is_polygon, segmentation)):
         return dict(rle.merge(rle.frPyObjects(segmentation, *size)))
     raise AnnotationError(
-        f"{where} has no mask that can be read; expected segmentation as polygons of x, y, x, y, … or as run lengths"
+        f"{where}: expected segmentation as run lengths or as polygons of x, y, x, y, …"
     )
 
 
 def _is_polygon(part: Any) -> bool:
-    return _are_numbers(part) and len(part) >= POLYGON_LEAST and len(part) % 2 == 0
+    return _are_numbers(part) and len(part) >= LEAST_POLYGON and len(part) % 2 == 0
 
 
 def _are_numbers(values: Any) -> bool:
-    plain = isinstance(values, list) and all(
-        isinstance(value, (int, float)) and not isinstance(value, bool) for value in values
+    return isinstance(values, list) and all(
+        type(value) in {int, float} and math.isfinite(value) for value in values
     )
-    return plain and all(map(math.isfinite, values))
-
-
-def _where(path: Path, kind: str, number: int, entry: Any) -> str:
-    if not isinstance(entry, dict):
-        raise AnnotationError(f"{path}: {kind}[{number}] is {entry!r}; expected an object")
-    return f"{path}: {kind}[{number}]" + (f" (id {entry['id']})" if "id" in entry else "")
-
-
-def _take(where: str, entry: dict[str, Any], name: str, kind: type[Any]) -> Any:
-    value = entry.get(name)
-    if type(value) is not kind:
-        raise AnnotationError(
-            f"{where} has {name} {value!r}; expected {'a whole number' if kind is int else 'text'}"
-        )
-    return value
-
-
-def _check_unique(path: Path, kind: str, numbers: list[int]) -> None:
-    if not numbers:
-        raise AnnotationError(f"{path} has no {kind}; expected at least one")
-    (number, times), *_ = Counter(numbers).most_common(1)
-    if times > 1:
-        raise AnnotationError(
-            f"{path}: {kind} has the id {number} {times} times; expected each once"
-        )

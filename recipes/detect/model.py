@@ -1,56 +1,53 @@
-"""The detector: a ResNet (He et al. 2016), a feature pyramid (Lin et al. 2017), FCOS heads (Tian et al. 2019) and CondInst's mask branch.
+"""A ResNet (He et al. 2016) with a feature pyramid (Lin et al. 2017), FCOS heads and mask branch.
 
-GroupNorm (Wu and He 2018) instead of BatchNorm: a lane holds few images of changing sizes, whose
-statistics BatchNorm could not rely on.
+FCOS is Tian et al. 2019, the mask branch that of CondInst (Tian et al. 2020). GroupNorm (Wu and He
+2018) replaces BatchNorm, because a lane has too few images for BatchNorm's statistics.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes.detect.config import ModelSettings
 from recipes.detect.masks import CHANNELS, CONTROLS, grid_points
 from recipes.settings import SettingsError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from recipes.detect.config import ModelSettings
-
 MOST_GROUPS = 32
-LEAST_CHANNELS_A_GROUP = 8
+LEAST_CHANNELS_PER_GROUP = 8
 PRIOR = 0.01  # probability of each class at each location before training (Lin et al. 2017)
 LARGEST_EXPONENT = 8.0
 
 
 class Outputs(NamedTuple):
-    """What the model says at each of the locations of all levels, the finest level first."""
+    """The model's outputs at the locations of all levels, the finest level first."""
 
     class_logits: Tensor  # [batch, locations, classes]
-    # [batch, locations, 4]: pixels from the location to a box's left, top, right and bottom
-    distances: Tensor
-    centerness: Tensor  # [batch, locations]: logits of how central in its box the location is
-    # [batch, locations, width]: of which `Detector.control_head` makes the weights of a mask head
-    features: Tensor
+    distances: Tensor  # [batch, locations, 4]: pixels to a box's left, top, right and bottom
+    centerness: Tensor  # [batch, locations]: logits of how central the location is in its box
+    features: Tensor  # [batch, locations, width]: input of `Detector.control_head`
     mask_features: Tensor  # [batch, 8, height, width], at the finest level's stride
     points: Tensor  # [locations, 2]: x and y in pixels
     strides: Tensor  # [locations]: of their levels
 
     def boxes(self) -> Tensor:
         """Return the box that each location predicts, [batch, locations, 4]."""
-        return torch.cat(
-            [self.points - self.distances[..., :2], self.points + self.distances[..., 2:]], dim=-1
-        )
+        before, behind = self.distances[..., :2], self.distances[..., 2:]
+        return torch.cat([self.points - before, self.points + behind], dim=-1)
 
 
 class Detector(nn.Module):
-    """Images [batch, 3, height, width] to `Outputs`. Heights and widths are multiples of `multiple`. Raises `SettingsError`."""
+    """Map images [batch, 3, height, width] to `Outputs`. Raises `SettingsError`.
+
+    Heights and widths must be multiples of `multiple`.
+    """
 
     def __init__(self, settings: ModelSettings, classes: int) -> None:
         super().__init__()
@@ -62,8 +59,8 @@ class Detector(nn.Module):
         )
         head = partial(nn.Conv2d, settings.width, kernel_size=3, padding=1)
         self.class_head, self.distance_head, self.centerness_head = head(classes), head(4), head(1)
-        # Linear, so that it need look only at locations of which a mask is wanted: over all of them
-        # it would be the costliest layer.
+        # A linear layer can be applied to the locations that need a mask. Applied to all locations,
+        # it would be the most expensive layer.
         self.control_head = nn.Linear(settings.width, CONTROLS)
         self.distance_scales = nn.Parameter(torch.ones(len(self.strides)))
         mask_tower = tower(settings.width, settings.mask_width, settings.tower)
@@ -75,57 +72,43 @@ class Detector(nn.Module):
 
     @property
     def multiple(self) -> int:
-        """What heights and widths of images must be multiples of: the stride of the backbone's last stage."""
+        """The stride of the backbone's last stage; image sides must be multiples of it."""
         return max(self.backbone.widths)
 
     def forward(self, images: Tensor) -> Outputs:
-        levels = self.pyramid(self.backbone(images))
+        finest, *_ = levels = self.pyramid(self.backbone(images))
         found = []
         for level, stride, scale in zip(levels, self.strides, self.distance_scales, strict=True):
             for_class, for_box = self.class_tower(level), self.box_tower(level)
             exponents = (scale * self.distance_head(for_box).float()).clamp(max=LARGEST_EXPONENT)
-            maps = (
-                self.class_head(for_class),
-                exponents.exp() * stride,
-                self.centerness_head(for_box),
-                for_box,
-            )
+            distances, centerness = exponents.exp() * stride, self.centerness_head(for_box)
+            maps = (self.class_head(for_class), distances, centerness, for_box)
             points = grid_points(*level.shape[2:], stride, images.device)
-            found.append(
-                (
-                    *(one.flatten(2).transpose(1, 2) for one in maps),
-                    points,
-                    torch.full_like(points[:, 0], stride),
-                )
-            )
-        class_logits, distances, centerness, features, points, strides = zip(*found, strict=True)
+            flat = [one.flatten(2).transpose(1, 2) for one in maps]
+            found.append((*flat, points, torch.full_like(points[:, 0], stride)))
+        *maps, points, strides = zip(*found, strict=True)
+        class_logits, distances, centerness, features = (torch.cat(levels, 1) for levels in maps)
         return Outputs(
-            torch.cat(class_logits, 1),
-            torch.cat(distances, 1),
-            torch.cat(centerness, 1).squeeze(2),
-            torch.cat(features, 1),
-            self.mask_branch(levels[0]),
+            class_logits,
+            distances,
+            centerness.squeeze(2),
+            features,
+            self.mask_branch(finest),
             torch.cat(points),
             torch.cat(strides),
         )
 
 
 class ResNet(nn.Module):
-    """A residual network that gives the outputs of all stages, by their strides."""
+    """A residual network that returns the outputs of all stages by stride."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
-        if (
-            len(settings.blocks) != len(settings.widths)
-            or not settings.blocks
-            or min(settings.blocks) < 1
-        ):
-            raise SettingsError(
-                f"model.blocks={settings.blocks} and model.widths={settings.widths} were given; expected one each a stage"
-            )
-        first = 4 if settings.stem_pool else 2
-        # by stride
-        self.widths = {first * 2**stage: width for stage, width in enumerate(settings.widths)}
+        sizes = f"model.blocks={settings.blocks} and model.widths={settings.widths}"
+        if len(settings.blocks) != len(settings.widths) or min(settings.blocks, default=0) < 1:
+            raise SettingsError(f"expected a positive number per stage, got {sizes}")
+        finest = 4 if settings.stem_pool else 2  # stride of the first stage
+        self.widths = {finest * 2**stage: width for stage, width in enumerate(settings.widths)}
         pool = [nn.MaxPool2d(3, stride=2, padding=1)] if settings.stem_pool else []
         self.stem = nn.Sequential(
             *convolution(3, settings.stem_width, kernel=7, stride=2), nn.ReLU(), *pool
@@ -133,12 +116,9 @@ class ResNet(nn.Module):
         self.stages = nn.ModuleList()
         inputs = settings.stem_width
         for stage, (blocks, width) in enumerate(zip(settings.blocks, settings.widths, strict=True)):
+            first = Block(inputs, width, 1 if stage == 0 else 2, settings.bottleneck)
             rest = [Block(width, width, 1, settings.bottleneck) for _ in range(blocks - 1)]
-            self.stages.append(
-                nn.Sequential(
-                    Block(inputs, width, 1 if stage == 0 else 2, settings.bottleneck), *rest
-                )
-            )
+            self.stages.append(nn.Sequential(first, *rest))
             inputs = width
 
     def forward(self, images: Tensor) -> dict[int, Tensor]:
@@ -149,7 +129,7 @@ class ResNet(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block: 1x1, 3x3 and 1x1 convolutions where it is a bottleneck, else two of 3x3."""
+    """A residual block: 1x1, 3x3 and 1x1 convolutions if it is a bottleneck, else two of 3x3."""
 
     def __init__(self, inputs: int, width: int, stride: int, bottleneck: int) -> None:
         super().__init__()
@@ -165,27 +145,29 @@ class Block(nn.Module):
                 convolution(inputs, width, kernel=3, stride=stride),
                 convolution(width, width, kernel=3),
             ]
-        nn.init.zeros_(parts[-1][-1].weight)  # the block starts as its shortcut (Goyal et al. 2017)
+        nn.init.zeros_(parts[-1][-1].weight)  # start as the shortcut (Goyal et al. 2017)
         self.body = nn.Sequential(*(layer for part in parts for layer in (*part, nn.ReLU())))[:-1]
-        changes = stride > 1 or inputs != width
-        self.shortcut = (
-            nn.Sequential(*convolution(inputs, width, stride=stride)) if changes else nn.Identity()
-        )
+        same = stride == 1 and inputs == width
+        shortcut = [] if same else convolution(inputs, width, stride=stride)
+        self.shortcut = nn.Sequential(*shortcut)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.shortcut(x))
 
 
 class Pyramid(nn.Module):
-    """Levels of equal width: each stage's output plus the coarser level; coarser than the backbone by convolutions of stride 2."""
+    """Levels of equal width: each stage's output plus the upsampled coarser level.
+
+    Convolutions of stride 2 add levels that are coarser than the backbone's.
+    """
 
     def __init__(self, widths: Mapping[int, int], strides: Sequence[int], width: int) -> None:
         super().__init__()
         doubling = all(2 * fine == coarse for fine, coarse in pairwise(strides))
         if not doubling or not strides or strides[0] not in widths or strides[-1] < max(widths):
             raise SettingsError(
-                f"model.strides={strides} was given; expected one of {sorted(widths)} first, each twice the one before it, "
-                f"and {max(widths)} among them"
+                f"model.strides must start with one of {sorted(widths)}, double at each level and "
+                f"include {max(widths)}, got {strides}"
             )
         self.own_strides = [stride for stride in strides if stride in widths]
         self.laterals = nn.ModuleList(
@@ -209,20 +191,15 @@ class Pyramid(nn.Module):
 
 
 def convolution(inputs: int, outputs: int, kernel: int = 1, stride: int = 1) -> list[nn.Module]:
-    """Return a convolution that keeps sizes (over `stride`), and its norm."""
-    groups = next(
-        n
-        for n in range(min(MOST_GROUPS, max(1, outputs // LEAST_CHANNELS_A_GROUP)), 0, -1)
-        if outputs % n == 0
-    )
-    return [
-        nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False),
-        nn.GroupNorm(groups, outputs),
-    ]
+    """Make a convolution that divides sizes by `stride`, and its norm."""
+    most = min(MOST_GROUPS, max(1, outputs // LEAST_CHANNELS_PER_GROUP))
+    groups = next(number for number in range(most, 0, -1) if outputs % number == 0)
+    convolved = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+    return [convolved, nn.GroupNorm(groups, outputs)]
 
 
 def tower(inputs: int, width: int, depth: int) -> nn.Sequential:
-    """Return `depth` convolutions of 3x3 with norms and ReLU."""
+    """Make `depth` convolutions of 3x3 with norms and ReLU."""
     layers = [
         layer
         for number in range(depth)

@@ -1,71 +1,71 @@
-"""A picture of images with the boxes and masks that were predicted in them."""
+"""The predictions on held-out images: as a file, and as a picture with boxes and masks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from faster_coco_eval.core import mask as rle
+from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageDraw
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from recipes.detect.data import CocoImages
+from recipes.detect.predict import Predictions
+from recipes.pictures import FONT_SIZE, grid
 
-    from numpy.typing import NDArray
-
-    from recipes.detect.predict import Predictions
-
-COLOURS = tuple(
+PREDICTIONS_FILE = "predictions.json"
+EXAMPLES = 8
+COLORS = tuple(
     np.array(ImageColor.getrgb(name))
     for name in ("tomato", "lime", "deepskyblue", "yellow", "magenta", "cyan", "orange", "pink")
 )
 LEAST_SCORE = 0.5
-# pixels that the longer side of an image gets in the picture; small images are enlarged by whole
-# numbers
-SIDE = 400
-IN_A_ROW = 4
-GAP = 8  # pixels
-FONT_SIZE = 14  # pixels
+SIDE = 400  # pixels of the longer side; small images are enlarged by an integer factor
+COLUMNS = 4
+
+
+def write_predictions(directory: Path, predictions: Sequence[Predictions]) -> None:
+    """Write the predictions of all images as a COCO result file."""
+    content = json.dumps([prediction for of_image in predictions for prediction in of_image])
+    (directory / PREDICTIONS_FILE).write_text(content, encoding="utf-8")
+
+
+def draw_examples(val: CocoImages, predictions: Sequence[Predictions]) -> NDArray[np.uint8]:
+    """Draw the first images of a data set with their predictions."""
+    images = [val.read(index) for index in range(min(EXAMPLES, len(val)))]
+    return picture(images, predictions[: len(images)], val.names)
 
 
 def picture(
-    images: Sequence[Image.Image], predictions: Sequence[Predictions], names: dict[int, str]
+    images: Sequence[Image.Image], predictions: Sequence[Predictions], names: Mapping[int, str]
 ) -> NDArray[np.uint8]:
-    """Return some images beside each other, uint8 [height, width, 3], with what was predicted in each with a fair score."""
+    """Draw images side by side, uint8 [height, width, 3], with the predictions that score well.
+
+    `names` has the names of the categories by id.
+    """
     cards = [card(image, some, names) for image, some in zip(images, predictions, strict=True)]
-    cell_width, cell_height = (
-        max(sides) + GAP for sides in zip(*(one.size for one in cards), strict=True)
-    )
-    rows = -(-len(cards) // IN_A_ROW)
-    whole = Image.new(
-        "RGB", (min(IN_A_ROW, len(cards)) * cell_width - GAP, rows * cell_height - GAP), "white"
-    )
-    for number, one in enumerate(cards):
-        whole.paste(one, (number % IN_A_ROW * cell_width, number // IN_A_ROW * cell_height))
-    return np.array(whole)
+    return grid(cards, min(COLUMNS, len(cards)), -(-len(cards) // COLUMNS))
 
 
-def card(
-    image: Image.Image, predictions: Sequence[dict[str, Any]], names: dict[int, str]
-) -> Image.Image:
-    """Return an image with tinted masks, boxes, and what each is taken for."""
+def card(image: Image.Image, predictions: Predictions, names: Mapping[int, str]) -> Image.Image:
+    """Draw an image with tinted masks, boxes, and the predicted classes."""
     shown = [prediction for prediction in predictions if prediction["score"] >= LEAST_SCORE]
     pixels = np.array(image)
     for number, prediction in enumerate(shown):
         inside = rle.decode(prediction["segmentation"]).astype(bool)
-        pixels[inside] = (pixels[inside] + COLOURS[number % len(COLOURS)]) // 2
+        pixels[inside] = (pixels[inside] + COLORS[number % len(COLORS)]) // 2
     scale = SIDE // max(image.size) or SIDE / max(image.size)
-    made = Image.fromarray(pixels)
-    made = made.resize(
-        (round(image.width * scale), round(image.height * scale)), Image.Resampling.NEAREST
-    )
+    size = round(image.width * scale), round(image.height * scale)
+    made = Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST)
     draw = ImageDraw.Draw(made)
     for number, prediction in enumerate(shown):
-        colour = tuple(COLOURS[number % len(COLOURS)].tolist())
+        color = tuple(COLORS[number % len(COLORS)].tolist())
         left, top, width, height = (scale * side for side in prediction["bbox"])
-        draw.rectangle((left, top, left + width, top + height), outline=colour, width=2)
+        draw.rectangle((left, top, left + width, top + height), outline=color, width=2)
         text = f"{names[prediction['category_id']]} {prediction['score']:.2f}"
         corner = (left + 2, max(0, top - FONT_SIZE - 2))
-        draw.rectangle(draw.textbbox(corner, text, font_size=FONT_SIZE), fill=colour)
+        draw.rectangle(draw.textbbox(corner, text, font_size=FONT_SIZE), fill=color)
         draw.text(corner, text, fill="black", font_size=FONT_SIZE)
     return made

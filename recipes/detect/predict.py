@@ -1,36 +1,30 @@
-"""From the model's outputs to predictions in COCO's result format."""
+"""Predictions in COCO's result format from the outputs of the model."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor
 
-from recipes.detect.boxes import suppressed
+from recipes.detect.boxes import non_maximum_suppression
 from recipes.detect.coco import encoded
+from recipes.detect.config import PredictSettings
+from recipes.detect.data import Batch
 from recipes.detect.masks import UPSAMPLING, mask_logits
+from recipes.detect.model import Detector, Outputs
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from recipes.detect.config import PredictSettings
-    from recipes.detect.data import Batch
-    from recipes.detect.model import Detector, Outputs
-
-# The entries of one image in a COCO result file, the likeliest first.
-Predictions = list[dict[str, Any]]
+Predictions = list[dict[str, Any]]  # the entries of an image in a COCO result file, best first
 
 
 def predict(
-    model: Detector,
-    batch: Batch,
-    *,
-    categories: Sequence[tuple[int, str]],
-    settings: PredictSettings,
+    model: Detector, batch: Batch, *, categories: Sequence[int], settings: PredictSettings
 ) -> list[Predictions]:
-    """Return the predictions of each image of a batch, at the image's own size."""
+    """Return the predictions of each image of a batch, at the image's original size.
+
+    `categories` has the id of each label.
+    """
     outputs = model(batch.images)
     return [
         predictions_of(model, outputs, batch, image, categories, settings)
@@ -43,52 +37,55 @@ def predictions_of(
     outputs: Outputs,
     batch: Batch,
     image: int,
-    categories: Sequence[tuple[int, str]],
+    categories: Sequence[int],
     settings: PredictSettings,
 ) -> Predictions:
-    """Return the predictions of one image; a location may predict several classes, with the same box and mask."""
+    """Return the predictions of one image; a location may predict several classes."""
     entry, (height, width) = batch.entries[image], batch.sizes[image]
-    chances = (
-        outputs.class_logits[image].float().sigmoid()
-        * outputs.centerness[image].float().sigmoid()[:, None]
-    )
-    scores, order = chances.sqrt().flatten().sort(descending=True, stable=True)
+    original = entry["height"], entry["width"]
+    probabilities = outputs.class_logits[image].float().sigmoid()
+    probabilities = probabilities * outputs.centerness[image].float().sigmoid()[:, None]
+    scores, order = probabilities.sqrt().flatten().sort(descending=True, stable=True)
     likely = int((scores[: settings.candidates] >= settings.least_score).sum())
     scores, order = scores[:likely], order[:likely]
-    locations, labels = order // chances.shape[1], order % chances.shape[1]
+    locations, labels = order // probabilities.shape[1], order % probabilities.shape[1]
     limits = outputs.points.new_tensor([width, height, width, height])
     boxes = outputs.boxes()[image][locations].clamp(min=0).minimum(limits)
-    kept = suppressed(boxes, labels, settings.overlap)[: settings.most]
+    kept = non_maximum_suppression(boxes, labels, settings.overlap)[: settings.most]
     locations, labels, scores, boxes = locations[kept], labels[kept], scores[kept], boxes[kept]
-    boxes = boxes * boxes.new_tensor([entry.width / width, entry.height / height] * 2)
+    boxes = boxes * boxes.new_tensor([original[1] / width, original[0] / height] * 2)
+    stride = int(outputs.strides[0])
     logits = mask_logits(
         outputs.mask_features[image].float(),
-        int(outputs.strides[0]),
+        stride,
         model.control_head(outputs.features[image][locations]).float(),
         outputs.points[locations],
         outputs.strides[locations],
     )
-    stride = int(outputs.strides[0]) // UPSAMPLING
+    masks = (
+        full_mask(one, stride // UPSAMPLING, (height, width), original).cpu().numpy()
+        for one in logits
+    )
+    found = zip(labels.tolist(), scores.tolist(), boxes.tolist(), masks, strict=True)
     return [
         {
-            "image_id": entry.number,
-            "category_id": categories[label][0],
-            "bbox": [box[0], box[1], box[2] - box[0], box[3] - box[1]],
+            "image_id": entry["id"],
+            "category_id": categories[label],
+            "bbox": [left, top, right - left, bottom - top],
             "score": score,
-            "segmentation": encoded(
-                whole_mask(one, stride, (height, width), (entry.height, entry.width)).cpu().numpy()
-            ),
+            "segmentation": encoded(mask),
         }
-        for label, score, box, one in zip(
-            labels.tolist(), scores.tolist(), boxes.tolist(), logits, strict=True
-        )
+        for label, score, (left, top, right, bottom), mask in found
     ]
 
 
-def whole_mask(
+def full_mask(
     logits: Tensor, stride: int, size: tuple[int, int], original: tuple[int, int]
 ) -> Tensor:
-    """Return a mask, bool of the `original` size, from logits `stride` pixels apart of a padded image; without padding it has `size`."""
+    """Return a mask, bool [original], from the logits of a padded image.
+
+    Logits are `stride` pixels apart; `size` is the image's size without padding.
+    """
     fine = F.interpolate(
         logits[None, None], scale_factor=stride, mode="bilinear", align_corners=False
     )[..., : size[0], : size[1]]

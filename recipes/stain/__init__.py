@@ -1,1 +1,1 @@
-"""Stain translation and segmentation of tissue."""
+"""Stain translation and segmentation of tissue with the networks of DeepLIIF."""

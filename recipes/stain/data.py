@@ -1,13 +1,15 @@
-"""Strips of tiles in DeepLIIF's layout: PNG files in `train/` and `val/`, equal squares side by side.
+"""Strips of tiles in DeepLIIF's layout: PNG files in `train/` and `val/`, squares side by side.
 
-A strip holds IHC, the modalities in their order, and Seg. Random draws come from Python's global
-generator, which samestep keys for each lane batch.
+A strip has IHC, the modalities in their order, and Seg. Random draws use Python's global generator,
+which samestep seeds for each lane batch.
 """
 
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,34 +18,28 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.settings import SettingsError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from recipes.stain.config import DataSettings, Settings
+from recipes.stain.config import DataSettings, Settings
 
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
 class StripError(SettingsError):
-    """Strips cannot be found or read, or have another layout than the settings say."""
+    """Strips are missing, cannot be read, or have another layout than the settings."""
 
 
 class Split(NamedTuple):
-    """The strips to train on, and those held out."""
+    """The training and the held-out strips."""
 
     train: Strips
     val: Strips
 
 
 def open_strips(settings: Settings) -> Split:
-    """Open both parts of `data.path`, and look at the size of every strip. Raises `StripError`."""
+    """Open both parts of `data.path` and check the size of every strip. Raises `StripError`."""
     root = settings.data.path
     if root is None:
-        raise StripError(
-            "data.path was not given; expected a folder with train/*.png and val/*.png: make_data.py makes one"
-        )
+        expected = "a folder with train/*.png and val/*.png (make_data.py makes one)"
+        raise StripError(f"data.path must be {expected}, got none")
     return Split(
         Strips(root / "train", settings.modalities, settings.data, augment=True),
         Strips(root / "val", settings.modalities, settings.data, augment=False),
@@ -51,10 +47,10 @@ def open_strips(settings: Settings) -> Split:
 
 
 class Strips(Dataset[Tensor]):
-    """The strips of a folder by name, each float32 [tiles, 3, size, size] in [-1, 1], decoded when it is asked for.
+    """The strips of a folder by name, each float32 [tiles, 3, size, size] in [-1, 1].
 
-    Raises `StripError` that names the file: for a wrong width or a file of another kind at once,
-    for a torn one when it is read.
+    They are decoded on access. Raises `StripError` for a file that cannot be read or has a wrong
+    width: immediately if the file's header shows it, else on access.
     """
 
     def __init__(
@@ -62,7 +58,7 @@ class Strips(Dataset[Tensor]):
     ) -> None:
         self.paths = sorted(folder.glob("*.png"))
         if not self.paths:
-            raise StripError(f"{folder} has no strips; expected {folder}/*.png")
+            raise StripError(f"{folder} has no strips: expected {folder}/*.png")
         self.tiles = ("IHC", *modalities, "Seg")
         self.settings = settings
         self.augment = augment
@@ -77,13 +73,8 @@ class Strips(Dataset[Tensor]):
         strip = np.stack([np.asarray(tile) for tile in self._tiles(self.paths[index])])
         if self.augment:
             strip = self._augmented(strip)
-        return (
-            torch.from_numpy(np.ascontiguousarray(strip))
-            .permute(0, 3, 1, 2)
-            .div(127.5)
-            .sub(1)
-            .contiguous()
-        )
+        pixels = torch.from_numpy(np.ascontiguousarray(strip)).permute(0, 3, 1, 2)
+        return pixels.div(127.5).sub(1).contiguous()
 
     def _check(self, path: Path) -> None:
         try:
@@ -92,9 +83,10 @@ class Strips(Dataset[Tensor]):
         except UNREADABLE as error:
             raise StripError(f"{path} cannot be read as an image: {error}") from error
         if width != len(self.tiles) * height:
+            tiles = f"the {len(self.tiles)} square tiles {', '.join(self.tiles)}"
             raise StripError(
-                f"{path} is {width} x {height} pixels; expected a width of {len(self.tiles)} times the height, for the tiles "
-                f"{', '.join(self.tiles)}: set modalities to what lies between IHC and Seg"
+                f"{path}: expected {tiles}, got {width} x {height} pixels; "
+                "set modalities to the tiles between IHC and Seg"
             )
 
     def _tiles(self, path: Path) -> list[Image.Image]:
@@ -104,14 +96,13 @@ class Strips(Dataset[Tensor]):
         except UNREADABLE as error:
             raise StripError(f"{path} cannot be read as an image: {error}") from error
         side, size = strip.height, self.settings.load_size
-        tiles = [
-            strip.crop((number * side, 0, (number + 1) * side, side))
-            for number in range(len(self.tiles))
+        return [
+            strip.crop((left, 0, left + side, side)).resize((size, size), Image.Resampling.BICUBIC)
+            for left in range(0, len(self.tiles) * side, side)
         ]
-        return [tile.resize((size, size), Image.Resampling.BICUBIC) for tile in tiles]
 
     def _augmented(self, strip: np.ndarray) -> np.ndarray:
-        """Crop and flip all tiles of a strip alike."""
+        """Crop and flip all tiles of a strip in the same way."""
         size, room = self.settings.crop_size, self.settings.load_size - self.settings.crop_size
         top, left = random.randint(0, room), random.randint(0, room)
         strip = strip[:, top : top + size, left : left + size]

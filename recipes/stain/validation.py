@@ -1,31 +1,27 @@
-"""What held-out strips say: scores against the truth, and pictures beside it."""
+"""Scores and pictures of held-out strips."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.utils.data import Subset
+from torchmetrics import Metric
 from torchmetrics.image import PeakSignalNoiseRatio, StructuralSimilarityIndexMeasure
 from torchmetrics.segmentation import DiceScore
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+import samestep as ss
+from recipes.stain.config import Settings
+from recipes.stain.data import Strips
 
-    from numpy.typing import NDArray
-    from torch import Tensor, nn
-    from torchmetrics import Metric
-
-    import samestep as ss
-    from recipes.stain.config import Settings
-    from recipes.stain.data import Strips
-
-# of nothing, red, green and blue: background, positive cell, background, negative cell
-CLASS_OF = (0, 1, 0, 2)
+CLASS_OF = (0, 1, 0, 2)  # class of black, red (positive), green and blue (negative)
 CLASSES = ("positive", "negative")
-COLOURED = 0.5  # of the brightest channel, below which a pixel of Seg is background
+THRESHOLD = 0.5  # a pixel of Seg with no brighter channel is background
 GAP = 4  # white pixels between tiles of a sheet
 
 
@@ -34,9 +30,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the scores over all strips, by name.
 
-    `NAME_ssim` is the mean over tiles (Wang et al. 2004), `NAME_psnr` in dB is of the mean squared
-    error over all pixels, `dice_positive` and `dice_negative` count the pixels of all strips
-    together, `dice` is their mean, and `l1` the smooth L1 distance in [-1, 1].
+    `NAME_ssim` is the mean over tiles (Wang et al. 2004), `NAME_psnr` in dB is that of the mean
+    squared error over all pixels, `dice_positive` and `dice_negative` count the pixels of all
+    strips, `dice` is their mean, and `l1` is the smooth L1 distance in [-1, 1].
     """
     found = run.evaluate(
         Scores(settings.modalities),
@@ -50,18 +46,18 @@ def evaluate(
 
 
 def dice_scores(dice: Tensor) -> dict[str, float]:
-    """Name the scores of classes [classes], NaN for one that is nowhere; `dice` is their mean."""
+    """Name the scores of classes [classes], NaN for an absent one; `dice` is their mean."""
     by_class = dict(zip((f"dice_{name}" for name in CLASSES), dice.tolist(), strict=True))
     return {**by_class, "dice": dice.nanmean().item()}
 
 
 def lane_share(run: ss.Run, settings: Settings) -> int:
-    """Return how many strips a lane has in a step: so many fit a device."""
+    """Return the number of strips of a lane in a step, which fits a device."""
     return max(1, settings.batch_size // run.lanes)
 
 
 def shown(scores: Mapping[str, float]) -> str:
-    """Return scores as a person reads them."""
+    """Format scores for people."""
     numbers = {
         name: f"{value:.1f} dB" if name.endswith("psnr") else f"{value:.3f}"
         for name, value in scores.items()
@@ -70,24 +66,23 @@ def shown(scores: Mapping[str, float]) -> str:
 
 
 class Scores:
-    """Compares what generators make of strips with the truth; a function for `run.evaluate`."""
+    """Compares generated tiles with the truth; a function for `run.evaluate`."""
 
     def __init__(self, modalities: Sequence[str]) -> None:
         self.modalities = modalities
+        kinds = {"ssim": StructuralSimilarityIndexMeasure, "psnr": PeakSignalNoiseRatio}
         self.metrics: dict[str, Metric] = {
-            **{
-                f"{name}_ssim": StructuralSimilarityIndexMeasure(data_range=1.0)
-                for name in modalities
-            },
-            **{f"{name}_psnr": PeakSignalNoiseRatio(data_range=1.0) for name in modalities},
-            "dice": DiceScore(
-                len(CLASSES) + 1,
-                include_background=False,
-                average="none",
-                aggregation_level="global",
-                input_format="index",
-            ),
+            f"{name}_{kind}": metric(data_range=1.0)
+            for kind, metric in kinds.items()
+            for name in modalities
         }
+        self.metrics["dice"] = DiceScore(
+            len(CLASSES) + 1,
+            include_background=False,
+            average="none",
+            aggregation_level="global",
+            input_format="index",
+        )
 
     def __call__(self, generators: nn.Module, strips: Tensor) -> dict[str, Any]:
         """Score strips [batch, tiles, 3, height, width]."""
@@ -109,8 +104,8 @@ def brightness(tiles: Tensor) -> Tensor:
 
 
 def classes(seg: Tensor) -> Tensor:
-    """Return the class of each pixel [batch, height, width] of Seg [batch, 3, height, width] in [0, 1], by its brightest channel."""
-    channels = torch.cat([torch.full_like(seg[:, :1], COLOURED), seg], dim=1)
+    """Return the class of each pixel of Seg [batch, 3, height, width], by its brightest channel."""
+    channels = torch.cat([torch.full_like(seg[:, :1], THRESHOLD), seg], dim=1)
     return torch.tensor(CLASS_OF, device=seg.device)[channels.argmax(1)]
 
 
@@ -120,30 +115,26 @@ def pixels(tiles: Tensor) -> Tensor:
 
 
 def made_from(generators: nn.Module, strips: Tensor) -> Tensor:
-    """Return the modalities and Seg made from IHC, uint8 [batch, modalities + 1, height, width, 3]; a function for `run.evaluate`."""
+    """Return the modalities and Seg made from IHC, uint8 [batch, tiles, height, width, 3]."""
     return pixels(generators(strips[:, 0]))
 
 
 def sheet(truth: NDArray[np.uint8], made: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Draw a strip [tiles, height, width, 3] above what was made [tiles - 1, height, width, 3] of its IHC tile, which stays blank there."""
+    """Draw a strip [tiles, height, width, 3] above the tiles made from its IHC tile."""
     rows = [truth, np.concatenate([np.full_like(truth[:1], 255), made])]
-    # [2, tiles, height, width, 3]
-    framed = np.pad(
-        np.stack(rows), ((0, 0), (0, 0), (GAP, 0), (GAP, 0), (0, 0)), constant_values=255
-    )
-    count, tiles, height, width, colours = framed.shape
-    return framed.transpose(0, 2, 1, 3, 4).reshape(count * height, tiles * width, colours)
+    padding = ((0, 0), (0, 0), (GAP, 0), (GAP, 0), (0, 0))
+    framed = np.pad(np.stack(rows), padding, constant_values=255)  # [2, tiles, height, width, 3]
+    count, tiles, height, width, colors = framed.shape
+    return framed.transpose(0, 2, 1, 3, 4).reshape(count * height, tiles * width, colors)
 
 
 def log_sheets(run: ss.Run, settings: Settings, generators: nn.Module, strips: Strips) -> None:
-    """Draw the first held-out strips into the record."""
+    """Record pictures of the first held-out strips."""
     some = Subset(strips, range(min(settings.shown, len(strips))))
     if not len(some):
         return
     made = run.evaluate(made_from, generators, some, 1, gather=True)
-    # gathered on the main worker, None elsewhere
-    for number in range(0 if made is None else len(some)):
-        run.log_image(
-            f"val-{strips.paths[number].stem}",
-            sheet(pixels(strips[number]).numpy(), made[number].numpy()),
-        )
+    if made is None:  # only rank 0 gets them
+        return
+    for path, strip, tiles in zip(strips.paths, some, made.numpy(), strict=False):
+        run.log_image(f"val-{path.stem}", sheet(pixels(strip).numpy(), tiles))

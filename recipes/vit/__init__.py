@@ -1,1 +1,1 @@
-"""Vision Transformer (Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929): training, evaluation, pretrained weights."""
+"""Image classification with Vision Transformers (Dosovitskiy et al. 2021)."""

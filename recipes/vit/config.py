@@ -1,105 +1,94 @@
-"""Every setting of the ViT recipe, with its default and what it does."""
+"""The settings of the ViT recipe, with their defaults and descriptions."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from recipes.settings import setting
+from recipes.settings import SETTINGS_FILE, RunSettings, parser, read, setting
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The model: a size by name, and numbers that override single ones of it."""
+    """The model: a named size, and numbers that override parts of it."""
 
-    size: Literal["tiny", "small", "base", "large"] = setting(
-        "base", "gives width, depth and heads, as the papers name them"
-    )
+    size: Literal["tiny", "small", "base", "large"] = setting("base", "sets width, depth and heads")
     width: int | None = setting(None, "features of a token; default: from size")
-    depth: int | None = setting(None, "blocks; default: from size")
-    heads: int | None = setting(None, "attention heads a block; default: from size")
+    depth: int | None = setting(None, "number of blocks; default: from size")
+    heads: int | None = setting(None, "attention heads per block; default: from size")
     image_size: int = setting(224, "height and width of an image, in pixels")
     patch_size: int = setting(16, "height and width of a patch, in pixels")
-    channels: int = setting(3, "1 for grey images, 3 for colour")
-    classes: int = setting(1000, "classes of the head")
-    mlp_ratio: float = setting(4.0, "hidden features of an MLP, in widths")
+    channels: int = setting(3, "1 for gray images, 3 for color")
+    classes: int = setting(1000, "number of classes")
+    mlp_ratio: float = setting(4.0, "hidden features of an MLP, as a multiple of the width")
     qkv_bias: bool = setting(True, "biases for queries, keys and values")
-    dropout: float = setting(0.0, "of embeddings, attention outputs and MLPs")
-    attention_dropout: float = setting(0.0, "of attention weights")
-    drop_path: float = setting(
-        0.0, "stochastic depth of the last block; grows linearly from 0 (Huang et al. 2016)"
-    )
+    dropout: float = setting(0.0, "for embeddings, attention outputs and MLPs")
+    attention_dropout: float = setting(0.0, "for attention weights")
+    drop_path: float = setting(0.0, "stochastic depth of the last block (Huang et al. 2016)")
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Where images come from, and what is done to them."""
+    """The source of the images, and how they are transformed."""
 
     source: Literal["digits", "folder", "fashion-mnist"] = setting(
         "folder", "folder: path/train/CLASS/* and path/val/CLASS/*"
     )
-    path: Path | None = setting(
-        None, "folder of the data; digits come with scikit-learn and need none"
-    )
-    augment: bool = setting(
-        True, "random crops and flips of training images (digits: shifts, rotations, scalings)"
-    )
-    crop_least: float = setting(0.08, "least part of an image's area in a random crop")
-    center_crop: float = setting(0.875, "part of a resized image's side in an evaluation crop")
-    mean: tuple[float, ...] = setting(
-        (0.5, 0.5, 0.5), "of pixels in [0, 1], by channel; subtracted"
-    )
-    std: tuple[float, ...] = setting((0.5, 0.5, 0.5), "of pixels in [0, 1], by channel; divided by")
-    loader_workers: int = setting(0, "processes that load images, for each worker")
+    path: Path | None = setting(None, "folder of the data; not needed for digits")
+    augment: bool = setting(True, "random crops and flips (digits: shifts, rotations, scalings)")
+    crop_least: float = setting(0.08, "smallest fraction of an image's area in a random crop")
+    center_crop: float = setting(0.875, "fraction of a side that an evaluation crop covers")
+    mean: tuple[float, ...] = setting((0.5, 0.5, 0.5), "per channel of pixels in [0, 1]")
+    std: tuple[float, ...] = setting((0.5, 0.5, 0.5), "per channel of pixels in [0, 1]")
+    loader_workers: int = setting(0, "processes that load images, per worker")
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """How parameters are updated. Learning rates are those at the reference batch size."""
+    """The optimizer. Learning rates are given for the reference batch size."""
 
-    name: Literal["adamw", "sgd"] = setting(
-        "adamw", "AdamW (Loshchilov and Hutter 2019), or SGD with momentum"
-    )
+    name: Literal["adamw", "sgd"] = setting("adamw", "AdamW, or SGD with momentum")
     learning_rate: float = setting(1e-3, "peak, at the reference batch size")
     reference_batch_size: int | None = setting(
-        None, "learning rates grow with batch_size / this (Goyal et al. 2017); none: they do not"
+        None, "scale rates by batch_size / this; none: do not"
     )
-    warmup_epochs: float = setting(5.0, "of linear growth from 0 to the peak")
-    final_learning_rate: float = setting(0.0, "where the cosine ends, at the reference batch size")
-    weight_decay: float = setting(
-        0.05, "of weights; never of biases, norms, class token and position embedding"
-    )
-    betas: tuple[float, ...] = setting((0.9, 0.999), "of AdamW")
-    momentum: float = setting(0.9, "of SGD")
-    clip_norm: float | None = setting(1.0, "largest norm of the gradient")
-    shard: bool = setting(
-        False, "each worker updates its part of the parameters: less time and memory, same bits"
-    )
+    warmup_epochs: float = setting(5.0, "epochs of linear growth from 0 to the peak")
+    final_learning_rate: float = setting(0.0, "end of the cosine, at the reference batch size")
+    weight_decay: float = setting(0.05, "not for biases, norms, class token and position embedding")
+    betas: tuple[float, ...] = setting((0.9, 0.999), "for AdamW")
+    momentum: float = setting(0.9, "for SGD")
+    clip_norm: float | None = setting(1.0, "maximum norm of the gradient")
+    shard: bool = setting(False, "each worker updates a part of the parameters: less time, memory")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Every setting of the recipe."""
+class Settings(RunSettings):
+    """All settings of the recipe."""
 
     epochs: int = setting(300, "passes over the training images")
-    batch_size: int = setting(1024, "images a step, over all workers")
-    lanes: int | None = setting(
-        None, "slices of a batch; more lanes than workers accumulate gradients; default: workers"
-    )
-    seed: int = setting(0, "everything random is a function of it")
-    precision: Literal["float32", "bfloat16"] = setting(
-        "float32", "bfloat16: autocast in forward passes"
-    )
+    batch_size: int = setting(1024, "images per step, over all workers")
     label_smoothing: float = setting(0.0, "Szegedy et al. 2016")
-    mixup: float = setting(0.0, "alpha of the Beta distribution; 0: off (Zhang et al. 2018)")
-    ema_decay: float | None = setting(None, "of an average of the parameters that is evaluated too")
-    evaluate_every: int = setting(
-        1, "epochs between evaluations; the last epoch is always evaluated"
-    )
-    pretrained: Path | None = setting(
-        None, "start from these parameters: .safetensors, .pth, .pt, .bin or PaddleViT's .pdparams"
-    )
+    mixup: float = setting(0.0, "alpha of the Beta distribution (Zhang et al. 2018); 0: off")
+    ema_decay: float | None = setting(None, "of an average of the parameters, also evaluated")
+    evaluate_every: int = setting(1, "epochs between evaluations; the last one is evaluated, too")
+    pretrained: Path | None = setting(None, "initial parameters: .safetensors, .pth, .pdparams, …")
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+
+
+def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
+    """Return the flags and the settings of a command line."""
+    flags_parser = parser(Settings, "Train or evaluate a Vision Transformer on images.")
+    evaluated = "evaluate the newest state in DIR, or the pretrained FILE"
+    flags_parser.add_argument("--eval", action="store_true", help=evaluated)
+    flags_parser.add_argument("--pretrained", metavar="FILE", help="same as pretrained=FILE")
+    flags = flags_parser.parse_intermixed_args(arguments)
+    if flags.eval and flags.dir and flags.pretrained:
+        flags_parser.error("--eval takes --dir or --pretrained, not both")
+    from_run = [str(flags.dir / SETTINGS_FILE)] if flags.eval and flags.dir else []
+    from_flags = [f"pretrained={flags.pretrained}"] if flags.pretrained else []
+    return flags, read(Settings, [*from_run, *flags.settings, *from_flags])

@@ -1,7 +1,7 @@
-"""Labelled images: a folder in ImageNet's layout, scikit-learn's digits, or Fashion-MNIST.
+"""Labeled images: a folder in ImageNet's layout, scikit-learn's digits, or Fashion-MNIST.
 
-Each data set gives pairs of an image, float32 [channels, size, size], and a class index. Random
-draws come from the global generators of Python and torch, which samestep keys for each lane batch.
+A sample is an image, float32 [channels, size, size], and a class index. Random draws use the global
+generators of Python and torch, which samestep seeds for each lane batch.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import gzip
 import math
 import random
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,23 +21,19 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from recipes.vit.config import DataSettings, ModelSettings
+from recipes.digits import read_digits
+from recipes.vit.config import DataSettings, ModelSettings
 
 SUFFIXES = {".jpeg", ".jpg", ".png", ".webp"}
 MODES = {1: "L", 3: "RGB"}
-HELD_OUT_ONE_IN = 5
 
 
 class ImageError(ValueError):
-    """Images cannot be found or read, or do not fit the model."""
+    """Images are missing, cannot be read, or do not fit the model."""
 
 
 class Split(NamedTuple):
-    """The images to train on, those held out, and how many classes they have."""
+    """The training and the held-out images, and the number of classes."""
 
     train: Dataset[tuple[Tensor, int]]
     test: Dataset[tuple[Tensor, int]]
@@ -43,22 +41,19 @@ class Split(NamedTuple):
 
 
 def open_images(data: DataSettings, model: ModelSettings) -> Split:
-    """Open the data set that `data.source` names. Raises `ImageError` when it does not fit the model."""
+    """Open the data set `data.source`. Raises `ImageError` if it does not fit the model."""
     if model.channels not in MODES:
-        raise ImageError(
-            f"model.channels={model.channels} was given; images have 1 (grey) or 3 (colour)"
-        )
+        raise ImageError(f"model.channels must be 1 (gray) or 3 (color), got {model.channels}")
     if not len(data.mean) == len(data.std) == model.channels:
+        expected = f"a number per channel ({model.channels})"
         raise ImageError(
-            f"data.mean={data.mean} and data.std={data.std} were given; expected {model.channels} numbers each, one a channel"
+            f"data.mean and data.std must have {expected}, got {data.mean}, {data.std}"
         )
-    split = {"digits": _digits, "fashion-mnist": _fashion_mnist, "folder": _folder}[data.source](
-        data, model
-    )
+    open_source = {"digits": _digits, "fashion-mnist": _fashion_mnist, "folder": _folder}
+    split = open_source[data.source](data, model)
     if split.classes != model.classes:
-        raise ImageError(
-            f"{data.source} has {split.classes} classes; set model.classes={split.classes} (it is {model.classes})"
-        )
+        expected = f"{split.classes} for {data.source}"
+        raise ImageError(f"model.classes must be {expected}, got {model.classes}")
     return split
 
 
@@ -66,7 +61,7 @@ def open_images(data: DataSettings, model: ModelSettings) -> Split:
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """Images in `root/CLASS/*`, decoded when they are asked for. Raises `ImageError` that names what cannot be read."""
+    """Images in `root/CLASS/*`, decoded on access. Raises `ImageError` for an unreadable file."""
 
     def __init__(
         self,
@@ -82,7 +77,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         ]
         self.items = [(path, label) for path, label in files if path.suffix.lower() in SUFFIXES]
         if not self.items:
-            raise ImageError(f"{root} has no images; expected {root}/CLASS/*.jpg (or .png, .webp)")
+            raise ImageError(f"{root} has no images: expected {root}/CLASS/*.jpg (or .png, .webp)")
         self.mode = mode
         self.transform = transform
 
@@ -107,16 +102,12 @@ def _folder(data: DataSettings, model: ModelSettings) -> Split:
     }
     untrained = sorted(set(names["val"]) - set(names["train"]))
     if untrained:
-        raise ImageError(
-            f"{root}/val has classes that {root}/train has not: {', '.join(untrained[:8])}"
-        )
+        listed = ", ".join(untrained[:8])
+        raise ImageError(f"{root}/val has classes that are not in {root}/train: {listed}")
     tensor = partial(image_tensor, mean=data.mean, std=data.std)
-    crop = partial(center_crop, size=model.image_size, part=data.center_crop)
-    train_crop = (
-        partial(random_crop_and_flip, size=model.image_size, least=data.crop_least)
-        if data.augment
-        else crop
-    )
+    crop = train_crop = partial(center_crop, size=model.image_size, part=data.center_crop)
+    if data.augment:
+        train_crop = partial(random_crop_and_flip, size=model.image_size, least=data.crop_least)
     mode = MODES[model.channels]
     return Split(
         ImageFolder(root / "train", names["train"], mode, lambda image: tensor(train_crop(image))),
@@ -126,7 +117,10 @@ def _folder(data: DataSettings, model: ModelSettings) -> Split:
 
 
 def random_crop_and_flip(image: Image.Image, size: int, least: float) -> Image.Image:
-    """Resize a random part of at least `least` of the area to `size` pixels a side (Szegedy et al. 2015), and flip every other."""
+    """Resize a random crop of at least `least` of the area to `size`, and flip half of the images.
+
+    Szegedy et al. 2015.
+    """
     width, height = image.size
     for _ in range(10):
         area = random.uniform(least, 1) * width * height
@@ -143,7 +137,7 @@ def random_crop_and_flip(image: Image.Image, size: int, least: float) -> Image.I
 
 
 def center_crop(image: Image.Image, size: int, part: float) -> Image.Image:
-    """Resize the square in the centre, of `part` of the shorter side, to `size` pixels a side."""
+    """Resize the centered square with `part` of the shorter side to `size`."""
     width, height = image.size
     half = min(width, height) * part / 2
     box = (width / 2 - half, height / 2 - half, width / 2 + half, height / 2 + half)
@@ -151,15 +145,13 @@ def center_crop(image: Image.Image, size: int, part: float) -> Image.Image:
 
 
 def image_tensor(image: Image.Image, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Return pixels as float32 [channels, height, width], normalised."""
-    pixels = (
-        torch.from_numpy(np.array(image)).reshape(image.height, image.width, -1).permute(2, 0, 1)
-    )
-    return normalised(pixels / 255, mean, std).contiguous()
+    """Return normalized pixels, float32 [channels, height, width]."""
+    pixels = torch.from_numpy(np.array(image)).reshape(image.height, image.width, -1)
+    return normalized(pixels.permute(2, 0, 1) / 255, mean, std).contiguous()
 
 
-def normalised(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Subtract the mean from and divide by the standard deviation each channel of [..., channels, height, width]."""
+def normalized(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Normalize each channel of [..., channels, height, width]."""
     return (images - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
 
 
@@ -167,7 +159,7 @@ def normalised(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> T
 
 
 class ImageTensors(Dataset[tuple[Tensor, int]]):
-    """Images [samples, channels, size, size] in memory, changed by `transform` a whole batch at a time."""
+    """Images [samples, channels, size, size] in memory; `transform` changes a batch of them."""
 
     def __init__(
         self, images: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor] | None = None
@@ -183,7 +175,7 @@ class ImageTensors(Dataset[tuple[Tensor, int]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """Return the samples of a batch; torch's loader calls this."""
+        """Return the samples of a batch; called by torch's loader."""
         images = self.images[indices]
         if self.transform is not None:
             images = self.transform(images)
@@ -193,10 +185,12 @@ class ImageTensors(Dataset[tuple[Tensor, int]]):
 def jitter(
     images: Tensor, *, pixels: float, degrees: float, scale: float, flip: bool = False
 ) -> Tensor:
-    """Shift, rotate and scale half of the images [batch, channels, size, size] by up to so much, and flip half of all."""
+    """Shift, rotate and scale a random half of images [batch, channels, size, size].
+
+    The arguments are the largest changes. With `flip`, a random half of all images is mirrored.
+    """
     batch, _, size, _ = images.shape
-    # The other half stays sharp: small images lose much in resampling, and evaluation sees them
-    # sharp.
+    # Resampling blurs small images. The other half stays sharp, like the images in evaluation.
     chosen = torch.rand(batch, 1) < 1 / 2
     shift, turn, zoom = ((torch.rand(3, batch, 2) * 2 - 1) * chosen).unbind()  # in [-1, 1)
     angle = turn[:, 0] * math.radians(degrees)
@@ -204,36 +198,16 @@ def jitter(
     mirror = torch.where(torch.rand(batch) < 1 / 2, -1.0, 1.0) if flip else torch.ones(batch)
     cos, sin = angle.cos() * factor, angle.sin() * factor
     linear = torch.stack([cos * mirror, -sin, sin * mirror, cos], dim=1).view(batch, 2, 2)
-    # affine_grid's coordinates run from -1 to 1 over an image, so a pixel is 2 / size of them.
+    # affine_grid's coordinates are -1 to 1 over an image, so a pixel is 2 / size.
     affine = torch.cat([linear, shift[:, :, None] * (2 * pixels / size)], dim=2)  # [batch, 2, 3]
     grid = F.affine_grid(affine, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
-def held_out_fifth(labels: Tensor) -> Tensor:
-    """Mark every fifth sample of each class, counted in data set order: a bool for each sample."""
-    held_out = torch.zeros(len(labels), dtype=torch.bool)
-    for label in labels.unique():
-        held_out[(labels == label).nonzero()[HELD_OUT_ONE_IN - 1 :: HELD_OUT_ONE_IN]] = True
-    return held_out
-
-
 def _digits(data: DataSettings, model: ModelSettings) -> Split:
-    # takes a second, and only this data set needs it
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    images = torch.from_numpy(digits.images).float()[:, None] / 16
-    labels = torch.from_numpy(digits.target)
-    held_out = held_out_fifth(labels)
-    change = partial(jitter, pixels=1, degrees=10, scale=0.1)
-    return _in_memory(
-        (images[~held_out], labels[~held_out]),
-        (images[held_out], labels[held_out]),
-        data,
-        model,
-        change,
-    )
+    train, test = ((digits.images[:, None], digits.labels) for digits in read_digits())
+    transform = partial(jitter, pixels=1, degrees=10, scale=0.1)
+    return _in_memory(train, test, data, model, transform)
 
 
 def _fashion_mnist(data: DataSettings, model: ModelSettings) -> Split:
@@ -245,9 +219,8 @@ def _fashion_mnist(data: DataSettings, model: ModelSettings) -> Split:
         )
         for part in ("train", "t10k")
     )
-    return _in_memory(
-        train, test, data, model, partial(jitter, pixels=2, degrees=5, scale=0.1, flip=True)
-    )
+    transform = partial(jitter, pixels=2, degrees=5, scale=0.1, flip=True)
+    return _in_memory(train, test, data, model, transform)
 
 
 def _in_memory(
@@ -255,26 +228,20 @@ def _in_memory(
     test: tuple[Tensor, Tensor],
     data: DataSettings,
     model: ModelSettings,
-    change: Callable[[Tensor], Tensor],
+    transform: Callable[[Tensor], Tensor],
 ) -> Split:
-    shape = (model.channels, model.image_size, model.image_size)
-    if train[0].shape[1:] != shape:
-        channels, size, _ = train[0].shape[1:]
-        raise ImageError(
-            f"{data.source} needs model.channels={channels} and model.image_size={size}, and the settings say {shape[:2]}"
-        )
-    train_images, test_images = (
-        normalised(images, data.mean, data.std) for images, _ in (train, test)
-    )
-    return Split(
-        ImageTensors(train_images, train[1], change if data.augment else None),
-        ImageTensors(test_images, test[1]),
-        classes=len(train[1].unique()),
-    )
+    _, channels, size, _ = train[0].shape
+    if (model.channels, model.image_size) != (channels, size):
+        expected = f"model.channels={channels} and model.image_size={size}"
+        got = f"{model.channels} and {model.image_size}"
+        raise ImageError(f"{data.source} needs {expected}, got {got}")
+    train_images, test_images = (normalized(one, data.mean, data.std) for one, _ in (train, test))
+    augmented = ImageTensors(train_images, train[1], transform if data.augment else None)
+    return Split(augmented, ImageTensors(test_images, test[1]), len(train[1].unique()))
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read a gzipped file of unsigned bytes in MNIST's IDX format (http://yann.lecun.com/exdb/mnist). Raises `ImageError`."""
+    """Read a gzipped IDX file of unsigned bytes (http://yann.lecun.com/exdb/mnist)."""
     try:
         content = gzip.decompress(path.read_bytes())
         zeros, kind, dimensions = int.from_bytes(content[:2], "big"), content[2], content[3]
@@ -283,7 +250,7 @@ def read_idx(path: Path) -> Tensor:
     except (OSError, EOFError, IndexError, ValueError) as error:
         raise ImageError(f"{path} cannot be read as a gzipped IDX file: {error}") from error
     if (zeros, kind) != (0, 8):
-        raise ImageError(f"{path} holds IDX type {kind}; expected 8 (unsigned bytes)")
+        raise ImageError(f"{path}: expected IDX type 8 (unsigned bytes), got {kind}")
     return torch.from_numpy(pixels.copy())
 
 

@@ -5,21 +5,20 @@ Parameters have timm's names, so state dicts of timm's plain ViT models load as 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from recipes.vit.config import ModelSettings
+from recipes.vit.config import ModelSettings
 
 NORM_EPSILON = 1e-6
 INIT_STD = 0.02
 
 
 class Size(NamedTuple):
-    """The numbers that a size name stands for."""
+    """The numbers of a named size."""
 
     width: int
     depth: int
@@ -37,7 +36,7 @@ SIZES = {  # tiny and small: Touvron et al. 2021 (DeiT); base and large: Dosovit
 class VisionTransformer(nn.Module):
     """Classify images [batch, channels, height, width] into logits [batch, classes].
 
-    Raises `ValueError` when patches do not fill an image or heads do not share the width.
+    Raises `ValueError` if patches do not tile an image or heads do not divide the width.
     """
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -50,10 +49,13 @@ class VisionTransformer(nn.Module):
         )
         if settings.image_size % settings.patch_size:
             raise ValueError(
-                f"model.image_size={settings.image_size} is no multiple of model.patch_size={settings.patch_size}"
+                f"model.image_size must be a multiple of model.patch_size ({settings.patch_size}), "
+                f"got {settings.image_size}"
             )
         if width % heads:
-            raise ValueError(f"model.width={width} is no multiple of model.heads={heads}")
+            raise ValueError(
+                f"model.width must be a multiple of model.heads ({heads}), got {width}"
+            )
         patches = (settings.image_size // settings.patch_size) ** 2
         self.patch_embed = PatchEmbedding(settings.channels, width, settings.patch_size)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
@@ -65,7 +67,7 @@ class VisionTransformer(nn.Module):
         )
         self.norm = nn.LayerNorm(width, eps=NORM_EPSILON)
         self.head = nn.Linear(width, settings.classes)
-        self.apply(_initialise)
+        self.apply(_initialize)
         nn.init.trunc_normal_(self.pos_embed, std=INIT_STD)
         nn.init.normal_(self.cls_token, std=INIT_STD)
 
@@ -90,7 +92,7 @@ class PatchEmbedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each on normalised tokens and added to them."""
+    """Attention, then an MLP, each on normalized tokens with a residual connection."""
 
     def __init__(self, width: int, heads: int, settings: ModelSettings, drop_path: float) -> None:
         super().__init__()
@@ -144,21 +146,21 @@ class MLP(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Drop a residual branch for some samples while training (Huang et al. 2016, https://arxiv.org/abs/1603.09382)."""
+    """Drop a residual branch for some samples during training (Huang et al. 2016)."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()
         self.probability = probability
 
     def forward(self, branch: Tensor) -> Tensor:
-        """Scale what is kept, so that the expectation stays the same."""
+        """Scale the remaining samples so that the expectation does not change."""
         if not self.training or self.probability == 0:
             return branch
         kept = 1 - self.probability
         return branch * branch.new_empty(len(branch), 1, 1).bernoulli_(kept).div_(kept)
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         if module.bias is not None:

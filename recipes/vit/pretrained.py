@@ -1,7 +1,7 @@
-"""Start a ViT from the parameters of another run, of timm, plain PyTorch or PaddleViT.
+"""Initialize a ViT with the parameters of another run, of timm, PyTorch or PaddleViT.
 
-Files from elsewhere are data, never code: .safetensors holds none, .pth is read with
-`weights_only`, and .pdparams, which is a pickle, by a reader that makes arrays and nothing else.
+No code from a file is run: .safetensors contains none, .pth is read with `weights_only`, and
+.pdparams, a pickle, by a reader that only creates arrays.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import pickletools
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +22,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 HEAD = ("head.weight", "head.bias")
 POSITIONS = "pos_embed"
-WRAPPERS = ("state_dict", "model")  # where training scripts keep a state dict beside other things
+WRAPPERS = ("state_dict", "model")  # keys of a state dict in a training script's file
 AVERAGE_PREFIX = "module."  # of torch's AveragedModel and DistributedDataParallel
 AVERAGE_COUNT = "n_averaged"
 PADDLE_NAME_TABLE = "StructuredToParameterName@@"
@@ -44,28 +42,25 @@ PADDLE_NAMES = (  # in both generations of PaddleViT's ViT
 
 
 class PretrainedError(ValueError):
-    """A file cannot be read, holds something besides tensors, or does not fit the model."""
+    """A file cannot be read, contains more than tensors, or does not fit the model."""
 
 
 def load_pretrained(model: nn.Module, path: Path) -> str:
-    """Load the parameters in a file into a ViT and return what was done, in a line.
+    """Load the parameters in a file into a ViT; return a one-line description.
 
-    The position embedding is resized to the model's image size. A head that is missing or has
-    another number of classes is left as it is. Raises `PretrainedError` that lists every other
-    parameter that is missing, left over or of another shape.
+    The position embedding is resized to the model's image size. If the head is missing or has
+    another number of classes, the model keeps its own. Raises `PretrainedError` that lists every
+    other parameter that is missing, unexpected or of another shape.
     """
     given, own = read_parameters(path), model.state_dict()
     done = [f"loaded {path}"]
     if POSITIONS in given and given[POSITIONS].shape[1] != own[POSITIONS].shape[1]:
-        done.append(
-            f"position embedding resized from {given[POSITIONS].shape[1]} to {own[POSITIONS].shape[1]} tokens"
-        )
-        given[POSITIONS] = resized_positions(given[POSITIONS], own[POSITIONS].shape[1])
+        old, new = given[POSITIONS].shape[1], own[POSITIONS].shape[1]
+        done.append(f"position embedding resized from {old} to {new} tokens")
+        given[POSITIONS] = resized_positions(given[POSITIONS], new)
     if any(name not in given or len(given[name]) != len(own[name]) for name in HEAD):
         classes = f"{len(given[HEAD[0]])} classes" if HEAD[0] in given else "none"
-        done.append(
-            f"head left at its initial values, for {len(own[HEAD[0]])} classes: the file has {classes}"
-        )
+        done.append(f"head not loaded: it has {len(own[HEAD[0]])} classes, the file has {classes}")
         given |= {name: own[name] for name in HEAD}
     differences = _differences(given, own)
     if differences:
@@ -75,16 +70,14 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
 
 
 def read_parameters(path: Path) -> dict[str, Tensor]:
-    """Read a file's parameters, under timm's names. Raises `PretrainedError`."""
+    """Read the parameters in a file, with timm's names. Raises `PretrainedError`."""
     readers = {
         ".safetensors": load_file,
         ".pdparams": _read_paddle,
         **dict.fromkeys((".pth", ".pt", ".bin", ".tar"), _read_torch),
     }
     if path.suffix not in readers:
-        raise PretrainedError(
-            f"{path} was given; expected a file that ends in one of {', '.join(readers)}"
-        )
+        raise PretrainedError(f"expected a file that ends in {', '.join(readers)}, got {path}")
     try:
         content = readers[path.suffix](path)
     except Exception as error:  # a damaged file can fail in any way
@@ -93,7 +86,7 @@ def read_parameters(path: Path) -> dict[str, Tensor]:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]
     if not isinstance(content, Mapping):
-        raise PretrainedError(f"{path} holds {type(content).__name__}; expected parameters by name")
+        raise PretrainedError(f"{path}: expected parameters by name, got {type(content).__name__}")
     if path.suffix == ".pdparams":
         content = _from_paddle(content)
     named = {
@@ -103,23 +96,21 @@ def read_parameters(path: Path) -> dict[str, Tensor]:
     }
     strange = [name for name, value in named.items() if not isinstance(value, Tensor)]
     if strange:
-        raise PretrainedError(
-            f"{path} holds {', '.join(strange[:8])}, which are no tensors; expected parameters by name"
-        )
+        listed = ", ".join(strange[:8])
+        raise PretrainedError(f"{path}: expected tensors by name; these are not tensors: {listed}")
     return named
 
 
 def resized_positions(positions: Tensor, tokens: int) -> Tensor:
-    """Resize a position embedding [1, 1 + height * width, features] to `tokens` tokens; the class token's, which is first, stays.
+    """Resize a position embedding [1, 1 + height * width, features] to `tokens` tokens.
 
-    Bicubic over the grid of patches, as Dosovitskiy et al. 2021 do for finer images. Raises
-    `PretrainedError` for no square.
+    The first token, the class token, is not changed. Bicubic over the grid of patches, as in
+    Dosovitskiy et al. 2021. Raises `PretrainedError` if a grid is not square.
     """
     old, new = (math.isqrt(count - 1) for count in (positions.shape[1], tokens))
     if old**2 + 1 != positions.shape[1] or new**2 + 1 != tokens:
-        raise PretrainedError(
-            f"position embeddings of {positions.shape[1]} and {tokens} tokens; expected a class token and a square each"
-        )
+        got = f"{positions.shape[1]} and {tokens} tokens"
+        raise PretrainedError(f"positions must be a class token and a square grid, got {got}")
     # [1, features, old, old]
     grid = positions[:, 1:].float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
     grid = F.interpolate(grid, size=(new, new), mode="bicubic", antialias=True, align_corners=False)
@@ -132,20 +123,15 @@ def _differences(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list
     for name in own:
         if name not in given:
             near = difflib.get_close_matches(name, left_over, n=1)
-            lines.append(
-                f"{name} is missing"
-                + (f"; the nearest name in the file is {near[0]}" if near else "")
-            )
+            hint = f"; the nearest name in the file is {near[0]}" if near else ""
+            lines.append(f"{name} is missing{hint}")
         elif given[name].shape != own[name].shape:
-            lines.append(
-                f"{name} has shape {tuple(given[name].shape)}; the model's has {tuple(own[name].shape)}"
-            )
+            expected, got = tuple(own[name].shape), tuple(given[name].shape)
+            lines.append(f"{name} must have shape {expected}, got {got}")
     for name in left_over:
         near = difflib.get_close_matches(name, own, n=1)
-        lines.append(
-            f"{name} is not in the model"
-            + (f"; the nearest name there is {near[0]}" if near else "")
-        )
+        hint = f"; the nearest name there is {near[0]}" if near else ""
+        lines.append(f"{name} is not in the model{hint}")
     return lines
 
 
@@ -156,28 +142,26 @@ def _read_torch(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        # Torch's own message tells how to run whatever the file holds.
+        # Torch's own message explains how to run code from the file.
         refused = re.search(r"GLOBAL (\S+)", str(error))
-        what = refused[1] if refused else "something besides tensors"
-        raise PretrainedError(
-            f"it asks for {what}, which is refused; expected tensors and plain values"
-        ) from None
+        what = refused[1] if refused else "more than tensors"
+        raise PretrainedError(f"expected tensors and plain values, got {what}") from None
 
 
 def _read_paddle(path: Path) -> Any:
     with path.open("rb") as file:
         largest = path.stat().st_size
-        # raises ValueError for anything longer than the file
+        # genops raises ValueError for anything longer than the file
         for code, argument, _ in pickletools.genops(file):
-            # pickle makes room for all numbers below, whatever it is
+            # pickle allocates memory for all smaller numbers
             if "PUT" in code.name and not 0 <= int(argument) <= largest:
-                raise PretrainedError(f"it numbers an object {argument}, and has {largest} bytes")
+                raise PretrainedError(f"object number {argument} exceeds the {largest} bytes")
         file.seek(0)
         return ArrayReader(file).load()
 
 
 class ArrayReader(pickle.Unpickler):
-    """Reads a pickle of NumPy arrays in plain containers, as `paddle.save` writes: arrays as `Array`.
+    """Reads a pickle of NumPy arrays in plain containers, as `paddle.save` writes it.
 
     Raises `UnpicklingError` on anything else.
     """
@@ -185,17 +169,17 @@ class ArrayReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in PICKLED:
             raise pickle.UnpicklingError(
-                f"it asks for {module}.{name}, which is refused; expected NumPy arrays in plain containers"
+                f"expected NumPy arrays in plain containers, got {module}.{name}"
             )
         return PICKLED[module, name]
 
 
 class Number:
-    """Stands in for `numpy.dtype`, which a damaged pickle would leave with elements that lie outside of their array."""
+    """A substitute for `numpy.dtype`, which a damaged pickle could use to read out of bounds."""
 
     def __init__(self, code: str, *_: bool) -> None:
         if not re.fullmatch(r"[biuf]\d", code):
-            raise pickle.UnpicklingError(f"it asks for elements of type {code!r}; expected numbers")
+            raise pickle.UnpicklingError(f"expected numbers, got elements of type {code!r}")
         self._code = code
         self._order = "="
 
@@ -209,7 +193,7 @@ class Number:
 
 
 class Array:
-    """Stands in for `numpy.ndarray`; `tensor` has its values."""
+    """A substitute for `numpy.ndarray`; `tensor` has its values."""
 
     tensor: Tensor | None = None
 
@@ -220,14 +204,13 @@ class Array:
 
 
 def _new_array(*_: object) -> Array:
-    """Stand in for NumPy's `_reconstruct`."""
     return Array()
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """Stand in for `_codecs.encode`, by which protocol 2 writes bytes."""
+    """Replace `_codecs.encode`, which protocol 2 uses to write bytes."""
     if encoding != "latin1":
-        raise pickle.UnpicklingError(f"it asks for the encoding {encoding}; expected latin1")
+        raise pickle.UnpicklingError(f"expected encoding latin1, got {encoding}")
     return text.encode(encoding)
 
 
@@ -238,14 +221,14 @@ PICKLED = {
     ("numpy", "dtype"): Number,
     ("collections", "OrderedDict"): OrderedDict,
     ("_codecs", "encode"): _latin1,
-    # A tensor inside of nested containers is written as tuple((name, array)).
+    # A tensor in nested containers is written as tuple((name, array)).
     ("builtins", "tuple"): tuple,
     ("__builtin__", "tuple"): tuple,
 }
 
 
 def _from_paddle(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Paddle's arrays as tensors under timm's names; Paddle keeps the weights of linear layers transposed."""
+    """Return Paddle's arrays as tensors with timm's names and linear weights transposed."""
     named = {}
     for name, value in content.items():
         if name == PADDLE_NAME_TABLE:

@@ -11,10 +11,9 @@ from benchmarks.jobs import JOBS, dqn, layers, mlp, vit
 from benchmarks.jobs.job import BATCHES_AN_EPOCH
 from tests.workers import run_workers
 
-pytestmark = pytest.mark.filterwarnings("default")  # what peers are warned of is theirs to mend
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of peers are not ours
 SAMPLES = 2 * BATCHES_AN_EPOCH
-# Every batch is the whole data set, so that the order in which a contender takes samples does not
-# show in the loss.
+# Every batch is the complete data set, so that the loss does not depend on the order of samples.
 SMALL = {
     name: replace(
         JOBS[name], batch_size=SAMPLES, warmup_steps=1, steps=2, build=partial(build, 2, **sizes)
@@ -30,12 +29,12 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    # importing Fabric does it, and would leave it behind
+    # importing Fabric sets it
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def train(name, workers, job):
-    CONTENDERS[name].load()  # once here, not once a worker
+    CONTENDERS[name].load()  # once here, not in every worker
     return run_workers(CONTENDERS[name].train, workers, SMALL[job])
 
 
@@ -48,7 +47,7 @@ def plain_loss(job):
 @pytest.mark.parametrize(
     "name", [name for name, contender in CONTENDERS.items() if contender.role != "reference"]
 )
-def test_every_contender_trains_what_the_plain_loop_trains(name, job):
+def test_every_contender_trains_like_the_plain_loop(name, job):
     figures = train(name, WORKERS, job)
     assert mean(worker["loss"] for worker in figures) == pytest.approx(plain_loss(job), rel=1e-5)
     assert all(

@@ -6,7 +6,7 @@ from torch.utils.data import TensorDataset
 from benchmarks import evaluation
 from tests.workers import run_workers
 
-pytestmark = pytest.mark.filterwarnings("default")  # what peers are warned of is theirs to mend
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of peers are not ours
 
 
 def task():
@@ -15,7 +15,7 @@ def task():
 
 
 @pytest.mark.parametrize("way", evaluation.WAYS)
-def test_every_contender_finds_the_accuracy_of_the_whole_data_set(way):
+def test_every_contender_computes_the_accuracy_of_the_complete_data_set(way):
     _, scores = evaluation.score(task().model, task().dataset[:])
     for figures in run_workers(lambda: evaluation.WAYS[way](task()), 2):
         assert figures["accuracy"] == pytest.approx(float(scores["accuracy"]))

@@ -1,4 +1,4 @@
-"""Without a GPU the benchmark for GPUs is tried on the CPU with a tiny model: its logic is all the same."""
+"""Run the GPU benchmark on the CPU with a tiny model: the logic is the same."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmarks.gpu_results import BEGIN, END, ProofResult, Speeds, insert, mark
 
 @pytest.fixture
 def place(tmp_path):
-    """Return a file with old results in their place."""
+    """Return a file with old results."""
     page = tmp_path / "gpu.md"
     page.write_text(f"# GPUs\n\n{BEGIN}nothing yet\n{END}\nThe end.\n")
     return page
 
 
-def test_proofs_and_speeds_are_put_into_their_place(place, monkeypatch, capsys):
+def test_proofs_and_speeds_are_inserted_into_a_file(place, monkeypatch, capsys):
     monkeypatch.setattr(
         gpu,
         "EAGER",
@@ -40,12 +40,12 @@ def test_proofs_and_speeds_are_put_into_their_place(place, monkeypatch, capsys):
     assert all(int(value) > 0 for _, *values in speeds for value in values)
 
 
-def test_without_a_gpu_one_line_says_so():
+def test_without_a_gpu_the_error_is_one_line():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert re.fullmatch(r"no GPU: torch finds none here; .*\n", done.stderr)
+    assert re.fullmatch(r"no GPU: torch found none; .*\n", done.stderr)
     assert done.stdout == ""
 
 
@@ -59,14 +59,14 @@ def test_the_batch_is_halved_until_it_fits(monkeypatch):
     assert gpu.largest_batch([]) == 64
 
 
-def test_a_command_that_takes_too_long_has_failed(monkeypatch):
+def test_a_command_that_takes_too_long_fails(monkeypatch):
     monkeypatch.setattr(gpu, "LIMIT_SECONDS", 0.5)
     done = gpu.run([sys.executable, "-c", "import threading; threading.Event().wait()"])
     assert done.returncode != 0
     assert gpu.last_line(done) == "still ran after 0.5 seconds"
 
 
-def test_ratios_are_those_of_neighbouring_runs_and_failures_are_told():
+def test_ratios_compare_adjacent_runs_and_failures_are_listed():
     speeds = Speeds("a model", "plain PyTorch")
     for plain, ours in ((100, 110), (200, 180), (50, 60)):
         speeds.add("plain PyTorch", f"images_a_second={plain} gigabytes=1.5", "")
@@ -81,7 +81,7 @@ def test_ratios_are_those_of_neighbouring_runs_and_failures_are_told():
     assert speeds.failed
 
 
-def test_a_file_without_a_place_is_told(tmp_path):
+def test_a_file_without_a_place_for_results_is_rejected(tmp_path):
     (tmp_path / "page.md").write_text("# GPUs\n")
     with pytest.raises(SystemExit, match=r"page\.md has no place for results"):
         insert("", tmp_path / "page.md")

@@ -7,11 +7,11 @@ from benchmarks import growth_samples, growth_steps
 from benchmarks.turns import in_turn, table
 from tests.workers import run_workers
 
-pytestmark = pytest.mark.filterwarnings("default")  # what peers are warned of is theirs to mend
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of peers are not ours
 
 
 @pytest.mark.parametrize("parameters", [10_000, 100_000, 25_000_000, 100_000_000])
-def test_a_network_has_about_as_many_parameters_as_asked_for(parameters):
+def test_a_network_has_about_the_requested_number_of_parameters(parameters):
     with torch.device("meta"):
         network = growth_steps.network(parameters)
     assert sum(parameter.numel() for parameter in network.parameters()) == pytest.approx(
@@ -20,7 +20,7 @@ def test_a_network_has_about_as_many_parameters_as_asked_for(parameters):
 
 
 @pytest.mark.parametrize("way", ["samestep", "ddp", "zero"])
-def test_workers_time_and_weigh_their_steps(way):
+def test_workers_measure_time_and_memory_of_their_steps(way):
     figures = run_workers(growth_steps.WAYS[way], 2, 10_000, 5)
     assert figures[0] == figures[1]
     assert figures[0]["step_milliseconds"] > 0
@@ -42,7 +42,7 @@ def test_batches_hold_every_sample_once(way, monkeypatch):
     assert seen != sorted(seen)
 
 
-def test_contenders_take_turns_to_be_first():
+def test_each_round_starts_with_another_contender():
     order = []
     found = in_turn({name: lambda name=name: order.append(name) or len(order) for name in "abc"}, 3)
     assert "".join(order) == "abcbcacab"
@@ -51,10 +51,10 @@ def test_contenders_take_turns_to_be_first():
 
 def test_a_table_compares_the_first_contender_with_its_best_peer_round_by_round():
     found = {"ours": [2.0, 3.0], "slow": [9.0, 9.0], "fast": [4.0, 2.0], "floor": [1.0, 1.0]}
-    told = table("seconds", {"one": found, "two": {"ours": [5.0, 6.0]}}, aside=["floor"])
-    assert told.splitlines()[0] == "| seconds | ours | slow | fast | floor | ours / best peer |"
-    assert told.splitlines()[2].endswith("| 1.00 (1.00 to 1.00) | 1.00 (0.50 to 1.50) of fast |")
-    assert told.splitlines()[3] == "| two | 5.50 (5.00 to 6.00) |  |  |  |  |"
+    text = table("seconds", {"one": found, "two": {"ours": [5.0, 6.0]}}, no_peers=["floor"])
+    assert text.splitlines()[0] == "| seconds | ours | slow | fast | floor | ours / best peer |"
+    assert text.splitlines()[2].endswith("| 1.00 (1.00 to 1.00) | 1.00 (0.50 to 1.50) of fast |")
+    assert text.splitlines()[3] == "| two | 5.50 (5.00 to 6.00) |  |  |  |  |"
 
 
 @pytest.mark.parametrize(
@@ -62,5 +62,5 @@ def test_a_table_compares_the_first_contender_with_its_best_peer_round_by_round(
     [(1.0, True, True), (1.0, False, False), (3.0, True, False), (3.0, False, True)],
 )
 def test_a_table_says_who_loses(ours, more_is_better, loses):
-    told = table("title", {"one": {"ours": [ours], "peer": [2.0]}}, more_is_better=more_is_better)
-    assert ("of peer: loses" in told) == loses
+    text = table("title", {"one": {"ours": [ours], "peer": [2.0]}}, more_is_better=more_is_better)
+    assert ("of peer: loses" in text) == loses

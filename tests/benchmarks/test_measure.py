@@ -20,7 +20,7 @@ def test_figures_of_several_workers_are_averaged():
     assert figures(python("print('a=1 b=5'); print('a=2 b=5')")) == {"a": 1.5, "b": 5.0}
 
 
-def test_figures_that_were_told_before_a_failure_count():
+def test_figures_that_were_printed_before_a_failure_count():
     assert figures(python("print('a=1'); raise OSError('no luck')")) == {"a": 1.0}
 
 

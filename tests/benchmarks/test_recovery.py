@@ -9,8 +9,8 @@ from benchmarks import recovery
 from tests.workers import run_workers, try_workers
 
 
-@pytest.mark.filterwarnings("default")  # what peers are warned of is theirs to mend
-def test_a_peer_finishes_what_a_killed_worker_began(tmp_path):
+@pytest.mark.filterwarnings("default")  # warnings of peers are not ours
+def test_a_peer_resumes_after_a_kill(tmp_path):
     killed = try_workers(recovery.with_ddp, 2, tmp_path)
     assert killed[1].exitcode == -signal.SIGKILL
     assert killed[0].failed
@@ -18,5 +18,5 @@ def test_a_peer_finishes_what_a_killed_worker_began(tmp_path):
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == recovery.STEPS
 
 
-def test_the_time_to_recover_is_found():
+def test_the_time_to_recover_is_measured():
     assert recovery.recovery("samestep")["seconds"] > 0

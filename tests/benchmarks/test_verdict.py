@@ -18,7 +18,7 @@ FOUND = {
 }
 
 
-def test_ratios_are_of_runs_of_one_round():
+def test_ratios_compare_runs_of_one_round():
     assert ratios(FOUND, "ddp") == pytest.approx([1.1, 1.2, 0.9])
     assert ratios(FOUND, "ddp", "fabric") == pytest.approx([110 / 80, 1.5, 90 / 70])
 
@@ -29,7 +29,7 @@ def test_the_best_has_the_highest_median_of_its_role():
     assert best(FOUND, {"ours"}) is None
 
 
-def test_the_tables_say_where_samestep_wins_and_where_it_loses():
+def test_the_tables_show_wins_and_losses_of_samestep():
     speeds, memories = tables({"vit": {**FOUND, "samestep": runs(165, 90, 150)}}).split("\n\n")
     rows = dict(line.strip("| ").split(" | ") for line in speeds.splitlines())
     assert rows["samestep"] == "1.65 (1.50 to 1.80)"

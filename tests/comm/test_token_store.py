@@ -16,7 +16,7 @@ from samestep.errors import WorldError
 from tests.launch.coordinators import SECRET, coordinator
 from tests.workers import run_workers
 
-SOON = timedelta(seconds=5)
+SOON = timedelta(seconds=60)
 
 
 def variables(member, rank=0, attempt=0):
@@ -121,7 +121,7 @@ def test_workers_train_over_it_with_gloo(member):
             store=store,
             rank=int(os.environ["RANK"]),
             world_size=3,
-            timeout=timedelta(seconds=20),
+            timeout=timedelta(seconds=60),
         )
         total = torch.ones(3) * dist.get_rank()
         dist.all_reduce(total)

@@ -274,7 +274,7 @@ def test_a_loader_process_that_dies_is_an_error_within_seconds(end, is_retryable
     started = time.monotonic()
     with pytest.raises(LoaderError, match="a loader process died") as caught:
         loaded(Broken(end), requests_of(*[[index] for index in range(20)]), 2)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert caught.value.is_retryable is is_retryable
 
 

@@ -102,7 +102,10 @@ class Records:
 
 
 def growth(dataset, objects, epochs):
-    """Return by how many bytes the private memory of two loader processes grows from the first batch on."""
+    """Return the growth of the private memory of two loader processes, in bytes.
+
+    It is measured from when both have started, which the first batch of each shows.
+    """
 
     def private_bytes():
         rollups = [
@@ -124,9 +127,9 @@ def growth(dataset, objects, epochs):
         for start in range(0, objects, batch)
     ]
     batches = load(dataset, requests, collate_fn=sum, loader_workers=2, pin_memory=False)
-    next(batches)
+    next(batches), next(batches)
     first = private_bytes()
-    for _ in requests[2:]:  # all but the last batch, with which the processes may end
+    for _ in requests[3:]:  # all but the last batch, with which the processes may end
         next(batches)
     last = private_bytes()
     batches.close()

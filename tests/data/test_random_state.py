@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from samestep.data.random_state import generators_kept, key, keyed, set_generators
 
-WORDS = st.text(st.characters(blacklist_characters=","), max_size=5)
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters=","), max_size=5)
 
 
 def draws():

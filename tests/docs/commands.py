@@ -182,8 +182,9 @@ def _check_script(script: str, arguments: list[str]) -> None:
 
 
 def _check_flags(script: Path, arguments: list[str]) -> None:
-    """Each flag for a script of ours stands in a file beside it; files that are named are there."""
-    sources = "".join(path.read_text() for path in script.parent.glob("*.py"))
+    """Check that a file next to our script or in its parent folder has each flag."""
+    folders = (script.parent, script.parent.parent)
+    sources = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     for word in arguments:
         if word.startswith("--"):
             _expect(

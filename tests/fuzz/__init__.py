@@ -1,1 +1,1 @@
-"""Whatever reads files gets tens of thousands of damaged and hostile ones."""
+"""Fuzzing: every reader of files gets tens of thousands of damaged and hostile inputs."""

@@ -1,73 +1,78 @@
-"""`python -m tests.fuzz --inputs 20000 --seed 0`: read so many inputs, and exit with status 1 where the law was broken."""
+"""Read many fuzzed inputs; exit with status 1 if a reader violated a rule.
+
+usage: python -m tests.fuzz [--inputs 20000] [--seed 0]
+"""
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 
 from tests.fuzz.campaign import names, run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from multiprocessing.connection import Connection
 
 FORK = multiprocessing.get_context("fork")
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Read inputs as the command line says; return the exit status."""
+    """Read the inputs that the command line selects; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.fuzz",
-        description="Feed damaged and hostile files to whatever reads files.",
+        prog="python -m tests.fuzz", description="Feed damaged and hostile files to all readers."
     )
     parser.add_argument(
-        "--inputs", type=int, default=20_000, help="how many (default: %(default)s)"
+        "--inputs", type=int, default=20_000, help="number of inputs (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of all of them (default: %(default)s)")
     parser.add_argument(
-        "--first", type=int, default=0, help="number of the first (default: %(default)s)"
+        "--seed", type=int, default=0, help="seed of all inputs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first input (default: %(default)s)"
     )
     parser.add_argument("--target", choices=names(), help="only this reader")
     arguments = parser.parse_args(given)
     numbers, count = range(arguments.first, arguments.first + arguments.inputs), 0
-    for name, number, breach in breaches(arguments.seed, numbers, arguments.target):
+    for name, number, violation in violations(arguments.seed, numbers, arguments.target):
         count += 1
         sys.stderr.write(
-            f"python -m tests.fuzz --seed {arguments.seed} --target {name} --first {number} --inputs 1\n{breach}\n\n"
+            f"python -m tests.fuzz --seed {arguments.seed} --target {name} --first {number} "
+            f"--inputs 1\n{violation}\n\n"
         )
-    sys.stdout.write(f"{arguments.inputs} inputs, {count} breaches of the law\n")
+    sys.stdout.write(f"{arguments.inputs} inputs, {count} violations\n")
     return 1 if count else 0
 
 
-def breaches(
+def violations(
     seed: int, numbers: Sequence[int], only: str | None = None
 ) -> Iterator[tuple[str, int, str]]:
-    """Yield target, number and fault wherever the law was broken; what ends the process that reads is one, and another process goes on."""
+    """Yield target, number and description of every violation.
+
+    A crash of the process that reads is one; another process then continues.
+    """
     while numbers:
-        results, told = FORK.Pipe(duplex=False)
-        process = FORK.Process(target=_run, args=(told, seed, numbers, only))
+        results, sender = FORK.Pipe(duplex=False)
+        process = FORK.Process(target=_run, args=(sender, seed, numbers, only))
         process.start()
-        told.close()
+        sender.close()
         number, name = numbers[0], "none"
         try:
             while True:
-                number, name, breach = results.recv()
-                if breach:
-                    yield name, number, breach
+                number, name, violation = results.recv()
+                if violation:
+                    yield name, number, violation
         except EOFError:
             process.join()
         results.close()
         if process.exitcode == 0:
             return
-        yield name, number, f"it ended its process with status {process.exitcode}"
+        yield name, number, f"the process exited with status {process.exitcode}"
         numbers = numbers[numbers.index(number) + 1 :]
 
 
-def _run(told: Connection, seed: int, numbers: Sequence[int], only: str | None) -> None:
+def _run(sender: Connection, seed: int, numbers: Sequence[int], only: str | None) -> None:
     for result in run(seed, numbers, only):
-        told.send(result)
+        sender.send(result)
 
 
 if __name__ == "__main__":

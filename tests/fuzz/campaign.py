@@ -1,32 +1,27 @@
-"""Many inputs, each a function of the seed, its target and its number."""
+"""A campaign of many inputs, each a function of the seed, the target and its number."""
 
 from __future__ import annotations
 
 import codecs
 import logging
 import warnings
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
-from tests.fuzz.law import Law
+from tests.fuzz.sandbox import Sandbox
+from tests.fuzz.target import Target
 from tests.fuzz.targets import targets
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tests.fuzz.target import Target
-
-# Imported when they are first met, by json, pickle and who looks at names of hosts; by the median
-# of what has NaN, and by a server.
+# Imported on first use: by json, pickle and lookups of host names; by a server; by a median of NaN.
 UTF = tuple(f"utf-{bits}{order}" for bits in (16, 32) for order in ("", "-le", "-be"))
 CODECS = ("idna", "punycode", "raw-unicode-escape", "unicode-escape", "utf-8-sig", *UTF)
 MODULES = ("anyio._backends._asyncio", "numpy.ma")
-# inputs of each target that are not judged: what reading needs is imported when it is needed first
+# unchecked inputs of each target, so that readers import what they need
 WARM_UP = 5
-SHOWN = 600  # letters of an input
+SHOWN = 600  # characters of an input
 
 
 def names() -> list[str]:
@@ -38,34 +33,34 @@ def names() -> list[str]:
 def run(
     seed: int, numbers: Sequence[int], only: str | None = None
 ) -> Iterator[tuple[int, str, str | None]]:
-    """Read the inputs of these numbers, in turn those of each target.
+    """Read the inputs with these numbers, alternating between targets.
 
-    Yield the number and name of each before it is read, and again with what was wrong where the law
-    was broken. For a process of its own, which comes under the law for ever.
+    Yield the number and target of each before it is read, and again with every violation. Run it in
+    its own process, because the sandbox cannot be removed.
     """
     with TemporaryDirectory() as name:
         folder = Path(name).resolve()
         chosen = [target for target in targets(folder) if only in {None, target.name}]
-        warnings.simplefilter("ignore")  # to print one, Python reads a line of source
+        warnings.simplefilter("ignore")  # printing one reads a source file
         logging.disable()
         for codec in CODECS:
             codecs.lookup(codec)
         for module in MODULES:
             import_module(module)
-        law = Law(folder)
+        sandbox = Sandbox(folder)
         for target in chosen:
             for number in range(WARM_UP):
-                _breach(law, target, f"warm up {number}")
+                _violation(sandbox, target, f"warm up {number}")
         for number in numbers:
             target = chosen[number % len(chosen)]
             yield number, target.name, None
-            if breach := _breach(law, target, f"{seed} {target.name} {number}"):
-                yield number, target.name, breach
+            if violation := _violation(sandbox, target, f"{seed} {target.name} {number}"):
+                yield number, target.name, violation
 
 
-def _breach(law: Law, target: Target, seed: str) -> str | None:
+def _violation(sandbox: Sandbox, target: Target, seed: str) -> str | None:
     given = target.make(Random(seed))
-    found = law.breach(
+    found = sandbox.violation(
         lambda: target.read(given), target.allowed, reads_elsewhere=target.reads_elsewhere
     )
     return f"{found}\ngiven {repr(given)[:SHOWN]}" if found else None

@@ -1,24 +1,26 @@
-"""Damage and malice: bytes and JSON that are nearly what a reader expects."""
+"""Damaged and hostile variants of the bytes and JSON that readers expect."""
 
 from __future__ import annotations
 
 import copy
 import json
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from random import Random
+from collections.abc import Iterator
+from random import Random
+from typing import Any
 
 DEEP = "a value nested more deeply than Python recurses"
 TEXTS = (
-    "", "\0", "a\0b", "../../../../etc/passwd", "/etc/passwd", "/dev/zero", "~root", "..", "\ud800", "\u202e", "é" * 50, "a" * 10_000,
-    "nan", "inf", "none", "true", "1e999", "-1", "0x7f", "1_000", "9" * 5_000, " 7 ", "%s%n", "${HOME}", "$(touch x)", "__class__",
-    "os.system", "!!python/object/apply:os.system [id]", "cpu", "cuda:0", "dict", "tensor", "numpy", "torch.device", "complex64",
+    "", "\0", "a\0b", "../../../../etc/passwd", "/etc/passwd", "/dev/zero", "~root", "..", "\ud800",
+    "\u202e", "é" * 50, "a" * 10_000,
+    "nan", "inf", "none", "true", "1e999", "-1", "0x7f", "1_000", "9" * 5_000, " 7 ", "%s%n",
+    "${HOME}", "$(touch x)", "__class__",
+    "os.system", "!!python/object/apply:os.system [id]", "cpu", "cuda:0", "dict", "tensor", "numpy",
+    "torch.device", "complex64",
     "float8_e5m2", "object", "0x" + "f" * 5_000, DEEP,
 )  # fmt: skip
 NUMBERS = (
-    -1, 0, 1, 2, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5, -0.0, 1e308,
+    -1, 0, 1, 2, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64,
+    -(2**63) - 1, 10**400, 0.5, -0.0, 1e308,
 )  # fmt: skip
 OTHERS = (
     None,
@@ -34,18 +36,19 @@ OTHERS = (
     -float("inf"),
 )
 PARTS = (
-    b"\0", b"\xff" * 8, b"\x7f" + b"\xff" * 7, b"[" * 3_000, b"{" * 3_000, b"\n", b"\r", b"\xef\xbb\xbf", b"\xc3", b"/../",
+    b"\0", b"\xff" * 8, b"\x7f" + b"\xff" * 7, b"[" * 3_000, b"{" * 3_000, b"\n", b"\r",
+    b"\xef\xbb\xbf", b"\xc3", b"/../",
     b"- &a [*a]\n", b"c",
 )  # fmt: skip
 
 
 def value(random: Random) -> Any:
-    """Return a value that is seldom expected anywhere."""
+    """Return a value that readers rarely expect."""
     return copy.deepcopy(random.choice(random.choice((TEXTS, NUMBERS, OTHERS))))
 
 
 def text(random: Random, *expected: str) -> str:
-    """Return a text that somebody may give, or one of those expected, or one nearly so."""
+    """Return an unusual text, or an expected one, possibly changed a little."""
     chosen = random.choice((*TEXTS, *map(str, NUMBERS), *expected, *expected))
     for _ in range(random.choice((0, 0, 1, 2))):
         place = random.randrange(len(chosen) + 1)
@@ -58,7 +61,7 @@ def text(random: Random, *expected: str) -> str:
 
 
 def of_bytes(random: Random, data: bytes) -> bytes:
-    """Return bytes that were flipped, overwritten, cut out, repeated, put in or cut off, at one to four places."""
+    """Return bytes with one to four parts flipped, overwritten, deleted, repeated or cut off."""
     changed = bytearray(data)
     for _ in range(random.randint(1, 4)):
         start = random.randrange(len(changed) + 1)
@@ -80,7 +83,7 @@ def of_bytes(random: Random, data: bytes) -> bytes:
 
 
 def of_json(random: Random, plain: Any) -> Any:
-    """Return JSON in which one to three values were replaced, dropped, doubled, wrapped, swapped or renamed."""
+    """Return JSON with one to three values replaced, deleted, doubled, wrapped or renamed."""
     root = [copy.deepcopy(plain)]
     for _ in range(random.randint(1, 3)):
         container, key = random.choice(list(_places(root)))
@@ -104,7 +107,7 @@ def of_json(random: Random, plain: Any) -> Any:
 
 
 def as_json(random: Random, plain: Any) -> bytes:
-    """Write JSON, sometimes with a key twice, and with what is too deep for Python's own writer."""
+    """Write JSON, sometimes with a repeated key, and nested deeper than Python's writer can."""
     written = json.dumps(
         plain,
         ensure_ascii=random.random() < 0.5,

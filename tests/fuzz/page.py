@@ -1,4 +1,4 @@
-"""What is asked of the page's server, and what its answers may be."""
+"""Requests to the page's server, and the rules for its answers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import asyncio
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from random import Random
+from typing import Any
 from urllib.parse import quote, unquote
+
+from starlette.applications import Starlette
 
 from samestep.watch.runs import Changes, Views
 from samestep.watch.security import HEADERS
@@ -17,13 +22,6 @@ from samestep.watch.server import PAGE, make_app
 from tests.fuzz import mutate
 from tests.fuzz.records import BREAK_OUT, NAMES, SECRET, write_run
 from tests.fuzz.target import Target
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-    from random import Random
-
-    from starlette.applications import Starlette
 
 TOKEN = "a-token-of-many-letters"
 PORT = 7007
@@ -33,7 +31,8 @@ LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?", re.IGNORECA
 METHODS = ("GET",) * 30 + ("HEAD", "HEAD", "POST", "PUT", "get", "TRACE", "")
 API = ("/api/run", "/api/curve", "/api/timing", "/api/image")
 PATHS = (
-    *API * 3, "/", "/api/runs", "/api/changes", "/page/main.js", "/page/../server.py", "/page//etc/passwd", "/api/runs/", "/none",
+    *API * 3, "/", "/api/runs", "/api/changes", "/page/main.js", "/page/../server.py",
+    "/page//etc/passwd", "/api/runs/", "/none",
 )  # fmt: skip
 PARAMETERS = {
     "id": (*["one"] * 30, ".", "../one", "two", ""),
@@ -55,9 +54,12 @@ ASKED = {
     "/": ("token",),
 }
 HEADER_VALUES = {
-    "host": ("localhost", "LOCALHOST:7007", "127.0.0.1:7007", "[::1]:7007", "localhost.example", "localhost@example", "example"),
-    "authorization": (f"Bearer {TOKEN}", f"bearer  {TOKEN}", f"Basic {TOKEN}", "Bearer", f"Bearer {PASS}"),
-    "cookie": (f"samestep-{PORT}={PASS}", f'a=b; samestep-{PORT}="{PASS}"', f"samestep-{PORT}={TOKEN}", "samestep-1=x", ";=;"),
+    "host": ("localhost", "LOCALHOST:7007", "127.0.0.1:7007", "[::1]:7007", "localhost.example",
+    "localhost@example", "example"),
+    "authorization": (f"Bearer {TOKEN}", f"bearer  {TOKEN}", f"Basic {TOKEN}", "Bearer",
+    f"Bearer {PASS}"),
+    "cookie": (f"samestep-{PORT}={PASS}", f'a=b; samestep-{PORT}="{PASS}"',
+    f"samestep-{PORT}={TOKEN}", "samestep-1=x", ";=;"),
     "range": ("bytes=0-1",),
     "x-forwarded-host": ("localhost",),
     "content-length": ("99",),
@@ -73,7 +75,7 @@ GOOD_HEADERS = [("host", "localhost"), ("authorization", f"Bearer {TOKEN}")]
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, as it comes out of the parser of HTTP."""
+    """A parsed HTTP request."""
 
     method: str
     path: str
@@ -81,16 +83,19 @@ class Asked:
     headers: list[tuple[bytes, bytes]]
 
     def scope(self) -> dict[str, Any]:
-        """Return it as uvicorn gives it to an application."""
+        """Return the request as uvicorn passes it to an application."""
         return {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http", "root_path": "",
-            "method": self.method, "path": unquote(self.path), "raw_path": self.path.encode(), "query_string": self.query,
-            "headers": self.headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", PORT), "state": {},
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1", "scheme": "http", "root_path": "",
+            "method": self.method, "path": unquote(self.path), "raw_path": self.path.encode(),
+            "query_string": self.query,
+            "headers": self.headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", PORT),
+            "state": {},
         }  # fmt: skip
 
 
 def targets(folder: Path) -> list[Target]:
-    """Return the page's server, with and without a token; its runs are under `folder`."""
+    """Return targets for the page's server, with and without a token; runs are under `folder`."""
     loop = cache(asyncio.new_event_loop)
     page = {path.read_bytes() for path in PAGE.iterdir()}
 
@@ -98,7 +103,7 @@ def targets(folder: Path) -> list[Target]:
         def make(random: Random) -> tuple[Views, Starlette, Asked]:
             write_run(folder / "runs" / "one", random if random.random() < 0.5 else None)
             views = Views(folder / "runs")
-            return views, make_app(views, Changes(views), token=token, port=PORT), _question(random)
+            return views, make_app(views, Changes(views), token=token, port=PORT), _request(random)
 
         def read(given: tuple[Views, Starlette, Asked]) -> None:
             views, app, asked = given
@@ -108,7 +113,7 @@ def targets(folder: Path) -> list[Target]:
             _check(asked, status, headers, body, page)
             assert str(folder).encode() not in body
             assert status in {401, 405, 421} or _may_pass(asked, token), (
-                "somebody passed who must not"
+                "an unauthorized request was answered"
             )
 
         return Target("page" if token is None else "token", make, read, ())
@@ -116,7 +121,7 @@ def targets(folder: Path) -> list[Target]:
     return [served(None), served(TOKEN)]
 
 
-def _question(random: Random) -> Asked:
+def _request(random: Random) -> Asked:
     path = random.choice(PATHS)
     names = [
         name
@@ -154,18 +159,18 @@ def _likely(random: Random, values: tuple[str, ...]) -> str:
 
 
 async def _answer(app: Starlette, asked: Asked) -> tuple[int, Mapping[str, str], bytes]:
-    """Return status, headers and body; whoever listens to changes goes away once something came."""
+    """Return status, headers and body; of the change stream, only the first message."""
     messages: list[Any] = []
-    has_left = asyncio.Event()
+    is_gone = asyncio.Event()
 
     async def receive() -> dict[str, Any]:
-        await has_left.wait()
+        await is_gone.wait()
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
         messages.append(message)
         if asked.path == "/api/changes" and message.get("body"):
-            has_left.set()
+            is_gone.set()
 
     await app(asked.scope(), receive, send)
     start, *rest = messages
@@ -180,17 +185,17 @@ async def _answer(app: Starlette, asked: Asked) -> tuple[int, Mapping[str, str],
 def _check(
     asked: Asked, status: int, headers: Mapping[str, str], body: bytes, page: set[bytes]
 ) -> None:
-    """See to it that an answer is one that is documented, and tells nothing of the machine."""
+    """Check that an answer is a documented one and reveals nothing about the machine."""
     assert status in STATUSES, status
     assert all(headers.get(name.lower()) == value for name, value in HEADERS.items())
     assert b"Traceback" not in body
     assert SECRET not in body
-    if asked.method == "HEAD":  # whose body uvicorn leaves out
+    if asked.method == "HEAD":  # uvicorn removes the body
         return
     kind = headers["content-type"].partition(";")[0]
     if status != 200:
         assert kind == "text/plain"
-        assert len(body) < 300, "it repeats much of what was asked"
+        assert len(body) < 300, "it repeats much of the request"
     elif kind == "application/json":
         json.loads(body, parse_constant=_refuse)
     elif kind.startswith("image/"):
@@ -201,11 +206,11 @@ def _check(
 
 
 def _refuse(constant: str) -> None:
-    raise AssertionError(f"{constant} is no JSON")
+    raise AssertionError(f"{constant} is not JSON")
 
 
 def _may_pass(asked: Asked, token: str | None) -> bool:
-    """Tell whether the request calls the server rightly, or has the secret anywhere that counts."""
+    """Return whether the request names the right host, or has the secret in a valid place."""
     given = [(name.decode(), value.decode("latin-1")) for name, value in asked.headers]
     if token is None:
         hosts = [value for name, value in given if name == "host"]

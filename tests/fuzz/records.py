@@ -1,11 +1,14 @@
-"""Who reads records: damaged ones, and such as no run writes."""
+"""Targets that read records: damaged ones, and ones that no run writes."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from random import Random
+from typing import Any
 
 from samestep.errors import RecordError
 from samestep.record.cursor import FILE, Cursor
@@ -21,45 +24,29 @@ from tests.fuzz.target import Target
 from tests.watch.markup import Markup
 from tests.watch.writing import lines, scalars, started, timing
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-    from random import Random
-
 PNG = b"\x89PNG\r\n\x1a\n"
 SECRET = PNG + b"of another run"
 IMAGES = (
-    PNG + b"pixels",
-    b"\xff\xd8\xffpixels",
-    b"GIF89apixels",
-    b"RIFF\0\0\0\0WEBPpixels",
-    b"<svg onload='alert(1)'/>",
-    b"<script>",
-    b"",
-)
+    PNG + b"pixels", b"\xff\xd8\xffpixels", b"GIF89apixels", b"RIFF\0\0\0\0WEBPpixels",
+    b"<svg onload='alert(1)'/>", b"<script>", b"",
+)  # fmt: skip
 PATHS = (
-    "images/one.png",
-    "images/link.png",
-    "images/folder.png",
-    "images/../../secret.png",
-    "../secret.png",
-    "images/one.png\n",
-)
+    "images/one.png", "images/link.png", "images/folder.png", "images/../../secret.png",
+    "../secret.png", "images/one.png\n",
+)  # fmt: skip
 BREAK_OUT = "</script><script>alert(1)</script><!--<script>"
 NAMES = ("loss", "a/b", BREAK_OUT)
+LOOP = {
+    "event": "loop", "name": "train", "step": 0, "epoch": 0, "done": 0, "steps": 8, "epochs": 2,
+    "samples": 20, "batch_size": 8,
+}  # fmt: skip
+FAILED = {
+    "event": "failed", "step": 3, "rank": 1, "host": "here", "error": "lost",
+    "traceback": BREAK_OUT,
+}  # fmt: skip
 EVENTS = (
     started(config={"lanes": 8, "timeout": "inf", "remote": BREAK_OUT}),
-    {
-        "event": "loop",
-        "name": "train",
-        "step": 0,
-        "epoch": 0,
-        "done": 0,
-        "steps": 8,
-        "epochs": 2,
-        "samples": 20,
-        "batch_size": 8,
-    },
+    LOOP,
     *[
         scalars(step, **dict.fromkeys(NAMES, 1 / (step + 1)), norm="nan")
         | {"low": {"loss": 0}, "high": {"loss": 9}}
@@ -75,14 +62,7 @@ EVENTS = (
     {"event": "sink", "name": "s3://bucket/run", "behind_bytes": 10, "dropped": 1, "error": "lost"},
     {"event": "snapshot", "step": 3, "score": 0.5},
     {"event": "snapshot_rejected", "path": "step-00000003", "reason": "damaged"},
-    {
-        "event": "failed",
-        "step": 3,
-        "rank": 1,
-        "host": "here",
-        "error": "lost",
-        "traceback": BREAK_OUT,
-    },
+    FAILED,
     {"event": "restarting", "step": 2, "rank": 1, "reason": "lost"},
     started(2, kind="resumed", workers=4),
     {"event": "stopped", "step": 3, "signal": 15},
@@ -109,7 +89,7 @@ def targets(folder: Path) -> list[Target]:
 
 
 def write_run(directory: Path, random: Random | None) -> Path:
-    """Write a run's record and its images, among them some that lead elsewhere; without `random` as a run writes them."""
+    """Write a run's record and its images, some of which are links; damage them if `random`."""
     images = directory / "images"
     if not images.is_dir():
         images.mkdir(parents=True)
@@ -127,7 +107,7 @@ def write_run(directory: Path, random: Random | None) -> Path:
 
 
 def record(random: Random) -> bytes:
-    """Return the bytes of a record: most of its events as a run writes them, and in half of all cases damaged."""
+    """Return the bytes of a record with some unusual events, damaged in half of all cases."""
     given = [json.loads(line) for line in lines(*EVENTS).splitlines()]
     written = [
         mutate.as_json(random, mutate.of_json(random, event) if random.random() < 0.2 else event)
@@ -150,7 +130,7 @@ def _events(folder: Path) -> list[Target]:
 
 
 class Growing(LocalFiles):
-    """Files of a folder that all end after as many bytes as have been written yet."""
+    """Files of a folder of which only the first `written` bytes are visible."""
 
     written = 0
 
@@ -180,17 +160,15 @@ def _views(folder: Path) -> list[Target]:
         for files.written in (half, 2**40):
             growing.refresh()
         fresh.refresh()
-        assert _told(growing, asked) == _told(fresh, asked), (
-            "read in two parts it tells something else"
+        assert _shown(growing, asked) == _shown(fresh, asked), (
+            "the view differs when read in two parts"
         )
 
     def report(given: tuple[Path, int, dict[str, Any]]) -> None:
         page = make_report([str(given[0].parent)], image_bytes=1000).page
         page.encode()
         parts = Markup(page)
-        assert [tag for tag, _ in parts.elements] == tags, (
-            "a text of the record got out of its place"
-        )
+        assert [tag for tag, _ in parts.elements] == tags, "a text of the record became markup"
         json.loads(parts.texts["script", "answers"][0], parse_constant=_refuse)
 
     write_run(folder / "plain" / "one", None)
@@ -201,24 +179,24 @@ def _views(folder: Path) -> list[Target]:
     return [Target("view", run, view, ()), Target("report", run, report, (), reads_elsewhere=True)]
 
 
-def _told(view: View, asked: dict[str, Any]) -> str:
-    """Return all that is told of a run, but for what depends on the clock, as the JSON that it must be."""
+def _shown(view: View, asked: dict[str, Any]) -> str:
+    """Return everything that the view shows, except what depends on the clock, as JSON."""
     json.dumps(view.row(), allow_nan=False)
-    told = {
+    shown = {
         name: value
         for name, value in view.summary().items()
         if name not in {"now", "progress", "state"}
     }
-    told["curves"] = [view.curve(scalar["name"], **asked) for scalar in told["scalars"]]
-    told["timing"] = view.timing(asked["start"], asked["end"], asked["points"])
+    shown["curves"] = [view.curve(scalar["name"], **asked) for scalar in shown["scalars"]]
+    shown["timing"] = view.timing(asked["start"], asked["end"], asked["points"])
     for number in range(len(PATHS)):
         with suppress(KeyError, RecordError):
             assert b"".join(view.open_image(number)[2]) != SECRET, "it read an image of another run"
-    return json.dumps(told, allow_nan=False)
+    return json.dumps(shown, allow_nan=False)
 
 
 def _refuse(constant: str) -> None:
-    raise AssertionError(f"{constant} is no JSON")
+    raise AssertionError(f"{constant} is not JSON")
 
 
 def _parts(folder: Path) -> list[Target]:
@@ -254,7 +232,7 @@ def _parts(folder: Path) -> list[Target]:
 
 
 class Taker:
-    """A sink that takes all."""
+    """A sink that accepts everything."""
 
     def __init__(self, directory: Path) -> None:
         self._images = directory / "images"
@@ -265,14 +243,14 @@ class Taker:
     def image(self, event: Mapping[str, Any], data: bytes) -> None:
         assert event["event"] == "image"
         if data == SECRET:
-            raise RuntimeError(f"an image of another run came out of {self._images}")
+            raise RuntimeError(f"an image of another run was sent from {self._images}")
 
     def flush(self) -> None:
         pass
 
 
 class Unkept(Cursor):
-    """Keeps nothing, since who reads must not write."""
+    """Stores nothing, since a reader must not write."""
 
     def keep(self, name: str, value: int) -> None:
         pass

@@ -1,21 +1,19 @@
-"""What a reader is, as fuzzing sees it."""
+"""The interface of a fuzzed reader."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from random import Random
+from random import Random
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Target:
-    """Something that reads: `make` makes what it is given, files if need be, and `read` reads that."""
+    """A reader: `make` makes an input, including its files, and `read` reads it."""
 
     name: str
     make: Callable[[Random], Any]
     read: Callable[[Any], object]
     allowed: tuple[type[Exception], ...]
-    reads_elsewhere: bool = False  # where the user's own file may name any other
+    reads_elsewhere: bool = False  # if its input may name any other file

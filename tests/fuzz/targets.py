@@ -1,4 +1,4 @@
-"""What is read, each with a real example to start from, and the errors that it may end in."""
+"""All fuzzed readers, each with a real example to start from and its documented errors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import io
 import json
 import math
 import pickle
-import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from functools import cache, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from random import Random
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,73 +27,41 @@ from recipes.vit.pretrained import PretrainedError, read_parameters
 from samestep.cluster import find_process
 from samestep.comm.link import MOST_BYTES, Frames, decode, frame, is_proof, nonce_of, parse_address
 from samestep.config import Config, merge, parse
-from samestep.errors import ConfigError, SnapshotError
+from samestep.errors import ConfigError
 from samestep.launch.cluster_spec import Nodes
 from samestep.launch.membership import ElasticPolicy, Membership
 from samestep.launch.ssh import read_hosts
 from samestep.launch.store_server import Keys
-from samestep.snapshot import load
-from samestep.snapshot.commit import CommitProtocol, combined
-from samestep.snapshot.files import checksum
-from samestep.snapshot.manifest import NAME, Manifest
-from samestep.snapshot.state import canonical, flatten, no_tensor, restore
-from tests.fuzz import mutate, page, records
+from tests.fuzz import mutate, page, records, snapshots
 from tests.fuzz.target import Target
-from tests.snapshot.saving import small_state, team
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-    from random import Random
 
 OPTIONS = (
-    "8",
-    "auto",
-    "never",
-    "500",
-    "10min",
-    "0.5",
-    "cuda:0,cuda:1",
-    "bfloat16",
-    "continue",
-    "runs/one",
-    "mlflow,tensorboard",
-    "my.sinks:Mine",
-    "s3://bucket/run",
-)
+    "8", "auto", "never", "500", "10min", "0.5", "cuda:0,cuda:1", "bfloat16", "continue",
+    "runs/one", "mlflow,tensorboard", "my.sinks:Mine", "s3://bucket/run",
+)  # fmt: skip
+PREFIXES = (
+    "", "RANK WORLD LOCAL_ MASTER", "SLURM", "OMPI PMIX", "PMI_ MPI_", "PET_ JOB_ KUBE RANK",
+)  # fmt: skip
 VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID",
-    "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODELIST", "SLURM_STEP_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_NNODES", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST",
-    "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID",
+    "SLURM_NODELIST", "SLURM_STEP_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_NNODES", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS", "JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST", "PET_NODE_RANK",
+    "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT",
 )  # fmt: skip
 PLACES = (
-    "0",
-    "1",
-    "2",
-    "29500",
-    "127.0.0.1",
-    "n[1-2]",
-    "n[001-999999999],m",
-    "2(x3),1",
-    "1(x999999999)",
+    "0", "1", "2", "29500", "127.0.0.1", "n[1-2]", "n[001-999999999],m", "2(x3),1", "1(x999999999)",
     "node-0.job",
-)
+)  # fmt: skip
 
 
 def targets(folder: Path) -> list[Target]:
     """Return all targets; their files are under `folder`."""
-    with_files = (
-        _launching,
-        _snapshots,
-        _meetings,
-        records.targets,
-        page.targets,
-        _settings,
-        _parameters,
-    )
-    return [*_options(), *_messages(), *chain.from_iterable(group(folder) for group in with_files)]
+    readers = (_launching, snapshots.targets, records.targets, page.targets, _settings)
+    groups = [group(folder) for group in (*readers, _parameters)]
+    return [*_options(), *_messages(), *chain.from_iterable(groups)]
 
 
 def _options() -> list[Target]:
@@ -110,19 +80,16 @@ def _options() -> list[Target]:
         return random.choice(names), _option(random)
 
     def check(config: Config) -> None:
-        assert all(
-            math.isfinite(value) for value in vars(config).values() if isinstance(value, float)
-        ), config
+        numbers = [value for value in vars(config).values() if isinstance(value, float)]
+        assert all(map(math.isfinite, numbers)), config
+
+    def read_flag(given: tuple[str, str]) -> None:
+        check(merge({given[0]: parse(*given, "--flag")}, {}))
 
     return [
         Target("arguments", arguments, lambda given: check(merge(given, {})), (ConfigError,)),
         Target("environment", environment, lambda given: check(merge({}, given)), (ConfigError,)),
-        Target(
-            "flags",
-            flag,
-            lambda given: check(merge({given[0]: parse(*given, "--flag")}, {})),
-            (ConfigError,),
-        ),
+        Target("flags", flag, read_flag, (ConfigError,)),
     ]
 
 
@@ -132,16 +99,7 @@ def _option(random: Random) -> str:
 
 def _launching(folder: Path) -> list[Target]:
     def environment(random: Random) -> dict[str, str]:
-        prefix = random.choice(
-            (
-                "",
-                "RANK WORLD LOCAL_ MASTER",
-                "SLURM",
-                "OMPI PMIX",
-                "PMI_ MPI_",
-                "PET_ JOB_ KUBE RANK",
-            )
-        ).split() or [""]
+        prefix = random.choice(PREFIXES).split() or [""]
         likely = [name for name in VARIABLES if name.startswith(tuple(prefix))]
         chosen = {name for name in likely if random.random() < 0.9} | {
             name for name in VARIABLES if random.random() < 0.03
@@ -156,20 +114,16 @@ def _launching(folder: Path) -> list[Target]:
 
     def hosts(random: Random) -> Path:
         path = folder / "hosts"
-        lines = [
-            mutate.text(
-                random, "node1 workers=4", "user@node2", "[fd00::1]", "# none", "-oProxyCommand=id"
-            )
-            for _ in range(3)
-        ]
+        likely = "node1 workers=4", "user@node2", "[fd00::1]", "# none", "-oProxyCommand=id"
+        lines = [mutate.text(random, *likely) for _ in range(3)]
         path.write_bytes("\n".join(["node0", *lines]).encode(errors="surrogatepass"))
         return path
 
     def read_the_hosts(path: Path) -> None:
         for host in read_hosts(path):
-            assert host.name[0] not in "-@", "the remote shell would take it for an option"
+            assert host.name[0] not in "-@", "the remote shell would read it as an option"
             assert not set(host.name) & set(" ;|&$`'\"\\\n\0"), (
-                "the remote shell would take it for more than a host"
+                "the remote shell would read it as more than a host"
             )
 
     return [
@@ -186,20 +140,18 @@ def _messages() -> list[Target]:
         {"tell": "beat", "step": 3, "attempt": 0},
     )
     requests = [
-        {"do": "set", "key": "rank", "value": "MA=="}, {"do": "append", "key": "rank", "value": "MA=="}, {"do": "check", "keys": ["rank"]},
-        {"do": "add", "key": "rank", "amount": 1}, {"do": "delete", "key": "rank"}, {"do": "get", "key": "other", "seconds": 0.0},
-        {"do": "compare_set", "key": "rank", "expected": "", "value": "MA=="}, {"do": "wait", "keys": ["rank"], "seconds": 0.0},
+        {"do": "set", "key": "rank", "value": "MA=="}, {"do": "append", "key": "rank",
+        "value": "MA=="}, {"do": "check", "keys": ["rank"]},
+        {"do": "add", "key": "rank", "amount": 1}, {"do": "delete", "key": "rank"}, {"do": "get",
+        "key": "other", "seconds": 0.0},
+        {"do": "compare_set", "key": "rank", "expected": "", "value": "MA=="}, {"do": "wait",
+        "keys": ["rank"], "seconds": 0.0},
         {"do": "count"},
     ]  # fmt: skip
     failure = {
-        "rank": 0,
-        "summary": "lost",
-        "traceback": "",
-        "status": 1,
-        "is_secondary": False,
-        "is_retryable": True,
-        "step": 3,
-    }
+        "rank": 0, "summary": "lost", "traceback": "", "status": 1, "is_secondary": False,
+        "is_retryable": True, "step": 3,
+    }  # fmt: skip
     news = [
         {"tell": "beat", "step": 3}, {"tell": "ready"}, {"tell": "ended", "attempt": 0},
         {"tell": "signalled", "signal": 15, "again": False},
@@ -208,9 +160,8 @@ def _messages() -> list[Target]:
     loop = cache(asyncio.new_event_loop)
 
     def stream(random: Random) -> bytes:
-        whole = b"".join(
-            frame(mutate.as_json(random, mutate.of_json(random, message))) for message in messages
-        )
+        bodies = [mutate.as_json(random, mutate.of_json(random, one)) for one in messages]
+        whole = b"".join(map(frame, bodies))
         return mutate.of_bytes(random, whole) if random.random() < 0.5 else whole
 
     def read_stream(data: bytes) -> None:
@@ -226,164 +177,35 @@ def _messages() -> list[Target]:
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(Keys().answer(request), 0.001)
 
+    def read_request(given: Any) -> None:
+        loop().run_until_complete(answer(given))
+
     def one_of(some: list[dict[str, Any]], random: Random) -> Any:
         try:
             return decode(mutate.as_json(random, mutate.of_json(random, random.choice(some))))
         except ValueError:
             return {}
 
-    def hear(message: dict[str, Any]) -> None:
-        membership = Membership(
-            ElasticPolicy(1, 2, 8, 3, 30.0), 0.0, open_attempt=lambda _: None, log=lambda _: None
-        )
+    def receive(message: dict[str, Any]) -> None:
+        nothing, terms = lambda _: None, ElasticPolicy(1, 2, 8, 3, 30.0)
+        membership = Membership(terms, 0.0, open_attempt=nothing, log=nothing)
         node = membership.join("node1", 4, lambda _: None, lambda: None, 0.0)
         membership.hear(node, {"tell": "ready"}, 1.0)
-        membership.update(3.0)  # workers start
+        membership.update(3.0)  # starts workers
         membership.hear(node, message, 4.0)
         membership.update(5.0)
 
     return [
         Target("messages", stream, read_stream, (ValueError,)),
-        Target(
-            "requests",
-            partial(one_of, requests),
-            lambda given: loop().run_until_complete(answer(given)),
-            (ValueError,),
-        ),
-        Target("news", partial(one_of, news), hear, (ValueError,)),
-    ]
-
-
-def _saved(folder: Path) -> dict[str, bytes]:
-    """Return the files of a snapshot that two workers wrote."""
-    with team(folder, 2) as (writers, _):
-        for writer in writers:
-            writer.save(2, small_state(2), {}, {"note": [1, "two", (3.0, None)]}, 0.5)
-        for writer in writers:
-            writer.wait()
-    return {path.name: path.read_bytes() for path in (folder / "step-00000002").iterdir()}
-
-
-def _signed(body: dict[str, Any]) -> bytes:
-    """Return a manifest whose checksum is right, whatever it says, where that can be written."""
-    body = {name: value for name, value in body.items() if name != "checksum"}
-    with suppress(ValueError):
-        body["checksum"] = checksum(canonical(body).encode())
-    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _snapshots(folder: Path) -> list[Target]:
-    whole = _saved(folder / "saved")
-    body = json.loads(whole[NAME])
-    place = folder / "step-00000002"
-    place.mkdir()
-    plain, _ = flatten(
-        {
-            "a": [1, 2.5, "three", (None, {4})],
-            5: np.float32(6),
-            "b": b"seven",
-            "c": 8j,
-            "d": torch.float16,
-        }
-    )
-
-    def manifest(random: Random) -> bytes:
-        what = random.random()
-        if what < 0.3:
-            return mutate.of_bytes(random, whole[NAME])
-        changed = mutate.of_json(random, body)
-        return (
-            _signed(changed)
-            if what < 0.8 and isinstance(changed, dict)
-            else mutate.as_json(random, changed)
-        )
-
-    def snapshot(random: Random) -> Path:
-        files = dict(whole)
-        if random.random() < 0.7:
-            files[NAME] = manifest(random)
-        else:
-            name = random.choice(sorted(whole))
-            files[name] = mutate.of_bytes(random, whole[name])
-            changed = json.loads(whole[NAME])
-            for file in changed["files"]:
-                content = files[file[0]]
-                file[1:] = [len(content), 2**20, [checksum(content)] if content else []]
-            files[NAME] = _signed(changed)
-        for name, content in files.items():
-            (place / name).write_bytes(content)
-        return place
-
-    def state(random: Random) -> Any:
-        changed = mutate.of_json(random, plain)
-        with suppress(RecursionError, ValueError):
-            changed = json.loads(mutate.as_json(random, changed))
-        return changed
-
-    return [
-        Target("manifest", manifest, Manifest.from_bytes, (SnapshotError,)),
-        Target("snapshot", snapshot, load, (SnapshotError,)),
-        Target("state", state, lambda given: restore(given, no_tensor), (SnapshotError,)),
-    ]
-
-
-def _meetings(folder: Path) -> list[Target]:
-    """A writer turns whatever comes out here into its own `SnapshotError`, so any error will do."""
-    meetings = [
-        CommitProtocol(folder / "met", "first", rank, 2, 0.0, threading.Event())
-        for rank in range(2)
-    ]
-    (folder / "met").mkdir()
-    manifest = json.loads(_saved(folder / "parts")[NAME])
-    entries = {name: form for name, (form, _) in manifest["tensors"].items()}
-    pieces = [(name, piece) for name, (_, found) in manifest["tensors"].items() for piece in found]
-    parts = [
-        {
-            "state": manifest["state"] if rank == 0 else {"dict": []},
-            "forms": entries,
-            "pieces": [
-                [name, start, stop, offset, None]
-                for name, (file, start, stop, offset) in pieces
-                if file == rank
-            ],
-            "file": manifest["files"][rank],
-        }
-        for rank in range(2)
-    ]
-
-    def part(random: Random) -> CommitProtocol:
-        for rank, one in enumerate(parts):
-            changed = mutate.as_json(
-                random, mutate.of_json(random, one) if random.random() < 0.6 else one
-            )
-            path = meetings[0].directory / f"part-first-{rank}.json"
-            path.write_bytes(mutate.of_bytes(random, changed) if random.random() < 0.2 else changed)
-        return meetings[0]
-
-    def commit(meeting: CommitProtocol) -> None:
-        combined(meeting.parts(), step=2, attempt="first", info={}, score=None).to_bytes()
-
-    def failed(random: Random) -> CommitProtocol:
-        words = mutate.of_bytes(
-            random, "worker 0 could not write its part: disque plein, désolé".encode()
-        )
-        (meetings[1].directory / "failed-second-0.txt").write_bytes(words)
-        return CommitProtocol(folder / "met", "second", 1, 2, 0.0, threading.Event())
-
-    return [
-        Target("part", part, commit, (Exception,)),
-        Target("failed", failed, CommitProtocol.parts, (Exception,)),
+        Target("requests", partial(one_of, requests), read_request, (ValueError,)),
+        Target("news", partial(one_of, news), receive, (ValueError,)),
     ]
 
 
 def _settings(folder: Path) -> list[Target]:
     path, base = folder / "settings.yaml", folder / "base.yaml"
-    example = {
-        "model": {"width": 8, "depth": 2},
-        "optimizer": {"lr": 0.1},
-        "epochs": 3,
-        "data": {"root": "there"},
-    }
+    model, rest = {"width": 8, "depth": 2}, {"epochs": 3, "data": {"root": "there"}}
+    example = {"model": model, "optimizer": {"lr": 0.1}, **rest}
     base.write_text(yaml.safe_dump(example))
     bomb = b"a: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(
         b"%c: &%c [%s]\n" % (letter, letter, b",".join([b"*%c" % (letter - 1)] * 9))
@@ -391,41 +213,24 @@ def _settings(folder: Path) -> list[Target]:
     )
 
     def file(random: Random) -> list[str]:
-        text = random.choice(
-            (
-                yaml.safe_dump(example).encode(),
-                b"base: settings.yaml",
-                b"base: /dev/zero",
-                bomb,
-                bomb + b"epochs: *j",
-                bomb + b"- *j",
-            )
-        )
-        changed = (
-            mutate.as_json(random, mutate.of_json(random, {"base": "base.yaml", **example}))
-            if random.random() < 0.6
-            else text
-        )
+        bombs = bomb, bomb + b"epochs: *j", bomb + b"- *j"
+        plain = yaml.safe_dump(example).encode()
+        changed = random.choice((plain, b"base: settings.yaml", b"base: /dev/zero", *bombs))
+        if random.random() < 0.6:
+            based = {"base": "base.yaml", **example}
+            changed = mutate.as_json(random, mutate.of_json(random, based))
         path.write_bytes(mutate.of_bytes(random, changed) if random.random() < 0.6 else changed)
         return [str(path)]
 
     def argument(random: Random) -> list[str]:
-        key = random.choice(
-            (
-                "model.width",
-                "optimizer.lr",
-                "data",
-                "epochs",
-                "lanes",
-                "seed",
-                "width",
-                mutate.text(random, "model.depth"),
-            )
-        )
+        names = ("model.width", "optimizer.lr", "data", "epochs", "lanes", "seed", "width")
+        key = random.choice((*names, mutate.text(random, "model.depth")))
         return [f"{key}={mutate.text(random, '1e-3', '[1, 2]', 'none', 'true')}"]
 
     def read(given: list[str]) -> object:
         return settings.read(Settings, given)
+
+    read([])  # evaluates the annotations of the dataclasses, once
 
     return [
         Target("settings", file, read, (settings.SettingsError,), reads_elsewhere=True),
@@ -456,14 +261,12 @@ def _parameters(folder: Path) -> list[Target]:
         path = folder / f"parameters{suffix}"
         if suffix == ".safetensors" and random.random() < 0.6:
             text = mutate.as_json(random, mutate.of_json(random, header))
-            said = random.choice(
-                (len(text), len(text), len(text), random.choice((0, 2**40, 2**63, 2**64 - 1)))
-            )
-            path.write_bytes(said.to_bytes(8, "little") + text + safetensors[8 + length :])
+            wrong = random.choice((0, 2**40, 2**63, 2**64 - 1))
+            size = random.choice((len(text), len(text), len(text), wrong))
+            path.write_bytes(size.to_bytes(8, "little") + text + safetensors[8 + length :])
         else:
-            path.write_bytes(
-                mutate.of_bytes(random, random.choice(pickles.get(suffix, [safetensors])))
-            )
+            written = random.choice(pickles.get(suffix, [safetensors]))
+            path.write_bytes(mutate.of_bytes(random, written))
         return path
 
     def made(suffix: str) -> Callable[[Random], Path]:

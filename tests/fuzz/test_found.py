@@ -1,8 +1,7 @@
-"""What fuzzing found."""
+"""Regression tests for bugs that fuzzing found."""
 
 from __future__ import annotations
 
-import math
 import pickle
 
 import numpy as np
@@ -31,7 +30,7 @@ def rejected(tmp_path, text):
     return str(caught.value)
 
 
-def test_an_event_nested_too_deeply_is_left_out_as_a_torn_one_is(tmp_path):
+def test_an_event_nested_too_deeply_is_ignored_like_a_torn_one(tmp_path):
     path = tmp_path / "events.jsonl"
     lines = [
         '{"event": "started"}',
@@ -47,41 +46,40 @@ def test_an_event_nested_too_deeply_is_left_out_as_a_torn_one_is(tmp_path):
 
 
 def test_settings_nested_too_deeply_are_refused(tmp_path):
-    assert "nested too deeply" in rejected(tmp_path, "[" * 10_000)
-    with pytest.raises(settings.SettingsError, match="expected a whole number"):
+    assert "cannot be read as YAML" in rejected(tmp_path, "[" * 10_000)
+    with pytest.raises(settings.SettingsError, match="expected int for epochs"):
         settings.read(Settings, ["epochs=" + "[" * 10_000])
 
 
 @pytest.mark.parametrize("base", ["/dev/zero", "a\\0b"])
-def test_a_base_that_is_no_file_is_refused(tmp_path, base):
+def test_a_base_that_is_not_a_file_is_rejected(tmp_path, base):
     assert "cannot be read as YAML" in rejected(tmp_path, f'base: "{base}"')
 
 
-def test_settings_of_more_than_a_megabyte_are_not_read(tmp_path):
+def test_settings_larger_than_a_megabyte_are_rejected(tmp_path):
     assert f"more than {settings.LARGEST_BYTES} bytes" in rejected(
         tmp_path, "#" * (settings.LARGEST_BYTES + 1)
     )
 
 
 @pytest.mark.parametrize("ending", ["epochs: *j", "model: *j", "unknown: *j"])
-def test_few_lines_that_stand_for_billions_of_values_are_told_in_few_words(tmp_path, ending):
+def test_few_lines_that_expand_to_billions_of_values_have_a_short_error(tmp_path, ending):
     assert len(rejected(tmp_path, BILLIONS + ending)) < 10_000
 
 
-def test_a_whole_number_beyond_all_floats_is_infinite(tmp_path):
-    path = tmp_path / "settings.yaml"
-    path.write_text(f"optimizer: {{learning_rate: 1{'0' * 400}}}")
-    assert settings.read(Settings, [str(path)]).optimizer.learning_rate == math.inf
+def test_an_integer_beyond_all_floats_is_refused(tmp_path):
+    message = rejected(tmp_path, f"optimizer: {{learning_rate: 1{'0' * 400}}}")
+    assert "expected float for optimizer.learning_rate" in message
 
 
 def test_a_number_too_long_to_print_is_not_printed(tmp_path):
-    assert "pretrained=a long number: expected a path or none" in rejected(
+    assert "pretrained=a long number: expected Path | None" in rejected(
         tmp_path, "pretrained: 0x" + 5000 * "f"
     )
 
 
 @pytest.mark.parametrize("size", [-32769, 2**31 - 1])
-def test_a_pickled_array_says_nothing_of_the_size_of_its_elements(tmp_path, size):
+def test_the_element_size_of_a_pickled_array_is_ignored(tmp_path, size):
     array = np.ones((2, 3), np.float32)
     written = pickle.dumps({"classifier.weight": array}, 2)
     unsaid, said = (b"NNNJ" + number.to_bytes(4, "little", signed=True) for number in (-1, size))
@@ -91,14 +89,14 @@ def test_a_pickled_array_says_nothing_of_the_size_of_its_elements(tmp_path, size
     assert read_parameters(path)["head.weight"].tolist() == array.T.tolist()
 
 
-def test_a_pickle_makes_no_room_for_objects_that_it_does_not_have(tmp_path):
+def test_a_pickle_cannot_reserve_memory_for_missing_objects(tmp_path):
     path = tmp_path / "damaged.pdparams"
     path.write_bytes(b"\x80\x02}r\xff\xff\xff\x7f.")
-    with pytest.raises(PretrainedError, match="it numbers an object 2147483647"):
+    with pytest.raises(PretrainedError, match="object number 2147483647 exceeds"):
         read_parameters(path)
 
 
-def test_a_part_is_named_in_plain_digits(tmp_path):
+def test_the_name_of_a_part_has_only_ascii_digits(tmp_path):
     (tmp_path / "record").mkdir()
     (tmp_path / "record" / f"{20 * chr(0x660)}-{19 * chr(0x660)}{chr(0x661)}.jsonl").write_bytes(
         b"\n"
@@ -106,7 +104,7 @@ def test_a_part_is_named_in_plain_digits(tmp_path):
     assert open_source(tmp_path).version() == (0, ())
 
 
-def test_the_end_of_a_record_may_lie_in_several_small_parts(tmp_path):
+def test_the_end_of_a_record_may_be_in_several_small_parts(tmp_path):
     line = b'{"event": "started", "time": 1}\n'
     size = len(line)
     (tmp_path / "record").mkdir()
@@ -114,7 +112,7 @@ def test_the_end_of_a_record_may_lie_in_several_small_parts(tmp_path):
     for number in range(3):
         (tmp_path / Part(number * size, (number + 1) * size).path).write_bytes(line)
         assert view.advance()
-        assert not view.advance(), "it began anew"
+        assert not view.advance(), "it started again"
     assert view.summary()["attempts"] == 3
 
 
@@ -134,7 +132,7 @@ def test_parts_that_contradict_each_other_are_read_to_their_end(tmp_path):
 
 
 @pytest.mark.parametrize("text", ['{"a": ' + "[" * 100_000, '{"a": -1}'])
-def test_progress_that_cannot_be_starts_from_nothing(tmp_path, text):
+def test_invalid_progress_is_ignored(tmp_path, text):
     (tmp_path / FILE).parent.mkdir()
     (tmp_path / FILE).write_text(text)
     assert Cursor(tmp_path).get("a") is None

@@ -1,6 +1,6 @@
-"""What users of samestep rely on: its public names and its command line, as lines of text.
+"""The public names and the command line of samestep as text, one per line.
 
-`python -m tests.house.public` writes them to `public.txt`; `test_public.py` compares.
+`python -m tests.house.public` writes them to `public.txt`, and `test_public.py` compares.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ import contextlib
 import inspect
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import samestep
 from samestep import cli
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FROZEN = Path(__file__).with_name("public.txt")
 
 
 def described() -> str:
-    """Return a line for each public name and each flag of each command."""
+    """Return one line for each public name and for each flag of each command."""
     return "\n".join([*_package(), *_run(), *_commands()]) + "\n"
 
 
@@ -38,8 +36,8 @@ def _package() -> Iterator[str]:
 def _run() -> Iterator[str]:
     with samestep.init() as run:
         for name in sorted(name for name in dir(run) if not name.startswith("_")):
-            static = inspect.getattr_static(run, name)
-            yield f"run.{name}{_parameters(getattr(run, name)) if inspect.isroutine(static) else ''}"
+            is_method = inspect.isroutine(inspect.getattr_static(run, name))
+            yield f"run.{name}{_parameters(getattr(run, name)) if is_method else ''}"
 
 
 def _commands() -> Iterator[str]:

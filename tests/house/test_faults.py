@@ -20,16 +20,16 @@ def test_flip_byte_changes_one_byte(tmp_path):
     assert file.read_bytes() == b"\x00\x01\xfd"
 
 
-def test_cut_keeps_the_beginning_and_refuses_to_do_nothing(tmp_path):
+def test_cut_truncates_and_rejects_a_size_that_changes_nothing(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(b"abc")
     cut(file, 2)
     assert file.read_bytes() == b"ab"
-    with pytest.raises(ValueError, match="would do no harm"):
+    with pytest.raises(ValueError, match="expected more than 2 bytes"):
         cut(file, 2)
 
 
-def test_full_disk_takes_its_size_and_no_more():
+def test_full_disk_holds_its_size_and_no_more():
     with full_disk(64 * 1024) as folder:
         (folder / "fits").write_bytes(bytes(32 * 1024))
         with pytest.raises(OSError, match="No space left") as caught:

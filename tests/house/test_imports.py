@@ -1,43 +1,55 @@
-"""A rule about imports that import-linter cannot state: it does not look into packages from elsewhere."""
+"""Rules about imports that import-linter cannot check.
+
+It neither looks into other packages nor counts imports within functions or under TYPE_CHECKING.
+"""
 
 from __future__ import annotations
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "src" / "samestep"
-MAY_TALK = {"launch", "world"}
-# beside samestep's own world, what torch has
-MEASURES = {"tools/doctor/torches.py", "tools/doctor/workers.py"}
-SILENT = [
+SOURCE = Path(__file__).parents[2] / "src"
+PACKAGE = SOURCE / "samestep"
+MAY_USE_DISTRIBUTED = {"comm", "launch"}
+# They measure torch's own communication.
+MEASURES = {"tools/doctor/probe.py"}
+OTHERS = [
     path
     for path in sorted(PACKAGE.rglob("*.py"))
-    if path.relative_to(PACKAGE).parts[0] not in MAY_TALK
+    if path.relative_to(PACKAGE).parts[0] not in MAY_USE_DISTRIBUTED
     and str(path.relative_to(PACKAGE)) not in MEASURES
 ]
 
 
-def knows_torch_distributed(text):
+def imported(tree, package=()):
+    """Return the full names of everything that is imported anywhere in a module of a package."""
     names = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Attribute):
-            names.add(ast.unparse(node))
-    return any(f"{name}.".startswith("torch.distributed.") for name in names)
+            parents = package[: len(package) - node.level + 1] if node.level else ()
+            origin = ".".join([*parents, *([node.module] if node.module else [])])
+            names |= {f"{origin}.{alias.name}" for alias in node.names}
+    return names
 
 
-@pytest.mark.parametrize("source", SILENT, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_launch_and_world_know_torch_distributed(source):
-    assert not knows_torch_distributed(source.read_text())
+def uses_torch_distributed(text):
+    tree = ast.parse(text)
+    attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return any(f"{name}.".startswith("torch.distributed.") for name in imported(tree) | attributes)
+
+
+@pytest.mark.parametrize("source", OTHERS, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_comm_and_launch_use_torch_distributed(source):
+    assert not uses_torch_distributed(source.read_text())
 
 
 @pytest.mark.parametrize(
-    ("text", "known"),
+    ("text", "used"),
     [
         ("import torch.distributed as dist", True),
         ("from torch import distributed", True),
@@ -47,5 +59,54 @@ def test_only_launch_and_world_know_torch_distributed(source):
         ("'torch.distributed'", False),
     ],
 )
-def test_every_way_to_know_it_is_seen(text, known):
-    assert knows_torch_distributed(text) is known
+def test_every_use_of_torch_distributed_is_found(text, used):
+    assert uses_torch_distributed(text) is used
+
+
+def cycles(source):
+    """Return import cycles among the modules of a source folder, each as text."""
+    paths = {path.relative_to(source).with_suffix(""): path for path in source.rglob("*.py")}
+    modules = {_name(module) for module in paths}
+    graph = {}
+    for module, path in paths.items():
+        names = imported(ast.parse(path.read_text()), module.parts[:-1])
+        graph[_name(module)] = {
+            name if name in modules else name.rpartition(".")[0] for name in names
+        }
+    found = []
+    while True:
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            cycle = error.args[1][::-1]  # each module imports the next one
+            found.append(" imports ".join(cycle))
+            graph[cycle[0]].remove(cycle[1])
+        else:
+            return found
+
+
+def _name(module):
+    return ".".join(module.parts[:-1] if module.name == "__init__" else module.parts)
+
+
+# The restructuring removes the cycles that exist, and then this mark.
+@pytest.mark.xfail(strict=False, reason="launch, step, doctor and tools still have import cycles")
+def test_modules_do_not_import_each_other_in_a_cycle():
+    assert cycles(SOURCE) == []
+
+
+def test_cycles_are_found_under_type_checking_and_in_functions(tmp_path):
+    package = tmp_path / "package"
+    (package / "deep").mkdir(parents=True)
+    (package / "__init__.py").write_text("from package.one import name\nimport torch\n")
+    (package / "one.py").write_text("if TYPE_CHECKING:\n    from package.two import Name\n")
+    (package / "two.py").write_text("def body():\n    from package.deep import three\n")
+    (package / "deep" / "__init__.py").write_text("")
+    (package / "deep" / "three.py").write_text("from .. import one\nfrom . import four\n")
+    (package / "deep" / "four.py").write_text("import json\n")
+    (cycle,) = cycles(tmp_path)
+    assert sorted(cycle.split(" imports ")[1:]) == [
+        "package.deep.three",
+        "package.one",
+        "package.two",
+    ]

@@ -12,7 +12,7 @@ from tests.leaks import SHARED_MEMORY, LeakError, nothing_left
 from tests.needs import needs
 
 
-def test_what_is_cleaned_up_is_no_leak(monkeypatch):
+def test_everything_cleaned_up_is_no_leak(monkeypatch):
     with nothing_left(grace_seconds=0), monkeypatch.context() as patch:
         patch.setenv("SAMESTEP_SEED", "1")
         subprocess.run(["true"], check=True)
@@ -29,11 +29,14 @@ def test_a_process_left_behind_is_found_and_killed():
 
 
 def test_an_orphan_is_found():
-    with pytest.raises(LeakError, match=r"process \d+: sleep 31"), nothing_left(grace_seconds=0.1):
+    with (
+        pytest.raises(LeakError, match=r"process \d+: .*sleep 31"),
+        nothing_left(grace_seconds=0.1),
+    ):
         subprocess.run(["sh", "-c", "sleep 31 &"], check=True)
 
 
-def test_a_process_that_ends_in_time_is_no_leak():
+def test_a_process_that_exits_in_time_is_no_leak():
     with nothing_left(grace_seconds=20):
         late = subprocess.Popen([sys.executable, "-c", "pass"])
     late.wait()
@@ -56,6 +59,16 @@ def test_a_file_in_shared_memory_left_behind_is_found():
     file.unlink()
 
 
+def test_a_file_of_torch_whose_process_was_killed_is_deleted():
+    needs("/dev/shm", found=SHARED_MEMORY.is_dir())
+    exited = subprocess.Popen(["true"])
+    exited.wait()
+    file = SHARED_MEMORY / f"torch_{exited.pid}_{secrets.token_hex(8)}_0"
+    with nothing_left(grace_seconds=0):
+        file.touch()
+    assert not file.exists()
+
+
 @pytest.mark.parametrize(
     "change", [lambda: os.environ.update(SAMESTEP_A="2"), lambda: os.environ.pop("SAMESTEP_A")]
 )
@@ -68,5 +81,5 @@ def test_a_changed_environment_variable_is_found(monkeypatch, change):
         change()
 
 
-def test_every_test_is_watched(request):
+def test_every_test_is_checked(request):
     assert "_nothing_left" in request.fixturenames

@@ -5,12 +5,12 @@ import pytest
 from tests.needs import needs
 
 
-def test_what_is_there_lets_the_test_go_on():
+def test_with_a_component_that_is_found_the_test_continues():
     needs("sh")
     needs("the Moon", found=True)
 
 
-def test_a_missing_component_skips_the_test_of_a_user_and_fails_that_of_ci(monkeypatch):
+def test_a_missing_component_skips_the_test_and_fails_it_in_ci(monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception, match="no-such-command is missing"):
         needs("no-such-command")

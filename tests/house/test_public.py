@@ -9,12 +9,11 @@ from tests.workers import run_workers
 
 def test_public_names_and_command_line_are_the_frozen_ones():
     (now,) = run_workers(described, 1)
-    assert now == FROZEN.read_text(), (
-        "if you mean to change what users rely on: python -m tests.house.public, and say so in CHANGELOG.md"
-    )
+    hint = "if this change is intended: python -m tests.house.public, and add it to CHANGELOG.md"
+    assert now == FROZEN.read_text(), hint
 
 
-def test_public_names_are_not_hidden_by_parts_of_the_same_name():
+def test_public_names_are_not_hidden_by_modules_of_the_same_name():
     def body():
         for part in ("launch", "run"):
             import_module(f"samestep.{part}")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import threading
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -182,12 +183,13 @@ def test_a_signal_to_workers_that_start_again_waits_until_they_have_come_to_the_
         if attempt() == 0:
             begin()
             end_by(signal.SIGKILL)
-        signal.signal(signal.SIGTERM, lambda *_: order.put("signal"))
+        arrived = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: (order.put("signal"), arrived.set()))
         os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(3 * POLL_SECONDS)  # in which it would come
         order.put("begin")
         begin()
-        signal.pause()
+        arrived.wait()
 
     launcher = FORK.Process(target=launch, args=(body,), kwargs={"workers": 1})
     launcher.start()

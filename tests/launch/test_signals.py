@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -67,10 +68,10 @@ def test_a_killed_launcher_takes_its_workers_along():
 
 def test_workers_get_a_signal_once_and_time_to_act_on_it(tmp_path):
     def body(ready):
-        received = []
-        signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+        received, arrived = [], threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: (received.append(1), arrived.set()))
         ready.wait()
-        signal.pause()
+        arrived.wait()
         (tmp_path / f"snapshot-{rank()}").write_text(f"after {len(received)} signal")
 
     with launched(body) as (launcher, _):

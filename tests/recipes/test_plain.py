@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,11 @@ def test_a_plain_script_is_short_and_knows_nothing_of_samestep(recipe):
     text, _ = scripts(recipe)
     assert "samestep" not in text
     assert len(text.splitlines()) < 150
+
+
+@pytest.mark.parametrize("script", ["vit/plain.py", "vit/train.py"])
+def test_a_script_that_is_started_by_its_path_finds_the_package(script, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(RECIPES / script), "--help"]
+    output = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
+    assert "optimizer.learning_rate=0.001" in output

@@ -56,7 +56,7 @@ outers = st.builds(
     steps=st.integers(),
     limit=st.none() | floats,
     loud=st.booleans(),
-    title=st.text(),
+    title=st.text().filter(lambda text: "$" not in text and text != "???"),  # OmegaConf's
     folder=st.none()
     | st.from_regex(r"[a-z0-9. /-]+", fullmatch=True)
     .map(Path)
@@ -106,9 +106,7 @@ def test_a_key_is_set_in_a_file_or_an_argument_alone(key, tmp_path):
     in_file = read(Outer, [write(tmp_path / "a.yaml", nested(key, plain(KEYS[key])))])
     in_argument = read(
         Outer,
-        [
-            f"{key}={yaml.safe_dump(plain(KEYS[key]), default_flow_style=True).splitlines()[0].strip(chr(39))}"
-        ],
+        [f"{key}={plain(KEYS[key])}"],
     )
 
     assert in_file == in_argument
@@ -151,27 +149,30 @@ def test_a_misspelt_key_is_named_with_its_source_and_the_right_one(key, data, tm
         with pytest.raises(SettingsError) as caught:
             read(Outer, [given_text])
         assert source in str(caught.value)
-        assert f"{wrong} is no setting; did you mean {key}?" in str(caught.value)
+        assert f"unknown setting {wrong}; did you mean {key}?" in str(caught.value)
 
 
 def test_a_key_without_its_section_finds_the_section():
-    with pytest.raises(SettingsError, match=r"rate is no setting; did you mean inner\.rate\?"):
+    with pytest.raises(SettingsError, match=r"unknown setting rate; did you mean inner\.rate\?"):
         read(Outer, ["rate=3"])
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("steps=1.5", "expected a whole number for steps"),
-        ("steps=true", "expected a whole number for steps"),
-        ("steps=none", "expected a whole number for steps"),
-        ("loud=1", "expected true or false for loud"),
-        ("limit=high", "expected a number or none for limit"),
-        ("inner.shape=[1, a]", "expected a list, each a whole number for inner.shape"),
-        ("inner.shape=[1, ", "expected a list, each a whole number for inner.shape"),
-        ("inner.kind=fats", "expected one of fast, slow for inner.kind; did you mean fast?"),
-        ("inner=3", "inner is a section; set one of inner.rate, inner.shape, inner.kind"),
-        ("steps", "expected a file that ends in .yaml, or key=value"),
+        ("steps=1.5", "expected int for steps"),
+        ("steps=true", "expected int for steps"),
+        ("steps=none", "expected int for steps"),
+        ("loud=loudly", "expected bool for loud"),
+        ("limit=high", "expected float | None for limit"),
+        ("inner.shape=[1, a]", "expected tuple[int, ...] for inner.shape"),
+        ("inner.shape=[1, ", "expected tuple[int, ...] for inner.shape"),
+        ("inner.kind=fats", "expected one of ['fast', 'slow'] for inner.kind; did you mean fast?"),
+        (
+            "inner=3",
+            "unknown setting inner; it is a section with inner.rate, inner.shape, inner.kind",
+        ),
+        ("steps", "expected a file that ends in .yaml or key=value"),
     ],
 )
 def test_a_wrong_argument_is_named_with_what_was_expected(text, expected):
@@ -184,7 +185,7 @@ def test_a_wrong_argument_is_named_with_what_was_expected(text, expected):
 @pytest.mark.parametrize(
     "content",
     [
-        {"steps": "3"},
+        {"steps": "three"},
         {"loud": "yes please"},
         {"limit": [1]},
         {"inner": 3},
@@ -226,7 +227,7 @@ def test_base_files_that_form_a_cycle_are_an_error(length, tmp_path):
         read(Outer, [str(tmp_path / "0.yaml")])
 
 
-def test_a_file_that_is_not_there_or_no_yaml_is_named(tmp_path):
+def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path):
     (tmp_path / "torn.yaml").write_text("steps: [1,")
     for name in ("missing.yaml", "torn.yaml"):
         with pytest.raises(SettingsError, match=f"{name} cannot be read as YAML"):
@@ -245,21 +246,21 @@ def test_help_lists_every_setting_with_default_type_and_description():
 
     for key in KEYS:
         assert f"  {key}=" in shown
-    assert "steps=10\n      how many (a whole number)" in shown
-    assert "limit=none\n      a limit (a number or none)" in shown
-    assert "inner.shape=[1, 2]\n      a shape (a list, each a whole number)" in shown
-    assert "inner.kind=fast\n      a kind (one of fast, slow)" in shown
+    assert "steps=10\n      how many (int)" in shown
+    assert "limit=none\n      a limit (float | None)" in shown
+    assert "inner.shape=[1, 2]\n      a shape (tuple[int, ...])" in shown
+    assert "inner.kind=fast\n      a kind (one of ['fast', 'slow'])" in shown
 
 
-@pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])
-def test_help_and_errors_of_arguments_come_once_a_run(rank, told, monkeypatch, capsys):
+@pytest.mark.parametrize(("rank", "printed"), [("0", True), ("1", False)])
+def test_help_and_argument_errors_are_printed_by_rank_0_only(rank, printed, monkeypatch, capsys):
     monkeypatch.setenv("RANK", rank)
     for arguments in (["--help"], ["--unknown"]):
         with pytest.raises(SystemExit):
             parser(Outer, "Do something.").parse_args(arguments)
-        assert any(capsys.readouterr()) is told
+        assert any(capsys.readouterr()) is printed
 
 
-def test_a_wrong_setting_ends_a_script_with_its_message_alone():
-    with pytest.raises(SystemExit, match=r"^setps=3: setps is no setting; did you mean steps\?$"):
+def test_a_wrong_setting_ends_a_script_with_its_message_only():
+    with pytest.raises(SystemExit, match=r"^setps=3: unknown setting setps; did you mean steps\?$"):
         run_script(lambda: read(Outer, ["setps=3"]))

@@ -265,7 +265,7 @@ def accumulating_job(run):
     """Add up the gradients of two losses, and of two steps."""
     model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
     optimizer = run.shard(torch.optim.Adadelta(model.parameters()))
-    schedule = ReduceLROnPlateau(optimizer, timeout=0)
+    schedule = ReduceLROnPlateau(optimizer, patience=0)
     tracked = {"model": model, "optimizer": optimizer, "schedule": schedule}
     run.track(**tracked)
     for batch in run.batches(images(75), 16, epochs=2):

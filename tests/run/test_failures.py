@@ -23,7 +23,7 @@ from tests.faults import full_disk, kill_at
 from tests.jobs import STEPS, events, fit, image_job, left_by, snapshots, train
 from tests.workers import try_workers
 
-SOON_SECONDS = 10.0
+SOON_SECONDS = 60.0
 
 
 class Numbers(Dataset):

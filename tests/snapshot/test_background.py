@@ -11,13 +11,13 @@ def test_what_is_asked_for_during_a_pass_is_one_more():
 
     def make_pass():
         begun.release()
-        assert may_end.acquire(timeout=20)
+        assert may_end.acquire(timeout=60)
         passes.append(None)
 
     background = Background("passes", make_pass)
     background.wait()
     background.ask()
-    assert begun.acquire(timeout=20)
+    assert begun.acquire(timeout=60)
     for _ in range(3):
         background.ask()
     may_end.release(2)
@@ -38,9 +38,9 @@ def test_closing_waits_no_longer_than_it_is_told_and_begins_no_pass():
 
     background = Background("passes", make_pass)
     background.ask()
-    assert begun.acquire(timeout=20)
+    assert begun.acquire(timeout=60)
     background.ask()
     background.close(0.0)
     may_end.set()
-    background._thread.join(20)
+    background._thread.join(60)
     assert len(passes) == 1

@@ -141,7 +141,7 @@ def test_of_two_that_send_one_step_at_once_one_wins_and_its_snapshot_is_whole(fa
     runs = [tmp_path / name for name in ("first", "second")]
     for number, run in enumerate(runs):
         save_once(run, 1, small_state(number), attempt=run.name)
-    both_have_data = threading.Barrier(2, timeout=20)
+    both_have_data = threading.Barrier(2, timeout=60)
     far.before = staticmethod(
         lambda operation, path: both_have_data.wait() if operation == "pipe_file" else None
     )

@@ -83,12 +83,12 @@ def test_points_and_lives_are_counted_to_the_end_of_a_game(game):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("NopeNoFrameskip-v4", "cannot be played .*Nope"),
-        ("ALE/Pong-v5", "cannot be played .*[Ff]rame"),
-        ("CartPole-v1", "cannot be played"),
-        ("PongNoFrameskip-v0", "has sticky actions"),
+        ("NopeNoFrameskip-v4", ".*Nope"),
+        ("ALE/Pong-v5", ".*[Ff]rame"),
+        ("CartPole-v1", ":"),
+        ("PongNoFrameskip-v0", ""),
     ],
 )
 def test_what_is_no_such_game_is_an_error(name, reason):
-    with pytest.raises(SettingsError, match=f"game.name={name} {reason}"):
+    with pytest.raises(SettingsError, match=rf"game\.name must be a game .*, got {name}{reason}"):
         Game(GameSettings(name=name))

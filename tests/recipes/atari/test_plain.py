@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recipes.atari import plain, train
-from recipes.settings import SettingsError
+from recipes.settings import SETTINGS_FILE, SettingsError
 from samestep.snapshot.read import list_snapshots, load
 from tests.jobs import fingerprint
 from tests.recipes.in_order import keyed_lane, left_in_checkpoint
@@ -23,7 +23,7 @@ SMALL = [
     ),
     *(
         "replay.size=44",
-        "replay.prioritised=true",
+        "replay.prioritized=true",
         "optimizer.target_every=2",
         "optimizer.learning_rate=0.01",
     ),
@@ -56,6 +56,7 @@ def test_it_trains_goes_on_and_evaluates(tmp_path):
     assert plain.main(["--eval", *directory]) == scores
 
 
-def test_evaluation_without_parameters_is_an_error():
-    with pytest.raises(SettingsError, match="--eval found no checkpoint"):
-        plain.main([*SMALL, "--eval"])
+def test_evaluation_without_parameters_is_an_error(tmp_path):
+    (tmp_path / SETTINGS_FILE).write_text("")
+    with pytest.raises(SettingsError, match="--eval needs the --dir of a run with a checkpoint"):
+        plain.main([*SMALL, "--eval", "--dir", str(tmp_path)])

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.atari.config import GameSettings, ReplaySettings
-from recipes.atari.replay import PrioritisedReplay, Replay
+from recipes.atari.replay import PrioritizedReplay, Replay
 from recipes.settings import SettingsError
 from tests.jobs import fingerprint
 
 ENVIRONMENTS, SIZE = 2, 3
 SETTINGS = ReplaySettings(steps=3, discount=0.5)
-KINDS = [Replay, PrioritisedReplay]
+KINDS = [Replay, PrioritizedReplay]
 
 
 class All:
@@ -43,10 +43,10 @@ def filled(kind, rows, steps, *, game=None, settings=SETTINGS, end_rate=0.2):
         torch.randint(-1, 2, (steps, ENVIRONMENTS)).float(),
     )
     ends = torch.rand(steps, ENVIRONMENTS) < end_rate
-    replay.see(frames[0])
+    replay.begin_row(frames[0])
     for step in range(steps):
-        replay.did(actions[step], rewards[step], ends[step])
-        replay.see(frames[step + 1])
+        replay.complete_row(actions[step], rewards[step], ends[step])
+        replay.begin_row(frames[step + 1])
     return replay, (frames, actions, rewards, ends)
 
 
@@ -103,16 +103,18 @@ def test_samples_are_what_was_played(rows, steps, stack, ahead, seed):
 def test_a_replay_goes_on_where_its_state_was_taken(kind, rows, steps, seed):
     torch.manual_seed(seed)
     replay, _ = filled(kind, rows, steps)
-    *_, tell_errors = replay.draw(3, 0.5)
-    tell_errors(torch.rand(3) * 5)
+    *_, report_errors = replay.draw(3, 0.5)
+    report_errors(torch.rand(3) * 5)
     other, _ = filled(kind, rows, 5)
     other.load_state_dict(replay.state_dict())
 
     def then(one):
         torch.manual_seed(seed)
         for _ in range(3):
-            one.did(torch.ones(ENVIRONMENTS), torch.ones(ENVIRONMENTS), torch.zeros(ENVIRONMENTS))
-            one.see(torch.zeros(ENVIRONMENTS, SIZE, SIZE))
+            one.complete_row(
+                torch.ones(ENVIRONMENTS), torch.ones(ENVIRONMENTS), torch.zeros(ENVIRONMENTS)
+            )
+            one.begin_row(torch.zeros(ENVIRONMENTS, SIZE, SIZE))
         return fingerprint(one.draw(9, 0.5)[:-1]), fingerprint(one.state_dict())
 
     assert then(other) == then(replay)
@@ -135,12 +137,16 @@ def test_a_replay_of_another_size_is_not_taken():
         if other.rows == 8:
             other.load_state_dict(state)  # the stack is put together from the same frames
             continue
-        with pytest.raises(SettingsError, match=r"the snapshot's replay has 8 rows .* ask for 9"):
+        with pytest.raises(
+            SettingsError, match=r"the snapshot's replay must have 9 rows .* got 8 of"
+        ):
             other.load_state_dict(state)
 
 
 def test_a_replay_that_is_too_small_to_draw_from_is_an_error():
-    with pytest.raises(SettingsError, match=r"which is 6 steps of a game; expected at least 7"):
+    with pytest.raises(
+        SettingsError, match=r"must have at least 7 steps per game, got 6 with replay\.size="
+    ):
         filled(Replay, 6, 0)
 
 
@@ -149,7 +155,7 @@ def test_a_replay_that_is_too_small_to_draw_from_is_an_error():
 
 def test_samples_are_drawn_in_proportion_to_their_priority():
     torch.manual_seed(0)
-    replay, _ = filled(PrioritisedReplay, 7, 40, settings=replace(SETTINGS, priority_exponent=2.0))
+    replay, _ = filled(PrioritizedReplay, 7, 40, settings=replace(SETTINGS, priority_exponent=2.0))
     rows = list(replay._drawable())
     errors = torch.arange(1.0, len(rows) * ENVIRONMENTS + 1)
     for row, error in zip(rows, errors.view(-1, ENVIRONMENTS), strict=True):
@@ -167,10 +173,12 @@ def test_samples_are_drawn_in_proportion_to_their_priority():
 
 def test_a_new_sample_counts_as_the_largest_error_so_far():
     torch.manual_seed(0)
-    replay, _ = filled(PrioritisedReplay, 7, 10, settings=replace(SETTINGS, priority_exponent=1.0))
+    replay, _ = filled(PrioritizedReplay, 7, 10, settings=replace(SETTINGS, priority_exponent=1.0))
     replay._take_errors(torch.tensor([8]), torch.tensor([0]), torch.tensor([50.0]))
     replay._take_errors(torch.tensor([8]), torch.tensor([0]), torch.tensor([0.0]))
-    replay.did(torch.zeros(ENVIRONMENTS), torch.zeros(ENVIRONMENTS), torch.zeros(ENVIRONMENTS))
+    replay.complete_row(
+        torch.zeros(ENVIRONMENTS), torch.zeros(ENVIRONMENTS), torch.zeros(ENVIRONMENTS)
+    )
     assert replay._priorities[10 % 7].tolist() == pytest.approx([50.0, 50.0])
     assert replay._priorities[8 % 7, 0] > 0  # what was learned well may still be drawn
 
@@ -178,8 +186,8 @@ def test_a_new_sample_counts_as_the_largest_error_so_far():
 def test_errors_mean_nothing_where_all_are_drawn_alike():
     torch.manual_seed(0)
     replay, _ = filled(Replay, 7, 10)
-    *_, weights, tell_errors = replay.draw(5, 0.4)
+    *_, weights, report_errors = replay.draw(5, 0.4)
     before = fingerprint(replay.state_dict())
-    tell_errors(torch.rand(5))
+    report_errors(torch.rand(5))
     assert torch.equal(weights, torch.ones(5))
     assert fingerprint(replay.state_dict()) == before

@@ -18,7 +18,7 @@ from recipes.atari.lane import LaneBatch, exploration_after
 from recipes.atari.model import QNetwork
 from recipes.atari.play import FILMED, Film, play_games
 from recipes.atari.replay import Samples
-from recipes.settings import SettingsError, read
+from recipes.settings import SETTINGS_FILE, SettingsError, read
 from samestep.cli import main as samestep
 from samestep.snapshot.read import list_snapshots, load
 from tests.faults import kill_at
@@ -47,7 +47,7 @@ SMALL = [
     ),
     *(
         "replay.size=88",
-        "replay.prioritised=true",
+        "replay.prioritized=true",
         "optimizer.target_every=2",
         "optimizer.learning_rate=0.01",
     ),
@@ -59,7 +59,7 @@ SMALL = [
     ),
 ]
 PLAIN = [
-    "replay.prioritised=false",
+    "replay.prioritized=false",
     "model.dueling=false",
     "optimizer.double=false",
     "optimizer.loss=squared",
@@ -198,7 +198,7 @@ def test_a_game_of_an_evaluation_is_the_same_beside_any_others():
 def test_a_film_shows_a_game_from_its_start_to_its_end(actions):
     film = Film()
     for number in range(actions):
-        film.see(SimpleNamespace(screen=lambda number=number: np.full((2, 1, 3), number)))
+        film.add(SimpleNamespace(screen=lambda number=number: np.full((2, 1, 3), number)))
     strip = film.strip()
     assert strip.shape == (2, FILMED, 3)
     assert strip[0, 0, 0] == 0
@@ -311,15 +311,29 @@ def test_every_settings_file_can_be_read(file):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["batch_size=6"], "batch_size=6 was given for 4 lanes; expected a multiple of 4"),
-        (["collect.environments=3"], r"collect\.environments=3 was given for 4 lanes"),
-        (["evaluation.every=0"], r"evaluation\.every=0 was given; expected at least 1"),
-        (["game.frame_skip=0"], r"BreakoutNoFrameskip-v4 cannot be played .*frame"),
-        (["model.channels=[4,4]"], r"model\.channels=\[4, 4\] was given; expected three numbers"),
-        (["game.frame_size=35"], r"game\.frame_size=35 was given; expected at least 36"),
-        (["--eval"], "--eval found no snapshot"),
+        (["batch_size=6"], "batch_size must be a multiple of the 4 lanes, got 6"),
+        (
+            ["collect.environments=3"],
+            r"collect\.environments must be a multiple of the 4 lanes, got 3",
+        ),
+        (["evaluation.every=0"], r"evaluation\.every must be at least 1, got 0"),
+        (
+            ["game.frame_skip=0"],
+            r"game\.name must be a game .*, got BreakoutNoFrameskip-v4: .*frame",
+        ),
+        (["model.channels=[4,4]"], r"model\.channels must be 3 numbers, .*, got \[4, 4\]"),
+        (["game.frame_size=35"], r"game\.frame_size must be at least 36, got 35"),
     ],
 )
 def test_wrong_settings_are_named(arguments, message):
     with pytest.raises(SettingsError, match=message):
         recipe.main([*SMALL, *arguments])
+
+
+def test_evaluation_without_a_snapshot_is_an_error(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        recipe.main([*SMALL, "--eval"])
+    assert "--eval needs --dir" in capsys.readouterr().err
+    (tmp_path / SETTINGS_FILE).write_text("")
+    with pytest.raises(SettingsError, match="--eval needs the --dir of a run with a snapshot"):
+        recipe.main([*SMALL, "--eval", "--dir", str(tmp_path)])

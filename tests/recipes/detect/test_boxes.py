@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.detect.boxes import areas, generalized_iou, overlaps, suppressed
+from recipes.detect.boxes import areas, generalized_iou, non_maximum_suppression, overlaps
 
 sides = st.integers(0, 12)
 box_lists = st.lists(
@@ -53,7 +53,9 @@ def test_generalized_iou_takes_off_what_the_hull_has_more(pairs):
 def test_what_is_kept_clashes_with_nothing_and_all_else_with_a_better_one(boxes, data):
     labels = data.draw(st.lists(st.integers(0, 1), min_size=len(boxes), max_size=len(boxes)))
     given_boxes = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4)
-    kept = suppressed(given_boxes, torch.tensor(labels, dtype=torch.int64), 0.5).tolist()
+    kept = non_maximum_suppression(
+        given_boxes, torch.tensor(labels, dtype=torch.int64), 0.5
+    ).tolist()
 
     shared = overlaps(given_boxes)
     for index in range(len(boxes)):

@@ -11,7 +11,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from recipes.detect import make_data
-from recipes.detect.coco import AnnotationError, decoded, encoded, read_annotations
+from recipes.detect.coco import AnnotationError, encoded, read_annotations
 from recipes.detect.config import DataSettings
 from recipes.detect.data import boxes_in, collate, new_size, open_images
 from recipes.settings import SettingsError
@@ -68,12 +68,11 @@ def test_polygons_and_both_kinds_of_run_lengths_give_the_same_mask(tmp_path):
     kinds = ([SQUARE], {"size": [8, 10], "counts": runs}, encoded(square))
     file = write(tmp_path, *(entry(segmentation=kind) for kind in kinds))
 
-    (image,) = read_annotations(file).images
+    truth = read_annotations(file)
 
-    assert [np.array_equal(decoded(instance), square) for instance in image.instances] == [True] * 3
-    # labels are in the order of ids
-    assert [instance.label for instance in image.instances] == [1] * 3
-    assert [instance.area for instance in image.instances] == [12.0] * 3
+    assert list(truth.anns) == [1, 2, 3]
+    assert all(np.array_equal(truth.annToMask(one), square) for one in truth.anns.values())
+    assert [one["area"] for one in truth.imgToAnns[7]] == [12] * 3
 
 
 @pytest.mark.parametrize(
@@ -81,26 +80,29 @@ def test_polygons_and_both_kinds_of_run_lengths_give_the_same_mask(tmp_path):
     [
         (
             {"image_id": 8},
-            "annotations[1] (id 1) has image_id 8; expected the id of one of the 1 images",
+            "annotations[1] (id 1): expected the id of one of the 1 images, got image_id 8",
         ),
-        ({"image_id": "7"}, "annotations[1] (id 1) has image_id '7'; expected a whole number"),
-        ({"category_id": 2}, "annotations[1] (id 1) has category_id 2; expected one of [1, 3]"),
-        ({"bbox": [1, 2, 3]}, "has bbox [1, 2, 3]; expected x, y, width and height"),
-        ({"bbox": [1, 2, -3, 4]}, "has bbox [1, 2, -3, 4]"),
-        ({"bbox": [1, 2, float("nan"), 4]}, "has bbox [1, 2, nan, 4]"),
-        ({"bbox": None}, "has bbox None"),
-        ({"area": "large"}, "has area 'large'"),
-        ({"segmentation": None}, "has no mask that can be read"),
-        ({"segmentation": []}, "has no mask that can be read"),
-        ({"segmentation": [[1, 2, 3, 4]]}, "has no mask that can be read"),
-        ({"segmentation": [[1, 2, 3, 4, 5, 6, 7]]}, "has no mask that can be read"),
+        ({"image_id": "7"}, "annotations[1] (id 1): expected int image_id, got '7'"),
+        ({"category_id": 2}, "annotations[1] (id 1): expected one of [1, 3], got category_id 2"),
+        ({"bbox": [1, 2, 3]}, "expected x, y, width and height, got bbox [1, 2, 3]"),
+        ({"bbox": [1, 2, -3, 4]}, "got bbox [1, 2, -3, 4]"),
+        ({"bbox": [1, 2, float("nan"), 4]}, "got bbox [1, 2, nan, 4]"),
+        ({"bbox": None}, "got bbox None"),
+        ({"area": "large"}, "got area 'large'"),
+        ({"segmentation": None}, "expected segmentation as run lengths or as polygons"),
+        ({"segmentation": []}, "expected segmentation as run lengths or as polygons"),
+        ({"segmentation": [[1, 2, 3, 4]]}, "expected segmentation as run lengths or as polygons"),
+        (
+            {"segmentation": [[1, 2, 3, 4, 5, 6, 7]]},
+            "expected segmentation as run lengths or as polygons",
+        ),
         (
             {"segmentation": {"size": [10, 8], "counts": [80]}},
-            "has a mask of size [10, 8]; expected [8, 10]",
+            "expected a mask of the image's size [8, 10], got [10, 8]",
         ),
         (
             {"segmentation": {"size": [8, 10], "counts": [79]}},
-            "whose counts do not cover its 8 x 10 pixels",
+            "expected counts that sum to 80 pixels",
         ),
     ],
 )
@@ -115,21 +117,21 @@ def test_a_wrong_annotation_is_named_with_its_file(change, expected, tmp_path):
 @pytest.mark.parametrize(
     ("lists", "expected"),
     [
-        ({"images": {}}, "has no list 'images'"),
+        ({"images": {}}, "got no list 'images'"),
         ({"categories": []}, "has no categories"),
-        ({"annotations": [3]}, "annotations[0] is 3; expected an object"),
-        ({"categories": [{"id": 3}]}, "categories[0] (id 3) has name None; expected text"),
+        ({"annotations": [3]}, "annotations[0]: expected an object, got 3"),
+        ({"categories": [{"id": 3}]}, "categories[0] (id 3): expected str name, got None"),
         (
             {"categories": [{"id": 3, "name": "a"}, {"id": 3, "name": "b"}]},
-            "categories has the id 3 2 times",
+            "categories must have unique ids, got 3 2 times",
         ),
         (
             {"images": [{"id": 1, "file_name": "a.png", "width": 0, "height": 8}]},
-            "images[0] (id 1) has width 0 and height 8",
+            "images[0] (id 1): expected at least one pixel, got width 0 and height 8",
         ),
         (
             {"images": [{"file_name": "a.png", "width": 1, "height": 8}]},
-            "images[0] has id None; expected a whole number",
+            "images[0]: expected int id, got None",
         ),
     ],
 )
@@ -142,7 +144,7 @@ def test_a_wrong_list_is_named_with_its_file(lists, expected, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\xff"])
-def test_what_is_no_annotation_file_is_named(content, tmp_path):
+def test_a_file_that_is_not_an_annotation_file_is_named(content, tmp_path):
     file = tmp_path / "train.json"
     file.write_text(content, encoding="latin1")
     with pytest.raises(AnnotationError, match=str(file)):
@@ -207,10 +209,9 @@ def test_held_out_images_are_never_mirrored_and_have_the_last_size(tmp_path):
 @pytest.mark.parametrize(
     ("sides", "size"), [((100, None), (8, 10)), ((100, 16), (16, 20)), ((15, 16), (12, 15))]
 )
-def test_the_longer_side_limits_the_shorter(sides, size, tmp_path):
-    write(tmp_path)
+def test_the_longer_side_limits_the_shorter(sides, size):
     longest, short = sides
-    assert new_size(read_annotations(tmp_path / "train.json").images[0], short, longest) == size
+    assert new_size(8, 10, short, longest) == size
 
 
 def test_a_batch_is_padded_to_its_largest_image(digits):
@@ -244,7 +245,7 @@ def test_groups_are_those_of_aspect(digits):
 
 
 def test_missing_data_is_named(tmp_path):
-    with pytest.raises(SettingsError, match=r"data\.path is missing"):
+    with pytest.raises(SettingsError, match=r"data\.path must be a folder"):
         open_images(DataSettings())
     with pytest.raises(SettingsError, match=f"{tmp_path}/train.json does not exist"):
         open_images(DataSettings(path=tmp_path))
@@ -267,7 +268,7 @@ def test_paths_of_their_own_stand_for_the_folder(tmp_path):
 def test_categories_must_agree(tmp_path):
     write(tmp_path)
     write(tmp_path, part="val", categories=[{"id": 3, "name": "square"}])
-    with pytest.raises(AnnotationError, match="has other categories"):
+    with pytest.raises(AnnotationError, match="must have the same categories"):
         open_images(settings(tmp_path))
 
 
@@ -277,7 +278,7 @@ def test_broken_images_and_masks_are_named(tmp_path):
         images[0]
     Image.new("RGB", (9, 8)).save(tmp_path / "train" / "a.png")
     with pytest.raises(
-        AnnotationError, match=r"a\.png has 9 x 8 pixels, but .*train\.json says 10 x 8"
+        AnnotationError, match=r"a\.png: expected 10 x 8 pixels as in .*train\.json, got 9 x 8"
     ):
         images[0]
     (tmp_path / "train" / "a.png").write_bytes(b"no image")
@@ -303,20 +304,20 @@ def test_the_made_set_is_the_same_each_time_and_other_with_another_seed(digits, 
 
 def test_the_made_set_has_what_it_promises(tmp_path):
     make_data.main([str(tmp_path), "--train", "60", "--val", "1"])
-    images = read_annotations(tmp_path / "train.json").images
-    counts = [len(image.instances) for image in images]
+    truth = read_annotations(tmp_path / "train.json")
+    counts = [len(truth.imgToAnns[number]) for number in truth.imgs]
     assert 0 in counts
     assert max(counts) > 3
     overlapping = 0
-    for image in images:
-        masks = [decoded(instance) for instance in image.instances]
+    for objects in truth.imgToAnns.values():
+        masks = [truth.annToMask(one) for one in objects]
         if masks:
             assert np.sum(masks, axis=0).max() == 1  # each pixel is of the uppermost digit
-        for mask, instance in zip(masks, image.instances, strict=True):
-            assert instance.box == tuple(rle.toBbox(instance.mask))
-            assert instance.area == mask.sum() > 0
+        for mask, one in zip(masks, objects, strict=True):
+            assert one["bbox"] == rle.toBbox(one["segmentation"]).tolist()
+            assert one["area"] == mask.sum() > 0
         boxes = np.array(
-            [[x, y, x + w, y + h] for x, y, w, h in (instance.box for instance in image.instances)]
+            [[x, y, x + w, y + h] for x, y, w, h in (one["bbox"] for one in objects)]
         ).reshape(-1, 4)
         low, high = (
             np.maximum(boxes[:, None, :2], boxes[:, :2]),
@@ -336,7 +337,9 @@ def test_held_out_digits_are_seen_in_no_training_image(tmp_path, monkeypatch):
     make_data.main([str(tmp_path)])
     train, val = ({digit.tobytes() for digit in given[part]} for part in ("train", "val"))
     assert not train & val
-    assert len(train | val) == len({digit.tobytes() for digit in load_digits().images / 16})
+    assert len(train | val) == len(
+        {digit.tobytes() for digit in np.float32(load_digits().images / 16)}
+    )
 
 
 @pytest.mark.parametrize("wrong", [["--train", "0"], ["--val", "-1"], ["--seed", "-1"]])

@@ -14,9 +14,9 @@ from recipes.detect.losses import (
     assign,
     centerness,
     detection_loss,
+    draw_locations,
     focal_loss,
     positives_of,
-    some_of,
 )
 from recipes.detect.masks import grid_points
 from recipes.detect.model import Detector
@@ -81,10 +81,10 @@ def test_a_location_learns_the_smallest_box_that_fits_it(boxes, radius):
     most=st.integers(1, 5),
     seed=st.integers(0, 2**32),
 )
-def test_each_box_weighs_one_with_all_or_some_of_its_locations(learnt, most, seed):
+def test_each_box_weighs_one_with_all_or_draw_locations_its_locations(learnt, most, seed):
     torch.manual_seed(seed)
     learnt = torch.tensor(learnt, dtype=torch.int64)
-    everything, some = positives_of(learnt), some_of(learnt, most)
+    everything, some = positives_of(learnt), draw_locations(learnt, most)
 
     for found, limit in ((everything, len(learnt)), (some, most)):
         assert torch.equal(learnt[found.locations], found.boxes)
@@ -98,7 +98,7 @@ def test_each_box_weighs_one_with_all_or_some_of_its_locations(learnt, most, see
 
 def test_the_locations_drawn_for_masks_change():
     learnt = torch.zeros(50, dtype=torch.int64)
-    assert len({tuple(some_of(learnt, 3).locations.tolist()) for _ in range(9)}) > 1
+    assert len({tuple(draw_locations(learnt, 3).locations.tolist()) for _ in range(9)}) > 1
 
 
 @given(logit=st.floats(-20, 20), truth=st.booleans(), gamma=st.floats(0.5, 4))

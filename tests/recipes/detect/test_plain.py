@@ -9,6 +9,7 @@ import pytest
 from recipes.detect import plain, train
 from recipes.detect.config import Settings
 from recipes.detect.data import open_images
+from recipes.detect.picture import PREDICTIONS_FILE
 from recipes.settings import SettingsError, read
 from samestep.snapshot.read import list_snapshots, load
 from tests.jobs import fingerprint
@@ -51,8 +52,7 @@ def test_one_lane_leaves_the_bits_of_the_plain_script(digits, tmp_path):
         {name: state[name] for name in ("model", "optimizer", "scheduler")}
     )
     predictions = [
-        json.loads((tmp_path / run / plain.PREDICTIONS_FILE).read_text())
-        for run in ("plain", "samestep")
+        json.loads((tmp_path / run / PREDICTIONS_FILE).read_text()) for run in ("plain", "samestep")
     ]
     assert predictions[0] == predictions[1] != []
 
@@ -73,5 +73,5 @@ def test_it_trains_goes_on_and_evaluates(digits, tmp_path):
 
 def test_evaluation_without_parameters_is_an_error(digits, tmp_path):
     plain.write_settings(tmp_path, read(Settings, [*SMALL, f"data.path={digits}"]))
-    with pytest.raises(SettingsError, match="--eval found no checkpoint"):
+    with pytest.raises(SettingsError, match="--eval needs the --dir of a run with a checkpoint"):
         plain.main(["--eval", "--dir", str(tmp_path)])

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
-from recipes.detect.coco import Annotations, ImageEntry
+from recipes.detect.coco import read_annotations
 from recipes.detect.config import DataSettings, LossSettings, ModelSettings, PredictSettings
 from recipes.detect.data import collate, open_images
 from recipes.detect.evaluate import average_precision
 from recipes.detect.losses import assign
 from recipes.detect.model import Detector
 from recipes.detect.picture import picture
-from recipes.detect.predict import predict, whole_mask
+from recipes.detect.predict import full_mask, predict
 
 SMALL = ModelSettings(
     blocks=(1, 1),
@@ -33,19 +35,19 @@ def val(digits):
 
 def truth_of(val):
     """Return what a perfect detector would predict."""
-    categories = val.annotations.categories
     return [
         [
             {
-                "image_id": image.number,
-                "category_id": categories[one.label][0],
-                "bbox": list(one.box),
+                **{name: one[name] for name in ("image_id", "category_id", "bbox")},
                 "score": 1.0,
-                "segmentation": {**one.mask, "counts": one.mask["counts"].decode()},
+                "segmentation": {
+                    "size": one["segmentation"]["size"],
+                    "counts": one["segmentation"]["counts"].decode(),
+                },
             }
-            for one in image.instances
+            for one in val.truth.imgToAnns[entry["id"]]
         ]
-        for image in val.annotations.images
+        for entry in val.entries
     ]
 
 
@@ -54,14 +56,14 @@ def truth_of(val):
 
 def test_the_truth_scores_one_and_nothing_scores_zero(val):
     truth = truth_of(val)
-    scores = average_precision(val.annotations, truth)
+    scores = average_precision(val.truth, truth)
     assert {
         name: scores[name]
         for name in ("box_ap", "box_ap75", "mask_ap", "mask_ap50", "mask_ap_small")
     } == pytest.approx(
         {"box_ap": 1, "box_ap75": 1, "mask_ap": 1, "mask_ap50": 1, "mask_ap_small": 1}
     )
-    empty = average_precision(val.annotations, [[] for _ in truth])
+    empty = average_precision(val.truth, [[] for _ in truth])
     assert empty["box_ap"] == empty["mask_ap"] == 0
 
 
@@ -70,7 +72,7 @@ def test_boxes_and_masks_are_scored_by_themselves(val):
     for some in truth:
         for prediction in some:
             prediction["bbox"] = [0, 0, 1, 1]
-    scores = average_precision(val.annotations, truth)
+    scores = average_precision(val.truth, truth)
     assert (scores["box_ap"], scores["mask_ap"]) == (0, pytest.approx(1))
 
 
@@ -81,16 +83,14 @@ def test_a_class_or_an_image_that_is_wrong_costs(val):
         for some in truth:
             for prediction in some:
                 prediction[key] = numbers[(numbers.index(prediction[key]) + 1) % len(numbers)]
-        assert average_precision(val.annotations, truth)["box_ap"] < 0.5
+        assert average_precision(val.truth, truth)["box_ap"] < 0.5
 
 
-def test_without_any_object_there_is_no_score(val):
-    images = [
-        ImageEntry(image.number, image.file_name, image.width, image.height)
-        for image in val.annotations.images
-    ]
-    annotations = Annotations(images, val.annotations.categories)
-    assert average_precision(annotations, [[] for _ in annotations.images])["box_ap"] == -1
+def test_without_any_object_there_is_no_score(val, tmp_path):
+    content = {**json.loads(val.file.read_text()), "annotations": []}
+    (tmp_path / "empty.json").write_text(json.dumps(content))
+    truth = read_annotations(tmp_path / "empty.json")
+    assert average_precision(truth, [[] for _ in val.entries])["box_ap"] == -1
 
 
 # Predictions
@@ -135,12 +135,10 @@ def test_a_model_that_knows_the_truth_scores_one(digits):
         for index in range(len(val)):
             batch = collate([val[index]], multiple=4)
             model = Oracle(batch, classes=10)
-            found += predict(
-                model, batch, categories=val.annotations.categories, settings=PredictSettings()
-            )
-        assert average_precision(val.annotations, found)["box_ap"] > 0.9
+            found += predict(model, batch, categories=list(val.names), settings=PredictSettings())
+        assert average_precision(val.truth, found)["box_ap"] > 0.9
         assert [len(some) for some in found] == [
-            len(image.instances) for image in val.annotations.images
+            len(val.truth.imgToAnns[entry["id"]]) for entry in val.entries
         ]
 
 
@@ -154,7 +152,7 @@ def test_predictions_are_the_likeliest_within_limits(val):
         settings = PredictSettings(most=most, least_score=least, candidates=200)
         for entry, some in zip(
             batch.entries,
-            predict(model, batch, categories=val.annotations.categories, settings=settings),
+            predict(model, batch, categories=list(val.names), settings=settings),
             strict=True,
         ):
             scores = [prediction["score"] for prediction in some]
@@ -164,15 +162,15 @@ def test_predictions_are_the_likeliest_within_limits(val):
             for prediction in some:
                 x, y, width, height = prediction["bbox"]
                 assert min(x, y, width, height) >= 0
-                assert x + width <= entry.width + 1e-3
-                assert y + height <= entry.height + 1e-3
-                assert prediction["segmentation"]["size"] == [entry.height, entry.width]
+                assert x + width <= entry["width"] + 1e-3
+                assert y + height <= entry["height"] + 1e-3
+                assert prediction["segmentation"]["size"] == [entry["height"], entry["width"]]
 
 
-def test_whole_masks_are_cut_and_resized():
+def test_full_masks_are_cut_and_resized():
     logits = torch.full((4, 6), -1.0)
     logits[:2, :3] = 1.0
-    mask = whole_mask(logits, stride=2, size=(7, 9), original=(14, 18))
+    mask = full_mask(logits, stride=2, size=(7, 9), original=(14, 18))
     assert mask.shape == (14, 18)
     assert mask[:7, :11].all()
     assert not mask[9:].any()
@@ -184,7 +182,7 @@ def test_whole_masks_are_cut_and_resized():
 
 def test_the_picture_shows_what_was_found(val):
     images = [val.read(index) for index in range(len(val))]
-    names = dict(val.annotations.categories)
+    names = val.names
     truth = truth_of(val)
     shown = picture(images, truth, names)
     plain = picture(images, [[] for _ in images], names)

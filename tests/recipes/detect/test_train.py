@@ -14,7 +14,8 @@ import recipes.detect
 from recipes.detect import train as script
 from recipes.detect.config import Settings
 from recipes.detect.data import open_images
-from recipes.detect.train import PREDICTIONS_FILE, main
+from recipes.detect.picture import PREDICTIONS_FILE
+from recipes.detect.train import main
 from recipes.settings import SETTINGS_FILE, SettingsError, read
 from samestep.cli import main as samestep
 from samestep.data.plan import GroupedPlan
@@ -147,10 +148,10 @@ def test_evaluation_as_a_command_gives_the_same_predictions(workers, trained, tm
 
 def test_predictions_are_by_image_in_coco_format(trained, digits):
     predictions = json.loads(trained[1]["predictions"])
-    images = open_images(read(Settings, [f"data.path={digits}"]).data).val.annotations.images
+    entries = open_images(read(Settings, [f"data.path={digits}"]).data).val.entries
     numbers = [prediction["image_id"] for prediction in predictions]
     assert numbers == sorted(numbers)
-    sizes = {image.number: [image.height, image.width] for image in images}
+    sizes = {entry["id"]: [entry["height"], entry["width"]] for entry in entries}
     for prediction in predictions:
         assert prediction.keys() == {"image_id", "category_id", "bbox", "score", "segmentation"}
         assert prediction["segmentation"]["size"] == sizes[prediction["image_id"]]
@@ -178,7 +179,7 @@ def seen_by(arguments):
     seen, loss = [], script.detection_loss
 
     def spy(model, batch, *, settings):
-        seen.extend(entry.number for entry in batch.entries)
+        seen.extend(entry["id"] for entry in batch.entries)
         return loss(model, batch, settings=settings)
 
     script.detection_loss = spy  # in this forked worker alone
@@ -250,7 +251,7 @@ def test_evaluation_without_parameters_is_an_error(tmp_path, digits, capsys):
     with pytest.raises(SettingsError, match=f"{SETTINGS_FILE} cannot be read"):
         main(["--eval", "--dir", str(tmp_path)])
     (tmp_path / SETTINGS_FILE).write_text(f"data: {{path: {digits}}}")
-    with pytest.raises(WorkerFailedError, match="--eval found no snapshot"):
+    with pytest.raises(WorkerFailedError, match="--eval needs the --dir of a run with a snapshot"):
         run_workers(main, 1, [*SMALL, "--eval", "--dir", str(tmp_path)])
 
 
@@ -263,9 +264,9 @@ def test_every_settings_file_can_be_read(file):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("model.strides=[8, 16]", "expected one of"),
-        ("model.strides=[4, 16]", "each twice"),
-        ("model.widths=[8]", "expected one each a stage"),
+        ("model.strides=[8, 16]", r"must start with one of \[2, 4\]"),
+        ("model.strides=[4, 16]", "double at each level"),
+        ("model.widths=[8]", "expected a positive number per stage"),
     ],
 )
 def test_levels_that_do_not_fit_are_refused(change, message):

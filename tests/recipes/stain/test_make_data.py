@@ -63,7 +63,7 @@ def test_wrong_arguments_are_told(tmp_path, capsys):
     (tmp_path / "old" / "train" / "a.png").touch()
     for arguments, message in (
         ([str(tmp_path / "old")], "old has strips already; expected a new folder"),
-        ([str(tmp_path), "--size", "200"], "--size 200 was given; expected 1 to 128"),
+        ([str(tmp_path), "--size", "200"], "--size must be 1 to 128, got 200"),
     ):
         with pytest.raises(SystemExit):
             main(arguments)

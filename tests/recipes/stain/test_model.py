@@ -8,7 +8,6 @@ from torch import nn
 
 from recipes.settings import SettingsError, read
 from recipes.stain.config import DataSettings, LossSettings, ModelSettings, Settings
-from recipes.stain.losses import Losses
 from recipes.stain.model import (
     Discriminators,
     Generators,
@@ -18,6 +17,7 @@ from recipes.stain.model import (
     UNet,
     seg_weights,
 )
+from recipes.stain.training import Losses
 from tests.recipes.stain.strips import RECIPE
 
 MODEL = ModelSettings(
@@ -142,27 +142,27 @@ def test_weights_start_as_in_pix2pix():
     [
         (
             {"data": DataSettings(load_size=16, crop_size=12)},
-            r"data\.crop_size=12 was given; expected a multiple of 8",
+            r"data\.crop_size must be a multiple of 8 .*, got 12",
         ),
         (
             {"data": DataSettings(load_size=8, crop_size=8)},
-            r"data\.load_size=8 was given; expected at least 12",
+            r"data\.load_size must be at least 12 .*, got 8",
         ),
         (
             {"data": DataSettings(load_size=16, crop_size=24)},
-            r"data\.crop_size=24 is larger than data\.load_size=16",
+            r"data\.crop_size must be at most data\.load_size \(16\), got 24",
         ),
         (
             {"model": replace(MODEL, unet_depth=1)},
-            r"model\.unet_depth=1 was given; expected at least 2",
+            r"model\.unet_depth must be at least 2, got 1",
         ),
         (
             {"model": replace(MODEL, seg_weights=(1.0, 0.0))},
-            r"model\.seg_weights=\[1\.0, 0\.0\] was given; expected 3 numbers for 2 modalities",
+            r"model\.seg_weights must be 3 numbers, .*, got \[1\.0, 0\.0\]",
         ),
     ],
 )
-def test_sizes_and_weights_that_do_not_fit_are_told(changed, message):
+def test_sizes_and_weights_that_do_not_fit_are_named(changed, message):
     with pytest.raises(SettingsError, match=message):
         Networks(replace(SETTINGS, **changed))
 
@@ -177,7 +177,7 @@ def test_weights_are_equal_unless_given_or_those_of_four_modalities():
         0.25,
     )
     with pytest.raises(
-        SettingsError, match=r"loss\.generator_weights=\[1\.0\] was given; expected 3 numbers"
+        SettingsError, match=r"loss\.generator_weights must be 3 numbers, .*, got \[1\.0\]"
     ):
         Losses(replace(SETTINGS, loss=LossSettings(generator_weights=(1.0,))))
 

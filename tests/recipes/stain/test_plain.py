@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from recipes.settings import SettingsError, read
@@ -50,6 +52,8 @@ def test_it_trains_goes_on_and_continues_with_its_own_settings(data, tmp_path):
 
 
 def test_there_must_be_a_run_to_continue(data, tmp_path):
-    plain.write_settings(tmp_path, read(Settings, [str(plain.HERE / "tissue.yaml"), *SMALL, data]))
-    with pytest.raises(SettingsError, match=r"--continue was given, and .* has no checkpoint"):
+    plain.write_settings(
+        tmp_path, read(Settings, [str(Path(plain.__file__).with_name("tissue.yaml")), *SMALL, data])
+    )
+    with pytest.raises(SettingsError, match=r"--continue needs a checkpoint, and .* has none"):
         plain.main(["--continue", "--dir", str(tmp_path)])

@@ -16,8 +16,8 @@ from recipes.settings import SETTINGS_FILE, SettingsError, read
 from recipes.stain import test, train
 from recipes.stain.config import Settings
 from recipes.stain.data import open_strips
-from recipes.stain.losses import Losses
 from recipes.stain.model import Networks
+from recipes.stain.training import Losses
 from recipes.stain.validation import evaluate
 from samestep.cli import main
 from samestep.snapshot.read import list_snapshots, load
@@ -36,7 +36,7 @@ VARIANTS = {
     ],
     "plateau, loader processes": [
         "optimizer.policy=plateau",
-        "optimizer.timeout=0",
+        "optimizer.patience=0",
         "data.loader_workers=1",
         "model.norm=instance",
     ],
@@ -124,18 +124,25 @@ def test_a_run_is_continued_with_its_own_settings(data, tmp_path):
     before = read(Settings, [str(tmp_path / SETTINGS_FILE)])
     run_workers(train.main, 1, ["--continue", "--dir", str(tmp_path), "epochs=1"])
     after = read(Settings, [str(tmp_path / SETTINGS_FILE), "epochs=2"])
-    assert before == after == read(Settings, [str(train.HERE / "tissue.yaml"), *SMALL, data])
+    assert (
+        before
+        == after
+        == read(Settings, [str(Path(train.__file__).with_name("tissue.yaml")), *SMALL, data])
+    )
     assert [event["step"] for event in events(tmp_path, "finished")] == [2]
 
 
 def test_there_must_be_a_run_to_continue(data, tmp_path, capsys):
     with pytest.raises(SystemExit):
         train.main(["--continue", "--dir", str(tmp_path)])
-    assert f"--continue found no {tmp_path / SETTINGS_FILE}" in capsys.readouterr().err
+    assert (
+        f"--continue needs the --dir of a run, and {tmp_path / SETTINGS_FILE} does not exist"
+        in capsys.readouterr().err
+    )
     (tmp_path / SETTINGS_FILE).write_text(f"data: {{path: {data.partition('=')[2]}}}\n")
     for command, message in (
-        (train.main, "--continue was given, and .* has no snapshot"),
-        (test.main, "has no snapshot to test"),
+        (train.main, "--continue needs a snapshot, and .* has none"),
+        (test.main, "has no snapshot"),
     ):
         with pytest.raises(SettingsError, match=message):
             command(
@@ -195,7 +202,7 @@ def test_the_record_has_the_means_over_all_workers_as_a_plain_step_has_them(data
 
 
 def test_each_call_updates_its_own_networks_alone(data):
-    settings = read(Settings, [str(train.HERE / "tissue.yaml"), *SMALL, data])
+    settings = read(Settings, [str(Path(train.__file__).with_name("tissue.yaml")), *SMALL, data])
     losses = Losses(settings)
     with ss.init(lanes=2, seed=0) as run:
         networks = run.replicate(Networks(settings))
@@ -314,6 +321,6 @@ def test_a_wrong_strip_stops_the_run_with_its_name(data, tmp_path):
     Image.new("RGB", (50, 16)).save(tmp_path / "val" / "zzz.png")
     with pytest.raises(
         WorkerFailedError,
-        match=r"val/zzz\.png is 50 x 16 pixels; expected a width of 4 times the height",
+        match=r"val/zzz\.png: expected the 4 square tiles .*, got 50 x 16 pixels",
     ):
         run_workers(train.main, 2, [*SMALL, f"data.path={tmp_path}"])

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from recipes.digits import held_out_fifth
 from recipes.vit.config import DataSettings, ModelSettings
 from recipes.vit.data import (
     ImageError,
     center_crop,
-    held_out_fifth,
     jitter,
     open_images,
     random_crop_and_flip,
@@ -243,7 +243,7 @@ def test_a_damaged_idx_file_is_named(tmp_path, content):
 
 def test_an_idx_file_of_another_type_is_named(tmp_path):
     (tmp_path / "a.gz").write_bytes(gzip.compress(struct.pack(">HBBI", 0, 13, 1, 2) + bytes(2)))
-    with pytest.raises(ImageError, match="holds IDX type 13; expected 8"):
+    with pytest.raises(ImageError, match=r"expected IDX type 8 .*, got 13"):
         read_idx(tmp_path / "a.gz")
 
 
@@ -253,14 +253,18 @@ def test_an_idx_file_of_another_type_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("data", "model", "message"),
     [
-        (DIGITS, replace(DIGITS_MODEL, classes=9), "digits has 10 classes; set model.classes=10"),
+        (DIGITS, replace(DIGITS_MODEL, classes=9), "model.classes must be 10 for digits, got 9"),
         (
             DIGITS,
             replace(DIGITS_MODEL, image_size=16),
             "digits needs model.channels=1 and model.image_size=8",
         ),
-        (replace(DIGITS, mean=(0.1, 0.2)), DIGITS_MODEL, "expected 1 numbers each"),
-        (DIGITS, replace(DIGITS_MODEL, channels=2), "model.channels=2 was given"),
+        (replace(DIGITS, mean=(0.1, 0.2)), DIGITS_MODEL, "must have a number per channel (1), got"),
+        (
+            DIGITS,
+            replace(DIGITS_MODEL, channels=2),
+            "model.channels must be 1 (gray) or 3 (color), got 2",
+        ),
         (DataSettings(), FOLDER_MODEL, "data.source=folder needs data.path"),
     ],
 )
@@ -271,11 +275,11 @@ def test_settings_that_do_not_fit_the_images_are_named(data, model, message):
 
 
 def test_a_folder_without_images_is_named(tmp_path):
-    with pytest.raises(ImageError, match=r"train has no images; expected .*train/CLASS/\*\.jpg"):
+    with pytest.raises(ImageError, match=r"train has no images: expected .*train/CLASS/\*\.jpg"):
         open_images(DataSettings(path=tmp_path), FOLDER_MODEL)
 
 
 def test_a_held_out_class_that_was_never_trained_is_named(folder):
     paint(folder / "val" / "fox" / "a.png", (1, 2, 3))
-    with pytest.raises(ImageError, match=r"has classes that .*train has not: fox"):
+    with pytest.raises(ImageError, match=r"has classes that are not in .*train: fox"):
         open_images(DataSettings(path=folder), FOLDER_MODEL)

@@ -13,9 +13,10 @@ import samestep as ss
 from recipes.settings import read
 from recipes.vit.config import Settings
 from recipes.vit.data import ImageTensors, Split, open_images
-from recipes.vit.mistakes import LEAST_SIDE, LOOKED_AT, PICTURED, log_mistakes
+from recipes.vit.mistakes import COLUMNS, LEAST_SIDE, MOST_CHECKED, ROWS, log_mistakes
 from tests.jobs import events
 
+PICTURED = COLUMNS * ROWS
 SETTINGS = read(Settings, [str(Path(recipes.vit.__file__).with_name("digits.yaml"))])
 
 
@@ -51,8 +52,8 @@ def test_the_first_mistakes_are_drawn_as_the_images_are(tmp_path):
         )
 
 
-@pytest.mark.parametrize("size", [1, LOOKED_AT, LOOKED_AT + 1, 3 * LOOKED_AT + 1])
-def test_those_looked_at_are_spread_over_all(size, tmp_path):
+@pytest.mark.parametrize("size", [1, MOST_CHECKED, MOST_CHECKED + 1, 3 * MOST_CHECKED + 1])
+def test_those_checked_are_spread_over_all(size, tmp_path):
     asked = []
 
     class Images(ImageTensors):
@@ -62,9 +63,9 @@ def test_those_looked_at_are_spread_over_all(size, tmp_path):
 
     drawn(tmp_path, Images(torch.zeros(size, 1, 8, 8), torch.zeros(size, dtype=torch.int64)))
     # those that are drawn are asked for again
-    looked_at = asked[:-PICTURED] if size >= PICTURED else asked[:1]
-    assert len(looked_at) <= LOOKED_AT
-    assert looked_at == list(range(0, size, -(-size // LOOKED_AT)))
+    checked = asked[:-PICTURED] if size >= PICTURED else asked[:1]
+    assert len(checked) <= MOST_CHECKED
+    assert checked == list(range(0, size, -(-size // MOST_CHECKED)))
 
 
 def test_without_mistakes_nothing_is_drawn(tmp_path):

@@ -51,5 +51,5 @@ def test_it_trains_goes_on_and_evaluates(tmp_path):
 
 
 def test_evaluation_without_parameters_is_an_error():
-    with pytest.raises(SettingsError, match="--eval found no checkpoint and no pretrained file"):
+    with pytest.raises(SettingsError, match="--eval needs the --dir of a run with a checkpoint"):
         plain.main([*SMALL, "--eval"])

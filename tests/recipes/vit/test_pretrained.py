@@ -172,7 +172,7 @@ def test_a_head_that_does_not_fit_keeps_its_values(tmp_path, change):
     report = load_pretrained(target, tmp_path / "a.pth")
 
     assert (
-        f"head left at its initial values, for 3 classes: the file has {'5 classes' if change else 'none'}"
+        f"head not loaded: it has 3 classes, the file has {'5 classes' if change else 'none'}"
         in report
     )
     assert equal(source, target, besides=("head.weight", "head.bias"))
@@ -204,9 +204,9 @@ def test_a_resized_position_embedding_keeps_its_directions():
     torch.testing.assert_close(resized[..., 0], resized[..., 1].T)
 
 
-def test_a_position_embedding_that_is_no_square_is_refused():
+def test_a_position_embedding_that_is_not_square_is_refused():
     with pytest.raises(
-        PretrainedError, match="of 18 and 17 tokens; expected a class token and a square each"
+        PretrainedError, match="a class token and a square grid, got 18 and 17 tokens"
     ):
         resized_positions(torch.zeros(1, 18, 4), 17)
 
@@ -234,7 +234,7 @@ def test_parameters_that_do_not_fit_are_listed_with_the_nearest_names(tmp_path):
         "blocks.0.attn.query_key_value.weight is not in the model; the nearest name there is blocks.0.attn"
         in message
     )
-    assert "norm.weight has shape (9,); the model's has (8,)" in message
+    assert "norm.weight must have shape (8,), got (9,)" in message
     assert equal(target, untouched)
 
 
@@ -244,7 +244,7 @@ def test_a_file_without_parameters_is_named(tmp_path, content, suffix):
     file = tmp_path / f"a.{suffix}"
     torch.save(content, file) if suffix == "pth" else save(file, content)
     with pytest.raises(
-        PretrainedError, match=rf"a\.{suffix} holds .*; expected parameters by name"
+        PretrainedError, match=rf"a\.{suffix}: expected (parameters|tensors) by name"
     ):
         load_pretrained(model(), file)
 
@@ -252,7 +252,7 @@ def test_a_file_without_parameters_is_named(tmp_path, content, suffix):
 def test_a_file_of_another_kind_is_named(tmp_path):
     with pytest.raises(
         PretrainedError,
-        match=r"a\.onnx was given; expected a file that ends in one of \.safetensors",
+        match=r"expected a file that ends in \.safetensors, .*, got .*a\.onnx",
     ):
         load_pretrained(model(), tmp_path / "a.onnx")
 
@@ -321,7 +321,5 @@ def test_a_file_that_would_run_code_is_refused_and_runs_nothing(tmp_path, attack
 def test_what_was_refused_is_named(tmp_path):
     for file in (tmp_path / "a.pdparams", tmp_path / "a.pth"):
         save(file, {"norm.weight": Attack(os.system, "true")}, 2)
-        with pytest.raises(
-            PretrainedError, match=r"it asks for (posix|nt)\.system, which is refused"
-        ):
+        with pytest.raises(PretrainedError, match=r"got (posix|nt)\.system"):
             load_pretrained(model(), file)

@@ -13,10 +13,11 @@ from torch import nn
 
 import recipes.vit
 import samestep as ss
-from recipes.settings import SettingsError, read
+from recipes.settings import SETTINGS_FILE, SettingsError, read
 from recipes.vit import demo
 from recipes.vit.config import Settings
-from recipes.vit.train import SETTINGS_FILE, main, score, training_loss
+from recipes.vit.train import main
+from recipes.vit.training import score, training_loss
 from samestep.snapshot.export import export
 from samestep.snapshot.read import list_snapshots, load
 from tests.jobs import events, fingerprint, logged
@@ -137,7 +138,7 @@ def test_fine_tuning_starts_from_a_file_and_goes_on_from_its_own_snapshots(train
 
 def test_evaluation_without_parameters_is_an_error(tmp_path):
     for arguments, message in (
-        (["--eval"], "--eval found no snapshot and no pretrained file"),
+        (["--eval"], "--eval needs the --dir of a run with a snapshot or --pretrained"),
         (["--eval", "--dir", str(tmp_path)], f"{SETTINGS_FILE} cannot be read"),
     ):
         with pytest.raises(WorkerFailedError, match=message) as caught:
@@ -157,7 +158,7 @@ def test_the_demonstration_ends_well(tmp_path, monkeypatch, capfd):
     shown = capfd.readouterr().out
     for line in (
         "the same numbers, to the last bit",
-        "taken for",
+        "predicted",
         "the same at every step: n=1, n=2",
     ):
         assert line in shown

@@ -1,4 +1,7 @@
-"""What must hold whatever is read: the documented error or a result, soon, in little memory, and no code is run."""
+"""Rules for readers of any input: a result or a documented error, soon, in little memory.
+
+Readers also must not run code, write files, or read files outside their folder.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,13 @@ import resource
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-LONGEST_SECONDS = 20.0  # of a busy machine; a reader takes milliseconds
+MOST_CPU_SECONDS = 20.0  # a reader takes milliseconds
+MOST_SECONDS = 100.0  # for a hang that needs no CPU
 MOST_BYTES = 2**28
 ROOM_BYTES = 2**32
 HARMLESS = {"os.listdir", "os.scandir"}
@@ -35,14 +37,14 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class HangError(BaseException):
-    """A reader took too long; no reader catches it."""
+    """A reader took too long. Readers do not catch this error."""
 
 
-class Law:
-    """Watches this process, from now on and for ever: Python's audit hooks cannot be removed. So it is one of its own."""
+class Sandbox:
+    """Watch this process from now on. Python's audit hooks cannot be removed."""
 
     def __init__(self, folder: Path) -> None:
-        """Only files under `folder` may be read."""
+        """Allow reading files under `folder` only."""
         self._folder = folder
         self._acts: list[str] = []
         self._watches = False
@@ -50,17 +52,17 @@ class Law:
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + ROOM_BYTES, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(signal.SIGALRM, _raise_hang)
+        signal.signal(signal.SIGPROF, _raise_hang)
         sys.addaudithook(self._note)
 
-    def breach(
+    def violation(
         self,
         read: Callable[[], Any],
         allowed: tuple[type[Exception], ...],
         *,
         reads_elsewhere: bool = False,
     ) -> str | None:
-        """Read, and tell how the law was broken; None if it was not."""
+        """Read an input; return the violated rule, or None."""
         self._acts, self._reads_elsewhere = [], reads_elsewhere
         before = _most_memory()
         try:
@@ -68,25 +70,24 @@ class Law:
                 read()
         except allowed:
             pass
-        except BaseException:  # noqa: BLE001  anything else breaks the law
+        except BaseException:  # noqa: BLE001  any other error is a violation
             return traceback.format_exc(limit=-8)
         if self._acts:
-            return f"it did what reading needs not: {', '.join(self._acts)}"
+            return f"it did more than reading: {', '.join(self._acts)}"
         if (grown := _most_memory() - before) > MOST_BYTES:
             return f"it took {grown // 2**20} MiB of memory"
         return None
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        # for what no signal interrupts
-        faulthandler.dump_traceback_later(3 * LONGEST_SECONDS, exit=True)
-        signal.setitimer(signal.ITIMER_REAL, LONGEST_SECONDS)
+        faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
+        signal.setitimer(signal.ITIMER_PROF, MOST_CPU_SECONDS)
         self._watches = True
         try:
             yield
         finally:
             self._watches = False
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
             faulthandler.cancel_dump_traceback_later()
 
     def _note(self, event: str, args: tuple[Any, ...]) -> None:
@@ -107,7 +108,7 @@ class Law:
 
 
 def _raise_hang(*_: object) -> None:
-    raise HangError(f"it took more than {LONGEST_SECONDS:g} seconds")
+    raise HangError(f"it took more than {MOST_CPU_SECONDS:g} seconds")
 
 
 def _most_memory() -> int:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from recipes.vit.config import ModelSettings, OptimizerSettings
 from recipes.vit.model import VisionTransformer
-from recipes.vit.optimizer import describe_scaling, factor, make_optimizer, make_scheduler
+from recipes.vit.training import describe_scaling, factor, make_optimizer, make_scheduler
 
 MODEL = ModelSettings(width=8, depth=1, heads=2, image_size=4, patch_size=2, channels=1, classes=3)
 
@@ -56,12 +56,12 @@ def test_the_learning_rate_grows_and_then_falls(steps, part, final):
     assert rates[-1] == pytest.approx(final if warmup_steps < steps else 1)
 
 
-def test_the_peak_grows_with_the_batch_and_both_numbers_are_said():
+def test_the_peak_grows_with_the_batch_and_both_numbers_are_described():
     settings = OptimizerSettings(
         learning_rate=5e-4, reference_batch_size=512, final_learning_rate=5e-5
     )
     optimizer = make_optimizer(VisionTransformer(MODEL), settings, batch_size=2048)
-    scheduler = make_scheduler(optimizer, settings, steps=10, warmup_steps=0)
+    scheduler = make_scheduler(optimizer, settings, steps=10, steps_per_epoch=0)
 
     assert scheduler.get_last_lr() == [2e-3, 2e-3]
     for _ in range(10):

@@ -5,7 +5,7 @@ import torch
 
 from recipes.settings import SettingsError
 from recipes.stain.config import OptimizerSettings
-from recipes.stain.schedule import end_epoch, make_scheduler
+from recipes.stain.training import end_epoch, make_scheduler
 
 
 def rates(epochs, l1=(), **settings):
@@ -39,14 +39,14 @@ def test_rates_by_epoch(settings, expected):
 
 def test_a_plateau_is_found_in_evaluations_and_between_them_nothing_counts():
     l1 = [1.0, None, 0.995, None, 0.995, 0.5, 0.5, 0.5]  # less than 1% better does not count
-    found, after = rates(8, l1, policy="plateau", timeout=1)
+    found, after = rates(8, l1, policy="plateau", patience=1)
     assert found == pytest.approx([1, 1, 1, 1, 1, 0.2, 0.2, 0.2])
     assert after == pytest.approx(0.04)
 
 
 @pytest.mark.parametrize("decay", [-1, 7])
-def test_a_decay_longer_than_the_run_is_told(decay):
+def test_a_decay_longer_than_the_run_is_an_error(decay):
     with pytest.raises(
-        SettingsError, match=rf"optimizer\.decay_epochs={decay} was given; expected 0 to epochs=6"
+        SettingsError, match=rf"optimizer\.decay_epochs must be 0 to 6, got {decay}"
     ):
         rates(6, decay_epochs=decay)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import law
-from tests.fuzz.__main__ import breaches
+from tests.fuzz import sandbox
+from tests.fuzz.__main__ import violations
 from tests.fuzz.campaign import names
-from tests.fuzz.law import Law
+from tests.fuzz.sandbox import Sandbox
 from tests.fuzz.target import Target
 from tests.workers import run_workers
 
@@ -33,10 +33,10 @@ def hang(folder):
         pass
 
 
-CRIMES = {
+VIOLATIONS = {
     "another error": (lambda folder: raise_(KeyError("lost")), "KeyError: 'lost'"),
     "a hang": (hang, "HangError: it took more than"),
-    "much memory": (lambda folder: bytearray(law.MOST_BYTES + 2**24), "MiB of memory"),
+    "much memory": (lambda folder: bytearray(sandbox.MOST_BYTES + 2**24), "MiB of memory"),
     "too much memory": (lambda folder: bytearray(2**40), "MemoryError"),
     "a pickle": (lambda folder: pickle.loads(pickle.dumps(Evil())), "pickle.find_class"),
     "code": (lambda folder: eval("1 + 1"), "compile"),
@@ -55,45 +55,47 @@ CRIMES = {
 }
 
 
-@pytest.mark.parametrize("crime", CRIMES)
-def test_the_law_is_enforced(crime, monkeypatch, tmp_path):
-    commit, told = CRIMES[crime]
-    if commit is hang:
-        monkeypatch.setattr(law, "LONGEST_SECONDS", 0.2)
-    [breach] = run_workers(lambda: Law(tmp_path).breach(lambda: commit(tmp_path), (ValueError,)), 1)
-    assert told in breach
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_every_violation_is_found(name, monkeypatch, tmp_path):
+    read, text = VIOLATIONS[name]
+    if read is hang:
+        monkeypatch.setattr(sandbox, "MOST_CPU_SECONDS", 0.2)
+    [violation] = run_workers(
+        lambda: Sandbox(tmp_path).violation(lambda: read(tmp_path), (ValueError,)), 1
+    )
+    assert text in violation
 
 
-def test_what_is_allowed_is_no_breach(tmp_path):
+def test_an_allowed_reader_has_no_violation(tmp_path):
     (tmp_path / "there").write_text("text")
 
     def body():
-        judge = Law(tmp_path)
+        judge = Sandbox(tmp_path)
         return [
-            judge.breach(lambda: raise_(ValueError("no")), (ValueError,)),
-            judge.breach((tmp_path / "there").read_text, ()),
+            judge.violation(lambda: raise_(ValueError("no")), (ValueError,)),
+            judge.violation((tmp_path / "there").read_text, ()),
         ]
 
     assert run_workers(body, 1) == [[None, None]]
 
 
-def test_a_process_that_crashes_is_told_and_the_next_input_is_read(monkeypatch):
+def test_a_crash_is_a_violation_and_the_next_input_is_read(monkeypatch):
     def crash_at_two(seed, numbers, only):
         for number in numbers:
             yield number, "target", None
             if number == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            yield number, "target", f"breach {number}"
+            yield number, "target", f"violation {number}"
 
     monkeypatch.setattr("tests.fuzz.__main__.run", crash_at_two)
-    assert list(breaches(0, range(1, 4))) == [
-        ("target", 1, "breach 1"),
-        ("target", 2, "it ended its process with status -9"),
-        ("target", 3, "breach 3"),
+    assert list(violations(0, range(1, 4))) == [
+        ("target", 1, "violation 1"),
+        ("target", 2, "the process exited with status -9"),
+        ("target", 3, "violation 3"),
     ]
 
 
-def test_a_reader_that_fails_now_and_then_is_found_and_its_input_can_be_made_again(monkeypatch):
+def test_an_occasional_failure_is_found_and_can_be_reproduced(monkeypatch):
     target = Target(
         "picky",
         lambda random: random.randrange(10),
@@ -101,11 +103,11 @@ def test_a_reader_that_fails_now_and_then_is_found_and_its_input_can_be_made_aga
         (ValueError,),
     )
     monkeypatch.setattr("tests.fuzz.campaign.targets", lambda folder: [target])
-    found = list(breaches(5, range(100)))
+    found = list(violations(5, range(100)))
     assert 0 < len(found) < 50
-    assert all("KeyError: 7" in breach for _, _, breach in found)
-    assert list(breaches(5, [found[-1][1]], "picky")) == found[-1:]
+    assert all("KeyError: 7" in violation for _, _, violation in found)
+    assert list(violations(5, [found[-1][1]], "picky")) == found[-1:]
 
 
-def test_whatever_reads_files_keeps_the_law():
-    assert list(breaches(1, range(INPUTS * len(names())))) == []
+def test_all_readers_follow_the_rules():
+    assert list(violations(1, range(INPUTS * len(names())))) == []

@@ -1,0 +1,124 @@
+"""The loss, the scores, the optimizer and the learning rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from recipes.vit.config import OptimizerSettings
+
+NEVER_DECAYED = {"cls_token", "pos_embed"}
+
+
+def training_loss(
+    model: nn.Module, batch: tuple[Tensor, Tensor], *, mixup: float, label_smoothing: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the cross entropy and top-1 of images, mixed in pairs if `mixup` is above 0.
+
+    Mixup is that of Zhang et al. 2018.
+    """
+    images, labels = batch
+    if mixup == 0:
+        logits = model(images)
+        loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+    else:
+        share = torch.distributions.Beta(mixup, mixup).sample().item()
+        # Pairs occur in both orders, so this is equally likely; `labels` have the larger share.
+        share = max(share, 1 - share)
+        partners = torch.randperm(len(images)).to(images.device)
+        logits = model(share * images + (1 - share) * images[partners])
+        losses = [
+            F.cross_entropy(logits, target, label_smoothing=label_smoothing)
+            for target in (labels, labels[partners])
+        ]
+        loss = share * losses[0] + (1 - share) * losses[1]
+    return loss, {"top1": (logits.argmax(1) == labels).float().mean()}
+
+
+def score(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Return the loss, top-1 and top-5 of held-out images."""
+    images, labels = batch
+    logits = model(images).float()
+    hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]  # [batch, 5], best first
+    return {
+        "loss": F.cross_entropy(logits, labels),
+        "top1": hits[:, 0].double().mean(),
+        "top5": hits.any(1).double().mean(),
+    }
+
+
+def shown(scores: Mapping[str, float]) -> str:
+    """Format scores for people."""
+    return "  ".join(
+        f"{name.replace('_', ' ')} " + (f"{value:.4f}" if "loss" in name else f"{value:.2%}")
+        for name, value in scores.items()
+    )
+
+
+def make_ema(model: nn.Module, decay: float) -> AveragedModel:
+    """Make an exponential moving average of a model's parameters."""
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+
+def make_optimizer(
+    model: nn.Module, settings: OptimizerSettings, batch_size: int
+) -> torch.optim.Optimizer:
+    """Make AdamW (Loshchilov and Hutter 2019) or SGD for a model.
+
+    Biases, norms, class token and position embedding do not decay.
+    """
+    parameters = dict(model.named_parameters())
+    decayed = {name for name, one in parameters.items() if one.ndim > 1} - NEVER_DECAYED
+    groups = [
+        {
+            "params": [one for name, one in parameters.items() if (name in decayed) == decays],
+            "weight_decay": settings.weight_decay if decays else 0.0,
+        }
+        for decays in (True, False)
+    ]
+    peak = scaled(settings, batch_size)
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, lr=peak, momentum=settings.momentum)
+    return torch.optim.AdamW(groups, lr=peak, betas=settings.betas)
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, settings: OptimizerSettings, steps: int, steps_per_epoch: int
+) -> LambdaLR:
+    """Make a linear warmup, then half a cosine to the final rate (Loshchilov and Hutter 2017)."""
+    final = settings.final_learning_rate / settings.learning_rate
+    warmup_steps = round(settings.warmup_epochs * steps_per_epoch)
+    return LambdaLR(optimizer, partial(factor, steps=steps, warmup_steps=warmup_steps, final=final))
+
+
+def factor(step: int, *, steps: int, warmup_steps: int, final: float) -> float:
+    """Return the learning rate of a step as a fraction of the peak."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    part = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    return final + (1 - final) * (1 + math.cos(math.pi * part)) / 2
+
+
+def scaled(settings: OptimizerSettings, batch_size: int) -> float:
+    """Return the peak learning rate, scaled with the batch size.
+
+    Goyal et al. 2017, https://arxiv.org/abs/1706.02677.
+    """
+    reference = settings.reference_batch_size or batch_size
+    return settings.learning_rate * batch_size / reference
+
+
+def describe_scaling(settings: OptimizerSettings, batch_size: int) -> str:
+    """Describe the peak learning rate and how it was scaled."""
+    peak = scaled(settings, batch_size)
+    if settings.reference_batch_size is None:
+        return f"peak learning rate {peak:g}, not scaled with the batch size"
+    reference = f"{settings.learning_rate:g} at batch size {settings.reference_batch_size}"
+    return f"peak learning rate {peak:g} at batch size {batch_size}, scaled from {reference}"
