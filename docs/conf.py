@@ -61,7 +61,10 @@ class Errors(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         names = [name for name, member in vars(errors).items() if inspect.isclass(member)]
-        entries = "\n".join(f".. autoexception:: samestep.errors.{name}" for name in names)
+        entries = "\n".join(
+            f".. autoexception:: samestep.errors.{name}\n   :exclude-members: __init__, __new__\n"
+            for name in names
+        )
         tree = inspect.getdoc(errors)
         return self.parse_text_to_nodes(f"```text\n{tree}\n```\n\n```{{eval-rst}}\n{entries}\n```")
 
