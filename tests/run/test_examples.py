@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import re
 import sys
 from types import ModuleType
 
@@ -13,6 +14,7 @@ import torch
 import samestep as ss
 from samestep.record import read_events, read_history
 from tests.docs import given
+from tests.docs.blocks import ROOT
 
 PUBLIC = [ss.init, ss.launch, ss.Run, ss.Means, ss.PackedList, ss.Metric, ss.check_metric]
 READERS = [read_events, read_history]
@@ -34,12 +36,15 @@ def is_public(name, member):
     return not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property))
 
 
-def test_every_call_has_an_example():
+def test_every_call_is_in_the_reference_and_has_an_example():
     calls = {
         f"Run.{name}" for name, member in inspect.getmembers(ss.Run) if is_public(name, member)
     }
     calls |= {item.__name__ for item in [*PUBLIC, *READERS]}
     assert calls - {example.name for example in EXAMPLES} == set()
+    page = (ROOT / "docs" / "reference.md").read_text()
+    entries = set(re.findall(r"^\.\. auto\w+:: (?:samestep\.record\.)?(\S+)$", page, re.MULTILINE))
+    assert calls - entries == set()
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)

@@ -85,8 +85,7 @@ class Run(Collectives, Log):
         self.devices, self.device = session.devices, session.devices[0]
         self._world, self._record = session.world, session.record
         self._lanes, self._progress = session.lanes, session.progress
-        # Parameters by id; they are held so that no other object gets the same id.
-        self._sharded: dict[int, torch.nn.Parameter] = {}
+        self._sharded: set[torch.nn.Parameter] = set()
 
     @property
     def step(self) -> int:
@@ -155,7 +154,7 @@ class Run(Collectives, Log):
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"]
         ]
-        if not self._sharded.keys().isdisjoint(map(id, parameters)):
+        if not self._sharded.isdisjoint(parameters):
             raise OptimizerError(
                 f"a parameter can be sharded only once, but this {type(optimizer).__name__} has "
                 "parameters that are already sharded"
@@ -164,7 +163,7 @@ class Run(Collectives, Log):
             self._lanes.shards.append(Shard(optimizer, self.lanes, self._world))
             parameters += [piece for group in optimizer.param_groups for piece in group["params"]]
             return_freed_memory()  # of the parameters before they moved into flat storage
-        self._sharded.update((id(parameter), parameter) for parameter in parameters)
+        self._sharded.update(parameters)
         return optimizer
 
     def batches(
