@@ -75,7 +75,10 @@ def measure_whereabouts(rounds: int) -> None:
         with status.waiting("measuring"):
             pass
 
-    for name, call in (("a change", lambda: status.at("measuring")), ("around a wait", wait)):
+    for name, call in (
+        ("a change", lambda: status.set_activity("measuring")),
+        ("around a wait", wait),
+    ):
         seconds = timeit.repeat(call, repeat=rounds, number=CALLS)
         print(f"status, {name}: {spread([1e6 * each / CALLS for each in seconds])} microseconds")
 

@@ -21,7 +21,7 @@ from samestep import host as files
 from samestep.cluster import find_process
 from samestep.data.loader import Request, load
 from samestep.errors import ConfigError, LaunchError, WorkerError, WorldError
-from samestep.handoff import VARIABLE as KEPT
+from samestep.handoff import LAUNCHER_STATE
 from samestep.launch import launch
 from samestep.snapshot.commit import ToldError
 from tests.launch.processes import SOON_SECONDS, end_soon, for_ever, listening, rank
@@ -386,7 +386,9 @@ def test_a_standard_file_that_is_closed_takes_no_other_file_in():
             os.close(number)
         sys.stdin = sys.stdout = sys.stderr = sys.__stdin__ = sys.__stdout__ = sys.__stderr__ = None
         links = launch(
-            lambda: [os.fstat(int(number)).st_nlink for number in os.environ[KEPT].split(",")]
+            lambda: [
+                os.fstat(int(number)).st_nlink for number in os.environ[LAUNCHER_STATE].split(",")
+            ]
         )
         os._exit(any(links))  # memory that has no name has none
 

@@ -257,7 +257,7 @@ def test_invalid_flag_is_named(tmp_path, capsys):
 def test_more_workers_than_lanes_is_an_error_on_every_worker():
     errors = errors_of(3, lambda run: None, lanes=2)
     assert {str(error) for error in errors} == {
-        "lanes=2 was given for 3 workers; expected at least a lane a worker: raise lanes"
+        "lanes must be at least the number of workers (3), got 2; increase lanes"
     }
     assert {type(error) for error in errors} == {ss.ConfigError}
 

@@ -85,14 +85,14 @@ def ends_of(job, *, alone_on_hosts=False):
 @pytest.fixture
 def hasty(monkeypatch):
     """Shorten the time after which a worker that does not exit after a failure is killed."""
-    monkeypatch.setattr(watch, "FAREWELL_SECONDS", 0.3)
+    monkeypatch.setattr(watch, "EXIT_SECONDS", 0.3)
 
 
 @pytest.fixture
 def unanswered(monkeypatch):
-    """Shorten the time that a worker waits for answers."""
-    monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(watch, "FIND_OUT_SECONDS", 1.0)
+    """Shorten the time that a worker waits for responses."""
+    monkeypatch.setattr(watch, "RESPONSE_SECONDS", 0.5)
+    monkeypatch.setattr(watch, "DIAGNOSIS_SECONDS", 1.0)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def test_data_set_that_never_returns(alone_on_hosts, capfd):
     assert not first.error.is_retryable
     assert (
         headline
-        == f"worker 1 did not come within {TIMEOUT:g} s while worker 0 was exchanging losses at step 2"
+        == f"timed out after {TIMEOUT:g} s waiting for worker 1: worker 0 was exchanging losses at step 2"
     )
     assert lines[0].startswith("worker 1 (host ")
     assert ": at step 2 for " in lines[0]
@@ -126,13 +126,10 @@ def test_data_set_that_never_returns(alone_on_hosts, capfd):
     assert stack[-1].strip() == "time.sleep(3600)"
     assert not any("/samestep/data/" in line for line in stack)
     assert lines[-2].startswith("worker 0 (host ")
-    assert lines[-1].startswith("usual cause: the data set does not return")
+    assert lines[-1].startswith("likely cause: the dataset does not return")
     assert (second.exitcode, second.error) == (1, None)
     printed = capfd.readouterr().err
-    assert (
-        "samestep: worker 1 ends here, at step 2: loading data. worker 1 did not come within"
-        in printed
-    )
+    assert "samestep: terminating worker 1 at step 2 (loading data): timed out after " in printed
     assert "frame #" not in printed  # of C++
 
 
@@ -148,9 +145,9 @@ def test_loader_process_that_never_returns():
     [
         (
             lambda: sys.exit(0),
-            "s ago, at step 2: outside of loops; usual cause: a return, break or exit",
+            "s ago, at step 2: outside of loops; likely cause: a return, break or exit",
         ),
-        (lambda: os._exit(0), "its process has ended; it was last heard of"),
+        (lambda: os._exit(0), "its process has exited; last seen"),
     ],
 )
 def test_worker_that_exits_early(leave, printed, alone_on_hosts):
@@ -158,8 +155,9 @@ def test_worker_that_exits_early(leave, printed, alone_on_hosts):
         lambda run: train(run, at_step_two=leave), alone_on_hosts=alone_on_hosts
     )
     assert isinstance(first.error, ss.WorldError)
-    assert "worker 0 got no answer from the others while exchanging losses; worker 1 (host " in str(
-        first.error
+    assert (
+        "worker 0 got no response from other workers while exchanging losses; worker 1 (host "
+        in str(first.error)
     )
     assert printed in str(first.error)
     assert second.exitcode == 0
@@ -185,10 +183,10 @@ def test_worker_that_makes_a_different_call(job, call, cause, alone_on_hosts):
     ends = ends_of(job, alone_on_hosts=alone_on_hosts)
     assert [type(end.error) for end in ends] == [ss.WorldError] * 2
     assert (
-        f"worker 0 was exchanging losses while worker 1 was {call}; expected the same calls of all"
+        f"make the same calls: worker 0 was exchanging losses while worker 1 was {call}; "
         in str(ends[0].error)
     )
-    assert f"usual cause: {cause}" in str(ends[0].error)
+    assert f"likely cause: {cause}" in str(ends[0].error)
 
 
 @pytest.mark.usefixtures("hasty", "unanswered")
@@ -217,14 +215,14 @@ def test_stopped_worker(stopped):
     assert error.is_retryable
     if stopped:
         assert (
-            f"worker 1 did not come within {TIMEOUT:g} s while worker 0 was exchanging losses at step 2"
+            f"timed out after {TIMEOUT:g} s waiting for worker 1: worker 0 was exchanging losses at step 2"
             in str(error)
         )
         assert "its process is stopped (state T)" in str(error)
-        assert "usual cause: SIGSTOP" in str(error)
+        assert "likely cause: SIGSTOP" in str(error)
     else:
-        assert "which is stopped) did not come" in str(error)
-        assert "nor does the store answer" in str(error)
+        assert "waiting for worker 0 (process " in str(error)
+        assert "does not respond either" in str(error)
     assert ends[stopped].exitcode == 1
 
 
@@ -249,11 +247,11 @@ def test_broken_network_link_between_two_hosts():
             reported(first)
     assert isinstance(first.error, HangError)
     assert first.error.is_retryable
-    assert "worker 1 did not come" in str(first.error)
-    assert ": it does not answer any more; it was last heard of " in str(first.error)
+    assert "waiting for worker 1" in str(first.error)
+    assert ": it does not respond; last seen " in str(first.error)
     assert "the network to it is cut" in str(first.error)
     assert isinstance(second.error, HangError)
-    assert "nor does the store answer" in str(second.error)
+    assert "does not respond either" in str(second.error)
 
 
 def test_failure_stops_a_worker_that_does_not_respond():
@@ -282,6 +280,6 @@ def test_loss_of_the_store_stops_a_worker_that_does_not_respond(capfd):
     ends = ends_of(lambda run: train(run, Numbers(die_or_sleep)))
     assert [end.exitcode for end in ends] == [-signal.SIGKILL, 1]
     printed = capfd.readouterr().err
-    assert "samestep: worker 1 ends here, at step 2: loading data. the store is gone" in printed
+    assert "terminating worker 1 at step 2 (loading data): lost connection to the store" in printed
     # If the store is lost during a call, torch prints a C++ stack, which cannot be prevented.
     assert "frame #" not in printed or "recvValue failed" in printed

@@ -134,7 +134,7 @@ def test_workers_meet_while_one_downloads(old, far, tmp_path, monkeypatch):
 
     def body(world):
         def wait_for_meetings(operation, path):
-            while operation == "cat_file" and world.meetings < 20:
+            while operation == "cat_file" and world.barriers < 20:
                 pass
 
         if world.rank == 0:

@@ -261,10 +261,10 @@ def test_workers_meet_between_two_copies():
         meetings = []
         for step in (1, 2, 3):
             save_all([copies], step)
-            meetings.append(copies._world.meetings)
+            meetings.append(copies._world.barriers)
         copies._world.barrier("exchanging gradients")
         save_all([copies], 4)
-        assert [*meetings, copies._world.meetings] == [0, 1, 2, 3]
+        assert [*meetings, copies._world.barriers] == [0, 1, 2, 3]
 
 
 def test_auto_makes_the_first_copy_at_once_and_then_as_rank_0_says(monkeypatch):

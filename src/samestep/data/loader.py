@@ -21,7 +21,7 @@ from samestep.data.batch import Batch, packed_where_it_pays
 from samestep.data.plan import Plan
 from samestep.data.random_state import key, keyed
 from samestep.errors import DataError, LoaderError
-from samestep.host import end_with_parent, use_one_folder
+from samestep.host import end_with_parent, use_socket_folder
 
 STOPPING: Final = (signal.SIGTERM, signal.SIGINT)
 ENDING_SECONDS: Final = 1.0  # for a process that dies to be dead
@@ -102,7 +102,7 @@ def load(
         yield from (fetcher[request] for request in requests)
         return
     if loader_workers > 0:
-        use_one_folder()
+        use_socket_folder()
     loader = DataLoader(
         fetcher,
         batch_size=None,  # a request is a whole lane batch

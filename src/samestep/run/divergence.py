@@ -72,7 +72,7 @@ class DivergenceCheck:
         return (
             f"workers differ after step {self._step} in {first!r}{which}: "
             f"{_describe([sums.get(first) for sums in everyone], hosts)}; "
-            "expected the same bits on all workers. Usual causes: code that changes the model or "
+            "expected the same bits on all workers. Likely causes: code that changes the model or "
             "the optimizer on some workers only (a condition on the rank, or random numbers or "
             "data that differ between workers), an optimizer whose step is not deterministic, or, "
             "if it is always the same host, faulty memory. samestep verify finds the first step "

@@ -42,7 +42,8 @@ class Loop:
             except GeneratorExit:
                 self._progress.leave_step()
                 raise
-            self._progress.status.at("loading data")  # if the body did not iterate the batch
+            # If the body did not iterate the batch, this step still loads it.
+            self._progress.status.set_activity("loading data")
             batch.load()
             self._progress.end_step()
         self._progress.end_loop()

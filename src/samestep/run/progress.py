@@ -128,14 +128,14 @@ class Progress:
         self.epoch = batch.epoch
         self._current = CurrentStep(batch, complete)
         self.status.step = self.step
-        self.status.at(BODY)
+        self.status.set_activity(BODY)
         self._stop.deferring = self._snapshots.keeps
 
     def leave_step(self) -> None:
         """Mark the step as left early, by break, return or an exception."""
         if self._current is not None:
             self._current.left = True
-            self.status.at(OUTSIDE)
+            self.status.set_activity(OUTSIDE)
 
     def end_step(self) -> None:
         """Count the current step, then carry out what all workers agreed on during it."""
@@ -157,7 +157,7 @@ class Progress:
 
     def end_loop(self) -> None:
         """End a loop, and agree on a signal that arrived after the note of its last step."""
-        self.status.at(OUTSIDE)
+        self.status.set_activity(OUTSIDE)
         self._exchange_notes("ending a loop")
         decision, self._decision = self._decision, Decision()
         if decision.snapshot_due:
@@ -218,7 +218,7 @@ class Progress:
         if self._seconds:
             self._record.timing(self.step - 1, [note["seconds"] for note in notes])
             self._seconds = {}
-        self.status.at(OUTSIDE if self._current is None else BODY)
+        self.status.set_activity(OUTSIDE if self._current is None else BODY)
 
     def time_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure the time of an optimizer's steps."""
@@ -277,7 +277,7 @@ class Progress:
 
     def _finish(self, event: str, **fields: Any) -> None:
         self._exchange_notes("ending the run")
-        self.status.end()
+        self.status.finish()
         self._record.flush()
         self._snapshots.finish()
         self._record.event(event, step=self.step, **fields)

@@ -19,7 +19,7 @@ from samestep.data.plan import GroupBy
 from samestep.data.random_state import key
 from samestep.errors import ConfigError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
-from samestep.host import return_freed_memory
+from samestep.host import trim_memory
 from samestep.run.collectives import Collectives
 from samestep.run.log import Log
 from samestep.run.loops import PlannedLoop, StreamLoop, make_plan
@@ -162,7 +162,7 @@ class Run(Collectives, Log):
         if self.world_size > 1:
             self._lanes.shards.append(Shard(optimizer, self.lanes, self._world))
             parameters += [piece for group in optimizer.param_groups for piece in group["params"]]
-            return_freed_memory()  # of the parameters before they moved into flat storage
+            trim_memory()  # of the parameters before they moved into flat storage
         self._sharded.update(parameters)
         return optimizer
 

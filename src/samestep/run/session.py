@@ -20,7 +20,7 @@ from samestep.config import Config, is_url
 from samestep.data.random_state import set_generators
 from samestep.errors import ConfigError, RecordError
 from samestep.handoff import ATTEMPT, LauncherState
-from samestep.host import keep_freed_memory, keep_no_more
+from samestep.host import keep_freed_memory, release_freed_memory
 from samestep.record import Record, open_record
 from samestep.record.exporter import ExporterProcess
 from samestep.record.sinks.base import check_sinks
@@ -45,7 +45,7 @@ class Session:
         on_cuda = self.devices[0].type == "cuda"
         if not on_cuda:
             keep_freed_memory()
-            self._exits.callback(keep_no_more)
+            self._exits.callback(release_freed_memory)
         self.world = connect(
             process, config, cuda=on_cuda, gpus_are_shared=share_gpus(self.devices, process)
         )

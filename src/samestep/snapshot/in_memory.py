@@ -26,7 +26,7 @@ from samestep.cluster import ProcessInfo
 from samestep.comm.base import World
 from samestep.errors import SnapshotError
 from samestep.handoff import SLOTS, LauncherState
-from samestep.host import available_bytes, unnamed_file
+from samestep.host import anonymous_file, available_bytes
 from samestep.snapshot import memory_slot as slot
 from samestep.snapshot.commit import combined
 from samestep.snapshot.memory_slot import MemorySlot
@@ -146,10 +146,10 @@ class InMemorySnapshots:
 
         Raises `SnapshotError` or `OSError` where it cannot be held.
         """
-        if self._world.meetings == self._meetings:
+        if self._world.barriers == self._meetings:
             self._world.barrier("starting a hot copy")
         copy = Copy(step, attempt, self._world.size, (self._first_slot + self._copies) % SLOTS)
-        self._meetings, self._copies = self._world.meetings, self._copies + 1
+        self._meetings, self._copies = self._world.barriers, self._copies + 1
         if self._given_up:
             return
         if not self._own:
@@ -247,7 +247,7 @@ class InMemorySnapshots:
         receivers = [worker for worker, parts in enumerate(self._seen) if key not in parts]
         file = self._files.get(key)
         if file is None:
-            file = unnamed_file("samestep-passed")
+            file = anonymous_file("samestep-passed")
             exits.callback(os.close, file)
         if receivers:
             _pass_on(self._world, file, self._seen[sender][key], sender, receivers)

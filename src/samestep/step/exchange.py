@@ -101,7 +101,7 @@ class Exchange:
 
     def wait_until_free(self) -> None:
         """Return when nobody reads the gradients of before: after two backward passes without an update somebody may."""
-        if self._world.shares_memory and self._world.meetings == self._summed_at:
+        if self._world.shares_memory and self._world.barriers == self._summed_at:
             self._meet("waiting until all have added up the gradients before")
 
     def put(self, own: Sequence[Gradients]) -> None:
@@ -119,7 +119,7 @@ class Exchange:
         received, self._received = self._received or self._begin(), None
         rank = self._world.rank
         known = {**self._here(rank), **received()}
-        self._summed_at = self._world.meetings
+        self._summed_at = self._world.barriers
         if (0, self._lanes) in known:
             return known[0, self._lanes]
         left, right = (_add_up(half, known) for half in halves((0, self._lanes)))

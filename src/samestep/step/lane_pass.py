@@ -59,7 +59,7 @@ class LanePass:
         )
         self._counts = batch.counts
         self._total = sum(batch.counts) if loss.count is None and batch.counts is not None else None
-        lanes.world.status.at("loading data")
+        lanes.world.status.set_activity("loading data")
         self._batches = dict(batch.lane_batches())
         self._results: list[tuple[int, int, dict[str, torch.Tensor]]] = []
 
@@ -120,7 +120,7 @@ class LanePass:
     def _lane(self, lane: int, replica: Replica) -> Gradients:
         if lane not in self._batches:
             return [None] * len(self._parameters)
-        self._lanes.world.status.at(f"computing lane {lane}")
+        self._lanes.world.status.set_activity(f"computing lane {lane}")
         try:
             return self._gradients(lane, replica)
         except (MemoryError, RuntimeError) as error:

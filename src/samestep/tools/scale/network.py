@@ -19,7 +19,7 @@ from samestep.cluster import find_process
 from samestep.comm.base import World
 from samestep.comm.connect import connect
 from samestep.comm.distributed import Distributed
-from samestep.comm.rendezvous import form
+from samestep.comm.rendezvous import rendezvous
 from samestep.config import merge
 from samestep.launch import launch
 from samestep.run.process import set_up_devices, share_gpus
@@ -163,7 +163,7 @@ def _measure(nbytes: int) -> list[list[float]]:
     cuda, shared = devices[0].type == "cuda", share_gpus(devices, place)
     network = world = connect(place, config, cuda=cuda, gpus_are_shared=shared)
     if world.shares_memory:
-        network = Distributed(form(place, config.timeout, share=False), cuda=False)
+        network = Distributed(rendezvous(place, config.timeout, share=False), cuda=False)
     try:
         return _time_calls(world, network, nbytes, devices[0])
     finally:
