@@ -1,4 +1,4 @@
-"""A failure during a run stops all workers with a clear error and keeps snapshots valid."""
+"""A failure in the middle of a run stops all workers with a clear error and keeps snapshots valid."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_nonfinite_loss_stops_every_worker(value, tmp_path):
     assert [type(end.error) for end in ends] == [ss.NonFiniteLossError] * 2
     for end in ends:
         assert re.match(
-            r"the loss is (nan|-?inf) at step 2 in lane 2 \(worker 1\); expected a finite one",
+            r"the loss is (nan|-?inf) at step 2 in lane 2 \(worker 1\); lower the learning rate",
             str(end.error),
         )
     assert snapshots(tmp_path) == ["step-00000001", "step-00000002"]
@@ -128,8 +128,8 @@ def test_out_of_memory_error_suggests_lanes(use, in_backward):
     assert isinstance(first.error, ss.WorldError)
     assert isinstance(second.error, ss.OutOfMemoryError)
     assert str(second.error).startswith(
-        "lane 2 of 4, with 2 samples, does not fit the memory of cpu on worker 1 at step 2; expected one that does: lanes=8 would halve "
-        "it. The number of lanes belongs to the result"
+        "lane 2 of 4, with 2 samples, does not fit the memory of cpu on worker 1 at step 2; lanes=8 would halve it."
+        " The number of lanes affects the result"
     )
     assert re.search(
         "memory: you tried to allocate|MemoryError|Tried to allocate", second.traceback
@@ -249,7 +249,7 @@ def test_full_disk_stops_the_run_and_keeps_the_previous_snapshot(workers, tmp_pa
         assert all(isinstance(end.error, (ss.SnapshotError, ss.WorldError)) for end in ends)
         assert messages
         assert "step-00000002 could not be written" in messages[0]
-        assert "The newest whole snapshot is step-00000001" in messages[0]
+        assert "The newest complete snapshot is step-00000001" in messages[0]
         left = left_by(
             heavy_job, tmp_path / "resumed", 1, lanes=8, resume=disk / "run" / "step-00000001"
         )
@@ -338,4 +338,4 @@ def test_killed_loader_process_is_reported():
     (end,) = ends_of(1, lambda run: fit_numbers(run, dataset=Numbers(die), loader_workers=1))
     assert isinstance(end.error, ss.LoaderError)
     assert "a loader process died" in str(end.error)
-    assert "try loader_workers=0" in str(end.error)
+    assert "use loader_workers=0" in str(end.error)

@@ -14,7 +14,7 @@ import pytest
 import samestep as ss
 from samestep.handoff import open_launcher_state
 from samestep.launch import launch
-from samestep.snapshot import in_memory as hot
+from samestep.snapshot import in_memory
 from tests.faults import kill_at
 from tests.jobs import (
     STEPS,
@@ -61,7 +61,7 @@ def test_first_copy_is_made_after_the_first_step(tmp_path):
     with open_launcher_state(1) as state:
         kill(state, 1, image_job, tmp_path, 1, hot_every="auto")
         assert (state.directory, state.step) == (str(tmp_path), 1)
-        assert resume(state, 1, image_job, tmp_path) == "hot-copy-of-step-1"
+        assert resume(state, 1, image_job, tmp_path) == "in-memory-snapshot-of-step-1"
         assert state.step == STEPS
 
 
@@ -70,21 +70,21 @@ def test_run_is_recognized_by_a_relative_directory(tmp_path, monkeypatch):
     with open_launcher_state(1) as state:
         kill(state, 1, image_job, Path("run"), 3)
         assert state.directory == str(tmp_path / "run")
-        assert resume(state, 1, image_job, Path("run")) == "hot-copy-of-step-3"
+        assert resume(state, 1, image_job, Path("run")) == "in-memory-snapshot-of-step-3"
 
 
 @pytest.mark.parametrize(
     ("job", "before", "after"),
     [(image_job, 2, 2), (image_job, 2, 3), (streams_job, 3, 1), (streams_job, 1, 2)],
 )
-def test_replacements_continue_from_the_in_memory_snapshot(job, before, after, tmp_path):
+def test_replacement_workers_resume_from_the_in_memory_snapshot(job, before, after, tmp_path):
     draw = Random(before + 10 * after)
     step, rank = draw.randint(2, STEPS - 1), draw.randrange(before)
     undisturbed = left_by(job, tmp_path / "undisturbed", 1, lanes=8)
     with open_launcher_state(max(before, after)) as state:
         kill(state, before, job, tmp_path / "run", step, rank)
         assert snapshots(tmp_path / "run") == []
-        assert resume(state, after, job, tmp_path / "run") == f"hot-copy-of-step-{step}"
+        assert resume(state, after, job, tmp_path / "run") == f"in-memory-snapshot-of-step-{step}"
     assert left_in(job, tmp_path / "run", lanes=8) == undisturbed
 
 
@@ -98,7 +98,9 @@ def damage(state, slot):
 def test_damaged_copies_are_skipped_for_older_ones_and_then_for_a_snapshot_on_disk(tmp_path):
     undisturbed = left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
     snapshot = str(tmp_path / "1" / "step-00000003")
-    for number, (slots, expected) in enumerate((([0], "hot-copy-of-step-4"), ([0, 1], snapshot))):
+    for number, (slots, expected) in enumerate(
+        (([0], "in-memory-snapshot-of-step-4"), ([0, 1], snapshot))
+    ):
         directory = tmp_path / str(number)
         with open_launcher_state(2) as state:
             kill(state, 2, image_job, directory, 5, snapshot_every=3)
@@ -106,9 +108,9 @@ def test_damaged_copies_are_skipped_for_older_ones_and_then_for_a_snapshot_on_di
             for slot in slots:
                 damage(state, slot)
             assert resume(state, 2, image_job, directory) == expected
-        reasons = [event["reason"] for event in events(directory, "hot_copy_rejected")]
+        reasons = [event["reason"] for event in events(directory, "in_memory_snapshot_rejected")]
         assert [reason.partition(" cannot")[0] for reason in reasons] == [
-            f"the hot copy of step {5 - n}" for n in range(len(slots))
+            f"the in-memory snapshot of step {5 - n}" for n in range(len(slots))
         ]
         assert all("damaged" in reason for reason in reasons)
         assert left_in(image_job, directory, lanes=8) == undisturbed
@@ -126,7 +128,7 @@ def test_run_that_has_begun_ignores_resume_never(tmp_path):
         kill(state, 1, image_job, tmp_path, 5, resume="never", snapshot_every=2)
         assert (
             resume(state, 1, image_job, tmp_path, resume="never", hot_every=None)
-            == "hot-copy-of-step-5"
+            == "in-memory-snapshot-of-step-5"
         )
     assert [event["snapshots"] for event in events(tmp_path, "snapshots_set_aside")] == [
         steps_of(STEPS)
@@ -151,7 +153,7 @@ def test_last_state_that_was_only_in_memory_is_written_by_the_replacements(tmp_p
             environment=state.environment,
         )
         assert snapshots(tmp_path) == []
-        assert resume(state, 1, image_job, tmp_path) == f"hot-copy-of-step-{STEPS}"
+        assert resume(state, 1, image_job, tmp_path) == f"in-memory-snapshot-of-step-{STEPS}"
     assert snapshots(tmp_path) == steps_of(STEPS)
 
 
@@ -193,12 +195,12 @@ def test_hot_every_none_uses_no_memory(hot_every, tmp_path):
 
 
 def test_training_continues_without_copies_if_memory_is_short(tmp_path, monkeypatch):
-    monkeypatch.setattr(hot, "available_bytes", lambda: 10_000)
+    monkeypatch.setattr(in_memory, "available_bytes", lambda: 10_000)
     with open_launcher_state(1) as state:
         run_workers(train, 1, image_job, tmp_path, {"hot_every": 1}, environment=state.environment)
         assert all(os.fstat(slot).st_size == 0 for pair in state.slots for slot in pair)
-    (failed,) = events(tmp_path, "hot_copy_failed")
-    assert "of the 0.0 GB of memory that this host has left" in failed["reason"]
+    (failed,) = events(tmp_path, "in_memory_snapshot_failed")
+    assert "at most half of the 0.0 GB of memory that this host has left" in failed["reason"]
     assert snapshots(tmp_path)[-1:] == steps_of(STEPS)
 
 
@@ -228,5 +230,5 @@ def test_replacements_use_a_snapshot_on_disk_if_a_sandbox_refuses_memfd(calls, t
     assert len(events(tmp_path / "run", "restarting")) == 1
     resumed, *_ = events(tmp_path / "run", "resumed")
     assert Path(resumed["snapshot"]).name in steps_of(2, 4)
-    (failed,) = events(tmp_path / "run", "hot_copy_failed")
+    (failed,) = events(tmp_path / "run", "in_memory_snapshot_failed")
     assert "refuses memfd_create" in failed["reason"]

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from samestep.data.batch import Batch
+from samestep.data.batch import Batch, LaneStream, steps_left, stream_batches
 from samestep.data.plan import GroupBy, GroupedPlan, Plan, ShuffledPlan, check_end
-from samestep.data.streams import LaneStream, steps_left, stream_batches
 from samestep.errors import ConfigError, DataError
 from samestep.run.progress import Position, Progress
 
@@ -189,4 +188,4 @@ def make_plan(
             "drop_last cannot be used with group_by, because any grouped batch may be short; "
             "leave out one of the two"
         )
-    return GroupedPlan(group_by, size, batch_size, lanes, seed, shuffle=shuffle)
+    return GroupedPlan(size, batch_size, lanes, seed, shuffle=shuffle, groups=group_by)

@@ -10,8 +10,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import torch
 
 from samestep.config import Config
-from samestep.data.batch import Batch
-from samestep.data.streams import LaneStream
+from samestep.data.batch import Batch, LaneStream
 from samestep.errors import DataError
 from samestep.record import Record
 from samestep.run.divergence import DivergenceCheck
@@ -129,7 +128,7 @@ class Progress:
         self._current = CurrentStep(batch, complete)
         self.status.step = self.step
         self.status.set_activity(BODY)
-        self._stop.deferring = self._snapshots.keeps
+        self._stop.deferring = self._snapshots.is_enabled
 
     def leave_step(self) -> None:
         """Mark the step as left early, by break, return or an exception."""
@@ -146,14 +145,14 @@ class Progress:
         self._current = None
         self.step += 1
         self._divergence.compute(self.step)
-        self._snapshots.hot.report_step(self.step)
+        self._snapshots.in_memory.report_step(self.step)
         decision, self._decision = self._decision, Decision()
         if self._snapshots.is_due(self.step) or decision.snapshot_due or self._requested:
             self._take_snapshot()
         if decision.signal or self._is_last(self.step):
             self._stop_run(decision.signal)
-        if self._snapshots.hot.is_due(self.step, agreed=decision.copy_due):
-            self._snapshots.copy(self.step, self._states)
+        if self._snapshots.in_memory.is_due(self.step, agreed=decision.copy_due):
+            self._snapshots.save_in_memory(self.step, self._states)
 
     def end_loop(self) -> None:
         """End a loop, and agree on a signal that arrived after the note of its last step."""
@@ -202,7 +201,7 @@ class Progress:
         return {
             "signal": self._stop.signal,
             "snapshot_due": self._snapshots.time_is_up(),
-            "copy_due": self._snapshots.hot.time_is_up(),
+            "copy_due": self._snapshots.in_memory.time_is_up(),
             "seconds": self._seconds,
             "digest": self._divergence.digest,
         }

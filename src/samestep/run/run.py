@@ -25,9 +25,9 @@ from samestep.run.log import Log
 from samestep.run.loops import PlannedLoop, StreamLoop, make_plan
 from samestep.run.session import Session
 from samestep.step.clip import gradient_norm, scale_gradients
-from samestep.step.lane_pass import Count, Loss, LossFn, Reduction
+from samestep.step.lane_pass import Count, LossFn, LossSpec, Reduction
 from samestep.step.means import Means
-from samestep.step.replicate import replicate
+from samestep.step.replicas import replicate
 from samestep.step.shard import Shard, check_shardable
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -303,12 +303,12 @@ class Run(Collectives, Log):
             )
         if reduction not in {"mean", "sum"}:
             raise ConfigError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-        loss = Loss(loss_fn, model, count, reduction)
-        answer = self._lanes.backward(
+        loss = LossSpec(loss_fn, model, count, reduction)
+        result = self._lanes.backward(
             loss, batch, update, self._progress.next_call(), self._progress.note()
         )
-        self._progress.receive(answer.notes)
-        return Means(answer.results, reduction)
+        self._progress.receive(result.notes)
+        return Means(result.results, reduction)
 
     def clip_grad_norm(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Scale gradients so that their global 2-norm is at most `max_norm`.
@@ -331,14 +331,14 @@ class Run(Collectives, Log):
         if self.lanes == 1:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         ids = set(map(id, parameters))
-        blocks = [
-            block
-            for block in self._lanes.blocks()
-            if ids.intersection(map(id, block.exchange.parameters))
+        flat_buffers = [
+            buffer
+            for buffer in self._lanes.flat_buffers()
+            if ids.intersection(map(id, buffer.exchange.parameters))
         ]
-        norm = gradient_norm(parameters, blocks, self._world)
+        norm = gradient_norm(parameters, flat_buffers, self._world)
         whole = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        sharded = [part for block in blocks for part in block.gradients_of(ids)]
+        sharded = [part for buffer in flat_buffers for part in buffer.gradients_of(ids)]
         scale_gradients([*whole, *sharded], norm, max_norm)
         return norm.float()
 

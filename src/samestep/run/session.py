@@ -27,11 +27,10 @@ from samestep.record.sinks.base import check_sinks
 from samestep.run.divergence import DivergenceCheck
 from samestep.run.process import StopRequest, set_up_devices, share_gpus
 from samestep.run.progress import Progress
-from samestep.snapshot.download import Downloads, load_from
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager
 from samestep.snapshot.read import Snapshot, list_snapshots, load, step_of
-from samestep.snapshot.resume import load_newest
+from samestep.snapshot.resume import Downloads, load_from, load_newest
 from samestep.step.lane_engine import LaneEngine
 
 
@@ -84,7 +83,7 @@ class Session:
         self._exits.callback(self.snapshots.close)
         self.stop = StopRequest()
         # A state that exists only in memory is written at the end of the first step.
-        self.stop.deferring = resumed is not None and resumed.hot
+        self.stop.deferring = resumed is not None and resumed.in_memory
         self._exits.callback(self.stop.close)
         self.divergence = DivergenceCheck(config.check_every, world, self.snapshots.tracked)
         self.progress = Progress(
@@ -92,7 +91,7 @@ class Session:
         )
         set_generators(config.seed)
         self._record_start(attempt, resumed)
-        in_memory.begin(self.progress.step, anew=not has_begun)
+        in_memory.report_start(self.progress.step, is_new=not has_begun)
         if config.dir is not None and is_main and (sinks or config.transfer):
             exporter = ExporterProcess(config.dir, sinks, config.transfer, self.record)
             self._exits.callback(exporter.finish)
