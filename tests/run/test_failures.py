@@ -1,4 +1,4 @@
-"""A failure in the middle of a run stops all workers with a clear error and keeps snapshots valid."""
+"""A failure during a run stops all workers with a clear error; snapshots stay valid."""
 
 from __future__ import annotations
 
