@@ -22,10 +22,20 @@ def check_metric(
 ) -> None:
     """Check that a metric follows the laws that `run.evaluate` relies on.
 
-    `make()` returns a new `Metric` or torchmetrics object. `parts` are the arguments of `update`,
-    one tuple per part, at least 3, which should differ in their values and numbers of samples.
-    Values that rounding may change are compared with the tolerances `rtol` and `atol`. Raises
-    `AssertionError` with the law that is broken.
+    Args:
+        make: Returns a new `Metric` or torchmetrics object.
+        parts: The arguments of `update`, one tuple per part, at least 3, which should differ in
+            their values and numbers of samples.
+        rtol: Relative tolerance for values that rounding may change.
+        atol: Absolute tolerance for them.
+
+    Raises:
+        AssertionError: A law is broken; the message says which.
+        ConfigError: There are fewer than 3 parts.
+
+    Example:
+        >>> from torchmetrics import MeanMetric
+        >>> ss.check_metric(MeanMetric, [(torch.rand(5),), (torch.rand(3),), (torch.rand(4),)])
     """
     if len(parts) < 3:
         raise ConfigError(f"parts must have at least 3 tuples of arguments, got {len(parts)}")

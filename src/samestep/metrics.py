@@ -24,6 +24,23 @@ class Metric(Protocol):
     A part is a new metric that was updated with some of the samples. `run.evaluate` merges parts in
     data set order, in a grouping that depends only on the number of parts. `check_metric` tests an
     implementation. Parts are pickled, so define the class at module level.
+
+    Example:
+        >>> class Largest:
+        ...     def __init__(self):
+        ...         self.value = float("-inf")
+        ...
+        ...     def update(self, values):
+        ...         self.value = max(self.value, *values.tolist())
+        ...
+        ...     def merge(self, other):
+        ...         self.value = max(self.value, other.value)
+        ...
+        ...     def compute(self):
+        ...         return self.value
+        >>> isinstance(Largest(), ss.Metric)
+        True
+        >>> ss.check_metric(Largest, [(torch.rand(5),), (torch.rand(3),), (torch.rand(4),)])
     """
 
     def update(self, *args: Any, **kwargs: Any) -> None:

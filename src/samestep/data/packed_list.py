@@ -22,8 +22,18 @@ class PackedList(Sequence[Item]):
 
     Reading a Python object writes to its reference count, so each loader process ends up with its
     own copy of all memory pages that hold objects. The block stays shared, and is smaller than the
-    objects were. For plain values, small objects and arrays that can be pickled. Raises `DataError`
-    for items that cannot be pickled, and for tensors.
+    objects were.
+
+    Args:
+        items: Plain values, small objects or arrays that can be pickled.
+
+    Raises:
+        DataError: An item cannot be pickled, or contains a tensor.
+
+    Example:
+        >>> records = ss.PackedList([{"file": "a.png", "label": 3}, {"file": "b.png", "label": 5}])
+        >>> records[1]["label"], len(records)
+        (5, 2)
     """
 
     def __init__(self, items: Iterable[Item]) -> None:

@@ -116,9 +116,19 @@ def _lock_holder(file: int) -> int:
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run's directory or of its events file, in order, without torn lines.
+    """Yield the events of a run in the order in which they were recorded, without torn lines.
 
-    Raises `RecordError` if there is no record at `path`.
+    Args:
+        path: Directory of the run, or its events file.
+
+    Raises:
+        RecordError: There is no record at `path`.
+
+    Example:
+        >>> with ss.init(lanes=2, dir="runs/one") as run:
+        ...     run.log(accuracy=0.9)
+        >>> [event["event"] for event in read_events("runs/one")]
+        ['started', 'scalars', 'finished']
     """
     file = Path(path)
     if file.is_dir():

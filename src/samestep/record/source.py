@@ -188,13 +188,25 @@ STEP_EVENTS: Final = ("scalars", "timing", "image")
 
 
 def read_history(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run's directory or of its events file, without superseded ones.
+    """Yield the events of a run in order, without those that a later start has replaced.
 
-    A start that resumes from a step supersedes the earlier scalars, timing and images of the steps
-    after it, because the run performs them again; a start from the beginning supersedes all of
-    them. Values logged between two steps (`between`) at the step of the resume are kept. Events
-    about attempts (`started`, `snapshot`, `failed`, ...) are always kept. Reads the file twice and
-    holds no events in memory. Raises `RecordError` if there is no record at `path`.
+    A start that resumes from a step replaces the scalars, timing and images of later steps, because
+    these steps run again; a start from the beginning replaces all of them. Values that were logged
+    between two steps (`between`) at exactly the step of the resume stay. Events about attempts
+    (`started`, `snapshot`, `failed`, ...) always stay. The file is read twice, and no events are
+    held in memory.
+
+    Args:
+        path: Directory of the run, or its events file.
+
+    Raises:
+        RecordError: There is no record at `path`.
+
+    Example:
+        >>> with ss.init(lanes=2, dir="runs/one") as run:
+        ...     run.log(accuracy=0.9)
+        >>> [event["values"] for event in read_history("runs/one") if event["event"] == "scalars"]
+        [{'accuracy': 0.9}]
     """
     # the number of each start, and the last position that it keeps
     starts: list[tuple[int, StepPosition]] = []

@@ -43,9 +43,16 @@ class LaneResult:
 
 
 class Means(Mapping[str, float]):
-    """Global means by name, `"loss"` first, computed when read.
+    """Means by name over all items of a global batch, `"loss"` first; a read-only mapping.
 
-    The bits are the same at any number of workers.
+    They have the same bits at any number of workers, and are computed when they are read. A sum is
+    exact before its one rounding to float64.
+
+    Example:
+        >>> for batch in run.batches(train_set, 32, steps=1):
+        ...     means = run.backward(loss_fn, model, batch)
+        >>> means["loss"] > 0
+        True
     """
 
     def __init__(
@@ -73,12 +80,19 @@ class Means(Mapping[str, float]):
         return f"Means({', '.join(f'{name}={self[name]:.6g}' for name in self)})"
 
     def by_worker(self, name: str) -> list[float]:
-        """Return the mean over the items of each worker that had any, by rank."""
-        by_rank: dict[int, list[LaneResult]] = {}
-        for result in self._results:
-            if name in result.metrics:
-                by_rank.setdefault(result.rank, []).append(result)
-        return [self._mean(name, by_rank[rank]).value for rank in sorted(by_rank)]
+        """Return the mean over the items of each worker that had any, by rank.
+
+        Example:
+            >>> for batch in run.batches(train_set, 32, steps=1):
+            ...     means = run.backward(loss_fn, model, batch)
+            >>> len(means.by_worker("loss")) == run.world_size
+            True
+        """
+        ranks = sorted({result.rank for result in self._results if name in result.metrics})
+        return [
+            self._mean(name, [result for result in self._results if result.rank == rank]).value
+            for rank in ranks
+        ]
 
     def _mean(self, name: str, results: Sequence[LaneResult]) -> Mean:
         pairs = [(one.metrics[name], one.count) for one in results if name in one.metrics]

@@ -22,7 +22,7 @@ from samestep.comm.distributed import Distributed
 from samestep.comm.rendezvous import rendezvous
 from samestep.config import merge
 from samestep.launch import launch
-from samestep.run.start import set_up_devices, share_gpus
+from samestep.run.process import set_up_devices, share_gpus
 from samestep.step.exchange import BUCKET_BYTES
 from samestep.step.layout import Layout
 from samestep.step.tree import lanes_of, subtrees
