@@ -67,7 +67,7 @@ def measure(workers: int, rounds: int) -> None:
         print(f"  {name:10} {spread(more)} ms more")
 
 
-def measure_whereabouts(rounds: int) -> None:
+def measure_status(rounds: int) -> None:
     """Print the cost of reporting a worker's status."""
     status = WorkerStatus()
 
@@ -75,7 +75,10 @@ def measure_whereabouts(rounds: int) -> None:
         with status.waiting("measuring"):
             pass
 
-    for name, call in (("a change", lambda: status.at("measuring")), ("around a wait", wait)):
+    for name, call in (
+        ("a change", lambda: status.set_activity("measuring")),
+        ("around a wait", wait),
+    ):
         seconds = timeit.repeat(call, repeat=rounds, number=CALLS)
         print(f"status, {name}: {spread([1e6 * each / CALLS for each in seconds])} microseconds")
 
@@ -91,7 +94,7 @@ def main() -> None:
         torch.set_num_threads(1)
         train()
     else:
-        measure_whereabouts(options.rounds)
+        measure_status(options.rounds)
         measure(options.workers, options.rounds)
 
 

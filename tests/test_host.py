@@ -8,14 +8,14 @@ from unittest import mock
 import pytest
 
 from samestep.handoff import LauncherState, open_launcher_state
-from samestep.host import lacking_calls, unnamed_file, unnamed_memory
+from samestep.host import anonymous_file, anonymous_memory, missing_system_calls
 from tests.seccomp import refuse
 from tests.workers import run_workers
 
 
 @pytest.fixture(params=["as it is", "by a sandbox", "by the kernel"])
 def system(request):
-    """A system that has memory without a name, or refuses it; whether it has."""
+    """Whether this system has anonymous memory; some simulated ones refuse it."""
     if request.param == "as it is":
         yield True
         return
@@ -24,8 +24,8 @@ def system(request):
         yield False
 
 
-def test_a_file_without_a_name_is_to_be_had_in_any_case(system):
-    file = unnamed_file("samestep-test")
+def test_an_anonymous_file_is_always_available(system):
+    file = anonymous_file("samestep-test")
     try:
         assert os.pwrite(file, b"kept", 3) == 4
         assert os.pread(file, 9, 0) == b"\0\0\0kept"
@@ -39,32 +39,32 @@ def test_a_file_without_a_name_is_to_be_had_in_any_case(system):
         os.close(file)
 
 
-def test_a_launcher_keeps_how_far_its_run_is_in_any_case(system):
-    with open_launcher_state(2) as kept:
-        assert LauncherState.from_environment(kept.environment) == kept
-        assert [len(pair) for pair in kept.slots] == ([2, 2] if system else [])
-        assert (kept.step, kept.is_under_way) == (None, False)
-        kept.report_start("runs/one", 7)
-        kept.report_modules()
-        assert (kept.step, kept.is_under_way, kept.directory) == (7, True, "runs/one")
-        assert "torch" in kept.modules_reported
+def test_launcher_state_always_has_the_progress(system):
+    with open_launcher_state(2) as state:
+        assert LauncherState.from_environment(state.environment) == state
+        assert [len(pair) for pair in state.slots] == ([2, 2] if system else [])
+        assert (state.step, state.is_under_way) == (None, False)
+        state.report_start("runs/one", 7)
+        state.report_modules()
+        assert (state.step, state.is_under_way, state.directory) == (7, True, "runs/one")
+        assert "torch" in state.modules_reported
 
 
-def test_what_is_missing_for_a_moment_is_not_taken_for_refused():
+def test_a_temporary_error_is_raised():
     with (
         mock.patch.object(
             os, "memfd_create", side_effect=OSError(errno.EMFILE, "Too many open files")
         ),
         pytest.raises(OSError, match="Too many open files"),
     ):
-        unnamed_memory("samestep-test")
+        anonymous_memory("samestep-test")
 
 
 @pytest.mark.parametrize("refused", [[], ["memfd_create"], ["memfd_create", "pidfd_open"]], ids=str)
-def test_calls_that_are_refused_are_found(refused):
+def test_refused_system_calls_are_found(refused):
     def body():
         if refused:
             refuse(*refused)
-        return lacking_calls()
+        return missing_system_calls()
 
     assert run_workers(body, 1) == [refused]

@@ -162,7 +162,7 @@ def test_this_system_says_how_much_there_is():
 
 @pytest.fixture
 def group():
-    """A group of version 1 that the kernel really has, and nobody is in."""
+    """An empty group of version 1 in the real kernel."""
     directory = Path(f"/sys/fs/cgroup/memory/samestep-test-{os.getpid()}")
     with suppress(OSError):
         directory.mkdir()

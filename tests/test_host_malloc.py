@@ -16,7 +16,7 @@ PAGES = 50_000
 
 
 def faults_of_fresh_tensors():
-    """Return how many pages the kernel had to bring while tensors as large as `PAGES` came and went again."""
+    """Return how many page faults it takes to make and free tensors of `PAGES` pages."""
     # alignment takes some bytes of the first holes, which fit when they have grown together
     for _ in range(10):
         tensors = torch.ones(PAGES * 1024)
@@ -33,7 +33,7 @@ def resident_pages():
 
 
 def measured():
-    """Return the faults of tensors before and during a run, and the pages that the process has less after it."""
+    """Return the page faults before and during a run, and how many pages its end released."""
     usual = faults_of_fresh_tensors()
     with ss.init():
         kept = faults_of_fresh_tensors()
@@ -55,13 +55,13 @@ def test_memory_that_a_step_freed_is_there_for_the_next_one():
 
 
 def kilobytes_of_its_own():
-    """Return the memory of this process that is in no file and shared with nobody."""
+    """Return the private anonymous memory of this process."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.partition("RssAnon:")[2].split()[0])
 
 
 def given_back_by_sharding():
-    """Return the kilobytes that a worker has less after parameters have moved into memory that the workers share."""
+    """Return the kilobytes that sharding releases, and the size of the parameters."""
     with ss.init() as run:
         model = run.replicate(torch.nn.Linear(2048, 8192))
         before = kilobytes_of_its_own()

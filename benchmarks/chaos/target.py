@@ -167,7 +167,7 @@ def flip_byte(file: str | Path, offset: int) -> None:
 def hot_copies(launcher: int) -> list[Path]:
     """Return the anonymous files in which a launcher holds copies of its workers' state."""
     files = [*Path(f"/proc/{launcher}/fd").iterdir()]
-    kept = [path for path in files if "samestep-kept" in str(path.readlink())]
+    kept = [path for path in files if "samestep-state" in str(path.readlink())]
     return [path for path in kept if path.stat().st_size > LARGEST_BOARD]
 
 

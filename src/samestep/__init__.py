@@ -33,7 +33,7 @@ from samestep.errors import (
 from samestep.launch import launch
 
 if TYPE_CHECKING:
-    from samestep.data.batch import PackedList
+    from samestep.data.packed_list import PackedList
     from samestep.laws import check_metric
     from samestep.metrics import Metric
     from samestep.run import Run, init
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Means": "samestep.step.means",
     "Metric": "samestep.metrics",
-    "PackedList": "samestep.data.batch",
+    "PackedList": "samestep.data.packed_list",
     "Run": "samestep.run",
     "check_metric": "samestep.laws",
     "init": "samestep.run",

@@ -1,4 +1,7 @@
-"""A job for workers that somebody else starts: each prints its place, and if asked to train a hash of that, as a line of JSON."""
+"""A job for workers of other launchers: each prints its `ProcessInfo` as a line of JSON.
+
+With the argument `train` also the hash of a trained model.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from pathlib import Path
 from samestep.cluster import find_process
 
 ROOT = Path(__file__).parents[2]
-TELL = (sys.executable, "-m", "tests.cluster.started")
-TRAIN = (*TELL, "train")
+PRINT = (sys.executable, "-m", "tests.cluster.started")
+TRAIN = (*PRINT, "train")
 
 
 def trained():
@@ -24,11 +27,13 @@ def trained():
         return str(fingerprint(image_job(run)["model"].state_dict()))
 
 
-def told(output):
+def printed(output):
     """Return what workers printed, by rank."""
     return sorted(map(json.loads, output.splitlines()), key=lambda line: line["rank"])
 
 
 if __name__ == "__main__":
-    place = asdict(find_process(os.environ))
-    sys.stdout.write(json.dumps({**place, "trained": trained()} if sys.argv[1:] else place) + "\n")
+    process = asdict(find_process(os.environ))
+    sys.stdout.write(
+        json.dumps({**process, "trained": trained()} if sys.argv[1:] else process) + "\n"
+    )

@@ -8,10 +8,10 @@ import pytest
 from samestep.cluster import find_process
 from samestep.cluster.launchers import HYDRA, OPEN_MPI
 from samestep.errors import ConfigError
-from tests.cluster.started import ROOT, TRAIN, told, trained
+from tests.cluster.started import ROOT, TRAIN, printed, trained
 from tests.needs import needs
 
-MEETING_POINT = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}
+ADDRESS = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}
 NAMESPACE = {"PMIX_NAMESPACE": "405667841"}
 SLURM_DAEMON = {
     "SLURM_STEP_ID": "0",
@@ -27,20 +27,20 @@ def process(names, *numbers):
 
 @pytest.mark.parametrize("names", [OPEN_MPI, HYDRA])
 @pytest.mark.parametrize("extra", [{}, SLURM_DAEMON])
-def test_mpirun_says_the_place(names, extra):
-    place = find_process({**process(names, 2, 3, 0, 1), **MEETING_POINT, **extra})
-    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (2, 3, 0, 1)
-    assert (place.address, place.port, place.started_by) == ("10.0.0.7", 1234, "mpi")
-    assert place.source == f"{names[0]}=2 of {names[1]}=3"
+def test_variables_of_mpirun_are_read(names, extra):
+    info = find_process({**process(names, 2, 3, 0, 1), **ADDRESS, **extra})
+    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (2, 3, 0, 1)
+    assert (info.address, info.port, info.started_by) == ("10.0.0.7", 1234, "mpi")
+    assert info.source == f"{names[0]}=2 of {names[1]}=3"
 
 
-def test_processes_of_one_host_meet_on_its_loopback_at_a_port_of_their_own():
-    place = find_process({**process(OPEN_MPI, 1, 3, 1, 3), **NAMESPACE})
-    assert place.address == "127.0.0.1"
-    assert 20_000 <= place.port < 29_000
+def test_processes_of_one_host_use_the_loopback_and_a_port_per_job():
+    info = find_process({**process(OPEN_MPI, 1, 3, 1, 3), **NAMESPACE})
+    assert info.address == "127.0.0.1"
+    assert 20_000 <= info.port < 29_000
     assert (
         find_process({**process(OPEN_MPI, 1, 3, 1, 3), "PMIX_NAMESPACE": "405667842"}).port
-        != place.port
+        != info.port
     )
 
 
@@ -53,20 +53,20 @@ def test_one_process_is_alone():
     [
         (
             process(OPEN_MPI, 2, 3, 0, 1) | NAMESPACE,
-            "RANK=2 of .*SIZE=3 does not tell where rank 0 listens, and MASTER_ADDR is not set",
+            "RANK=2 of .*SIZE=3 does not say where rank 0 listens, and MASTER_ADDR is not set",
         ),
-        (process(OPEN_MPI, 1, 2, 1, 2), "and MASTER_PORT is not set; give all workers"),
+        (process(OPEN_MPI, 1, 2, 1, 2), "and MASTER_PORT is not set; set rank 0"),
         (
-            process(OPEN_MPI, 3, 3, 0, 1) | MEETING_POINT,
+            process(OPEN_MPI, 3, 3, 0, 1) | ADDRESS,
             "OMPI_COMM_WORLD_RANK=3, OMPI_COMM_WORLD_SIZE=3, .* contradict each other",
         ),
         (
             process(OPEN_MPI, "x", 2, 0, 2),
-            "OMPI_COMM_WORLD_RANK='x' was given; expected a whole number; start workers with mpirun",
+            "OMPI_COMM_WORLD_RANK must be a whole number, got 'x'; start workers with mpirun",
         ),
         (
             process(OPEN_MPI[:2], 0, 2),
-            "SIZE=2 is set and OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE is not; start",
+            "SIZE=2 is set and OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE is not; ",
         ),
         (
             process(HYDRA[:2], 0, 2),
@@ -78,7 +78,7 @@ def test_one_process_is_alone():
         ),
     ],
 )
-def test_what_mpirun_cannot_have_meant_is_named(variables, message):
+def test_invalid_variables_of_mpirun_are_named(variables, message):
     with pytest.raises(ConfigError, match=message):
         find_process(variables)
 
@@ -96,7 +96,7 @@ def test_mpirun_trains_what_one_worker_trains(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    workers = told(done.stdout)
+    workers = printed(done.stdout)
     assert [
         (worker["rank"], worker["local_rank"], worker["local_world_size"], worker["started_by"])
         for worker in workers

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from samestep.cluster import find_process
 from samestep.cluster.launchers import expand_hosts, port_of
 from samestep.errors import ConfigError
-from tests.cluster.started import ROOT, TELL, TRAIN, told, trained
+from tests.cluster.started import PRINT, ROOT, TRAIN, printed, trained
 from tests.needs import needs
 from tests.slurm import slurm
 
@@ -29,13 +29,18 @@ TASK = {
 
 
 def test_a_task_of_a_step_is_a_worker():
-    place = find_process(TASK)
-    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (3, 4, 0, 1)
-    assert (place.address, place.port, place.started_by) == ("n07", port_of(7, 2), "slurm")
-    assert place.source == "SLURM_PROCID=3 of SLURM_STEP_NUM_TASKS=4"
+    process = find_process(TASK)
+    assert (process.rank, process.world_size, process.local_rank, process.local_world_size) == (
+        3,
+        4,
+        0,
+        1,
+    )
+    assert (process.address, process.port, process.started_by) == ("n07", port_of(7, 2), "slurm")
+    assert process.source == "SLURM_PROCID=3 of SLURM_STEP_NUM_TASKS=4"
 
 
-def test_a_step_on_one_host_meets_on_its_loopback():
+def test_a_step_on_one_host_uses_the_loopback():
     assert (
         find_process(
             {
@@ -65,12 +70,12 @@ def test_local_workers_are_counted_node_by_node(text, workers):
     assert [find_process(node).local_world_size for node in nodes[:-1]] == workers
     with pytest.raises(
         ConfigError,
-        match=f"SLURM_NODEID='{len(workers)}' was given; expected a node of SLURM_STEP_TASKS_PER_NODE",
+        match=f"SLURM_NODEID must be a node of SLURM_STEP_TASKS_PER_NODE=.*, got '{len(workers)}'",
     ):
         find_process(nodes[-1])
 
 
-def test_where_workers_meet_can_be_given():
+def test_the_address_can_be_set():
     assert find_process({**TASK, "MASTER_ADDR": "10.0.0.7"}).address == "10.0.0.7"
     assert find_process({**TASK, "MASTER_PORT": "1234"}).port == 1234
 
@@ -82,7 +87,7 @@ def test_where_workers_meet_can_be_given():
         {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "?"},
     ],
 )
-def test_a_step_of_one_task_says_nothing(changed):
+def test_a_step_of_one_task_is_ignored(changed):
     assert find_process({**TASK, **changed}).started_by == "alone"
     plain = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
     assert find_process({**TASK, **changed, **plain}) == find_process(plain)
@@ -93,35 +98,35 @@ def test_a_step_of_one_task_says_nothing(changed):
     [
         (
             {"SLURM_STEP_TASKS_PER_NODE": "3,x"},
-            "SLURM_STEP_TASKS_PER_NODE='3,x' was given; expected numbers such as",
+            "SLURM_STEP_TASKS_PER_NODE must be numbers such as .*, got '3,x'",
         ),
         ({"SLURM_STEP_TASKS_PER_NODE": "3,2"}, "whose sum is 4"),
         (
             {"SLURM_STEP_NODELIST": "n[1-"},
-            r"SLURM_STEP_NODELIST='n\[1-' was given; expected a list of hosts",
+            r"SLURM_STEP_NODELIST must be a list of hosts such as .*, got 'n\[1-'",
         ),
-        ({"SLURM_STEP_NODELIST": "n[2-1]"}, "expected a list of hosts"),
-        ({"SLURM_STEP_NODELIST": "a" * 64}, "expected a list of hosts"),
-        ({"SLURM_PROCID": "-1"}, "SLURM_PROCID='-1' was given; expected a whole number"),
+        ({"SLURM_STEP_NODELIST": "n[2-1]"}, "must be a list of hosts"),
+        ({"SLURM_STEP_NODELIST": "a" * 64}, "must be a list of hosts"),
+        ({"SLURM_PROCID": "-1"}, "SLURM_PROCID must be a whole number, got '-1'"),
         (
             {"SLURM_PROCID": "4"},
-            "SLURM_PROCID=4, SLURM_STEP_NUM_TASKS=4, SLURM_LOCALID=0, .* contradict each other; .* srun",
+            "SLURM_PROCID=4, SLURM_STEP_NUM_TASKS=4, .*=0, .* contradict each other; .* srun",
         ),
         (
             {"SLURM_LOCALID": "1"},
-            "SLURM_LOCALID=1, SLURM_STEP_TASKS_PER_NODE=3,1 at SLURM_NODEID=1 contradict each other",
+            "SLURM_LOCALID=1, SLURM_STEP_TASKS_PER_NODE=3,1 at SLURM_NODEID=1 contradict each",
         ),
         (
             {"SLURM_NTASKS": "2"},
-            "SLURM_STEP_NUM_TASKS=4, left from the step that submitted this job, contradicts SLURM_NTASKS=2; .* srun",
+            "SLURM_STEP_NUM_TASKS=4, left from the step .*, contradicts SLURM_NTASKS=2; .* srun",
         ),
         (
             {"SLURM_NODEID": "0"},
-            "SLURM_PROCID=3 of .* does not tell where rank 0 listens, and MASTER_ADDR is not set; give all workers",
+            "SLURM_PROCID=3 of .* does not say where rank 0 listens, and MASTER_ADDR is not set; ",
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "4"},
-            "SLURM_PROCID=3 and RANK=0 contradict each other; unset those of RANK, .* or start .* torchrun",
+            "SLURM_PROCID=3 and RANK=0 contradict .*; unset the variables of RANK, .* torchrun",
         ),
         (
             {"RANK": "3", "WORLD_SIZE": "2"},
@@ -130,7 +135,7 @@ def test_a_step_of_one_task_says_nothing(changed):
         ({"LOCAL_RANK": "3"}, "SLURM_LOCALID=0 and LOCAL_RANK=3 contradict each other"),
     ],
 )
-def test_what_slurm_cannot_have_meant_is_named(changed, message):
+def test_invalid_variables_of_slurm_are_named(changed, message):
     with pytest.raises(ConfigError, match=message):
         find_process({**TASK, **changed})
 
@@ -198,8 +203,8 @@ def test_a_list_of_very_many_hosts_is_expanded_as_far_as_it_is_read():
         "n" + "[1]" * 5000,
     ],
 )
-def test_what_is_no_list_of_hosts_is_an_error(text):
-    with pytest.raises(ValueError, match=r"is no list of hosts|counts down"):
+def test_an_invalid_list_of_hosts_is_an_error(text):
+    with pytest.raises(ValueError, match=r"expected a list of hosts|expected an increasing range"):
         list(expand_hosts(text))
 
 
@@ -215,7 +220,7 @@ def test_any_other_text_is_an_error(text):
 
 
 @given(st.integers(0, 10**9), st.integers(0, 289), st.integers(0, 30), st.integers(0, 30))
-def test_jobs_and_steps_near_each_other_have_ports_of_their_own(job, later, step, other):
+def test_nearby_jobs_and_steps_have_different_ports(job, later, step, other):
     assert 20_000 <= port_of(job, step) < 29_000
     assert (port_of(job, step) == port_of(job + later, other)) == (later == 0 and step == other)
 
@@ -226,9 +231,9 @@ def cluster(tmp_path_factory):
         yield replace(cluster, environment={**cluster.environment, "PYTHONPATH": str(ROOT)})
 
 
-def srun(cluster, *options, command=TELL, **environment):
-    """Return what the tasks of a step tell, by rank."""
-    return told(cluster.run("srun", *options, *command, **environment).stdout)
+def srun(cluster, *options, command=PRINT, **environment):
+    """Return what the tasks of a step print, by rank."""
+    return printed(cluster.run("srun", *options, *command, **environment).stdout)
 
 
 def test_srun_trains_on_two_nodes_what_one_worker_trains(cluster):
@@ -248,24 +253,24 @@ def test_srun_trains_on_two_nodes_what_one_worker_trains(cluster):
         (("-N2", "-n4", "--mpi=pmi2"), [(0, 3), (1, 3), (2, 3), (0, 1)]),
         (("-N2", "-n4", "--distribution=cyclic"), [(0, 3), (0, 1), (1, 3), (2, 3)]),
         (("-N1", "-n3"), [(0, 3), (1, 3), (2, 3)]),
-        (("-N1", "-n1", *TELL, ":", "-N1", "-n2"), [(0, 1), (0, 2), (1, 2)]),
+        (("-N1", "-n1", *PRINT, ":", "-N1", "-n2"), [(0, 1), (0, 2), (1, 2)]),
     ],
     ids=["pmi2", "cyclic", "one node", "a step of two kinds"],
 )
-def test_every_way_of_dealing_tasks_gives_each_its_place(cluster, options, local):
+def test_every_distribution_of_tasks_gives_the_right_local_ranks(cluster, options, local):
     workers = srun(cluster, *options)
     assert [(worker["local_rank"], worker["local_world_size"]) for worker in workers] == local
     assert {worker["port"] for worker in workers} == {workers[0]["port"]}
 
 
-def test_tasks_dealt_in_an_order_of_the_users_need_an_address(cluster, tmp_path):
+def test_tasks_in_an_order_of_the_user_need_an_address(cluster, tmp_path):
     (tmp_path / "hosts").write_text("127.0.0.2\n127.0.0.1\n")
     hosts = str(tmp_path / "hosts")
     done = cluster.run(
-        "srun", "-n2", "--distribution=arbitrary", *TELL, check=False, SLURM_HOSTFILE=hosts
+        "srun", "-n2", "--distribution=arbitrary", *PRINT, check=False, SLURM_HOSTFILE=hosts
     )
     assert (
-        "SLURM_PROCID=0 of SLURM_STEP_NUM_TASKS=2 does not tell where rank 0 listens, and MASTER_ADDR is not set"
+        "SLURM_PROCID=0 of SLURM_STEP_NUM_TASKS=2 does not say where rank 0 listens, and MASTER_AD"
         in done.stderr
     )
     assert (
@@ -282,8 +287,8 @@ def test_tasks_dealt_in_an_order_of_the_users_need_an_address(cluster, tmp_path)
     )
 
 
-def test_variables_left_in_the_shell_are_found_at_once(cluster):
-    done = cluster.run("srun", "-n2", *TELL, check=False, RANK="0", WORLD_SIZE="1")
+def test_variables_left_in_the_shell_are_found(cluster):
+    done = cluster.run("srun", "-n2", *PRINT, check=False, RANK="0", WORLD_SIZE="1")
     assert (
         "ConfigError: SLURM_STEP_NUM_TASKS=2 and WORLD_SIZE=1 contradict each other" in done.stderr
     )
@@ -292,27 +297,24 @@ def test_variables_left_in_the_shell_are_found_at_once(cluster):
 
 
 def test_without_srun_a_process_in_an_allocation_is_alone(cluster, tmp_path):
-    shell = cluster.run("salloc", "-n2", *TELL)
-    assert [worker["started_by"] for worker in told(shell.stdout)] == ["alone"]
-    (tmp_path / "job.sh").write_text("#!/bin/bash\n" + " ".join(TELL))
+    shell = cluster.run("salloc", "-n2", *PRINT)
+    assert [worker["started_by"] for worker in printed(shell.stdout)] == ["alone"]
+    (tmp_path / "job.sh").write_text("#!/bin/bash\n" + " ".join(PRINT))
     cluster.run("sbatch", "--wait", "-n2", f"--output={tmp_path}/out", tmp_path / "job.sh")
-    assert [worker["started_by"] for worker in told((tmp_path / "out").read_text())] == ["alone"]
+    assert [worker["started_by"] for worker in printed((tmp_path / "out").read_text())] == ["alone"]
 
 
 def test_a_step_that_an_allocation_inherits_is_not_its_own(cluster):
-    command = "[ $SLURM_PROCID = 1 ] || salloc -n1 " + " ".join(TELL)
+    command = "[ $SLURM_PROCID = 1 ] || salloc -n1 " + " ".join(PRINT)
     done = cluster.run("srun", "-n2", "bash", "-c", command, check=False)
-    assert (
-        "SLURM_STEP_NUM_TASKS=2, left from the step that submitted this job, contradicts SLURM_NTASKS=1"
-        in done.stderr
-    )
+    assert "left from the step that submitted this job, contradicts SLURM_NTASKS=1" in done.stderr
     assert done.stdout == ""
 
 
-def test_mpirun_in_an_allocation_says_the_ranks(cluster, tmp_path):
+def test_mpirun_in_an_allocation_sets_the_ranks(cluster, tmp_path):
     needs("mpirun")
-    mpirun = ("mpirun", "--allow-run-as-root", "-x", "MASTER_ADDR=127.0.0.1", *TELL)
-    workers = told(
+    mpirun = ("mpirun", "--allow-run-as-root", "-x", "MASTER_ADDR=127.0.0.1", *PRINT)
+    workers = printed(
         cluster.run("salloc", "-N2", "-n3", *mpirun, OMPI_MCA_orte_tmpdir_base=str(tmp_path)).stdout
     )
     assert [(worker["rank"], worker["local_rank"], worker["started_by"]) for worker in workers] == [

@@ -11,8 +11,7 @@ from tests.jobs import events
 from tests.workers import free_port
 
 SECONDS = 60.0
-# A worker that is alone stays in its fourth step until torchrun stops it, because another node has
-# come.
+# A single worker stays in its fourth step until torchrun stops it because another node joined.
 JOB = """
 import signal, sys, threading
 from pathlib import Path
@@ -33,7 +32,7 @@ with ss.init(lanes=4, dir=directory / "run") as run:
     left = fingerprint(image_job(run, hook=wait_for_another)["model"].state_dict())
     (directory / f"left-{run.rank}").write_text(str(left))
 """
-# Nodes import torch at the same time, and meet one after the other.
+# Nodes import torch at the same time, and join one after the other.
 NODE = """
 import sys, time
 from pathlib import Path
@@ -57,8 +56,7 @@ def node(directory, port, started_after):
     ]
     options = ["--nnodes=1:2", "--nproc-per-node=1", "--local-addr=127.0.0.1", *rendezvous]
     command = [sys.executable, "-c", NODE, started_after, *options, directory / "job.py", directory]
-    # Without the last one torchrun of torch 2.13 never tells the second node where the first one's
-    # workers meet.
+    # without the last one, torchrun of torch 2.13 hides the first node's address
     variables = {
         "PYTHONPATH": str(ROOT),
         "TMPDIR": str(directory),
@@ -71,11 +69,11 @@ def node(directory, port, started_after):
     try:
         yield process
     finally:
-        process.kill()  # of one that has ended, does nothing
+        process.kill()  # no effect if it has exited
         process.wait()
 
 
-def test_a_node_that_comes_late_is_taken_in_and_nothing_else_changes(tmp_path):
+def test_a_late_node_joins_and_changes_nothing_else(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     port, deadline = free_port(), time.monotonic() + SECONDS
     with (

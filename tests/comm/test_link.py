@@ -48,7 +48,7 @@ def test_messages_pass_both_ways_in_order(seals):
 @pytest.mark.parametrize(
     "fault", ["changed", "repeated", "left out", "sent back", "cut", "of another connection"]
 )
-def test_a_frame_that_the_other_end_did_not_make_next_is_refused(seals, fault):
+def test_any_frame_but_the_next_of_the_other_end_is_refused(seals, fault):
     one, other = seals
     first, second = body_of(one.seal({"a": 1})), body_of(one.seal({"a": 2}))
     if fault == "repeated":
@@ -62,7 +62,7 @@ def test_a_frame_that_the_other_end_did_not_make_next_is_refused(seals, fault):
         other.open(wrong)
 
 
-def test_frames_come_out_whole_however_they_are_cut():
+def test_frames_are_complete_however_the_stream_is_cut():
     random = Random(0)
     bodies = [random.randbytes(random.randrange(100)) for _ in range(50)]
     stream = b"".join(map(frame, bodies))
@@ -76,16 +76,16 @@ def test_frames_come_out_whole_however_they_are_cut():
     assert found == bodies
 
 
-def test_a_frame_that_is_too_long_is_refused_before_it_comes():
-    with pytest.raises(ValueError, match="expected at most 512"):
+def test_a_frame_that_is_too_long_is_refused_before_it_arrives():
+    with pytest.raises(ValueError, match="at most 512 bytes, got"):
         body_of(b"\xff\xff\xff\xff")
-    with pytest.raises(ValueError, match="cannot be sent"):
+    with pytest.raises(ValueError, match="must have at most"):
         frame(bytes(2**22 + 1))
 
 
 def test_any_bytes_are_a_message_or_an_error(seals):
     random = Random(0)
-    right = seals[0].seal({"tell": "beat", "step": 3})
+    right = seals[0].seal({"order": "beat", "step": 3})
     for _ in range(20_000):
         data = bytearray(right)
         for _ in range(random.randrange(1, 4)):
@@ -96,12 +96,12 @@ def test_any_bytes_are_a_message_or_an_error(seals):
             assert body is None or len(body) <= HELLO_BYTES
             if body is not None:
                 assert isinstance(decode(body), dict)
-        if data != right and (body := whole(data)) is not None:
+        if data != right and (body := complete_body(data)) is not None:
             with pytest.raises(ValueError, match="MAC"):
                 seals[1].open(body)
 
 
-def whole(data):
+def complete_body(data):
     with suppress(ValueError):
         return body_of(data)
     return None
@@ -110,14 +110,14 @@ def whole(data):
 @pytest.mark.parametrize(
     "text", [b"", b"[]", b"1", b"{", b"\xff", b"[" * 100_000, b'{"a":' * 100_000]
 )
-def test_what_is_no_object_is_an_error(text):
+def test_anything_but_a_json_object_is_an_error(text):
     with pytest.raises(ValueError):  # noqa: PT011  of several kinds
         decode(text)
 
 
 @contextmanager
 def answering(*answers):
-    """Yield the address of somebody who answers the first connection so, whatever comes."""
+    """Yield the address of a server that sends these answers to its first connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve():
@@ -134,17 +134,17 @@ def answering(*answers):
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
+    ("answers", "message"),
     [
         (
             [b"HTTP/1.1 400 Bad Request\r\n\r\n"],
-            "no coordinator of samestep: a frame of 1213486160 bytes was announced",
+            "not a samestep coordinator: expected a frame of at most 4194304 bytes, got 1213486160",
         ),
-        ([frame(b"{}")], "a hello without a nonce"),
-        ([frame(b'{"nonce":"' + 64 * b"z" + b'"}')], "no coordinator of samestep"),
+        ([frame(b"{}")], "expected a hello with a nonce"),
+        ([frame(b'{"nonce":"' + 64 * b"z" + b'"}')], "not a samestep coordinator"),
         (
             [frame(encode({"nonce": 64 * "0"})), frame(encode({"refused": "token"}))],
-            "the token there is another one",
+            "the coordinator there has another token",
         ),
         (
             [frame(encode({"nonce": 64 * "0"})), frame(encode({"proof": 64 * "0"}))],
@@ -163,12 +163,12 @@ def answering(*answers):
         ),
     ],
 )
-def test_who_answers_must_know_the_token(answers, said):
-    with answering(*answers) as address, pytest.raises(WorldError, match=said):
+def test_the_server_must_know_the_token(answers, message):
+    with answering(*answers) as address, pytest.raises(WorldError, match=message):
         Link(address, TOKEN, 5.0)
 
 
-def test_who_never_answers_is_waited_for_so_long():
+def test_a_silent_server_is_a_timeout():
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(TimeoutError):
         Link(listener.getsockname(), TOKEN, 0.1)
 
@@ -197,6 +197,6 @@ def test_an_address_is_a_host_and_a_port(host, text):
         "[]:1",
     ],
 )
-def test_what_is_no_address_is_named(text):
-    with pytest.raises(ConfigError, match=r"--master '.*' was given; expected HOST:PORT"):
+def test_an_invalid_address_is_named(text):
+    with pytest.raises(ConfigError, match=r"--master must be HOST:PORT, .*, got '"):
         parse_address(text, "--master")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.comm import shared_memory as shared
+from samestep.comm import shared_memory
 from samestep.comm.shared_memory import INLINE_BYTES
 from samestep.errors import WorldError
 from tests.worlds import in_processes
@@ -34,7 +34,7 @@ def numbers(rank, size):
 # Each example starts three processes, which then go through a list of cases.
 @settings(max_examples=4)
 @given(st.lists(st.lists(SIZES, min_size=WORKERS, max_size=WORKERS), min_size=8, max_size=16))
-def test_what_each_sends_comes_whole_to_each(cases):
+def test_all_receive_what_each_sends(cases):
     def body(world):
         ranks = range(world.size)
         for sizes in cases:
@@ -66,14 +66,16 @@ def test_what_each_sends_comes_whole_to_each(cases):
             world.broadcast(tensor, "copying")
             assert torch.equal(tensor, numbers(0, sizes[0]))
 
-            whole = torch.full((world.size, sizes[0]), 7, dtype=torch.uint8)
-            whole[world.rank] = numbers(world.rank, sizes[0])
-            world.all_gather(whole, whole[world.rank], "gathering in place")
-            assert torch.equal(whole, torch.stack([numbers(rank, sizes[0]) for rank in ranks]))
+            gathered_rows = torch.full((world.size, sizes[0]), 7, dtype=torch.uint8)
+            gathered_rows[world.rank] = numbers(world.rank, sizes[0])
+            world.all_gather(gathered_rows, gathered_rows[world.rank], "gathering in place")
+            assert torch.equal(
+                gathered_rows, torch.stack([numbers(rank, sizes[0]) for rank in ranks])
+            )
         return len(cases)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "BOX_BYTES", BOX_BYTES)
+        patch.setattr(shared_memory, "BOX_BYTES", BOX_BYTES)
         assert in_processes(WORKERS, body) == [len(cases)] * WORKERS
 
 
@@ -95,7 +97,7 @@ def test_a_box_is_not_filled_again_before_all_have_read_it():
         assert torch.equal(tensor, numbers(0, size))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "BOX_BYTES", BOX_BYTES)
+        patch.setattr(shared_memory, "BOX_BYTES", BOX_BYTES)
         in_processes(2, body)
 
 
@@ -106,7 +108,7 @@ def test_a_tensor_of_another_size_than_expected_is_an_error():
             world.broadcast(tensor, "copying")
         else:
             with pytest.raises(
-                WorldError, match="worker 0 sent 16 bytes while copying; worker 1 expected 20"
+                WorldError, match="worker 1 expected 20 bytes from worker 0 while copying, got 16"
             ):
                 world.broadcast(tensor, "copying")
 
@@ -117,7 +119,7 @@ def test_buffers_of_different_sizes_are_refused():
     def body(world):
         with pytest.raises(
             WorldError,
-            match=f"a buffer of {world.rank + 5} bytes was asked for and worker {1 - world.rank} asked for",
+            match=f"got {world.rank + 5} bytes here and {6 - world.rank} on worker",
         ):
             world.shared(world.rank + 5)
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from samestep.comm import rendezvous as formation
-from samestep.comm.distributed import HEAD_BYTES, ROW_BYTES, Staged
+from samestep.comm import rendezvous
+from samestep.comm.connect import Staged
+from samestep.comm.distributed import HEAD_BYTES, ROW_BYTES
 from samestep.comm.shared_memory import INLINE_BYTES
 from samestep.errors import WorldError
 from tests.workers import run_workers, try_workers
 from tests.worlds import distributed_world, in_processes, in_threads, on_hosts, shared_world
 
-FIRST_CAPACITY = ROW_BYTES - HEAD_BYTES  # bytes that fit the first message of `Distributed`
+FIRST_CAPACITY = ROW_BYTES - HEAD_BYTES  # bytes that fit the first row of `Distributed`
 LENGTHS = [
     0,
     1,
@@ -44,17 +45,20 @@ DTYPES = [
 
 
 def conforms(world):
-    """Check every call of a world against what its docstring promises."""
+    """Check every method of a world against its docstring."""
     assert 0 <= world.rank < world.size
     for check in CHECKS:
-        before = world.meetings
+        before = world.barriers
         check(world)
-        # where not all need to wait for all
-        assert world.meetings > before or check in {rank_zero_is_copied, workers_of_a_host_meet}
-    meetings = world.meetings
+        # these calls need not wait for all workers
+        assert world.barriers > before or check in {
+            rank_zero_is_copied,
+            workers_of_a_host_wait_for_each_other,
+        }
+    barriers = world.barriers
     world.barrier("waiting")
-    assert world.meetings == meetings + 1
-    assert set(world.all_gather_json(meetings, "comparing meetings")) == {meetings}
+    assert world.barriers == barriers + 1
+    assert set(world.all_gather_json(barriers, "comparing barriers")) == {barriers}
     return world.rank
 
 
@@ -62,7 +66,7 @@ def bytes_of_any_length(world):
     for length in LENGTHS:
         for own in (length * (world.rank + 1), length if world.rank == world.size - 1 else 2):
             data = bytes([65 + world.rank]) * own
-            lengths = world.all_gather_object(own, "telling lengths")
+            lengths = world.all_gather_object(own, "gathering lengths")
             expected = [bytes([65 + rank]) * lengths[rank] for rank in range(world.size)]
             assert world.all_gather_bytes(data, "gathering bytes") == expected
             gathered = world.gather_bytes(data, "gathering bytes")
@@ -158,7 +162,7 @@ def memory_is_shared_inside_hosts(world):
         world.barrier("reading")
 
 
-def workers_of_a_host_meet(world):
+def workers_of_a_host_wait_for_each_other(world):
     (seen,) = world.shared(1)[:1]  # the first worker's
     for turn in range(1, 4):
         if world.rank == world.host.start:
@@ -176,7 +180,7 @@ CHECKS = (
     parts_go_to_their_ranks,
     rank_zero_is_copied,
     memory_is_shared_inside_hosts,
-    workers_of_a_host_meet,
+    workers_of_a_host_wait_for_each_other,
 )
 
 
@@ -187,7 +191,7 @@ def test_every_world_conforms(launch, workers):
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_a_world_through_host_memory_conforms(workers):
+def test_a_staged_world_conforms(workers):
     assert in_processes(workers, lambda world: conforms(Staged(world))) == list(range(workers))
 
 
@@ -200,7 +204,7 @@ def test_a_world_of_several_hosts_conforms(hosts, workers):
     assert on_hosts(hosts, workers, body) == list(range(workers))
 
 
-def test_messages_pass_a_host_once_and_in_few_rounds(monkeypatch):
+def test_each_host_sends_few_rows_in_few_rounds(monkeypatch):
     sent = []
     send = dist.isend
     monkeypatch.setattr(
@@ -239,7 +243,7 @@ def calls(world):
     [(shared_world, 3), (distributed_world, 3), (functools.partial(distributed_world, hosts=2), 4)],
 )
 def test_a_lost_worker_is_an_error_on_the_others_within_seconds(join, workers):
-    """After the first error every further call fails too, at once."""
+    """After the first error every further call fails immediately."""
 
     def body():
         world = join(timeout=300)
@@ -247,42 +251,42 @@ def test_a_lost_worker_is_an_error_on_the_others_within_seconds(join, workers):
         if world.rank == 2:
             os._exit(7)
         started = time.monotonic()
-        told = {}
+        messages = {}
         for name, call in calls(world).items():
             with pytest.raises(WorldError) as caught:
-                call(f"making the call {name}")
-            told[name] = str(caught.value)
+                call(f"calling {name}")
+            messages[name] = str(caught.value)
         world.close()
-        return time.monotonic() - started, told
+        return time.monotonic() - started, messages
 
     outcomes = try_workers(body, workers)
     assert [outcome.exitcode for outcome in outcomes] == [0, 0, 7, 0][:workers]
     for outcome in outcomes[:2] + outcomes[3:]:
-        seconds, told = outcome.value
+        seconds, messages = outcome.value
         assert seconds < 10
-        for name, message in told.items():
+        for name, message in messages.items():
             assert (
-                f"worker {outcome.rank} got no answer from the others while making the call {name}"
+                f"worker {outcome.rank} got no response from other workers while calling {name}"
                 in message
             )
 
 
 @pytest.mark.parametrize("join", [shared_world, distributed_world])
 def test_a_process_can_form_one_world_after_another(join):
-    """Also when rank 0 leaves the first one only after another worker has come for the second."""
-    come = get_context("fork").Event()
+    """Even if rank 0 leaves the first world after another worker has arrived at the second."""
+    arrived = get_context("fork").Event()
 
-    def tell_and_host(place):
-        come.set()
-        return host(place)
+    def report_and_find(process):
+        arrived.set()
+        return home(process)
 
-    host = formation._home
+    home = rendezvous._home
 
     def body():
         world = join()
         if world.rank == 0:
-            come.wait()
-        formation._home = tell_and_host
+            arrived.wait()
+        rendezvous._home = report_and_find
         world.close()
         second = join()
         total = sum(second.all_gather_object(second.rank, "adding"))

@@ -25,7 +25,7 @@ from recipes import settings
 from recipes.vit.config import Settings
 from recipes.vit.pretrained import PretrainedError, read_parameters
 from samestep.cluster import find_process
-from samestep.comm.link import MOST_BYTES, Frames, decode, frame, is_proof, nonce_of, parse_address
+from samestep.comm.link import MAX_BYTES, Frames, decode, frame, is_proof, nonce_of, parse_address
 from samestep.config import Config, merge, parse
 from samestep.errors import ConfigError
 from samestep.launch.cluster_spec import Nodes
@@ -165,7 +165,7 @@ def _messages() -> list[Target]:
         return mutate.of_bytes(random, whole) if random.random() < 0.5 else whole
 
     def read_stream(data: bytes) -> None:
-        frames = Frames(MOST_BYTES)
+        frames = Frames(MAX_BYTES)
         frames.feed(data)
         while (body := frames.next()) is not None:
             message = decode(body)

@@ -61,7 +61,7 @@ def test_a_number_of_nodes_that_makes_no_sense_is_named(gathered, capsys, nodes)
     [
         (["--nodes", "2"], "--nodes 2 was given without --master"),
         (["--master", "node1:29400"], "--master node1:29400 was given without --nodes"),
-        (["--nodes", "2", "--master", "node1"], "--master 'node1' was given; expected HOST:PORT"),
+        (["--nodes", "2", "--master", "node1"], "--master must be HOST:PORT, such as"),
         (
             ["--nodes", "2", "--master", "node1:29400"],
             "--nodes 2 was given, and no token; make one by `python -c",

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from samestep.comm.link import HELLO_SECONDS, Link, encode, frame
-from samestep.comm.token_store import join_store, store_variables
+from samestep.comm.store import join_store, store_variables
 from samestep.config import TOKEN, Config
 from samestep.errors import ConfigError, LaunchError
 from samestep.launch import coordinator as coordinator_module
@@ -76,11 +76,11 @@ def still_serves(leader):
     [
         (
             b"GET / HTTP/1.1\r\n\r\n",
-            "a frame of 1195725856 bytes was announced; expected at most 512",
+            "expected a frame of at most 512 bytes, got 1195725856",
         ),
-        (b"\xff" * 4096, "a frame of 4294967295 bytes was announced"),
+        (b"\xff" * 4096, "got 4294967295"),
         (frame(b"\x80\x04."), "can't decode"),
-        (frame(b'{"as":"host","name":"me"}'), "a hello without a nonce"),
+        (frame(b'{"as":"host","name":"me"}'), "expected a hello with a nonce"),
         (
             frame(encode({"as": "worker", "rank": 1, "nonce": 64 * "0", "proof": 64 * "0"})),
             "it does not have this run's token",
@@ -214,7 +214,9 @@ def other(leader, nodes=None, token=SECRET):
 
 def test_a_host_with_another_token_is_told_so(leader):
     with (
-        pytest.raises(LaunchError, match="cannot join there: the token there is another one"),
+        pytest.raises(
+            LaunchError, match="cannot join there: the coordinator there has another token"
+        ),
         other(leader, token=16 * "x"),
     ):
         pass

@@ -21,9 +21,9 @@ from samestep import host as files
 from samestep.cluster import find_process
 from samestep.data.loader import Request, load
 from samestep.errors import ConfigError, LaunchError, WorkerError, WorldError
-from samestep.handoff import VARIABLE as KEPT
+from samestep.handoff import LAUNCHER_STATE
 from samestep.launch import launch
-from samestep.snapshot.commit import ToldError
+from samestep.snapshot.commit import PeerFailedError
 from tests.launch.processes import SOON_SECONDS, end_soon, for_ever, listening, rank
 
 FORK = multiprocessing.get_context("fork")
@@ -182,7 +182,7 @@ def test_of_failures_at_once_the_earliest_counts():
 
 
 @pytest.mark.parametrize(
-    "effect", [WorldError("the others are gone"), ToldError("worker 1 could not write")]
+    "effect", [WorldError("the others are gone"), PeerFailedError("worker 1 could not write")]
 )
 def test_an_error_because_of_others_gives_way_to_one_that_comes_late(effect):
     met = FORK.Event()
@@ -386,7 +386,9 @@ def test_a_standard_file_that_is_closed_takes_no_other_file_in():
             os.close(number)
         sys.stdin = sys.stdout = sys.stderr = sys.__stdin__ = sys.__stdout__ = sys.__stderr__ = None
         links = launch(
-            lambda: [os.fstat(int(number)).st_nlink for number in os.environ[KEPT].split(",")]
+            lambda: [
+                os.fstat(int(number)).st_nlink for number in os.environ[LAUNCHER_STATE].split(",")
+            ]
         )
         os._exit(any(links))  # memory that has no name has none
 

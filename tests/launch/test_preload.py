@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from samestep.host import no_collection
+from samestep.host import no_garbage_collection
 
 LOADED_BEFORE_THE_FORK = """
 import sys
@@ -47,7 +47,7 @@ def test_collection_is_as_it_was_after_a_block_without_it(enabled):
     before = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
-        with no_collection():
+        with no_garbage_collection():
             assert not gc.isenabled()
         assert gc.isenabled() is enabled
     finally:

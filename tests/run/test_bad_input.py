@@ -65,14 +65,17 @@ class Endless(IterableDataset):
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        (lambda loss: loss.repeat(3), r"a tensor of shape \(3,\) in lane 0; expected a scalar"),
+        (lambda loss: loss.repeat(3), r"a scalar tensor, got a tensor of shape \(3,\) in lane 0"),
         (lambda loss: loss.detach(), "lane 0 has no gradient"),
-        (lambda loss: loss.item(), "returned float in lane 0"),
-        (lambda loss: None, "returned NoneType in lane 0"),
-        (lambda loss: (loss, 3), "int beside the loss; expected a dict"),
-        (lambda loss: (loss, {}, {}), "returned tuple in lane 0"),
-        (lambda loss: (loss, {"scores": torch.zeros(2)}), r"metric 'scores' has shape \(2,\)"),
-        (lambda loss: (loss, {"best": "cat"}), "metric 'best' is str; expected a scalar"),
+        (lambda loss: loss.item(), "got float in lane 0"),
+        (lambda loss: None, "got NoneType in lane 0"),
+        (lambda loss: (loss, 3), "dict of scalars by name.*got int"),
+        (lambda loss: (loss, {}, {}), "got tuple in lane 0"),
+        (
+            lambda loss: (loss, {"scores": torch.zeros(2)}),
+            r"metric 'scores' must be a scalar, got a tensor of shape \(2,\)",
+        ),
+        (lambda loss: (loss, {"best": "cat"}), "metric 'best' must be a scalar, got str"),
     ],
 )
 def test_a_loss_is_a_scalar_with_a_gradient_and_a_dict_of_scalars(returned, words):
@@ -81,7 +84,11 @@ def test_a_loss_is_a_scalar_with_a_gradient_and_a_dict_of_scalars(returned, word
 
 @pytest.mark.parametrize("batch_size", [0, -1, "32", 2.0, True, None])
 def test_a_batch_size_is_a_whole_number_of_samples(batch_size):
-    step_fails_with(ss.ConfigError, f"batch_size={batch_size!r} was given", batch_size=batch_size)
+    step_fails_with(
+        ss.ConfigError,
+        f"batch_size must be a whole number of at least 1 .*, got {batch_size!r}",
+        batch_size=batch_size,
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +107,11 @@ def test_a_data_set_has_a_length_and_items(dataset, words):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"steps": -1}, ss.ConfigError, "steps=-1"),
+        (
+            {"steps": -1},
+            ss.ConfigError,
+            "steps must be a whole number of at least 0 or None, got -1",
+        ),
         ({"batch_size": 9, "drop_last": True}, ss.ConfigError, "leaves none of 8 samples"),
         ({"group_by": [0, 1]}, ss.DataError, "2 entries for 8 samples"),
         (
@@ -108,8 +119,8 @@ def test_a_data_set_has_a_length_and_items(dataset, words):
             ss.ConfigError,
             "drop_last was given with group_by",
         ),
-        ({"count": lambda batch: 0.5}, ss.DataError, "count returned 0.5 for lane 0"),
-        ({"count": lambda batch: -1}, ss.DataError, "count returned -1 for lane 0"),
+        ({"count": lambda batch: 0.5}, ss.DataError, "count must return .* got 0.5 for lane 0"),
+        ({"count": lambda batch: -1}, ss.DataError, "count must return .* got -1 for lane 0"),
         ({"update": "head"}, ss.ModelError, "update str; expected a torch.nn.Module"),
         (
             {"update": nn.Linear(2, 2)},
@@ -122,7 +133,7 @@ def test_a_data_set_has_a_length_and_items(dataset, words):
             "Net has no parameter that requires a gradient",
         ),
         ({"model": nn.LazyLinear(2)}, ss.ModelError, "'weight' has no shape yet"),
-        ({"model": "a model"}, ss.ModelError, "was given str; expected a torch.nn.Module"),
+        ({"model": "a model"}, ss.ModelError, "run.replicate expected a torch.nn.Module, got str"),
     ],
 )
 def test_a_wrong_argument_is_named(options, error, words):
@@ -149,7 +160,7 @@ def test_a_model_that_was_not_replicated_is_named():
 
     fails_with(
         ss.ModelError,
-        "Net has parameters that are not replicated: pass it through run.replicate first",
+        "Net has parameters that are not replicated; pass it to run.replicate first",
         body,
     )
 
@@ -170,7 +181,7 @@ def test_one_loop_is_advanced_at_a_time():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (torch.optim.LBFGS, "LBFGS cannot be sharded: only optimizers.*AdamW"),
+        (torch.optim.LBFGS, "LBFGS cannot be sharded: only elementwise optimizers.*AdamW"),
         (torch.optim.Adafactor, "Adafactor cannot be sharded"),
         (type("Own", (torch.optim.SGD,), {}), "Own cannot be sharded"),
     ],
@@ -257,7 +268,7 @@ def test_a_wrong_flag_is_named(tmp_path, capsys):
 def test_more_workers_than_lanes_are_refused_on_every_worker():
     errors = errors_of(3, lambda run: None, lanes=2)
     assert {str(error) for error in errors} == {
-        "lanes=2 was given for 3 workers; expected at least a lane a worker: raise lanes"
+        "lanes must be at least the number of workers (3), got 2; increase lanes"
     }
     assert {type(error) for error in errors} == {ss.ConfigError}
 

@@ -1,4 +1,4 @@
-"""Workers that wait in vain: one report says who did not come, where it was and why, and soon nobody is left."""
+"""Workers that wait too long: one reports who is missing, where it was and why, and all exit."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def ends_of(job, *, alone_on_hosts=False):
 @pytest.fixture
 def hasty(monkeypatch):
     """Let a worker that does not end by itself after a failure be ended sooner than usual."""
-    monkeypatch.setattr(watch, "FAREWELL_SECONDS", 0.3)
+    monkeypatch.setattr(watch, "EXIT_SECONDS", 0.3)
 
 
 @pytest.fixture
 def unanswered(monkeypatch):
     """Let a worker wait less than usual for answers, where none are to come."""
-    monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(watch, "FIND_OUT_SECONDS", 1.0)
+    monkeypatch.setattr(watch, "RESPONSE_SECONDS", 0.5)
+    monkeypatch.setattr(watch, "DIAGNOSIS_SECONDS", 1.0)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def test_a_worker_that_sleeps_for_ever_in_the_data_set(alone_on_hosts, capfd):
     assert not first.error.is_retryable
     assert (
         headline
-        == f"worker 1 did not come within {TIMEOUT:g} s while worker 0 was exchanging losses at step 2"
+        == f"timed out after {TIMEOUT:g} s waiting for worker 1: worker 0 was exchanging losses at step 2"
     )
     assert lines[0].startswith("worker 1 (host ")
     assert ": at step 2 for " in lines[0]
@@ -126,13 +126,10 @@ def test_a_worker_that_sleeps_for_ever_in_the_data_set(alone_on_hosts, capfd):
     assert stack[-1].strip() == "time.sleep(3600)"
     assert not any("/samestep/data/" in line for line in stack)
     assert lines[-2].startswith("worker 0 (host ")
-    assert lines[-1].startswith("usual cause: the data set does not return")
+    assert lines[-1].startswith("likely cause: the dataset does not return")
     assert (second.exitcode, second.error) == (1, None)
     told = capfd.readouterr().err
-    assert (
-        "samestep: worker 1 ends here, at step 2: loading data. worker 1 did not come within"
-        in told
-    )
+    assert "samestep: terminating worker 1 at step 2 (loading data): timed out after " in told
     assert "frame #" not in told  # of C++
 
 
@@ -148,9 +145,9 @@ def test_loader_processes_that_give_nothing():
     [
         (
             lambda: sys.exit(0),
-            "s ago, at step 2: outside of loops; usual cause: a return, break or exit",
+            "s ago, at step 2: outside of loops; likely cause: a return, break or exit",
         ),
-        (lambda: os._exit(0), "its process has ended; it was last heard of"),
+        (lambda: os._exit(0), "its process has exited; last seen"),
     ],
 )
 def test_a_worker_that_leaves_early(leave, told, alone_on_hosts):
@@ -158,8 +155,9 @@ def test_a_worker_that_leaves_early(leave, told, alone_on_hosts):
         lambda run: train(run, at_step_two=leave), alone_on_hosts=alone_on_hosts
     )
     assert isinstance(first.error, ss.WorldError)
-    assert "worker 0 got no answer from the others while exchanging losses; worker 1 (host " in str(
-        first.error
+    assert (
+        "worker 0 got no response from other workers while exchanging losses; worker 1 (host "
+        in str(first.error)
     )
     assert told in str(first.error)
     assert second.exitcode == 0
@@ -185,10 +183,10 @@ def test_a_worker_that_makes_another_call(job, call, cause, alone_on_hosts):
     ends = ends_of(job, alone_on_hosts=alone_on_hosts)
     assert [type(end.error) for end in ends] == [ss.WorldError] * 2
     assert (
-        f"worker 0 was exchanging losses while worker 1 was {call}; expected the same calls of all"
+        f"make the same calls: worker 0 was exchanging losses while worker 1 was {call}; "
         in str(ends[0].error)
     )
-    assert f"usual cause: {cause}" in str(ends[0].error)
+    assert f"likely cause: {cause}" in str(ends[0].error)
 
 
 @pytest.mark.usefixtures("hasty", "unanswered")
@@ -217,14 +215,14 @@ def test_a_worker_that_is_stopped(stopped):
     assert error.is_retryable
     if stopped:
         assert (
-            f"worker 1 did not come within {TIMEOUT:g} s while worker 0 was exchanging losses at step 2"
+            f"timed out after {TIMEOUT:g} s waiting for worker 1: worker 0 was exchanging losses at step 2"
             in str(error)
         )
         assert "its process is stopped (state T)" in str(error)
-        assert "usual cause: SIGSTOP" in str(error)
+        assert "likely cause: SIGSTOP" in str(error)
     else:
-        assert "which is stopped) did not come" in str(error)
-        assert "nor does the store answer" in str(error)
+        assert "waiting for worker 0 (process " in str(error)
+        assert "does not respond either" in str(error)
     assert ends[stopped].exitcode == 1
 
 
@@ -249,11 +247,11 @@ def test_a_link_that_is_cut_between_two_hosts():
             reported(first)
     assert isinstance(first.error, HangError)
     assert first.error.is_retryable
-    assert "worker 1 did not come" in str(first.error)
-    assert ": it does not answer any more; it was last heard of " in str(first.error)
+    assert "waiting for worker 1" in str(first.error)
+    assert ": it does not respond; last seen " in str(first.error)
     assert "the network to it is cut" in str(first.error)
     assert isinstance(second.error, HangError)
-    assert "nor does the store answer" in str(second.error)
+    assert "does not respond either" in str(second.error)
 
 
 def test_a_failure_ends_a_worker_that_would_not_end():
@@ -282,7 +280,7 @@ def test_the_end_of_the_store_ends_a_worker_that_would_not_end(capfd):
     ends = ends_of(lambda run: train(run, Numbers(die_or_sleep)))
     assert [end.exitcode for end in ends] == [-signal.SIGKILL, 1]
     told = capfd.readouterr().err
-    assert "samestep: worker 1 ends here, at step 2: loading data. the store is gone" in told
+    assert "terminating worker 1 at step 2 (loading data): lost connection to the store" in told
     # Where the store goes in the middle of a call, torch tells of that with a stack that nobody can
     # keep it from.
     assert "frame #" not in told or "recvValue failed" in told

@@ -1,4 +1,4 @@
-"""Workers that were killed, and successors that go on from the hot copy: with the bits of a run that nobody disturbed."""
+"""Workers that were killed, and successors that resume from the in-memory snapshot, with the bits of a run that nobody disturbed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import samestep as ss
 from samestep.handoff import open_launcher_state
 from samestep.launch import launch
-from samestep.snapshot import in_memory as hot
+from samestep.snapshot import in_memory
 from tests.faults import kill_at
 from tests.jobs import (
     STEPS,
@@ -35,7 +35,7 @@ AGAIN = {"SAMESTEP_INTERNAL_ATTEMPT": "1"}
 
 
 def kill(kept, workers, job, directory, step, rank=0, **options):
-    """Run a job until one of its workers is killed in `step`; only hot copies are made, after every step."""
+    """Run a job until one of its workers is killed in `step`; only in-memory snapshots are made, after every step."""
     options = {"snapshot_every": None, "hot_every": 1, **options}
     outcomes = try_workers(
         train,
@@ -61,7 +61,7 @@ def test_the_first_copy_is_made_after_the_first_step(tmp_path):
     with open_launcher_state(1) as kept:
         kill(kept, 1, image_job, tmp_path, 1, hot_every="auto")
         assert (kept.directory, kept.step) == (str(tmp_path), 1)
-        assert take_up(kept, 1, image_job, tmp_path) == "hot-copy-of-step-1"
+        assert take_up(kept, 1, image_job, tmp_path) == "in-memory-snapshot-of-step-1"
         assert kept.step == STEPS
 
 
@@ -70,21 +70,21 @@ def test_a_run_is_known_again_by_a_relative_directory(tmp_path, monkeypatch):
     with open_launcher_state(1) as kept:
         kill(kept, 1, image_job, Path("run"), 3)
         assert kept.directory == str(tmp_path / "run")
-        assert take_up(kept, 1, image_job, Path("run")) == "hot-copy-of-step-3"
+        assert take_up(kept, 1, image_job, Path("run")) == "in-memory-snapshot-of-step-3"
 
 
 @pytest.mark.parametrize(
     ("job", "before", "after"),
     [(image_job, 2, 2), (image_job, 2, 3), (streams_job, 3, 1), (streams_job, 1, 2)],
 )
-def test_successors_go_on_from_the_hot_copy(job, before, after, tmp_path):
+def test_replacement_workers_resume_from_the_in_memory_snapshot(job, before, after, tmp_path):
     draw = Random(before + 10 * after)
     step, rank = draw.randint(2, STEPS - 1), draw.randrange(before)
     undisturbed = left_by(job, tmp_path / "undisturbed", 1, lanes=8)
     with open_launcher_state(max(before, after)) as kept:
         kill(kept, before, job, tmp_path / "run", step, rank)
         assert snapshots(tmp_path / "run") == []
-        assert take_up(kept, after, job, tmp_path / "run") == f"hot-copy-of-step-{step}"
+        assert take_up(kept, after, job, tmp_path / "run") == f"in-memory-snapshot-of-step-{step}"
     assert left_in(job, tmp_path / "run", lanes=8) == undisturbed
 
 
@@ -98,7 +98,9 @@ def damage(kept, slot):
 def test_a_damaged_copy_is_passed_over_for_the_one_before_and_that_for_a_snapshot(tmp_path):
     undisturbed = left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
     snapshot = str(tmp_path / "1" / "step-00000003")
-    for number, (slots, expected) in enumerate((([0], "hot-copy-of-step-4"), ([0, 1], snapshot))):
+    for number, (slots, expected) in enumerate(
+        (([0], "in-memory-snapshot-of-step-4"), ([0, 1], snapshot))
+    ):
         directory = tmp_path / str(number)
         with open_launcher_state(2) as kept:
             kill(kept, 2, image_job, directory, 5, snapshot_every=3)
@@ -106,15 +108,15 @@ def test_a_damaged_copy_is_passed_over_for_the_one_before_and_that_for_a_snapsho
             for slot in slots:
                 damage(kept, slot)
             assert take_up(kept, 2, image_job, directory) == expected
-        reasons = [event["reason"] for event in events(directory, "hot_copy_rejected")]
+        reasons = [event["reason"] for event in events(directory, "in_memory_snapshot_rejected")]
         assert [reason.partition(" cannot")[0] for reason in reasons] == [
-            f"the hot copy of step {5 - n}" for n in range(len(slots))
+            f"the in-memory snapshot of step {5 - n}" for n in range(len(slots))
         ]
         assert all("damaged" in reason for reason in reasons)
         assert left_in(image_job, directory, lanes=8) == undisturbed
 
 
-def test_a_newer_snapshot_wins_over_the_hot_copy(tmp_path):
+def test_a_newer_snapshot_wins_over_the_one_in_memory(tmp_path):
     with open_launcher_state(1) as kept:
         kill(kept, 1, image_job, tmp_path, 5, snapshot_every=2, hot_every=100)
         assert take_up(kept, 1, image_job, tmp_path).startswith(str(tmp_path / "step-"))
@@ -126,7 +128,7 @@ def test_a_run_that_began_is_not_begun_again(tmp_path):
         kill(kept, 1, image_job, tmp_path, 5, resume="never", snapshot_every=2)
         assert (
             take_up(kept, 1, image_job, tmp_path, resume="never", hot_every=None)
-            == "hot-copy-of-step-5"
+            == "in-memory-snapshot-of-step-5"
         )
     assert [event["snapshots"] for event in events(tmp_path, "snapshots_set_aside")] == [
         steps_of(STEPS)
@@ -151,7 +153,7 @@ def test_what_was_only_in_memory_at_the_end_is_kept_by_the_successors(tmp_path):
             environment=kept.environment,
         )
         assert snapshots(tmp_path) == []
-        assert take_up(kept, 1, image_job, tmp_path) == f"hot-copy-of-step-{STEPS}"
+        assert take_up(kept, 1, image_job, tmp_path) == f"in-memory-snapshot-of-step-{STEPS}"
     assert snapshots(tmp_path) == steps_of(STEPS)
 
 
@@ -193,12 +195,12 @@ def test_without_copies_or_without_anything_kept_nothing_is_held(hot_every, tmp_
 
 
 def test_without_memory_to_spare_no_copies_are_made_and_training_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(hot, "available_bytes", lambda: 10_000)
+    monkeypatch.setattr(in_memory, "available_bytes", lambda: 10_000)
     with open_launcher_state(1) as kept:
         run_workers(train, 1, image_job, tmp_path, {"hot_every": 1}, environment=kept.environment)
         assert all(os.fstat(slot).st_size == 0 for pair in kept.slots for slot in pair)
-    (failed,) = events(tmp_path, "hot_copy_failed")
-    assert "of the 0.0 GB of memory that this host has left" in failed["reason"]
+    (failed,) = events(tmp_path, "in_memory_snapshot_failed")
+    assert "at most half of the 0.0 GB of memory that this host has left" in failed["reason"]
     assert snapshots(tmp_path)[-1:] == steps_of(STEPS)
 
 
@@ -230,5 +232,5 @@ def test_where_a_sandbox_refuses_memory_that_outlives_workers_they_go_on_from_a_
     assert len(events(tmp_path / "run", "restarting")) == 1
     resumed, *_ = events(tmp_path / "run", "resumed")
     assert Path(resumed["snapshot"]).name in steps_of(2, 4)
-    (failed,) = events(tmp_path / "run", "hot_copy_failed")
+    (failed,) = events(tmp_path / "run", "in_memory_snapshot_failed")
     assert "refuses memfd_create" in failed["reason"]

@@ -232,7 +232,10 @@ def test_a_name_is_taken_once(name):
 
 
 def test_what_has_no_state_cannot_be_tracked():
-    with ss.init() as run, pytest.raises(ss.SnapshotError, match="'history' is list"):
+    with (
+        ss.init() as run,
+        pytest.raises(ss.SnapshotError, match=r"'history' must have state_dict .* got list"),
+    ):
         run.track(history=[])
 
 

@@ -11,11 +11,11 @@ import pytest
 
 import samestep as ss
 from samestep.errors import ConfigError
-from samestep.record import exporter as beside
+from samestep.record import exporter
 from samestep.record.events import parse_events
 from samestep.record.source import find_runs, open_source
 from tests.jobs import STEPS, events, image_job, train
-from tests.record.far_sinks import Hanging, Refusing, name_of
+from tests.record.faulty_sinks import Hanging, Refusing, name_of
 from tests.s3 import s3_server
 from tests.workers import run_workers, try_workers
 
@@ -108,12 +108,12 @@ def test_a_run_is_read_from_s3_while_it_goes_on_and_whole_after_it_was_killed(se
 @pytest.mark.parametrize(
     ("sink", "error"),
     [
-        (Hanging, "the rest did not arrive before the run ended"),
+        (Hanging, "the rest was not sent before the run ended"),
         (Refusing, "ConnectionError: no route"),
     ],
 )
 def test_a_sink_that_takes_nothing_stops_no_training(tmp_path, monkeypatch, sink, error):
-    monkeypatch.setattr(beside, "FINISH_SECONDS", 0.5)
+    monkeypatch.setattr(exporter, "FINISH_SECONDS", 0.5)
     name = name_of(sink)
     train(image_job, tmp_path, {"sinks": [name, f"file://{tmp_path}/far"]})
     assert [event["step"] for event in events(tmp_path, "finished")] == [STEPS]
@@ -137,6 +137,6 @@ def test_a_failed_run_sends_its_failure(tmp_path):
 
 def test_a_sink_that_could_never_work_is_told_at_the_start(tmp_path):
     with pytest.raises(
-        ConfigError, match="sinks='nowhere:Sink' was given; expected the module:Class to be there"
+        ConfigError, match="sinks must name an importable module:Class, got 'nowhere:Sink'"
     ):
         train(image_job, tmp_path, {"sinks": "nowhere:Sink"})

@@ -1,4 +1,4 @@
-"""Where this process stands among the workers of a run, as whoever started it says in the environment."""
+"""The position of this process among the workers of a run, as its launcher's environment says."""
 
 from __future__ import annotations
 
@@ -20,20 +20,15 @@ from samestep.errors import ConfigError
 StartedBy = Literal["alone", "samestep", "torchrun", "mpi", "slurm", "kubernetes", "variables"]
 
 STARTED_BY: Final = "SAMESTEP_INTERNAL_STARTED_BY"
-NUMBERS: Final = {
-    "RANK": "rank",
-    "WORLD_SIZE": "world_size",
-    "LOCAL_RANK": "local_rank",
-    "LOCAL_WORLD_SIZE": "local_world_size",
-}
+NUMBERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """One worker's place: `rank` of `workers`, on its host `local_rank` of `local_world_size`, and where rank 0's store listens.
+    """One worker: `rank` of `world_size`, and `local_rank` of `local_world_size` on its host.
 
-    `source` says which variables the rank is from, for errors: SLURM_PROCID=1 of
-    SLURM_STEP_NUM_TASKS=4.
+    `address` and `port` are where rank 0's store listens. `source` says for error messages which
+    variables the rank is from, such as SLURM_PROCID=1 of SLURM_STEP_NUM_TASKS=4.
     """
 
     rank: int
@@ -47,89 +42,69 @@ class ProcessInfo:
 
 
 def find_process(environment: Mapping[str, str]) -> ProcessInfo:
-    """Read the place from the variables of torchrun, MPI, Slurm or Kubernetes. None of them: alone.
+    """Return this worker's position from the variables of torchrun, MPI, Slurm or Kubernetes.
 
-    A launcher that stands nearer to this process is believed before one that may have started it:
-    `samestep run` and torchrun before mpirun, and that before Slurm. MASTER_ADDR and MASTER_PORT
-    have the last word on where the workers meet.
+    Without any of them the process is alone. The innermost launcher wins: `samestep run` and
+    torchrun over mpirun, and mpirun over Slurm. MASTER_ADDR and MASTER_PORT override the launcher's
+    address and port.
 
-    Raises `ConfigError` when variables are missing, are no numbers, or contradict each other.
+    Raises `ConfigError` if variables are missing, are not numbers, or contradict each other.
     """
-    started_by, told = _told(environment)
-    if not told:
-        return ProcessInfo(
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            local_world_size=1,
-            address=LOOPBACK,
-            port=0,
-            started_by="alone",
-        )
-    address, port = _meeting_point(told, environment)
-    place = ProcessInfo(
-        rank=told.rank.value,
-        world_size=told.world_size.value,
-        local_rank=told.local_rank.value,
-        local_world_size=told.local_world_size.value,
-        address=address,
-        port=port,
-        started_by=started_by,
-        source=f"{told.rank.source} of {told.world_size.source}",
-    )
-    if (
-        not place.local_rank < place.local_world_size <= place.world_size
-        or not place.local_rank <= place.rank < place.world_size
-    ):
-        said = ", ".join(dict.fromkeys(getattr(told, name).source for name in NUMBERS.values()))
+    started_by, found = _read_launcher(environment)
+    if not found:
+        return ProcessInfo(0, 1, 0, 1, LOOPBACK, 0, "alone")
+    address, port = _address(found, environment)
+    rank, world_size, local_rank, local_world_size = (number.value for number in found.numbers)
+    if not local_rank < local_world_size <= world_size or not local_rank <= rank < world_size:
+        sources = dict.fromkeys(number.source for number in found.numbers)
         raise ConfigError(
-            f"{said} contradict each other; ranks count from 0 to the world size less 1; {told.what_to_do}"
+            f"{', '.join(sources)} contradict each other; "
+            f"ranks count from 0 to the world size minus 1; {found.advice}"
         )
-    return place
+    return ProcessInfo(
+        rank, world_size, local_rank, local_world_size, address, port, started_by, found.source
+    )
 
 
-def _told(environment: Mapping[str, str]) -> tuple[StartedBy, LauncherVariables | None]:
+def _read_launcher(environment: Mapping[str, str]) -> tuple[StartedBy, LauncherVariables | None]:
     if environment.get(STARTED_BY) == "samestep":
         return "samestep", read_torchrun(environment)
     if "TORCHELASTIC_RUN_ID" in environment:
         return "torchrun", read_torchrun(environment)
-    if told := read_mpi(environment):
-        return "mpi", _undisputed(told, environment)
-    if told := read_slurm(environment):
-        return "slurm", _undisputed(told, environment)
-    if told := read_pod(environment):
-        return "kubernetes", told
+    if found := read_mpi(environment):
+        return "mpi", _without_conflict(found, environment)
+    if found := read_slurm(environment):
+        return "slurm", _without_conflict(found, environment)
+    if found := read_pod(environment):
+        return "kubernetes", found
     return "variables", read_torchrun(environment)
 
 
-def _undisputed(told: LauncherVariables, environment: Mapping[str, str]) -> LauncherVariables:
-    """Return what a launcher tells. Raises `ConfigError` where a variable of torchrun's, left by another launch, says something else."""
+def _without_conflict(
+    found: LauncherVariables, environment: Mapping[str, str]
+) -> LauncherVariables:
+    """Return `found`. Raises `ConfigError` if torchrun's variables, left set, contradict it."""
     variables = Variables(environment, "unset it")
-    for name, field in NUMBERS.items():
-        says = getattr(told, field)
-        if name in environment and variables.number(name).value != says.value:
+    for name, number in zip(NUMBERS, found.numbers, strict=True):
+        if name in environment and variables.number(name).value != number.value:
             raise ConfigError(
-                f"{says.source} and {name}={environment[name]} contradict each other; unset those of {', '.join(NUMBERS)} that were left "
-                "by another launch, or start workers with torchrun, which sets all of them"
+                f"{number.source} and {name}={environment[name]} contradict each other; unset the "
+                f"variables of {', '.join(NUMBERS)} that another launch left, "
+                "or start workers with torchrun, which sets all of them"
             )
-    return told
+    return found
 
 
-def _meeting_point(told: LauncherVariables, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the address and the port where workers meet: those given before those that the launcher's variables imply."""
-    variables = Variables(
-        environment, "give all workers the host of rank 0 and a port that is free there"
-    )
-    address = variables.host("MASTER_ADDR") if "MASTER_ADDR" in environment else told.address
-    port = variables.port("MASTER_PORT") if "MASTER_PORT" in environment else told.port
+def _address(found: LauncherVariables, environment: Mapping[str, str]) -> tuple[str, int]:
+    """Return rank 0's address and port: those that are set, or those that the launcher implies."""
+    variables = Variables(environment, "set rank 0's host, and a port that is free there, for all")
+    address = variables.host("MASTER_ADDR") if "MASTER_ADDR" in environment else found.address
+    port = variables.port("MASTER_PORT") if "MASTER_PORT" in environment else found.port
     if address is None or port is None:
-        missing = [
-            name
-            for name, value in {"MASTER_ADDR": address, "MASTER_PORT": port}.items()
-            if value is None
-        ]
-        said = f"{told.rank.source} of {told.world_size.source}"
+        values = {"MASTER_ADDR": address, "MASTER_PORT": port}
+        missing = " and ".join(name for name, value in values.items() if value is None)
         raise ConfigError(
-            f"{said} does not tell where rank 0 listens, and {', '.join(missing)} is not set; {variables.what_to_do}"
+            f"{found.source} does not say where rank 0 listens, and {missing} is not set; "
+            f"{variables.advice}"
         )
     return address, port

@@ -1,1 +1,1 @@
-"""Communication between ranks: a world is a value that is passed, and one rank alone is its identity."""
+"""Communication between workers: a world is a value; a single worker is its identity case."""

@@ -1,4 +1,7 @@
-"""What every world can do. Each call is collective: all workers make it, in the same order."""
+"""The interface of every world, and the world of a single worker.
+
+Calls are collective: all workers make the same calls in the same order.
+"""
 
 from __future__ import annotations
 
@@ -10,41 +13,42 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from samestep.comm.status import ENDINGS, FEWER, OTHER_CALL, WorkerStatus
-from samestep.errors import WorldError
+from samestep.comm.hang_report import mismatched_calls
+from samestep.comm.status import WorkerStatus
 
-FORMING = "forming the world"
+Sizes = Sequence[int]
+Value = TypeVar("Value")
 
 
 class World(ABC):
-    """The workers of a run and the ways they talk; `rank` of `size`.
+    """The workers of a run and how they communicate; this worker is `rank` of `size`.
 
-    `hosts` are the ranks that see each other's memory, a range a host, in the order of ranks. Where
-    nothing is shared each worker is a host of its own. `meetings` counts the calls in which every
-    worker waited for all others: a barrier, and whatever gathers. `what` names the reason of a
-    call: it stands in the error when another worker does not answer. Raises `WorldError` when a
-    worker is gone or late.
+    `hosts` has one range of ranks per host, in order of ranks: the workers of a host see each
+    other's memory. If nothing is shared, each worker is a host. `barriers` counts the calls in
+    which every worker waited for all others: barriers and all gathering calls. `what` describes the
+    purpose of a call for error messages. Raises `WorldError` if a worker has exited or times out.
     """
 
     rank: int
     size: int
     hosts: Sequence[range]
-    meetings: int = 0
+    barriers: int = 0
 
     @cached_property
     def status(self) -> WorkerStatus:
-        """Where this worker is, which the others may be told."""
+        """The status of this worker, which a watchdog may publish to the others."""
         return WorkerStatus()
 
     @property
     def host(self) -> range:
-        """The ranks that see this worker's memory, its own among them."""
+        """The ranks that see this worker's memory, including its own."""
         return next(host for host in self.hosts if self.rank in host)
 
     @property
     def shares_memory(self) -> bool:
-        """Whether some workers see each other's memory, be it on another host: all workers then make the same calls."""
+        """Whether any workers share memory, on any host; the value is the same for all workers."""
         return any(len(host) > 1 for host in self.hosts)
 
     @abstractmethod
@@ -56,38 +60,28 @@ class World(ABC):
         """Return every worker's bytes by rank on rank 0, None elsewhere."""
 
     @abstractmethod
-    def all_gather(self, out: torch.Tensor, own: torch.Tensor, what: str) -> None:
-        """Fill `out` [size * n] with every worker's `own` [n] by rank; `own` may be this worker's part of `out`."""
+    def all_gather(self, out: Tensor, own: Tensor, what: str) -> None:
+        """Fill `out` [size * n] with every worker's `own` [n], perhaps a view of `out`, by rank."""
 
     @abstractmethod
     def all_to_all(
-        self,
-        out: torch.Tensor,
-        out_sizes: Sequence[int],
-        own: torch.Tensor,
-        own_sizes: Sequence[int],
-        what: str,
+        self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
     ) -> None:
-        """Send consecutive parts of `own` (1-D, `own_sizes[r]` elements to rank r) and receive in the same way into `out`."""
+        """Send consecutive parts of `own` [n], `own_sizes[r]` to rank r; receive so into `out`."""
 
     def begin_all_to_all(
-        self,
-        out: torch.Tensor,
-        out_sizes: Sequence[int],
-        own: torch.Tensor,
-        own_sizes: Sequence[int],
-        what: str,
+        self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
     ) -> Callable[[], None]:
-        """Begin an `all_to_all` and return the call that ends it; until then `out` and `own` are in use. Worlds may do it all at once."""
+        """Start an `all_to_all`; return its completion. Until then `out` and `own` are in use."""
         self.all_to_all(out, out_sizes, own, own_sizes, what)
         return lambda: None
 
-    def shared(self, nbytes: int) -> list[torch.Tensor]:
-        """Return a buffer of every worker of this host, in the order of ranks: uint8 [nbytes], zeros, in memory that all of them see."""
-        return [torch.zeros(nbytes, dtype=torch.uint8)]  # of a worker that is a host of its own
+    def shared(self, nbytes: int) -> list[Tensor]:
+        """Return zeros, uint8 [nbytes], per worker of this host by rank; all see all of them."""
+        return [torch.zeros(nbytes, dtype=torch.uint8)]  # this worker shares memory with no other
 
     @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+    def broadcast(self, tensor: Tensor, what: str) -> None:
         """Overwrite `tensor` with rank 0's."""
 
     @abstractmethod
@@ -95,7 +89,7 @@ class World(ABC):
         """Return when every worker has arrived."""
 
     def barrier_on_host(self, what: str) -> None:
-        """Return when every worker of this host has arrived, or of all hosts; `meetings` may not count it."""
+        """Wait at least for the workers of this host; `barriers` may not count it."""
         self.barrier(what)
 
     @abstractmethod
@@ -103,103 +97,85 @@ class World(ABC):
         """Leave the world; no call may follow."""
 
     def all_gather_json(self, value: Any, what: str) -> list[Any]:
-        """Return every worker's JSON value by rank. Floats keep their bits, NaN and infinities too.
+        """Return every worker's JSON value by rank. Floats keep their bits, also NaN and infinity.
 
-        Raises `WorldError` where another worker made another call.
+        Raises `WorldError` if another worker made another call.
         """
         values = []
-        for rank, data in enumerate(
-            self.all_gather_bytes(json.dumps([what, value]).encode(), what)
-        ):
-            told, other = _read(data)
-            if told != what:
-                raise another_call(self.rank, what, rank, told)
+        own = json.dumps([what, value]).encode()
+        for rank, data in enumerate(self.all_gather_bytes(own, what)):
+            try:
+                other_what, other = json.loads(data)
+            except (TypeError, ValueError):
+                other_what, other = "making another call", None
+            if other_what != what:
+                raise mismatched_calls(self.rank, what, rank, other_what)
             values.append(other)
         return values
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """Return every worker's object by rank. Pickle here travels between the workers of one run only."""
-        return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(value), what)]  # noqa: S301
+        """Return every worker's object by rank."""
+        return list(map(_unpickle, self.all_gather_bytes(pickle.dumps(value), what)))
 
     def gather_object(self, value: Any, what: str) -> list[Any] | None:
         """Return every worker's object by rank on rank 0, None elsewhere."""
         gathered = self.gather_bytes(pickle.dumps(value), what)
-        return None if gathered is None else [pickle.loads(data) for data in gathered]  # noqa: S301
+        return None if gathered is None else list(map(_unpickle, gathered))
 
     def broadcast_object(self, value: Any, what: str) -> Any:
         """Return rank 0's object."""
         data = pickle.dumps(value) if self.rank == 0 else b""
-        return pickle.loads(self.all_gather_bytes(data, what)[0])  # noqa: S301
+        return _unpickle(self.all_gather_bytes(data, what)[0])
 
 
-def another_call(rank: int, what: str, other: int, told: str) -> WorldError:
-    """Return the error of worker `rank` that was doing `what` while worker `other` said to be doing something else."""
-    cause = FEWER if {what, told}.intersection(ENDINGS) else OTHER_CALL
-    return WorldError(
-        f"worker {rank} was {what} while worker {other} was {told}; expected the same calls of all; usual cause: {cause}"
-    )
-
-
-def _read(data: bytes) -> tuple[str, Any]:
-    try:
-        what, value = json.loads(data)
-    except (TypeError, ValueError):
-        return "doing something else", None
-    return what, value
-
-
-Value = TypeVar("Value")
+def _unpickle(data: bytes) -> Any:
+    return pickle.loads(data)  # noqa: S301  from a worker of the same run
 
 
 class Alone(World):
-    """The world of one worker, which has met all workers whenever it calls."""
+    """The world of a single worker: every call returns its input."""
 
     rank = 0
     size = 1
     hosts = (range(1),)
 
-    def _met(self, value: Value) -> Value:
-        self.meetings += 1
+    def _after_barrier(self, value: Value) -> Value:
+        self.barriers += 1
         return value
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
-        return self._met([data])
+        return self._after_barrier([data])
 
     def gather_bytes(self, data: bytes, what: str) -> list[bytes] | None:
-        return self._met([data])
+        return self._after_barrier([data])
 
-    def all_gather(self, out: torch.Tensor, own: torch.Tensor, what: str) -> None:
+    def all_gather(self, out: Tensor, own: Tensor, what: str) -> None:
         self.all_to_all(out, [len(out)], own, [len(own)], what)
 
     def all_to_all(
-        self,
-        out: torch.Tensor,
-        out_sizes: Sequence[int],
-        own: torch.Tensor,
-        own_sizes: Sequence[int],
-        what: str,
+        self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
     ) -> None:
         if out.data_ptr() != own.data_ptr():
             out.copy_(own)
-        self._met(None)
+        self.barriers += 1
 
-    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
-        self._met(None)
+    def broadcast(self, tensor: Tensor, what: str) -> None:
+        self.barriers += 1
 
     def barrier(self, what: str) -> None:
-        self._met(None)
+        self.barriers += 1
 
     def close(self) -> None:
         pass
 
     def all_gather_json(self, value: Any, what: str) -> list[Any]:
-        return self._met([value])
+        return self._after_barrier([value])
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        return self._met([value])
+        return self._after_barrier([value])
 
     def gather_object(self, value: Any, what: str) -> list[Any] | None:
-        return self._met([value])
+        return self._after_barrier([value])
 
     def broadcast_object(self, value: Any, what: str) -> Any:
-        return self._met(value)
+        return self._after_barrier(value)

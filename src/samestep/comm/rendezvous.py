@@ -1,4 +1,4 @@
-"""How the workers of one host come to be connected: each listens at an address without a file, and lets in the others alone."""
+"""The rendezvous of workers: how they find each other, and connect if they share memory."""
 
 from __future__ import annotations
 
@@ -14,38 +14,78 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Final
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 from typing_extensions import Self
 
 from samestep.cluster import ProcessInfo
-from samestep.comm.base import FORMING
+from samestep.comm.hang_report import list_workers
 from samestep.comm.mesh import Mesh, Peer
-from samestep.comm.status import WorkerStatus, no_answer, workers
+from samestep.comm.status import FORMING, WorkerStatus, no_response
 from samestep.comm.store import StoreClient, open_store
 from samestep.comm.watchdog import Watchdog
 from samestep.errors import WorldError
-from samestep.host import lacking_calls
+from samestep.host import missing_system_calls
 
-_CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# within which abstract sockets, process ids and user ids have the same meaning
+NAMESPACES = ("net", "pid", "user")
+# the part of the timeout in which all must arrive: workers are started at the same time
+START_SHARE: Final = 0.25
+MIN_START_SECONDS: Final = 30.0  # unless that is more than the timeout
+LINGER_SECONDS: Final = 3.0
+PAUSE_SECONDS: Final = 0.0005  # between checks for other workers
+FAILED: Final = "failed"  # key: why no world forms, and how many workers should learn it
+INFORMED: Final = "informed"  # key: how many have learned it
+_CREDENTIALS: Final = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
+_worlds_formed = count()  # gives each world of this process its own store prefix
 
 
 @dataclass(frozen=True)
-class MeshAddress:
-    """What a worker tells the others of its host, so that they find it: its process, and the abstract address where it listens."""
+class PeerInfo:
+    """A worker's entry in the store.
 
+    Workers with the same `home` can share memory and listen at `address`; both are None if this
+    worker shares nothing.
+    """
+
+    host: str
     pid: int
-    address: str
+    home: str | None
+    address: str | None
+
+    @classmethod
+    def read(cls, rank: int, value: Any) -> PeerInfo:
+        """Return the entry of worker `rank`. Raises `WorldError` if another program wrote it."""
+        kinds: dict[str, Any] = {
+            "host": str,
+            "pid": int,
+            "home": (str, NoneType),
+            "address": (str, NoneType),
+        }
+        if (
+            isinstance(value, dict)
+            and value.keys() == kinds.keys()
+            and all(isinstance(value[name], kind) for name, kind in kinds.items())
+        ):
+            return cls(**value)
+        raise _foreign_store(f"the store has {str(value)[:80]!r} as the entry of worker {rank}")
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}"
 
 
 class PeerListener:
-    """Where a worker listens for the others of its host until they are connected; a context manager."""
+    """Accepts connections from the other workers of the host; a context manager.
+
+    Its address is abstract, so there is no socket file. The kernel reports the process at the other
+    end, and connections of other processes are refused.
+    """
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        address = f"samestep-{os.urandom(16).hex()}"
-        self._socket.bind("\0" + address)
+        self.address = f"samestep-{os.urandom(16).hex()}"
+        self._socket.bind("\0" + self.address)
         self._socket.listen(socket.SOMAXCONN)
-        self.member = MeshAddress(os.getpid(), address)
 
     def __enter__(self) -> Self:
         return self
@@ -56,51 +96,45 @@ class PeerListener:
     def connect(
         self,
         rank: int,
-        members: Mapping[int, MeshAddress],
+        members: Mapping[int, PeerInfo],
         start_timeout_seconds: float,
         timeout_seconds: float,
         status: WorkerStatus | None = None,
     ) -> Mesh:
-        """Return the mesh of `members`, by rank, of which this worker is one. Raises `WorldError` where some do not come.
+        """Return the mesh of `members` by rank, including this worker.
 
-        Each worker calls those before it and lets in those after it. The kernel says who is at the
-        other end: strangers are refused. `start_timeout_seconds` is for that; later on the mesh
-        waits for `timeout_seconds`.
+        Each worker connects to those before it and accepts those after it, which may take
+        `start_timeout_seconds`; later the mesh uses `timeout_seconds`. Raises `WorldError` if some
+        are missing.
         """
         deadline = time.monotonic() + start_timeout_seconds
+        earlier = {other: member for other, member in members.items() if other < rank}
+        later = {member.pid: other for other, member in members.items() if other > rank}
         with ExitStack() as exits:
             try:
-                sockets = {
-                    other: _call(member, exits) for other, member in members.items() if other < rank
-                }
-                sockets |= self._let_in(
-                    {member.pid: other for other, member in members.items() if other > rank},
-                    deadline,
-                    exits,
-                )
+                sockets = {other: _connect(member, exits) for other, member in earlier.items()}
+                sockets |= self._accept(later, deadline, exits)
                 peers = [
                     _peer(other, members[other], sockets[other], exits) for other in sorted(sockets)
                 ]
             except OSError as error:
-                raise no_answer(rank, FORMING, str(error)) from error
+                raise no_response(rank, FORMING, str(error)) from error
             exits.pop_all()
         return Mesh(rank, sorted(members), peers, timeout_seconds, status)
 
-    def _let_in(
+    def _accept(
         self, ranks: dict[int, int], deadline: float, exits: ExitStack
     ) -> dict[int, socket.socket]:
-        """Return by rank the connections of those processes that `ranks` has, and of no other. Raises `TimeoutError`."""
+        """Return the connections of the processes in `ranks` by rank. Raises `TimeoutError`."""
         sockets: dict[int, socket.socket] = {}
         while ranks:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 connection, _ = self._socket.accept()
             except TimeoutError:
-                missing = " and ".join(
-                    f"worker {rank} (process {pid})" for pid, rank in ranks.items()
-                )
-                raise TimeoutError(f"{missing} did not come") from None
-            pid, user = _other_end(connection)
+                missing = (f"worker {rank} (process {pid})" for pid, rank in ranks.items())
+                raise TimeoutError(f"timed out waiting for {' and '.join(missing)}") from None
+            pid, user = _credentials(connection)
             if user == os.geteuid() and pid in ranks:
                 sockets[ranks.pop(pid)] = exits.enter_context(connection)
             else:
@@ -108,73 +142,34 @@ class PeerListener:
         return sockets
 
 
-def _call(member: MeshAddress, exits: ExitStack) -> socket.socket:
+def _connect(member: PeerInfo, exits: ExitStack) -> socket.socket:
     connection = exits.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    connection.connect("\0" + member.address)
-    if _other_end(connection) != (member.pid, os.geteuid()):
-        raise PermissionError(
-            f"process {_other_end(connection)[0]} listens where process {member.pid} should"
-        )
+    connection.connect(f"\0{member.address}")
+    pid, user = _credentials(connection)
+    if (pid, user) != (member.pid, os.geteuid()):
+        raise PermissionError(f"expected process {member.pid} to listen, got process {pid}")
     return connection
 
 
-def _peer(rank: int, member: MeshAddress, connection: socket.socket, exits: ExitStack) -> Peer:
-    process = os.pidfd_open(member.pid)
-    exits.callback(os.close, process)
-    return Peer(rank, member.pid, connection, process)
+def _peer(rank: int, member: PeerInfo, connection: socket.socket, exits: ExitStack) -> Peer:
+    pidfd = os.pidfd_open(member.pid)
+    exits.callback(os.close, pidfd)
+    return Peer(rank, member.pid, connection, pidfd)
 
 
-def _other_end(connection: socket.socket) -> tuple[int, int]:
+def _credentials(connection: socket.socket) -> tuple[int, int]:
     """Return process and user at the other end."""
-    pid, user, _ = _CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(data)
     return pid, user
-
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# in which sockets without a file, processes and users have one name for all
-NAMESPACES = ("net", "pid", "user")
-# of the timeout, for all to come: what is started together comes together
-START_SHARE: Final = 0.25
-LEAST_START_SECONDS: Final = 30.0  # unless that is more than the timeout
-PART_SECONDS: Final = 3.0
-PAUSE_SECONDS: Final = 0.0005  # between looks who came
-UNFORMED: Final = "unformed"  # the key of why no world forms, and how many workers are to know
-KNOWING: Final = "knowing"  # the key of how many do
-_worlds_formed = count()  # a store prefix of its own for each world that this process forms
-
-
-@dataclass(frozen=True)
-class PeerInfo:
-    """What a worker tells the others: where it runs, and where those of the same `home` find its door; None where it shares nothing."""
-
-    host: str
-    pid: int
-    home: str | None
-    address: str | None
-
-    @classmethod
-    def read(cls, rank: int, told: Any) -> PeerInfo:
-        """Return the offer of worker `rank`. Raises `WorldError` where a stranger wrote into the store."""
-        kinds: dict[str, tuple[type, ...]] = {
-            "host": (str,),
-            "pid": (int,),
-            "home": (str, NoneType),
-            "address": (str, NoneType),
-        }
-        if (
-            isinstance(told, dict)
-            and told.keys() == kinds.keys()
-            and all(isinstance(told[name], kind) for name, kind in kinds.items())
-        ):
-            return cls(**told)
-        raise _stranger(f"{str(told)[:80]!r} stands in the store as worker {rank}'s offer")
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What a worker knows before its world exists: `hosts` as in `World`, the `mesh` of its own if that has other workers."""
+    """All that a worker knows before its world exists.
+
+    `hosts` as in `World`; `mesh` connects the workers of this host, None if there is only one.
+    """
 
     rank: int
     size: int
@@ -185,107 +180,102 @@ class Rendezvous:
     timeout_seconds: float
 
 
-def form(place: ProcessInfo, timeout_seconds: float, *, share: bool) -> Rendezvous:
-    """Meet the other workers; with `share`, find those that share this one's memory. Raises `WorldError` where some do not come."""
-    seconds = max(START_SHARE * timeout_seconds, min(timeout_seconds, LEAST_START_SECONDS))
-    home = _home(place) if share else None
+def rendezvous(process: ProcessInfo, timeout_seconds: float, *, share: bool) -> Rendezvous:
+    """Find all workers; with `share`, connect those that share memory. Raises `WorldError`."""
+    rank, size = process.rank, process.world_size
+    seconds = max(START_SHARE * timeout_seconds, min(timeout_seconds, MIN_START_SECONDS))
+    home = _home(process) if share else None
     try:
-        store, line = open_store(place, f"samestep/{next(_worlds_formed)}", seconds)
-        with PeerListener() if home else nullcontext() as door:
-            own = PeerInfo(
-                socket.gethostname(), os.getpid(), home, door.member.address if door else None
-            )
-            offers = _exchange_offers(line, place, own, seconds)
-            hosts = _hosts([offer.home for offer in offers])
-            watch = Watchdog(line, place.rank, place.world_size, timeout_seconds)
-            neighbours = next(ranks for ranks in hosts if place.rank in ranks)
-            members = {
-                rank: MeshAddress(offers[rank].pid, offers[rank].address or "")
-                for rank in neighbours
-            }
-            try:
-                mesh = (
-                    door.connect(place.rank, members, seconds, timeout_seconds, watch)
-                    if door and len(members) > 1
-                    else None
-                )
-            except BaseException:
-                watch.close()
-                raise
+        store, client = open_store(process, f"samestep/{next(_worlds_formed)}", seconds)
+        with PeerListener() if home else nullcontext() as listener:
+            address = listener.address if listener else None
+            own = PeerInfo(socket.gethostname(), os.getpid(), home, address)
+            infos = _exchange_infos(client, process, own, seconds)
+            hosts = _hosts([info.home for info in infos])
+            local_ranks = next(ranks for ranks in hosts if rank in ranks)
+            watchdog = Watchdog(client, rank, size, timeout_seconds)
+            mesh = None
+            if listener and len(local_ranks) > 1:
+                members = {other: infos[other] for other in local_ranks}
+                try:
+                    mesh = listener.connect(rank, members, seconds, timeout_seconds, watchdog)
+                except BaseException:
+                    watchdog.close()
+                    raise
     except OSError as error:
         raise WorldError(
-            f"worker {place.rank} got no answer from the others while {FORMING}: {error}"
+            f"worker {rank} could not reach other workers while {FORMING}: {error}"
         ) from error
     except ValueError as error:
-        raise _stranger(f"the store holds what is no JSON: {error}") from None
-    return Rendezvous(place.rank, place.world_size, hosts, mesh, store, watch, timeout_seconds)
+        raise _foreign_store(f"the store has invalid JSON: {error}") from None
+    return Rendezvous(rank, size, hosts, mesh, store, watchdog, timeout_seconds)
 
 
-def _exchange_offers(
-    line: StoreClient, place: ProcessInfo, own: PeerInfo, seconds: float
+def _exchange_infos(
+    client: StoreClient, process: ProcessInfo, own: PeerInfo, seconds: float
 ) -> list[PeerInfo]:
-    """Return every worker's offer by rank. Raises `WorldError` for the ranks that nobody or two workers have."""
-    keys = [f"offer/{rank}" for rank in range(place.world_size)]
-    first = PeerInfo.read(place.rank, line.put_first(keys[place.rank], asdict(own)))
+    """Return every worker's entry by rank. Raises `WorldError` for missing and duplicate ranks."""
+    rank, size = process.rank, process.world_size
+    keys = [f"worker/{other}" for other in range(size)]
+    first = PeerInfo.read(rank, client.put_first(keys[rank], asdict(own)))
     if first != own:
-        twice = f"two workers have rank {place.rank}: {_where(first)} and {_where(own)}; expected a rank of its own for each"
-        line.put_first(UNFORMED, [twice, place.world_size])
+        reason = f"two workers have rank {rank}: {first} and {own}; ranks must be unique"
+        client.put_first(FAILED, [reason, size])
     deadline, pause = time.monotonic() + seconds, PAUSE_SECONDS
-    while first != own or not line.has(keys):
-        if (unformed := line.get(UNFORMED)) is not None:
-            reason, coming = unformed
-            _part(line, coming)
+    while first != own or not client.has(keys):
+        if (failed := client.get(FAILED)) is not None:
+            reason, expected = failed
+            _wait_for_informed(client, expected)
             raise WorldError(
-                f"{reason}: look at what started them (worker {place.rank}, while {FORMING}, was told {place.source})"
+                f"{reason}; check the launcher (worker {rank}, while {FORMING}, "
+                f"was started with {process.source})"
             )
         if time.monotonic() > deadline:
-            missing = [rank for rank, key in enumerate(keys) if not line.has([key])]
-            late = f"{workers(missing)} did not come within {seconds:g} s; expected all, or more timeout where some start late"
-            line.put_first(UNFORMED, [late, place.world_size - len(missing)])
+            missing = [other for other, key in enumerate(keys) if not client.has([key])]
+            reason = (
+                f"timed out after {seconds:g} s waiting for {list_workers(missing)} to start; "
+                "increase timeout if some start late"
+            )
+            client.put_first(FAILED, [reason, size - len(missing)])
         time.sleep(pause)
-        pause = min(2 * pause, PAUSE_SECONDS * place.world_size)  # the store answers everybody
-    return [PeerInfo.read(rank, line.get(key)) for rank, key in enumerate(keys)]
+        pause = min(2 * pause, PAUSE_SECONDS * size)  # one store answers all workers
+    return [PeerInfo.read(other, client.get(key)) for other, key in enumerate(keys)]
 
 
-def _part(line: StoreClient, coming: int) -> None:
-    """Say that this worker knows why no world forms; the one with which the store goes waits until as many know as came or are coming."""
-    knowing = line.count(KNOWING)
-    deadline = time.monotonic() + PART_SECONDS
-    while line.keeps_store and knowing < coming and time.monotonic() < deadline:
+def _wait_for_informed(client: StoreClient, expected: int) -> None:
+    """Let the store's host wait until the expected workers know why no world forms."""
+    informed = client.count(INFORMED)
+    deadline = time.monotonic() + LINGER_SECONDS
+    while client.hosts_store and informed < expected and time.monotonic() < deadline:
         time.sleep(PAUSE_SECONDS)
-        knowing = line.get(KNOWING)
+        informed = client.get(INFORMED)
 
 
-def _where(offer: PeerInfo) -> str:
-    return f"process {offer.pid} on host {offer.host}"
-
-
-def _stranger(found: str) -> WorldError:
+def _foreign_store(found: str) -> WorldError:
     return WorldError(
-        f"{found}; expected only this run's workers at MASTER_ADDR and MASTER_PORT: choose a port that nobody else uses"
+        f"{found}; another program uses MASTER_ADDR and MASTER_PORT: choose an unused port"
     )
 
 
-def _home(place: ProcessInfo) -> str | None:
-    """Return what workers have in common that can share memory: a kernel, its namespaces, a user, and who started them as one host's.
+def _home(process: ProcessInfo) -> str | None:
+    """Return what is equal for workers that can share memory.
 
-    None where the system or this Python lacks something, or refuses it.
+    That is a kernel, its namespaces, a user, and a launcher that started them as one host's. None
+    if the system or this Python lacks a system call, or refuses it.
     """
-    if lacking_calls():
+    if missing_system_calls():
         return None
     try:
-        machine = [
-            BOOT_ID.read_text().strip(),
-            *(str(Path(f"/proc/self/ns/{name}").readlink()) for name in NAMESPACES),
-        ]
+        namespaces = [str(Path(f"/proc/self/ns/{name}").readlink()) for name in NAMESPACES]
+        boot_id = BOOT_ID.read_text().strip()
     except OSError:
         return None
-    return " ".join([*machine, str(os.geteuid()), str(place.rank - place.local_rank)])
+    first_rank = process.rank - process.local_rank
+    return " ".join([boot_id, *namespaces, str(os.geteuid()), str(first_rank)])
 
 
-def _hosts(names: Sequence[str | None]) -> list[range]:
-    """Return the runs of ranks whose host has the same name; one without a name is a host of its own."""
-    runs = [
-        list(run) for _, run in groupby(range(len(names)), key=lambda rank: names[rank] or rank)
-    ]
-    return [range(run[0], run[-1] + 1) for run in runs]
+def _hosts(homes: Sequence[str | None]) -> list[range]:
+    """Return the runs of ranks with the same home; a worker without one is a separate host."""
+    runs = groupby(range(len(homes)), key=lambda rank: homes[rank] or rank)
+    ranks = [list(run) for _, run in runs]
+    return [range(run[0], run[-1] + 1) for run in ranks]

@@ -1,4 +1,4 @@
-"""Memory that all workers of a host see, so that what they exchange passes no socket."""
+"""A world over memory that all workers of a host see, so that large data passes no socket."""
 
 from __future__ import annotations
 
@@ -12,20 +12,28 @@ from itertools import accumulate
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from samestep.comm.base import World
+from samestep.comm.base import Sizes, World
 from samestep.comm.mesh import MESSAGE_BYTES, Mesh
 from samestep.comm.rendezvous import Rendezvous
 from samestep.errors import WorldError
 
 Bytes = NDArray[np.uint8]
+Range = tuple[int, int]
+
+# per box: large enough for few barriers, small enough to be in the cache when others read it
+BOX_BYTES = 2 << 20
+# how many bytes a worker sends in total, and where those for the receiver start and stop in them
+_HEAD = struct.Struct("<QQQ")
+INLINE_BYTES = MESSAGE_BYTES - _HEAD.size
 
 
-def share(mesh: Mesh, nbytes: int, what: str = "sharing memory") -> list[torch.Tensor]:
-    """Return a buffer of every worker of the mesh by rank, uint8 [nbytes], zeros, each seen by all. Collective.
+def share(mesh: Mesh, nbytes: int, what: str = "sharing memory") -> list[Tensor]:
+    """Return one buffer for each worker of the mesh by rank, which all of them see. Collective.
 
-    Buffers are anonymous files without a place in any directory, so the kernel frees them however
-    workers end.
+    Each is uint8 [nbytes] and starts as zeros. They are anonymous files, which the kernel frees
+    however the workers end. Raises `WorldError` if workers ask for different sizes.
     """
     with ExitStack() as exits:
         own = os.memfd_create("samestep")
@@ -38,39 +46,31 @@ def share(mesh: Mesh, nbytes: int, what: str = "sharing memory") -> list[torch.T
         return [_map(files[rank], nbytes, rank) for rank in mesh.ranks]
 
 
-def _map(file: int, nbytes: int, rank: int) -> torch.Tensor:
-    size = max(1, nbytes)
-    if os.fstat(file).st_size != size:
+def _map(file: int, nbytes: int, rank: int) -> Tensor:
+    size, other_size = max(1, nbytes), os.fstat(file).st_size
+    if other_size != size:
         raise WorldError(
-            f"a buffer of {nbytes} bytes was asked for and worker {rank} asked for another size; expected the same of all"
+            "shared buffers must have the same size on all workers, "
+            f"got {nbytes} bytes here and {other_size} on worker {rank}"
         )
     return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)[:nbytes]
-
-
-# of what a worker puts down for others at a time: few meetings, and still in the cache when they
-# read it
-BOX_BYTES = 2 << 20
-# of what a worker sends: all its bytes, and where in them those for the receiver start and stop
-_HEAD = struct.Struct("<QQQ")
-INLINE_BYTES = MESSAGE_BYTES - _HEAD.size
 
 
 class Shared(World):
     """The world of CPU workers on one host, over their mesh.
 
-    Small data travels in the sockets. Of larger data the sender puts a part into a box in memory
-    that all see, they meet, and each copies what is its own. A worker has two boxes and fills them
-    in turn: those who come to a meeting have read what lay in the boxes at the meeting before.
+    Small data travels in the sockets. The sender copies larger data piece by piece into a shared
+    box; after a barrier each receiver copies its part. A worker alternates between two boxes: all
+    that arrive at a barrier have read the boxes of the barrier before.
     """
 
-    def __init__(self, formation: Rendezvous) -> None:
-        self.rank, self.size, self.hosts = formation.rank, formation.size, formation.hosts
-        self.status = formation.status
-        # there is one where workers share memory
-        self._mesh: Mesh = formation.mesh  # type: ignore[assignment]
-        self._boxes = [
-            buffer.numpy().reshape(2, BOX_BYTES) for buffer in share(self._mesh, 2 * BOX_BYTES)
-        ]
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.rank, self.size, self.hosts = rendezvous.rank, rendezvous.size, rendezvous.hosts
+        self.status = rendezvous.status
+        # workers that share memory have a mesh
+        self._mesh: Mesh = rendezvous.mesh  # type: ignore[assignment]
+        buffers = share(self._mesh, 2 * BOX_BYTES)
+        self._boxes = [buffer.numpy().reshape(2, BOX_BYTES) for buffer in buffers]
         self._turn = 0
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
@@ -80,77 +80,61 @@ class Shared(World):
         ]
 
     def gather_bytes(self, data: bytes, what: str) -> list[bytes] | None:
-        received = self._exchange(
-            np.frombuffer(data, np.uint8), [(0, len(data))] + [(0, 0)] * (self.size - 1), what
-        )
-        return (
-            [data, *(received[rank].tobytes() for rank in range(1, self.size))]
-            if self.rank == 0
-            else None
-        )
+        ranges = [(0, len(data))] + [(0, 0)] * (self.size - 1)
+        received = self._exchange(np.frombuffer(data, np.uint8), ranges, what)
+        if self.rank != 0:
+            return None
+        return [data, *(received[rank].tobytes() for rank in range(1, self.size))]
 
-    def all_gather(self, out: torch.Tensor, own: torch.Tensor, what: str) -> None:
-        data, places = _bytes(own), _bytes(out)
-        into = [places[rank * len(data) : (rank + 1) * len(data)] for rank in range(self.size)]
+    def all_gather(self, out: Tensor, own: Tensor, what: str) -> None:
+        data, target = _bytes(own), _bytes(out)
+        into = [target[rank * len(data) : (rank + 1) * len(data)] for rank in range(self.size)]
         if data.ctypes.data != into[self.rank].ctypes.data:
             into[self.rank][:] = data
         self._exchange(data, [(0, len(data))] * self.size, what, into)
 
     def all_to_all(
-        self,
-        out: torch.Tensor,
-        out_sizes: Sequence[int],
-        own: torch.Tensor,
-        own_sizes: Sequence[int],
-        what: str,
+        self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
     ) -> None:
-        data, places = _bytes(own), _bytes(out)
+        data, target = _bytes(own), _bytes(out)
         ranges = _ranges(own_sizes, own.element_size())
-        into = [places[start:stop] for start, stop in _ranges(out_sizes, out.element_size())]
+        into = [target[start:stop] for start, stop in _ranges(out_sizes, out.element_size())]
         start, stop = ranges[self.rank]
         into[self.rank][:] = data[start:stop]
         self._exchange(data, ranges, what, into)
 
-    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+    def broadcast(self, tensor: Tensor, what: str) -> None:
         data = _bytes(tensor)
-        nothing = data[:0]
-        if self.rank == 0:
-            self._exchange(data, [(0, len(data))] * self.size, what, [nothing] * self.size)
-        else:
-            self._exchange(
-                nothing, [(0, 0)] * self.size, what, [data] + [nothing] * (self.size - 1)
-            )
+        sent, nothing = data if self.rank == 0 else data[:0], data[:0]
+        into = [data] + [nothing] * (self.size - 1)
+        self._exchange(sent, [(0, len(sent))] * self.size, what, into)
 
     def barrier(self, what: str) -> None:
-        self._mesh.meet(what)
-        self.meetings += 1
+        self._mesh.barrier(what)
+        self.barriers += 1
 
-    def shared(self, nbytes: int) -> list[torch.Tensor]:
+    def shared(self, nbytes: int) -> list[Tensor]:
         return share(self._mesh, nbytes)
 
     def close(self) -> None:
-        self.status.close()  # first: those who find this worker gone then know why
+        self.status.close()  # first: workers that find this one gone then know why
         self._mesh.close()
         self._boxes = []
 
     def _exchange(
-        self,
-        data: Bytes,
-        ranges: Sequence[tuple[int, int]],
-        what: str,
-        into: Sequence[Bytes] | None = None,
+        self, data: Bytes, ranges: Sequence[Range], what: str, into: Sequence[Bytes] | None = None
     ) -> dict[int, Bytes]:
-        """Send the range `ranges[r]` of `data` to each other rank r; return by rank what they sent, in `into` if that is given."""
+        """Send part `ranges[r]` of `data` to each rank r; return theirs by rank, using `into`."""
         inline = len(data) <= INLINE_BYTES
         if not inline:
-            self._put(data, 0)
+            self._fill(data, 0)
         messages = {
             rank: _HEAD.pack(len(data), start, stop)
             + (data[start:stop].tobytes() if inline else b"")
             for rank, (start, stop) in enumerate(ranges)
         }
         received: dict[int, Bytes] = {}
-        boxed: dict[int, tuple[int, int]] = {}
+        boxed: dict[int, Range] = {}
         longest = len(data)
         for rank, message in self._mesh.exchange(messages, what).items():
             length, start, stop = _HEAD.unpack_from(message)
@@ -158,7 +142,8 @@ class Shared(World):
             received[rank] = np.empty(stop - start, np.uint8) if into is None else into[rank]
             if len(received[rank]) != stop - start:
                 raise WorldError(
-                    f"worker {rank} sent {stop - start} bytes while {what}; worker {self.rank} expected {len(received[rank])}"
+                    f"worker {self.rank} expected {len(received[rank])} bytes from worker {rank} "
+                    f"while {what}, got {stop - start}"
                 )
             if length > INLINE_BYTES:
                 boxed[rank] = (start, stop)
@@ -166,37 +151,34 @@ class Shared(World):
                 received[rank][:] = np.frombuffer(message, np.uint8, offset=_HEAD.size)
         self._take(boxed, received, 0)
         for offset in range(BOX_BYTES, longest, BOX_BYTES):
-            self._put(data, offset)
-            self._mesh.meet(what)
+            self._fill(data, offset)
+            self._mesh.barrier(what)
             self._take(boxed, received, offset)
-        self.meetings += 1
+        self.barriers += 1
         return received
 
-    def _put(self, data: Bytes, offset: int) -> None:
-        """Put the part of `data` that begins at `offset` into this worker's box."""
+    def _fill(self, data: Bytes, offset: int) -> None:
+        """Copy the part of `data` that starts at `offset` into this worker's box."""
         part = data[offset : offset + BOX_BYTES]
         self._boxes[self.rank][self._turn][: len(part)] = part
 
-    def _take(
-        self, boxed: Mapping[int, tuple[int, int]], received: Mapping[int, Bytes], offset: int
-    ) -> None:
-        """Copy what the boxes have of each range in `boxed`, from `offset` on; then it is the other boxes' turn."""
+    def _take(self, boxed: Mapping[int, Range], received: Mapping[int, Bytes], offset: int) -> None:
+        """Copy this worker's part of the boxes, which hold data from `offset`; swap the boxes."""
         for rank, (start, stop) in boxed.items():
             first, last = max(start, offset), min(stop, offset + BOX_BYTES)
             if first < last:
-                received[rank][first - start : last - start] = self._boxes[rank][self._turn][
-                    first - offset : last - offset
-                ]
+                box = self._boxes[rank][self._turn]
+                received[rank][first - start : last - start] = box[first - offset : last - offset]
         self._turn = 1 - self._turn
 
 
-def _bytes(tensor: torch.Tensor) -> Bytes:
+def _bytes(tensor: Tensor) -> Bytes:
     """Return the bytes of a contiguous tensor, as a view."""
     flat: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
     return flat
 
 
-def _ranges(sizes: Sequence[int], itemsize: int) -> list[tuple[int, int]]:
-    """Return where consecutive parts of so many elements start and stop, in bytes."""
+def _ranges(sizes: Sizes, itemsize: int) -> list[Range]:
+    """Return where consecutive parts start and stop, in bytes."""
     stops = list(accumulate(size * itemsize for size in sizes))
     return list(zip([0, *stops[:-1]], stops, strict=True))

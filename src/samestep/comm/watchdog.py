@@ -1,4 +1,4 @@
-"""Tells the other workers where this one is, and finds out why they do not come."""
+"""The watchdog thread of a worker: publishes its status and finds out why others are missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as LateError
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -23,120 +23,104 @@ from typing import Final, TypeVar
 
 import torch
 
-from samestep.comm.status import (
-    GONE,
-    LEFT,
-    MOST_TOLD,
-    STOPPED,
-    Heartbeat,
-    WorkerStatus,
-    machine_name,
-    no_answer,
-    report,
-)
+from samestep.comm.hang_report import EXITED, LEFT, MAX_LISTED, STOPPED, Heartbeat, report_hang
+from samestep.comm.status import WorkerStatus, machine_name, no_response
 from samestep.comm.store import StoreClient
 from samestep.errors import HangError, WorldError
 
 Value = TypeVar("Value")
 
-BEAT_SECONDS: Final = 1.0
-ALARMED_SECONDS: Final = 0.05  # between looks, once something is wrong
-ANSWER_SECONDS: Final = 2.0  # for others to tell where they are
-FIND_OUT_SECONDS: Final = 3.0  # for what one finds out to reach all
-FAREWELL_SECONDS: Final = 2.0  # for a worker to end by itself after the first failure
-# for others to hear of a failure, before their store goes with this process
+HEARTBEAT_SECONDS: Final = 1.0
+ALARM_POLL_SECONDS: Final = 0.05  # between checks after an alarm
+RESPONSE_SECONDS: Final = 2.0  # for others to publish their stacks
+DIAGNOSIS_SECONDS: Final = 3.0  # for one worker's report to reach all
+EXIT_SECONDS: Final = 2.0  # for a worker to exit normally after the first failure
+# for others to learn of a failure before the store ends with this process
 LINGER_SECONDS: Final = 1.5
 CLOSE_SECONDS: Final = 0.2
-MOST_FRAMES: Final = 12
+MAX_FRAMES: Final = 12
 OWN: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<frozen")
-# the latter may be below the former
+# site-packages may be below the standard library
 STANDARD, INSTALLED = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
-# of torch, shown all the same: then loader processes keep the worker waiting
-LOADER: Final = "dataloader.py"
+LOADER: Final = "dataloader.py"  # torch's, shown: then loader processes keep the worker waiting
 
-# what a stranger may have written into the store shows as these
-GARBAGE: Final = (TypeError, ValueError)
+GARBAGE: Final = (TypeError, ValueError)  # raised by what another program wrote into the store
 
-# keys: something is wrong; who finds out; what failed first
+# keys: whether something is wrong, the rank that reports on it, the first failure
 ALARM, REPORTER, FAILURE = "alarm", "reporter", "failure"
 
 
 class Watchdog(WorkerStatus):
-    """Leaves a worker's status in the store from a thread of its own, which alone uses the `line`.
+    """A worker's status, published in the store by a thread, which alone uses the `client`.
 
-    The first that waited for more than `timeout_seconds` raises the alarm: all leave their stacks,
-    and it tells what it finds. Once a failure is known, be it a hang or another, a worker that does
-    not end by itself soon is ended here, whatever it does.
+    The first worker that waits for more than `timeout_seconds` raises the alarm: all publish their
+    stacks, and it reports on them. Once a failure is known, a hang or an exception elsewhere, a
+    worker that does not exit soon is terminated here, whatever it is doing.
     """
 
-    def __init__(self, line: StoreClient, rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(self, client: StoreClient, rank: int, size: int, timeout_seconds: float) -> None:
         super().__init__(rank)
-        self._line, self._size, self._timeout_seconds = line, size, timeout_seconds
-        self._host, self._machine = socket.gethostname(), machine_name()
-        self._name = f"worker {rank} (host {self._host}, process {os.getpid()})"
+        self._client, self._size, self._timeout_seconds = client, size, timeout_seconds
+        self._machine = machine_name()
         self._main = threading.get_ident()
-        self._alarmed = False
-        self._stuck = False
-        self._all_ended = False
+        self._alarmed = self._stuck = self._finished = False
         self._failure: str | None = None
-        self._ends_at = math.inf
+        self._exit_by = math.inf
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._jobs.put(self._beat)
-        self._thread = threading.Thread(target=self._watch, name="samestep watch", daemon=True)
+        self._jobs.put(self._publish)
+        self._thread = threading.Thread(target=self._watch, name="samestep watchdog", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
-    def explain(self, what: str, reason: str, *, late: bool) -> WorldError:
-        if not late:
-            return no_answer(self.rank, what, reason, self._ask(self._who_left, ANSWER_SECONDS))
-        found = self._ask(self._find_out, FIND_OUT_SECONDS)
+    def explain(self, what: str, reason: str, *, timed_out: bool) -> WorldError:
+        if not timed_out:
+            details = self._call(self._describe_exits, RESPONSE_SECONDS)
+            return no_response(self.rank, what, reason, details)
+        found = self._call(self._diagnose, DIAGNOSIS_SECONDS)
         if isinstance(found, str):
-            return no_answer(self.rank, what, reason, found)
-        silent = "nor does the store answer, over which workers tell where they are: see whether its host does"
-        return found or HangError(
-            str(no_answer(self.rank, what, reason, silent)), is_retryable=True
-        )
+            return no_response(self.rank, what, reason, found)
+        details = "the store that holds their status does not respond either: check its host"
+        unknown = no_response(self.rank, what, reason, details)
+        return found or HangError(str(unknown), is_retryable=True)
 
     def report_failure(self, error: BaseException) -> None:
-        summary = f"{type(error).__name__}: {error}".partition("\n")[0]
-        self._ask(
-            partial(self._tell, f"{self._name} failed first, at step {self.step}: {summary}"),
-            FAREWELL_SECONDS,
-        )
+        name, summary = self._heartbeat().name, f"{type(error).__name__}: {error}".partition("\n")
+        failure = f"{name} failed first, at step {self.step}: {summary[0]}"
+        self._call(partial(self._publish_failure, failure), EXIT_SECONDS)
 
-    def end(self) -> None:
-        self._all_ended = True
+    def finish(self) -> None:
+        self._finished = True
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        if self._thread.is_alive():  # not so in a process that was forked from this one
-            self._ask(self._leave, CLOSE_SECONDS + LINGER_SECONDS * self._line.keeps_store)
+        if self._thread.is_alive():  # not in a process that was forked from this one
+            self._call(self._leave, CLOSE_SECONDS + LINGER_SECONDS * self._client.hosts_store)
             self._jobs.put(None)
             self._thread.join(CLOSE_SECONDS)
 
-    def _ask(self, question: Callable[[], Value], seconds: float) -> Value | None:
-        """Return what the thread answers; None where it cannot, or not in time: the store may be gone, or never answer."""
-        answer: Future[Value] = Future()
+    def _call(self, function: Callable[[], Value], seconds: float) -> Value | None:
+        """Return what the thread returns for a function; None if the store fails or is too slow."""
+        result: Future[Value] = Future()
 
         def job() -> None:
             try:
-                answer.set_result(question())
+                result.set_result(function())
             except BaseException as error:
-                answer.set_exception(error)
+                result.set_exception(error)
                 raise
 
         if not self._thread.is_alive() or self._stuck:
             return None
         self._jobs.put(job)
         try:
-            return answer.result(seconds)
-        except LateError:
+            return result.result(seconds)
+        except FutureTimeoutError:
             self._stuck = True
         except (OSError, *GARBAGE):
             pass
         return None
 
-    # What follows runs in the thread.
+    # The methods below run in the thread.
 
     def _watch(self) -> None:
         while (job := self._next_job()) is not None:
@@ -144,124 +128,127 @@ class Watchdog(WorkerStatus):
                 with suppress(*GARBAGE):
                     job()
             except OSError as error:
-                if self._all_ended:  # whoever kept the store may go then
+                if self._finished:  # the process that hosts the store may exit then
                     break
                 with suppress(OSError):
-                    self._note_failure(f"{error}; it was kept by the launcher, or by worker 0")
-            if time.monotonic() > self._ends_at:
-                self._end_process()
-        self._line.close()
+                    self._record_failure(f"{error}; the launcher or worker 0 hosted it")
+            if time.monotonic() > self._exit_by:
+                self._terminate()
+        self._client.close()
 
     def _next_job(self) -> Callable[[], None] | None:
+        pause = min(HEARTBEAT_SECONDS, self._timeout_seconds / 4)
         try:
-            return self._jobs.get(
-                timeout=ALARMED_SECONDS
-                if self._alarmed
-                else min(BEAT_SECONDS, self._timeout_seconds / 4)
-            )
+            return self._jobs.get(timeout=ALARM_POLL_SECONDS if self._alarmed else pause)
         except Empty:
-            return self._beat
+            return self._publish
 
-    def _beat(self) -> None:
+    def _publish(self) -> None:
         if self._failure is not None:
             return
-        self._line.put(f"beat/{self.rank}", asdict(self._where()))
+        self._put_heartbeat()
         if self._alarmed:
-            self._note_failure(self._line.get(FAILURE))
-        elif self._line.has([ALARM]):
+            self._record_failure(self._client.get(FAILURE))
+        elif self._client.has([ALARM]):
             self._alarmed = True
-            self._beat()
+            self._publish()
 
-    def _where(self, *, left: bool = False) -> Heartbeat:
+    def _put_heartbeat(self, *, left: bool = False) -> None:
+        self._client.put(f"heartbeat/{self.rank}", asdict(self._heartbeat(left=left)))
+
+    def _heartbeat(self, *, left: bool = False) -> Heartbeat:
         return Heartbeat(
             rank=self.rank,
-            host=self._host,
+            host=socket.gethostname(),
             pid=os.getpid(),
             machine=self._machine,
             at=time.time(),
             step=self.step,
-            part=self.part,
-            waits=self.waits,
+            activity=self.activity,
+            collective=self.collective,
             seconds=round(time.monotonic() - self.since, 3),
             left=left,
-            knows=self._failure is not None,
+            failed=self._failure is not None,
             stack=_stack(self._main) if self._alarmed else None,
         )
 
-    def _note_failure(self, failure: object) -> None:
-        """Give the process so long to end by itself. From now on nothing is asked of the store: whoever keeps it may go."""
+    def _record_failure(self, failure: object) -> None:
+        """Give the process time to exit. From now on the store is not read: its host may exit."""
         if failure is not None and self._failure is None:
-            self._failure, self._ends_at = str(failure), time.monotonic() + FAREWELL_SECONDS
-            self._line.put(f"beat/{self.rank}", asdict(self._where()))
+            self._failure, self._exit_by = str(failure), time.monotonic() + EXIT_SECONDS
+            self._put_heartbeat()
 
-    def _tell(self, failure: str) -> None:
+    def _publish_failure(self, failure: str) -> None:
         if self._failure is None:
-            self._line.put(ALARM, value=True)
-            self._note_failure(self._line.put_first(FAILURE, failure))
+            self._client.put(ALARM, value=True)
+            self._record_failure(self._client.put_first(FAILURE, failure))
 
-    def _find_out(self) -> HangError | str | None:
-        """Raise the alarm and return what is found; where another worker did so before, wait for what it finds."""
-        self._line.put(ALARM, value=True)
+    def _diagnose(self) -> HangError | str | None:
+        """Raise the alarm and return a report, or wait for that of a worker that did so first."""
+        self._client.put(ALARM, value=True)
         self._alarmed = True
-        finds_out = self._line.put_first(REPORTER, self.rank) == self.rank
-        deadline = time.monotonic() + (ANSWER_SECONDS if finds_out else FIND_OUT_SECONDS)
+        is_reporter = self._client.put_first(REPORTER, self.rank) == self.rank
+        deadline = time.monotonic() + (RESPONSE_SECONDS if is_reporter else DIAGNOSIS_SECONDS)
         beats: list[Heartbeat] = []
         while time.monotonic() < deadline and self._failure is None:
-            self._beat()
-            if finds_out:
-                beats = self._beats_of_others()
+            self._publish()
+            if is_reporter:
+                beats = self._other_heartbeats()
                 if len(beats) == self._size - 1 and all(
                     beat.stack is not None or self._is_gone(beat) for beat in beats
                 ):
                     break
-            time.sleep(ALARMED_SECONDS)
-        if self._failure is not None or not finds_out:
+            time.sleep(ALARM_POLL_SECONDS)
+        if self._failure is not None or not is_reporter:
             return self._failure
-        found = report(self._where(), beats, self._size, self._timeout_seconds)
-        self._tell(f"{found.headline}: {self._name} tells more")
-        return HangError(found.text, is_retryable=found.is_retryable)
+        own = self._heartbeat()
+        report = report_hang(own, beats, self._size, self._timeout_seconds)
+        self._publish_failure(f"{report.headline}; see the report of {own.name}")
+        return HangError(report.text, is_retryable=report.is_retryable)
 
-    def _who_left(self) -> str:
-        """Return what is known of an end of others: the first failure, or who left the run or ended before."""
-        failure = self._failure or self._line.get(FAILURE)
+    def _describe_exits(self) -> str:
+        """Return the first failure, or which workers left the run or exited; "" if unknown."""
+        failure = self._failure or self._client.get(FAILURE)
         if failure is not None:
             return str(failure)
-        gone = [beat for beat in self._beats_of_others() if self._is_gone(beat)]
-        told = [beat.told(self._machine) for beat in gone[:MOST_TOLD]]
-        return "; ".join([*told, f"usual cause: {gone[0].cause(self._machine)}"]) if gone else ""
+        gone = [beat for beat in self._other_heartbeats() if self._is_gone(beat)]
+        workers = [beat.describe(self._machine) for beat in gone[:MAX_LISTED]]
+        causes = [f"likely cause: {beat.cause(self._machine)}" for beat in gone[:1]]
+        return "; ".join([*workers, *causes])
 
-    def _beats_of_others(self) -> list[Heartbeat]:
-        """Return what the others said last, of those who did."""
-        told = [self._line.get(f"beat/{rank}") for rank in range(self._size) if rank != self.rank]
-        return [Heartbeat(**beat) for beat in told if beat is not None]
+    def _other_heartbeats(self) -> list[Heartbeat]:
+        """Return the last heartbeats of the others that published one."""
+        others = [rank for rank in range(self._size) if rank != self.rank]
+        found = [self._client.get(f"heartbeat/{rank}") for rank in others]
+        return [Heartbeat(**beat) for beat in found if beat is not None]
 
     def _is_gone(self, beat: Heartbeat) -> bool:
-        return beat.state(self._machine) in {LEFT, GONE, STOPPED}
+        return beat.trouble(self._machine) in {LEFT, EXITED, STOPPED}
 
     def _leave(self) -> None:
-        """Say that this worker leaves. After a failure the worker that keeps the store stays until all others know."""
-        self._ends_at = math.inf
-        if self._failure is None and not self._all_ended:
-            self._line.put(f"beat/{self.rank}", asdict(self._where(left=True)))
+        """Report that this worker leaves. After a failure the store's host waits until all know."""
+        self._exit_by = math.inf
+        if self._failure is None and not self._finished:
+            self._put_heartbeat(left=True)
         deadline = time.monotonic() + LINGER_SECONDS
-        while self._line.keeps_store and self._failure is not None and time.monotonic() < deadline:
-            if all(beat.knows or self._is_gone(beat) for beat in self._beats_of_others()):
+        while self._client.hosts_store and self._failure and time.monotonic() < deadline:
+            if all(beat.failed or self._is_gone(beat) for beat in self._other_heartbeats()):
                 return
-            time.sleep(ALARMED_SECONDS)
+            time.sleep(ALARM_POLL_SECONDS)
 
-    def _end_process(self) -> None:
-        """End this process, whatever its main thread does."""
-        where = f"waiting while {self.waits}" if self.waits else self.part
-        line = f"samestep: worker {self.rank} ends here, at step {self.step}: {where}. {self._failure}\n"
-        os.write(2, line.encode(errors="replace"))
+    def _terminate(self) -> None:
+        """End this process, whatever its main thread is doing."""
+        doing = f"waiting while {self.collective}" if self.collective else self.activity
+        where = f"worker {self.rank} at step {self.step} ({doing})"
+        os.write(2, f"samestep: terminating {where}: {self._failure}\n".encode(errors="replace"))
         os._exit(1)
 
 
 def _stack(thread: int) -> list[str]:
-    """Return where a thread is: the user's own frames, and the innermost one."""
-    # there is no other way
+    """Return the stack of a thread: the user's own frames, and the innermost one."""
+    # the only way to see another thread's frames
     frames = traceback.extract_stack(sys._current_frames().get(thread))  # noqa: SLF001
-    return traceback.format_list([*filter(_is_users, frames[:-1]), *frames[-1:]][-MOST_FRAMES:])
+    return traceback.format_list([*filter(_is_users, frames[:-1]), *frames[-1:]][-MAX_FRAMES:])
 
 
 def _is_users(frame: traceback.FrameSummary) -> bool:

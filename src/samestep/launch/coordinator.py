@@ -19,7 +19,7 @@ from typing import Any, Final
 from samestep.comm.link import (
     HELLO_BYTES,
     HELLO_SECONDS,
-    MOST_BYTES,
+    MAX_BYTES,
     NONCE_BYTES,
     Frames,
     Seal,
@@ -230,7 +230,7 @@ class Peer:
             self._writer.write(frame(encode({"refused": "token"})))
             raise ValueError("it does not have this run's token")
         self._writer.write(frame(encode({"proof": prove(token, b"coordinator", nonces).hex()})))
-        self._frames.most = MOST_BYTES
+        self._frames.max_bytes = MAX_BYTES
         self._seal = Seal(token, nonces, coordinator=True)
         return await self.receive()
 

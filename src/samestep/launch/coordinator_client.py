@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
+from samestep.cluster.interfaces import interface_towards
 from samestep.comm.link import HELLO_SECONDS, Link, write_address
 from samestep.config import Config
 from samestep.errors import ConfigError, LaunchError, WorldError
-from samestep.host import interface_towards
 from samestep.launch.cluster_spec import ClusterSpec
 from samestep.launch.coordinator import BEAT_SECONDS, CoordinatorConfig, coordinate
 from samestep.launch.membership import COME_SECONDS, LOST_SECONDS, ElasticPolicy
@@ -50,7 +50,7 @@ class CoordinatorClient:
 
     def environment(self, attempt: int) -> dict[str, str]:
         """Return the variables by which the workers of an attempt find each other."""
-        from samestep.comm.token_store import store_variables  # needs torch
+        from samestep.comm.store import store_variables  # needs torch
 
         host, port = self.coordinator
         interface = "lo" if ipaddress.ip_address(host).is_loopback else interface_towards(host)
@@ -78,7 +78,7 @@ class CoordinatorClient:
             self._beat_at, self._told_begun = now + BEAT_SECONDS, begun
             self.report("beat", step=step)
         try:
-            orders = self._link.received()
+            orders = self._link.poll()
         except OSError as error:
             raise self._lost(str(error)) from error
         if orders:

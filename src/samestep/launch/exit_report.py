@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from samestep.errors import SamestepError
-from samestep.host import unnamed_file
+from samestep.host import anonymous_file
 
 LEADING_MODULES: Final = {"samestep.launch.worker", "samestep.launch.local", "runpy"}
 
@@ -106,7 +106,7 @@ class Report:
 
     def __init__(self, file: int | None = None) -> None:
         """Open memory of its own, or that of another process's report, by its file."""
-        self._memory = os.fdopen(unnamed_file("samestep-report") if file is None else file, "w+b")
+        self._memory = os.fdopen(anonymous_file("samestep-report") if file is None else file, "w+b")
 
     @property
     def file(self) -> int:

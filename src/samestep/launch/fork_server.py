@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from typing_extensions import Self
 
-from samestep.host import end_with_parent, lacking_calls, no_collection
+from samestep.host import end_with_parent, missing_system_calls, no_garbage_collection
 from samestep.launch.exit_report import Report
 from samestep.launch.output import Pipes, print_to
 from samestep.launch.worker import FORK, Attempt, Job
@@ -63,12 +63,16 @@ class ForkServer:
             return
         self._has_decided = True
         missing = [name for name in modules if name not in sys.modules]
-        if missing and self._job.config.max_restarts > 0 and "pidfd_open" not in lacking_calls():
+        if (
+            missing
+            and self._job.config.max_restarts > 0
+            and "pidfd_open" not in missing_system_calls()
+        ):
             self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._process = FORK.Process(
                 target=_stand_by, args=(self._job, missing, other), name="nursery"
             )
-            with other, no_collection():
+            with other, no_garbage_collection():
                 self._process.start()
 
     def start(
@@ -199,7 +203,7 @@ def _fork(job: Job, data: bytes, files: Sequence[int]) -> ForkProcess:
     report, *ends = files
     arguments = (Attempt(**attempt), local_rank, Report(report), partial(print_to, ends))
     worker = FORK.Process(target=job.work, args=arguments)
-    with no_collection():
+    with no_garbage_collection():
         worker.start()
     for end in ends:
         os.close(end)

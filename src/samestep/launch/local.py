@@ -16,7 +16,7 @@ from samestep.cluster import STARTED_BY
 from samestep.config import PREFIX, TOKEN, Config, merge
 from samestep.errors import ConfigError, LaunchError
 from samestep.handoff import open_launcher_state
-from samestep.host import no_collection, one_folder, open_standard_files
+from samestep.host import no_garbage_collection, open_standard_files, socket_folder
 from samestep.launch.cluster_spec import ClusterSpec
 from samestep.launch.signals import StopSignals
 
@@ -32,7 +32,7 @@ NEEDED: Final = ("samestep.run", "torch._dynamo")
 def preload(needed: Iterable[str] = NEEDED) -> None:
     """Import what workers need: by default, to train. No torch operation runs and no GPU is asked for: a fork would break either."""
     # collecting among so many new objects, of which none is garbage, takes a quarter of the time
-    with no_collection():
+    with no_garbage_collection():
         for name in needed:
             import_module(name)
 
@@ -113,7 +113,7 @@ def _run(
         raise LaunchError(
             "CUDA is in use in this process, and forked workers could not use it: launch before the first use of a GPU"
         )
-    with one_folder() as folder, open_launcher_state(workers) as kept:
+    with socket_folder() as folder, open_launcher_state(workers) as kept:
         environment = {STARTED_BY: "samestep", **folder, **kept.environment, **environment}
         job = Job(body, workers, config, environment, kept, signals, os.getpid())
         with signals.noted(), LocalCoordinator(workers, config) as local:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import LaunchError
-from samestep.host import no_collection
+from samestep.host import no_garbage_collection
 from samestep.launch.exit_report import Failure, Report
 from samestep.launch.fork_server import ForkedWorker, ForkServer
 from samestep.launch.output import Outputs, Pipes
@@ -33,7 +33,9 @@ class WorkerGroup:
         self._looked_at = time.monotonic()
         self._killed_for_memory = _killed_for_memory()
         try:
-            with no_collection():  # each worker freezes what it inherits before it collects again
+            with (
+                no_garbage_collection()
+            ):  # each worker freezes what it inherits before it collects again
                 for local_rank in range(attempt.local_workers):
                     self._start(job, attempt, local_rank, outputs, nursery)
         except OSError as error:

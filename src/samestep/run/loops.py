@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from samestep.data.batch import Batch
+from samestep.data.batch import Batch, steps_left
 from samestep.data.plan import Plan, check_end
-from samestep.data.streams import steps_left
 from samestep.errors import DataError
 from samestep.run.progress import Position, Progress
 
@@ -38,7 +37,9 @@ class Loop:
             except GeneratorExit:
                 self._progress.leave_loop()
                 raise
-            self._progress.status.at("loading data")  # if the body did not iterate the batch
+            self._progress.status.set_activity(
+                "loading data"
+            )  # if the body did not iterate the batch
             batch.load()
             self._progress.end_step()
         self._progress.end_loop()

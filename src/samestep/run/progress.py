@@ -10,8 +10,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from samestep.config import Config
-from samestep.data.batch import Batch
-from samestep.data.streams import LaneStream
+from samestep.data.batch import Batch, LaneStream
 from samestep.errors import DataError
 from samestep.record import Record
 from samestep.run.divergence import DivergenceCheck
@@ -140,14 +139,14 @@ class Progress:
         self.epoch = batch.epoch
         self._open = OpenStep(batch, complete)
         self.status.step = self.step
-        self.status.at(BODY)
-        self._stop.deferring = self._keeper.keeps
+        self.status.set_activity(BODY)
+        self._stop.deferring = self._keeper.is_enabled
 
     def leave_loop(self) -> None:
         """Say that the body was left by break, return or an exception; which of them, nobody knows yet."""
         if self._open is not None:
             self._open.left = True
-            self.status.at(OUTSIDE)
+            self.status.set_activity(OUTSIDE)
 
     def end_step(self) -> None:
         """Say that the body came to its end: the boundary between two steps."""
@@ -158,18 +157,18 @@ class Progress:
         self._open = None
         self.step += 1
         self._divergence.take(self.step)
-        self._keeper.hot.report_step(self.step)
+        self._keeper.in_memory.report_step(self.step)
         (signal, due, hot), self._agreed = self._agreed, NOTHING
         if self._keeper.is_due(self.step) or due or self._wanted:
             self._keep()
         if signal or self._is_last(self.step):
             self._stop_here(signal)
-        if self._keeper.hot.is_due(self.step, agreed=hot):
-            self._keeper.copy(self.step, self._states)
+        if self._keeper.in_memory.is_due(self.step, agreed=hot):
+            self._keeper.save_in_memory(self.step, self._states)
 
     def end_loop(self) -> None:
         """Say that a loop has no more steps. A signal that came too late for the last one's note is agreed upon here."""
-        self.status.at(OUTSIDE)
+        self.status.set_activity(OUTSIDE)
         self._exchange_notes("ending a loop")
         (signal, due, _), self._agreed = self._agreed, NOTHING
         if due:
@@ -214,7 +213,7 @@ class Progress:
         return {
             "stop": self._stop.received,
             "due": self._keeper.time_is_up(),
-            "hot": self._keeper.hot.time_is_up(),
+            "hot": self._keeper.in_memory.time_is_up(),
             "seconds": self._seconds,
             "digest": self._divergence.digest,
         }
@@ -230,7 +229,7 @@ class Progress:
         if self._seconds:
             self._record.timing(self.step - 1, [note["seconds"] for note in notes])
             self._seconds = {}
-        self.status.at(BODY if self._open is not None else OUTSIDE)
+        self.status.set_activity(BODY if self._open is not None else OUTSIDE)
 
     def time_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the time of an optimizer's steps count as such."""
@@ -290,7 +289,7 @@ class Progress:
 
     def _finish(self, event: str, **fields: Any) -> None:
         self._exchange_notes("ending the run")
-        self.status.end()
+        self.status.finish()
         self._record.flush()
         self._keeper.finish()
         self._record.event(event, step=self.step, **fields)

@@ -13,21 +13,20 @@ from typing_extensions import Self
 
 from samestep.cluster import ProcessInfo, find_process
 from samestep.config import Config, merge
-from samestep.data.batch import Batch
+from samestep.data.batch import Batch, LaneStream, stream_batches
 from samestep.data.loader import plan_batches
 from samestep.data.plan import GroupBy, GroupedPlan, Plan, ShuffledPlan
 from samestep.data.random_state import key
-from samestep.data.streams import LaneStream, stream_batches
 from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
-from samestep.host import return_freed_memory
+from samestep.host import trim_memory
 from samestep.run.loops import PlannedLoop, StreamLoop
 from samestep.run.session import Session
 from samestep.run.values import pixels, scalars_of
 from samestep.step.clip import gradient_norm, scale_gradients
-from samestep.step.lane_pass import Count, Loss, LossFn, Reduction
+from samestep.step.lane_pass import Count, LossFn, LossSpec, Reduction
 from samestep.step.means import Means
-from samestep.step.replicate import replicate
+from samestep.step.replicas import replicate
 from samestep.step.shard import Shard, check_shardable
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -105,7 +104,7 @@ class Run:
         if self.world_size > 1:
             self._lanes.shards.append(Shard(optimizer, self.lanes, self._world))
             parameters += [piece for group in optimizer.param_groups for piece in group["params"]]
-            return_freed_memory()  # where parameters were before they moved into flat storage
+            trim_memory()  # where parameters were before they moved into flat storage
         self._sharded.update((id(parameter), parameter) for parameter in parameters)
         return optimizer
 
@@ -175,7 +174,7 @@ class Run:
             raise ConfigError(
                 "drop_last was given with group_by; expected one of them: grouped batches have no last one, any may be short"
             )
-        return GroupedPlan(group_by, size, batch_size, self.lanes, seed, shuffle=shuffle)
+        return GroupedPlan(size, batch_size, self.lanes, seed, shuffle=shuffle, groups=group_by)
 
     def streams(
         self, make_stream: Callable[[int], Any], *, steps: int | None = None, name: str
@@ -225,12 +224,12 @@ class Run:
             )
         if reduction not in {"mean", "sum"}:
             raise ConfigError(f"reduction={reduction!r} was given; expected 'mean' or 'sum'")
-        loss = Loss(loss_fn, model, count, reduction)
-        answer = self._lanes.backward(
+        loss = LossSpec(loss_fn, model, count, reduction)
+        result = self._lanes.backward(
             loss, batch, update, self._progress.next_call(), self._progress.note()
         )
-        self._progress.agree(answer.notes)
-        return Means(answer.results, reduction)
+        self._progress.agree(result.notes)
+        return Means(result.results, reduction)
 
     def clip_grad_norm(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Scale the gradients of a model so that their 2-norm is at most `max_norm`; returns the norm before, a scalar tensor.
@@ -241,15 +240,15 @@ class Run:
         if self.lanes == 1:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         ids = set(map(id, parameters))
-        blocks = [
-            block
-            for block in self._lanes.blocks()
-            if ids.intersection(map(id, block.exchange.parameters))
+        flat_buffers = [
+            flat_buffer
+            for flat_buffer in self._lanes.flat_buffers()
+            if ids.intersection(map(id, flat_buffer.exchange.parameters))
         ]
-        norm = gradient_norm(parameters, blocks, self._world)
+        norm = gradient_norm(parameters, flat_buffers, self._world)
         whole = [parameter.grad for parameter in parameters if parameter.grad is not None]
         scale_gradients(
-            [*whole, *(part for block in blocks for part in block.gradients_of(ids))],
+            [*whole, *(part for one in flat_buffers for part in one.gradients_of(ids))],
             norm,
             max_norm,
         )

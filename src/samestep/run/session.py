@@ -19,7 +19,7 @@ from samestep.config import Config
 from samestep.data.random_state import set_generators
 from samestep.errors import RecordError
 from samestep.handoff import ATTEMPT, LauncherState
-from samestep.host import keep_freed_memory, keep_no_more
+from samestep.host import keep_freed_memory, release_freed_memory
 from samestep.record import open_record
 from samestep.record.exporter import ExporterProcess
 from samestep.record.sinks.base import check_sinks
@@ -42,7 +42,7 @@ class Session:
         self.devices = set_up_devices(config, place)
         if self.devices[0].type == "cpu":
             keep_freed_memory()
-            self._exits.callback(keep_no_more)
+            self._exits.callback(release_freed_memory)
         self.world = connect(
             place,
             config,
@@ -81,7 +81,7 @@ class Session:
         self._exits.callback(self.keeper.close)
         self.stop = StopRequest()
         # what is in memory alone is kept at the end of a step
-        self.stop.deferring = resumed is not None and resumed.hot
+        self.stop.deferring = resumed is not None and resumed.in_memory
         self._exits.callback(self.stop.close)
         self.divergence = DivergenceCheck(config.check_every, world, self.keeper.tracked)
         self.progress = Progress(
@@ -92,7 +92,7 @@ class Session:
         )
         set_generators(config.seed)
         self._tell_start(attempt, resumed)
-        hot.begin(self.progress.step, anew=not begun)
+        hot.report_start(self.progress.step, is_new=not begun)
         if config.dir is not None and place.rank == 0 and (sinks or config.transfer):
             self._exits.callback(
                 ExporterProcess(config.dir, sinks, config.transfer, self.record).finish

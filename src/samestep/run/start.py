@@ -14,10 +14,9 @@ from samestep.comm.base import World
 from samestep.config import Config, is_url
 from samestep.errors import ConfigError
 from samestep.record import Record
-from samestep.snapshot.download import Downloads, load_from
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.read import Snapshot, list_snapshots, load, step_of
-from samestep.snapshot.resume import load_newest
+from samestep.snapshot.resume import Downloads, load_from, load_newest
 
 
 def set_up_devices(config: Config, place: ProcessInfo) -> list[torch.device]:

@@ -31,7 +31,7 @@ def test_versions_backends_and_variables_are_reported(tmp_path):
     environment = {
         "SAMESTEP_LANES": "8",
         "SAMESTEP_TOKEN": "0123456789abcdef",
-        "SAMESTEP_INTERNAL_KEPT": "3,4",
+        "SAMESTEP_INTERNAL_LAUNCHER_STATE": "3,4",
         "HOME": "/",
     }
     section = examine_software(case_of(tmp_path, torch=TORCH, environment=environment))

@@ -1,1 +1,1 @@
-"""What takes a run's record elsewhere: each sink in a file of its own."""
+"""Sinks: destinations of a run's record."""

@@ -9,9 +9,9 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from samestep.cluster import ProcessInfo, find_process
+from samestep.cluster.interfaces import GLOO_INTERFACE as GLOO
+from samestep.cluster.interfaces import LOOPBACK_INTERFACE, OUTSIDE_ADDRESS
 from samestep.errors import ConfigError
-from samestep.host import ELSEWHERE, LOOPBACK_INTERFACE
-from samestep.host import VARIABLE as GLOO
 from samestep.tools.common import format_bytes
 from samestep.tools.doctor.system import (
     SERVICE_ACCOUNT,
@@ -154,14 +154,14 @@ def _gloo_interface(system: System) -> str | None:
     """Return the interface that samestep lets gloo use towards other hosts."""
     return (
         system.environment.get(GLOO)
-        or system.interface_towards(system.environment.get("MASTER_ADDR", ELSEWHERE))
-        or system.interface_towards(ELSEWHERE)
+        or system.interface_towards(system.environment.get("MASTER_ADDR", OUTSIDE_ADDRESS))
+        or system.interface_towards(OUTSIDE_ADDRESS)
     )
 
 
 def _check_variables(system: System, interfaces: Sequence[Interface]) -> Iterator[Finding]:
     names = [interface.name for interface in interfaces]
-    default = system.interface_towards(ELSEWHERE)
+    default = system.interface_towards(OUTSIDE_ADDRESS)
     example = default if default in names else "".join(names[:1])
     wanted = [name for name in system.environment.get(GLOO, "").split(",") if name]
     missing = [name for name in wanted if name not in names]

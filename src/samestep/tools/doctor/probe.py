@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.cluster import find_process
+from samestep.cluster.interfaces import GLOO_INTERFACE, LOOPBACK_INTERFACE
 from samestep.config import merge
 from samestep.errors import SamestepError
-from samestep.host import LOOPBACK_INTERFACE, VARIABLE, no_collection
+from samestep.host import no_garbage_collection
 from samestep.launch.local import NEEDED, preload, start
 
 if TYPE_CHECKING:  # it imports torch
@@ -62,7 +63,7 @@ def main() -> None:
     parser.add_argument("--gpus", action="store_true")
     options = parser.parse_args()
     began = time.perf_counter()
-    with no_collection():  # as the launcher does
+    with no_garbage_collection():  # as the launcher does
         import_module("torch")
     measured: list[Timed] = [("import of torch", [time.perf_counter() - began], 0)]
     report = {**describe_torch(), "cuda": query_cuda() if options.gpus else None}
@@ -225,7 +226,7 @@ def _work(begun: float, folder: Path, *, quick: bool) -> list[Timed]:
         own = torch.ones(sum(sizes), dtype=torch.uint8)
         exchange = partial(world.all_to_all, torch.empty_like(own), sizes, own, sizes, LABEL)
         measure("all-to-all", exchange, nbytes)
-    os.environ[VARIABLE] = LOOPBACK_INTERFACE  # both workers are on this host
+    os.environ[GLOO_INTERFACE] = LOOPBACK_INTERFACE  # both workers are on this host
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=world.rank, world_size=world.size
     )

@@ -20,7 +20,8 @@ from typing import Any, Final, Literal, TypeVar
 
 import psutil
 
-from samestep.host import interface_towards, lacking_calls, read_file
+from samestep.cluster.interfaces import interface_towards
+from samestep.host import missing_system_calls, read_file
 
 UNLIMITED: Final = "unlimited"
 COMMAND_SECONDS: Final = 3.0  # a command that queries hardware may hang
@@ -174,7 +175,7 @@ class System:
 
     def lacking_calls(self) -> list[str]:
         """Return the system calls for shared memory between workers that do not work here."""
-        return lacking_calls()
+        return missing_system_calls()
 
     def interfaces(self) -> list[Interface]:
         """Return the network interfaces of this host, sorted by name."""

@@ -19,13 +19,13 @@ from samestep.cluster import find_process
 from samestep.comm.base import World
 from samestep.comm.connect import connect
 from samestep.comm.distributed import Distributed
-from samestep.comm.rendezvous import form
+from samestep.comm.rendezvous import rendezvous
 from samestep.config import merge
 from samestep.launch import launch
 from samestep.run.start import set_up_devices, share_gpus
 from samestep.step.exchange import BUCKET_BYTES
 from samestep.step.layout import Layout
-from samestep.step.tree import carried, subtrees
+from samestep.step.tree import lanes_of, subtrees
 from samestep.tools.common import make_all_reduce
 
 ELEMENT_BYTES: Final = 4
@@ -125,11 +125,13 @@ def count_traffic(workers: int, per_host: int, lanes: int, nbytes: int) -> Traff
 
 def _count_sums(workers: int, on_host: int, lanes: int) -> tuple[int, int, int]:
     """Return the most sums of gradients of any worker and of any host, and those of all workers."""
-    own = [len(subtrees(carried(rank, workers, lanes), lanes)) for rank in range(workers)]
+    own = [len(subtrees(lanes_of(rank, workers, lanes), lanes)) for rank in range(workers)]
     of_host = []
     for first in range(0, workers, on_host):
         last = min(first + on_host, workers) - 1
-        host_lanes = range(carried(first, workers, lanes).start, carried(last, workers, lanes).stop)
+        host_lanes = range(
+            lanes_of(first, workers, lanes).start, lanes_of(last, workers, lanes).stop
+        )
         of_host.append(len(subtrees(host_lanes, lanes)))
     return max(own), max(of_host), sum(own)
 
@@ -163,7 +165,7 @@ def _measure(nbytes: int) -> list[list[float]]:
     cuda, shared = devices[0].type == "cuda", share_gpus(devices, place)
     network = world = connect(place, config, cuda=cuda, gpus_are_shared=shared)
     if world.shares_memory:
-        network = Distributed(form(place, config.timeout, share=False), cuda=False)
+        network = Distributed(rendezvous(place, config.timeout, share=False), cuda=False)
     try:
         return _time_calls(world, network, nbytes, devices[0])
     finally:

@@ -1,8 +1,9 @@
-"""The store of several hosts beside torch's own: they must not differ in anything that torch.distributed asks of them."""
+"""Stores: the coordinator's and torch's own must behave alike for torch.distributed."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore
 
-from samestep.comm.token_store import join_store, store_variables
+from samestep.cluster import find_process
+from samestep.comm.store import _listen, join_store, store_variables
 from samestep.config import TOKEN
 from samestep.errors import WorldError
 from tests.launch.coordinators import SECRET, coordinator
@@ -39,7 +41,7 @@ def store(request):
 
 
 @pytest.mark.parametrize("prefixed", [False, True])
-def test_what_a_store_does(store, prefixed):
+def test_methods_of_a_store(store, prefixed):
     before = store.num_keys()
     store = PrefixStore("some/prefix", store) if prefixed else store
     store.set("text", "value")
@@ -53,8 +55,8 @@ def test_what_a_store_does(store, prefixed):
     assert not store.check(["text", "other"])
     assert store.compare_set("text", "wrong", "new") == b"value"
     assert store.compare_set("text", "value", "new") == b"new"
-    assert store.compare_set("first", "", "come") == b"come"
-    assert store.compare_set("first", "", "late") == b"come"
+    assert store.compare_set("first", "", "first") == b"first"
+    assert store.compare_set("first", "", "late") == b"first"
     assert store.compare_set("nothing", "expected", "new") == b"expected"
     assert not store.check(["nothing"])
     store.append("text", " and more")
@@ -67,7 +69,7 @@ def test_what_a_store_does(store, prefixed):
     assert store.num_keys() - before == 6
 
 
-def test_a_key_that_does_not_come_in_time_is_an_error(store):
+def test_a_missing_key_is_an_error_after_the_timeout(store):
     with pytest.raises(DistStoreError):
         store.wait(["never"], timedelta(seconds=0.1))
     store.set_timeout(timedelta(seconds=0.1))
@@ -79,15 +81,15 @@ def test_a_key_that_does_not_come_in_time_is_an_error(store):
     assert store.get("still") == b"here"
 
 
-def test_a_key_that_comes_is_waited_for(store):
+def test_a_key_that_is_set_later_is_waited_for(store):
     other = store.clone()
     found = []
     waiting = threading.Thread(target=lambda: found.append(other.get("late")))
     waiting.start()
     store.set("early", "")
-    store.set("late", "come")
+    store.set("late", "first")
     waiting.join()
-    assert found == [b"come"]
+    assert found == [b"first"]
 
 
 def test_threads_share_a_connection(member):
@@ -106,7 +108,7 @@ def test_a_value_may_be_large_and_one_that_is_too_large_is_an_error(member):
     store = join_store(variables(member), SOON)
     store.set("large", bytes(2**21))
     assert store.get("large") == bytes(2**21)
-    with pytest.raises(ValueError, match="cannot be sent between hosts"):
+    with pytest.raises(ValueError, match="messages between hosts must have at most"):
         store.set("larger", bytes(2**22))
 
 
@@ -127,28 +129,28 @@ def test_workers_train_over_it_with_gloo(member):
         dist.all_reduce(total)
         dist.monitored_barrier()
         group = dist.new_group([0, 2])
-        told = [None] * 3
-        dist.all_gather_object(told, dist.get_rank())
+        ranks = [None] * 3
+        dist.all_gather_object(ranks, dist.get_rank())
         if dist.get_rank() != 1:
             dist.barrier(group)
         dist.destroy_process_group()
-        return total.tolist(), told
+        return total.tolist(), ranks
 
     assert run_workers(body, 3, member) == 3 * [([3.0, 3.0, 3.0], [0, 1, 2])]
 
 
-def test_there_is_none_where_no_coordinator_is_named():
+def test_there_is_no_store_without_a_coordinator():
     assert join_store({"RANK": "0"}, SOON) is None
 
 
-def test_another_process_cannot_have_a_rank_that_is_taken(member, monkeypatch):
+def test_another_process_cannot_claim_a_taken_rank(member, monkeypatch):
     join_store(variables(member), SOON)
     monkeypatch.setattr("os.getpid", lambda: 7)
-    with pytest.raises(WorldError, match=r"refuses this worker: .*:7 claims rank 0, which .* has"):
+    with pytest.raises(WorldError, match=r"refused this worker: .*:7 claims rank 0, which .* has"):
         join_store(variables(member), SOON)
 
 
-def test_a_worker_of_an_attempt_that_is_over_is_refused_and_what_it_had_is_closed(member):
+def test_a_worker_of_an_earlier_attempt_is_refused_and_disconnected(member):
     old = join_store(variables(member), SOON)
     old.set("key", "old")
     member.restart()
@@ -160,11 +162,11 @@ def test_a_worker_of_an_attempt_that_is_over_is_refused_and_what_it_had_is_close
 
 
 def test_a_wrong_token_is_an_error(member):
-    with pytest.raises(WorldError, match="the token there is another one"):
+    with pytest.raises(WorldError, match="the coordinator there has another token"):
         join_store({**variables(member), TOKEN: "another token"}, SOON)
 
 
-def test_an_interrupted_call_is_not_answered_to_the_next(member, monkeypatch):
+def test_a_late_response_is_not_given_to_the_next_call(member, monkeypatch):
     store = join_store(variables(member), SOON)
     monkeypatch.setattr(store._link, "receive", interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -176,3 +178,16 @@ def test_an_interrupted_call_is_not_answered_to_the_next(member, monkeypatch):
 
 def interrupt(_):
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("address", "listens"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("10.1.2.3", "::")],
+)
+def test_a_store_at_a_loopback_address_listens_only_there(address, listens):
+    """Otherwise it listens on all addresses: a host may not have the one that others use."""
+    process = replace(find_process({}), address=address)
+    with _listen(process) as listener:
+        assert listener.getsockname()[0] == listens
+        # taken
+        assert _listen(replace(process, port=listener.getsockname()[1])) is None
