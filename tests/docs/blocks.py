@@ -4,7 +4,7 @@ An HTML comment on the line before a block, which readers do not see, selects it
 
 | comment | block | test |
 |---|---|---|
-| `<!-- test: in a run -->` | python | run inside `with samestep.init() as run`, with objects of given.py |
+| `<!-- test: in a run -->` | python | run inside `with samestep.init()`, with given.py |
 | `<!-- test: in a step -->` | python | the same in the body of a loop, with a batch |
 | `<!-- test: file train.py -->` | python | written to a file, which commands of the page run |
 | `<!-- test: run -->` | sh | its commands are run; otherwise their arguments are only parsed |

@@ -8,11 +8,23 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.optim import AdamW
+from torch.utils.data import DataLoader, TensorDataset
 
 import samestep as ss
 
-__all__ = ["F", "Net", "loss_fn", "nn", "ss", "test_set", "torch", "train_set"]
+__all__ = [
+    "AdamW",
+    "DataLoader",
+    "F",
+    "Net",
+    "loss_fn",
+    "nn",
+    "ss",
+    "test_set",
+    "torch",
+    "train_set",
+]
 
 
 class Net(nn.Sequential):
