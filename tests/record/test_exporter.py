@@ -94,7 +94,10 @@ def test_the_command_reports_what_was_not_sent(record, run):
     ended = run_exporter(run, "--to", "file:///proc/none/run", "--to", name_of(Refusing))
     assert ended.returncode == 1
     assert '"error": "ConnectionError: no route"' in ended.stdout
-    assert "the record does not reach file:///proc/none/run: StorageError: cannot" in ended.stderr
+    assert (
+        "the record cannot be sent to file:///proc/none/run (StorageError: cannot write"
+        in ended.stderr
+    )
 
 
 def test_the_command_rejects_wrong_use_and_a_running_exporter(record, run, remote, tmp_path):

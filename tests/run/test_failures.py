@@ -337,4 +337,4 @@ def test_a_loader_process_that_dies_is_told():
     (end,) = ends_of(1, lambda run: fit_numbers(run, dataset=Numbers(die), loader_workers=1))
     assert isinstance(end.error, ss.LoaderError)
     assert "a loader process died" in str(end.error)
-    assert "try loader_workers=0" in str(end.error)
+    assert "use loader_workers=0" in str(end.error)

@@ -126,7 +126,7 @@ def test_a_function_that_fails_stops_no_training(tmp_path):
         ),
         (
             {"transfer": "nowhere:send"},
-            "transfer='nowhere:send' was given; expected the module:function to be there",
+            "transfer must name an importable module:function, got 'nowhere:send'",
         ),
         (
             {"resume": "s4://bucket/run/step-00000001"},
