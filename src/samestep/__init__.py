@@ -24,18 +24,17 @@ from samestep.errors import (
 from samestep.launch import launch
 
 if TYPE_CHECKING:
-    from samestep.data.packed_list import PackedList
-    from samestep.laws import check_metric
-    from samestep.metrics import Metric
+    from samestep.data.batch import PackedList
+    from samestep.metrics import Metric, check_metric
     from samestep.run import Run, init
     from samestep.step.means import Means
 
 _LAZY = {
     "Means": "samestep.step.means",
     "Metric": "samestep.metrics",
-    "PackedList": "samestep.data.packed_list",
+    "PackedList": "samestep.data.batch",
     "Run": "samestep.run",
-    "check_metric": "samestep.laws",
+    "check_metric": "samestep.metrics",
     "init": "samestep.run",
 }
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep.data.batch import PackedList, pack_small_items
 from samestep.data.loader import Request, load
-from samestep.data.packed_list import PackedList, pack_small_items
 from samestep.errors import DataError
 
 # loader processes fork; warned about since Python 3.12

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.permutation import BLOCK, CACHED_BLOCKS, TABULATED, Permutation
-from samestep.data.random_state import key
+from samestep.data.random_state import BLOCK, CACHED_BLOCKS, TABULATED, Permutation, key
 from samestep.errors import DataError
 
 # fixed, so that a statistic is the same in every run

@@ -14,7 +14,7 @@ from samestep.errors import RecordError
 from samestep.record.cursor import FILE, Cursor
 from samestep.record.events import FILE_NAME, read_events
 from samestep.record.files import FOLDER, EventChunk, LocalFiles
-from samestep.record.sinks.base import SinkAdapter
+from samestep.record.sinks import SinkAdapter
 from samestep.record.source import Source, find_runs, open_source, read_history
 from samestep.watch.curves import AXES
 from samestep.watch.report import make_report

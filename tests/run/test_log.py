@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import samestep as ss
-from samestep.run.log import scalars_of
+from samestep.run.mixins import scalars_of
 from samestep.step.means import LaneResult, Means
 from tests.jobs import Net, classify, images
 from tests.jobs import events as events_in

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import ConfigError, SnapshotError
-from samestep.record.sinks.base import find_function
+from samestep.record.sinks import find_function
 from samestep.snapshot import hooks, load
 from samestep.snapshot.hooks import FunctionHook, Hook, Mirror
 from samestep.snapshot.manifest import NAME

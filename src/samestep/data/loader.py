@@ -17,8 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from samestep.data.batch import Batch
-from samestep.data.packed_list import pack_small_items
+from samestep.data.batch import Batch, pack_small_items
 from samestep.data.plan import Plan
 from samestep.data.random_state import key, keyed
 from samestep.errors import DataError, LoaderError

@@ -11,8 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.data.permutation import Permutation
-from samestep.data.random_state import key
+from samestep.data.random_state import Permutation, key
 from samestep.errors import ConfigError, DataError
 
 Indices = NDArray[np.int64]

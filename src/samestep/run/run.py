@@ -20,9 +20,8 @@ from samestep.data.random_state import key
 from samestep.errors import ConfigError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
 from samestep.host import trim_memory
-from samestep.run.collectives import Collectives
-from samestep.run.log import Log
 from samestep.run.loops import PlannedLoop, StreamLoop, make_plan
+from samestep.run.mixins import Collectives, Log
 from samestep.run.session import Session
 from samestep.step.clip import gradient_norm, scale_gradients
 from samestep.step.lane_pass import Count, LossFn, LossSpec, Reduction

@@ -23,7 +23,7 @@ from samestep.handoff import ATTEMPT, LauncherState
 from samestep.host import keep_freed_memory, release_freed_memory
 from samestep.record import Record, open_record
 from samestep.record.exporter import ExporterProcess
-from samestep.record.sinks.base import check_sinks
+from samestep.record.sinks import check_sinks
 from samestep.run.divergence import DivergenceCheck
 from samestep.run.process import StopRequest, set_up_devices, share_gpus
 from samestep.run.progress import Progress

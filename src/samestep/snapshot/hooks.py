@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from samestep.config import Config
 from samestep.errors import SnapshotError
-from samestep.record.sinks.base import find_function
+from samestep.record.sinks import find_function
 from samestep.snapshot.manifest import NAME, Manifest
 from samestep.snapshot.read import check, choose, inspect, list_snapshots, step_of
 from samestep.snapshot.remote import RemoteDirectory

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samestep.record import FileRecord, read_events
-from samestep.record.sinks.base import open_sink
+from samestep.record.sinks import open_sink
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from samestep.record.sinks.base import Sink
+    from samestep.record.sinks import Sink
 
 CONFIG = {
     "lanes": 4,

@@ -9,7 +9,7 @@ from samestep.config import SINKS
 from samestep.errors import ConfigError
 from samestep.record import open_record
 from samestep.record.cursor import Cursor
-from samestep.record.sinks.base import NAMED, SinkAdapter, check_sinks, open_sink
+from samestep.record.sinks import NAMED, SinkAdapter, check_sinks, open_sink
 from samestep.record.source import open_source
 from tests.record.faulty_sinks import name_of
 

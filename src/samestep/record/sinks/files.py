@@ -13,7 +13,7 @@ from samestep.record.cursor import Cursor, Destination
 from samestep.record.events import FILE_NAME
 from samestep.record.files import FOLDER, EventChunk, covered_end, find_chunks, redundant_chunks
 from samestep.record.images import image_paths
-from samestep.record.sinks.base import find_function
+from samestep.record.sinks import find_function
 from samestep.record.source import Source
 from samestep.storage import Retries, Storage
 

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from samestep.record.images import safe_name
-from samestep.record.sinks.base import package_error
+from samestep.record.sinks import package_error
 from samestep.record.source import STARTS
 
 FOLDER: Final = "mlflow"

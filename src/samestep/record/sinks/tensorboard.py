@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from samestep.errors import RecordError
 from samestep.record.events import read_events
-from samestep.record.sinks.base import package_error
+from samestep.record.sinks import package_error
 from samestep.record.source import STARTS, STEP_EVENTS, open_source, step_position, valid_until
 
 FOLDER: Final = "tensorboard"

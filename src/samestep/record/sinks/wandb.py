@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from samestep.record.sinks.base import package_error
+from samestep.record.sinks import package_error
 from samestep.record.source import STARTS
 
 FOLDER: Final = "wandb"
