@@ -67,7 +67,7 @@ def measure(workers: int, rounds: int) -> None:
         print(f"  {name:10} {spread(more)} ms more")
 
 
-def measure_whereabouts(rounds: int) -> None:
+def measure_status(rounds: int) -> None:
     """Print the cost of reporting a worker's status."""
     status = WorkerStatus()
 
@@ -94,7 +94,7 @@ def main() -> None:
         torch.set_num_threads(1)
         train()
     else:
-        measure_whereabouts(options.rounds)
+        measure_status(options.rounds)
         measure(options.workers, options.rounds)
 
 

@@ -1,4 +1,4 @@
-"""How the pages become a site: `make docs`."""  # noqa: INP001  Sphinx reads it by its path
+"""Sphinx configuration of the site: `make docs`."""  # noqa: INP001  Sphinx reads it by its path
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import inspect
 import io
 from dataclasses import fields
 from importlib.metadata import version as version_of
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 
-from samestep import cli, errors
-from samestep.config import Config
+from samestep import Run, cli, errors
+from samestep.config import PREFIX, Config
 
 if TYPE_CHECKING:
     from docutils import nodes
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
 
 project = "samestep"
 version = release = version_of("samestep")
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build"]
 default_role = "code"  # docstrings name things in single backticks
 myst_heading_anchors = 3  # as on a git host
 autodoc_class_signature = "separated"  # a Run is made by init
+autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signatures are long enough
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 80  # longer signatures have one line per parameter
+napoleon_numpy_docstring = False
+python_use_unqualified_type_names = True
 html_theme = "furo"
 html_title = "samestep"
 html_copy_source = False
@@ -38,23 +43,34 @@ class Options(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         rows = [
-            f"| `{option.name}` | `{option.default}` | {option.metadata['description']} |"
-            for option in fields(Config)
+            "| option and type | default | flag and variable | description |",
+            "|---|---|---|---|",
         ]
-        return self.parse_text_to_nodes(
-            "\n".join(["| option | default | what it is |", "|---|---|---|", *rows])
-        )
+        for option in fields(Config):
+            name, default = option.name, option.default
+            flag, variable = f"--{name.replace('_', '-')}", f"{PREFIX}{name.upper()}"
+            value = f'"{default}"' if isinstance(default, str) else default
+            kind = str(option.type).replace("|", "or")
+            text = option.metadata["description"]
+            rows.append(f"| `{name}`<br>{kind} | `{value}` | `{flag}`<br>`{variable}` | {text} |")
+        return self.parse_text_to_nodes("\n".join(rows))
 
 
 class Errors(SphinxDirective):
-    """The tree of all exceptions."""
+    """The tree of all exceptions, and each of them."""
 
     def run(self) -> list[nodes.Node]:
-        return self.parse_text_to_nodes(f"```text\n{inspect.getdoc(errors)}\n```")
+        names = [name for name, member in vars(errors).items() if inspect.isclass(member)]
+        entries = "\n".join(
+            f".. autoexception:: samestep.errors.{name}\n   :exclude-members: __init__, __new__\n"
+            for name in names
+        )
+        tree = inspect.getdoc(errors)
+        return self.parse_text_to_nodes(f"```text\n{tree}\n```\n\n```{{eval-rst}}\n{entries}\n```")
 
 
 class Commands(SphinxDirective):
-    """What every command says of itself by --help."""
+    """The --help of every command."""
 
     def run(self) -> list[nodes.Node]:
         return [
@@ -67,14 +83,30 @@ class Commands(SphinxDirective):
 
 
 def _help(command: str) -> str:
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         cli.main([command, "--help"])
-    return told.getvalue()
+    return printed.getvalue()
+
+
+def _find_source(_: Sphinx, module: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the source of a module and its tags: methods that Run inherits are also Run's."""
+    bases = {base.__name__: base.__module__ for base in Run.__mro__[1:-1]}
+    if module not in bases.values():
+        return None
+    analyzer = ModuleAnalyzer.for_module(module)
+    tags = analyzer.find_tags()
+    of_run = {
+        f"Run.{name.partition('.')[2]}": tag
+        for name, tag in tags.items()
+        if name.partition(".")[0] in bases
+    }
+    return analyzer.code, {**tags, **of_run}
 
 
 def setup(app: Sphinx) -> None:
-    """Make the directives of reference.md known."""
+    """Register the directives of reference.md."""
+    app.connect("viewcode-find-source", _find_source)
     app.add_directive("options", Options)
     app.add_directive("errors", Errors)
     app.add_directive("commands", Commands)

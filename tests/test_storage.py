@@ -24,22 +24,22 @@ def storage(far):
 
 
 @given(st.integers(1, 12), st.floats(0.01, 10), st.floats(0.01, 100))
-def test_pauses_double_up_to_the_longest_and_lose_up_to_half(tries, first, longest):
-    pauses = list(Retries(tries, first, longest).pauses())
+def test_delays_double_up_to_the_longest_and_shorten_by_up_to_half(tries, first, longest):
+    pauses = list(Retries(tries, first, longest).delays())
     assert len(pauses) == tries - 1
     for number, pause in enumerate(pauses):
-        whole = min(first * 2**number, longest)
-        assert 0.5 * whole <= pause <= whole
+        complete = min(first * 2**number, longest)
+        assert 0.5 * complete <= pause <= complete
 
 
-def test_pauses_differ_and_leave_the_random_numbers_of_training_alone():
+def test_delays_differ_and_do_not_use_the_generator_of_training():
     before = random.getstate()
-    assert list(Retries().pauses()) != list(Retries().pauses())
+    assert list(Retries().delays()) != list(Retries().delays())
     assert random.getstate() == before
 
 
 def everything(storage, tmp_path):
-    """Use a storage in every way, and return what it said."""
+    """Call all methods of a storage, and return the results."""
     source = tmp_path / "source"
     source.write_bytes(b"12345")
     storage.send(source, "a/data")
@@ -70,11 +70,11 @@ ALL = (
 
 
 @pytest.mark.parametrize("url", ["file://{}/far/run", "memory://far/run", "faulty://far/run"])
-def test_files_are_sent_found_read_copied_and_removed(far, tmp_path, url):
+def test_files_are_written_found_read_copied_and_removed(far, tmp_path, url):
     assert everything(Storage(url.format(tmp_path), HASTY), tmp_path) == ALL
 
 
-def test_what_fails_is_tried_again(far, storage, tmp_path):
+def test_failed_requests_are_retried(far, storage, tmp_path):
     fails = iter(range(10**6))
 
     def two_of_three(operation, path):
@@ -85,11 +85,11 @@ def test_what_fails_is_tried_again(far, storage, tmp_path):
     assert everything(storage, tmp_path) == ALL
 
 
-def test_after_the_last_try_it_is_told(far, storage):
+def test_an_error_is_raised_after_the_last_try(far, storage):
     far.before = staticmethod(failing(4, TimeoutError("no answer"), "cat_file"))
     with pytest.raises(
         StorageError,
-        match=r"the storage did not read faulty://far/run/a/b: TimeoutError: no answer",
+        match=r"cannot read faulty://far/run/a/b: TimeoutError: no answer",
     ):
         storage.read("a/b", 0, 3)
     with pytest.raises(StorageError, match="FileNotFoundError"):  # the fifth call
@@ -109,14 +109,14 @@ class NoCredentialsError(Exception):
         NotImplementedError(),
     ],
 )
-def test_a_refusal_is_not_tried_again(far, storage, error):
+def test_a_refused_request_is_not_retried(far, storage, error):
     far.before = staticmethod(failing(1, error))
     with pytest.raises(StorageError, match=type(error).__name__):
         storage.folders()
     assert storage.folders() == []
 
 
-def test_nothing_is_tried_again_once_it_was_given_up(far):
+def test_requests_are_not_retried_after_giving_up(far):
     storage = Storage(URL, Retries(first_seconds=1000.0, longest_seconds=1000.0))
     storage.given_up.set()
     far.before = staticmethod(failing(1, ConnectionError()))
@@ -125,29 +125,29 @@ def test_nothing_is_tried_again_once_it_was_given_up(far):
     assert storage.folders() == []
 
 
-def test_a_file_that_is_cut_short_on_its_way_is_read_again(far, storage, monkeypatch):
+def test_a_short_read_is_retried(far, storage, monkeypatch):
     storage.create("x", b"12345")
     answers = iter([b"12", b"1234"])
-    whole = far.cat_file
+    complete = far.cat_file
     monkeypatch.setattr(
-        far, "cat_file", lambda *args, **kwargs: next(answers, None) or whole(*args, **kwargs)
+        far, "cat_file", lambda *args, **kwargs: next(answers, None) or complete(*args, **kwargs)
     )
     assert storage.read("x", 0, 5) == b"12345"
 
 
-def test_a_listing_without_sizes_has_each_asked_for(far, storage, monkeypatch):
+def test_sizes_that_a_listing_lacks_are_requested(far, storage, monkeypatch):
     storage.create("a/x", b"12345")
     storage.create("y", b"123")
-    whole = far.ls
+    complete = far.ls
     monkeypatch.setattr(
         far,
         "ls",
-        lambda *args, **kwargs: [{**entry, "size": None} for entry in whole(*args, **kwargs)],
+        lambda *args, **kwargs: [{**entry, "size": None} for entry in complete(*args, **kwargs)],
     )
     assert (storage.sizes("a"), storage.sizes("")) == ({"x": 5}, {"y": 3})
 
 
-def test_an_answer_that_was_lost_is_no_conflict_and_another_file_is(far, storage, monkeypatch):
+def test_a_lost_response_is_not_a_conflict_but_another_file_is(far, storage, monkeypatch):
     arrive = far.pipe_file
     lost = [True]
 
@@ -161,13 +161,14 @@ def test_an_answer_that_was_lost_is_no_conflict_and_another_file_is(far, storage
     monkeypatch.undo()
     storage.create("manifest", b"mine")
     with pytest.raises(
-        StorageError, match="somebody else wrote it meanwhile; give every run a URL of its own"
+        StorageError,
+        match="another run wrote this file in the meantime; give every run its own URL",
     ):
         storage.create("manifest", b"yours")
     assert storage.read("manifest", 0, 4) == b"mine"
 
 
-def test_a_storage_that_knows_no_conditions_is_written_all_the_same(far, storage, monkeypatch):
+def test_a_storage_without_conditional_writes_works(far, storage, monkeypatch):
     monkeypatch.setattr(far, "pipe_file", lambda self, path, value: far.store.update({path: None}))
     storage.create("manifest", b"mine")
     assert [path.rpartition("/")[2] for path in far.store] == ["manifest"]
@@ -178,25 +179,28 @@ def test_a_storage_that_knows_no_conditions_is_written_all_the_same(far, storage
     [
         (
             "s4://bucket/run",
-            "s4://bucket/run was given; expected a URL that fsspec knows, such as s3://bucket/runs/one: Protocol not known: s4",
+            (
+                "expected a URL that fsspec knows, such as s3://bucket/runs/one, "
+                "got s4://bucket/run: Protocol not known: s4"
+            ),
         ),
         (
             "adl://store/run",
-            "adl://store/run was given; expected what reaches adl to be installed: pip install what it names",
+            "adl://store/run needs a package for adl: install the package it names",
         ),
     ],
 )
-def test_a_url_that_cannot_be_used_is_told_at_once(url, message):
+def test_an_unusable_url_is_rejected_immediately(url, message):
     with pytest.raises(ConfigError) as caught:
         Storage(url).open()
     assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(("missing", "extra"), [("fsspec", "remote"), ("s3fs", "s3")])
-def test_a_missing_package_is_told_with_how_to_install_it(monkeypatch, missing, extra):
+def test_the_error_of_a_missing_package_shows_how_to_install_it(monkeypatch, missing, extra):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(
         ConfigError,
-        match=rf's3://bucket/run was given; expected .* pip install "samestep\[{extra}\]"',
+        match=rf's3://bucket/run needs .* pip install "samestep\[{extra}\]"',
     ):
         Storage("s3://bucket/run").open()

@@ -73,7 +73,7 @@ def damage_hot_copies(target: Target, chance: random.Random) -> float:
     for file in hot_copies(target.launcher.pid):
         flip_byte(file, file.stat().st_size // 2)
     seconds = _strike(target, chance, signal.SIGKILL)
-    target.wait_for({"hot_copy_rejected"}, since)
+    target.wait_for({"in_memory_snapshot_rejected"}, since)
     return seconds
 
 

@@ -25,8 +25,7 @@ from samestep.launch import launch
 
 if TYPE_CHECKING:
     from samestep.data.batch import PackedList
-    from samestep.laws import check_metric
-    from samestep.metrics import Metric
+    from samestep.metrics import Metric, check_metric
     from samestep.run import Run, init
     from samestep.step.means import Means
 
@@ -35,7 +34,7 @@ _LAZY = {
     "Metric": "samestep.metrics",
     "PackedList": "samestep.data.batch",
     "Run": "samestep.run",
-    "check_metric": "samestep.laws",
+    "check_metric": "samestep.metrics",
     "init": "samestep.run",
 }
 

@@ -1,15 +1,17 @@
-"""A folder of a remote storage, reached through fsspec. What fails is tried again where that may help."""
+"""Durable local files, and folders of a remote storage that are accessed through fsspec."""
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
 import random
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -17,82 +19,109 @@ from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotErr
 
 T = TypeVar("T")
 
-# What another try would not change: something is not there, not allowed, or not possible.
+# A retry does not help: something is missing, not allowed, or not possible.
 _FINAL: Final = (
-    FileExistsError,
-    FileNotFoundError,
-    ImportError,
-    IsADirectoryError,
-    LookupError,
-    NotADirectoryError,
-    NotImplementedError,
-    PermissionError,
-    TypeError,
-    ValueError,
-)
-_UPLOADS: Final = 4  # parts of a file that s3fs holds in memory at a time, of 50 MB each
+    FileExistsError, FileNotFoundError, ImportError, IsADirectoryError, LookupError,
+    NotADirectoryError, NotImplementedError, PermissionError, TypeError, ValueError,
+)  # fmt: skip
+_UPLOADS: Final = 4  # parts of a file, of 50 MB each, that s3fs holds in memory at a time
 _PASSWORD: Final = re.compile(r"://[^/@:]*:[^/]*@")
 _S3: Final = {"s3", "s3a"}
 _generator: Final = random.Random()  # the global one belongs to training
 
 
 class StorageError(SnapshotError, RecordError):
-    """What the storage holds is not known, or cannot be had: it did not answer or refused, or there is no room for it."""
+    """The storage did not answer, refused a request, or is full: what it holds is unknown."""
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; on success, that file durably replaces `path` in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        sync(temporary)
+        temporary.replace(path)
+        sync(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a durable file that readers see either complete or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def sync(path: Path) -> None:
+    """Wait until the content of a file or directory would survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # some file systems cannot sync directories
+        if not (path.is_dir() and error.errno == errno.EINVAL):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)
 class Retries:
-    """How often something is tried, and how long is waited before each further try.
+    """The number of tries of a request and the delays between them.
 
-    Each pause is twice the one before, up to `longest_seconds`; a random part of up to half of it
-    is left out, so that many who failed together do not come back together.
+    Each delay is twice the one before, up to `longest_seconds`, and then shortened at random by up
+    to half, so that clients that failed together do not retry together.
     """
 
     tries: int = 6
     first_seconds: float = 1.0
     longest_seconds: float = 30.0
 
-    def pauses(self) -> Iterator[float]:
-        """Yield the seconds to wait after each failure but the last."""
+    def delays(self) -> Iterator[float]:
+        """Yield the seconds to wait after each failed try except the last."""
         for number in range(self.tries - 1):
-            yield min(self.first_seconds * 2**number, self.longest_seconds) * _generator.uniform(
-                0.5, 1.0
-            )
+            delay = min(self.first_seconds * 2**number, self.longest_seconds)
+            yield delay * _generator.uniform(0.5, 1.0)
 
 
 RETRIES: Final = Retries()
 
 
 class Storage:
-    """Files below a URL. Raises `StorageError` when a call fails and trying again, by `retries`, did not help or `given_up` is set.
+    """The files below a URL.
 
-    Raises `ConfigError` where fsspec does not know the URL or lacks a package for it. Credentials
-    are found as fsspec and the storage's own library find them: in their files and variables.
+    A method raises `StorageError` if its request still fails after all `retries`, or once
+    `given_up` is set, and `ConfigError` if fsspec does not know the URL or lacks a package for it.
+    fsspec and the storage's own library find credentials in their files and variables.
     """
 
     def __init__(self, url: str, retries: Retries = RETRIES) -> None:
         if (shown := _PASSWORD.sub("://***@", url)) != url:
             raise ConfigError(
-                f"a URL with a password in it was given, which records and messages would show: {shown}; expected one without: "
-                "the storage's library finds credentials in its own files and variables, or in fsspec's configuration"
+                "expected a URL without a password, since records and messages show the URL, "
+                f"got {shown}; put credentials into the files or variables of the storage's "
+                "library, or into fsspec's configuration"
             )
         self.url = url.rstrip("/")
         self.given_up = threading.Event()
         self._retries = retries
 
     def open(self) -> None:
-        """Find a wrong URL or a missing package now. Raises `ConfigError`; a storage that does not answer is met later."""
+        """Raise `ConfigError` for a wrong URL or a missing package; later calls report the rest."""
         try:
-            self._place  # noqa: B018  opened and kept
+            self._root  # noqa: B018  a cached property
         except ConfigError:
             raise
-        except Exception:  # noqa: BLE001  libraries have errors of their own
+        except Exception:  # noqa: BLE001  libraries have their own errors
             return
 
     @property
     def is_concurrent(self) -> bool:
-        """Whether calls from several threads make it faster."""
-        return bool(self._place[0].async_impl)
+        """Whether calls from several threads are faster."""
+        return bool(self._root[0].async_impl)
 
     def folders(self, folder: str = "") -> list[str]:
         """Return the names of the folders in a folder, or at the top."""
@@ -105,37 +134,32 @@ class Storage:
         return folders, [name for name, entry in entries.items() if entry["type"] == "file"]
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the bytes of each file in a folder, by name; nothing where there is no such folder."""
-        found = {
-            name: entry["size"]
-            for name, entry in self._entries(folder).items()
-            if entry["type"] == "file"
-        }
-        # by web servers
-        asked = {
-            name: self.size(f"{folder}/{name}".lstrip("/"))
-            for name, size in found.items()
-            if size is None
-        }
-        return {name: int(size) for name, size in {**found, **asked}.items() if size is not None}
+        """Return the bytes of each file in a folder, by name; empty if the folder is missing."""
+        sizes = {}
+        for name, entry in self._entries(folder).items():
+            if entry["type"] == "file":
+                size = entry["size"]
+                if size is None:  # a web server lists no sizes
+                    size = self.size(f"{folder}/{name}".lstrip("/"))
+                if size is not None:
+                    sizes[name] = int(size)
+        return sizes
 
     def size(self, path: str) -> int | None:
-        """Return the bytes of a file, None where there is none."""
+        """Return the bytes of a file, None if it is missing."""
 
-        def size() -> int | None:
-            files, root = self._place
+        def size(files: Any, target: str) -> int | None:
             with suppress(FileNotFoundError):
-                entry = files.info(f"{root}/{path}")
+                entry = files.info(target)
                 return int(entry["size"]) if entry["type"] == "file" else None
             return None
 
-        return self._try("look for", path, size)
+        return self._try("find", path, size)
 
     def _entries(self, folder: str) -> dict[str, dict[str, Any]]:
-        def entries() -> list[dict[str, Any]]:
-            files, root = self._place
+        def entries(files: Any, target: str) -> list[dict[str, Any]]:
             with suppress(FileNotFoundError):
-                return list(files.ls(f"{root}/{folder}".rstrip("/"), detail=True))
+                return list(files.ls(target.rstrip("/"), detail=True))
             return []
 
         found = self._try("list", folder, entries)
@@ -144,92 +168,68 @@ class Storage:
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Return bytes [start, stop) of a file."""
 
-        def data() -> bytes:
-            files, root = self._place
-            content = bytes(files.cat_file(f"{root}/{path}", start=start, end=stop))
+        def read(files: Any, target: str) -> bytes:
+            content = bytes(files.cat_file(target, start=start, end=stop))
             if len(content) != stop - start:
-                raise OSError(f"{len(content)} bytes came of {stop - start}")
+                raise OSError(f"short read: got {len(content)} of {stop - start} bytes")
             return content
 
-        return self._try("read", path, data)
+        return self._try("read", path, read)
 
     def send(self, source: Path, path: str) -> None:
-        """Copy a local file; one that is there is replaced."""
-        self._try(
-            "take", path, lambda: self._place[0].put_file(str(source), f"{self._place[1]}/{path}")
-        )
+        """Upload a local file, replacing an existing one."""
+        self._try("write", path, lambda files, target: files.put_file(str(source), target))
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file; one that is there is replaced."""
-        self._try("take", path, lambda: self._place[0].pipe_file(f"{self._place[1]}/{path}", data))
+        """Write a file, replacing an existing one."""
+        self._try("write", path, lambda files, target: files.pipe_file(target, data))
 
     def create(self, path: str, data: bytes) -> None:
-        """Write a small file that is not there yet: where the storage can, it refuses if somebody else wrote one meanwhile."""
-        self._try("take", path, partial(self._create, path, data))
+        """Write a small file that does not exist yet.
 
-    def _create(self, path: str, data: bytes) -> None:
-        files, root = self._place
-        mode = (
-            {"mode": "create"}
-            if "mode" in inspect.signature(getattr(files, "_pipe_file", files.pipe_file)).parameters
-            else {}
-        )
-        try:
-            files.pipe_file(f"{root}/{path}", data, **mode)
-        except Exception as error:
-            there = None
-            with suppress(Exception):
-                there = bytes(files.cat_file(f"{root}/{path}"))
-            if there is None:
-                raise
-            if there != data:  # equal where an earlier try arrived and its answer did not
-                raise FileExistsError(
-                    "somebody else wrote it meanwhile; give every run a URL of its own"
-                ) from error
+        If the storage supports it, the call fails if another client wrote the file in the meantime.
+        """
+        self._try("write", path, lambda files, target: _create(files, target, data))
 
     def copy(self, path: str, to: str) -> None:
         """Copy a file within the storage."""
         self._try(
-            "copy",
-            path,
-            lambda: self._place[0].cp_file(f"{self._place[1]}/{path}", f"{self._place[1]}/{to}"),
+            "copy", path, lambda files, target: files.cp_file(target, f"{self._root[1]}/{to}")
         )
 
     def remove(self, path: str, *, folder: bool = False) -> None:
-        """Remove a file, or a folder with all that it holds; it may be gone."""
+        """Remove a file, or a folder with all its content; it may be missing."""
 
-        def remove() -> None:
-            files, root = self._place
+        def remove(files: Any, target: str) -> None:
             with suppress(FileNotFoundError):
-                files.rm(f"{root}/{path}", recursive=folder)
+                files.rm(target, recursive=folder)
 
         self._try("remove", path, remove)
 
-    def _try(self, what: str, path: str, action: Callable[[], T]) -> T:
-        pauses = self._retries.pauses()
+    def _try(self, verb: str, path: str, request: Callable[[Any, str], T]) -> T:
+        delays = self._retries.delays()
         while True:
             try:
-                return action()
+                files, root = self._root
+                return request(files, f"{root}/{path}")
             except SamestepError:
                 raise
             except Exception as error:
-                pause = next(pauses, None)
-                if pause is None or _is_final(error) or self.given_up.wait(pause):
-                    place = f"{self.url}/{path}".rstrip("/")
+                delay = next(delays, None)
+                if delay is None or _is_final(error) or self.given_up.wait(delay):
+                    target = f"{self.url}/{path}".rstrip("/")
                     raise StorageError(
-                        f"the storage did not {what} {place}: {type(error).__name__}: {error}"
+                        f"cannot {verb} {target}: {type(error).__name__}: {error}"
                     ) from error
 
     @cached_property
-    def _place(self) -> tuple[Any, str]:
-        """The file system, and the path of the folder in it."""
+    def _root(self) -> tuple[Any, str]:
+        """The file system, and the folder's path in it."""
         try:
-            # only who has a remote needs it
+            # an optional package
             import fsspec  # type: ignore[import-untyped]
         except ImportError as error:
-            raise ConfigError(
-                f'{self.url} was given; expected fsspec to be there: pip install "samestep[remote]"'
-            ) from error
+            raise ConfigError(f'{self.url} needs fsspec: pip install "samestep[remote]"') from error
         protocol, _ = fsspec.core.split_protocol(self.url)
         try:
             options = _options(protocol, fsspec.config.conf.get(protocol, {}))
@@ -238,30 +238,48 @@ class Storage:
             )
         except ImportError as error:
             package = (
-                'pip install "samestep[s3]"' if protocol in _S3 else "pip install what it names"
+                'pip install "samestep[s3]"' if protocol in _S3 else "install the package it names"
             )
             raise ConfigError(
-                f"{self.url} was given; expected what reaches {protocol} to be installed: {package} ({error})"
+                f"{self.url} needs a package for {protocol}: {package} ({error})"
             ) from error
         except ValueError as error:
             raise ConfigError(
-                f"{self.url} was given; expected a URL that fsspec knows, such as s3://bucket/runs/one: {error}"
+                "expected a URL that fsspec knows, such as s3://bucket/runs/one, "
+                f"got {self.url}: {error}"
             ) from error
         return files, path.rstrip("/")
 
 
-def _options(protocol: str, told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a file system is opened, where what the user's fsspec configuration has `told` of it says nothing else."""
+def _create(files: Any, target: str, data: bytes) -> None:
+    parameters = inspect.signature(getattr(files, "_pipe_file", files.pipe_file)).parameters
+    try:
+        files.pipe_file(target, data, **({"mode": "create"} if "mode" in parameters else {}))
+    except Exception as error:
+        existing = None
+        with suppress(Exception):
+            existing = bytes(files.cat_file(target))
+        if existing is None:
+            raise
+        if existing != data:  # equal if an earlier try succeeded and its response was lost
+            raise FileExistsError(
+                "another run wrote this file in the meantime; give every run its own URL"
+            ) from error
+
+
+def _options(protocol: str, configured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our options of a file system; those that the user configured in fsspec win."""
     if protocol in {"file", "local"}:
         return {"auto_mkdir": True}
     if protocol in _S3:
-        # botocore waits between tries of its own by Python's global generator, which belongs to
+        # botocore's own retries draw delays from Python's global generator, which belongs to
         # training.
-        config = {"retries": {"max_attempts": 0}, **told.get("config_kwargs", {})}
-        return {"config_kwargs": config, "max_concurrency": told.get("max_concurrency", _UPLOADS)}
+        config = {"retries": {"max_attempts": 0}, **configured.get("config_kwargs", {})}
+        uploads = configured.get("max_concurrency", _UPLOADS)
+        return {"config_kwargs": config, "max_concurrency": uploads}
     return {}
 
 
 def _is_final(error: Exception) -> bool:
-    # For credentials that are not there libraries share no class, only the word.
+    # Libraries share no class for missing credentials, only the word.
     return isinstance(error, _FINAL) or "Credential" in type(error).__name__

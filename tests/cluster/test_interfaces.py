@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from samestep.cluster.interfaces import gloo_interface, interface_towards
+from samestep.cluster import gloo_interface, interface_towards
 from tests.namespaces import hosts
 
 ASK = """
 import sys
-from samestep.cluster.interfaces import interface_towards
+from samestep.cluster import interface_towards
 
 print(*map(interface_towards, sys.argv[1:]))
 """

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.comm.hang_report import Heartbeat, list_workers, report_hang
-from samestep.comm.status import machine_name
+from samestep.comm.status import Heartbeat, list_workers, machine_name, report_hang
 
 HERE = machine_name()
 WAITING = Heartbeat(

@@ -20,12 +20,12 @@ from samestep.errors import LoaderError
 from tests.launch.processes import end_soon
 from tests.workers import run_workers
 
-# that of loader processes, from Python 3.12 on
+# loader processes fork; warned about since Python 3.12
 forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
 class Augmented:
-    """Each sample has random numbers of all generators beside its index."""
+    """Each sample has its index and random numbers from all generators."""
 
     def __len__(self):
         return 100
@@ -49,14 +49,14 @@ class InOneGo(Augmented):
 
 
 class TooManyArgumentsError(Exception):
-    """An error that pickle cannot make again."""
+    """An error that cannot be unpickled."""
 
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
 
 
 class Broken:
-    """The sample 13 fails in a way of choice."""
+    """Sample 13 fails in a chosen way."""
 
     def __init__(self, fail):
         self.fail = fail
@@ -96,7 +96,7 @@ def raise_too_many():
 
 
 @forks
-def test_batches_and_their_random_numbers_do_not_depend_on_who_loads_them():
+def test_batches_and_their_random_numbers_do_not_depend_on_the_process():
     requests = requests_of([3, 1, 4], [1], [5, 9, 2, 6], [], [5, 3])
     calls = []
 
@@ -115,13 +115,13 @@ def test_batches_and_their_random_numbers_do_not_depend_on_who_loads_them():
     )
     for dataset in (Augmented(), InOneGo()):
         for loader_workers in (0, 2):
-            torch.rand(7), random.random(), np.random.rand()  # user code draws as it likes
+            torch.rand(7), random.random(), np.random.rand()  # user code draws too
             assert loaded(dataset, requests, loader_workers, collate) == expected
     assert loaded(Augmented(), requests[2:], 0, collate) == expected[2:]
 
 
 @forks
-def test_samples_are_collated_as_torch_does_and_generators_are_left_alone():
+def test_samples_are_collated_as_in_torch_and_generators_are_unchanged():
     torch.manual_seed(3)
     expected = torch.rand(3)
     for loader_workers in (0, 2):
@@ -134,7 +134,7 @@ def test_samples_are_collated_as_torch_does_and_generators_are_left_alone():
 
 
 def assert_same_batches(dataset, indices):
-    """Check that samples taken at once are what torch makes of them one by one."""
+    """Check that indexed samples equal those that torch collates one by one."""
     (taken,) = loaded(dataset, requests_of(indices), 0)
     collated = default_collate([dataset[index] for index in indices])
     assert type(taken) is type(collated)
@@ -150,7 +150,7 @@ def assert_same_batches(dataset, indices):
     ),
     indices=st.lists(st.integers(0, 6), min_size=1, max_size=9),
 )
-def test_tensors_are_indexed_as_a_whole_with_the_same_result(shape, dtype, indices):
+def test_indexing_tensors_equals_collating_samples(shape, dtype, indices):
     tensor = (
         torch.arange(7 * 3 ** len(shape))
         .reshape(7, *[3] * len(shape))[(slice(None), *map(slice, shape))]
@@ -160,14 +160,14 @@ def test_tensors_are_indexed_as_a_whole_with_the_same_result(shape, dtype, indic
     assert_same_batches(TensorDataset(tensor, torch.arange(7)), indices)
 
 
-def test_tensors_are_not_looked_up_one_by_one(monkeypatch):
+def test_tensors_are_not_indexed_one_by_one(monkeypatch):
     dataset = TensorDataset(torch.arange(5))
     monkeypatch.delattr(TensorDataset, "__getitem__")
     (batch,) = loaded(dataset, requests_of([3, 1]), 0)
     assert batch[0].tolist() == [3, 1]
 
 
-def test_tensors_of_other_layouts_are_collated_as_they_were():
+def test_tensors_of_other_layouts_are_collated():
     plain, images = torch.rand(6, 4), torch.rand(6, 3, 4, 4)
     for tensor in (
         plain.T.contiguous().T,
@@ -180,7 +180,7 @@ def test_tensors_of_other_layouts_are_collated_as_they_were():
 
 
 @forks
-def test_tensors_come_from_loader_processes_and_through_a_collate_function_too():
+def test_tensors_work_with_loader_processes_and_collate_functions():
     dataset = TensorDataset(torch.rand(6, 4), torch.arange(6))
     requests = requests_of([5, 1], [2, 2, 0])
     for loader_workers in (0, 2):
@@ -190,7 +190,7 @@ def test_tensors_come_from_loader_processes_and_through_a_collate_function_too()
 
 
 @forks
-def test_lists_of_objects_give_loader_processes_what_they_give_others():
+def test_lists_of_objects_are_the_same_in_loader_processes():
     records = [{"path": f"{index}.png", "label": index} for index in range(50)]
     requests = requests_of([3, 1], [49, 0, 7])
     assert loaded(records, requests, 2, collate_fn=list) == loaded(
@@ -208,14 +208,14 @@ class FrozenObjects(Broken):
 
 
 @forks
-def test_the_garbage_collector_of_a_loader_process_leaves_alone_what_was_there():
+def test_loader_processes_do_not_garbage_collect_inherited_objects():
     before = gc.get_freeze_count()
     assert loaded(FrozenObjects(None), requests_of([0]), 1)[0][0] > 10_000
     assert gc.get_freeze_count() == before
 
 
 @forks
-def test_loader_processes_are_as_many_requests_ahead_as_is_asked_for():
+def test_loader_processes_fetch_the_given_number_of_requests_ahead():
     taken = []
     requests = (
         taken.append(request) or request
@@ -231,14 +231,18 @@ def test_loader_processes_are_as_many_requests_ahead_as_is_asked_for():
 
 @forks
 @pytest.mark.parametrize("loader_workers", [0, 2])
-def test_an_error_says_where_and_what(loader_workers):
+def test_an_error_names_the_request_and_the_cause(loader_workers):
     def endless():
         raise StopIteration
 
     failures = [
         (Broken(raise_too_many), "TooManyArgumentsError: bad and worse", "in raise_too_many"),
         (Broken(endless), "StopIteration", "in endless"),
-        (TooFew(None), "DataError: __getitems__ returned 2 samples for 3 indices", "in _samples"),
+        (
+            TooFew(None),
+            "DataError: __getitems__ must return one sample per index, in order; got 2 samples",
+            "in _samples",
+        ),
     ]
     for dataset, error, line in failures:
         batches = load(
@@ -279,8 +283,8 @@ def test_a_loader_process_that_dies_is_an_error_within_seconds(end, is_retryable
 
 
 @forks
-def test_a_dead_loader_process_is_told_by_the_next_batch_and_never_in_between():
-    """An error in the middle of user code, or of an exchange with other workers, would be taken for theirs."""
+def test_a_dead_loader_process_is_reported_by_the_next_batch_only():
+    """An error inside user code, or in an exchange, would be attributed to the wrong cause."""
     batches = load(
         Broken(None),
         requests_of(*[[index] for index in range(12)]),
@@ -300,7 +304,7 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
 @forks
-def test_a_signal_to_all_processes_of_a_job_leaves_its_loader_processes_alone():
+def test_loader_processes_ignore_a_signal_to_all_processes_of_a_job():
     def body():
         received = []
         for number in STOPPING:
@@ -321,7 +325,7 @@ def test_a_signal_to_all_processes_of_a_job_leaves_its_loader_processes_alone():
 
 
 @forks
-def test_a_signal_in_the_first_moment_of_a_loader_process_is_ignored_and_its_parents_is_not_lost():
+def test_an_early_signal_is_ignored_by_loader_processes_and_not_lost_by_their_parent():
     def body():
         parent, received = os.getpid(), []
         for number in STOPPING:
@@ -353,7 +357,7 @@ class Endless(Broken):
 
 
 def begin_endless_loading():
-    """Return an iterator whose two loader processes never end by themselves, and their process ids."""
+    """Return an iterator with two loader processes that never exit, and their process ids."""
     batches = load(
         Endless(None),
         requests_of(*[[index] for index in range(4)]),
@@ -365,7 +369,7 @@ def begin_endless_loading():
 
 
 @forks
-def test_loader_processes_end_at_once_when_their_parent_is_killed():
+def test_loader_processes_exit_when_their_parent_is_killed():
     fork = get_context("fork")
     receiving, sending = fork.Pipe(duplex=False)
 
@@ -386,7 +390,7 @@ KEPT = []
 
 
 @forks
-def test_loader_processes_do_not_outlast_a_process_that_ends_with_its_loop_half_way():
+def test_loader_processes_exit_with_a_process_that_exits_inside_its_loop():
     assert end_soon(
         run_workers(lambda: KEPT.append(begin_endless_loading()) or KEPT[0][1], 1, timeout=20.0)[0]
     )

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.permutation import BLOCK, BLOCKS_KEPT, TABULATED, Permutation
-from samestep.data.random_state import key
+from samestep.data.random_state import BLOCK, CACHED_BLOCKS, TABULATED, Permutation, key
 from samestep.errors import DataError
 
 # fixed, so that a statistic is the same in every run
@@ -19,7 +18,7 @@ Z = 4.75  # a standard normal variable exceeds this once in a million
 
 
 def chi_square_bounds(freedom):
-    """Return values that a chi-square variable leaves once in a million each (Wilson and Hilferty, PNAS 1931)."""
+    """Return chi-square quantiles, each exceeded once in a million (Wilson and Hilferty 1931)."""
     spread = 2 / (9 * freedom)
     return freedom * max(0.0, 1 - spread - Z * spread**0.5) ** 3, freedom * (
         1 - spread + Z * spread**0.5
@@ -27,18 +26,18 @@ def chi_square_bounds(freedom):
 
 
 def assert_uniform(counts, freedom, variance_factor=1.0):
-    """Check that counts of equally likely outcomes are as uneven as chance makes them, and not less."""
+    """Check that counts of equally likely outcomes vary as chance predicts, and not less."""
     expected = counts.sum() / counts.size
     statistic = variance_factor * float(((counts - expected) ** 2 / expected).sum())
     low, high = chi_square_bounds(freedom)
     assert low <= statistic <= high, (
-        f"chi-square {statistic:.1f} is outside {low:.1f} to {high:.1f} at {freedom} degrees of freedom"
+        f"chi-square {statistic:.1f} is outside {low:.1f} to {high:.1f} with {freedom} degrees"
     )
 
 
 @functools.cache
 def orders(size):
-    """Return the whole permutation of each key: [keys, size]."""
+    """Return the complete permutation of each key: [keys, size]."""
     return np.stack(
         [Permutation(size, permutation_key)[np.arange(size)] for permutation_key in KEYS]
     )
@@ -80,7 +79,7 @@ def test_huge_sizes_are_injective_within_range_and_take_no_memory(size):
 
 
 @given(size=st.integers(1, 5000), data=st.data())
-def test_positions_may_come_in_any_shape_and_order(size, data):
+def test_positions_may_have_any_shape_and_order(size, data):
     permutation = Permutation(size, 3)
     whole = permutation[np.arange(size)]
     positions = np.asarray(
@@ -103,7 +102,7 @@ SPANNED = st.one_of(
 
 
 @given(size=SPANNED, permutation_key=st.integers(0, 2**63 - 1), data=st.data())
-def test_a_span_is_what_its_positions_are(size, permutation_key, data):
+def test_a_span_equals_its_positions(size, permutation_key, data):
     permutation, single = Permutation(size, permutation_key), Permutation(size, permutation_key)
     for _ in range(4):
         start = data.draw(st.one_of(st.integers(0, size), st.integers(max(0, size - 3), size)))
@@ -118,7 +117,7 @@ def test_a_span_is_what_its_positions_are(size, permutation_key, data):
 
 
 def evaluations(monkeypatch):
-    """Return the list of what will be evaluated: the first position of each call."""
+    """Return a list that records the first position of each evaluation."""
     found, evaluate = [], Permutation._evaluate
     monkeypatch.setattr(
         Permutation,
@@ -129,8 +128,8 @@ def evaluations(monkeypatch):
 
 
 def test_two_walks_through_one_order_evaluate_each_block_once(monkeypatch):
-    """One fetches ahead of the other."""
-    size, ahead = 20 * BLOCK, (BLOCKS_KEPT - 2) * BLOCK
+    """As when loader processes fetch ahead."""
+    size, ahead = 20 * BLOCK, (CACHED_BLOCKS - 2) * BLOCK
     permutation, evaluated = Permutation(size, 1), evaluations(monkeypatch)
     for position in range(0, size - 100, 100):
         permutation.span(position, position + 100)
@@ -141,47 +140,47 @@ def test_two_walks_through_one_order_evaluate_each_block_once(monkeypatch):
 def test_a_walk_takes_no_memory():
     permutation = Permutation(10**9, 1)
     tracemalloc.start()
-    for block in range(3 * BLOCKS_KEPT):
+    for block in range(3 * CACHED_BLOCKS):
         permutation.span(block * BLOCK, block * BLOCK + 1)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 4 * 2**20
 
 
-def test_kept_values_cannot_be_written_to():
+def test_cached_values_are_read_only():
     for size in (10, 10_000):
         with pytest.raises(ValueError, match="read-only"):
             Permutation(size, 0).span(0, 5)[0] = 1
 
 
-def test_what_is_outside_is_refused():
+def test_positions_outside_are_rejected():
     permutation = Permutation(10, 0)
     for outside in (10, -1, [0, 10], [-1, 5], np.uint64(2**63)):
-        with pytest.raises(IndexError, match="of a permutation of 10 items"):
+        with pytest.raises(IndexError, match=r"positions must be in \[0, 10\), got"):
             permutation[outside]
     for start, stop in ((-1, 3), (0, 11), (5, 4), (11, 12)):
         with pytest.raises(
-            IndexError, match=f"positions {start} to {stop - 1} of a permutation of 10 items"
+            IndexError, match=f"expected 0 <= start <= stop <= 10, got {start} and {stop}"
         ):
             permutation.span(start, stop)
     for size in (0, -1, 2**62 + 1):
-        with pytest.raises(DataError, match=f"a permutation of {size} items"):
+        with pytest.raises(DataError, match=rf"must be 1 to 2\*\*62, got {size}"):
             Permutation(size, 0)
 
 
-def test_every_epoch_has_an_order_of_its_own():
+def test_every_epoch_has_another_order():
     assert len(np.unique(orders(33), axis=0)) == len(KEYS)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 10, 33])
-def test_every_value_comes_as_often_at_every_position(size):
+def test_every_value_is_equally_likely_at_every_position(size):
     """The covariance of a random permutation's matrix leaves (size - 1)² degrees of freedom."""
     counts = np.stack([np.bincount(values, minlength=size) for values in orders(size).T])
     assert_uniform(counts, (size - 1) ** 2, variance_factor=(size - 1) / size)
 
 
 @pytest.mark.parametrize("size", [3, 5, 10, 33])
-def test_every_pair_of_neighbours_comes_as_often(size):
+def test_every_pair_of_neighbors_is_equally_likely(size):
     for position in {0, (size - 1) // 2, size - 2}:
         first, second = orders(size)[:, position], orders(size)[:, position + 1]
         counts = np.bincount(first * size + second, minlength=size * size).reshape(size, size)
@@ -190,7 +189,7 @@ def test_every_pair_of_neighbours_comes_as_often(size):
 
 
 @pytest.mark.parametrize(("size", "number_of_orders"), [(2, 2), (3, 6), (4, 24)])
-def test_every_order_comes_as_often(size, number_of_orders):
+def test_every_order_is_equally_likely(size, number_of_orders):
     _, counts = np.unique(orders(size), axis=0, return_counts=True)
     assert len(counts) == number_of_orders
     assert_uniform(counts, number_of_orders - 1)
@@ -212,7 +211,7 @@ def test_large_sizes_are_uniform_over_epochs(size):
 
 
 @pytest.mark.parametrize("size", [10_000, 99_991, 1_000_000])
-def test_neighbours_within_an_epoch_are_independent(size):
+def test_neighbors_within_an_epoch_are_independent(size):
     for permutation_key in KEYS[:2]:
         values = Permutation(size, permutation_key)[np.arange(size)]
         for lag in (1, 2, 32, 1000):

@@ -29,7 +29,7 @@ def samples(batches):
 
 
 def assert_pure(plan, again, batches, epoch):
-    """Check that a plan that is asked backwards, twice and between other epochs answers the same."""
+    """Check that a plan gives the same backwards, twice, and between other epochs."""
     for step in reversed(range(plan.steps_per_epoch)):
         again.indices(epoch + 1, 0, 0)
         for lane in reversed(range(plan.lanes)):
@@ -65,7 +65,7 @@ def test_every_sample_is_used_once_an_epoch(size, batch_size, lanes, seed, epoch
 
 @given(size=SIZES, batch_size=SIZES, lanes=LANES, seed=SEEDS)
 def test_batches_do_not_depend_on_the_number_of_lanes(size, batch_size, lanes, seed):
-    """Lanes cut a global batch and choose nothing."""
+    """Lanes divide a global batch; they do not select its samples."""
     cut, whole = (
         lane_batches(ShuffledPlan(size, batch_size, n, seed), epoch=3) for n in (lanes, 1)
     )
@@ -73,7 +73,7 @@ def test_batches_do_not_depend_on_the_number_of_lanes(size, batch_size, lanes, s
 
 
 @given(size=SIZES, batch_size=SIZES, lanes=LANES, seed=SEEDS)
-def test_drop_last_leaves_out_the_short_batch_and_nothing_else(size, batch_size, lanes, seed):
+def test_drop_last_drops_only_the_short_batch(size, batch_size, lanes, seed):
     if batch_size > size:
         with pytest.raises(
             ConfigError,
@@ -93,7 +93,7 @@ def test_grouped_lane_batches_hold_one_group_and_every_sample_once(
     data, batch_size, lanes, seed, shuffle
 ):
     labels = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=120))
-    plan = GroupedPlan(labels, len(labels), batch_size, lanes, seed, shuffle=shuffle)
+    plan = GroupedPlan(len(labels), batch_size, lanes, seed, shuffle=shuffle, groups=labels)
     batches = lane_batches(plan, 4)
     assert sorted(samples(batches)) == list(range(len(labels)))
     for step in batches:
@@ -102,7 +102,10 @@ def test_grouped_lane_batches_hold_one_group_and_every_sample_once(
             assert len({labels[index] for index in lane}) <= 1
             assert len(lane) <= -(-batch_size // lanes)
     assert_pure(
-        plan, GroupedPlan(labels, len(labels), batch_size, lanes, seed, shuffle=shuffle), batches, 4
+        plan,
+        GroupedPlan(len(labels), batch_size, lanes, seed, shuffle=shuffle, groups=labels),
+        batches,
+        4,
     )
 
 
@@ -116,7 +119,11 @@ def test_other_epochs_and_seeds_have_other_orders():
 
     assert len(orders(lambda seed: ShuffledPlan(30, 4, 2, seed))) == 100
     assert (
-        len(orders(lambda seed: GroupedPlan([index % 3 for index in range(30)], 30, 4, 2, seed)))
+        len(
+            orders(
+                lambda seed: GroupedPlan(30, 4, 2, seed, groups=[index % 3 for index in range(30)])
+            )
+        )
         == 100
     )
     assert len(orders(lambda seed: ShuffledPlan(30, 4, 2, seed, shuffle=False))) == 1
@@ -124,7 +131,7 @@ def test_other_epochs_and_seeds_have_other_orders():
         len(
             orders(
                 lambda seed: GroupedPlan(
-                    [index % 3 for index in range(30)], 30, 4, 2, seed, shuffle=False
+                    30, 4, 2, seed, shuffle=False, groups=[index % 3 for index in range(30)]
                 )
             )
         )
@@ -142,16 +149,16 @@ def test_other_epochs_and_seeds_have_other_orders():
     ],
 )
 def test_an_order_never_changes(size, step, expected):
-    """A run that resumes under another version must find the order it began with."""
+    """A run that resumes under another version must get the same order."""
     assert ShuffledPlan(size, 256, 4, seed=7).indices(3, step, 2)[:4].tolist() == expected
 
 
 def test_a_grouped_order_never_changes():
-    plan = GroupedPlan(np.arange(20_000) % 7, 20_000, 64, 4, seed=7)
+    plan = GroupedPlan(20_000, 64, 4, seed=7, groups=np.arange(20_000) % 7)
     assert plan.indices(3, 100, 2)[:4].tolist() == [11463, 3476, 4890, 802]
 
 
-def test_counts_may_be_written_to():
+def test_counts_may_be_modified():
     plan = ShuffledPlan(10, 4, 2, 0)
     plan.counts(0, 0).clear()
     assert plan.counts(0, 0) == [2, 2]
@@ -166,7 +173,7 @@ def test_a_plan_of_any_size_takes_no_memory():
     assert plan.counts(0, 5) == [512] * 8
 
 
-def test_group_by_takes_what_users_have():
+def test_group_by_accepts_lists_arrays_and_functions():
     labels = [3, 1, 3, 2, 1, 1, 2, 3, 3]
     tensor = torch.tensor(labels)
     given_as = {
@@ -181,35 +188,40 @@ def test_group_by_takes_what_users_have():
         "function that returns tensors": tensor.__getitem__,
     }
     plans = {
-        name: lane_batches(GroupedPlan(group_by, len(labels), 4, 2, seed=0), epoch=0)
+        name: lane_batches(GroupedPlan(len(labels), 4, 2, seed=0, groups=group_by), epoch=0)
         for name, group_by in given_as.items()
     }
     assert plans == dict.fromkeys(given_as, plans["list"])
 
 
-def test_what_cannot_be_used_is_refused():
+def test_unusable_arguments_are_rejected():
     for batch_size in (0, -1, True, 2.0, "8"):
         for make in (
             lambda b: ShuffledPlan(10, b, 2, 0),
-            lambda b: GroupedPlan([0] * 10, 10, b, 2, 0),
+            lambda b: GroupedPlan(10, b, 2, 0, groups=[0] * 10),
         ):
-            with pytest.raises(ConfigError, match=f"batch_size={batch_size!r} was given"):
+            with pytest.raises(
+                ConfigError,
+                match=f"batch_size must be a whole number of at least 1 .*, got {batch_size!r}",
+            ):
                 make(batch_size)
     with pytest.raises(DataError, match="the data set has no samples"):
         ShuffledPlan(0, 4, 2, 0)
     with pytest.raises(DataError, match="group_by has 3 entries for 4 samples"):
-        GroupedPlan([0, 1, 0], 4, 4, 2, 0)
+        GroupedPlan(4, 4, 2, 0, groups=[0, 1, 0])
     for useless in (
         [[1], [2], [1], [2]],
         torch.ones(4, 2),
         lambda index: [index],
         lambda index: ([index],),
     ):
-        with pytest.raises(DataError, match=r"group_by gives .* for sample 0"):
-            GroupedPlan(useless, 4, 4, 2, 0)
+        with pytest.raises(
+            DataError, match=r"group_by must return hashable values, got .* for sample 0"
+        ):
+            GroupedPlan(4, 4, 2, 0, groups=useless)
 
 
-def test_plans_that_deal_otherwise_describe_themselves_otherwise():
+def test_different_plans_have_different_descriptions():
     described = [
         ShuffledPlan(10, 4, 2, 0),
         ShuffledPlan(11, 4, 2, 0),
@@ -218,8 +230,8 @@ def test_plans_that_deal_otherwise_describe_themselves_otherwise():
         ShuffledPlan(10, 4, 2, 1),
         ShuffledPlan(10, 4, 2, 0, shuffle=False),
         ShuffledPlan(10, 4, 2, 0, drop_last=True),
-        GroupedPlan([0] * 10, 10, 4, 2, 0),
-        GroupedPlan([0, 1] * 5, 10, 4, 2, 0),
+        GroupedPlan(10, 4, 2, 0, groups=[0] * 10),
+        GroupedPlan(10, 4, 2, 0, groups=[0, 1] * 5),
     ]
     assert len({str(sorted(plan.describe().items())) for plan in described}) == len(described)
     assert ShuffledPlan(10, 4, 2, 0).describe() == described[0].describe()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.random_state import generators_kept, key, keyed, set_generators
+from samestep.data.random_state import generators_restored, key, keyed, set_generators
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters=","), max_size=5)
 
@@ -26,7 +26,7 @@ def draws():
 
 
 @given(st.integers(0, 2**63 - 1))
-def test_set_generators_is_what_a_person_would_write(value):
+def test_set_generators_equals_the_usual_seeding_calls(value):
     set_generators(value)
     ours = draws()
     random.seed(value)
@@ -35,7 +35,7 @@ def test_set_generators_is_what_a_person_would_write(value):
     assert ours == draws()
 
 
-def test_keyed_depends_on_the_key_alone_and_puts_states_back():
+def test_keyed_depends_only_on_the_key_and_restores_states():
     with keyed(1):
         inner = draws()
     set_generators(5)
@@ -58,7 +58,7 @@ def test_keyed_depends_on_the_key_alone_and_puts_states_back():
     assert draws() == expected
 
 
-def test_states_kept_once_serve_several_parts():
+def test_states_saved_once_serve_several_parts():
     alone = []
     for value in (1, 2, 3):
         with keyed(value):
@@ -68,7 +68,7 @@ def test_states_kept_once_serve_several_parts():
 
     set_generators(5)
     assert draws() == expected[0]
-    with suppress(KeyError), generators_kept():
+    with suppress(KeyError), generators_restored():
         for value in (3, 1):
             set_generators(value)
             assert draws() == alone[value - 1]
@@ -78,7 +78,7 @@ def test_states_kept_once_serve_several_parts():
     assert draws() == expected[1]
 
 
-def test_a_bit_generator_of_the_users_choice_is_put_back():
+def test_the_users_bit_generator_is_restored():
     own, chosen = np.random.get_bit_generator(), np.random.PCG64(3)
     expected = np.random.RandomState(np.random.PCG64(3)).rand(2)
     np.random.set_bit_generator(chosen)
@@ -92,8 +92,8 @@ def test_a_bit_generator_of_the_users_choice_is_put_back():
         np.random.set_bit_generator(own)
 
 
-def test_half_a_pair_of_normal_variables_is_put_back_too():
-    """`random.gauss` and `torch.randn` keep the second of two variables that they make at once."""
+def test_a_cached_normal_variate_is_restored():
+    """`random.gauss` and `torch.randn` cache the second of two variates."""
 
     def after(disturb):
         set_generators(3)

@@ -13,8 +13,8 @@ from typing import Any
 from samestep.errors import RecordError
 from samestep.record.cursor import FILE, Cursor
 from samestep.record.events import FILE_NAME, read_events
-from samestep.record.files import FOLDER, LocalFiles, Part
-from samestep.record.sinks.base import SinkAdapter
+from samestep.record.files import FOLDER, EventChunk, LocalFiles
+from samestep.record.sinks import SinkAdapter
 from samestep.record.source import Source, find_runs, open_source, read_history
 from samestep.watch.curves import AXES
 from samestep.watch.report import make_report
@@ -210,8 +210,8 @@ def _parts(folder: Path) -> list[Target]:
         places = [0, *(place + 1 for place, byte in enumerate(data) if byte == ord("\n"))]
         chosen = sorted({0, places[-1], *random.choices(places, k=4)})
         for first, end in pairwise(chosen):
-            part = Part(random.choice((first, first, random.choice(places))), end)
-            content = data[part.first : part.end]
+            part = EventChunk(random.choice((first, first, random.choice(places))), end)
+            content = data[part.start : part.end]
             name = (
                 random.choice(ODD_NAMES) if random.random() < 0.2 else part.path.rpartition("/")[2]
             )
@@ -252,7 +252,7 @@ class Taker:
 class Unkept(Cursor):
     """Stores nothing, since a reader must not write."""
 
-    def keep(self, name: str, value: int) -> None:
+    def save(self, name: str, value: int) -> None:
         pass
 
 
@@ -274,7 +274,7 @@ def _sent(folder: Path) -> list[Target]:
     def forward(directory: Path) -> None:
         source = open_source(directory)
         feed = SinkAdapter(sink, directory, source, Unkept(directory))
-        offset = feed.begin()
+        offset = feed.open()
         assert offset >= 0
         while found := source.read(offset):
             feed.send(offset, found)

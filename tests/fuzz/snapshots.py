@@ -14,7 +14,7 @@ import torch
 
 from samestep.errors import SnapshotError
 from samestep.snapshot import load
-from samestep.snapshot.commit import CommitProtocol, combined
+from samestep.snapshot.commit import CommitProtocol, combine
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manifest import NAME, Manifest
 from samestep.snapshot.state import canonical, flatten, no_tensor, restore
@@ -104,7 +104,7 @@ def _commits(folder: Path) -> list[Target]:
     parts = [
         {
             "state": manifest["state"] if rank == 0 else {"dict": []},
-            "forms": entries,
+            "specs": entries,
             "pieces": [
                 [name, start, stop, offset, None]
                 for name, (file, start, stop, offset) in pieces
@@ -124,7 +124,7 @@ def _commits(folder: Path) -> list[Target]:
         return meetings[0]
 
     def commit(meeting: CommitProtocol) -> None:
-        combined(meeting.parts(), step=2, attempt="first", info={}, score=None).to_bytes()
+        combine(meeting.receive_parts(), step=2, attempt="first", info={}, score=None).to_bytes()
 
     def failed(random: Random) -> CommitProtocol:
         reason = "worker 0 could not write its part: disque plein, désolé"
@@ -134,5 +134,5 @@ def _commits(folder: Path) -> list[Target]:
 
     return [
         Target("part", part, commit, (Exception,)),
-        Target("failed", failed, CommitProtocol.parts, (Exception,)),
+        Target("failed", failed, CommitProtocol.receive_parts, (Exception,)),
     ]

@@ -12,7 +12,7 @@ from recipes.vit.config import Settings
 from recipes.vit.pretrained import PretrainedError, read_parameters
 from samestep.record.cursor import FILE, Cursor
 from samestep.record.events import read_events
-from samestep.record.files import Part
+from samestep.record.files import EventChunk
 from samestep.record.source import open_source
 from samestep.watch.view import TAIL_BYTES, View
 
@@ -110,7 +110,7 @@ def test_the_end_of_a_record_may_be_in_several_small_parts(tmp_path):
     (tmp_path / "record").mkdir()
     view = View(open_source(tmp_path))
     for number in range(3):
-        (tmp_path / Part(number * size, (number + 1) * size).path).write_bytes(line)
+        (tmp_path / EventChunk(number * size, (number + 1) * size).path).write_bytes(line)
         assert view.advance()
         assert not view.advance(), "it started again"
     assert view.summary()["attempts"] == 3
@@ -123,7 +123,10 @@ def test_parts_that_contradict_each_other_are_read_to_their_end(tmp_path):
     )
     size = len(one)
     (tmp_path / "record").mkdir()
-    for part, data in ((Part(0, 2 * size), one + one), (Part(size, 3 * size), two + two)):
+    for part, data in (
+        (EventChunk(0, 2 * size), one + one),
+        (EventChunk(size, 3 * size), two + two),
+    ):
         (tmp_path / part.path).write_bytes(data)
     view = View(open_source(tmp_path))
     view.refresh()

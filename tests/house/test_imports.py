@@ -89,8 +89,6 @@ def _name(module):
     return ".".join(module.parts[:-1] if module.name == "__init__" else module.parts)
 
 
-# The restructuring removes the cycles that exist, and then this mark.
-@pytest.mark.xfail(strict=False, reason="launch, step, doctor and tools still have import cycles")
 def test_modules_do_not_import_each_other_in_a_cycle():
     assert cycles(SOURCE) == []
 

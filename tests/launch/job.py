@@ -27,7 +27,7 @@ class Fault:
         if (run.world_size, run.rank, run.step) != (self.workers, self.rank, self.step):
             return
         (run.dir / "fault").write_text(str(os.getpid()))
-        while self.does == "wait" and not run._session.stop.received:
+        while self.does == "wait" and not run._session.stop.signal:
             time.sleep(0.01)
         if self.does == "kill" and os.environ["SAMESTEP_INTERNAL_ATTEMPT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)

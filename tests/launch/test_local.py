@@ -23,7 +23,7 @@ from samestep.data.loader import Request, load
 from samestep.errors import ConfigError, LaunchError, WorkerError, WorldError
 from samestep.handoff import LAUNCHER_STATE
 from samestep.launch import launch
-from samestep.snapshot.commit import ToldError
+from samestep.snapshot.commit import PeerFailedError
 from tests.launch.processes import SOON_SECONDS, end_soon, for_ever, listening, rank
 
 FORK = multiprocessing.get_context("fork")
@@ -187,7 +187,7 @@ def test_the_earliest_of_several_failures_is_raised():
 
 
 @pytest.mark.parametrize(
-    "effect", [WorldError("the others are gone"), ToldError("worker 1 could not write")]
+    "effect", [WorldError("the others are gone"), PeerFailedError("worker 1 could not write")]
 )
 def test_a_secondary_error_gives_way_to_its_cause(effect):
     raised = FORK.Event()

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import samestep as ss
+from samestep.data.batch import LaneStream
 from samestep.data.random_state import key, set_generators
-from samestep.data.streams import LaneStream
 from tests.jobs import fingerprint
 
 patch.object(tqdm, "monitor_interval", 0).start()  # or it would leave a thread behind

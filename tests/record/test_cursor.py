@@ -1,26 +1,35 @@
 from __future__ import annotations
 
+import logging
+import threading
+
 import pytest
 
 from samestep.errors import RecordError
-from samestep.record.cursor import FILE, Cursor, lock
+from samestep.record import cursor as module
+from samestep.record.cursor import FILE, Cursor, Sender, lock
+from samestep.record.source import open_source
 from tests.faults import full_disk
+
+LINES = [b'{"step":%d}\n' % step for step in range(3)]
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 0.001)
     (tmp_path / "record").mkdir()
+    (tmp_path / "events.jsonl").write_bytes(b"".join(LINES))
     return tmp_path
 
 
-def test_what_is_kept_is_there_for_the_next(run):
-    kept = Cursor(run)
-    kept.keep("a", 1)
-    kept.keep("s3://b/c", 2**40)
-    kept.keep("a", 3)
+def test_saved_positions_are_loaded(run):
+    cursor = Cursor(run)
+    cursor.save("a", 1)
+    cursor.save("s3://b/c", 2**40)
+    cursor.save("a", 3)
     again = Cursor(run)
     assert (again.get("a"), again.get("s3://b/c"), again.get("other")) == (3, 2**40, None)
-    assert [path.name for path in (run / "record").iterdir()] == ["forwarded.json"]
+    assert [path.name for path in (run / "record").iterdir()] == ["cursor.json"]
 
 
 @pytest.mark.parametrize(
@@ -38,30 +47,152 @@ def test_what_is_kept_is_there_for_the_next(run):
         "\N{SNOWMAN}",
     ],
 )
-def test_a_file_that_says_something_else_says_nothing(run, text):
+def test_an_invalid_file_is_ignored(run, text):
     (run / FILE).write_text(text)
     assert Cursor(run).get("a") is None
 
 
-def test_a_full_disk_stops_nobody():
+def test_a_full_disk_is_ignored():
     with full_disk(4096) as disk:
         (disk / "record").mkdir()
         (disk / "filled").write_bytes(b"x" * 4096)
-        kept = Cursor(disk)
-        kept.keep("a", 1)
-        assert kept.get("a") == 1
+        cursor = Cursor(disk)
+        cursor.save("a", 1)
+        assert cursor.get("a") == 1
         assert Cursor(disk).get("a") is None
 
 
-def test_one_holds_the_lock_until_it_closes_it(tmp_path):
+def test_the_lock_is_held_until_it_is_closed(tmp_path):
     held = lock(tmp_path)
     assert lock(tmp_path) is None
     held.close()
     lock(tmp_path).close()
 
 
-def test_a_directory_that_cannot_be_written_is_told(tmp_path):
+def test_an_unwritable_directory_raises(tmp_path):
     with pytest.raises(
-        RecordError, match=r"record/lock cannot be written: .*; expected the directory of a run"
+        RecordError, match=r"record/lock cannot be written: .*; pass a run's directory"
     ):
         lock(tmp_path / "nowhere")
+
+
+class Remote:
+    """A destination whose calls block until `allowed`, then return or fail; counts its calls."""
+
+    name, dropped = "remote", 0
+
+    def __init__(self):
+        self.pause_seconds, self.taken, self.closed = 0.001, [], False
+        self.calls, self.outcomes = threading.Semaphore(0), []
+        self.allowed = threading.Semaphore(0)
+
+    def open(self):
+        return self._answer(0)
+
+    def send(self, offset, lines):
+        self.taken.append(self._answer((offset, lines)))
+
+    def _answer(self, value):
+        self.calls.release()
+        self.allowed.acquire()
+        if self.outcomes and (error := self.outcomes.pop(0)) is not None:
+            raise error
+        return value
+
+    def close(self):
+        self.closed = True
+
+
+def size(run):
+    return (run / "events.jsonl").stat().st_size
+
+
+def test_everything_present_is_sent_before_the_thread_ends(run):
+    remote = Remote()
+    sender = Sender(open_source(run), remote)
+    assert not sender.is_open
+    remote.allowed.release(100)
+    sender.finish()
+    assert sender.wait(None)
+    assert remote.taken == [(0, b"".join(LINES))]
+    assert remote.closed
+    assert sender.status(size(run)) == {
+        "name": "remote",
+        "behind_bytes": 0,
+        "dropped": 0,
+        "error": None,
+    }
+
+
+def test_failures_are_retried_and_reported(run, caplog):
+    remote = Remote()
+    remote.outcomes = [
+        PermissionError("denied"),
+        None,
+        ConnectionError("reset"),
+        ConnectionError("reset"),
+        None,
+    ]
+    with caplog.at_level(logging.WARNING, "samestep"):
+        sender = Sender(open_source(run), remote)
+        remote.allowed.release(1)
+        for _ in range(2):
+            remote.calls.acquire()
+        assert sender.status(size(run)) == {
+            "name": "remote",
+            "behind_bytes": size(run),
+            "dropped": 0,
+            "error": "PermissionError: denied",
+        }
+        remote.allowed.release(3)
+        for _ in range(3):
+            remote.calls.acquire()
+        assert sender.status(size(run))["error"] == "ConnectionError: reset"
+        remote.allowed.release(1)
+        sender.finish()
+        assert sender.wait(None)
+    assert remote.taken == [(0, b"".join(LINES))]
+    assert sender.status(size(run))["error"] is None
+    assert (
+        caplog.text.count("the record cannot be sent to remote (PermissionError: denied); retrying")
+        == 1
+    )
+    assert "ConnectionError" not in caplog.text  # part of the same outage
+
+
+def test_a_destination_that_always_fails_is_abandoned_at_the_end(run):
+    remote = Remote()
+    remote.outcomes = [OSError("no")] * 100
+    remote.allowed.release(100)
+    sender = Sender(open_source(run), remote)
+    sender.finish()
+    assert not sender.wait(None)
+    assert sender.status(size(run)) == {
+        "name": "remote",
+        "behind_bytes": size(run),
+        "dropped": 0,
+        "error": "OSError: no",
+    }
+
+
+def test_a_failing_close_counts_as_unsent(run, monkeypatch):
+    remote = Remote()
+    remote.allowed.release(100)
+    monkeypatch.setattr(remote, "close", lambda: remote._answer(None))
+    remote.outcomes = [None, None, OSError("full"), OSError("full")]
+    sender = Sender(open_source(run), remote)
+    sender.finish()
+    assert not sender.wait(None)
+    assert sender.status(size(run))["error"] == "OSError: full"
+
+
+def test_a_hanging_destination_is_abandoned_and_reported(run, monkeypatch):
+    remote = Remote()
+    sender = Sender(open_source(run), remote)
+    remote.calls.acquire()
+    sender.finish()
+    assert not sender.wait(0.0)
+    monkeypatch.setattr(module, "SLOW_SECONDS", 0.0)
+    assert sender.status(size(run))["error"] == "no response for more than 0 seconds"
+    remote.allowed.release(100)
+    assert sender.wait(None)

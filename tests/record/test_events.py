@@ -46,18 +46,18 @@ def append(file, events):
 
 
 def same(one, other):
-    """Tell whether two values are equal and of the same types, where nan equals nan and 0.0 differs from -0.0."""
+    """Return whether values and types are equal; nan equals nan, and 0.0 differs from -0.0."""
     return repr(one) == repr(other)
 
 
 @given(st.lists(EVENTS, max_size=3))
-def test_events_come_back_as_they_were_written(file, events):
+def test_events_round_trip(file, events):
     write(file, events)
     assert same(list(read_events(file)), events)
 
 
 @given(st.lists(EVENTS, min_size=1, max_size=3))
-def test_every_line_is_json_for_any_reader(file, events):
+def test_every_line_is_strict_json(file, events):
     def refuse(constant):
         raise AssertionError(constant)
 
@@ -69,7 +69,7 @@ def test_every_line_is_json_for_any_reader(file, events):
 
 
 @given(st.lists(EVENTS, max_size=3), st.data())
-def test_a_file_cut_anywhere_reads_as_a_prefix_and_goes_on_whole(file, events, data):
+def test_a_truncated_file_reads_as_a_prefix_and_can_be_appended_to(file, events, data):
     write(file, events)
     whole = file.read_bytes()
     size = data.draw(st.integers(0, len(whole)))
@@ -90,39 +90,39 @@ def test_opening_again_appends(tmp_path):
     assert [event["step"] for event in read_events(tmp_path / "run")] == [1, 2]
 
 
-def test_lines_that_are_no_events_are_passed_over(tmp_path):
+def test_invalid_lines_are_skipped(tmp_path):
     file = tmp_path / "events.jsonl"
     file.write_bytes(b'{"step": 1}\n{"st\n\n7\n\xff\xfe\n\x00\x00\n{"step": 2}\n')
     assert list(read_events(file)) == [{"step": 1}, {"step": 2}]
 
 
-def test_numbers_beyond_json_keep_their_place(tmp_path):
+def test_non_finite_numbers_are_written_as_strings(tmp_path):
     file = tmp_path / "events.jsonl"
     append(file, [{"loss": math.inf, "name": "inf"}])
     assert json.loads(file.read_text()) == {"loss": "inf", "name": "\\inf"}
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes"])
-def test_what_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path, value):
+def test_values_that_are_not_json_raise_and_write_nothing(tmp_path, value):
     file = EventFile(tmp_path / "events.jsonl")
-    with pytest.raises(RecordError, match="give numbers, texts"):
+    with pytest.raises(RecordError, match="expected an event of numbers, strings"):
         file.append({"value": value})
     file.close()
     assert (tmp_path / "events.jsonl").read_bytes() == b""
 
 
-def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+def test_an_unwritable_directory_is_named(tmp_path):
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(RecordError, match=r"taken.*events\.jsonl.*choose a directory"):
+    with pytest.raises(RecordError, match=r"taken.*events\.jsonl.*choose a writable directory"):
         EventFile(tmp_path / "taken" / "events.jsonl")
 
 
-def test_a_record_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(RecordError, match=r"no record can be read at .*events\.jsonl"):
+def test_a_missing_record_is_named(tmp_path):
+    with pytest.raises(RecordError, match=r"cannot read a record at .*events\.jsonl"):
         list(read_events(tmp_path))
 
 
-def test_a_full_disk_is_told_and_does_not_spoil_what_follows(tmp_path):
+def test_a_short_write_raises_and_later_events_are_intact(tmp_path):
     path = tmp_path / "events.jsonl"
     file = EventFile(path)
     file.append({"step": 1})
@@ -131,7 +131,7 @@ def test_a_full_disk_is_told_and_does_not_spoil_what_follows(tmp_path):
     try:
         with pytest.raises(
             RecordError,
-            match=r"events\.jsonl took 5 of 11 bytes.*disk full\? Free some space there and start again",
+            match=r"short write to .*events\.jsonl: wrote 5 of 11 bytes; .*full\? Free some space",
         ):
             file.append({"step": 2})
         with pytest.raises(RecordError, match=r"events\.jsonl cannot be written"):
@@ -143,13 +143,13 @@ def test_a_full_disk_is_told_and_does_not_spoil_what_follows(tmp_path):
     assert list(read_events(path)) == [{"step": 1}, {"step": 4}]
 
 
-def test_a_disk_that_is_full_to_the_last_byte_is_told():
+def test_a_full_disk_raises():
     with full_disk(4096) as disk:
         file = EventFile(disk / "events.jsonl")
         file.append({"filled": "x" * (4096 - len('{"filled":""}\n'))})
         with pytest.raises(
             RecordError,
-            match=r"events\.jsonl cannot be written: No space left on device\. Free some space there",
+            match=r"events\.jsonl cannot be written: No space left on device\. Free some space",
         ):
             file.append({"step": 2})
         file.close()
@@ -169,12 +169,12 @@ def replaced(folder):
 
 
 @pytest.mark.parametrize("fault", [removed, moved, replaced])
-def test_a_file_that_is_no_longer_there_takes_no_events(fault, tmp_path):
+def test_a_removed_moved_or_replaced_file_raises(fault, tmp_path):
     file = EventFile(tmp_path / "run" / "events.jsonl")
     file.append({"step": 1})
     fault(tmp_path / "run")
     with pytest.raises(
-        RecordError, match=r"events\.jsonl was removed or moved.*directory to stay in place"
+        RecordError, match=r"events\.jsonl was removed or moved.*Restart in the directory"
     ):
         file.append({"step": 2})
     file.close()
@@ -189,7 +189,7 @@ def test_a_file_that_is_no_longer_there_takes_no_events(fault, tmp_path):
     )
 
 
-def test_a_file_is_claimed_by_one_process_until_it_closes_it(tmp_path):
+def test_one_process_claims_a_file_until_it_closes_it(tmp_path):
     def claims_too():
         with pytest.raises(RecordError, match=f"another run, process {os.getppid()}, writes to"):
             EventFile(tmp_path / "events.jsonl").claim()

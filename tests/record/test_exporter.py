@@ -1,4 +1,4 @@
-"""The process that forwards a record: by hand, and beside the one that writes it, where each of the two may be killed."""
+"""The exporter: as a command, and as a child of the process that writes the record."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import time
 
 import pytest
 
-from samestep.record import exporter as beside
-from samestep.record import open_record, read_events
+from samestep.record import exporter, open_record, read_events
 from samestep.record.cursor import lock
 from samestep.record.events import parse_events
 from samestep.record.exporter import ExporterProcess
 from samestep.record.source import open_source
-from tests.record.far_sinks import Hanging, Refusing, name_of
+from tests.record.faulty_sinks import Hanging, Refusing, name_of
 
 SECONDS = 60.0
 
@@ -25,18 +24,20 @@ SECONDS = 60.0
 def wait_until(condition):
     deadline = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, (
+            f"the condition did not become true within {SECONDS:.0f} seconds"
+        )
         time.sleep(0.01)
 
 
-def stream(place):
-    source, data = open_source(place), b""
+def stream(location):
+    source, data = open_source(location), b""
     while lines := source.read(len(data)):
         data += lines
     return data
 
 
-def by_hand(directory, *words):
+def run_exporter(directory, *words):
     command = [sys.executable, "-m", "samestep.record.exporter", str(directory), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
 
@@ -47,8 +48,8 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def far(tmp_path):
-    return f"file://{tmp_path}/far"
+def remote(tmp_path):
+    return f"file://{tmp_path}/remote"
 
 
 @pytest.fixture
@@ -62,101 +63,101 @@ def written(run):
     return (run / "events.jsonl").read_bytes()
 
 
-def check_that_all_arrived(run, far):
-    """Each byte is there once, but for what was told of sinks when they had ended."""
-    there = stream(far)
+def check_all_sent(run, remote):
+    """Each byte was sent once, except for `sink` events written after the end."""
+    there = stream(remote)
     assert written(run).startswith(there)
     assert {event["event"] for event in parse_events(written(run)[len(there) :])} <= {"sink"}
 
 
-def told(run):
-    """Return what was told of sinks at last, by name."""
+def statuses(run):
+    """Return the last `sink` event of each sink, by name."""
     return {event["name"]: event for event in read_events(run) if event["event"] == "sink"}
 
 
-def test_by_hand_it_sends_what_is_missing(record, run, far):
+def test_the_command_sends_what_is_missing(record, run, remote):
     record.event("started", step=0)
     record.image(0, "a", memoryview(bytes(4)).cast("B", (2, 2)))
     record.flush()
-    assert by_hand(run, "--to", far).returncode == 0
+    assert run_exporter(run, "--to", remote).returncode == 0
     record.event("finished", step=1)
-    assert by_hand(run, "--to", far).returncode == 0
-    assert stream(far) == written(run)
+    assert run_exporter(run, "--to", remote).returncode == 0
+    assert stream(remote) == written(run)
     assert (
-        open_source(far).open_image("images/a-00000000.png")[0]
+        open_source(remote).open_image("images/a-00000000.png")[0]
         == (run / "images" / "a-00000000.png").stat().st_size
     )
 
 
-def test_by_hand_it_says_what_did_not_arrive(record, run):
+def test_the_command_reports_what_was_not_sent(record, run):
     record.event("started", step=0)
-    ended = by_hand(run, "--to", "file:///proc/none/run", "--to", name_of(Refusing))
+    ended = run_exporter(run, "--to", "file:///proc/none/run", "--to", name_of(Refusing))
     assert ended.returncode == 1
     assert '"error": "ConnectionError: no route"' in ended.stdout
     assert (
-        "the record does not reach file:///proc/none/run: StorageError: the storage did not"
+        "the record cannot be sent to file:///proc/none/run (StorageError: cannot write"
         in ended.stderr
     )
 
 
-def test_by_hand_it_refuses_what_is_no_run_or_has_a_process_beside_it(record, run, far, tmp_path):
+def test_the_command_rejects_wrong_use_and_a_running_exporter(record, run, remote, tmp_path):
     assert (
-        "holds no events.jsonl; expected the directory of a run"
-        in by_hand(tmp_path, "--to", far).stderr
+        "expected a run's directory with events.jsonl, got"
+        in run_exporter(tmp_path, "--to", remote).stderr
     )
-    assert "nothing was given to send to; expected --to or --transfer" in by_hand(run).stderr
+    assert "expected a destination; pass --to or --transfer" in run_exporter(run).stderr
     assert (
-        "sinks='nowhere:Sink' was given; expected the module:Class"
-        in by_hand(run, "--to", "nowhere:Sink").stderr
+        "sinks must name an importable module:Class, got 'nowhere:Sink'"
+        in run_exporter(run, "--to", "nowhere:Sink").stderr
     )
     with lock(run):
-        assert f"another process forwards the record of {run}" in by_hand(run, "--to", far).stderr
+        assert f"another exporter uses {run}" in run_exporter(run, "--to", remote).stderr
 
 
-def test_neither_it_nor_what_reads_records_needs_torch():
-    modules = "samestep.record.exporter, samestep.record.source, samestep.record.exporter, samestep.storage"
+def test_the_exporter_and_readers_do_not_import_torch():
+    modules = "samestep.record.exporter, samestep.record.source, samestep.storage"
     code = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_beside_the_writer_events_arrive_while_it_goes_on(record, run, far):
-    forwarder = ExporterProcess(run, [far], None, record)
+def test_events_are_sent_while_the_record_is_written(record, run, remote):
+    process = ExporterProcess(run, [remote], None, record)
     for step in range(3):
         record.event("scalars", step=step)
-        wait_until(lambda step=step: b'"step":%d' % step in stream(far))
+        wait_until(lambda step=step: b'"step":%d' % step in stream(remote))
     record.event("finished", step=3)
-    forwarder.finish()
-    check_that_all_arrived(run, far)
-    assert told(run)[far].items() >= {"behind_bytes": 0, "dropped": 0, "error": None}.items()
+    process.finish()
+    check_all_sent(run, remote)
+    assert statuses(run)[remote].items() >= {"behind_bytes": 0, "dropped": 0, "error": None}.items()
 
 
-def test_a_killed_forwarder_is_replaced_and_nothing_comes_twice(
-    record, run, far, caplog, monkeypatch
+def test_a_killed_exporter_is_restarted_and_sends_nothing_twice(
+    record, run, remote, caplog, monkeypatch
 ):
-    monkeypatch.setattr(beside, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(exporter, "FIRST_PAUSE_SECONDS", 0.01)
     with caplog.at_level(logging.WARNING, "samestep"):
-        forwarder = ExporterProcess(run, [far], None, record)
+        process = ExporterProcess(run, [remote], None, record)
         for step in range(3):
             record.event("scalars", step=step)
-            wait_until(lambda step=step: b'"step":%d' % step in stream(far))
-            os.kill(forwarder.pid, signal.SIGKILL)
+            wait_until(lambda step=step: b'"step":%d' % step in stream(remote))
+            os.kill(process.pid, signal.SIGKILL)
             record.event("scalars", step=step + 100)
             wait_until(
                 lambda step=step: (
-                    caplog.text.count("ended with status -9; it is started again") == step + 1
+                    caplog.text.count("exited with status -9; restarting it") == step + 1
                 )
             )
-        forwarder.finish()
-    check_that_all_arrived(run, far)
+        process.finish()
+    check_all_sent(run, remote)
 
 
 WRITER = """
 import sys, time
 from pathlib import Path
 from samestep.record import open_record
-from samestep.record.exporter import Beside
+from samestep.record.exporter import ExporterProcess
 record = open_record(Path(sys.argv[1]), writes=True)
-Beside(Path(sys.argv[1]), [sys.argv[2]], None, record)
+ExporterProcess(Path(sys.argv[1]), [sys.argv[2]], None, record)
 step = 0
 while True:
     record.event("scalars", step=step)
@@ -165,41 +166,44 @@ while True:
 """
 
 
-def test_after_the_writer_was_killed_the_rest_is_sent_and_nothing_stays_behind(run, far):
+def test_after_the_writer_is_killed_the_exporter_sends_the_rest_and_exits(run, remote):
     for _ in range(2):
-        before = len(stream(far))
-        with subprocess.Popen([sys.executable, "-c", WRITER, str(run), far]) as writer:
-            wait_until(lambda before=before: len(stream(far)) > before)
+        before = len(stream(remote))
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(run), remote]) as writer:
+            wait_until(lambda before=before: len(stream(remote)) > before)
             writer.kill()
         assert writer.returncode == -signal.SIGKILL
-        # the forwarder has ended by itself
+        # the exporter has exited
         wait_until(lambda: (held := lock(run)) is not None and not held.close())
-        check_that_all_arrived(run, far)
+        check_all_sent(run, remote)
 
 
-def test_one_that_hangs_delays_neither_the_others_nor_the_end_for_long(
-    record, run, far, caplog, monkeypatch
+def test_a_hanging_sink_delays_neither_other_sinks_nor_the_end(
+    record, run, remote, caplog, monkeypatch
 ):
-    monkeypatch.setattr(beside, "FINISH_SECONDS", 0.5)
+    monkeypatch.setattr(exporter, "FINISH_SECONDS", 0.5)
     hanging = name_of(Hanging)
     with caplog.at_level(logging.WARNING, "samestep"):
-        forwarder = ExporterProcess(run, [hanging, far], None, record)
+        process = ExporterProcess(run, [hanging, remote], None, record)
         record.event("started", step=0)
-        wait_until(lambda: (run / "hanging").exists() and stream(far))
+        wait_until(lambda: (run / "hanging").exists() and stream(remote))
         record.event("finished", step=1)
         size = len(written(run))
-        forwarder.finish()
-    assert b"finished" in stream(far)
-    assert told(run)[hanging]["error"] == "the rest did not arrive before the run ended"
-    assert told(run)[hanging]["behind_bytes"] >= size
-    assert f"bytes of the record did not reach {hanging}; the next start sends them" in caplog.text
+        process.finish()
+    assert b"finished" in stream(remote)
+    assert statuses(run)[hanging]["error"] == "the rest was not sent before the run ended"
+    assert statuses(run)[hanging]["behind_bytes"] >= size
+    assert (
+        f"bytes of the record were not sent to {hanging}. The run sends them when it starts"
+        in caplog.text
+    )
 
 
-def test_what_a_users_function_prints_goes_to_stderr(record, run, tmp_path, monkeypatch, capfd):
+def test_output_of_a_users_function_goes_to_stderr(record, run, tmp_path, monkeypatch, capfd):
     (tmp_path / "chatty.py").write_text("def send(path):\n    print('sending', path.name)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    forwarder = ExporterProcess(run, [], "chatty:send", record)
+    process = ExporterProcess(run, [], "chatty:send", record)
     record.event("started", step=0)
-    forwarder.finish()
+    process.finish()
     assert "sending 00000000000000000000-" in capfd.readouterr().err
-    assert told(run)["chatty:send"]["error"] is None
+    assert statuses(run)["chatty:send"]["error"] is None

@@ -45,8 +45,8 @@ def history(directory):
     ]
 
 
-def stands(event, start):
-    """Tell whether an event still counts after a start that came later."""
+def is_valid(event, start):
+    """Return whether an event remains valid after a later start."""
     if event["event"] not in {"scalars", "timing", "image"}:
         return True
     if start["event"] == "started":
@@ -61,19 +61,19 @@ def stands(event, start):
     [{"event": "scalars", "step": step} for step in range(4)]
     + [{"event": "resumed", "step": step} for step in (3, 1, 2)]
 )
-def test_each_start_strikes_out_what_it_makes_void(directory, events):
-    standing = []
+def test_each_start_removes_superseded_events(directory, events):
+    valid = []
     for event in events:
         if event["event"] in {"started", "resumed"}:
-            standing = [earlier for earlier in standing if stands(earlier, event)]
-        standing.append(event)
+            valid = [earlier for earlier in valid if is_valid(earlier, event)]
+        valid.append(event)
     write(directory, events)
-    assert history(directory) == standing
+    assert history(directory) == valid
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=5))
-def test_a_run_that_was_killed_often_reads_as_one_that_was_not(directory, kills):
-    """Each attempt resumes from some step before it, and is killed some steps later, in the body of a step or after it."""
+def test_a_run_that_was_killed_often_reads_like_an_uninterrupted_one(directory, kills):
+    """Each attempt resumes from an earlier step, and is killed later, in or after a step."""
 
     def attempt(first, last):
         for step in range(first, last):
@@ -100,14 +100,14 @@ def order(event):
     return event["step"], "between" in event, event["event"]
 
 
-def test_what_was_logged_between_steps_stays_where_the_run_went_on(tmp_path):
+def test_values_logged_between_steps_stay_at_the_step_of_a_resume(tmp_path):
     evaluation = {"event": "scalars", "step": 2, "between": True}
     body = {"event": "scalars", "step": 2}
     write(tmp_path, [evaluation, body, {"event": "resumed", "step": 2}, body])
     assert history(tmp_path) == [evaluation, {"event": "resumed", "step": 2}, body]
 
 
-def test_a_step_that_no_run_writes_does_no_harm(tmp_path):
+def test_invalid_steps_are_tolerated(tmp_path):
     odd = [
         {"event": "scalars"},
         {"event": "image", "step": "four"},
@@ -126,7 +126,7 @@ def test_a_step_that_no_run_writes_does_no_harm(tmp_path):
     assert history(tmp_path) == [{"event": "resumed"}]
 
 
-def test_events_that_come_while_it_is_read_are_left_for_the_next_reading(tmp_path):
+def test_events_appended_while_reading_are_left_for_the_next_call(tmp_path):
     write(tmp_path, [{"event": "scalars", "step": 0}])
     reading = read_history(tmp_path)
     assert next(reading)["step"] == 0
@@ -138,6 +138,6 @@ def test_events_that_come_while_it_is_read_are_left_for_the_next_reading(tmp_pat
     assert [event["event"] for event in history(tmp_path)] == ["resumed"]
 
 
-def test_a_record_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(RecordError, match="no record can be read"):
+def test_a_missing_record_is_named(tmp_path):
+    with pytest.raises(RecordError, match="cannot read a record"):
         list(read_history(tmp_path))

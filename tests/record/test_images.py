@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from samestep.errors import RecordError
-from samestep.record.images import copy_picture, paths_in, safe_name, write_picture
+from samestep.record.images import (
+    AsyncImageWriter,
+    Picture,
+    copy_picture,
+    image_paths,
+    safe_name,
+    write_picture,
+)
 
 RANDOM = np.random.default_rng(0)
 SHAPES = [(1, 1), (5, 3), (5, 3, 1), (5, 3, 3)]
@@ -26,7 +35,7 @@ def write_image(directory, step, name, pixels):
 @pytest.mark.parametrize(
     "arranged", [np.ascontiguousarray, np.asfortranarray, lambda pixels: pixels[::-1]]
 )
-def test_pixels_come_back_from_the_file(tmp_path, shape, arranged):
+def test_pixels_round_trip(tmp_path, shape, arranged):
     pixels = arranged(RANDOM.integers(0, 256, shape, np.uint8))
     path, width, height = write_image(tmp_path, 3, "sample", pixels)
     assert (height, width) == shape[:2]
@@ -49,8 +58,8 @@ def test_pixels_come_back_from_the_file(tmp_path, shape, arranged):
         None,
     ],
 )
-def test_what_is_no_image_is_refused_with_what_was_expected(tmp_path, pixels):
-    with pytest.raises(RecordError, match=r"'sample'.*expected.*uint8.*\[H, W, 3\]"):
+def test_arrays_that_are_not_images_raise(tmp_path, pixels):
+    with pytest.raises(RecordError, match=r"'sample' must be a uint8 .*\[H, W, 3\], got"):
         write_image(tmp_path, 0, "sample", pixels)
     assert list(tmp_path.iterdir()) == []
 
@@ -73,7 +82,7 @@ def test_what_is_no_image_is_refused_with_what_was_expected(tmp_path, pixels):
         ]
     )
 )
-def test_no_name_leaves_the_folder(name):
+def test_no_name_leads_out_of_the_folder(name):
     path = Path("/run/images") / f"{safe_name(name)}-00000000.png"
     assert path.resolve().parent == Path("/run/images")
     assert path.name.isascii()
@@ -86,19 +95,19 @@ def test_different_names_have_different_files(names):
     assert len({safe_name(name) for name in names}) == len(names)
 
 
-def test_a_plain_name_stays_itself():
+def test_a_plain_name_is_unchanged():
     assert safe_name("val_faces-2") == "val_faces-2"
 
 
 @pytest.mark.parametrize("name", ["../../x", "<script>alert(1)</script>"])
-def test_a_hostile_name_is_written_inside(tmp_path, name):
+def test_an_image_with_a_hostile_name_is_written_inside_the_run(tmp_path, name):
     run = tmp_path / "deep" / "run"
     run.mkdir(parents=True)
     path, _, _ = write_image(run, 0, name, np.zeros((2, 2), np.uint8))
     assert [file.relative_to(run) for file in tmp_path.rglob("*") if file.is_file()] == [Path(path)]
 
 
-def test_an_image_written_again_leaves_one_whole_file(tmp_path):
+def test_rewriting_an_image_leaves_one_complete_file(tmp_path):
     for value in (0, 255):
         path, _, _ = write_image(tmp_path, 0, "sample", np.full((2, 2), value, np.uint8))
     assert [file.name for file in (tmp_path / "images").iterdir()] == ["sample-00000000.png"]
@@ -112,13 +121,13 @@ def test_without_pillow_the_error_says_what_to_install(tmp_path, monkeypatch):
         write_image(tmp_path, 0, "sample", np.zeros((2, 2), np.uint8))
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_an_unwritable_folder_is_named(tmp_path):
     (tmp_path / "images").write_text("a file")
     with pytest.raises(RecordError, match=r"images/sample-00000000\.png cannot be written"):
         write_image(tmp_path, 0, "sample", np.zeros((2, 2), np.uint8))
 
 
-def test_a_copy_does_not_change_with_the_pixels():
+def test_a_picture_is_a_copy_of_the_pixels():
     pixels = np.zeros((2, 3), np.uint8)
     picture = copy_picture(0, "sample", pixels)
     pixels[:] = 255
@@ -126,5 +135,83 @@ def test_a_copy_does_not_change_with_the_pixels():
 
 
 def test_images_are_found_in_lines_of_events():
-    lines = b'{"event":"image","path":"images/a.png"}\n{"event":"scalars","values":{"image":1}}\n{"event":"image","path":"torn'
-    assert paths_in(lines) == ["images/a.png"]
+    lines = (
+        b'{"event":"image","path":"images/a.png"}\n{"event":"scalars","values":{"image":1}}\n'
+        b'{"event":"image","path":"torn'
+    )
+    assert image_paths(lines) == ["images/a.png"]
+
+
+def picture(step, size=10):
+    return Picture(step, "sample", "L", size, 1, bytes(size))
+
+
+class Writer:
+    """Records the images that it is called with; each call blocks until `allowed`."""
+
+    def __init__(self):
+        self.written, self.allowed = [], threading.Semaphore(0)
+
+    def __call__(self, image, between):
+        self.allowed.acquire()
+        self.written.append((image.step, between))
+
+
+def test_images_are_written_in_order_in_the_background():
+    write = Writer()
+    with closing(AsyncImageWriter(write)) as images:
+        assert all(images.add(picture(step), between=step == 2) for step in range(4))
+        assert write.written == []
+        write.allowed.release(4)
+        images.flush()
+        assert write.written == [(0, False), (1, False), (2, True), (3, False)]
+
+
+def test_images_are_dropped_while_the_queue_is_full():
+    write = Writer()
+    with closing(AsyncImageWriter(write, max_bytes=25)) as images:
+        assert [images.add(picture(step), between=False) for step in range(4)] == [
+            True,
+            True,
+            False,
+            False,
+        ]
+        write.allowed.release(2)
+        images.flush()
+        assert images.add(picture(4), between=False)
+        write.allowed.release(1)
+    assert [step for step, _ in write.written] == [0, 1, 4]
+
+
+def test_a_single_image_may_exceed_the_limit():
+    write = Writer()
+    write.allowed.release(1)
+    with closing(AsyncImageWriter(write, max_bytes=5)) as images:
+        assert images.add(picture(0, size=6), between=False)
+    assert write.written == [(0, False)]
+
+
+def test_close_writes_queued_images():
+    write = Writer()
+    images = AsyncImageWriter(write)
+    for step in range(3):
+        images.add(picture(step), between=False)
+    write.allowed.release(3)
+    images.close()
+    assert len(write.written) == 3
+
+
+def refuse(image, between):
+    raise RecordError(f"no room for {image.step}")
+
+
+def test_an_error_is_raised_once_by_the_next_call():
+    images = AsyncImageWriter(refuse)
+    images.add(picture(1), between=False)
+    with pytest.raises(RecordError, match="no room for 1"):
+        images.flush()
+    images.flush()
+    images.add(picture(2), between=False)
+    images.close()  # it was tried now
+    with pytest.raises(RecordError, match="no room for 2"):
+        images.add(picture(3), between=False)

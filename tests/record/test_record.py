@@ -60,7 +60,7 @@ def test_scalars_are_floats_with_the_lowest_and_highest_worker(record, tmp_path)
     ]
 
 
-def test_what_comes_between_steps_is_marked(record, tmp_path):
+def test_values_logged_between_steps_are_marked(record, tmp_path):
     record.scalars(3, 1, {"loss": 0.5}, between=True)
     record.image(3, "faces", np.zeros((4, 6), np.uint8), between=True)
     record.image(3, "faces", np.zeros((4, 6), np.uint8))
@@ -76,12 +76,12 @@ def test_timing_is_by_worker_and_part(record, tmp_path):
 
 
 @pytest.mark.parametrize("field", ["time", "event"])
-def test_the_fields_of_every_event_cannot_be_given(record, field):
+def test_reserved_fields_raise(record, field):
     with pytest.raises(RecordError, match=f"{field}.*rename"):
         record.event("started", **{field: 1})
 
 
-def test_an_image_is_told_after_it_is_whole(record, tmp_path):
+def test_an_image_event_follows_the_complete_file(record, tmp_path):
     record.image(12, "faces", np.zeros((4, 6, 3), np.uint8))
     record.flush()
     (event,) = events_of(tmp_path)
@@ -98,7 +98,7 @@ def test_an_image_is_told_after_it_is_whole(record, tmp_path):
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
-def test_images_that_were_too_many_are_counted(tmp_path, monkeypatch):
+def test_dropped_images_are_counted(tmp_path, monkeypatch):
     let = threading.Semaphore(0)
 
     def write_when_let(directory, picture):
@@ -107,7 +107,7 @@ def test_images_that_were_too_many_are_counted(tmp_path, monkeypatch):
 
     monkeypatch.setattr("samestep.record.record.write_picture", write_when_let)
     monkeypatch.setattr(
-        "samestep.record.record.WaitingImages", partial(AsyncImageWriter, most_bytes=50)
+        "samestep.record.record.AsyncImageWriter", partial(AsyncImageWriter, max_bytes=50)
     )
     record = open_record(tmp_path / "run", writes=True)
     for step in range(5):
@@ -116,15 +116,15 @@ def test_images_that_were_too_many_are_counted(tmp_path, monkeypatch):
     record.flush()
     record.image(5, "faces", np.zeros((4, 6), np.uint8))
     record.close()
-    told = [
+    written = [
         {name: event[name] for name in ("event", "step", "count") if name in event}
         for event in events_of(tmp_path)
     ]
-    assert told[:1] == [{"event": "images_dropped", "count": 3, "step": 4}]
-    assert [event["step"] for event in told[1:]] == [0, 1, 5]
+    assert written[:1] == [{"event": "images_dropped", "count": 3, "step": 4}]
+    assert [event["step"] for event in written[1:]] == [0, 1, 5]
 
 
-def test_a_record_that_is_closed_has_every_image(tmp_path):
+def test_a_closed_record_has_every_image(tmp_path):
     record = open_record(tmp_path / "run", writes=True)
     for step in range(3):
         record.image(step, "faces", np.zeros((4, 6), np.uint8))
@@ -132,7 +132,7 @@ def test_a_record_that_is_closed_has_every_image(tmp_path):
     assert [event["step"] for event in events_of(tmp_path)] == [0, 1, 2]
 
 
-def test_an_image_that_cannot_be_written_is_told_at_the_next_call(record, tmp_path):
+def test_a_failed_image_write_raises_at_the_next_call(record, tmp_path):
     (tmp_path / "run" / "images").write_text("a file")
     record.image(0, "faces", np.zeros((4, 6), np.uint8))
     with pytest.raises(RecordError, match=r"images/faces-00000000\.png cannot be written"):
@@ -140,7 +140,7 @@ def test_an_image_that_cannot_be_written_is_told_at_the_next_call(record, tmp_pa
 
 
 @pytest.mark.parametrize(("directory", "writes"), [(None, True), ("run", False)])
-def test_who_does_not_write_gets_a_record_that_does_nothing(tmp_path, directory, writes):
+def test_workers_that_do_not_write_get_a_record_that_does_nothing(tmp_path, directory, writes):
     record = open_record(directory and tmp_path / directory, writes=writes)
     assert isinstance(record, NoRecord)
     record.event("started")
@@ -152,7 +152,7 @@ def test_who_does_not_write_gets_a_record_that_does_nothing(tmp_path, directory,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_does_not_write_answers_to_the_same_calls():
+def test_both_records_have_the_same_methods():
     def calls(kind):
         return {name for name in dir(kind) if not name.startswith("_")}
 

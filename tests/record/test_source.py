@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import ConfigError, RecordError
 from samestep.record import source as module
-from samestep.record.files import Part
+from samestep.record.files import EventChunk
 from samestep.record.source import find_runs, open_source
 
 STREAM = b"".join(b'{"step":%d}\n' % step for step in range(40))
@@ -17,8 +17,8 @@ CUTS = [0, *(index + 1 for index, byte in enumerate(STREAM) if byte == ord("\n")
 
 
 @pytest.fixture(params=["folder", "url"])
-def place(request, tmp_path):
-    """Return how a folder is named where a record is asked for: as it is, or as a URL."""
+def location(request, tmp_path):
+    """Return a function that turns a folder into a location: its path, or a URL."""
     return {"folder": str, "url": lambda folder: f"file://{folder}"}[request.param]
 
 
@@ -31,14 +31,14 @@ def read_all(source, offset=0):
     return b"".join(pieces)
 
 
-def write_part(folder, first, end, stream=STREAM):
-    file = folder / Part(first, end).path
+def write_chunk(folder, first, end, stream=STREAM):
+    file = folder / EventChunk(first, end).path
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(stream[first:end])
 
 
-def test_events_are_read_while_they_are_written(place, tmp_path):
-    source = open_source(place(tmp_path / "run"))
+def test_events_are_read_while_they_are_written(location, tmp_path):
+    source = open_source(location(tmp_path / "run"))
     assert source.read(0) == b""
     before = source.version()
     (tmp_path / "run").mkdir()
@@ -47,7 +47,7 @@ def test_events_are_read_while_they_are_written(place, tmp_path):
         assert source.version() != before
         assert read_all(source) == STREAM[: CUTS[3]]
         assert source.read(CUTS[3]) == b""
-        file.write(STREAM[CUTS[3] : CUTS[5] + 4])  # the last line is not whole yet
+        file.write(STREAM[CUTS[3] : CUTS[5] + 4])  # the last line is incomplete
         assert read_all(source, CUTS[3]) == STREAM[CUTS[3] : CUTS[5]]
         file.write(STREAM[CUTS[5] + 4 :])
         assert read_all(source, CUTS[5]) == STREAM[CUTS[5] :]
@@ -56,10 +56,10 @@ def test_events_are_read_while_they_are_written(place, tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 13, 100])
-def test_long_records_come_in_pieces_of_whole_lines(place, tmp_path, monkeypatch, size):
+def test_long_records_are_read_in_pieces_of_complete_lines(location, tmp_path, monkeypatch, size):
     monkeypatch.setattr(module, "READ_BYTES", size)
     (tmp_path / "events.jsonl").write_bytes(STREAM)
-    assert read_all(open_source(place(tmp_path))) == STREAM
+    assert read_all(open_source(location(tmp_path))) == STREAM
 
 
 @pytest.fixture(scope="module")
@@ -73,57 +73,57 @@ def scratch(tmp_path_factory):
     st.integers(0, 3),
 )
 @example([(CUTS[0], CUTS[20]), (CUTS[10], CUTS[40]), (CUTS[5], CUTS[8])], 1)
-def test_any_parts_read_as_the_bytes_up_to_the_first_that_is_missing(scratch, cuts, seed):
-    """Parts may overlap, hold one another and come in any order; what they give is the same stream."""
+def test_any_chunks_read_as_the_bytes_before_the_first_gap(scratch, cuts, seed):
+    """Chunks may overlap, contain each other and appear in any order."""
     parts = [(first, end) for first, end in cuts if first < end]
     shutil.rmtree(scratch)
     scratch.mkdir()
     source, reached = open_source(scratch), 0
     for number, (first, end) in enumerate(parts):
-        write_part(scratch, first, end)
-        if number % 3 >= seed:  # some are read as they come, and some only later
+        write_chunk(scratch, first, end)
+        if number % 3 >= seed:  # some are read immediately, others later
             reached += len(source.read(reached))
-    assert STREAM[:reached] + read_all(source, reached) == STREAM[: reach_of(parts)]
+    assert STREAM[:reached] + read_all(source, reached) == STREAM[: covered_by(parts)]
 
 
-def reach_of(parts):
+def covered_by(parts):
     held = {byte for first, end in parts for byte in range(first, end)}
     return next(byte for byte in range(len(STREAM) + 1) if byte not in held)
 
 
-def test_small_parts_may_be_replaced_by_larger_ones_while_they_are_read(place, tmp_path):
+def test_small_chunks_may_be_replaced_by_larger_ones_during_reading(location, tmp_path):
     for first, end in ((0, CUTS[1]), (CUTS[1], CUTS[2]), (CUTS[2], CUTS[3])):
-        write_part(tmp_path, first, end)
-    source = open_source(place(tmp_path))
+        write_chunk(tmp_path, first, end)
+    source = open_source(location(tmp_path))
     assert source.read(0) == STREAM[: CUTS[1]]
     shutil.rmtree(tmp_path / "record")
-    write_part(tmp_path, 0, CUTS[3])
+    write_chunk(tmp_path, 0, CUTS[3])
     assert source.read(CUTS[1]) == STREAM[CUTS[1] : CUTS[3]]
 
 
-def test_a_torn_part_is_not_read(place, tmp_path):
-    write_part(tmp_path, 0, CUTS[2])
-    write_part(tmp_path, CUTS[2], CUTS[9], STREAM[: CUTS[9] - 1])
-    assert read_all(open_source(place(tmp_path))) == STREAM[: CUTS[2]]
+def test_an_incomplete_chunk_is_not_read(location, tmp_path):
+    write_chunk(tmp_path, 0, CUTS[2])
+    write_chunk(tmp_path, CUTS[2], CUTS[9], STREAM[: CUTS[9] - 1])
+    assert read_all(open_source(location(tmp_path))) == STREAM[: CUTS[2]]
 
 
-def test_a_record_that_another_one_replaced_is_told(place, tmp_path):
+def test_a_replaced_record_raises(location, tmp_path):
     (tmp_path / "events.jsonl").write_bytes(STREAM)
-    source = open_source(place(tmp_path))
+    source = open_source(location(tmp_path))
     end = len(read_all(source))
     (tmp_path / "events.jsonl").write_bytes(STREAM[: CUTS[1]])
     with pytest.raises(
-        RecordError, match=f"has no byte {end}: another one took its place; read it from its start"
+        RecordError, match=f"has no byte {end}: another record replaced it; read it from the start"
     ):
         source.read(end)
     assert source.read(0) == STREAM[: CUTS[1]]
 
 
-def test_images_come_in_pieces(place, tmp_path, monkeypatch):
+def test_images_are_read_in_pieces(location, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "READ_BYTES", 3)
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a-00000001.png").write_bytes(b"12345678")
-    size, pieces = open_source(place(tmp_path)).open_image("images/a-00000001.png")
+    size, pieces = open_source(location(tmp_path)).open_image("images/a-00000001.png")
     assert (size, list(pieces)) == (8, [b"123", b"456", b"78"])
 
 
@@ -155,13 +155,13 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("path", HOSTILE)
-def test_no_path_of_an_image_leaves_the_run(place, tmp_path, path):
+def test_no_image_path_leads_out_of_the_run(location, tmp_path, path):
     run = tmp_path / "run"
     (run / "images" / "sub").mkdir(parents=True)
     for file in (run / "secret", tmp_path / "secret", run / "images" / ".hidden"):
         file.write_text("secret")
     with pytest.raises(RecordError):
-        open_source(place(run)).open_image(path)
+        open_source(location(run)).open_image(path)
 
 
 def test_no_link_leads_out_of_the_run(tmp_path):
@@ -177,20 +177,20 @@ def test_no_link_leads_out_of_the_run(tmp_path):
             open_source(tmp_path / run).open_image("images/a.png")
 
 
-def test_a_pipe_among_the_images_is_no_image(tmp_path):
+def test_a_pipe_is_not_an_image(tmp_path):
     (tmp_path / "images").mkdir()
     os.mkfifo(tmp_path / "images" / "a.png")
     with pytest.raises(RecordError, match="there is no image"):
         open_source(tmp_path).open_image("images/a.png")
 
 
-def test_runs_are_found_at_and_below_a_place(place, tmp_path):
-    assert find_runs(place(tmp_path / "nowhere")) == []
+def test_runs_are_found_at_and_below_a_location(location, tmp_path):
+    assert find_runs(location(tmp_path / "nowhere")) == []
     for run in (".", "b", "a/one", "a/two/deep"):
         (tmp_path / run).mkdir(parents=True, exist_ok=True)
         (tmp_path / run / "events.jsonl").touch()
     (tmp_path / "sent").mkdir()
-    write_part(tmp_path / "sent", 0, CUTS[1])
+    write_chunk(tmp_path / "sent", 0, CUTS[1])
     for no_run in (
         "step-00000010",
         "images",
@@ -203,10 +203,10 @@ def test_runs_are_found_at_and_below_a_place(place, tmp_path):
         (tmp_path / no_run).mkdir(parents=True)
         if no_run != "empty/record":
             (tmp_path / no_run / "events.jsonl").touch()
-    assert find_runs(place(tmp_path)) == [".", "a/one", "a/two/deep", "b", "sent"]
+    assert find_runs(location(tmp_path)) == [".", "a/one", "a/two/deep", "b", "sent"]
 
 
-def test_a_link_to_a_run_is_not_a_run_of_its_own(tmp_path):
+def test_a_link_to_a_run_is_not_listed_as_a_run(tmp_path):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "events.jsonl").touch()
     (tmp_path / "runs" / "latest").symlink_to("a")
@@ -215,5 +215,7 @@ def test_a_link_to_a_run_is_not_a_run_of_its_own(tmp_path):
 
 
 def test_a_url_that_cannot_be_used_is_told():
-    with pytest.raises(ConfigError, match="s4://bucket/run was given; expected a URL"):
+    with pytest.raises(
+        ConfigError, match=r"expected a URL that fsspec knows, .* got s4://bucket/run"
+    ):
         open_source("s4://bucket/run")

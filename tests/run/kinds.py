@@ -1,4 +1,4 @@
-"""Jobs of many kinds: what people train, and what is awkward about it."""
+"""Training jobs of many kinds, with their difficult cases."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sentences(torch.utils.data.Dataset):
 
 
 class Augmented(torch.utils.data.Dataset):
-    """Images that are changed by draws from every generator that user code may draw from."""
+    """Images that are augmented with every global random generator."""
 
     def __init__(self):
         self.images = images(37)
@@ -158,7 +158,7 @@ def adversarial_job(run):
 
 
 class Experts(nn.Module):
-    """Parameters that are frozen, used by all, by some lanes, at some steps, or never."""
+    """Parameters that are frozen, or used by all lanes, by some lanes, at some steps, or never."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +186,7 @@ def experts_job(run):
 
 
 class Watching(nn.Module):
-    """Buffers of every kind: counted, averaged, chosen, constant, and never saved."""
+    """Buffers of every kind: counters, averages, choices, constants, and nonpersistent ones."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,7 @@ def buffers_job(run):
 
 
 def words_job(run):
-    """Predict the next word; a lane's mean is over its words, and some lanes have none."""
+    """Predict the next word; the mean of a lane is over its words, and some lanes have none."""
 
     def loss_fn(model, sentences):
         logits = model(sentences[:, :-1].clamp(min=0))
@@ -246,7 +246,7 @@ def words_job(run):
 
 
 def grouped_job(run):
-    """Batch sentences of one length with each other."""
+    """Batch sentences of equal length together."""
 
     def loss_fn(model, sentences):
         return F.cross_entropy(
@@ -298,7 +298,7 @@ class Walk:
 
 
 def noise(lane):
-    """Yield for ever, without state; lanes have different numbers of samples."""
+    """Yield endlessly, without state; lanes have different numbers of samples."""
     while True:
         yield torch.rand(lane + 1, 3)
 
@@ -307,7 +307,7 @@ def streams_job(run, hook=lambda step: None):
     model = run.replicate(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)))
     optimizer = run.shard(torch.optim.Rprop(model.parameters()))
     run.track(model=model, optimizer=optimizer)
-    for steps, make_stream in ((4, Walk), (None, noise)):  # the first loop ends by itself
+    for steps, make_stream in ((4, Walk), (None, noise)):  # the second loop is endless
         for batch in run.streams(make_stream, steps=steps, name=make_stream.__name__):
             if run.step == 8:
                 break
@@ -332,7 +332,7 @@ class Mixed(nn.Module):
 
     def forward(self, pictures):
         features = self.first(pictures.flatten(1).bfloat16())
-        # BatchNorm takes no batch of one sample in training.
+        # BatchNorm rejects batches of one sample in training.
         features = self.norm(features.float()) if len(pictures) > 1 else features.float()
         return self.second(features.relu().double()).float()
 

@@ -1,4 +1,4 @@
-"""What cannot be trained is a clear error: the right type, and the words that say what was given and what to do."""
+"""Bad input raises the right exception, with a message that names the value and the fix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def one_step(
     count=None,
     **batches,
 ):
-    """Make the first step of a loop over a data set."""
+    """Run the first step of a loop over a data set."""
     model = run.replicate(
         nn.Sequential(nn.Flatten(), nn.Linear(64, 10)) if model is None else model
     )
@@ -45,7 +45,7 @@ def step_fails_with(error, words, *args, **options):
 
 
 def errors_of(workers, body, **options):
-    """Return the error of each of several workers."""
+    """Return the error of each worker."""
 
     def work():
         with ss.init(**{"lanes": 4, **options}) as run:
@@ -65,25 +65,30 @@ class Endless(IterableDataset):
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        (lambda loss: loss.repeat(3), r"a tensor of shape \(3,\) in lane 0; expected a scalar"),
+        (lambda loss: loss.repeat(3), r"a scalar tensor, got a tensor of shape \(3,\) in lane 0"),
         (lambda loss: loss.detach(), "lane 0 has no gradient"),
-        (lambda loss: loss.item(), "returned float in lane 0"),
-        (lambda loss: None, "returned NoneType in lane 0"),
-        (lambda loss: (loss, 3), "int beside the loss; expected a dict"),
-        (lambda loss: (loss, {}, {}), "returned tuple in lane 0"),
-        (lambda loss: (loss, {"scores": torch.zeros(2)}), r"metric 'scores' has shape \(2,\)"),
-        (lambda loss: (loss, {"best": "cat"}), "metric 'best' is str; expected a scalar"),
+        (lambda loss: loss.item(), "got float in lane 0"),
+        (lambda loss: None, "got NoneType in lane 0"),
+        (lambda loss: (loss, 3), "dict of scalars by name.*got int"),
+        (lambda loss: (loss, {}, {}), "got tuple in lane 0"),
+        (
+            lambda loss: (loss, {"scores": torch.zeros(2)}),
+            r"metric 'scores' must be a scalar, got a tensor of shape \(2,\)",
+        ),
+        (lambda loss: (loss, {"best": "cat"}), "metric 'best' must be a scalar, got str"),
     ],
 )
-def test_a_loss_is_a_scalar_with_a_gradient_and_a_dict_of_scalars(returned, words):
-    step_fails_with(
-        ss.errors.LossError, words, lambda model, batch: returned(classify(model, batch)[0])
-    )
+def test_loss_function_must_return_a_scalar_with_gradient_and_a_dict_of_scalars(returned, words):
+    step_fails_with(ss.LossError, words, lambda model, batch: returned(classify(model, batch)[0]))
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, "32", 2.0, True, None])
-def test_a_batch_size_is_a_whole_number_of_samples(batch_size):
-    step_fails_with(ss.ConfigError, f"batch_size={batch_size!r} was given", batch_size=batch_size)
+def test_batch_size_must_be_a_positive_integer(batch_size):
+    step_fails_with(
+        ss.ConfigError,
+        f"batch_size must be a whole number of at least 1 .*, got {batch_size!r}",
+        batch_size=batch_size,
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,28 +96,32 @@ def test_a_batch_size_is_a_whole_number_of_samples(batch_size):
     [
         (images(0), "has no samples"),
         (Endless(), "Endless.*use run.streams"),
-        (DataLoader(images(8)), "DataLoader.*no __getitem__"),
-        (iter([]), "list_iterator has no length"),
+        (DataLoader(images(8)), "must have __len__ and __getitem__, got DataLoader"),
+        (iter([]), "must have __len__ and __getitem__, got list_iterator"),
     ],
 )
-def test_a_data_set_has_a_length_and_items(dataset, words):
+def test_data_set_must_be_map_style_and_not_empty(dataset, words):
     step_fails_with(ss.DataError, words, dataset=dataset)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"steps": -1}, ss.ConfigError, "steps=-1"),
+        (
+            {"steps": -1},
+            ss.ConfigError,
+            "steps must be a whole number of at least 0 or None, got -1",
+        ),
         ({"batch_size": 9, "drop_last": True}, ss.ConfigError, "leaves none of 8 samples"),
         ({"group_by": [0, 1]}, ss.DataError, "2 entries for 8 samples"),
         (
             {"group_by": [0] * 8, "drop_last": True},
             ss.ConfigError,
-            "drop_last was given with group_by",
+            "drop_last cannot be used with group_by",
         ),
-        ({"count": lambda batch: 0.5}, ss.DataError, "count returned 0.5 for lane 0"),
-        ({"count": lambda batch: -1}, ss.DataError, "count returned -1 for lane 0"),
-        ({"update": "head"}, ss.errors.ModelError, "update str; expected a torch.nn.Module"),
+        ({"count": lambda batch: 0.5}, ss.DataError, "count must return .* got 0.5 for lane 0"),
+        ({"count": lambda batch: -1}, ss.DataError, "count must return .* got -1 for lane 0"),
+        ({"update": "head"}, ss.ModelError, "must update a torch.nn.Module, got str"),
         (
             {"update": nn.Linear(2, 2)},
             ss.errors.ModelError,
@@ -127,11 +136,11 @@ def test_a_data_set_has_a_length_and_items(dataset, words):
         ({"model": "a model"}, ss.errors.ModelError, "was given str; expected a torch.nn.Module"),
     ],
 )
-def test_a_wrong_argument_is_named(options, error, words):
+def test_invalid_argument_is_named(options, error, words):
     step_fails_with(error, words, **options)
 
 
-def test_sparse_gradients_are_refused():
+def test_sparse_gradient_is_rejected():
     def loss_fn(model, batch):
         return model(batch[0]).sum()
 
@@ -145,7 +154,7 @@ def test_sparse_gradients_are_refused():
     )
 
 
-def test_a_model_that_was_not_replicated_is_named():
+def test_model_that_is_not_replicated_is_rejected():
     def body(run):
         run.backward(classify, Net(), next(iter(run.batches(images(8), 8))))
 
@@ -156,7 +165,7 @@ def test_a_model_that_was_not_replicated_is_named():
     )
 
 
-def test_one_loop_is_advanced_at_a_time():
+def test_nested_loops_are_rejected():
     def body(run):
         list(
             zip(
@@ -172,12 +181,12 @@ def test_one_loop_is_advanced_at_a_time():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (torch.optim.LBFGS, "LBFGS cannot be sharded: only optimizers.*AdamW"),
+        (torch.optim.LBFGS, "LBFGS cannot be sharded: only elementwise optimizers.*AdamW"),
         (torch.optim.Adafactor, "Adafactor cannot be sharded"),
         (type("Own", (torch.optim.SGD,), {}), "Own cannot be sharded"),
     ],
 )
-def test_an_optimizer_that_is_not_elementwise_is_refused(make, words):
+def test_optimizer_that_is_not_elementwise_cannot_be_sharded(make, words):
     fails_with(
         ss.errors.OptimizerError,
         words,
@@ -185,7 +194,7 @@ def test_an_optimizer_that_is_not_elementwise_is_refused(make, words):
     )
 
 
-def test_an_optimizer_is_sharded_before_its_first_step():
+def test_optimizer_with_state_cannot_be_sharded():
     def body(run):
         model = run.replicate(nn.Linear(64, 10))
         optimizer = torch.optim.Adam(model.parameters())
@@ -203,31 +212,31 @@ def test_an_optimizer_is_sharded_before_its_first_step():
         lambda optimizer: torch.optim.SGD(optimizer.param_groups[0]["params"]),
     ],
 )
-def test_a_parameter_is_sharded_once(again):
+def test_parameter_cannot_be_sharded_twice(again):
     def body(run):
         run.shard(again(run.shard(torch.optim.SGD(run.replicate(Net()).parameters()))))
 
-    words = "SGD has parameters that were sharded before"
-    fails_with(ss.errors.OptimizerError, words, body)
+    words = "SGD has parameters that are already sharded"
+    fails_with(ss.OptimizerError, words, body)
     assert [words in str(error) for error in errors_of(2, body)] == [True, True]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"lane": 8}, "lane is not an option of samestep; did you mean lanes"),
-        ({"lanes": 0}, "lanes must be at least 1, got 0"),
-        ({"check_every": 0}, "check_every must be at least 1, got 0"),
-        ({"lanes": "8"}, "lanes must be an integer or none, got '8'"),
-        ({"precision": "bfloat"}, "precision must be.*did you mean bfloat16"),
-        ({"device": "cuda"}, "device='cuda' was given, and torch finds no GPU"),
+        ({"lane": 8}, "lane is no option of samestep; did you mean lanes"),
+        ({"lanes": 0}, "lanes=0 was given; expected at least 1"),
+        ({"check_every": 0}, "check_every=0 was given; expected at least 1"),
+        ({"lanes": "8"}, "lanes='8' was given; expected a whole number"),
+        ({"precision": "bfloat"}, "precision='bfloat'.*did you mean bfloat16"),
+        ({"device": "cuda"}, "device='cuda' needs a GPU, but torch finds no GPU"),
         (
             {"devices": ["cuda:0", "cuda:1"]},
-            "devices=cuda:0,cuda:1 was given, and torch finds no GPU",
+            "devices=cuda:0,cuda:1 needs a GPU, but torch finds no GPU",
         ),
     ],
 )
-def test_a_wrong_option_is_named(options, words):
+def test_invalid_option_is_named(options, words):
     with pytest.raises(ss.ConfigError, match=words):
         ss.init(**options)
 
@@ -245,20 +254,20 @@ def test_a_wrong_option_is_named(options, words):
         ("RANK", "0", "RANK=0 is set and WORLD_SIZE"),
     ],
 )
-def test_a_wrong_variable_is_named(name, value, words, monkeypatch):
+def test_invalid_environment_variable_is_named(name, value, words, monkeypatch):
     monkeypatch.setenv(name, value)
     with pytest.raises(ss.ConfigError, match=words):
         ss.init()
 
 
-def test_a_wrong_flag_is_named(tmp_path, capsys):
+def test_invalid_flag_is_named(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('it was started')")
     assert main(["run", "--keep-last", "few", str(script)]) == 2
     assert "--keep-last must be an integer, got 'few'" in capsys.readouterr().err
 
 
-def test_more_workers_than_lanes_are_refused_on_every_worker():
+def test_more_workers_than_lanes_is_an_error_on_every_worker():
     errors = errors_of(3, lambda run: None, lanes=2)
     assert {str(error) for error in errors} == {
         "lanes must be at least the number of workers (3), got 2; increase lanes"
@@ -291,13 +300,13 @@ def test_more_workers_than_lanes_are_refused_on_every_worker():
         ),
     ],
 )
-def test_models_that_differ_between_workers_are_refused(make, words):
+def test_models_that_differ_between_workers_are_rejected(make, words):
     for error in errors_of(2, lambda run: run.replicate(make(run.rank))):
         assert isinstance(error, ss.errors.ModelError)
         assert re.search(f"^models differ between workers: .*{words}", str(error))
 
 
-def test_values_that_differ_between_workers_become_equal():
+def test_replicate_copies_the_values_of_rank_0():
     def body():
         with ss.init(lanes=2) as run:
             torch.manual_seed(run.rank)

@@ -1,4 +1,4 @@
-"""One worker with several devices: what it computes where, and how it is started."""
+"""Workers with several devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.jobs import Net, classify, events, image_job, images, left_by
 from tests.workers import run_workers
 
 
-def test_each_device_computes_its_lanes_with_its_own_parameters_and_buffers():
+def test_each_device_runs_its_lanes_with_its_own_parameters_and_buffers():
     ran = []
 
     def loss_fn(model, batch):
@@ -28,15 +28,15 @@ def test_each_device_computes_its_lanes_with_its_own_parameters_and_buffers():
         run.backward(loss_fn, model, next(iter(run.batches(images(10), 10))))
         assert len({weight for _, weight, _ in ran}) == len({mean for _, _, mean in ran}) == 3
         assert [weight for _, weight, _ in ran].count(own) == 1
-        # Lanes have 2, 3, 2 and 3 of 10 samples; the devices carry one, one and two of them, and
-        # take turns.
+        # The lanes have 2, 3, 2 and 3 of 10 samples. The three devices take turns with one, one
+        # and two lanes.
         assert [samples for samples, _, _ in ran] == [2, 3, 2, 3]
         assert [weight for _, weight, _ in ran][2] == [weight for _, weight, _ in ran][3]
         assert model.head.weight.data_ptr() == own
         assert model.head.weight.grad is not None
 
 
-def test_a_module_held_in_a_closure_computes_on_the_device_too():
+def test_module_in_a_closure_runs_on_the_current_device():
     def trained(devices):
         with ss.init(devices=["cpu"] * devices, lanes=2) as run:
             torch.manual_seed(0)
@@ -58,7 +58,7 @@ def test_a_module_held_in_a_closure_computes_on_the_device_too():
     assert all(torch.equal(one, two) for one, two in zip(trained(1), trained(2), strict=True))
 
 
-def test_a_frozen_discriminator_is_frozen_on_every_device():
+def test_module_without_update_is_frozen_on_every_device():
     with ss.init(devices=2, lanes=2) as run:
         body, judge = run.replicate(nn.Linear(2, 2)), run.replicate(nn.Linear(2, 1))
         judge.requires_grad_(requires_grad=False)
@@ -79,7 +79,7 @@ def test_a_frozen_discriminator_is_frozen_on_every_device():
 
 
 def evaluated(devices):
-    """Return means, a merged metric and outputs of an evaluation, and on how many replicas it ran."""
+    """Return the results of an evaluation, and the number of replicas that it used."""
     with ss.init(devices=["cpu"] * devices, lanes=8) as run:
         torch.manual_seed(0)
         model, metric, seen = (
@@ -87,7 +87,7 @@ def evaluated(devices):
             torchmetrics.classification.MulticlassConfusionMatrix(10),
             set(),
         )
-        average = nn.Linear(64, 10)  # was not replicated
+        average = nn.Linear(64, 10)  # not replicated
 
         def score(model, batch):
             seen.add(model.head.weight.data_ptr())
@@ -105,7 +105,7 @@ def evaluated(devices):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_evaluation_is_the_same_on_any_number_of_devices(workers):
+def test_evaluation_is_equal_on_any_number_of_devices(workers):
     (expected, one) = evaluated(1)
     found, several = run_workers(evaluated, workers, 3)[0]
     assert (one, several) == (1, 3)
@@ -115,7 +115,7 @@ def test_an_evaluation_is_the_same_on_any_number_of_devices(workers):
     assert found["others"] == expected["others"]
 
 
-def test_a_run_continues_on_another_number_of_devices(tmp_path):
+def test_run_resumes_on_a_different_number_of_devices(tmp_path):
     expected = left_by(image_job, tmp_path / "straight", 1, lanes=8)
     with (
         ss.init(dir=tmp_path / "parted", lanes=8, devices=["cpu", "cpu"], stop_after=3) as run,
@@ -126,20 +126,19 @@ def test_a_run_continues_on_another_number_of_devices(tmp_path):
     assert [event["devices"] for event in events(tmp_path / "parted")[:1]] == [["cpu", "cpu"]]
 
 
-def test_lanes_are_by_default_one_a_device():
+def test_default_is_one_lane_per_device():
     with ss.init(devices=3) as run:
         assert (run.lanes, run.world_size, run.devices) == (3, 1, [torch.device("cpu")] * 3)
 
 
-def test_more_devices_than_lanes_are_refused(tmp_path):
+def test_more_devices_than_lanes_is_an_error(tmp_path):
     with pytest.raises(
-        ss.ConfigError, match="lanes=3 was given for 4 devices; expected at least a lane a device"
+        ss.ConfigError,
+        match=r"lanes must be at least the number of devices \(4\), got 3; increase lanes",
     ):
         ss.init(lanes=3, devices=4)
     left_by(image_job, tmp_path, 1, lanes=2)
-    with pytest.raises(
-        ss.ConfigError, match="has 2 lanes, and 1 workers with 3 devices each were started"
-    ):
+    with pytest.raises(ss.ConfigError, match=r"number of devices \(3\), got 2 in the snapshot"):
         ss.init(dir=tmp_path, devices=3)
 
 
@@ -151,7 +150,7 @@ def test_launched_workers_get_their_devices():
     assert ss.launch(devices, workers=2, devices=["cpu", "cpu"], lanes=5) == (2, 2, 5)
 
 
-TELL = """
+SCRIPT = """
 import samestep as ss
 with ss.init() as run:
     run.print(run.world_size, len(run.devices))
@@ -159,7 +158,7 @@ with ss.init() as run:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "printed"),
     [
         ([], "3 1"),
         (["--mode", "ddp"], "3 1"),
@@ -167,13 +166,13 @@ with ss.init() as run:
         (["--devices", "cpu,cpu"], "3 2"),
     ],
 )
-def test_a_mode_says_who_has_the_devices(flags, told, tmp_path, capfd):
-    (script := tmp_path / "tell.py").write_text(TELL)
+def test_mode_assigns_devices_to_workers(flags, printed, tmp_path, capfd):
+    (script := tmp_path / "print_devices.py").write_text(SCRIPT)
     assert main(["run", "-n", "3", *flags, str(script)]) == 0
-    assert capfd.readouterr().out.splitlines() == [told]
+    assert capfd.readouterr().out.splitlines() == [printed]
 
 
-def test_a_mode_beside_devices_is_refused(tmp_path, capsys):
-    (script := tmp_path / "tell.py").write_text(TELL)
+def test_mode_with_devices_is_an_error(tmp_path, capsys):
+    (script := tmp_path / "print_devices.py").write_text(SCRIPT)
     assert main(["run", "--mode", "dp", "--devices", "2", str(script)]) == 2
     assert "--devices cannot be combined with --mode dp" in capsys.readouterr().err

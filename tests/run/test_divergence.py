@@ -1,4 +1,4 @@
-"""Workers whose state is no longer the same bits are found and named; workers whose state is, never."""
+"""Detection of workers with different state, without false alarms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def flip(tensor):
 
 
 def job(run, flipped, ranks, at=3):
-    """Train for 8 steps, and flip a bit in the body of one of them, on some workers."""
+    """Train for 8 steps, and flip a bit on some workers in the body of step `at`."""
     model = run.replicate(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -35,11 +35,11 @@ def job(run, flipped, ranks, at=3):
 
 
 def weight(model, _):
-    return model.second.weight  # which is that of `first`
+    return model.second.weight  # the same tensor as `first.weight`
 
 
-def told(workers, flipped, ranks, directory=None, **options):
-    """Return the words in which each of several workers tells of the difference."""
+def messages(workers, flipped, ranks, directory=None, **options):
+    """Return the error message of each worker."""
     ends = try_workers(
         train,
         workers,
@@ -66,19 +66,17 @@ def told(workers, flipped, ranks, directory=None, **options):
         ),
     ],
 )
-def test_one_bit_of_one_worker_is_named(flipped, name):
-    first, second = told(2, flipped, [1])
+def test_one_flipped_bit_is_detected_and_named(flipped, name):
+    first, second = messages(2, flipped, [1])
     assert first == second
-    assert first.startswith(
-        f"workers differ after step 4: '{name}' is not the same on all of them; "
-    )
-    assert "after step 2 all was equal: resume from a snapshot of that step or before" in first
+    assert first.startswith(f"workers differ after step 4 in '{name}': there is no majority: ")
+    assert "equal after step 2: resume from a snapshot of that step or an earlier one" in first
 
 
-def test_the_workers_that_differ_from_most_are_named(tmp_path):
-    first, *_ = told(3, weight, [1], tmp_path)
+def test_workers_that_differ_from_the_majority_are_named(tmp_path):
+    first, *_ = messages(3, weight, [1], tmp_path)
     assert re.search(
-        rf"; worker 1 \({HOST}\) differs from the majority; expected the same bits everywhere",
+        rf": worker 1 \({HOST}\) differs from the majority; expected the same bits on all workers",
         first,
     )
     assert {
@@ -86,35 +84,36 @@ def test_the_workers_that_differ_from_most_are_named(tmp_path):
     } == dict.fromkeys(range(3), "DivergenceError")
 
 
-def test_without_a_majority_both_sides_are_named():
-    first, *_ = told(4, weight, [1, 2])
+def test_both_sides_are_named_without_a_majority():
+    first, *_ = messages(4, weight, [1, 2])
     assert re.search(
-        rf"no majority: worker 0 \({HOST}\), 3 \({HOST}\) and worker 1 \({HOST}\), 2 \({HOST}\) differ from each other",
+        rf"no majority: worker 0 \({HOST}\), 3 \({HOST}\) "
+        rf"and worker 1 \({HOST}\), 2 \({HOST}\) differ from each other",
         first,
     )
 
 
-def test_a_difference_that_is_some_steps_old_is_still_told():
-    first, _ = told(2, weight, [1], check_every=6)
-    assert "after step 6: 'model/first.weight' is" in first
+def test_difference_is_reported_at_a_later_check():
+    first, _ = messages(2, weight, [1], check_every=6)
+    assert "workers differ after step 6 in 'model/first.weight': " in first
     assert (
-        "nothing was compared before since this start: resume from a snapshot that you trust"
+        "nothing was compared earlier in this attempt: resume from a snapshot that you trust"
         in first
     )
 
 
-def test_a_difference_after_the_last_step_is_told_at_the_end_of_the_loop(tmp_path):
+def test_difference_after_the_last_step_is_reported_at_the_end_of_the_loop(tmp_path):
     ends = try_workers(
         train, 2, lambda run: job(run, weight, [0], at=7), tmp_path, {"lanes": 4, "check_every": 8}
     )
     assert [
-        "workers differ after step 8: 'model/first.weight'" in str(end.error) for end in ends
+        "workers differ after step 8 in 'model/first.weight': " in str(end.error) for end in ends
     ] == [True, True]
     assert snapshots(tmp_path)[-1] == "step-00000008"
     assert not events(tmp_path, "finished")
 
 
-def test_a_model_that_is_not_tracked_is_compared_too():
+def test_replicated_module_that_is_not_tracked_is_compared():
     def body(run):
         other, model = run.replicate(torch.nn.BatchNorm1d(2)), run.replicate(Net())
         for batch in run.batches(images(32), 8):
@@ -123,31 +122,29 @@ def test_a_model_that_is_not_tracked_is_compared_too():
                 flip(other.running_var)
 
     ends = try_workers(train, 2, body, None, {"check_every": 2})
-    assert [
-        "'module 0 (BatchNorm1d)/running_var' is not the same" in str(end.error) for end in ends
-    ] == [True, True]
+    assert [" in 'module 0 (BatchNorm1d)/running_var': " in str(end.error) for end in ends] == [
+        True,
+        True,
+    ]
 
 
-def test_the_first_of_several_tensors_is_named():
+def test_first_of_several_tensors_is_named():
     def both(model, optimizer):
         flip(optimizer.state[model.head.bias]["momentum_buffer"])
         return model.head.bias
 
-    first, _ = told(2, both, [0])
-    assert (
-        "after step 4: 'model/head.bias' is the first of 2 tensors that are not the same on all of them"
-        in first
-    )
+    first, _ = messages(2, both, [0])
+    assert "after step 4 in 'model/head.bias' (the first of 2 tensors that differ): " in first
 
 
-def test_none_switches_it_off():
+def test_check_every_none_disables_the_check():
     assert run_workers(
         train, 2, lambda run: job(run, weight, [1]), None, {"lanes": 4, "check_every": None}
     ) == [None, None]
 
 
 def counted(job, options):
-    """Run a job and return for how many steps the workers' digests were compared."""
+    """Run a job and return the number of steps at which digests were compared."""
     with ss.init(**{"lanes": 8, "check_every": 1, **options}) as run:
         compare, compared = run._session.divergence.compare, []
 
@@ -162,7 +159,7 @@ def counted(job, options):
 
 
 def spoiled_job(run):
-    """Train with a loss that is NaN from the second step on."""
+    """Train with a loss that is NaN from the second step."""
     return image_job(
         run,
         loss_fn=lambda model, batch: model(batch[0]).mean() * (float("nan") if run.step else 1.0),
@@ -182,17 +179,17 @@ def spoiled_job(run):
         (kinds.mixed_dtypes_job, {}),
     ],
 )
-def test_ordinary_runs_raise_no_alarm(job, options):
+def test_ordinary_runs_raise_no_error(job, options):
     first, second = run_workers(counted, 2, job, options)
     assert first == second == (first[0], first[0])
     assert first[0] > 0
 
 
-def test_one_worker_compares_nothing():
+def test_one_worker_computes_no_checksums():
     assert counted(image_job, {}) == (8, 0)
 
 
-def test_bytes_are_compared():
+def test_checksums_depend_on_bytes():
     def of(values):
         return checksums({"values": values})
 
@@ -210,7 +207,7 @@ def test_bytes_are_compared():
     "dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64]
 )
 @pytest.mark.parametrize("shape", [(), (0, 2), (3, 2)])
-def test_tensors_of_any_dtype_and_shape_have_a_checksum(dtype, shape):
+def test_tensor_of_any_dtype_and_shape_has_a_checksum(dtype, shape):
     state = {
         "a": [torch.ones(shape).to(dtype)],
         1: {"b": (torch.ones(shape).to(dtype),)},
@@ -221,7 +218,7 @@ def test_tensors_of_any_dtype_and_shape_have_a_checksum(dtype, shape):
     assert set(found.values()) == {found["a/0"]}
 
 
-def test_what_lies_in_one_place_has_one_checksum():
+def test_aliases_have_one_checksum():
     weight = torch.ones(3)
     assert list(
         checksums(

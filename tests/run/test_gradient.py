@@ -1,4 +1,4 @@
-"""The gradient is that of the mean over all items of the global batch, however many items each lane has."""
+"""The gradient is that of the mean over all items, at any number of items per lane."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.workers import run_workers
 
 
 def regress(model, batch):
-    """Return the mean over the lane's items, which is NaN over none."""
+    """Return the mean over the lane's items; NaN without items."""
     inputs, targets = batch
     return (model(inputs) - targets).square().mean()
 
 
 def items(lane, number):
-    """Return the inputs and targets of a lane; targets differ from lane to lane, so that a mean of means would show."""
+    """Return inputs and targets of a lane; targets differ, which would reveal a mean of means."""
     generator = torch.Generator().manual_seed(lane)
     return torch.randn(number, 3, generator=generator), torch.randn(
         number, 1, generator=generator
@@ -35,7 +35,7 @@ def make_model():
 
 
 def check(run, batch, inputs, targets, count):
-    """Assert that a batch has the loss and the gradient, to rounding, of the mean over all `inputs` and `targets` in float64."""
+    """Assert that loss and gradient equal those of the mean over all inputs, up to rounding."""
     reference = make_model().double()
     loss = regress(reference, (inputs.double(), targets.double()))
     loss.backward()
@@ -61,16 +61,14 @@ def count_items(batch):
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any))
 @settings(max_examples=50)
-def test_a_counted_gradient_is_that_of_the_mean_over_all_items(sizes):
+def test_gradient_with_count_is_that_of_the_mean_over_all_items(sizes):
     with ss.init(lanes=len(sizes)) as run:
         check_lanes(run, sizes, count_items)
 
 
 @given(size=st.integers(1, 60), batch_size=st.integers(1, 70), lanes=st.integers(1, 9))
 @settings(max_examples=50)
-def test_the_gradient_of_a_short_batch_is_that_of_the_mean_over_its_samples(
-    size, batch_size, lanes
-):
+def test_gradient_of_a_short_batch_is_that_of_the_mean_over_its_samples(size, batch_size, lanes):
     inputs, targets = items(1, size)
     with ss.init(lanes=lanes) as run:
         for number, batch in enumerate(
@@ -81,7 +79,7 @@ def test_the_gradient_of_a_short_batch_is_that_of_the_mean_over_its_samples(
     assert number == (size - 1) // batch_size
 
 
-def test_counts_hold_across_workers():
+def test_count_works_across_workers():
     def body():
         with ss.init(lanes=7) as run:
             for sizes in (
@@ -97,7 +95,7 @@ def test_counts_hold_across_workers():
 
 
 def weigh(model, batch):
-    """Return a sum over the lane's boxes, and a loss of its background, which is there without boxes, too."""
+    """Return the sum of a loss over the lane's boxes and of one over its background."""
     inputs, boxes = batch
     outputs = model(inputs)
     return outputs.square().sum() + (outputs[:, 0] * boxes).sum(), {"boxes": boxes.sum()}
@@ -105,7 +103,7 @@ def weigh(model, batch):
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=9))
 @settings(max_examples=50)
-def test_a_sum_is_divided_by_the_items_of_all_lanes_and_lanes_without_items_take_part(boxes):
+def test_sum_is_divided_by_the_items_of_all_lanes(boxes):
     inputs = [
         torch.randn(len(some), 3, generator=torch.Generator().manual_seed(lane))
         for lane, some in enumerate(boxes)
@@ -149,13 +147,11 @@ def test_a_sum_over_samples_is_divided_by_their_number():
         means = run.backward(regress, reference, batch)
         assert math.isclose(sums["loss"], means["loss"], rel_tol=1e-6)
         assert torch.allclose(model[0].weight.grad, reference[0].weight.grad, rtol=1e-5)
-        with pytest.raises(
-            ss.ConfigError, match="reduction='none' was given; expected 'mean' or 'sum'"
-        ):
+        with pytest.raises(ss.ConfigError, match="reduction must be 'mean' or 'sum', got 'none'"):
             run.backward(regress, model, batch, reduction="none")
 
 
-def test_a_batch_without_items_leaves_no_gradient():
+def test_batch_without_items_has_no_gradient():
     with ss.init(lanes=2) as run:
         model = run.replicate(make_model())
         means = run.backward(

@@ -1,4 +1,4 @@
-"""Workers that wait too long: one reports who is missing, where it was and why, and all exit."""
+"""Workers that time out report the missing worker, where it is and why, and all exit soon."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GONE_SECONDS = 60.0  # after the report
 
 
 class Numbers(Dataset):
-    """The numbers 0 to 31, as images that are all of one value; `read` is called with each."""
+    """The numbers 0 to 31 as constant images; `read` is called with each."""
 
     def __init__(self, read=lambda number: None):
         self.read = read
@@ -39,7 +39,7 @@ class Numbers(Dataset):
 
 
 def never_return(number):
-    """Sleep for ever when 21 is read, which is in step 2 on worker 1 of two."""
+    """Never return for 21, which worker 1 of two reads in step 2."""
     if number == 21:
         time.sleep(3600)
 
@@ -49,7 +49,7 @@ def loss_fn(model, numbers):
 
 
 def train(run, dataset=None, at_step_two=lambda: None, **options):
-    """Train a step on each eight numbers in their order; worker 1 calls `at_step_two` in the body of that step."""
+    """Train on eight numbers per step, in order; worker 1 calls `at_step_two` in step 2."""
     model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
@@ -72,7 +72,7 @@ def train(run, dataset=None, at_step_two=lambda: None, **options):
 
 
 def ends_of(job, *, alone_on_hosts=False):
-    """Return how two workers ended; `alone_on_hosts` lets them talk through torch.distributed."""
+    """Return the outcomes of two workers; `alone_on_hosts` makes them use torch.distributed."""
 
     def body():
         with ss.init(lanes=4, timeout=TIMEOUT) as run:
@@ -84,20 +84,20 @@ def ends_of(job, *, alone_on_hosts=False):
 
 @pytest.fixture
 def hasty(monkeypatch):
-    """Let a worker that does not end by itself after a failure be ended sooner than usual."""
+    """Shorten the time after which a worker that does not exit after a failure is killed."""
     monkeypatch.setattr(watch, "EXIT_SECONDS", 0.3)
 
 
 @pytest.fixture
 def unanswered(monkeypatch):
-    """Let a worker wait less than usual for answers, where none are to come."""
+    """Shorten the time that a worker waits for responses."""
     monkeypatch.setattr(watch, "RESPONSE_SECONDS", 0.5)
     monkeypatch.setattr(watch, "DIAGNOSIS_SECONDS", 1.0)
 
 
 @contextmanager
 def soon():
-    """Fail unless the block, which ends all workers, ends soon after one reported."""
+    """Fail unless the block, which waits for all workers, ends soon after the first report."""
     reported = []
     yield reported.append
     (report,) = reported
@@ -105,7 +105,7 @@ def soon():
 
 
 @pytest.mark.parametrize("alone_on_hosts", [False, True])
-def test_a_worker_that_sleeps_for_ever_in_the_data_set(alone_on_hosts, capfd):
+def test_data_set_that_never_returns(alone_on_hosts, capfd):
     with soon() as reported:
         first, second = ends_of(
             lambda run: train(run, Numbers(never_return)), alone_on_hosts=alone_on_hosts
@@ -128,20 +128,20 @@ def test_a_worker_that_sleeps_for_ever_in_the_data_set(alone_on_hosts, capfd):
     assert lines[-2].startswith("worker 0 (host ")
     assert lines[-1].startswith("likely cause: the dataset does not return")
     assert (second.exitcode, second.error) == (1, None)
-    told = capfd.readouterr().err
-    assert "samestep: terminating worker 1 at step 2 (loading data): timed out after " in told
-    assert "frame #" not in told  # of C++
+    printed = capfd.readouterr().err
+    assert "samestep: terminating worker 1 at step 2 (loading data): timed out after " in printed
+    assert "frame #" not in printed  # of C++
 
 
 @pytest.mark.usefixtures("hasty")
-def test_loader_processes_that_give_nothing():
+def test_loader_process_that_never_returns():
     first, _ = ends_of(lambda run: train(run, Numbers(never_return), loader_workers=1))
     assert "try loader_workers=0 to see where" in str(first.error)
 
 
 @pytest.mark.parametrize("alone_on_hosts", [False, True])
 @pytest.mark.parametrize(
-    ("leave", "told"),
+    ("leave", "printed"),
     [
         (
             lambda: sys.exit(0),
@@ -150,7 +150,7 @@ def test_loader_processes_that_give_nothing():
         (lambda: os._exit(0), "its process has exited; last seen"),
     ],
 )
-def test_a_worker_that_leaves_early(leave, told, alone_on_hosts):
+def test_worker_that_exits_early(leave, printed, alone_on_hosts):
     first, second = ends_of(
         lambda run: train(run, at_step_two=leave), alone_on_hosts=alone_on_hosts
     )
@@ -159,7 +159,7 @@ def test_a_worker_that_leaves_early(leave, told, alone_on_hosts):
         "worker 0 got no response from other workers while exchanging losses; worker 1 (host "
         in str(first.error)
     )
-    assert told in str(first.error)
+    assert printed in str(first.error)
     assert second.exitcode == 0
 
 
@@ -179,7 +179,7 @@ def test_a_worker_that_leaves_early(leave, told, alone_on_hosts):
         ),
     ],
 )
-def test_a_worker_that_makes_another_call(job, call, cause, alone_on_hosts):
+def test_worker_that_makes_a_different_call(job, call, cause, alone_on_hosts):
     ends = ends_of(job, alone_on_hosts=alone_on_hosts)
     assert [type(end.error) for end in ends] == [ss.WorldError] * 2
     assert (
@@ -191,8 +191,8 @@ def test_a_worker_that_makes_another_call(job, call, cause, alone_on_hosts):
 
 @pytest.mark.usefixtures("hasty", "unanswered")
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_worker_that_is_stopped(stopped):
-    """Worker 0 keeps the store, so nobody can tell anything while it is stopped. Either ends by itself when it goes on."""
+def test_stopped_worker(stopped):
+    """Worker 0 runs the store, so no reports arrive while it is stopped."""
 
     def stop(number):
         if number == 16 + 4 * stopped:  # the first of step 2 that this worker reads
@@ -227,7 +227,7 @@ def test_a_worker_that_is_stopped(stopped):
 
 
 @pytest.mark.usefixtures("unanswered")
-def test_a_link_that_is_cut_between_two_hosts():
+def test_broken_network_link_between_two_hosts():
     with hosts(2) as (first_host, second_host):
 
         def body():
@@ -254,7 +254,7 @@ def test_a_link_that_is_cut_between_two_hosts():
     assert "does not respond either" in str(second.error)
 
 
-def test_a_failure_ends_a_worker_that_would_not_end():
+def test_failure_stops_a_worker_that_does_not_respond():
     def fail_or_sleep(number):
         if number == 21:
             raise LookupError("no such number")
@@ -269,8 +269,8 @@ def test_a_failure_ends_a_worker_that_would_not_end():
 
 
 @pytest.mark.usefixtures("hasty")
-def test_the_end_of_the_store_ends_a_worker_that_would_not_end(capfd):
-    """It goes with worker 0; nothing else tells worker 1, which waits for nobody."""
+def test_loss_of_the_store_stops_a_worker_that_does_not_respond(capfd):
+    """Worker 1 waits for no other worker, so only the loss of the store stops it."""
 
     def die_or_sleep(number):
         if number == 16:
@@ -279,8 +279,7 @@ def test_the_end_of_the_store_ends_a_worker_that_would_not_end(capfd):
 
     ends = ends_of(lambda run: train(run, Numbers(die_or_sleep)))
     assert [end.exitcode for end in ends] == [-signal.SIGKILL, 1]
-    told = capfd.readouterr().err
-    assert "terminating worker 1 at step 2 (loading data): lost connection to the store" in told
-    # Where the store goes in the middle of a call, torch tells of that with a stack that nobody can
-    # keep it from.
-    assert "frame #" not in told or "recvValue failed" in told
+    printed = capfd.readouterr().err
+    assert "terminating worker 1 at step 2 (loading data): lost connection to the store" in printed
+    # If the store is lost during a call, torch prints a C++ stack, which cannot be prevented.
+    assert "frame #" not in printed or "recvValue failed" in printed

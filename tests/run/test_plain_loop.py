@@ -1,4 +1,4 @@
-"""One lane on one worker is the loop that a person would write in plain PyTorch, bit for bit."""
+"""One lane on one worker gives the same bits as a loop in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def with_samestep(make_model, make_optimizer, max_norm, *, sharded):
 
 def without_dropout():
     model = Net()
-    model.features[3].p = 0.0  # a step's random numbers are its own
+    model.features[3].p = 0.0  # random numbers differ from those of a plain loop
     return model
 
 
@@ -94,12 +94,12 @@ def without_dropout():
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize("make_model", [without_dropout, Sometimes])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_one_lane_is_the_plain_loop(make_model, optimizer, max_norm, sharded):
+def test_one_lane_equals_the_plain_loop(make_model, optimizer, max_norm, sharded):
     given = make_model, OPTIMIZERS[optimizer], max_norm
     assert with_samestep(*given, sharded=sharded) == plain(*given)
 
 
-def test_gradients_add_up_as_in_the_plain_loop():
+def test_gradients_accumulate_as_in_the_plain_loop():
     def penalty(model, _):
         return model.head.weight.square().mean()
 
@@ -118,7 +118,7 @@ def test_gradients_add_up_as_in_the_plain_loop():
     assert fingerprint(gradients) == fingerprint(expected)
 
 
-def test_a_loop_counts_its_steps_over_resumes(tmp_path):
+def test_loop_counts_its_steps_over_resumes(tmp_path):
     def train(stop_after):
         with suppress(SystemExit), ss.init(dir=tmp_path, lanes=1, stop_after=stop_after) as run:
             run.track(model=nn.Linear(1, 1))
@@ -134,7 +134,7 @@ def test_a_loop_counts_its_steps_over_resumes(tmp_path):
     assert numbers == list(range(1, 9))
 
 
-def test_a_loop_of_one_epoch_counts_on_from_the_one_before():
+def test_loop_of_one_epoch_continues_the_count_of_the_previous_one():
     with ss.init(lanes=1) as run:
         for first in (1, 5):
             loop = run.batches(ORDERED, 32)
@@ -142,7 +142,7 @@ def test_a_loop_of_one_epoch_counts_on_from_the_one_before():
 
 
 @pytest.mark.parametrize("steps", [3, None])
-def test_a_loop_over_streams_counts_its_steps(steps):
+def test_loop_over_streams_counts_its_steps(steps):
     with ss.init(lanes=1, stop_after=4) as run, suppress(SystemExit):
         loop = run.streams(lambda _: repeat(torch.ones(2)), steps=steps, name="ones")
         assert (loop.steps_per_epoch, loop.steps, loop.step) == (None, steps, 0)

@@ -1,4 +1,4 @@
-"""What a run tells: the events of its record, and objects that workers pass to each other."""
+"""The events in the record of a run, and the exchange of objects between workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTS = {"data", "compute", "exchange", "optimizer", "snapshot"}
 
 
 def job(run):
-    """Take two epochs of the numbers 0 to 9 in batches of 4, in their order; the loss is their mean."""
+    """Train two epochs on the numbers 0 to 9 in batches of 4; the loss is their mean."""
     model = run.replicate(nn.Linear(1, 1, bias=False))
     nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -40,19 +40,19 @@ def job(run):
         run.log(other=torch.tensor(math.nan))
     run.log_image("grey", torch.linspace(0, 1, 6).view(1, 1, 6))
     color = np.zeros((4, 5, 3), dtype=np.uint8)
-    color.flags.writeable = False  # as images that were decoded are
+    color.flags.writeable = False  # like decoded images
     run.log_image("color", color)
     run.print("printed at", run.step, end="!\n")
 
 
 @pytest.fixture
 def directory(tmp_path):
-    """Return the directory of a run of the job at two workers with four lanes."""
+    """Return the directory of a run of the job on two workers with four lanes."""
     run_workers(train, 2, job, tmp_path, {"lanes": 4, "snapshot_every": 2})
     return tmp_path
 
 
-def test_a_run_tells_of_its_start_its_snapshots_and_its_end(directory):
+def test_start_snapshots_and_end_are_recorded(directory):
     kinds = [event["event"] for event in events(directory)]
     assert (kinds[0], kinds[-1]) == ("started", "finished")
     assert {*kinds} == {"started", "loop", "scalars", "timing", "snapshot", "image", "finished"}
@@ -73,7 +73,7 @@ def test_a_run_tells_of_its_start_its_snapshots_and_its_end(directory):
     assert events(directory, "finished")[0]["step"] == 6
 
 
-def test_a_run_that_goes_on_tells_so_in_the_same_record(directory):
+def test_resumed_run_appends_to_the_record(directory):
     train(job, directory, {"lanes": None})
     assert [
         event["event"] for event in events(directory) if event["event"] in {"started", "resumed"}
@@ -83,26 +83,26 @@ def test_a_run_that_goes_on_tells_so_in_the_same_record(directory):
     assert resumed["attempt"] != events(directory, "started")[0]["attempt"]
 
 
-def test_a_loop_tells_how_long_it_is_and_where_it_goes_on(tmp_path):
+def test_loop_event_has_the_length_and_the_position(tmp_path):
     plan = {"steps": 6, "epochs": 2, "steps_per_epoch": 3, "samples": 10, "batch_size": 4}
     run_workers(train, 1, job, tmp_path, {"lanes": 4, "stop_after": 4})
     train(job, tmp_path, {"lanes": 4})
-    told = [
+    recorded = [
         {name: value for name, value in event.items() if name not in {"time", "event"}}
         for event in events(tmp_path, "loop")
     ]
-    assert told == [
+    assert recorded == [
         {"name": "train", "step": step, "epoch": epoch, "done": step, **plan}
         for step, epoch in ((0, 0), (4, 1))
     ]
 
 
-def test_a_loop_over_streams_tells_that_it_has_no_end(tmp_path):
+def test_loop_event_of_endless_streams_has_no_length(tmp_path):
     with ss.init(dir=tmp_path, stop_after=1) as run:
         run.streams(lambda lane: iter([]), name="games")
-    (told,) = events(tmp_path, "loop")
+    (recorded,) = events(tmp_path, "loop")
     assert (
-        told.items()
+        recorded.items()
         >= {
             "name": "games",
             "step": 0,
@@ -114,7 +114,7 @@ def test_a_loop_over_streams_tells_that_it_has_no_end(tmp_path):
     )
 
 
-def test_a_loop_over_streams_ends_after_its_steps_also_when_the_run_goes_on(tmp_path):
+def test_loop_over_streams_counts_steps_over_resumes(tmp_path):
     steps = []
     for stop_after in (2, None):
         with suppress(SystemExit), ss.init(dir=tmp_path, lanes=2, stop_after=stop_after) as run:
@@ -125,10 +125,13 @@ def test_a_loop_over_streams_ends_after_its_steps_also_when_the_run_goes_on(tmp_
                 assert list(batch) == [run.step, 10 + run.step]
                 steps.append(run.step)
     assert steps == [0, 1, 2, 3, 4]
-    assert [(told["done"], told["steps"]) for told in events(tmp_path, "loop")] == [(0, 5), (2, 5)]
+    assert [(event["done"], event["steps"]) for event in events(tmp_path, "loop")] == [
+        (0, 5),
+        (2, 5),
+    ]
 
 
-def test_scalars_are_means_over_all_workers_with_their_lowest_and_highest(directory):
+def test_scalars_are_means_over_all_workers_with_their_range(directory):
     scalars = [event for event in events(directory, "scalars") if "loss" in event["values"]]
     assert [(event["step"], event["epoch"]) for event in scalars] == [
         (step, step // 3) for step in range(6)
@@ -147,7 +150,7 @@ def test_scalars_are_means_over_all_workers_with_their_lowest_and_highest(direct
     assert [math.isnan(other) for other in others] == [True] * 6
 
 
-def test_every_step_tells_each_workers_seconds_by_part(directory):
+def test_timing_of_every_step_is_recorded_per_worker(directory):
     timings = events(directory, "timing")
     assert [event["step"] for event in timings] == list(range(6))
     for worker in (worker for event in timings for worker in event["workers"]):
@@ -156,11 +159,11 @@ def test_every_step_tells_each_workers_seconds_by_part(directory):
         assert min(worker["compute"], worker["exchange"], worker["optimizer"]) > 0
     assert [len(event["workers"]) for event in timings] == [2] * 6
     stalled = [event["step"] for event in timings if event["workers"][0]["snapshot"] > 0]
-    # the steps that began after those snapshots; the last one came when all was said
+    # the steps after those snapshots; the last snapshot is taken after the last timing
     assert stalled == [2, 4]
 
 
-def test_images_are_told_once(directory):
+def test_images_are_recorded_once(directory):
     grey, color = events(directory, "image")
     assert [
         (event["name"], event["step"], event["width"], event["height"]) for event in (grey, color)
@@ -172,17 +175,17 @@ def test_images_are_told_once(directory):
         assert list(image.tobytes()) == [0, 51, 102, 153, 204, 255]
 
 
-def test_a_run_prints_once(capfd, directory):
+def test_run_prints_once(capfd, directory):
     assert capfd.readouterr().out == "printed at 6!\n"
 
 
-def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
+def test_nothing_is_written_without_a_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(job, None)
     assert list(tmp_path.iterdir()) == []
 
 
-def pass_objects(run):
+def exchange_objects(run):
     sums, means = (
         run.reduce_dict({"loss": run.rank + 0.5, "seen": torch.ones(2)}, average=average)
         for average in (False, True)
@@ -203,8 +206,8 @@ def joined(body):
         return body(run)
 
 
-def test_objects_pass_between_workers():
-    first, second = run_workers(joined, 2, pass_objects)
+def test_objects_are_exchanged_between_workers():
+    first, second = run_workers(joined, 2, exchange_objects)
     assert first == {
         "gather": [{"rank": 0}, {"rank": 1}],
         "all_gather": ["", "x"],
@@ -216,8 +219,8 @@ def test_objects_pass_between_workers():
     assert second == {**first, "gather": None, "attributes": (1, 2, 2, False, "cpu", None)}
 
 
-def test_alone_objects_stay_as_they_are():
-    assert joined(pass_objects) == {
+def test_objects_are_unchanged_with_one_worker():
+    assert joined(exchange_objects) == {
         "gather": [{"rank": 0}],
         "all_gather": [""],
         "broadcast": [0, "first"],
@@ -232,13 +235,13 @@ def test_alone_objects_stay_as_they_are():
     )
 
 
-def test_reduced_dicts_have_the_same_names():
+def test_reduce_dict_needs_the_same_names_on_all_workers():
     ends = try_workers(joined, 2, lambda run: run.reduce_dict({("loss", "other")[run.rank]: 1.0}))
     assert [type(end.error) for end in ends] == [ss.DataError] * 2
     assert "['loss'] on worker 0 and ['other'] on worker 1" in str(ends[1].error)
 
 
-def test_a_second_run_in_a_directory_is_refused_while_the_first_one_runs(tmp_path):
+def test_second_run_in_a_directory_is_an_error_while_the_first_one_runs(tmp_path):
     def second():
         with pytest.raises(RecordError, match="another run, process"):
             ss.init(dir=tmp_path)

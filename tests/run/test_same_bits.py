@@ -1,4 +1,4 @@
-"""One hash of parameters, buffers, optimizer state and metrics at any number of workers and devices, for many kinds of jobs."""
+"""Many kinds of jobs give the same bits at any number of workers and devices."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ WORKERS = ((1, 1), (2, 1), (3, 1), (4, 1))
 DEVICES = ((1, 3), (2, 2))
 
 
-def one_left_by(job, folder, *, sizes=WORKERS, **options):
-    """Return what a job left, after asserting that it left the same at all sizes: numbers of workers, and of devices of each."""
+def fingerprint_of(job, folder, *, sizes=WORKERS, **options):
+    """Return the fingerprint of a job, which must be equal for all (workers, devices)."""
     first, *others = (
         left_by(
             job,
@@ -47,39 +47,39 @@ def one_left_by(job, folder, *, sizes=WORKERS, **options):
         kinds.float64_job,
     ],
 )
-def test_every_number_of_workers_and_devices_leaves_the_same(job, tmp_path):
-    assert len(one_left_by(job, tmp_path, sizes=(*WORKERS, *DEVICES))) > 10
+def test_every_number_of_workers_and_devices_gives_the_same_bits(job, tmp_path):
+    assert len(fingerprint_of(job, tmp_path, sizes=(*WORKERS, *DEVICES))) > 10
 
 
 @pytest.mark.parametrize("job", [kinds.adversarial_job, kinds.mixed_dtypes_job])
-def test_workers_that_share_no_memory_leave_the_same(job, tmp_path, monkeypatch):
+def test_workers_without_shared_memory_give_the_same_bits(job, tmp_path, monkeypatch):
     sharing = left_by(job, tmp_path / "sharing", 2, lanes=8)
     monkeypatch.delattr("os.memfd_create")
-    assert one_left_by(job, tmp_path, sizes=((2, 1), (3, 1))) == sharing
+    assert fingerprint_of(job, tmp_path, sizes=((2, 1), (3, 1))) == sharing
 
 
-def test_bfloat16_autocast_leaves_the_same(tmp_path):
-    assert one_left_by(image_job, tmp_path / "bfloat16", precision="bfloat16") != left_by(
+def test_bfloat16_autocast_gives_the_same_bits(tmp_path):
+    assert fingerprint_of(image_job, tmp_path / "bfloat16", precision="bfloat16") != left_by(
         image_job, tmp_path / "float32", 1, lanes=8
     )
 
 
-def test_sharded_or_not_a_vit_with_mixup_clipping_and_ema_leaves_the_same(tmp_path):
+def test_sharding_gives_the_same_bits_for_a_vit_with_mixup_clipping_and_ema(tmp_path):
     sizes = (*WORKERS, *DEVICES)
     whole, sharded = (
-        one_left_by(kinds.vit_job(sharded=sharded), tmp_path / str(sharded), sizes=sizes)
+        fingerprint_of(kinds.vit_job(sharded=sharded), tmp_path / str(sharded), sizes=sizes)
         for sharded in (False, True)
     )
     assert sharded == whole
 
 
 def test_lanes_need_not_be_a_power_of_two(tmp_path):
-    assert one_left_by(
+    assert fingerprint_of(
         image_job, tmp_path / "7", sizes=((1, 1), (3, 1), (2, 3)), lanes=7
     ) != left_by(image_job, tmp_path / "8", 1, lanes=8)
 
 
-def test_another_seed_leaves_something_else(tmp_path):
+def test_another_seed_gives_different_bits(tmp_path):
     one, other = (
         left_by(image_job, tmp_path / str(seed), 1, lanes=8, seed=seed) for seed in (0, 1)
     )
@@ -87,15 +87,15 @@ def test_another_seed_leaves_something_else(tmp_path):
     assert not any(name.startswith(("/model/head", "loss")) for name in same)
 
 
-def test_loader_processes_leave_the_same(tmp_path):
+def test_loader_processes_give_the_same_bits(tmp_path):
     without, with_two = (
-        one_left_by(partial(kinds.augmented_job, loader_workers=n), tmp_path / f"{n}-loaders")
+        fingerprint_of(partial(kinds.augmented_job, loader_workers=n), tmp_path / f"{n}-loaders")
         for n in (0, 2)
     )
     assert with_two == without
 
 
-def test_a_parameter_that_no_lane_used_is_left_alone(tmp_path):
+def test_unused_parameter_is_unchanged(tmp_path):
     left_by(kinds.experts_job, tmp_path, 2, lanes=8)
     with ss.init(dir=tmp_path) as run:
         model, optimizer = kinds.experts_job(run).values()
@@ -116,7 +116,9 @@ def test_a_parameter_that_no_lane_used_is_left_alone(tmp_path):
 
 @pytest.mark.timeout(600)  # the first compilation takes minutes on a busy machine
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_model_leaves_the_same(backend, tmp_path):
+def test_compiled_model_gives_the_same_bits(backend, tmp_path):
     if backend == "inductor":
         needs("g++")
-    one_left_by(kinds.compiled_job(backend), tmp_path, sizes=((1, 1), (2, 1), (1, 2)), timeout=500)
+    fingerprint_of(
+        kinds.compiled_job(backend), tmp_path, sizes=((1, 1), (2, 1), (1, 2)), timeout=500
+    )

@@ -1,4 +1,4 @@
-"""Whole runs whose record goes elsewhere: to a real S3 server, and to what refuses or never answers."""
+"""Complete runs whose record is exported to S3, and to sinks that fail."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 import samestep as ss
 from samestep.errors import ConfigError
-from samestep.record import exporter as beside
+from samestep.record import exporter
 from samestep.record.events import parse_events
 from samestep.record.source import find_runs, open_source
 from tests.jobs import STEPS, events, image_job, train
-from tests.record.far_sinks import Hanging, Refusing, name_of
+from tests.record.faulty_sinks import Hanging, Refusing, name_of
 from tests.s3 import s3_server
 from tests.workers import run_workers, try_workers
 
@@ -37,7 +37,7 @@ def stream(url):
 
 
 def job(run, at, action):
-    """Train with an image at every step; at one of them `action` is called."""
+    """Train with an image at every step, and call `action` at step `at`."""
 
     def hook(step):
         run.log_image("sample", np.full((4, 4), step, np.uint8))
@@ -48,7 +48,7 @@ def job(run, at, action):
 
 
 def wait_for_step(url, step):
-    """Return when the scalars of a step can be read at a URL."""
+    """Wait until the scalars of a step can be read at a URL."""
     source, deadline = open_source(url), time.monotonic() + SECONDS
     steps, offset = set(), 0
     while step not in steps:
@@ -69,7 +69,7 @@ def seen(url):
     return stream(url), find_runs("s3://bucket"), size == len(b"".join(pieces))
 
 
-def test_a_run_is_read_from_s3_while_it_goes_on_and_whole_after_it_was_killed(server, tmp_path):
+def test_record_on_s3_is_readable_during_the_run_and_complete_after_a_kill(server, tmp_path):
     options = {"remote": URL, "snapshot_every": 2}
     killed = try_workers(
         train,
@@ -108,12 +108,12 @@ def test_a_run_is_read_from_s3_while_it_goes_on_and_whole_after_it_was_killed(se
 @pytest.mark.parametrize(
     ("sink", "error"),
     [
-        (Hanging, "the rest did not arrive before the run ended"),
+        (Hanging, "the rest was not sent before the run ended"),
         (Refusing, "ConnectionError: no route"),
     ],
 )
-def test_a_sink_that_takes_nothing_stops_no_training(tmp_path, monkeypatch, sink, error):
-    monkeypatch.setattr(beside, "FINISH_SECONDS", 0.5)
+def test_failing_sink_does_not_stop_training(tmp_path, monkeypatch, sink, error):
+    monkeypatch.setattr(exporter, "FINISH_SECONDS", 0.5)
     name = name_of(sink)
     train(image_job, tmp_path, {"sinks": [name, f"file://{tmp_path}/far"]})
     assert [event["step"] for event in events(tmp_path, "finished")] == [STEPS]
@@ -123,7 +123,7 @@ def test_a_sink_that_takes_nothing_stops_no_training(tmp_path, monkeypatch, sink
     assert b'"finished"' in stream(f"file://{tmp_path}/far")
 
 
-def test_a_failed_run_sends_its_failure(tmp_path):
+def test_failure_of_a_run_is_exported(tmp_path):
     with (
         pytest.raises(ZeroDivisionError),
         ss.init(dir=tmp_path / "run", sinks=f"file://{tmp_path}/far"),
@@ -135,8 +135,8 @@ def test_a_failed_run_sends_its_failure(tmp_path):
     ]
 
 
-def test_a_sink_that_could_never_work_is_told_at_the_start(tmp_path):
+def test_invalid_sink_is_an_error_at_the_start(tmp_path):
     with pytest.raises(
-        ConfigError, match="sinks='nowhere:Sink' was given; expected the module:Class to be there"
+        ConfigError, match="sinks must name an importable module:Class, got 'nowhere:Sink'"
     ):
         train(image_job, tmp_path, {"sinks": "nowhere:Sink"})

@@ -1,4 +1,4 @@
-"""Runs that stop by themselves, by a signal or by break: the last step is kept, and the next start goes on from there."""
+"""Runs that stop by option, signal or break save the last step, and the next start continues."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 import samestep as ss
-from samestep.run.stop import StopRequest
+from samestep.run.process import StopRequest
 from tests.jobs import (
     STEPS,
     Net,
@@ -24,7 +24,7 @@ from tests.jobs import (
 )
 from tests.workers import run_workers, try_workers
 
-# that of loader processes, from Python 3.12 on
+# by loader processes, since Python 3.12
 forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
@@ -34,7 +34,7 @@ def undisturbed(tmp_path):
 
 
 def signal_at(step, number):
-    """Return a hook that sends this worker a signal at a step, on rank 1 or alone."""
+    """Return a hook that sends rank 1, or the only worker, a signal at a step."""
 
     def hook(now):
         if now == step and os.environ.get("RANK", "1") == "1":
@@ -44,7 +44,7 @@ def signal_at(step, number):
 
 
 def signal_all_at(step, number, times=1):
-    """Return a hook that sends every process of this worker's group, loader processes too, a signal at a step."""
+    """Return a hook that sends the process group, with loader processes, a signal at a step."""
 
     def hook(now):
         for _ in range(times if now == step else 0):
@@ -53,7 +53,7 @@ def signal_all_at(step, number, times=1):
     return hook
 
 
-def test_a_run_that_stops_after_some_steps_goes_on_later(undisturbed, tmp_path):
+def test_run_with_stop_after_continues_later(undisturbed, tmp_path):
     for workers, stop_after in ((1, 1), (2, 4), (3, 7)):
         run_workers(
             train, workers, image_job, tmp_path, {"stop_after": stop_after, "snapshot_every": None}
@@ -85,7 +85,7 @@ def test_sigterm_to_all_processes_stops_after_a_snapshot(times, undisturbed, tmp
     assert left_by(partial(image_job, loader_workers=1), tmp_path, 2) == undisturbed
 
 
-def test_ctrl_c_stops_after_a_snapshot_and_a_second_one_at_once(undisturbed, tmp_path):
+def test_ctrl_c_stops_after_a_snapshot_and_a_second_one_immediately(undisturbed, tmp_path):
     once = partial(image_job, hook=signal_at(3, signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         train(once, tmp_path / "once", {"snapshot_every": None})
@@ -103,29 +103,29 @@ def test_ctrl_c_stops_after_a_snapshot_and_a_second_one_at_once(undisturbed, tmp
 
 
 @forks
-def test_a_second_ctrl_c_in_a_terminal_acts_at_once_also_with_loader_processes(tmp_path):
+def test_second_ctrl_c_in_a_terminal_acts_immediately_with_loader_processes(tmp_path):
     job = partial(image_job, hook=signal_all_at(1, signal.SIGINT, 2), loader_workers=2)
     outcomes = try_workers(train, 2, job, tmp_path, {"snapshot_every": None})
     assert [type(outcome.error) for outcome in outcomes] == [KeyboardInterrupt] * 2
     assert snapshots(tmp_path) == []
 
 
-def test_sigterm_again_changes_nothing_and_ctrl_c_after_it_acts_at_once():
+def test_second_sigterm_has_no_effect_and_a_later_ctrl_c_acts_immediately():
     request = StopRequest()
     try:
         request.deferring = True
         signal.raise_signal(signal.SIGTERM)
         request.deferring = False
         signal.raise_signal(signal.SIGTERM)
-        assert request.received == signal.SIGTERM
+        assert request.signal == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        assert request.received == signal.SIGTERM
+        assert request.signal == signal.SIGTERM
     finally:
         request.close()
 
 
-def test_without_a_directory_a_signal_acts_at_once():
+def test_signal_acts_immediately_without_a_directory():
     job = partial(image_job, hook=signal_at(3, signal.SIGTERM))
     with pytest.raises(SystemExit) as caught, ss.init(lanes=8) as run:
         job(run)
@@ -133,7 +133,7 @@ def test_without_a_directory_a_signal_acts_at_once():
     assert run.step == 3
 
 
-def test_a_process_has_its_signal_handlers_back_after_a_run():
+def test_signal_handlers_are_restored_after_a_run():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with ss.init() as run:
         assert run.world_size == 1
@@ -141,7 +141,7 @@ def test_a_process_has_its_signal_handlers_back_after_a_run():
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-def test_a_loop_that_is_made_once_gives_an_epoch_each_time(tmp_path):
+def test_each_iteration_of_a_loop_is_one_epoch(tmp_path):
     with ss.init(lanes=2) as run:
         loop = run.batches(images(10), 4)
         assert [(len(loop), [sum(batch.counts) for batch in loop]) for _ in range(3)] == [
@@ -150,7 +150,7 @@ def test_a_loop_that_is_made_once_gives_an_epoch_each_time(tmp_path):
         assert run.step == 9
 
 
-def test_break_counts_a_step_that_was_updated_and_no_other(tmp_path):
+def test_break_counts_only_a_step_with_an_update(tmp_path):
     with ss.init(lanes=2, dir=tmp_path) as run:
         model = run.replicate(Net())
         run.track(model=model)
@@ -158,11 +158,11 @@ def test_break_counts_a_step_that_was_updated_and_no_other(tmp_path):
             run.backward(classify, model, batch)
             break
         run.snapshot()
-        for _ in run.batches(images(10), 4, name="looked at"):
+        for _ in run.batches(images(10), 4, name="without update"):
             break
         run.snapshot()
         assert len(run.batches(images(10), 4, name="updated")) == 2
-        assert len(run.batches(images(10), 4, name="looked at")) == 3
+        assert len(run.batches(images(10), 4, name="without update")) == 3
         assert run.step == 1
     assert snapshots(tmp_path) == steps_of(1)
 
@@ -183,7 +183,7 @@ class Signalled:
         pass
 
 
-def test_a_signal_while_a_snapshot_is_taken_loses_nothing(tmp_path):
+def test_signal_during_a_snapshot_loses_nothing(tmp_path):
     def body():
         with ss.init(dir=tmp_path, lanes=4, snapshot_every=1) as run:
             run.track(signalled=Signalled())

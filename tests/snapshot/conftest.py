@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from samestep.snapshot.remote import Remote
+from samestep.snapshot.remote import RemoteDirectory
 from tests.snapshot.faulty import HASTY, URL, faulty_storage
 
 
@@ -14,4 +14,4 @@ def far():
 
 @pytest.fixture
 def remote(far):
-    return Remote(URL, HASTY)
+    return RemoteDirectory(URL, HASTY)

@@ -1,4 +1,4 @@
-"""Values as what makes them equal to the last bit, and states to try."""
+"""Exact comparison of values, and states to test with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INFINITE = [
 
 
 def exact(value: Any) -> Any:
-    """Return something that is equal for two values if, and only if, they are equal in types, order and bits."""
+    """Return an object that is equal for two values if types, order and bits are equal."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         dense = value.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -42,7 +42,7 @@ def exact(value: Any) -> Any:
 
 
 def in_storage_orders(tensor: torch.Tensor) -> st.SearchStrategy[torch.Tensor]:
-    """Give the values of a tensor in any dense memory order."""
+    """Return strategies for a tensor's values in any dense memory order."""
     dims = range(tensor.ndim)
     return st.permutations(dims).map(
         lambda order: tensor.permute(order).contiguous().permute([order.index(dim) for dim in dims])
@@ -51,14 +51,14 @@ def in_storage_orders(tensor: torch.Tensor) -> st.SearchStrategy[torch.Tensor]:
 
 @st.composite
 def tensors(draw: st.DrawFn, max_elements_a_dim: int = 9) -> torch.Tensor:
-    # torch warns of complex32 wherever it is made
+    # torch warns at every use of complex32
     dtype = draw(st.sampled_from(sorted(set(DTYPES) - {"complex32"})))
     shape = draw(st.lists(st.integers(0, max_elements_a_dim), max_size=4))
     size = int(np.prod(shape)) * DTYPES[dtype].itemsize
     content = np.random.default_rng(draw(st.integers(0, 2**32))).integers(
         0, 2 if dtype == "bool" else 256, size, dtype=np.uint8
     )
-    # empty tensors of NumPy's have stride 0
+    # empty tensors from NumPy have stride 0
     flat = torch.zeros(size, dtype=torch.uint8).copy_(torch.from_numpy(content))
     return draw(in_storage_orders(flat.view(DTYPES[dtype]).view(shape)))
 

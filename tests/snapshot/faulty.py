@@ -1,4 +1,4 @@
-"""A storage in this process's memory that fails when it is told to: URLs that begin with faulty://."""
+"""An in-process storage with injected faults, for URLs that start with faulty://."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HASTY = Retries(tries=4, first_seconds=1e-4, longest_seconds=1e-3)
 
 
 class FaultyFileSystem(MemoryFileSystem):
-    """Calls `before(operation, path)` first, which may raise; `calls` are those that went through. Paths are below `URL`."""
+    """Calls `before(operation, path)`, which may raise; records successful `calls` below `URL`."""
 
     protocol = "faulty"
     store: ClassVar[dict[str, Any]] = {}
@@ -52,7 +52,7 @@ class FaultyFileSystem(MemoryFileSystem):
 
     def pipe_file(self, path, value, mode="overwrite", **kwargs):
         self._call("pipe_file", path)
-        with self.lock:  # memory knows no other way to refuse what is there
+        with self.lock:  # memory has no conditional writes
             return super().pipe_file(path, value, mode=mode, **kwargs)
 
     def cp_file(self, path1, path2, **kwargs):

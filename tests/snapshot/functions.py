@@ -1,4 +1,4 @@
-"""What users' functions for saved files do: here without torch, since the process that forwards the record imports them, too."""
+"""User functions for the option `transfer`; without torch, since the exporter imports them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 def note(path: Path) -> None:
-    """Write the path down in the run's directory."""
+    """Append the path to a file in the run's directory."""
     with (path.parents[1] / "noted").open("a") as file:
         file.write(f"{path}\n")
 
 
 def refuse(path: Path) -> None:
-    """Never work."""
+    """Raise `ConnectionError`."""
     raise ConnectionError("no route")

@@ -1,4 +1,4 @@
-"""Workers that save, all in one process: they meet in the file system alone."""
+"""Workers of one process that save, and communicate through the file system only."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def save(
     info: Mapping[str, Any] = NO_INFO,
     score: float | None = None,
 ) -> None:
-    """Save with all workers, and return when the snapshot is whole."""
+    """Save with all workers, and return when the snapshot is committed."""
     for rank, writer in enumerate(writers):
         writer.save(step, shared, own[rank] if own else {}, info, score)
     for writer in writers:
@@ -71,7 +71,7 @@ def save(
 def save_once(
     directory: Path, step: int, shared: Mapping[str, Any], workers: int = 1, attempt: str = "first"
 ) -> None:
-    """Save one snapshot beside those that are there."""
+    """Save one snapshot in addition to existing ones."""
     with team(directory, workers, attempt) as (writers, _):
         save(writers, step, shared)
 

@@ -69,28 +69,28 @@ def test_nested_states_are_joined_by_dots_and_the_rest_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("state", "name", "message"),
     [
-        ({"model": {"a": 1}}, "model", "'model' of snapshot .* holds no tensors to export"),
-        ({"model": {}}, "ema", "it holds no ema; it holds model"),
+        ({"model": {"a": 1}}, "model", "'model' of snapshot .* has no tensors to export"),
+        ({"model": {}}, "ema", "it has no ema; it has model"),
         (
             {"model": {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}},
             "model",
-            "has two tensors of one name",
+            "has two tensors with the same name",
         ),
         (
             {"model": {"a": torch.ones(1, dtype=torch.complex128)}},
             "model",
-            "could not be exported to .*complex128",
+            "cannot export .*complex128",
         ),
     ],
 )
-def test_what_cannot_be_exported_is_told(tmp_path, state, name, message):
+def test_states_that_cannot_be_exported_are_rejected(tmp_path, state, name, message):
     save_once(tmp_path, 1, state)
     with pytest.raises(SnapshotError, match=message):
         export(tmp_path / "step-00000001", tmp_path / "x.safetensors", name)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path):
+def test_a_write_error_of_export_is_raised(tmp_path):
     save_once(tmp_path, 1, {"model": {"a": torch.ones(1)}})
-    with pytest.raises(SnapshotError, match=r"could not be exported to .*none/x.safetensors"):
+    with pytest.raises(SnapshotError, match=r"cannot export .*none/x.safetensors"):
         export(tmp_path / "step-00000001", tmp_path / "none" / "x.safetensors")

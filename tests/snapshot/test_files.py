@@ -7,25 +7,26 @@ import os
 
 import pytest
 
+from samestep import storage
 from samestep.snapshot import files
 
 
-def test_a_file_appears_whole(tmp_path):
+def test_a_file_is_replaced_in_one_step(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
-    with files.appearing(path) as temporary:
+    with storage.atomic_path(path) as temporary:
         temporary.write_bytes(b"new")
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_block_that_fails_leaves_what_was_there(tmp_path):
+def test_a_failed_block_leaves_the_old_file(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
 
     def interrupted():
-        with files.appearing(path) as temporary:
+        with storage.atomic_path(path) as temporary:
             temporary.write_bytes(b"half")
             raise KeyboardInterrupt
 
@@ -35,21 +36,21 @@ def test_a_block_that_fails_leaves_what_was_there(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_data_is_durable_before_it_has_its_name(tmp_path, monkeypatch):
+def test_data_is_synced_before_the_rename(tmp_path, monkeypatch):
     path = tmp_path / "a"
     synced = []
-    monkeypatch.setattr(files, "sync", lambda place: synced.append((place.name, path.exists())))
-    files.write_whole(path, b"new")
+    monkeypatch.setattr(storage, "sync", lambda target: synced.append((target.name, path.exists())))
+    storage.write_atomically(path, b"new")
     assert synced == [(f".a.{os.getpid()}.tmp", False), (tmp_path.name, True)]
 
 
 def test_a_checksum_is_xxh3_of_128_bits():
-    # as every implementation has it
+    # the value of every implementation
     assert files.checksum(b"") == "99aa06d3014798d86001c324468d497f"
 
 
 def pages(content: bytes) -> memoryview:
-    """Return content in memory that starts at a page, as writing past the cache needs it."""
+    """Return content in memory that starts at a page, as uncached writes need it."""
     memory = mmap.mmap(-1, max(len(content), 1))
     memory[: len(content)] = content
     return memoryview(memory)[: len(content)]
@@ -58,7 +59,7 @@ def pages(content: bytes) -> memoryview:
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 4096, 8191, 3 * 4096 + 5])
 @pytest.mark.parametrize("segment_bytes", [4096, 8192, 1000])
-def test_a_file_is_written_with_the_checksums_of_its_segments(
+def test_write_durably_returns_the_checksums_of_segments(
     tmp_path, monkeypatch, size, segment_bytes, cached
 ):
     if cached:
@@ -74,14 +75,14 @@ def test_a_file_is_written_with_the_checksums_of_its_segments(
     assert len(asked) == len(segments)
 
 
-def test_memory_that_starts_within_a_page_is_written(tmp_path):
+def test_unaligned_memory_is_written(tmp_path):
     content = os.urandom(3 * 4096)
     files.write_durably(tmp_path / "a", pages(b"x" + content)[1:], 4096, lambda: None)
     assert (tmp_path / "a").read_bytes() == content
 
 
-def test_only_the_end_of_a_file_goes_through_the_cache(tmp_path, monkeypatch):
-    """As on a file system that takes whole pages past the cache."""
+def test_only_the_end_of_a_file_uses_the_page_cache(tmp_path, monkeypatch):
+    """Simulate a file system with uncached writes of complete pages."""
     flags, written = [os.O_WRONLY], []
 
     def control(_: int, command: int, *wanted: int) -> int:
@@ -107,7 +108,7 @@ def test_only_the_end_of_a_file_goes_through_the_cache(tmp_path, monkeypatch):
     ]
 
 
-def test_a_file_system_may_refuse_to_write_past_the_cache(tmp_path, monkeypatch):
+def test_a_file_system_may_refuse_uncached_writes(tmp_path, monkeypatch):
     def refuse(descriptor, command, *flags, asked=fcntl.fcntl):
         if command == fcntl.F_SETFL:
             raise OSError(errno.EINVAL, "Invalid argument")
@@ -118,7 +119,7 @@ def test_a_file_system_may_refuse_to_write_past_the_cache(tmp_path, monkeypatch)
     assert (tmp_path / "a").read_bytes() == b"abc"
 
 
-def test_writes_that_stop_short_are_continued(tmp_path, monkeypatch):
+def test_short_writes_are_continued(tmp_path, monkeypatch):
     monkeypatch.setattr(
         os, "write", lambda descriptor, data, write=os.write: write(descriptor, data[:3])
     )
@@ -126,7 +127,7 @@ def test_writes_that_stop_short_are_continued(tmp_path, monkeypatch):
     assert (tmp_path / "a").read_bytes() == b"abcdefgh"
 
 
-def test_other_errors_of_writing_are_not_hidden(tmp_path, monkeypatch):
+def test_other_write_errors_are_raised(tmp_path, monkeypatch):
     def full(descriptor, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -135,17 +136,17 @@ def test_other_errors_of_writing_are_not_hidden(tmp_path, monkeypatch):
         files.write_durably(tmp_path / "a", pages(b"abc"), 4096, lambda: None)
 
 
-def test_places_are_filled_in_turn_from_an_offset_on(tmp_path, monkeypatch):
+def test_buffers_are_filled_in_order_from_an_offset(tmp_path, monkeypatch):
     monkeypatch.setattr(
         os, "preadv", lambda file, views, offset, read=os.preadv: read(file, [views[0][:2]], offset)
     )
     (tmp_path / "a").write_bytes(b"0123456789")
-    places = [bytearray(3), bytearray(), bytearray(4)]
+    buffers = [bytearray(3), bytearray(), bytearray(4)]
     with (tmp_path / "a").open("rb") as file:
-        assert files.read_into(file.fileno(), 2, map(memoryview, places)) == files.checksum(
+        assert files.read_into(file.fileno(), 2, map(memoryview, buffers)) == files.checksum(
             b"2345678"
         )
-        assert places == [b"234", b"", b"5678"]
+        assert buffers == [b"234", b"", b"5678"]
         with pytest.raises(OSError, match="ends early"):
             files.read_into(file.fileno(), 8, [memoryview(bytearray(3))])
 
@@ -159,21 +160,21 @@ def test_only_regular_files_have_a_size(tmp_path):
             files.file_size(path)
 
 
-def test_errors_of_sync_are_not_hidden(tmp_path, monkeypatch):
+def test_sync_errors_are_raised(tmp_path, monkeypatch):
     def fail(descriptor):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="Input/output"):
-        files.sync(tmp_path)
+        storage.sync(tmp_path)
 
 
-def test_a_file_system_need_not_sync_directories(tmp_path, monkeypatch):
+def test_a_file_system_without_directory_sync_is_supported(tmp_path, monkeypatch):
     def refuse(descriptor):
         raise OSError(22, "Invalid argument")
 
     (tmp_path / "a").touch()
     monkeypatch.setattr(os, "fsync", refuse)
-    files.sync(tmp_path)
+    storage.sync(tmp_path)
     with pytest.raises(OSError, match="Invalid"):
-        files.sync(tmp_path / "a")
+        storage.sync(tmp_path / "a")

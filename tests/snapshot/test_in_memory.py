@@ -1,4 +1,4 @@
-"""Copies in memory, of workers that are killed at everything that they write."""
+"""In-memory snapshots of workers that are killed at every write."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from samestep.config import merge
 from samestep.errors import SnapshotError
 from samestep.handoff import SLOTS, open_launcher_state
 from samestep.record import open_record
-from samestep.snapshot import in_memory as hot
-from samestep.snapshot import load_newest
-from samestep.snapshot import memory_slot as slot
+from samestep.snapshot import in_memory, load_newest, memory_slot
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager
 from tests.snapshot.exact import exact
@@ -35,17 +33,17 @@ INFO = {"lanes": 8, "seed": 0, "epoch": 3}
 
 
 class KilledError(Exception):
-    """Stands in for the end of a worker."""
+    """Simulates the death of a worker."""
 
 
 @pytest.fixture(autouse=True)
 def _small_segments(monkeypatch):
-    monkeypatch.setattr(slot, "SEGMENT_BYTES", 200)
-    monkeypatch.setattr(hot, "PASSED_BYTES", 1000)
+    monkeypatch.setattr(memory_slot, "SEGMENT_BYTES", 200)
+    monkeypatch.setattr(in_memory, "CHUNK_BYTES", 1000)
 
 
-def place(rank, workers, on_host):
-    """Return the place of a worker, of which there are as many on each host."""
+def process(rank, workers, on_host):
+    """Return the process of a worker; each host has equally many."""
     return replace(
         find_process({}),
         rank=rank,
@@ -56,18 +54,18 @@ def place(rank, workers, on_host):
 
 
 def team(hosts, workers, every="1"):
-    """Return the copies of all workers, on one or several hosts; what they save needs no world."""
+    """Return the in-memory snapshots of all workers on these hosts; saving needs no world."""
     on_host = workers // len(hosts)
-    copies = []
+    snapshots = []
     for rank in range(workers):
         world = Alone()
         world.rank, world.size = rank, workers
-        copies.append(
+        snapshots.append(
             InMemorySnapshots(
-                hosts[rank // on_host], place(rank, workers, on_host), world, Path("run"), every
+                hosts[rank // on_host], process(rank, workers, on_host), world, Path("run"), every
             )
         )
-    return copies
+    return snapshots
 
 
 def momentum(step):
@@ -75,7 +73,7 @@ def momentum(step):
 
 
 def state(step):
-    """Return the whole state after a step; its size differs from step to step."""
+    """Return the complete state after a step; its size differs between steps."""
     return {
         **small_state(step),
         "optimizer": {"momentum": momentum(step)},
@@ -83,35 +81,35 @@ def state(step):
     }
 
 
-def save(copies, worker, step, attempt="a"):
-    """Have one worker make its part of a copy: of some it writes a share, some is sliced, and some lanes are its own."""
-    workers = len(copies)
+def save(snapshots, worker, step, attempt="a"):
+    """Save a worker's part: shares of tensors, a slice of the momentum, and its own lanes."""
+    workers = len(snapshots)
     size = len(momentum(step))
     low, high = (size * number // workers for number in (worker, worker + 1))
     own = {
         "optimizer": {"momentum": sliced(momentum(step), low, high)},
         "streams": {lane: torch.full((2,), lane) for lane in range(4) if lane % workers == worker},
     }
-    copies[worker].save(step, attempt, small_state(step), own, INFO, time.monotonic())
+    snapshots[worker].save(step, attempt, small_state(step), own, INFO, time.monotonic())
 
 
-def save_all(copies, step, attempt="a"):
-    for worker in range(len(copies)):
-        save(copies, worker, step, attempt)
+def save_all(snapshots, step, attempt="a"):
+    for worker in range(len(snapshots)):
+        save(snapshots, worker, step, attempt)
 
 
 def refuse(kind, **fields):
     raise AssertionError(kind, fields)
 
 
-def ordered(whole):
-    """Return a state with the lanes of its streams in order: parts are united in the order of workers."""
-    return exact({**whole, "streams": dict(sorted(whole["streams"].items()))})
+def ordered(complete):
+    """Return a state with sorted lanes of its streams; parts are merged in the order of workers."""
+    return exact({**complete, "streams": dict(sorted(complete["streams"].items()))})
 
 
-def load_of(kept, report=refuse):
-    """Return the step of the copy that a worker would take, after a look at its bits; None where there is none."""
-    snapshot = load_newest(None, Alone(), report, team([kept], 1)[0])
+def load_of(launcher_state, report=refuse):
+    """Return the step of the snapshot that a worker loads after checking its bits, or None."""
+    snapshot = load_newest(None, Alone(), report, team([launcher_state], 1)[0])
     if snapshot is None:
         return None
     assert ordered(snapshot.state) == ordered(state(snapshot.step))
@@ -121,12 +119,12 @@ def load_of(kept, report=refuse):
 
 @contextmanager
 def death(at):
-    """End whoever writes at point number `at`: before a call, or in the middle of one; what is as short as a header is written at once."""
-    write, checksum, points = os.pwrite, slot.checksum, iter(range(10**9))
+    """Raise at write or checksum number `at`; a write longer than the header is cut in half."""
+    write, checksum, points = os.pwrite, memory_slot.checksum, iter(range(10**9))
 
     def pwrite(file, data, offset):
         if next(points) == at:
-            if len(data) > slot._HEADER.size:
+            if len(data) > memory_slot._HEADER.size:
                 write(file, bytes(data)[: len(data) // 2], offset)
             raise KilledError
         return write(file, data, offset)
@@ -137,96 +135,102 @@ def death(at):
         return checksum(data)
 
     with (
-        mock.patch.object(slot.os, "pwrite", pwrite),
-        mock.patch.object(slot, "checksum", checksum_of),
+        mock.patch.object(memory_slot.os, "pwrite", pwrite),
+        mock.patch.object(memory_slot, "checksum", checksum_of),
     ):
         yield
 
 
-def test_there_are_copies_of_every_number_of_workers():
+def test_snapshots_work_at_every_number_of_workers():
     for workers in range(1, 5):
-        with open_launcher_state(workers) as kept:
-            assert load_of(kept) is None
-            copies = team([kept], workers)
+        with open_launcher_state(workers) as launcher_state:
+            assert load_of(launcher_state) is None
+            snapshots = team([launcher_state], workers)
             for step in range(1, 6):
-                save_all(copies, step)
-                assert load_of(kept) == step
+                save_all(snapshots, step)
+                assert load_of(launcher_state) == step
 
 
 @settings(max_examples=60)
 @given(st.data())
-def test_killed_workers_leave_the_last_copy_that_all_of_them_finished(data):
-    """Attempts at any number of workers; in the last copy of each, every worker is killed at any of its writes, or after them."""
+def test_killed_workers_leave_the_last_snapshot_that_all_of_them_finished(data):
+    """Kill every worker at any write of the last save, in attempts at any number of workers."""
     step, newest = 0, None
-    with open_launcher_state(4) as kept:
+    with open_launcher_state(4) as launcher_state:
         for attempt in "abcde":
-            copies = team([kept], data.draw(st.integers(1, 4), label="workers"))
-            for one in copies:  # each sees what all would
+            snapshots = team([launcher_state], data.draw(st.integers(1, 4), label="workers"))
+            for one in snapshots:  # each one sees all parts
                 load_newest(None, Alone(), refuse, one)
-            for _ in range(data.draw(st.integers(0, 3), label="copies")):
+            for _ in range(data.draw(st.integers(0, 3), label="snapshots")):
                 step += 1
-                save_all(copies, step, attempt)
+                save_all(snapshots, step, attempt)
                 newest = step
             step += 1
-            cuts = [data.draw(st.none() | st.integers(0, 20), label="killed at") for _ in copies]
+            cuts = [data.draw(st.none() | st.integers(0, 20), label="killed at") for _ in snapshots]
             finished = [
-                make_until(copies, worker, step, attempt, cut) for worker, cut in enumerate(cuts)
+                make_until(snapshots, worker, step, attempt, cut) for worker, cut in enumerate(cuts)
             ]
             newest = step if all(finished) else newest
-            assert load_of(kept) == newest
+            assert load_of(launcher_state) == newest
 
 
-def make_until(copies, worker, step, attempt, cut):
-    """Have a worker make its part, or be killed at one of its writes; return whether it finished."""
+def make_until(snapshots, worker, step, attempt, cut):
+    """Return whether a worker saved its part before it was killed at a write."""
     if cut is None:
-        save(copies, worker, step, attempt)
+        save(snapshots, worker, step, attempt)
         return True
     try:
         with death(cut):
-            save(copies, worker, step, attempt)
+            save(snapshots, worker, step, attempt)
     except KilledError:
         return False
     return True
 
 
 def test_every_byte_counts():
-    with open_launcher_state(1) as kept:
-        copies = team([kept], 1)
-        save_all(copies, 1)
-        save_all(copies, 2)
-        file = kept.slots[0][1]
+    with open_launcher_state(1) as launcher_state:
+        snapshots = team([launcher_state], 1)
+        save_all(snapshots, 1)
+        save_all(snapshots, 2)
+        file = launcher_state.slots[0][1]
         content = os.pread(file, os.fstat(file).st_size, 0)
-        for index in (*range(slot._HEADER.size), *range(slot.START, len(content), 5)):
+        for index in (*range(memory_slot._HEADER.size), *range(memory_slot.START, len(content), 5)):
             os.pwrite(file, bytes([content[index] ^ 1]), index)
-            told = []
-            assert load_of(kept, lambda kind, reason, told=told: told.append((kind, reason))) == 1
-            ((kind, reason),) = told
-            assert kind == "hot_copy_rejected"
+            reported = []
+            assert (
+                load_of(
+                    launcher_state,
+                    lambda kind, reason, reported=reported: reported.append((kind, reason)),
+                )
+                == 1
+            )
+            ((kind, reason),) = reported
+            assert kind == "in_memory_snapshot_rejected"
             assert "damaged" in reason
             os.pwrite(file, content[index : index + 1], index)
-        assert load_of(kept) == 2
+        assert load_of(launcher_state) == 2
 
 
-def test_a_hot_copy_wins_over_a_snapshot_of_its_step_and_older_ones_only(tmp_path):
-    with open_launcher_state(1) as kept:
-        save_all(team([kept], 1), 2)
+def test_a_in_memory_snapshot_wins_over_a_snapshot_of_its_step_and_older_ones_only(tmp_path):
+    with open_launcher_state(1) as launcher_state:
+        save_all(team([launcher_state], 1), 2)
         for step, expected in ((1, None), (2, None), (3, "step-00000003")):
             save_once(tmp_path, step, small_state(step))
-            snapshot = load_newest(tmp_path, Alone(), refuse, team([kept], 1)[0])
-            assert snapshot.path.name == (expected or "hot-copy-of-step-2")
+            snapshot = load_newest(tmp_path, Alone(), refuse, team([launcher_state], 1)[0])
+            assert snapshot.path.name == (expected or "in-memory-snapshot-of-step-2")
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (2, 4), (4, 2)])
-def test_hosts_pass_on_what_others_lack(before, after):
+def test_hosts_send_parts_that_others_lack(before, after):
     with open_launcher_state(2) as here, open_launcher_state(2) as there:
-        copies = team([here, there], before)
-        save_all(copies, 1)
-        save_all(copies, 2)
+        snapshots = team([here, there], before)
+        save_all(snapshots, 1)
+        save_all(snapshots, 2)
 
         def body(world):
             host = (here, there)[world.rank // (after // 2)]
             mine = InMemorySnapshots(
-                host, place(world.rank, after, after // 2), world, Path("run"), "1"
+                host, process(world.rank, after, after // 2), world, Path("run"), "1"
             )
             snapshot = load_newest(None, world, refuse, mine)
             return snapshot.step, ordered(snapshot.state)
@@ -234,108 +238,108 @@ def test_hosts_pass_on_what_others_lack(before, after):
         assert in_threads(after, body) == [(2, ordered(state(2)))] * after
 
 
-def test_a_host_that_is_gone_took_its_parts_with_it():
+def test_the_parts_of_a_lost_host_are_lost():
     with open_launcher_state(1) as here:
         with open_launcher_state(1) as gone:
             save_all(team([here, gone], 2), 1)
         assert load_of(here) is None
 
 
-def test_fewer_successors_give_back_the_memory_of_the_others():
-    with open_launcher_state(3) as kept:
-        save_all(team([kept], 3), 1)
-        (copies,) = team([kept], 1)
-        assert load_newest(None, Alone(), refuse, copies).step == 1
-        save_all([copies], 2)
-        assert os.fstat(kept.slots[2][0]).st_size > 0
-        save_all([copies], 3)
-        assert [os.fstat(file).st_size > 0 for pair in kept.slots for file in pair] == [
+def test_fewer_replacement_workers_free_the_memory_of_the_others():
+    with open_launcher_state(3) as launcher_state:
+        save_all(team([launcher_state], 3), 1)
+        (snapshots,) = team([launcher_state], 1)
+        assert load_newest(None, Alone(), refuse, snapshots).step == 1
+        save_all([snapshots], 2)
+        assert os.fstat(launcher_state.slots[2][0]).st_size > 0
+        save_all([snapshots], 3)
+        assert [os.fstat(file).st_size > 0 for pair in launcher_state.slots for file in pair] == [
             True
         ] * SLOTS + [False] * 2 * SLOTS
-        assert load_of(kept) == 3
+        assert load_of(launcher_state) == 3
 
 
-def test_workers_meet_between_two_copies():
-    with open_launcher_state(1) as kept:
-        (copies,) = team([kept], 1)
-        meetings = []
+def test_workers_communicate_between_two_saves():
+    with open_launcher_state(1) as launcher_state:
+        (snapshots,) = team([launcher_state], 1)
+        barriers = []
         for step in (1, 2, 3):
-            save_all([copies], step)
-            meetings.append(copies._world.barriers)
-        copies._world.barrier("exchanging gradients")
-        save_all([copies], 4)
-        assert [*meetings, copies._world.barriers] == [0, 1, 2, 3]
+            save_all([snapshots], step)
+            barriers.append(snapshots._world.barriers)
+        snapshots._world.barrier("exchanging gradients")
+        save_all([snapshots], 4)
+        assert [*barriers, snapshots._world.barriers] == [0, 1, 2, 3]
 
 
-def test_auto_makes_the_first_copy_at_once_and_then_as_rank_0_says(monkeypatch):
+def test_auto_saves_immediately_and_then_as_rank_0_decides(monkeypatch):
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(hot.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(in_memory.time, "monotonic", lambda: clock.now)
 
     def slow_write(*_):
         clock.now += 0.5
 
-    monkeypatch.setattr(slot.MemorySlot, "write", slow_write)
-    with open_launcher_state(1) as kept:
-        (copies,) = team([kept], 1, "auto")
-        assert copies.is_due(1, agreed=False)
-        copies.save(1, "a", small_state(1), {}, INFO, clock.now)
-        assert not copies.time_is_up()
+    monkeypatch.setattr(memory_slot.MemorySlot, "write", slow_write)
+    with open_launcher_state(1) as launcher_state:
+        (snapshots,) = team([launcher_state], 1, "auto")
+        assert snapshots.is_due(1, agreed=False)
+        snapshots.save(1, "a", small_state(1), {}, INFO, clock.now)
+        assert not snapshots.time_is_up()
         clock.now += 49.9
-        assert not copies.time_is_up()
+        assert not snapshots.time_is_up()
         clock.now += 0.2
-        assert copies.time_is_up()
-        assert [copies.is_due(2, agreed=agreed) for agreed in (False, True)] == [False, True]
+        assert snapshots.time_is_up()
+        assert [snapshots.is_due(2, agreed=agreed) for agreed in (False, True)] == [False, True]
 
 
-def test_a_copy_that_cannot_be_made_is_told_and_is_the_last(tmp_path, caplog):
+def test_a_failed_save_is_reported_and_is_the_last(tmp_path, caplog):
     events = []
     with (
-        open_launcher_state(1) as kept,
+        open_launcher_state(1) as launcher_state,
         mock.patch.object(
-            slot.os, "posix_fallocate", side_effect=OSError(12, "Cannot allocate memory")
+            memory_slot.os, "posix_fallocate", side_effect=OSError(12, "Cannot allocate memory")
         ),
     ):
-        (copies,) = team([kept], 1)
+        (snapshots,) = team([launcher_state], 1)
         record = mock.Mock(
             wraps=open_record(tmp_path, writes=False),
             event=lambda kind, **fields: events.append((kind, fields)),
         )
-        keeper = SnapshotManager(merge({}, {}), Alone(), record, "a", None, copies)
-        keeper.tracked.add("model", torch.nn.Linear(2, 2), None)
-        keeper.copy(1, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))
-        keeper.copy(2, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))
-        assert not copies.time_is_up()
+        manager = SnapshotManager(merge({}, {}), Alone(), record, "a", None, snapshots)
+        manager.tracked.add("model", torch.nn.Linear(2, 2), None)
+        manager.save_in_memory(1, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))
+        manager.save_in_memory(2, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))
+        assert not snapshots.time_is_up()
     assert events == [
-        ("hot_copy_failed", {"step": 1, "reason": "[Errno 12] Cannot allocate memory"})
+        ("in_memory_snapshot_failed", {"step": 1, "reason": "[Errno 12] Cannot allocate memory"})
     ]
-    assert "no more hot copies are made: [Errno 12]" in caplog.text
+    assert "no more in-memory snapshots: [Errno 12]" in caplog.text
 
 
-@pytest.mark.parametrize(("anew", "telling"), [(True, [0]), (False, [])])
-def test_where_no_memory_outlives_workers_one_of_them_says_so_once(anew, telling):
+@pytest.mark.parametrize(("is_new", "reporting"), [(True, [0]), (False, [])])
+def test_one_worker_reports_once_that_no_memory_outlives_workers(is_new, reporting):
     with (
         mock.patch.object(
             files.os, "memfd_create", side_effect=PermissionError(1, "Operation not permitted")
         ),
-        open_launcher_state(2) as kept,
+        open_launcher_state(2) as launcher_state,
     ):
-        copies = team([kept], 2)
-        told = {}
-        for rank, one in enumerate(copies):
+        snapshots = team([launcher_state], 2)
+        reported = {}
+        for rank, one in enumerate(snapshots):
             assert one.find(refuse) == []
-            one.begin(0, anew=anew)
+            one.report_start(0, is_new=is_new)
             try:
                 one.save(1, "a", small_state(1), {}, INFO, time.monotonic())
             except SnapshotError as error:
-                told[rank] = str(error)
-    assert list(told) == telling
-    assert all("refuses memfd_create" in reason for reason in told.values())
+                reported[rank] = str(error)
+    assert list(reported) == reporting
+    assert all("refuses memfd_create" in reason for reason in reported.values())
 
 
-def test_a_part_that_says_it_is_whole_and_is_cut_is_refused():
-    with open_launcher_state(1) as kept:
-        save_all(team([kept], 1), 1)
-        file = kept.slots[0][0]
+def test_a_truncated_part_is_rejected():
+    with open_launcher_state(1) as launcher_state:
+        save_all(team([launcher_state], 1), 1)
+        file = launcher_state.slots[0][0]
         os.ftruncate(file, os.fstat(file).st_size - 1)
         with pytest.raises(SnapshotError, match="damaged"):
-            slot.read(file)
+            memory_slot.read(file)

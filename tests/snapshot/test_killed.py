@@ -1,4 +1,4 @@
-"""Savers that are ended by SIGKILL, at everything that they do to the file system."""
+"""Workers that are killed at every change of the file system during a save."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TOUCHING = {"open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdi
 
 
 class Death:
-    """Counts what this process does to the file system from now on, and ends it by SIGKILL just before number `point`."""
+    """Count changes of the file system, and kill this process just before number `point`."""
 
     def __init__(self, point: int | None, sign: Path) -> None:
         self.count = 0
         self._point = point
         self._sign = sign
         part.SEGMENT_BYTES = 256
-        CommitProtocol.go_on = self._before(CommitProtocol.go_on)
+        CommitProtocol.raise_if_given_up = self._before(CommitProtocol.raise_if_given_up)
         os.fsync = self._before(os.fsync)
         Path.write_bytes = self._in_the_middle_of(Path.write_bytes)
         sys.addaudithook(lambda event, _: self._pass() if event in TOUCHING else None)
@@ -64,8 +64,8 @@ class Death:
 
 
 def _wait_or_give_up(writer: SnapshotWriter, sign: Path) -> None:
-    """Wait until a save is done; give up waiting for others once there is the sign that one is dead."""
-    CommitProtocol.go_on = lambda _: None
+    """Wait until a save is done; give up once the sign of a dead worker exists."""
+    CommitProtocol.raise_if_given_up = lambda _: None
     while not writer._pending.done():
         if sign.exists():
             writer._given_up.set()
@@ -101,7 +101,7 @@ def _save_twice(
 
 
 def newest_after(directory: Path) -> str:
-    """Return the newest whole snapshot, after making sure that it is what was saved and that nothing else passes for whole."""
+    """Return the newest complete snapshot, after checking it and that no others are complete."""
     rejected = {}
     newest = find_newest(directory, lambda _, path, reason: rejected.update({path: reason}))
     assert newest is not None

@@ -15,7 +15,7 @@ from samestep.snapshot.manager import SnapshotManager
 
 
 @pytest.mark.parametrize(("snapshot_every", "expected"), [("7", 1), ("10min", 1), (None, 0)])
-def test_memory_is_made_ready_once_the_first_step_gave_the_optimizer_its_state(
+def test_memory_is_allocated_once_the_optimizer_has_its_state(
     tmp_path, monkeypatch, snapshot_every, expected
 ):
     model = torch.nn.Linear(3, 2)
@@ -25,15 +25,15 @@ def test_memory_is_made_ready_once_the_first_step_gave_the_optimizer_its_state(
         SnapshotWriter, "prepare", lambda _, shared, own: prepared.append((set(shared), own))
     )
     config = merge({"dir": tmp_path, "snapshot_every": snapshot_every}, {})
-    hot = InMemorySnapshots(None, find_process({}), Alone(), tmp_path, config.hot_every)
+    in_memory = InMemorySnapshots(None, find_process({}), Alone(), tmp_path, config.hot_every)
     with (
         closing(open_record(tmp_path, writes=True)) as record,
-        closing(SnapshotManager(config, Alone(), record, "a", None, hot)) as keeper,
+        closing(SnapshotManager(config, Alone(), record, "a", None, in_memory)) as manager,
     ):
-        assert not keeper.is_due(1)
+        assert not manager.is_due(1)
         assert prepared == []
-        keeper.tracked.add("model", model, None)
-        keeper.tracked.add("optimizer", optimizer, None)
+        manager.tracked.add("model", model, None)
+        manager.tracked.add("optimizer", optimizer, None)
         for step in (2, 3):
-            assert not keeper.is_due(step)
+            assert not manager.is_due(step)
     assert prepared == [({"model", "optimizer"}, {})] * expected

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from samestep.errors import SnapshotError
-from samestep.snapshot import check, files, find_newest, list_snapshots, load, part
+from samestep.snapshot import check, find_newest, list_snapshots, load, part, read
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manifest import LARGEST_BYTES, NAME
 from samestep.snapshot.read import fault, inspect
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> dict[str, bytes]:
+def complete(tmp_path_factory) -> dict[str, bytes]:
     """The files of a small snapshot that two workers wrote."""
     directory = tmp_path_factory.mktemp("run")
     save_once(directory, 2, small_state(2), 2)
@@ -34,8 +34,8 @@ def whole(tmp_path_factory) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def snapshot(tmp_path, whole) -> Path:
-    return put(tmp_path / "step-00000002", whole)
+def snapshot(tmp_path, complete) -> Path:
+    return put(tmp_path / "step-00000002", complete)
 
 
 def put(path: Path, contents: dict[str, bytes]) -> Path:
@@ -46,7 +46,7 @@ def put(path: Path, contents: dict[str, bytes]) -> Path:
 
 
 def signed(body: dict[str, Any]) -> bytes:
-    """Return a manifest whose checksum is right, whatever it says."""
+    """Return a manifest with any content and the right checksum."""
     body = {name: value for name, value in body.items() if name != "checksum"}
     return canonical({**body, "checksum": checksum(canonical(body).encode())}).encode()
 
@@ -59,13 +59,13 @@ def rejected_by(examine: Callable[[Path], object], path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_whole_snapshot_passes(snapshot):
+def test_a_complete_snapshot_passes(snapshot):
     assert check(snapshot).step == 2
     assert exact(load(snapshot).state) == exact(small_state(2))
 
 
-def test_every_flipped_byte_of_every_file_is_found(snapshot, whole):
-    for name, content in whole.items():
+def test_every_flipped_byte_of_every_file_is_found(snapshot, complete):
+    for name, content in complete.items():
         for index in range(len(content)):
             flip_byte(snapshot / name, index)
             assert fault(snapshot), (name, index)
@@ -73,8 +73,8 @@ def test_every_flipped_byte_of_every_file_is_found(snapshot, whole):
     assert fault(snapshot) is None
 
 
-def test_a_cut_at_any_byte_of_any_file_is_found(snapshot, whole):
-    for name, content in whole.items():
+def test_a_cut_at_any_byte_of_any_file_is_found(snapshot, complete):
+    for name, content in complete.items():
         for size in range(len(content)):
             cut(snapshot / name, size)
             assert fault(snapshot), (name, size)
@@ -83,34 +83,34 @@ def test_a_cut_at_any_byte_of_any_file_is_found(snapshot, whole):
 
 
 @given(data=st.data())
-def test_any_change_of_bytes_is_found(tmp_path_factory, whole, data):
-    name = data.draw(st.sampled_from(sorted(whole)))
-    content = whole[name]
+def test_any_change_of_bytes_is_found(tmp_path_factory, complete, data):
+    name = data.draw(st.sampled_from(sorted(complete)))
+    content = complete[name]
     start = data.draw(st.integers(0, len(content)))
     stop = data.draw(st.integers(start, min(start + 8, len(content))))
     changed = content[:start] + data.draw(st.binary(max_size=8)) + content[stop:]
-    path = put(tmp_path_factory.mktemp("run") / "step-00000002", {**whole, name: changed})
+    path = put(tmp_path_factory.mktemp("run") / "step-00000002", {**complete, name: changed})
     assert (fault(path) is None) == (changed == content)
 
 
-def test_a_missing_file_is_named(snapshot, whole):
-    for name in whole:
+def test_a_missing_file_is_named(snapshot, complete):
+    for name in complete:
         (snapshot / name).unlink()
         assert name in rejected_by(check, snapshot)
-        (snapshot / name).write_bytes(whole[name])
+        (snapshot / name).write_bytes(complete[name])
 
 
 def test_no_manifest_no_snapshot(tmp_path, snapshot):
     (snapshot / NAME).unlink()
-    assert f"snapshot {snapshot} has no manifest.json: it was never finished" == rejected_by(
+    assert f"snapshot {snapshot} has no manifest.json: it was never committed" == rejected_by(
         check, snapshot
     )
     assert f"there is no snapshot {tmp_path / 'none'}" == rejected_by(check, tmp_path / "none")
 
 
 @pytest.mark.parametrize("examine", [check, load])
-def test_what_is_no_regular_file_is_not_waited_for(snapshot, whole, examine):
-    for name in whole:
+def test_only_regular_files_are_read(snapshot, complete, examine):
+    for name in complete:
         (snapshot / name).unlink()
         os.mkfifo(snapshot / name)
         assert "not a regular file" in rejected_by(examine, snapshot)
@@ -121,62 +121,63 @@ def test_what_is_no_regular_file_is_not_waited_for(snapshot, whole, examine):
         (snapshot / name).symlink_to(name)
         assert rejected_by(examine, snapshot)
         (snapshot / name).unlink()
-        (snapshot / name).write_bytes(whole[name])
+        (snapshot / name).write_bytes(complete[name])
 
 
 def test_a_manifest_that_is_too_large_is_not_read(snapshot):
     os.truncate(snapshot / NAME, LARGEST_BYTES + 1)
-    assert f"expected at most {LARGEST_BYTES}" in rejected_by(inspect, snapshot)
+    assert f"must have at most {LARGEST_BYTES} bytes" in rejected_by(inspect, snapshot)
 
 
-def test_another_format_is_told(snapshot, whole):
-    put(snapshot, {NAME: signed({**json.loads(whole[NAME]), "format": 1})})
-    assert "is of format 1; expected 2: read it with the samestep that wrote it" in rejected_by(
-        check, snapshot
+def test_another_format_is_rejected(snapshot, complete):
+    put(snapshot, {NAME: signed({**json.loads(complete[NAME]), "format": 1})})
+    assert (
+        "expected format 2 of manifest.json, got 1; "
+        "read it with the version of samestep that wrote it" in rejected_by(check, snapshot)
     )
 
 
 @pytest.mark.parametrize(
     "name", ["../secret", "/etc/passwd", "a/b", "", ".", "..", ".hidden", "a\0b", "a\n", 7, None]
 )
-def test_no_path_leaves_the_directory(snapshot, whole, name):
-    body = json.loads(whole[NAME])
+def test_no_path_leaves_the_directory(snapshot, complete, name):
+    body = json.loads(complete[NAME])
     body["files"][0][0] = name
     put(snapshot, {NAME: signed(body)})
     assert "manifest.json does not describe a snapshot" in rejected_by(load, snapshot)
 
 
-def test_a_tensor_larger_than_its_file_is_never_allocated(snapshot, whole):
-    body = json.loads(whole[NAME])
+def test_a_tensor_larger_than_its_file_is_never_allocated(snapshot, complete):
+    body = json.loads(complete[NAME])
     body["tensors"]["model/weight"] = [["float32", [2**50], [0]], [[0, 0, 2**50, 0]]]
     put(snapshot, {NAME: signed(body)})
-    assert "is said to hold pieces outside of them" in rejected_by(load, snapshot)
+    assert "manifest.json places pieces of tensors outside of" in rejected_by(load, snapshot)
 
 
-def test_pieces_of_a_file_do_not_overlap(snapshot, whole):
-    body = json.loads(whole[NAME])
+def test_pieces_of_a_file_do_not_overlap(snapshot, complete):
+    body = json.loads(complete[NAME])
     body["tensors"]["model/twin"] = body["tensors"]["model/weight"]
     put(snapshot, {NAME: signed(body)})
-    assert "is said to hold pieces of tensors that overlap" in rejected_by(load, snapshot)
+    assert "manifest.json places overlapping pieces of tensors in" in rejected_by(load, snapshot)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        (2, 0, "segments of 0 bytes"),
-        (2, 2**40, "segments of 1099511627776 bytes"),
-        (2, 64, "and 1 checksums"),
-        (3, [], "and 0 checksums"),
+        (2, 0, "bytes, got 0"),
+        (2, 2**40, "bytes, got 1099511627776"),
+        (2, 64, ", got 1"),
+        (3, [], ", got 0"),
     ],
 )
-def test_every_segment_has_a_checksum(snapshot, whole, field, value, message):
-    body = json.loads(whole[NAME])
+def test_every_segment_has_a_checksum(snapshot, complete, field, value, message):
+    body = json.loads(complete[NAME])
     body["files"][0][field] = value
     put(snapshot, {NAME: signed(body)})
     assert message in rejected_by(load, snapshot)
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
+def locations(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield (container, key) of every value inside JSON."""
     for key, inner in (
         list(value.items())
@@ -186,50 +187,50 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
         else []
     ):
         yield value, key
-        yield from places(inner)
+        yield from locations(inner)
 
 
 @given(data=st.data())
-def test_a_manifest_that_lies_is_refused_or_read_but_does_no_harm(tmp_path_factory, whole, data):
-    body = json.loads(whole[NAME])
+def test_a_false_manifest_is_rejected_or_read_without_harm(tmp_path_factory, complete, data):
+    body = json.loads(complete[NAME])
     for _ in range(data.draw(st.integers(1, 3))):
-        container, key = data.draw(st.sampled_from(list(places(body))))
+        container, key = data.draw(st.sampled_from(list(locations(body))))
         container[key] = data.draw(
             tagged_values
             | st.integers(-2, 2**70)
             | st.sampled_from(["complex64", "bool", "model/bias"])
         )
-    path = put(tmp_path_factory.mktemp("run") / "step-00000002", {**whole, NAME: signed(body)})
+    path = put(tmp_path_factory.mktemp("run") / "step-00000002", {**complete, NAME: signed(body)})
     try:
         load(path)
     except SnapshotError as error:
-        # nothing else may come out, but a lie may also have a meaning
+        # no other error may occur, but false content may also be valid
         assert str(path) in str(error)  # noqa: PT017
 
 
 @given(data=st.data())
 @example(data=None)
-def test_a_data_file_that_lies_is_refused_or_read_but_does_no_harm(tmp_path_factory, whole, data):
-    body = json.loads(whole[NAME])
+def test_a_false_data_file_is_rejected_or_read_without_harm(tmp_path_factory, complete, data):
+    body = json.loads(complete[NAME])
     name = body["files"][0][0]
     if data is None:
-        content = (2**63 - 1).to_bytes(8, "little") + whole[name][8:]
+        content = (2**63 - 1).to_bytes(8, "little") + complete[name][8:]
     else:
-        start = data.draw(st.integers(0, len(whole[name])))
+        start = data.draw(st.integers(0, len(complete[name])))
         content = (
-            whole[name][:start]
+            complete[name][:start]
             + data.draw(st.binary(max_size=20))
-            + whole[name][data.draw(st.integers(start, len(whole[name]))) :]
+            + complete[name][data.draw(st.integers(start, len(complete[name]))) :]
         )
     body["files"][0][1:] = [len(content), len(content) or 1, [checksum(content)]]
     path = put(
         tmp_path_factory.mktemp("run") / "step-00000002",
-        {**whole, name: content, NAME: signed(body)},
+        {**complete, name: content, NAME: signed(body)},
     )
     try:
         load(path)
     except SnapshotError as error:
-        # nothing else may come out, but changed values are values
+        # no other error may occur, but changed values are valid
         assert str(path) in str(error)  # noqa: PT017
 
 
@@ -239,7 +240,7 @@ def test_a_data_file_that_lies_is_refused_or_read_but_does_no_harm(tmp_path_fact
     | st.just(b"[" * 100_000)
     | st.just(b"9" * 10_000)
 )
-def test_garbage_is_no_manifest(tmp_path_factory, garbage):
+def test_garbage_is_not_a_manifest(tmp_path_factory, garbage):
     rejected_by(check, put(tmp_path_factory.mktemp("run") / "step-00000002", {NAME: garbage}))
 
 
@@ -262,13 +263,13 @@ def test_damage_of_any_segment_is_found_and_named(tmp_path, monkeypatch, segment
     assert exact(load(path).state) == exact(small_state(2))
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_refused(snapshot, whole, monkeypatch):
-    monkeypatch.setattr(files, "file_size", lambda path: len(whole[path.name]))
+def test_a_file_that_shrinks_during_a_read_is_rejected(snapshot, complete, monkeypatch):
+    monkeypatch.setattr(read, "file_size", lambda path: len(complete[path.name]))
     cut(next(snapshot.glob("tensors*")), 10)
     assert "the file ends early" in rejected_by(load, snapshot)
 
 
-def test_the_newest_whole_snapshot_is_found_and_the_others_are_named(tmp_path):
+def test_the_newest_complete_snapshot_is_found_and_others_are_reported(tmp_path):
     with team(tmp_path) as (writers, _):
         for step in (1, 2, 30):
             save(writers, step, small_state(step))
@@ -283,7 +284,7 @@ def test_the_newest_whole_snapshot_is_found_and_the_others_are_named(tmp_path):
         ("snapshot_rejected", str(tmp_path / "step-00000040")),
         ("snapshot_rejected", str(tmp_path / "step-00000030")),
     ]
-    assert "never finished" in reports[0][1]["reason"]
+    assert "never committed" in reports[0][1]["reason"]
     assert "damaged" in reports[1][1]["reason"]
 
 
@@ -315,13 +316,13 @@ def test_one_object_is_loaded_alone(snapshot):
         {"scheduler": small_state(2)["scheduler"]}
     )
     assert rejected_by(lambda path: load(path, ["optimizer"]), snapshot).endswith(
-        "it holds no optimizer; it holds model, scheduler"
+        "it has no optimizer; it has model, scheduler"
     )
 
 
-def test_tensors_are_independent_of_the_files(snapshot, whole):
+def test_tensors_are_independent_of_the_files(snapshot, complete):
     state = load(snapshot).state
-    for name in whole:
-        (snapshot / name).write_bytes(bytes(len(whole[name])))
+    for name in complete:
+        (snapshot / name).write_bytes(bytes(len(complete[name])))
     state["model"]["bias"] += 1
     assert torch.equal(state["model"]["weight"], small_state(2)["model"]["weight"])

@@ -9,7 +9,7 @@ from samestep.errors import SnapshotError
 from samestep.snapshot import load
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import fault
-from samestep.snapshot.remote import Remote
+from samestep.snapshot.remote import RemoteDirectory
 from samestep.storage import StorageError
 from tests.faults import cut, flip_byte
 from tests.snapshot.exact import exact
@@ -20,12 +20,12 @@ FIRST, SECOND = "step-00000001", "step-00000002"
 
 
 class KilledError(BaseException):
-    """In place of the end of a process."""
+    """Simulates the death of a process."""
 
 
 @pytest.fixture
 def directory(tmp_path):
-    """Two snapshots, each of two workers."""
+    """A directory with two snapshots of two workers."""
     for step in (1, 2):
         save_once(tmp_path / "run", step, small_state(step), workers=2)
     return tmp_path / "run"
@@ -37,7 +37,7 @@ def small_segments(monkeypatch):
 
 
 def brought(remote, name, directory):
-    """Download a snapshot; return its state and the bytes that were asked for."""
+    """Download a snapshot; return its state and the requested bytes."""
     read, original = [], remote.storage.read
 
     def noting(path, start, stop):
@@ -50,7 +50,7 @@ def brought(remote, name, directory):
     return state, [(start, stop) for path, start, stop in read if not path.endswith(NAME)]
 
 
-def test_what_was_sent_is_found_and_brought_back(directory, remote, tmp_path):
+def test_uploaded_snapshots_are_found_and_downloaded(directory, remote, tmp_path):
     assert remote.names() == []
     assert remote.send(directory / SECOND) == sum(
         path.stat().st_size for path in (directory / SECOND).iterdir()
@@ -64,7 +64,7 @@ def test_what_was_sent_is_found_and_brought_back(directory, remote, tmp_path):
     assert fault(tmp_path / "new" / SECOND) is None
 
 
-def test_data_comes_first_and_the_manifest_last_and_goes_first(directory, remote, far):
+def test_the_manifest_is_written_last_and_removed_first(directory, remote, far):
     remote.send(directory / FIRST)
     sent = [path for operation, path in far.calls if operation in {"put_file", "pipe_file"}]
     assert [path.endswith(NAME) for path in sent] == [False, False, True]
@@ -77,7 +77,7 @@ def test_data_comes_first_and_the_manifest_last_and_goes_first(directory, remote
     assert remote.names() == []
 
 
-def test_a_sender_that_is_killed_anywhere_leaves_nothing_half_whole_and_its_successor_sends_the_rest(
+def test_a_killed_upload_leaves_no_partial_snapshot_and_is_continued(
     directory, remote, far, tmp_path
 ):
     def killing(point):
@@ -96,7 +96,7 @@ def test_a_sender_that_is_killed_anywhere_leaves_nothing_half_whole_and_its_succ
             with pytest.raises(KilledError):
                 remote.send(directory / FIRST)
         else:
-            remote.send(directory / FIRST)  # it does three things
+            remote.send(directory / FIRST)  # three requests
         far.before = staticmethod(lambda operation, path: None)
         there = {path.rpartition("/")[2] for path in far.store}
         assert len(there) == point
@@ -110,15 +110,13 @@ def test_a_sender_that_is_killed_anywhere_leaves_nothing_half_whole_and_its_succ
         assert fault(remote.fetch(FIRST, tmp_path / str(point))) is None
 
 
-def test_files_of_another_size_are_sent_again_and_what_the_manifest_does_not_name_goes(
-    directory, remote, far
-):
+def test_files_of_another_size_are_sent_again_and_unknown_files_are_removed(directory, remote, far):
     remote.send(directory / FIRST)
     data = next(path for path in far.store if not path.endswith(NAME))
     remote.storage.remove(data.removeprefix("/far/run/"))
     remote.storage.create(data.removeprefix("/far/run/"), b"half of it")
     remote.storage.create(f"{FIRST}/left-over", b"by a sender that was killed")
-    with pytest.raises(SnapshotError, match="has 10 bytes; expected"):
+    with pytest.raises(SnapshotError, match="bytes, got 10"):
         remote.inspect(FIRST)
     remote.send(directory / FIRST)
     assert remote.inspect(FIRST).step == 1
@@ -127,7 +125,7 @@ def test_files_of_another_size_are_sent_again_and_what_the_manifest_does_not_nam
     }
 
 
-def test_a_step_that_was_saved_again_takes_the_place_of_the_former(directory, remote, tmp_path):
+def test_a_step_that_was_saved_again_replaces_the_old_one(directory, remote, tmp_path):
     remote.send(directory / FIRST)
     save_once(directory, 1, small_state(7), attempt="second")
     remote.send(directory / FIRST)
@@ -137,7 +135,7 @@ def test_a_step_that_was_saved_again_takes_the_place_of_the_former(directory, re
     assert brought(remote, FIRST, tmp_path / "new")[0] == exact(small_state(7))
 
 
-def test_of_two_that_send_one_step_at_once_one_wins_and_its_snapshot_is_whole(far, tmp_path):
+def test_one_of_two_concurrent_uploads_of_a_step_wins_completely(far, tmp_path):
     runs = [tmp_path / name for name in ("first", "second")]
     for number, run in enumerate(runs):
         save_once(run, 1, small_state(number), attempt=run.name)
@@ -148,19 +146,21 @@ def test_of_two_that_send_one_step_at_once_one_wins_and_its_snapshot_is_whole(fa
 
     def send(run):
         try:
-            return Remote(URL, HASTY).send(run / FIRST)
+            return RemoteDirectory(URL, HASTY).send(run / FIRST)
         except StorageError as error:
             return str(error)
 
     with ThreadPoolExecutor(2) as senders:
         outcomes = list(senders.map(send, runs))
     (lost,) = [outcome for outcome in outcomes if isinstance(outcome, str)]
-    assert "somebody else wrote it meanwhile" in lost
+    assert "another run wrote this file in the meantime" in lost
     winner = next(number for number, outcome in enumerate(outcomes) if outcome != lost)
-    assert brought(Remote(URL, HASTY), FIRST, tmp_path / "new")[0] == exact(small_state(winner))
+    assert brought(RemoteDirectory(URL, HASTY), FIRST, tmp_path / "new")[0] == exact(
+        small_state(winner)
+    )
 
 
-def test_set_aside_is_moved_out_of_the_way(directory, remote):
+def test_set_aside_moves_a_snapshot(directory, remote):
     remote.send(directory / FIRST)
     files = remote.storage.sizes(FIRST)
     remote.set_aside(FIRST, "superseded-x")
@@ -169,11 +169,11 @@ def test_set_aside_is_moved_out_of_the_way(directory, remote):
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_a_download_goes_on_where_it_was_broken_off(remote, far, tmp_path):
+def test_an_interrupted_download_is_continued(remote, far, tmp_path):
     save_once(tmp_path / "run", 1, small_state(1), workers=2)
     remote.send(tmp_path / "run" / FIRST)
-    whole = brought(remote, FIRST, tmp_path / "undisturbed")
-    assert len(whole[1]) == 7
+    complete = brought(remote, FIRST, tmp_path / "undisturbed")
+    assert len(complete[1]) == 7
     calls = iter(range(10**6))
 
     def refuse_the_fifth(operation, path):
@@ -186,18 +186,18 @@ def test_a_download_goes_on_where_it_was_broken_off(remote, far, tmp_path):
     far.before = staticmethod(lambda operation, path: None)
     assert {path.name for path in (tmp_path / "new").iterdir()} == {f".{FIRST}.fetched"}
     state, parts = brought(remote, FIRST, tmp_path / "new")
-    assert state == whole[0]
-    assert whole[1][3] in parts  # the first call brought the manifest
+    assert state == complete[0]
+    assert complete[1][3] in parts  # the first read is the manifest
     assert 1 <= len(parts) <= 4
     assert {path.name for path in (tmp_path / "new").iterdir()} == {FIRST}
 
 
-def test_what_is_whole_here_is_not_downloaded(directory, remote):
+def test_a_complete_local_snapshot_is_not_downloaded(directory, remote):
     remote.send(directory / FIRST)
     assert brought(remote, FIRST, directory) == (exact(small_state(1)), [])
 
 
-def test_what_is_damaged_here_is_replaced(directory, remote):
+def test_a_damaged_local_snapshot_is_replaced(directory, remote):
     remote.send(directory / FIRST)
     flip_byte(next((directory / FIRST).glob("tensors*")), -1)
     assert brought(remote, FIRST, directory)[0] == exact(small_state(1))
@@ -206,12 +206,12 @@ def test_what_is_damaged_here_is_replaced(directory, remote):
 def test_another_snapshot_of_the_step_is_left_alone(directory, remote, tmp_path):
     remote.send(directory / FIRST)
     save_once(tmp_path / "other", 1, small_state(7), attempt="other")
-    with pytest.raises(SnapshotError, match="is another snapshot of this step; give an empty dir"):
+    with pytest.raises(SnapshotError, match="is another snapshot of this step; use an empty dir"):
         remote.fetch(FIRST, tmp_path / "other")
     assert exact(load(tmp_path / "other" / FIRST).state) == exact(small_state(7))
 
 
-def test_what_is_damaged_there_never_appears_here(directory, remote, far, tmp_path):
+def test_a_damaged_remote_snapshot_never_appears_locally(directory, remote, far, tmp_path):
     data = next((directory / FIRST).glob("tensors*"))
     remote.send(directory / FIRST)
     flip_byte(data, -1)
@@ -227,13 +227,13 @@ def test_what_is_damaged_there_never_appears_here(directory, remote, far, tmp_pa
         (lambda path: cut(path / NAME, 100), "manifest.json is damaged"),
         (lambda path: flip_byte(path / NAME, 50), "manifest.json is damaged"),
         (lambda path: (path / NAME).write_bytes(b"[" * 2**15), "manifest.json is damaged"),
-        (lambda path: next(path.glob("tensors*")).unlink(), "has no bytes; expected"),
-        (lambda path: (path / NAME).unlink(), "it has no manifest.json: it was never finished"),
+        (lambda path: next(path.glob("tensors*")).unlink(), "bytes, got no file"),
+        (lambda path: (path / NAME).unlink(), "it has no manifest.json: it was never committed"),
     ],
 )
-def test_whatever_is_there_is_data(directory, far, damage, reason):
+def test_damaged_remote_snapshots_are_rejected(directory, far, damage, reason):
     damage(directory / FIRST)
-    remote = Remote(f"file://{directory}", HASTY)
+    remote = RemoteDirectory(f"file://{directory}", HASTY)
     with pytest.raises(SnapshotError, match=rf"snapshot file://{directory}/{FIRST}: .*{reason}"):
         remote.inspect(FIRST)
     with pytest.raises(SnapshotError, match="there is none"):
@@ -244,12 +244,12 @@ def test_a_manifest_that_is_too_large_is_not_read(directory, remote, far, monkey
     remote.send(directory / FIRST)
     far.calls.clear()
     monkeypatch.setattr("samestep.snapshot.remote.LARGEST_BYTES", 100)
-    with pytest.raises(SnapshotError, match=r"manifest.json has \d+ bytes; expected at most 100"):
+    with pytest.raises(SnapshotError, match=r"manifest.json must have at most 100 bytes, got \d+"):
         remote.inspect(FIRST)
     assert {operation for operation, _ in far.calls} == {"ls"}
 
 
-def test_a_storage_that_does_not_answer_is_no_damaged_snapshot(directory, remote, far):
+def test_a_failing_storage_is_not_a_damaged_snapshot(directory, remote, far):
     remote.send(directory / FIRST)
     far.before = staticmethod(failing(4, TimeoutError("no answer")))
     with pytest.raises(StorageError, match="no answer"):
@@ -257,14 +257,16 @@ def test_a_storage_that_does_not_answer_is_no_damaged_snapshot(directory, remote
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_workers_of_one_host_that_all_ask_are_served_by_one_download(remote, far, tmp_path):
+def test_workers_of_a_host_share_one_download(remote, far, tmp_path):
     save_once(tmp_path / "run", 1, small_state(1))
     remote.send(tmp_path / "run" / FIRST)
     (segments,) = [len(file.checksums) for file in remote.inspect(FIRST).files]
     far.calls.clear()
     with ThreadPoolExecutor(3) as workers:
         paths = list(
-            workers.map(lambda _: Remote(URL, HASTY).fetch(FIRST, tmp_path / "new"), range(3))
+            workers.map(
+                lambda _: RemoteDirectory(URL, HASTY).fetch(FIRST, tmp_path / "new"), range(3)
+            )
         )
     assert exact(load(paths[0]).state) == exact(small_state(1))
     assert len([path for operation, path in far.calls if operation == "cat_file"]) == segments + 3

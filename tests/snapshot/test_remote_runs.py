@@ -1,4 +1,4 @@
-"""Whole runs with their snapshots in a second place."""
+"""Complete runs with snapshots in a remote storage."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_run_starts_from_the_url_of_a_snapshot_and_sets_later_ones_aside(tmp_p
 
 
 def die_while_sending(directory, url, files):
-    """Train with two workers; the first is killed once the snapshot at the end has sent as many files."""
+    """Train with two workers; kill the first once it sent `files` of the last snapshot."""
     send, sent = Storage.send, []
 
     def send_and_die(storage, source, path):
@@ -67,7 +67,7 @@ def die_while_sending(directory, url, files):
 
 
 @pytest.mark.parametrize("files", [1, 2])
-def test_after_a_killed_worker_only_what_is_missing_is_sent(tmp_path, url, files):
+def test_after_a_killed_worker_only_missing_files_are_sent(tmp_path, url, files):
     outcomes = try_workers(die_while_sending, 2, tmp_path / "run", url, files)
     assert outcomes[0].exitcode == -signal.SIGKILL
     assert not list((tmp_path / "far").rglob(NAME))
@@ -81,11 +81,12 @@ def test_after_a_killed_worker_only_what_is_missing_is_sent(tmp_path, url, files
     assert len(sizes) == 2
 
 
-def test_a_storage_that_refuses_fails_the_run_at_its_end_only(tmp_path):
+def test_a_failing_storage_fails_the_run_only_at_its_end(tmp_path):
     directory, url = tmp_path / "run", "file:///proc/none/runs"
     with pytest.raises(
         SnapshotError,
-        match=f"the last snapshot is whole in {directory}, and could not be copied to {url}: the storage did",
+        match=f"the last snapshot is complete in {directory}, but could not be copied to {url}: "
+        "cannot write",
     ):
         train(image_job, directory, {"remote": url, "snapshot_every": 2})
     assert snapshots(directory) == steps_of(4, 6, 8)
@@ -93,7 +94,7 @@ def test_a_storage_that_refuses_fails_the_run_at_its_end_only(tmp_path):
     assert len(events(directory, "failed")) == 1
 
 
-def test_a_function_gets_every_file_of_every_snapshot(tmp_path):
+def test_a_function_is_called_with_every_file_of_every_snapshot(tmp_path):
     train(
         image_job,
         tmp_path,
@@ -117,26 +118,26 @@ def test_a_function_that_fails_stops_no_training(tmp_path):
     [
         (
             {"remote": "s4://bucket/run"},
-            "s4://bucket/run was given; expected a URL that fsspec knows",
+            "expected a URL that fsspec knows, .* got s4://bucket/run",
         ),
         (
             {"remote": "s4://bucket/run", "resume": "never"},
-            "s4://bucket/run was given; expected a URL that fsspec knows",
+            "expected a URL that fsspec knows, .* got s4://bucket/run",
         ),
         (
             {"transfer": "nowhere:send"},
-            "transfer='nowhere:send' was given; expected the module:function to be there for import",
+            "transfer must name an importable module:function, got 'nowhere:send'",
         ),
         (
             {"resume": "s4://bucket/run/step-00000001"},
-            "s4://bucket/run was given; expected a URL that fsspec knows",
+            "expected a URL that fsspec knows, .* got s4://bucket/run",
         ),
         (
             {"resume": "file:///a/run"},
-            "resume='file:///a/run' was given; expected the URL of a snapshot",
+            "resume must be the URL of a snapshot, .* got 'file:///a/run'",
         ),
     ],
 )
-def test_what_could_never_work_is_told_at_the_start(tmp_path, options, message):
+def test_unusable_options_are_rejected_at_the_start(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         train(image_job, tmp_path, options)

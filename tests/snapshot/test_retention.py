@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from samestep.snapshot import list_snapshots
 from samestep.snapshot.manifest import NAME
-from samestep.snapshot.read import fault, step_of
-from samestep.snapshot.retention import remove
+from samestep.snapshot.read import fault, remove, step_of
 from tests.faults import cut, flip_byte
 from tests.snapshot.saving import save, save_once, small_state, team
 
@@ -56,7 +55,7 @@ def test_a_damaged_snapshot_is_not_counted(tmp_path):
     assert steps_in(tmp_path) == [2, 7]
 
 
-def test_leftovers_go_and_later_steps_and_links_stay(tmp_path):
+def test_leftovers_are_removed_and_later_steps_and_links_stay(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     save_once(elsewhere, 2, small_state(2))
     run = tmp_path / "run"
@@ -78,20 +77,20 @@ def test_leftovers_go_and_later_steps_and_links_stay(tmp_path):
     ]
 
 
-def test_what_cannot_be_removed_is_reported_and_the_new_snapshot_is_whole(tmp_path, monkeypatch):
+def test_a_failed_removal_is_reported_and_the_new_snapshot_is_complete(tmp_path, monkeypatch):
     def busy(path):
         raise OSError(16, "Device or resource busy", str(path))
 
     with team(tmp_path, keep_last=1) as (writers, reports):
         save(writers, 1, small_state(1))
-        monkeypatch.setattr("samestep.snapshot.retention.remove", busy)
+        monkeypatch.setattr("samestep.snapshot.read.remove", busy)
         save(writers, 2, small_state(2))
     assert [kind for kind, _ in reports] == ["snapshot", "snapshot", "snapshot_not_removed"]
     assert "busy" in reports[-1][1]["reason"]
     assert steps_in(tmp_path) == [1, 2]
 
 
-def test_what_is_removed_by_half_is_no_snapshot(tmp_path, monkeypatch):
+def test_a_half_removed_snapshot_is_not_a_snapshot(tmp_path, monkeypatch):
     def interrupted(path):
         raise KeyboardInterrupt
 
@@ -99,4 +98,4 @@ def test_what_is_removed_by_half_is_no_snapshot(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.rmtree", interrupted)
     with pytest.raises(KeyboardInterrupt):
         remove(tmp_path / "step-00000001")
-    assert "never finished" in fault(tmp_path / "step-00000001")
+    assert "never committed" in fault(tmp_path / "step-00000001")

@@ -1,4 +1,4 @@
-"""Snapshots in a real S3. Only processes of their own talk to it: a client's threads stay for the life of a process."""
+"""Snapshots in a real S3; separate processes use it, since a client's threads never end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from samestep.errors import SnapshotError
+from samestep.snapshot.hooks import Mirror
 from samestep.snapshot.manifest import NAME
-from samestep.snapshot.mirror import Mirror
 from samestep.snapshot.read import inspect
-from samestep.snapshot.remote import Remote
+from samestep.snapshot.remote import RemoteDirectory
 from samestep.storage import Retries, Storage, StorageError
 from tests.jobs import STEPS, events, image_job, left_by, left_in, snapshots, steps_of, train
 from tests.s3 import s3_server
@@ -31,10 +31,10 @@ def server(tmp_path_factory):
 
 
 def _listed(url):
-    return Remote(url).names()
+    return RemoteDirectory(url).names()
 
 
-def test_a_run_goes_on_with_the_same_bits_on_a_machine_that_has_nothing(server, tmp_path):
+def test_a_run_resumes_with_the_same_bits_on_an_empty_machine(server, tmp_path):
     old, new, url = tmp_path / "old", tmp_path / "new", "s3://bucket/runs/one"
     run_workers(
         train,
@@ -65,23 +65,24 @@ def test_a_run_goes_on_with_the_same_bits_on_a_machine_that_has_nothing(server, 
     assert sum(name.endswith(f"at step {STEPS - 1}") for name in left) == 2
 
 
-def test_a_wrong_secret_is_told_and_stops_no_training(server, tmp_path):
+def test_a_wrong_secret_is_reported_and_does_not_stop_training(server, tmp_path):
     wrong = {**server.environment, "AWS_SECRET_ACCESS_KEY": "wrong"}
     options = {"remote": "s3://bucket/runs/two", "resume": "never", "snapshot_every": 2}
     (ended,) = try_workers(train, 1, image_job, tmp_path / "run", options, environment=wrong)
     assert isinstance(ended.error, SnapshotError)
     assert str(ended.error).startswith(
-        f"the last snapshot is whole in {tmp_path / 'run'}, and could not be copied to s3://bucket/runs/two"
+        f"the last snapshot is complete in {tmp_path / 'run'}, but could not be copied to "
+        "s3://bucket/runs/two"
     )
-    (told,) = events(tmp_path / "run", "remote_failed")
-    assert told["reason"].startswith(
-        "the storage did not list s3://bucket/runs/two: PermissionError: The request signature"
+    (reported,) = events(tmp_path / "run", "remote_failed")
+    assert reported["reason"].startswith(
+        "cannot list s3://bucket/runs/two: PermissionError: The request signature"
     )
     assert snapshots(tmp_path / "run") == steps_of(4, 6, 8)
     (refused,) = try_workers(
         train, 1, image_job, tmp_path / "new", {"remote": "s3://bucket/runs/two"}, environment=wrong
     )
-    assert "What the run would resume from may be there" in str(refused.error)
+    assert "The storage may hold the snapshot to resume from" in str(refused.error)
 
 
 def _race(url):
@@ -97,10 +98,13 @@ def _race(url):
     return outcomes, int(Storage(url).read("manifest.json", 0, 1))
 
 
-def test_of_two_that_write_one_manifest_at_once_one_wins(server):
+def test_one_of_two_concurrent_writes_of_a_manifest_wins(server):
     ((outcomes, there),) = run_workers(_race, 1, "s3://bucket/race", environment=server.environment)
     assert [outcome for outcome in outcomes if isinstance(outcome, int)] == [there]
-    assert sum("somebody else wrote it meanwhile" in str(outcome) for outcome in outcomes) == 1
+    assert (
+        sum("another run wrote this file in the meantime" in str(outcome) for outcome in outcomes)
+        == 1
+    )
 
 
 def _send_one_file_and_die(directory, url):
@@ -111,52 +115,55 @@ def _send_one_file_and_die(directory, url):
         os.kill(os.getpid(), signal.SIGKILL)
 
     Storage.send = send_and_die
-    Remote(url).send(directory)
+    RemoteDirectory(url).send(directory)
 
 
 class Counted(Retries):
-    """Counts how often something was tried again."""
+    """Counts retries."""
 
-    pauses_made = 0
+    retries = 0
 
-    def pauses(self):
-        for pause in super().pauses():
-            Counted.pauses_made += 1
-            yield pause
+    def delays(self):
+        for delay in super().delays():
+            Counted.retries += 1
+            yield delay
 
 
 def _mirror(directory, url, sign):
-    """Copy what is missing, each file once its sign is taken away; return what was there before, was reported, and how many pauses made."""
-    remote, told = Remote(url, Counted(tries=100, first_seconds=0.1, longest_seconds=0.1)), []
+    """Copy missing files once their signs are gone; return sizes before, events and retries."""
+    remote, reported = (
+        RemoteDirectory(url, Counted(tries=100, first_seconds=0.1, longest_seconds=0.1)),
+        [],
+    )
     state = random.getstate()
     before = remote.storage.sizes(steps_of(1)[0])
     send = Storage.send
 
-    def send_when_told(storage, source, path):
+    def send_on_sign(storage, source, path):
         sign.touch()
         while sign.exists():
             time.sleep(0.001)
         send(storage, source, path)
 
-    Storage.send = send_when_told
+    Storage.send = send_on_sign
     mirror = Mirror(
         remote,
         directory,
         keep_last=1,
         keep_best=0,
-        report=lambda kind, **fields: told.append((kind, fields)),
+        report=lambda kind, **fields: reported.append((kind, fields)),
     )
     mirror.finish()
     mirror.close()
     assert random.getstate() == state  # it belongs to training
-    return before, told, Counted.pauses_made
+    return before, reported, Counted.retries
 
 
 def _fetch(url, directory):
-    return inspect(Remote(url).fetch(steps_of(1)[0], directory)).attempt
+    return inspect(RemoteDirectory(url).fetch(steps_of(1)[0], directory)).attempt
 
 
-def test_killed_senders_and_killed_servers_cost_only_what_was_under_way(tmp_path):
+def test_killed_uploads_and_servers_repeat_only_the_current_file(tmp_path):
     url, sign = "s3://bucket/runs/three", tmp_path / "sign"
     with team(tmp_path / "run", 2) as (writers, _):
         save(writers, 1, {"weight": torch.arange(2.0**20)})
@@ -169,13 +176,13 @@ def test_killed_senders_and_killed_servers_cost_only_what_was_under_way(tmp_path
         assert killed.exitcode == -signal.SIGKILL
         breaking = threading.Thread(target=_break, args=(server, sign), daemon=True)
         breaking.start()
-        ((before, told, pauses),) = run_workers(
+        ((before, reported, pauses),) = run_workers(
             _mirror, 1, path.parent, url, sign, environment=server.environment
         )
         breaking.join()
         assert pauses > 0
         assert list(before.values()) == [first]
-        assert [(kind, fields["bytes"]) for kind, fields in told] == [
+        assert [(kind, fields["bytes"]) for kind, fields in reported] == [
             ("snapshot_copied", second + (path / NAME).stat().st_size)
         ]
         assert run_workers(_fetch, 1, url, tmp_path / "new", environment=server.environment) == [
@@ -184,7 +191,7 @@ def test_killed_senders_and_killed_servers_cost_only_what_was_under_way(tmp_path
 
 
 def _break(server, sign):
-    """Kill the server while it is asked to take a file, and start it again."""
+    """Kill the server during an upload, and start it again."""
     while not sign.exists():
         time.sleep(0.001)
     server.stop_answering()

@@ -69,7 +69,7 @@ def sharded_tensors(draw, workers):
 
 @given(st.data(), st.integers(1, 4))
 @settings(max_examples=50)
-def test_slices_of_any_memory_order_make_whole_tensors(tmp_path_factory, data, workers):
+def test_slices_of_any_memory_order_make_complete_tensors(tmp_path_factory, data, workers):
     sharded = data.draw(sharded_tensors(workers))
     own = [
         {
@@ -85,10 +85,12 @@ def test_slices_of_any_memory_order_make_whole_tensors(tmp_path_factory, data, w
     directory = tmp_path_factory.mktemp("run")
     with team(directory, workers) as (writers, _):
         save(writers, 1, {"model": {"weight": torch.ones(70)}}, own)
-    whole = load(directory / "step-00000001").state["optimizer"]["state"]
-    assert exact(whole) == exact({i: {"exp_avg": tensor} for i, (tensor, _) in enumerate(sharded)})
+    complete = load(directory / "step-00000001").state["optimizer"]["state"]
+    assert exact(complete) == exact(
+        {i: {"exp_avg": tensor} for i, (tensor, _) in enumerate(sharded)}
+    )
     for i, (tensor, _) in enumerate(sharded):
-        assert exact(flattened(whole[i]["exp_avg"])) == exact(flattened(tensor))
+        assert exact(flattened(complete[i]["exp_avg"])) == exact(flattened(tensor))
 
 
 def test_channels_last_comes_back_as_channels_last(tmp_path):
@@ -106,7 +108,7 @@ def test_channels_last_comes_back_as_channels_last(tmp_path):
         assert state[name].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_each_worker_gives_what_it_alone_has(tmp_path):
+def test_each_worker_writes_its_own_values(tmp_path):
     own = [
         {"streams": {rank: {"position": rank, "cache": torch.full((3,), float(rank))}}}
         for rank in range(3)
@@ -127,7 +129,7 @@ def test_each_worker_gives_what_it_alone_has(tmp_path):
     assert (snapshot.step, snapshot.info, snapshot.score) == (1, {"lanes": 3}, 0.5)
 
 
-def test_what_several_workers_hold_alike_is_kept_once(tmp_path):
+def test_equal_values_of_several_workers_are_stored_once(tmp_path):
     own = {
         "optimizer": {
             "param_groups": [{"lr": torch.tensor(0.1), "params": [0, 1]}],
@@ -142,23 +144,26 @@ def test_what_several_workers_hold_alike_is_kept_once(tmp_path):
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ([{"a": torch.ones(2)}, {"a": torch.zeros(2)}], "worker 1 holds other values of tensor a"),
+        (
+            [{"a": torch.ones(2)}, {"a": torch.zeros(2)}],
+            "tensor a must have equal values on all workers, got other values on worker 1",
+        ),
         (
             [{"a": torch.ones(2)}, {"a": torch.ones(2, 1)}],
-            r"worker 1 holds tensor a as \['float32', \[2, 1\]",
+            r"tensor a must be \['float32', \[2\].* on all workers, got \['float32', \[2, 1\]",
         ),
-        ([{"a": {"b": 1}}, {"a": {"b": 2}}], "workers hold different values of a/b: 1 and 2"),
+        ([{"a": {"b": 1}}, {"a": {"b": 2}}], "a/b must be equal on all workers, .* got 1 and 2"),
         (
             [{"a": sliced(torch.ones(9), 0, 3)}, {"a": sliced(torch.ones(9), 5, 9)}],
-            "tensor a is not whole: elements 3 to 5 of 9 .* missing",
+            "tensor a is incomplete: elements 3 to 5 of 9 .* missing",
         ),
         (
             [{"a": sliced(torch.ones(9), 0, 6)}, {"a": sliced(torch.ones(9), 5, 9)}],
-            "tensor a is not whole: elements 5 to 6 of 9 .* twice",
+            "tensor a is incomplete: elements 5 to 6 of 9 .* duplicates",
         ),
     ],
 )
-def test_workers_that_disagree_are_told_so(tmp_path, own, message):
+def test_workers_with_different_values_fail(tmp_path, own, message):
     with team(tmp_path, 2) as (writers, _), pytest.raises(SnapshotError, match=message):
         save(writers, 1, {}, own)
     assert find_newest(tmp_path, ignore) is None
@@ -168,11 +173,12 @@ def test_a_tensor_is_either_shared_or_own(tmp_path):
     with team(tmp_path) as ((writer,), _):
         with pytest.raises(
             SnapshotError,
-            match="tensor a/b was given as shared by all workers and as this worker's own",
+            match="tensor a/b must be either shared by all workers or this worker's own, got both",
         ):
             writer.save(1, {"a": {"b": torch.ones(1)}}, {"a": {"b": torch.ones(1)}}, NO_INFO)
         with pytest.raises(
-            SnapshotError, match="tensor a was given as shared by all workers and is a slice"
+            SnapshotError,
+            match="tensor a must be complete to be shared by all workers, got a slice",
         ):
             writer.save(1, {"a": sliced(torch.ones(4), 0, 4)}, {}, NO_INFO)
 
@@ -207,7 +213,7 @@ def test_processes_save_together(tmp_path, workers):
 def test_training_goes_on_while_a_snapshot_is_written(tmp_path, monkeypatch):
     weight = torch.ones(1000)
     free = threading.Event()
-    monkeypatch.setattr(CommitProtocol, "go_on", lambda _: free.wait(20))
+    monkeypatch.setattr(CommitProtocol, "raise_if_given_up", lambda _: free.wait(20))
     with team(tmp_path) as ((writer,), reports):
         writer.save(1, {"weight": weight}, {}, NO_INFO)
         weight.zero_()
@@ -218,7 +224,7 @@ def test_training_goes_on_while_a_snapshot_is_written(tmp_path, monkeypatch):
     assert torch.equal(load(tmp_path / "step-00000001").state["weight"], torch.ones(1000))
 
 
-def test_what_is_reported(tmp_path):
+def test_events_of_a_save(tmp_path):
     with team(tmp_path, keep_last=1) as (writers, reports):
         save(writers, 1, small_state(1))
         save(writers, 2, small_state(2), score=1.5)
@@ -236,7 +242,7 @@ def test_what_is_reported(tmp_path):
     assert old == {"path": str(tmp_path / "step-00000001")}
 
 
-def test_only_what_the_manifest_names_stays(tmp_path):
+def test_files_outside_of_the_manifest_are_removed(tmp_path):
     directory = tmp_path / "step-00000001"
     directory.mkdir()
     for leftover in (
@@ -264,7 +270,7 @@ def test_a_step_may_be_saved_twice(tmp_path):
     assert exact(load(tmp_path / "step-00000001").state) == exact(small_state(2))
 
 
-def test_memory_is_ready_before_the_first_save_and_kept(tmp_path):
+def test_memory_is_allocated_before_the_first_save_and_reused(tmp_path):
     with team(tmp_path) as ((writer,), _):
         writer.prepare(small_state(1), {})
         writer.save(1, small_state(1), {}, NO_INFO)
@@ -281,7 +287,7 @@ def test_memory_is_ready_before_the_first_save_and_kept(tmp_path):
     )
 
 
-def test_what_cannot_be_held_is_told_before_the_first_save(tmp_path):
+def test_unsupported_states_are_rejected_before_the_first_save(tmp_path):
     with (
         team(tmp_path) as ((writer,), _),
         pytest.raises(SnapshotError, match=r"model/weight is a tensor of .*sparse_coo"),
@@ -289,7 +295,7 @@ def test_what_cannot_be_held_is_told_before_the_first_save(tmp_path):
         writer.prepare({"model": {"weight": torch.ones(2).to_sparse()}}, {})
 
 
-def test_memory_that_cannot_be_had_is_told_by_the_save(tmp_path, monkeypatch):
+def test_the_save_reports_a_lack_of_memory(tmp_path, monkeypatch):
     def none_left(*_: Any, **__: Any) -> None:
         raise RuntimeError("not enough memory")
 
@@ -302,7 +308,7 @@ def test_memory_that_cannot_be_had_is_told_by_the_save(tmp_path, monkeypatch):
 
 def test_an_attempt_is_part_of_file_names(tmp_path):
     with (
-        pytest.raises(SnapshotError, match="attempt='a/b' was given; expected letters"),
+        pytest.raises(SnapshotError, match=r"attempt must have letters, .* got 'a/b'"),
         team(tmp_path, attempt="a/b"),
     ):
         pass
@@ -313,19 +319,22 @@ def full(*_: object) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_all_workers_learn_of_a_failure(tmp_path, monkeypatch, failing):
+def test_all_workers_receive_a_failure(tmp_path, monkeypatch, failing):
     with team(tmp_path, 3) as (writers, reports):
         save(writers, 1, small_state(1))
         monkeypatch.setattr(
-            CommitProtocol, "go_on", lambda meeting: full() if meeting.rank == failing else None
+            CommitProtocol,
+            "raise_if_given_up",
+            lambda meeting: full() if meeting.rank == failing else None,
         )
         for writer in writers:
             writer.save(2, small_state(2), {}, NO_INFO)
         for writer in writers:
             with pytest.raises(
                 SnapshotError,
-                match=rf"step-00000002 could not be written: worker {failing}: .*No space left.*; free some space there.*"
-                r"The newest whole snapshot is step-00000001",
+                match=rf"step-00000002 could not be written: worker {failing}: .*No space left.*; "
+                r"free some space there.*"
+                r"The newest complete snapshot is step-00000001",
             ):
                 writer.wait()
             writer.wait()
@@ -338,7 +347,7 @@ def test_all_workers_learn_of_a_failure(tmp_path, monkeypatch, failing):
     assert names_in(tmp_path) == ["step-00000001", "step-00000003"]
 
 
-def test_a_worker_that_could_not_say_why_failed_too(tmp_path):
+def test_a_failure_without_a_reason_is_received(tmp_path):
     with team(tmp_path, 2) as ((writer, _), _):
         (tmp_path / "step-00000001").mkdir()
         (tmp_path / "step-00000001" / "failed-first.1-1.txt").touch()
@@ -350,8 +359,8 @@ def test_a_worker_that_could_not_say_why_failed_too(tmp_path):
             writer.wait()
 
 
-def test_a_disk_without_room_for_words_still_tells_of_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr("samestep.snapshot.commit.write_whole", full)
+def test_a_failure_is_reported_on_a_full_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("samestep.snapshot.commit.write_atomically", full)
     with team(tmp_path, 2) as (writers, _):
         for writer in writers:
             writer.save(1, small_state(1), {}, NO_INFO)
@@ -363,12 +372,13 @@ def test_a_disk_without_room_for_words_still_tells_of_a_failure(tmp_path, monkey
         }
 
 
-def test_a_worker_that_never_comes_is_named(tmp_path):
+def test_a_missing_worker_is_named(tmp_path):
     with team(tmp_path, 3, timeout_seconds=0.02) as ((writer, _, last), _):
         writer.save(1, small_state(1), {}, NO_INFO)
         with pytest.raises(
             SnapshotError,
-            match=r"worker 1, 2 did not write its part within 0.02 seconds. There is no whole snapshot yet",
+            match=r"worker 1, 2 did not write its part within 0.02 seconds. "
+            "There is no complete snapshot yet",
         ):
             writer.wait()
         last.save(1, small_state(1), {}, NO_INFO)
@@ -377,7 +387,7 @@ def test_a_worker_that_never_comes_is_named(tmp_path):
         assert names_in(tmp_path / "step-00000001") == ["failed-first.1-0.txt"]
 
 
-def test_rank_0_frees_what_a_worker_that_is_gone_had_written(tmp_path):
+def test_rank_0_removes_the_files_of_a_lost_worker(tmp_path):
     with team(tmp_path, 3) as ((writer, gone, _), _):
         gone.save(1, small_state(1), {}, NO_INFO)
         while not (tmp_path / "step-00000001" / "part-first.1-1.json").exists():
@@ -388,7 +398,7 @@ def test_rank_0_frees_what_a_worker_that_is_gone_had_written(tmp_path):
         assert names_in(tmp_path / "step-00000001") == ["failed-first.1-0.txt"]
 
 
-def test_a_manifest_that_never_comes_is_told(tmp_path):
+def test_a_missing_manifest_is_reported(tmp_path):
     with team(tmp_path, 2, timeout_seconds=0.02) as ((_, writer), _):
         writer.save(1, small_state(1), {}, NO_INFO)
         with pytest.raises(
@@ -398,7 +408,7 @@ def test_a_manifest_that_never_comes_is_told(tmp_path):
         assert not any(name.startswith("failed") for name in names_in(tmp_path / "step-00000001"))
 
 
-def test_close_gives_up_what_cannot_become_whole(tmp_path):
+def test_close_gives_up_a_save_that_cannot_be_committed(tmp_path):
     with team(tmp_path, 2) as ((writer, _), reports):
         writer.save(1, small_state(1), {}, NO_INFO)
         writer.close(grace_seconds=0.0)
@@ -408,7 +418,7 @@ def test_close_gives_up_what_cannot_become_whole(tmp_path):
     assert find_newest(tmp_path, ignore) is None
 
 
-def test_close_lets_what_is_under_way_become_whole(tmp_path):
+def test_close_waits_for_a_pending_commit(tmp_path):
     with team(tmp_path) as ((writer,), reports):
         writer.save(1, small_state(1), {}, NO_INFO)
         writer.close(grace_seconds=20.0)
@@ -417,12 +427,15 @@ def test_close_lets_what_is_under_way_become_whole(tmp_path):
 
 
 def test_the_directory_may_be_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(CommitProtocol, "go_on", lambda _: shutil.rmtree(tmp_path / "run"))
+    monkeypatch.setattr(
+        CommitProtocol, "raise_if_given_up", lambda _: shutil.rmtree(tmp_path / "run")
+    )
     with team(tmp_path / "run") as ((writer,), _):
         writer.save(1, small_state(1), {}, NO_INFO)
         with pytest.raises(
             SnapshotError,
-            match=r"No such file.*leave the run's directory in place.*There is no whole snapshot yet",
+            match=r"No such file.*leave the run's directory in place.*"
+            "There is no complete snapshot yet",
         ):
             writer.wait()
 
@@ -443,7 +456,7 @@ def test_the_directory_may_be_removed_while_a_worker_waits(tmp_path, monkeypatch
             writer.wait()
 
 
-def test_a_name_that_is_taken_is_told(tmp_path):
+def test_a_file_with_the_name_of_a_snapshot_is_reported(tmp_path):
     (tmp_path / "step-00000001").touch()
     with (
         team(tmp_path) as (writers, _),
@@ -452,21 +465,21 @@ def test_a_name_that_is_taken_is_told(tmp_path):
         save(writers, 1, small_state(1))
 
 
-def test_a_record_that_cannot_be_written_hides_no_failure(tmp_path, monkeypatch):
+def test_a_failing_record_does_not_hide_a_failed_save(tmp_path, monkeypatch):
     def report(kind: str, **fields: Any) -> None:
         raise RecordError("full")
 
     writer = SnapshotWriter(
         tmp_path, rank=0, workers=1, attempt="a", keep_last=1, keep_best=0, report=report
     )
-    monkeypatch.setattr(CommitProtocol, "go_on", full)
+    monkeypatch.setattr(CommitProtocol, "raise_if_given_up", full)
     writer.save(1, small_state(1), {}, NO_INFO)
     with pytest.raises(SnapshotError, match="No space left"):
         writer.wait()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_full_disk_leaves_the_former_snapshot_whole(workers):
+def test_a_full_disk_leaves_the_previous_snapshot_complete(workers):
     big = {"weight": torch.arange(MEBIBYTE / 4)}
     bigger = {"weight": torch.arange(MEBIBYTE)}
     with full_disk(3 * MEBIBYTE) as disk, team(disk, workers) as (writers, _):
@@ -476,7 +489,8 @@ def test_a_full_disk_leaves_the_former_snapshot_whole(workers):
         for writer in writers:
             with pytest.raises(
                 SnapshotError,
-                match=r"No space left.*free some space there.*newest whole snapshot is step-00000001",
+                match=r"No space left.*free some space there.*"
+                "newest complete snapshot is step-00000001",
             ):
                 writer.wait()
         assert not list(disk.glob("step-00000002/tensors*"))
@@ -487,7 +501,7 @@ def test_a_full_disk_leaves_the_former_snapshot_whole(workers):
 
 
 @given(cut=st.integers(0, 40))
-def test_a_disk_that_fills_up_anywhere_never_leaves_half_a_snapshot_for_whole(cut):
+def test_a_partial_snapshot_on_a_full_disk_is_never_complete(cut):
     with full_disk(4096 * (cut + 2)) as disk:
         try:
             save_once(disk, 1, {"weight": torch.arange(10_000.0)}, 2)

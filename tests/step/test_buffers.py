@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.step.buffers import Buffers
-from samestep.step.tree import carried, tree_sum
+from samestep.step.tree import lanes_of, tree_sum
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads
 
@@ -17,7 +17,7 @@ GAPS = torch.tensor([0.1, math.nan, -0.0, math.inf], dtype=torch.float64)
 
 
 class Model(torch.nn.Module):
-    """Buffers of several dtypes; what a lane writes is said by a set of their names."""
+    """Buffers of several dtypes; a lane writes those whose names it is given."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Model(torch.nn.Module):
         for name in names:
             buffer = getattr(self, name)
             if name == "signed":
-                buffer.mul_(-1)  # -0.0: equal to 0.0, and yet another value
+                buffer.mul_(-1)  # -0.0: equal to 0.0, but with different bits
             elif buffer.is_floating_point():
                 buffer.mul_(0.9).add_(
                     torch.rand(buffer.shape, generator=generator, dtype=torch.float64)
@@ -55,23 +55,25 @@ WRITABLE = ["running", "precise", "rounded", "signed", "steps", "seen", "table"]
 
 
 def after_a_step(world, lanes, writes):
-    """Return the bits of all buffers after two equal steps; `writes` has names for each lane with samples, None for the others."""
+    """Return the bits of all buffers after two equal steps.
+
+    `writes` has the names for each lane with samples, and None for other lanes.
+    """
     model = Model()
-    carriers = [carried(rank, world.size, lanes) for rank in range(world.size)]
-    buffers = Buffers(carriers[world.rank], lanes, world, carriers, [CPU])
+    buffers = Buffers(world, lanes, [CPU])
     buffers.add(model)
     buffers.add(model.tied)
     for _ in range(2):
         start = [buffer.clone() for buffer in model.buffers()]
         buffers.begin_step()
-        for lane in carriers[world.rank]:
+        for lane in lanes_of(world.rank, world.size, lanes):
             if writes[lane] is not None:
                 assert [bits(buffer) for buffer in model.buffers()] == [
                     bits(buffer) for buffer in start
                 ]
                 model.write(lane, writes[lane])
                 buffers.end_lane(lane)
-        written = world.all_gather_json(buffers.written(), "telling")
+        written = world.all_gather_json(buffers.written(), "sharing written buffers")
         buffers.end_step(
             sorted({number for some in written for number in some}),
             [n for n in range(lanes) if writes[n] is not None],
@@ -80,7 +82,7 @@ def after_a_step(world, lanes, writes):
 
 
 def expected_after(lanes, writes):
-    """Return what the rule says, a buffer at a time: the tree mean of lanes with samples, or the first one's value."""
+    """Return the expected bits: the tree mean of lanes with samples, or the first one's value."""
     model = Model()
     with_samples = [lane for lane in range(lanes) if writes[lane] is not None]
     for _ in range(2):
@@ -136,7 +138,7 @@ def test_all_workers_agree_on_the_rule(step, workers):
 
 
 def test_processes_agree_on_the_rule():
-    """Lane 2 alone writes some; lanes 4 to 7, all of the last worker's, have no samples."""
+    """Only lane 2 writes some; lanes 4 to 7, which are all of the last worker, have no samples."""
     cases = [
         (
             8,
@@ -165,7 +167,7 @@ def test_processes_agree_on_the_rule():
 
 
 def test_batch_norm_over_lanes():
-    """Its kernels write without a trace, and its statistics are those of the lanes' batches, averaged."""
+    """BatchNorm writes without a version change; its statistics are averaged over lanes."""
     # [lanes, samples, features]
     inputs = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0))
     lone = [torch.nn.BatchNorm1d(5) for _ in inputs]
@@ -178,11 +180,10 @@ def test_batch_norm_over_lanes():
 
     def body(world):
         norm = torch.nn.BatchNorm1d(5)
-        carriers = [carried(rank, world.size, 4) for rank in range(world.size)]
-        buffers = Buffers(carriers[world.rank], 4, world, carriers, [CPU])
+        buffers = Buffers(world, 4, [CPU])
         buffers.add(norm)
         buffers.begin_step()
-        for lane in carriers[world.rank]:
+        for lane in lanes_of(world.rank, world.size, 4):
             norm(inputs[lane])
             buffers.end_lane(lane)
         buffers.end_step(buffers.written(), range(4))

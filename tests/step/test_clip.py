@@ -35,35 +35,38 @@ def parameters_with_gradients(seed, dtype=torch.float32):
 
 
 def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32):
-    """Return the bits of the norm of the `chosen` parameters, and of all gradients after clipping; `sharded` ones live in slices."""
+    """Return the bits of the norm of `chosen` parameters, and of all gradients after clipping.
+
+    The gradients of `sharded` parameters are in slices.
+    """
     parameters = parameters_with_gradients(seed, dtype)
-    block = None
+    flat_buffer = None
     if sharded:
-        in_block = [parameters[number] for number in sharded]
-        present = [parameter.grad is not None for parameter in in_block]
-        gradients = [parameter.grad for parameter in in_block]
-        block = FlatBuffer(in_block, LANES, world, torch.optim.SGD(in_block, lr=0.1))
-        flat = block.exchange.storage()
-        copy_gradients(block.exchange.views(flat), gradients)
-        size = block.exchange.layout.slice_size
-        block.set_gradients(flat[world.rank * size : (world.rank + 1) * size], present)
-        for parameter in in_block:
+        in_buffer = [parameters[number] for number in sharded]
+        present = [parameter.grad is not None for parameter in in_buffer]
+        gradients = [parameter.grad for parameter in in_buffer]
+        flat_buffer = FlatBuffer(in_buffer, LANES, world, torch.optim.SGD(in_buffer, lr=0.1))
+        flat = flat_buffer.exchange.storage()
+        copy_gradients(flat_buffer.exchange.views(flat), gradients)
+        size = flat_buffer.exchange.layout.slice_size
+        flat_buffer.set_gradients(flat[world.rank * size : (world.rank + 1) * size], present)
+        for parameter in in_buffer:
             parameter.grad = None
     own = [parameters[number] for number in chosen]
-    blocks = [] if block is None else [block]
-    norm = gradient_norm(own, blocks, world)
+    flat_buffers = [] if flat_buffer is None else [flat_buffer]
+    norm = gradient_norm(own, flat_buffers, world)
     whole = [parameter.grad for parameter in own if parameter.grad is not None]
     scale_gradients(
-        [*whole, *(part for some in blocks for part in some.gradients_of(set(map(id, own))))],
+        [*whole, *(part for some in flat_buffers for part in some.gradients_of(set(map(id, own))))],
         norm,
         max_norm,
     )
-    if block is not None:
+    if flat_buffer is not None:
         world.all_gather(
             flat, flat[world.rank * size : (world.rank + 1) * size].clone(), "gathering gradients"
         )
         for parameter, view, there in zip(
-            in_block, block.exchange.views(flat), present, strict=True
+            in_buffer, flat_buffer.exchange.views(flat), present, strict=True
         ):
             parameter.grad = view if there else None
     return bits(norm), [
@@ -73,7 +76,7 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32):
 
 @settings(max_examples=60)
 @given(st.data(), st.integers(1, 6), st.integers(0, 10**6), st.sampled_from([1e-3, 1.0, 1e4, 1e9]))
-def test_whole_and_sharded_gradients_are_clipped_to_the_same_bits(data, workers, seed, max_norm):
+def test_complete_and_sharded_gradients_are_clipped_to_the_same_bits(data, workers, seed, max_norm):
     numbers = st.sets(st.integers(0, len(SHAPES) - 1)).map(sorted)
     sharded, chosen = data.draw(numbers), data.draw(numbers.filter(bool))
     expected = clipped(in_threads(1, lambda world: world)[0], seed, max_norm, [], chosen)
@@ -102,7 +105,7 @@ def test_processes_clip_to_the_same_bits(workers):
     st.sampled_from([1e-3, 1.0, 1e9]),
     st.sampled_from([torch.float32, torch.float64]),
 )
-def test_it_is_close_to_what_torch_does(seed, max_norm, dtype):
+def test_clipping_agrees_with_torch(seed, max_norm, dtype):
     ours, theirs = (parameters_with_gradients(seed, dtype) for _ in range(2))
     expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     norm = gradient_norm(ours, [], in_threads(1, lambda world: world)[0])

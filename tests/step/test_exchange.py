@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from samestep.step.exchange import Exchange
 from samestep.step.gradients import add_gradients
 from samestep.step.layout import flattened
-from samestep.step.tree import carried, subtrees, tree_sum
+from samestep.step.tree import lanes_of, subtrees, tree_sum
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads, on_hosts
 
@@ -19,7 +19,7 @@ LANES = 8
 
 
 def parameters_of(dtype):
-    """Return parameters of every kind of shape and storage, more of them than fit evenly on any number of workers."""
+    """Return parameters of all shapes and storage orders; no number of workers divides them."""
     tensors = [
         torch.zeros(3, 7),
         torch.zeros(()),
@@ -35,7 +35,7 @@ def parameters_of(dtype):
 
 
 def lane_gradients(parameters, lane, seed):
-    """Return gradients of all magnitudes, so that the order of additions shows, some of them missing or -0.0."""
+    """Return gradients whose sum depends on the order; some are missing or -0.0."""
     generator = torch.Generator().manual_seed(1000 * seed + lane)
     gradients = []
     for parameter in parameters:
@@ -55,14 +55,14 @@ def subtree_sums(parameters, own, lanes, seed):
 
 
 def exchanged(world, lanes, dtypes, seeds):
-    """Return the bits of every gradient that the workers find for each dtype and seed, by the same exchange."""
+    """Return the bits of every gradient for each dtype and seed, from one exchange per dtype."""
     found = []
     for dtype in dtypes:
         parameters = parameters_of(dtype)
         exchange = Exchange(parameters, lanes, world)
         for seed in seeds:
             exchange.put(
-                subtree_sums(parameters, carried(world.rank, world.size, lanes), lanes, seed)
+                subtree_sums(parameters, lanes_of(world.rank, world.size, lanes), lanes, seed)
             )
             world.barrier("exchanging losses")
             exchange.sum()
@@ -78,7 +78,7 @@ def exchanged(world, lanes, dtypes, seeds):
 
 
 def expected_of(lanes, dtypes, seeds):
-    """Return what `exchanged` should, by a local sum; a parameter that no lane used has zeros there."""
+    """Return the expected result of `exchanged`, with zeros for a parameter that no lane used."""
     expected = []
     for dtype in dtypes:
         parameters = parameters_of(dtype)
@@ -101,7 +101,7 @@ def test_the_exchange_is_the_local_tree_sum(workers, more_lanes, seed):
 
 
 def divided(world, sizes, *arguments):
-    """Run `exchanged` in a world whose workers share memory only with those of their own host; hosts have `sizes` workers."""
+    """Run `exchanged` on hosts with `sizes` workers, which share memory only within a host."""
     ends = list(accumulate(sizes))
     world.hosts = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     everyone = world.shared
@@ -128,8 +128,8 @@ def test_the_exchange_over_a_network_is_the_local_tree_sum(hosts, workers):
     assert on_hosts(hosts, workers, exchanged, *arguments) == [expected_of(*arguments)] * workers
 
 
-def test_gradients_are_overwritten_only_when_all_have_met_since_they_were_added():
-    """Otherwise who is fast would put the next ones where who is slow still reads."""
+def test_gradients_are_overwritten_only_after_a_barrier():
+    """Otherwise a fast worker would overwrite gradients that a slow worker still reads."""
 
     def body(world):
         exchange = Exchange([torch.nn.Parameter(torch.zeros(64))], world.size, world)
@@ -149,7 +149,7 @@ def test_gradients_are_overwritten_only_when_all_have_met_since_they_were_added(
 
     assert in_processes(2, body) == [[0, 1, 0, 0]] * 2
     assert on_hosts(2, 4, body) == [[0, 1, 0, 0]] * 4
-    assert on_hosts(2, 2, body) == [[0, 0, 0, 0]] * 2  # nobody reads there
+    assert on_hosts(2, 2, body) == [[0, 0, 0, 0]] * 2  # no other worker reads there
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
@@ -160,11 +160,11 @@ def test_the_exchange_of_processes_is_the_local_tree_sum(workers):
     assert in_processes(workers, exchanged, *arguments) == [expected] * workers
 
 
-def test_nothing_but_empty_parameters_can_be_exchanged():
+def test_empty_parameters_can_be_exchanged():
     def body(world):
         parameters = [torch.nn.Parameter(torch.zeros(0)), torch.nn.Parameter(torch.zeros(3, 0))]
         exchange = Exchange(parameters, 4, world)
-        own = [[torch.zeros(0), None] for _ in subtrees(carried(world.rank, world.size, 4), 4)]
+        own = [[torch.zeros(0), None] for _ in subtrees(lanes_of(world.rank, world.size, 4), 4)]
         exchange.put(own)
         world.barrier("exchanging losses")
         exchange.sum()
@@ -173,7 +173,7 @@ def test_nothing_but_empty_parameters_can_be_exchanged():
     assert in_processes(2, body) == [[(0,), (3, 0)]] * 2
 
 
-def test_the_order_of_additions_shows_in_these_gradients():
+def test_the_order_of_additions_changes_these_sums():
     """Otherwise the tests above could not fail."""
     parameters = parameters_of(torch.float32)
     lanes = [lane_gradients(parameters, lane, seed=0)[7] for lane in range(LANES)]

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
+from torch import nn
 
 from samestep.errors import LossError
-from samestep.step.gradients import add_gradients, take_gradients
+from samestep.step.gradients import ModuleParameters, add_gradients, take_gradients
 from tests.bits import bits
 
 
@@ -19,7 +23,7 @@ def test_missing_gradients_count_as_zeros():
     assert bits(both) == bits(2 * ones)
 
 
-def test_gradients_are_taken_and_none_is_left():
+def test_taking_gradients_clears_them():
     parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]
     (3 * parameters[0]).sum().backward()
     taken = take_gradients(parameters)
@@ -29,6 +33,46 @@ def test_gradients_are_taken_and_none_is_left():
     embedding = torch.nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(
-        LossError, match=r"a parameter of shape \(4, 2\) has a sparse gradient; expected dense ones"
+        LossError, match=r"a parameter of shape \(4, 2\) has a sparse gradient.*use sparse=False"
     ):
         take_gradients([embedding.weight])
+
+
+def ids(parameters):
+    return [id(parameter) for parameter in parameters]
+
+
+def test_a_frozen_added_shared_or_replaced_parameter_is_noticed():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    cached = ModuleParameters()
+
+    def agrees():
+        return ids(cached.trainable(module)) == ids(
+            parameter for parameter in module.parameters() if parameter.requires_grad
+        )
+
+    assert agrees()
+    assert len(cached.trainable(module)) == 4
+    module[0].weight.requires_grad_(requires_grad=False)
+    assert agrees()
+    assert len(cached.trainable(module)) == 3
+    module[1].append(nn.Linear(2, 3))
+    assert agrees()
+    module[1][0] = nn.Linear(2, 2)
+    assert agrees()
+    module[1][0].weight = module[0].weight
+    assert agrees()
+    module[0].bias = None
+    assert agrees()
+    module.scale = nn.Parameter(module[0].weight.detach().clone())
+    assert agrees()
+    assert len(cached.trainable(module)) == 4
+
+
+def test_a_module_is_not_kept_alive():
+    module, cached = nn.Linear(2, 2), ModuleParameters()
+    cached.trainable(module)
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None

@@ -12,8 +12,8 @@ from samestep.data.batch import Batch
 from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
 from samestep.step import exchange, overlap
 from samestep.step.lane_engine import LaneEngine
-from samestep.step.lane_pass import Loss, split_loss
-from samestep.step.replicate import replicate
+from samestep.step.lane_pass import LossSpec, split_loss
+from samestep.step.replicas import replicate
 from samestep.step.shard import Shard
 from tests.bits import bits
 from tests.worlds import in_processes, on_hosts
@@ -48,7 +48,7 @@ def model_of(lanes):
 
 
 def loss_fn(model, batch):
-    noise = torch.rand(())  # the same wherever the lane runs
+    noise = torch.rand(())  # the same on every worker
     return model["head"](model["body"](batch).relu()).square().mean() * (1 + noise), {
         "noise": noise
     }
@@ -58,7 +58,7 @@ def backward(
     lanes, model, *, step=0, update=None, count=None, loss_fn=loss_fn, note=None, planned=True
 ):
     return lanes.backward(
-        Loss(loss_fn, model, count),
+        LossSpec(loss_fn, model, count),
         batch_of(lanes, step, planned=planned),
         update or model,
         (step, 0),
@@ -78,18 +78,18 @@ def alone(**options):
 
 
 def everything(world, bucket_bytes=None):
-    """Return what backward leaves: for the whole model and a part of it, twice without clearing, and with notes."""
+    """Return the gradients of a model and of a part of it, with and without clearing before."""
     if bucket_bytes is not None:
         exchange.BUCKET_BYTES = bucket_bytes
     lanes = LaneEngine(world, Config(), LANES, [CPU])
     model = model_of(lanes)
     found = []
-    answer = backward(lanes, model, note={"from": world.rank})
-    assert answer.notes == [{"from": rank} for rank in range(world.size)]
+    result = backward(lanes, model, note={"from": world.rank})
+    assert result.notes == [{"from": rank} for rank in range(world.size)]
     found.append(
         [
             gradients(model),
-            [(result.lane, result.count, result.metrics) for result in answer.results],
+            [(lane.lane, lane.count, lane.metrics) for lane in result.results],
         ]
     )
     backward(lanes, model, step=1)
@@ -103,7 +103,7 @@ def everything(world, bucket_bytes=None):
     return found
 
 
-def test_every_number_of_workers_leaves_the_same_gradients():
+def test_gradients_are_the_same_at_any_number_of_workers():
     (expected,) = in_processes(1, everything)
     (first, results), twice, head, counted = expected
     assert [(lane, count) for lane, count, _ in results] == [(0, 3), (2, 2), (3, 4), (4, 1)]
@@ -129,18 +129,18 @@ def test_every_number_of_workers_leaves_the_same_gradients():
         assert on_hosts(workers, workers, everything, 300) == [expected] * workers
 
 
-def test_gradients_are_on_their_way_to_other_hosts_while_backward_runs():
+def test_gradients_are_sent_to_other_hosts_during_backward():
     def body(world, bucket_bytes):
         exchange.BUCKET_BYTES = bucket_bytes
         lanes = LaneEngine(world, Config(), world.size, [CPU])
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 8))
         replicate(model, CPU, world)
         lanes.add(model)
-        told = []
+        order = []
         for number, layer in enumerate(model):
-            layer.weight.register_hook(lambda gradient, number=number: told.append(number))
+            layer.weight.register_hook(lambda gradient, number=number: order.append(number))
         begin = world.begin_all_to_all
-        world.begin_all_to_all = lambda *arguments: (told.append("exchange"), begin(*arguments))[1]
+        world.begin_all_to_all = lambda *arguments: (order.append("exchange"), begin(*arguments))[1]
 
         def loss_fn(model, batch):
             # worker 1 never reaches the last bucket, which starts first
@@ -150,13 +150,13 @@ def test_gradients_are_on_their_way_to_other_hosts_while_backward_runs():
         for _ in range(2):
             samples = torch.randn(3, 8, generator=torch.Generator().manual_seed(world.rank))
             lanes.backward(
-                Loss(loss_fn, model),
+                LossSpec(loss_fn, model),
                 Batch(0, lanes.own, [3] * world.size, iter([samples])),
                 model,
                 (0, 0),
                 None,
             )
-        return told, gradients(model)
+        return order, gradients(model)
 
     (first, whole), (second, same) = on_hosts(2, 2, body, 2 * 9 * 8 * 4 + 1)
     assert whole == same
@@ -166,7 +166,7 @@ def test_gradients_are_on_their_way_to_other_hosts_while_backward_runs():
     assert whole == expected
 
 
-def test_large_gradients_are_where_they_are_added_up_while_backward_runs():
+def test_large_gradients_are_copied_into_the_exchange_during_backward():
     def body(world, early_bytes):
         overlap.EARLY_BYTES = early_bytes
         lanes = LaneEngine(world, Config(), 2, [CPU])
@@ -177,7 +177,7 @@ def test_large_gradients_are_where_they_are_added_up_while_backward_runs():
         storages = []
 
         def arrives(_):
-            """Tell what of the layers above is in a storage of more than one gradient."""
+            """Note which later layers have a gradient in storage shared with others."""
             weights = [layer.weight for layer in model[1:]]
             storages.append(
                 [
@@ -196,7 +196,7 @@ def test_large_gradients_are_where_they_are_added_up_while_backward_runs():
             }
             batch = Batch(0, lanes.own, [3, 3], iter(batches.values()))
             lanes.backward(
-                Loss(lambda model, batch: model(batch).square().mean(), model),
+                LossSpec(lambda model, batch: model(batch).square().mean(), model),
                 batch,
                 model,
                 (step, 0),
@@ -234,28 +234,28 @@ def test_an_optimizer_may_be_sharded_after_the_first_gradients():
 
 
 @pytest.mark.parametrize(
-    ("returned", "told"),
+    ("returned", "message"),
     [
         (
             torch.ones(2, requires_grad=True),
-            r"returned a tensor of shape \(2,\) in lane 3; expected a scalar tensor",
+            r"must return a scalar tensor, got a tensor of shape \(2,\) in lane 3",
         ),
-        (None, "returned NoneType in lane 3"),
-        (1.5, "returned float in lane 3"),
+        (None, "got NoneType in lane 3"),
+        (1.5, "got float in lane 3"),
         (torch.tensor(1.0), "the loss of lane 3 has no gradient"),
-        ((torch.ones((), requires_grad=True), 3), "returned int beside the loss; expected a dict"),
+        ((torch.ones((), requires_grad=True), 3), "dict of scalars by name.*got int"),
         (
             (torch.ones((), requires_grad=True), {"many": torch.ones(2)}),
-            r"metric 'many' has shape \(2,\); expected a scalar",
+            r"metric 'many' must be a scalar, got a tensor of shape \(2,\)",
         ),
     ],
 )
-def test_a_loss_that_cannot_be_used_is_refused(returned, told):
-    with pytest.raises(LossError, match=told):
+def test_an_unusable_loss_is_rejected(returned, message):
+    with pytest.raises(LossError, match=message):
         split_loss(returned, 3)
 
 
-def test_losses_and_metrics_come_as_people_write_them():
+def test_losses_and_metrics_may_be_tensors_or_numbers():
     loss = torch.ones(1, requires_grad=True) * 2
     assert split_loss(loss, 0) == (loss, {})
     _, metrics = split_loss((loss, {"a": loss, "b": 0.1, "c": 3, "d": torch.tensor([True])}), 0)
@@ -269,7 +269,7 @@ def test_losses_and_metrics_come_as_people_write_them():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_loss_that_is_not_finite_names_step_lane_and_worker_on_every_worker(workers):
+def test_every_worker_reports_step_and_lane_of_a_nonfinite_loss(workers):
     def diverging(model, batch):
         loss, _ = loss_fn(model, batch)
         return loss * math.nan if len(batch) == COUNTS[3] else loss
@@ -279,9 +279,9 @@ def test_a_loss_that_is_not_finite_names_step_lane_and_worker_on_every_worker(wo
         model = model_of(lanes)
         with pytest.raises(NonFiniteLossError) as caught:
             backward(lanes, model, step=8, loss_fn=diverging)
-        going_on = LaneEngine(world, Config(nonfinite_loss="continue"), LANES, [CPU])
-        answer = backward(going_on, model_of(going_on), loss_fn=diverging)
-        assert [math.isnan(result.metrics["loss"]) for result in answer.results] == [
+        continuing = LaneEngine(world, Config(nonfinite_loss="continue"), LANES, [CPU])
+        result = backward(continuing, model_of(continuing), loss_fn=diverging)
+        assert [math.isnan(lane.metrics["loss"]) for lane in result.results] == [
             False,
             False,
             True,
@@ -289,26 +289,28 @@ def test_a_loss_that_is_not_finite_names_step_lane_and_worker_on_every_worker(wo
         ]
         return str(caught.value)
 
-    told = f"the loss is nan at step 8 in lane 3 (worker {workers - 1}); expected a finite one"
-    assert all(message.startswith(told) for message in in_processes(workers, body))
+    expected = (
+        f"the loss is nan at step 8 in lane 3 (worker {workers - 1}); lower the learning rate"
+    )
+    assert all(message.startswith(expected) for message in in_processes(workers, body))
 
 
-def test_what_cannot_be_updated_or_counted_is_refused():
+def test_wrong_modules_and_counts_are_rejected():
     lanes = alone()
     model = model_of(lanes)
     with pytest.raises(
         ModelError,
-        match=r"Linear has parameters that are not replicated: pass it through run.replicate first",
+        match=r"Linear has parameters that are not replicated; pass it to run.replicate first",
     ):
         backward(lanes, model, update=nn.Linear(2, 2))
     with pytest.raises(
-        ModelError, match="ReLU has no parameter that requires a gradient: nothing to update"
+        ModelError, match="ReLU has no parameter that requires a gradient; call requires_grad_"
     ):
         backward(lanes, model, update=nn.ReLU())
     for count in (-1, 0.5, math.inf, math.nan):
         with pytest.raises(
             DataError,
-            match=f"count returned {count!r} for lane 0; expected a whole number of items",
+            match=f"count must return a whole number of at least 0, got {count!r} for lane 0",
         ):
             backward(lanes, model, count=lambda batch, count=count: count)
 
@@ -319,8 +321,8 @@ def test_without_a_plan_samples_are_counted_in_the_batches():
     backward(lanes, model)
     planned = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
-    answer = backward(lanes, model, planned=False)
-    assert [(result.lane, result.count) for result in answer.results] == [
+    result = backward(lanes, model, planned=False)
+    assert [(lane.lane, lane.count) for lane in result.results] == [
         (0, 3),
         (2, 2),
         (3, 4),

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from samestep.step.layout import ALIGNMENT, Layout
+from samestep.step.layout import ALIGNMENT, Layout, flattened, storage_order
 
 SIZES = st.lists(
     st.one_of(st.integers(0, 3), st.integers(0, 1000), st.sampled_from([63, 64, 65, 128, 4096])),
@@ -17,24 +18,29 @@ SIZES = st.lists(
 @example((), 3)
 @example((0,), 2)
 @example((1,), 17)
-def test_pieces_tile_every_tensor_once_on_multiples_of_64(sizes, workers):
+def test_fragments_tile_every_tensor_once_on_multiples_of_64(sizes, workers):
     layout = Layout(sizes, workers)
     assert layout.flat_size == layout.slice_size * workers >= layout.offsets[-1]
     assert layout.slice_size % ALIGNMENT == 0
     covered = [[] for _ in sizes]
     for rank in range(workers):
-        pieces = layout.pieces(rank)
-        assert [piece.index for piece in pieces] == sorted({piece.index for piece in pieces})
-        for piece in pieces:
-            flat_start = rank * layout.slice_size + piece.offset
-            assert flat_start == layout.offsets[piece.index] + piece.start
+        fragments = layout.fragments(rank)
+        assert [fragment.index for fragment in fragments] == sorted(
+            {fragment.index for fragment in fragments}
+        )
+        for fragment in fragments:
+            flat_start = rank * layout.slice_size + fragment.offset
+            assert flat_start == layout.offsets[fragment.index] + fragment.start
             assert (
-                flat_start % ALIGNMENT == piece.start % ALIGNMENT == piece.offset % ALIGNMENT == 0
+                flat_start % ALIGNMENT
+                == fragment.start % ALIGNMENT
+                == fragment.offset % ALIGNMENT
+                == 0
             )
-            assert piece.stop % ALIGNMENT == 0 or piece.stop == sizes[piece.index]
-            assert 0 <= piece.start < piece.stop
-            assert piece.offset + piece.stop - piece.start <= layout.slice_size
-            covered[piece.index].append((piece.start, piece.stop))
+            assert fragment.stop % ALIGNMENT == 0 or fragment.stop == sizes[fragment.index]
+            assert 0 <= fragment.start < fragment.stop
+            assert fragment.offset + fragment.stop - fragment.start <= layout.slice_size
+            covered[fragment.index].append((fragment.start, fragment.stop))
     for size, parts in zip(sizes, covered, strict=True):
         ends = [0, *(stop for _, stop in parts)]
         assert [start for start, _ in parts] == ends[:-1]
@@ -42,8 +48,8 @@ def test_pieces_tile_every_tensor_once_on_multiples_of_64(sizes, workers):
 
 
 @given(SIZES, st.integers(1, 17))
-def test_tensors_lie_one_after_the_other_wherever_they_are_cut(sizes, workers):
-    """A snapshot may rely on it: where a tensor lies does not depend on the number of workers."""
+def test_offsets_do_not_depend_on_the_number_of_workers(sizes, workers):
+    """Snapshots rely on it."""
     offsets = Layout(sizes, workers).offsets
     assert offsets == Layout(sizes, 1).offsets
     assert offsets[0] == 0
@@ -57,10 +63,38 @@ def test_no_worker_gets_more_than_its_share_rounded_up():
     assert layout.offsets == (0, 128, 192, 256, 576)
     assert layout.slice_size == 192
     assert [
-        [(piece.index, piece.start, piece.stop) for piece in layout.pieces(rank)]
+        [(fragment.index, fragment.start, fragment.stop) for fragment in layout.fragments(rank)]
         for rank in range(3)
-    ] == [
-        [(0, 0, 100), (1, 0, 64)],
-        [(2, 0, 1), (3, 0, 128)],
-        [(3, 128, 300)],
-    ]
+    ] == [[(0, 0, 100), (1, 0, 64)], [(2, 0, 1), (3, 0, 128)], [(3, 128, 300)]]
+
+
+@given(st.lists(st.integers(0, 4), max_size=5), st.randoms(use_true_random=False))
+def test_a_dense_tensor_is_flattened_in_storage_order_without_a_copy(shape, random):
+    order = list(range(len(shape)))
+    random.shuffle(order)
+    storage = torch.arange(torch.Size(shape).numel())
+    tensor = storage.view([shape[dim] for dim in order]).permute(
+        [order.index(dim) for dim in range(len(shape))]
+    )
+    assert list(tensor.shape) == shape
+    found = storage_order(tensor)
+    assert sorted(found) == list(range(len(shape)))
+    assert torch.equal(flattened(tensor), storage)
+    assert flattened(tensor).data_ptr() == tensor.data_ptr()
+    assert torch.equal(tensor.permute(found).reshape(-1), storage)
+
+
+def test_the_usual_formats():
+    image = torch.rand(2, 3, 4, 5)
+    assert storage_order(image) == (0, 1, 2, 3)
+    assert storage_order(image.contiguous(memory_format=torch.channels_last)) == (0, 2, 3, 1)
+    assert storage_order(torch.rand(3, 4).T) == (1, 0)
+    assert storage_order(torch.tensor(1.0)) == ()
+
+
+def test_a_tensor_with_gaps_is_copied_in_plain_order():
+    whole = torch.arange(24).view(4, 6)
+    for tensor in (whole[:, ::2], whole[0].expand(3, 6), whole.T[1:3, 1:]):
+        assert storage_order(tensor) == (0, 1)
+        assert torch.equal(flattened(tensor), tensor.contiguous().view(-1))
+        assert flattened(tensor).data_ptr() != tensor.data_ptr()

@@ -16,7 +16,7 @@ from tests.worlds import in_processes
 
 LANES = 8
 STEPS = 5
-KEPT_AT = 3  # steps before the state is taken
+SAVED_AT = 3  # steps before the state is taken
 VARIANTS = [
     (optim.SGD, {}),
     (optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
@@ -45,7 +45,10 @@ ABSENT = {1: {0, 1}, 3: {2}, 2: set(range(STEPS)), 7: {1, 4}}
 
 
 class Job:
-    """An optimizer of two groups, a scheduler, and gradients that depend on the step alone; sharded where there are workers."""
+    """An optimizer of two groups, a scheduler, and gradients that depend only on the step.
+
+    It is sharded if there are several workers.
+    """
 
     def __init__(self, world, kind, options):
         generator = torch.Generator().manual_seed(1)
@@ -65,7 +68,10 @@ class Job:
         self.scheduler = optim.lr_scheduler.ExponentialLR(self.optimizer, 0.7)
 
     def lacks(self, index, number):
-        """Tell whether a parameter has no gradient in a step; torch's fused SGD fails where one gets its first later than others."""
+        """Return whether a parameter has no gradient in a step.
+
+        Torch's fused SGD fails if a parameter gets its first gradient later than others.
+        """
         fused_sgd = isinstance(self.optimizer, optim.SGD) and self.optimizer.defaults["fused"]
         return number in ABSENT.get(index, ()) and not (fused_sgd and index == 1)
 
@@ -84,10 +90,10 @@ class Job:
                 parameter.grad = gradient
         else:
             of = dict(zip(self.parameters, gradients, strict=True))
-            for block in self.shard.blocks:
+            for flat_buffer in self.shard.flat_buffers:
                 give(
-                    block,
-                    [of[parameter] for parameter in block.exchange.parameters],
+                    flat_buffer,
+                    [of[parameter] for parameter in flat_buffer.exchange.parameters],
                     self.world.rank,
                 )
         self.optimizer.step()
@@ -114,31 +120,31 @@ class Job:
         self.scheduler.load_state_dict(state["scheduler"])
 
 
-def give(block, gradients, rank):
-    """Set a block's gradients as the exchange does, from whole ones."""
-    flat = block.exchange.storage()
-    copy_gradients(block.exchange.views(flat), gradients)
-    size = block.exchange.layout.slice_size
-    block.set_gradients(
+def give(flat_buffer, gradients, rank):
+    """Set a flat buffer's gradients as the exchange does, from complete ones."""
+    flat = flat_buffer.exchange.storage()
+    copy_gradients(flat_buffer.exchange.views(flat), gradients)
+    size = flat_buffer.exchange.layout.slice_size
+    flat_buffer.set_gradients(
         flat[rank * size : (rank + 1) * size], [gradient is not None for gradient in gradients]
     )
 
 
 def trained(world, kept=None):
-    """Return for each variant what its steps gave, its state in the middle, and what steps from a state that was kept gave."""
+    """Return for each variant its results, its state in the middle, and results from that state."""
     found = []
     for number, (kind, options) in enumerate(VARIANTS):
         job = Job(world, kind, options)
         result = {"history": []}
         for step in range(STEPS):
-            if step == KEPT_AT:
+            if step == SAVED_AT:
                 result["middle"] = job.state()
             job.step(step)
             result["history"].append(digest(job.parameters))
         if kept is not None:
             job = Job(world, kind, options)
             job.load(kept[number])
-            for step in range(KEPT_AT, STEPS):
+            for step in range(SAVED_AT, STEPS):
                 job.step(step)
             result["continued"] = digest(job.parameters)
         found.append(result)
@@ -146,7 +152,7 @@ def trained(world, kept=None):
 
 
 def whole(parts):
-    """Put the workers' parts of an optimizer's state together."""
+    """Merge the workers' parts of an optimizer's state."""
     found = {}
     for part in parts:
         for index, values in part["state"].items():
@@ -160,7 +166,7 @@ def whole(parts):
 
 
 def joined(values):
-    """Return the tensor that slices tile in the order of ranks, or the value that one worker alone has."""
+    """Return the tensor that slices tile in rank order, or the value one worker has."""
     first = values[0]
     if not isinstance(first, TensorSlice):
         assert len(values) == 1
@@ -184,7 +190,7 @@ def comparable(state):
     return [comparable(value) for value in state] if isinstance(state, (list, tuple)) else state
 
 
-def test_sharded_optimizers_give_the_bits_of_whole_ones():
+def test_sharded_and_unsharded_optimizers_give_the_same_bits():
     (plain,) = in_processes(1, trained)
     kept = [one["middle"] for one in plain]
     (alone,) = in_processes(1, trained, kept)
@@ -194,10 +200,10 @@ def test_sharded_optimizers_give_the_bits_of_whole_ones():
     for workers in (2, 3):
         sizes = tuple(torch.Size(shape).numel() for shape in SHAPES[:-1])
         assert {
-            piece.index
+            fragment.index
             for rank in range(workers)
-            for piece in Layout(sizes, workers).pieces(rank)
-            if piece.start
+            for fragment in Layout(sizes, workers).fragments(rank)
+            if fragment.start
         } & {4, 5}
         everyone = in_processes(workers, trained, kept)
         for number, variant in enumerate(VARIANTS):
@@ -213,16 +219,20 @@ def test_sharded_optimizers_give_the_bits_of_whole_ones():
             ), variant
 
 
-def test_neighbours_share_a_segment_while_nothing_keeps_them_apart():
+def test_adjacent_fragments_share_a_segment():
     def body(world):
         job = Job(world, optim.AdamW, {"fused": True})
 
         def shared():
-            segments = [segment for block in job.shard.blocks for segment in block.segments]
+            segments = [
+                segment
+                for flat_buffer in job.shard.flat_buffers
+                for segment in flat_buffer.segments
+            ]
             assert [segment.parameter for segment in segments] == [
                 p for group in job.optimizer.param_groups for p in group["params"]
             ]
-            return [[piece.index for piece in segment.pieces] for segment in segments]
+            return [[fragment.index for fragment in segment.fragments] for segment in segments]
 
         found = [shared()]
         for step in range(3):
@@ -236,11 +246,11 @@ def test_neighbours_share_a_segment_while_nothing_keeps_them_apart():
     assert [segments[1:] for segments in second] == [[[6, 7, 8]]] * 2 + [[[6], [7], [8]]] * 2
 
 
-def test_every_optimizer_of_the_list_is_tried():
+def test_every_listed_optimizer_is_tested():
     assert {kind for kind, _ in VARIANTS} == set(ELEMENTWISE)
 
 
-def test_scalar_state_is_what_torch_keeps_once_a_parameter():
+def test_scalar_state_is_torch_state_with_one_value_per_parameter():
     for kind, options in VARIANTS:
         parameter = torch.nn.Parameter(torch.ones(5))
         optimizer = kind([parameter], **options)
@@ -252,12 +262,12 @@ def test_scalar_state_is_what_torch_keeps_once_a_parameter():
             assert once == (name in SCALAR_STATE), (kind, name)
 
 
-def test_a_worker_without_pieces_takes_part():
+def test_a_worker_without_fragments_participates():
     def body(world):
         parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(0))]
         optimizer = optim.AdamW(parameters, lr=0.1, fused=True)
         shard = Shard(optimizer, LANES, world)
-        give(shard.blocks[0], [torch.ones(3), torch.zeros(0)], world.rank)
+        give(shard.flat_buffers[0], [torch.ones(3), torch.zeros(0)], world.rank)
         optimizer.step()
         return parameters[0].tolist(), len(shard.state_dict()["state"])
 
@@ -279,7 +289,7 @@ class OwnAdam(optim.Adam):
     """A subclass may do anything in its step."""
 
 
-def test_what_cannot_be_sharded_is_refused():
+def test_optimizers_that_cannot_be_sharded_are_rejected():
     parameters = [torch.nn.Parameter(torch.ones(2, 2))]
     for optimizer in (
         optim.LBFGS(parameters),
@@ -301,6 +311,6 @@ def test_what_cannot_be_sharded_is_refused():
         torch.nn.Parameter(torch.ones(2, device="meta")),
     ]
     with pytest.raises(
-        OptimizerError, match=r"this SGD has parameters on \['cpu', 'meta'\]; expected one device"
+        OptimizerError, match="SGD must have parameters on one device, got cpu, meta"
     ):
         check_shardable(optim.SGD(elsewhere, lr=0.1))

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.step.tree import carried, halves, subtrees, tree_sum
+from samestep.step.tree import halves, lanes_of, subtrees, tree_sum
 
 MOST_LANES = 64
 
 
 def pair(left, right):
-    """Add two values so that every order of additions shows."""
+    """Add two values so that every order of additions gives a different result."""
     return (left, right)
 
 
 def written_out(low, high):
-    """Return the tree over [low, high) as its definition says, without the code under test."""
+    """Return the tree over [low, high) by definition, without the code under test."""
     length = high - low
     if length == 1:
         return low
@@ -26,7 +26,7 @@ def written_out(low, high):
 
 
 def added_up(ranges, lanes):
-    """Add up in parts as workers do that carry `ranges`, and then finish the tree."""
+    """Add in parts, as workers with the lanes `ranges` do, and then finish the tree."""
     known = {}
     for own in ranges:
         for span in subtrees(own, lanes):
@@ -53,7 +53,7 @@ def inside(spans):
     return [below for span in spans for below in all_spans(span)]
 
 
-def test_the_tree_is_that_of_the_definition():
+def test_the_tree_matches_its_definition():
     assert halves((0, 8)) == ((0, 4), (4, 8))
     assert halves((3, 10)) == ((3, 7), (7, 10))
     assert [added_up([range(lanes)], lanes) for lanes in (1, 2, 3, 6)] == [
@@ -68,7 +68,7 @@ def test_the_tree_is_that_of_the_definition():
 def test_any_number_of_workers_adds_in_the_same_order(lanes):
     expected = written_out(0, lanes)
     for workers in range(1, lanes + 1):
-        ranges = [carried(rank, workers, lanes) for rank in range(workers)]
+        ranges = [lanes_of(rank, workers, lanes) for rank in range(workers)]
         assert [lane for own in ranges for lane in own] == list(range(lanes))
         assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
         assert added_up(ranges, lanes) == expected
@@ -85,7 +85,7 @@ def test_any_partition_adds_in_the_same_order(data, lanes):
 
 
 @given(st.integers(1, MOST_LANES))
-def test_lanes_are_asked_for_in_order_and_once(lanes):
+def test_each_lane_is_requested_once_and_in_order(lanes):
     asked = []
 
     def known(span):

@@ -18,7 +18,7 @@ from PIL import Image
 import samestep as ss
 from samestep.errors import ConfigError
 from samestep.record.events import parse_events
-from samestep.record.files import Part
+from samestep.record.files import EventChunk
 from samestep.storage import Storage
 from samestep.watch.runs import open_views
 from tests.jobs import STEPS, image_job, train
@@ -161,7 +161,7 @@ def test_a_run_copied_by_a_transfer_function(tmp_path):
 def put(url, *events):
     """Write a record of events as one part."""
     data = lines(*events)
-    Storage(url).write(Part(0, len(data)).path, data)
+    Storage(url).write(EventChunk(0, len(data)).path, data)
 
 
 @pytest.mark.usefixtures("environment")
@@ -175,7 +175,7 @@ def test_an_unreachable_storage_is_reported_and_read_again_later(server, monkeyp
             until(lambda: steps_at(served.client) == [0])
         run_workers(put, 1, f"{folder}/two", started(), environment=server.environment)
         warning = served.process.stderr.readline()
-        cause = f"StorageError: the storage did not list {folder}"
+        cause = f"StorageError: cannot list {folder}"
         assert re.match(rf"cannot read {folder}(/one)?, will try again: {cause}", warning)
         assert not any(secret in warning for secret in (KEY, SECRET))
         (fault, *_) = served.json("/api/runs")["faults"]
@@ -190,7 +190,7 @@ def test_an_unreachable_storage_is_reported_and_read_again_later(server, monkeyp
 @pytest.mark.usefixtures("environment")
 def test_wrong_credentials_are_reported_at_the_start(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong := "a-wrong-secret")
-    text = f"the storage did not list {RUNS}: PermissionError: The request signature we calculated"
+    text = f"cannot list {RUNS}: PermissionError: The request signature we calculated"
     with pytest.raises(AssertionError, match=text) as raised, serving(RUNS):
         pass
     assert not any(secret in str(raised.value) for secret in (KEY, wrong))
@@ -199,7 +199,7 @@ def test_wrong_credentials_are_reported_at_the_start(monkeypatch):
 @pytest.mark.parametrize("option", ["remote", "sinks", "resume"])
 def test_a_password_in_a_url_option_is_rejected_and_not_repeated(option, tmp_path):
     with (
-        pytest.raises(ConfigError, match="a URL with a password") as raised,
+        pytest.raises(ConfigError, match="expected a URL without a password") as raised,
         ss.init(dir=tmp_path, **{option: SECRET_URL}),
     ):
         pass
@@ -210,7 +210,7 @@ def test_a_password_in_a_url_option_is_rejected_and_not_repeated(option, tmp_pat
 def test_a_password_in_a_watched_url_is_rejected_and_not_repeated():
     with pytest.raises(
         ConfigError,
-        match=r"a URL with a password.*ftp://\*\*\*@example.org/runs/step-00000001",
+        match=r"expected a URL without a password.*ftp://\*\*\*@example.org/runs/step-00000001",
     ) as raised:
         open_views(SECRET_URL)
     assert SECRET not in str(raised.value)

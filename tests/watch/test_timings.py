@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.record.record import PARTS
-from samestep.step.tree import carried
+from samestep.step import tree
 from samestep.watch.timings import RECENT, Timings, lanes_of
 from tests.watch.writing import started, timing, view_of
 
@@ -163,5 +163,5 @@ def test_workers_their_lanes_and_the_slowest(tmp_path):
 def test_lanes_equal_those_of_training(lanes, data):
     workers = data.draw(st.integers(1, lanes))
     for rank in range(workers):
-        own = carried(rank, workers, lanes)
+        own = tree.lanes_of(rank, workers, lanes)
         assert lanes_of(rank, workers, lanes) == (own.start, own.stop)

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from samestep.comm.hang_report import mismatched_calls
-from samestep.comm.status import WorkerStatus
+from samestep.comm.status import WorkerStatus, mismatched_calls
 
 Sizes = Sequence[int]
 Value = TypeVar("Value")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samestep.cluster import ProcessInfo
-from samestep.cluster.interfaces import gloo_interface
+from samestep.cluster import ProcessInfo, gloo_interface
 from samestep.comm.base import Alone, Sizes, World
 from samestep.comm.distributed import Distributed
 from samestep.comm.rendezvous import rendezvous

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.comm.base import Sizes, World
-from samestep.comm.hang_report import mismatched_calls
 from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.shared_memory import share
-from samestep.comm.status import FORMING, no_response
+from samestep.comm.status import FORMING, mismatched_calls, no_response
 
 # A row is a message to all other workers: the length of the data, `what`, and the data.
 LENGTH_BYTES = 8

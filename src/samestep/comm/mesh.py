@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from samestep.comm.hang_report import mismatched_calls
-from samestep.comm.status import FORMING, WorkerStatus, no_response, process_state
+from samestep.comm.status import FORMING, WorkerStatus, mismatched_calls, no_response, process_state
 
 # the largest message: a socket buffers several, so that sending never blocks
 MESSAGE_BYTES = 16 * 1024

@@ -18,9 +18,8 @@ from torch.distributed.distributed_c10d import Store
 from typing_extensions import Self
 
 from samestep.cluster import ProcessInfo
-from samestep.comm.hang_report import list_workers
 from samestep.comm.mesh import Mesh, Peer
-from samestep.comm.status import FORMING, WorkerStatus, no_response
+from samestep.comm.status import FORMING, WorkerStatus, list_workers, no_response
 from samestep.comm.store import StoreClient, open_store
 from samestep.comm.watchdog import Watchdog
 from samestep.errors import WorldError

@@ -1,11 +1,12 @@
-"""The status of a worker: what it is doing, and in which call it waits for the other workers."""
+"""What each worker is doing, and the report about those that do not respond."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -95,3 +96,161 @@ def machine_name() -> str:
         return f"{boot_id} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return os.urandom(8).hex()
+
+
+MAX_LISTED: Final = 8  # missing workers
+
+STOPPED: Final = "its process is stopped (state T)"
+EXITED: Final = "its process has exited"
+SILENT: Final = "it does not respond"
+LEFT: Final = "it has left the run"
+RETRYABLE: Final = (STOPPED, EXITED, SILENT)  # the program is not to blame
+ENDINGS: Final = ("ending a loop", "ending the run")
+
+CAUSES: Final = {
+    STOPPED: "SIGSTOP, Ctrl-Z or a debugger: resume it with kill -CONT, or restart the run",
+    EXITED: "it was killed, ran out of memory, or crashed in native code: see its last output",
+    SILENT: "its host is down, the network to it is cut, or native code blocks Python: "
+    "check whether the host responds",
+    LEFT: "a return, break or exit that depends on the rank or on a worker's own data: "
+    "let all workers run the same steps",
+}
+ACTIVITIES: Final = {
+    "loading data": "the dataset does not return, because of a file system, download or lock: see "
+    "the last line of its stack; if reading takes this long, increase timeout",
+    "computing": "a lane computes for very long, because it is being compiled or its device hangs; "
+    "if it has to, increase timeout",
+    "taking a snapshot": "a slow disk or remote storage; "
+    "if it has to be slow, increase timeout or take snapshots less often",
+}
+LOADERS: Final = (
+    "its loader processes return no batch: try loader_workers=0 to see where; "
+    "if reading takes this long, increase timeout"
+)
+OTHER_CALL: Final = (
+    "a condition that depends on the rank or on a worker's own data: "
+    "let all workers make the same calls in the same order"
+)
+FEWER_STEPS: Final = (
+    "a worker has fewer batches, or left its loop early: "
+    "give all workers the same dataset and the same number of steps"
+)
+ONE_WORKER_ONLY: Final = (
+    "something that only one worker does, such as a download or an evaluation: "
+    "let all workers do it, or increase timeout"
+)
+NETWORK: Final = (
+    "all workers made the same call, and the network between them lost data: "
+    "check firewalls and network interfaces"
+)
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The status that a worker published at clock time `at`: it was unchanged for `seconds`.
+
+    Plain data. `machine` is equal for workers that see each other's processes. A worker that has
+    `left` or knows of a failure (`failed`) needs the store no longer. `stack` is present once an
+    alarm was raised.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    machine: str
+    at: float
+    step: int
+    activity: str
+    collective: str
+    seconds: float
+    left: bool
+    failed: bool
+    stack: Sequence[str] | None
+
+    @property
+    def name(self) -> str:
+        """The worker with its host and process."""
+        return f"worker {self.rank} (host {self.host}, process {self.pid})"
+
+    def trouble(self, machine: str) -> str:
+        """Return why the worker cannot respond, as seen from `machine`; "" if it responds."""
+        if self.left:
+            return LEFT
+        if self.stack is not None:
+            return ""
+        state = process_state(self.pid) if self.machine == machine else "unknown"
+        return {"stopped": STOPPED, "exited": EXITED}.get(state, SILENT)
+
+    def cause(self, machine: str) -> str:
+        """Return the likely cause of a hang in which this worker is missing."""
+        if trouble := self.trouble(machine):
+            return CAUSES[trouble]
+        if self.collective:
+            return FEWER_STEPS if self.collective in ENDINGS else OTHER_CALL
+        activity = next((start for start in ACTIVITIES if self.activity.startswith(start)), "")
+        if activity == "loading data" and any("dataloader.py" in line for line in self.stack or ()):
+            return LOADERS
+        return ACTIVITIES.get(activity, ONE_WORKER_ONLY)
+
+    def describe(self, machine: str) -> str:
+        """Return where the worker is, with its stack."""
+        age = max(0.0, time.time() - self.at)
+        does = f"waiting for others while {self.collective}" if self.collective else self.activity
+        if trouble := self.trouble(machine):
+            return f"{self.name}: {trouble}; last seen {age:.1f} s ago, at step {self.step}: {does}"
+        stack = "".join(self.stack or ()).rstrip().replace("\n", "\n  ")
+        seconds = age + self.seconds
+        return (
+            f"{self.name}: at step {self.step} for {seconds:.1f} s: {does}; its stack:\n  {stack}"
+        )
+
+
+@dataclass(frozen=True)
+class HangReport:
+    """A hang in one line and in full; `is_retryable` if the program is not to blame."""
+
+    headline: str
+    text: str
+    is_retryable: bool
+
+
+def report_hang(
+    own: Heartbeat, beats: Sequence[Heartbeat], size: int, timeout_seconds: float
+) -> HangReport:
+    """Report why worker `own` of `size` timed out, from the heartbeats of the others by rank."""
+    what, machine = own.collective, own.machine
+    unseen = sorted(set(range(size)).difference(beat.rank for beat in [own, *beats]))
+    late = [beat for beat in beats if beat.trouble(machine) or beat.collective != what]
+    waiting = [own, *(beat for beat in beats if beat not in late)]
+    missing = sorted([*unseen, *(beat.rank for beat in late)])
+    arrived = sorted(beat.rank for beat in waiting)
+    were = f"{list_workers(arrived)} {'were' if len(arrived) > 1 else 'was'} {what}"
+    headline = f"timed out after {timeout_seconds:g} s"
+    if missing:
+        headline += f" waiting for {list_workers(missing)}: {were} at step {own.step}"
+    else:
+        headline += f": {were} at step {own.step} and waited for each other"
+    lines = [beat.describe(machine) for beat in late[:MAX_LISTED]]
+    lines += [f"worker {rank}: never reported its status" for rank in unseen[:MAX_LISTED]]
+    lines += [f"{beat.name}: waiting" for beat in waiting[:MAX_LISTED]]
+    cause = late[0].cause(machine) if late else CAUSES[SILENT] if unseen else NETWORK
+    return HangReport(
+        headline,
+        "\n".join([headline, *lines, f"likely cause: {cause}"]),
+        bool(unseen) or any(beat.trouble(machine) in RETRYABLE for beat in late),
+    )
+
+
+def mismatched_calls(rank: int, what: str, other: int, other_what: str) -> WorldError:
+    """Return the error of worker `rank` in the call `what` while worker `other` made another."""
+    cause = FEWER_STEPS if {what, other_what}.intersection(ENDINGS) else OTHER_CALL
+    return WorldError(
+        "all workers must make the same calls: "
+        f"worker {rank} was {what} while worker {other} was {other_what}; likely cause: {cause}"
+    )
+
+
+def list_workers(ranks: Iterable[int]) -> str:
+    """Return "worker 1", or "workers 0, 2 and 3"."""
+    *most, last = map(str, ranks)
+    return f"workers {', '.join(most)} and {last}" if most else f"worker {last}"

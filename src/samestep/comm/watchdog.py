@@ -23,8 +23,17 @@ from typing import Final, TypeVar
 
 import torch
 
-from samestep.comm.hang_report import EXITED, LEFT, MAX_LISTED, STOPPED, Heartbeat, report_hang
-from samestep.comm.status import WorkerStatus, machine_name, no_response
+from samestep.comm.status import (
+    EXITED,
+    LEFT,
+    MAX_LISTED,
+    STOPPED,
+    Heartbeat,
+    WorkerStatus,
+    machine_name,
+    no_response,
+    report_hang,
+)
 from samestep.comm.store import StoreClient
 from samestep.errors import HangError, WorldError
 

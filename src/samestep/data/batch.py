@@ -1,4 +1,4 @@
-"""One global batch as a worker sees it: the batches of the lanes that it carries."""
+"""Batches of lanes, streams of batches, and a list that shares its memory between processes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import io
 import pickle
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Final, TypeVar, overload
 
 import torch
 
+from samestep.data.plan import check_end
+from samestep.data.random_state import key, keyed
 from samestep.errors import DataError
 
 
 @dataclass
 class Batch:
-    """What `run.batches` and `run.streams` yield for a step; iterate it for this worker's lane batches, in lane order.
+    """A step's global batch from `run.batches` or `run.streams`; iterates over lane batches.
 
-    Lane batches are as `collate_fn` (or the stream) made them; lanes without samples have none. A
-    batch may be iterated more than once. `counts` holds the samples of each of the run's lanes
-    where a plan knows them.
+    Those are the batches of this worker's lanes, in lane order, as returned by `collate_fn` or the
+    stream. Lanes without samples are skipped. A batch may be iterated more than once. `counts`
+    holds the number of samples of each of the run's lanes, if a plan knows them.
     """
 
     epoch: int
@@ -35,11 +38,9 @@ class Batch:
         return (data for _, data in self.lane_batches())
 
     def lane_batches(self) -> Iterator[tuple[int, Any]]:
-        """Yield (lane, lane batch), loading what was not loaded before."""
-        lanes_with_samples = [
-            lane for lane in self.lanes if self.counts is None or self.counts[lane]
-        ]
-        for number, lane in enumerate(lanes_with_samples):
+        """Yield (lane, lane batch), loading those that were not loaded before."""
+        with_samples = [lane for lane in self.lanes if self.counts is None or self.counts[lane]]
+        for number, lane in enumerate(with_samples):
             if number == len(self._loaded):
                 started = time.perf_counter()
                 self._loaded.append((lane, next(self.source)))
@@ -47,13 +48,13 @@ class Batch:
             yield self._loaded[number]
 
     def load(self) -> None:
-        """Load what nobody iterated, so that the source stands at the next step."""
+        """Load the lane batches that were not iterated, so that the source is at the next step."""
         for _ in self.lane_batches():
             pass
 
 
 def items_in(batch: Any) -> int:
-    """Return the length of the first tensor or sequence found in a collated batch; 1 where there is none."""
+    """Return the length of the first tensor or sequence in a collated batch, 1 if there is none."""
     if hasattr(batch, "shape"):
         return int(batch.shape[0]) if len(batch.shape) else 1
     if isinstance(batch, dict):
@@ -64,9 +65,9 @@ def items_in(batch: Any) -> int:
 
 
 def to_device(batch: Any, device: Any) -> Any:
-    """Return a collated batch with every tensor in it on `device`; containers keep their types."""
+    """Return a collated batch with every tensor on `device`; containers keep their types."""
     if hasattr(batch, "to"):
-        # on its way to the CPU it would be read before it has arrived
+        # a non-blocking copy to the CPU could be read before it is complete
         return batch.to(device, non_blocking=str(device) != "cpu")
     if isinstance(batch, dict):
         return type(batch)((name, to_device(value, device)) for name, value in batch.items())
@@ -77,18 +78,89 @@ def to_device(batch: Any, device: Any) -> Any:
     return batch
 
 
+class LaneStream:
+    """The source of one lane: counts its items, and seeds every generator before each item.
+
+    A source with `state_dict` and `load_state_dict` is restored by them. Any other is created again
+    and read up to its position.
+    """
+
+    def __init__(self, make_stream: Callable[[int], Any], name: str, lane: int, seed: int) -> None:
+        self._name, self._lane, self._seed = name, lane, seed
+        self._given = 0
+        with keyed(key(seed, f"stream {name}", lane)):
+            self._source = make_stream(lane)
+            self._items = iter(self._source)
+
+    def __iter__(self) -> LaneStream:
+        return self
+
+    def __next__(self) -> Any:
+        with keyed(key(self._seed, f"stream {self._name}", self._lane, self._given)):
+            try:
+                item = next(self._items)
+            except StopIteration:
+                raise DataError(
+                    f"stream {self._name!r} of lane {self._lane} must be endless, but ended after"
+                    f" {self._given} items; repeat it inside make_stream"
+                ) from None
+        self._given += 1
+        return item
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of items so far, and the source's own state if it has one."""
+        has_state = hasattr(self._source, "state_dict")
+        return {"given": self._given, "source": self._source.state_dict() if has_state else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`."""
+        if state["source"] is None:
+            while self._given < state["given"]:
+                next(self)
+        else:
+            self._source.load_state_dict(state["source"])
+            self._items = iter(self._source)  # many sources read their state when iteration starts
+            self._given = state["given"]
+
+
+def stream_batches(
+    streams: Mapping[int, LaneStream], lanes: range, steps: int | None = None
+) -> Iterator[Batch]:
+    """Yield a `Batch` per step with one item of each lane's stream; without `steps`, forever."""
+    for _ in count() if steps is None else range(steps):
+        batch = Batch(0, lanes, None, (next(streams[lane]) for lane in lanes))
+        yield batch
+        batch.load()
+
+
+def steps_left(steps: int | None, done: int) -> int | None:
+    """Return how many of a loop's `steps` are left after `done`, None if it has no end."""
+    check_end("steps", steps)
+    return None if steps is None else max(0, steps - done)
+
+
 Item = TypeVar("Item")
 PAGE_BYTES: Final = 4096
-LOOKED_AT: Final = 256  # items that tell how large the others are
+SAMPLED_ITEMS: Final = 256  # to estimate the size of the others
 
 
 class PackedList(Sequence[Item]):
-    """A read-only list that keeps its items as bytes, in one block of memory; looking one up makes it anew.
+    """A read-only list that stores its items as bytes in one block; each access unpickles a copy.
 
-    Whoever looks at a Python object writes to its count of references. So each loader process comes
-    to own a copy of all pages that hold such objects, while the block stays shared, and takes less
-    memory than the objects did. For plain values, small objects and arrays that can be pickled.
-    Raises `DataError` for items that cannot be, and for tensors.
+    Reading a Python object writes to its reference count, so each loader process ends up with its
+    own copy of all memory pages that hold objects. The block stays shared, and is smaller than the
+    objects were.
+
+    Args:
+        items: Plain values, small objects or arrays that can be pickled.
+
+    Raises:
+        DataError: An item cannot be pickled, or contains a tensor.
+
+    Example:
+        >>> records = ss.PackedList([{"file": "a.png", "label": 3}, {"file": "b.png", "label": 5}])
+        >>> records[1]["label"], len(records)
+        (5, 2)
     """
 
     def __init__(self, items: Iterable[Item]) -> None:
@@ -99,7 +171,8 @@ class PackedList(Sequence[Item]):
                 packer.dump(item)
             except Exception as error:
                 raise DataError(
-                    f"item {number}, {type(item).__name__}, cannot be packed: {type(error).__name__}: {error}"
+                    f"item {number}, {type(item).__name__}, cannot be packed:"
+                    f" {type(error).__name__}: {error}"
                 ) from error
             packer.clear_memo()
             self._starts.append(block.tell())
@@ -107,7 +180,7 @@ class PackedList(Sequence[Item]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all items together."""
+        """Bytes of all items."""
         return len(self._block)
 
     def __len__(self) -> int:
@@ -121,22 +194,22 @@ class PackedList(Sequence[Item]):
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         number = range(len(self))[index]
-        # bytes made above, in this memory
-        item: Item = pickle.loads(self._block[self._starts[number] : self._starts[number + 1]])  # noqa: S301
+        data = self._block[self._starts[number] : self._starts[number + 1]]
+        item: Item = pickle.loads(data)  # noqa: S301 (bytes pickled above, in this memory)
         return item
 
 
-def packed_where_it_pays(dataset: Any) -> Any:
-    """Return a plain list or tuple of many small objects packed, and any other data set as it is.
+def pack_small_items(dataset: Any) -> Any:
+    """Return a plain list or tuple of small objects as a `PackedList`, any other data set as it is.
 
-    An item of more than a page costs a loader process less than its bytes, since buffers have no
-    count of references.
+    An item larger than a page is not packed: buffers have no reference count, so loader processes
+    share most of its memory.
     """
     if type(dataset) not in {list, tuple}:
         return dataset
     try:
-        some = PackedList(dataset[:: max(1, len(dataset) // LOOKED_AT)])
-        return PackedList(dataset) if some.nbytes < PAGE_BYTES * len(some) else dataset
+        sample = PackedList(dataset[:: max(1, len(dataset) // SAMPLED_ITEMS)])
+        return PackedList(dataset) if sample.nbytes < PAGE_BYTES * len(sample) else dataset
     except DataError:
         return dataset
 
@@ -145,6 +218,7 @@ class _Packer(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             raise TypeError(
-                "a tensor would be copied whole, and slowly; keep tensors in one, as torch.utils.data.TensorDataset does"
+                "a tensor would be copied on every access; put all items into one tensor, as"
+                " torch.utils.data.TensorDataset does"
             )
         return NotImplemented

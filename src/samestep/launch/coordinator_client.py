@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from samestep.cluster.interfaces import interface_towards
+from samestep.cluster import interface_towards
 from samestep.comm.link import HELLO_SECONDS, Link, write_address
 from samestep.config import Config
 from samestep.errors import ConfigError, LaunchError, WorldError

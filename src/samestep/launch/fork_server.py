@@ -41,7 +41,7 @@ class ForkServer:
         self._process: ForkProcess | None = None
         self._socket: socket.socket | None = None
         self._has_decided = self._is_ready = False
-        self._started: list[ForkedWorker] = []  # the worker that was forked last
+        self._started: list[int] = []  # pid and pidfd of the worker that was forked last
         self._exit_codes: dict[int, int] = {}  # by process id
 
     def close(self) -> None:
@@ -76,18 +76,18 @@ class ForkServer:
         if not self._is_ready or self._socket is None:
             return None
         message = json.dumps([asdict(attempt), local_rank]).encode()
-        self._started.clear()
+        self._started = []
         try:
             socket.send_fds(self._socket, [message], [report.file, *pipes.ends])
             while not self._started:  # other messages are exit codes
                 if not self._receive(ANSWER_SECONDS):
                     raise TimeoutError
+            pid, pidfd = self._started
+            self._exit_codes.pop(pid, None)  # of an earlier process with this id
+            return ForkedWorker(pid, pidfd, self)
         except OSError:
             self._give_up()
             return None
-        worker = self._started.pop()
-        self._exit_codes.pop(worker.pid, None)  # of an earlier process with this id
-        return worker
 
     def exitcode(self, pid: int, *, has_ended: bool) -> int | None:
         """Return a worker's exit code as multiprocessing does; None while it runs."""
@@ -108,7 +108,7 @@ class ForkServer:
         try:
             message, files, *_ = socket.recv_fds(self._socket, MAX_BYTES, 1)
         except ConnectionResetError:
-            message, files = b"", []
+            message = b""
         if not message:  # it has died
             self._give_up()
         elif message == READY:
@@ -116,7 +116,7 @@ class ForkServer:
         else:
             pid, code = json.loads(message)
             if code is None:
-                self._started.append(ForkedWorker(pid, files[0], self))
+                self._started = [pid, *files]
             else:
                 self._exit_codes[pid] = code
         return bool(message)
@@ -134,10 +134,10 @@ class ForkServer:
 class ForkedWorker:
     """A worker of the fork server, with the methods of a multiprocessing process in use here."""
 
-    def __init__(self, pid: int, file: int, fork_server: ForkServer) -> None:
+    def __init__(self, pid: int, pidfd: int, fork_server: ForkServer) -> None:
         self.pid = pid
-        self._file = file  # a pidfd
         self._fork_server = fork_server
+        self._file = pidfd
 
     @property
     def exitcode(self) -> int | None:
@@ -187,10 +187,10 @@ def _serve(job: Job, modules: Sequence[str], connection: socket.socket) -> None:
             if not data:
                 return
             worker = _fork(job, data, files)
-            file = os.pidfd_open(worker.pid or 0)
-            workers[file] = worker
-            # with its pidfd, because the launcher could not open it after the worker is reaped
-            socket.send_fds(connection, [json.dumps([worker.pid, None]).encode()], [file])
+            # The launcher gets the pidfd: the worker may have exited before it could open one.
+            pidfd = os.pidfd_open(worker.pid or 0)
+            workers[pidfd] = worker
+            socket.send_fds(connection, [json.dumps([worker.pid, None]).encode()], [pidfd])
 
 
 def _fork(job: Job, data: bytes, files: Sequence[int]) -> ForkProcess:

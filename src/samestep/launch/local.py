@@ -37,18 +37,31 @@ def preload() -> None:
 def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any) -> Any:
     """Run `fn(*args)` in new processes on this machine and return rank 0's result.
 
-    `fn` may be a lambda or a closure. Its result must be picklable; its tensors are returned on the
-    CPU. `options` are those of `samestep.init`, and override the arguments of `samestep.init` in
-    the `workers`. This process must not have used CUDA, nor more than one thread for a torch
-    operation.
+    This process must not have used CUDA, nor more than one thread for a torch operation. If a
+    worker is killed from outside after the run has begun, all workers start again from the saved
+    state, up to `max_restarts` times in a row without a completed step. A signal that stops this
+    process stops the workers first, which have `grace_period` seconds for a snapshot.
 
-    If a worker is killed from outside after the run began, all workers restart from the latest
-    state, at most `max_restarts` times in a row without a new step. A signal that stops this
-    process stops the workers first; they have `grace_period` seconds to snapshot.
+    Args:
+        fn: Body of each worker; may be a lambda or a closure. Its result must be picklable.
+        *args: Arguments of `fn`.
+        workers: Number of processes.
+        **options: Options of `samestep.init`, which they override in the workers.
 
-    Raises `ConfigError` for an invalid option and `LaunchError` if workers cannot be started, both
-    before any worker starts; `WorkerError` with the traceback of the first worker that failed,
-    after all workers have exited.
+    Returns:
+        Rank 0's result, with its tensors on the CPU.
+
+    Raises:
+        ConfigError: An option is invalid. No worker was started.
+        LaunchError: The workers cannot be started.
+        WorkerError: A worker failed; with the traceback of the first one that did.
+
+    Example:
+        >>> def train():
+        ...     with ss.init(lanes=4) as run:
+        ...         return run.all_gather(run.rank)
+        >>> ss.launch(train, workers=2)
+        [0, 1]
     """
     return start(partial(fn, *args), workers, options)
 

@@ -1,4 +1,4 @@
-"""What a run tells the outside: events as append-only lines, scalars, timing, images."""
+"""A run's record: events as lines of an append-only file, with scalars, timing and images."""
 
 from samestep.record.events import read_events
 from samestep.record.record import FileRecord, NoRecord, Record, open_record

@@ -1,4 +1,4 @@
-"""How far a run's record was forwarded, kept in its directory: whoever forwards next goes on from there."""
+"""The position of each sink in a run's record, and the thread that sends what a sink lacks."""
 
 from __future__ import annotations
 
@@ -7,186 +7,180 @@ import json
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Final, Protocol
+from typing import IO, Any, Final
 
 from samestep.errors import RecordError
 from samestep.record.events import FILE_NAME
 from samestep.record.files import FOLDER
 from samestep.record.source import Source
+from samestep.storage import write_atomically
 
-FILE: Final = f"{FOLDER}/forwarded.json"
+FILE: Final = f"{FOLDER}/cursor.json"
 LOCK: Final = f"{FOLDER}/lock"
+FIRST_PAUSE_SECONDS: Final = 1.0  # after a failure; doubles with each further one
+MAX_PAUSE_SECONDS: Final = 30.0
+FINAL_TRIES: Final = 2
+LARGE_BYTES: Final = 2**20  # after a read of this size, more data is probably available
+SLOW_SECONDS: Final = 10.0
+logger: Final = logging.getLogger("samestep")
 
 
 class Cursor:
-    """Whole numbers by name, in a small file that is replaced at every change; for several threads of one process."""
+    """Positions by sink name, saved in a small file of the run's directory. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self._path, self._events = directory / FILE, directory / FILE_NAME
         self._lock = threading.Lock()
-        try:
-            kept = json.loads(self._path.read_bytes())
-        except (OSError, RecursionError, ValueError):
-            kept = {}
-        self._kept = (
-            {name: value for name, value in kept.items() if type(value) is int and value >= 0}
-            if isinstance(kept, dict)
-            else {}
-        )
+        self._positions: dict[str, int] = {}
+        with suppress(OSError, RecursionError, ValueError):
+            saved = json.loads(self._path.read_bytes())
+            items = saved.items() if isinstance(saved, dict) else ()
+            self._positions = {name: n for name, n in items if type(n) is int and n >= 0}
 
     def get(self, name: str) -> int | None:
-        """Return what was kept last under a name."""
-        return self._kept.get(name)
+        """Return the number saved under a name, or None if there is none."""
+        return self._positions.get(name)
 
     def offset(self, name: str) -> int:
-        """Return up to which byte of the run's events it was forwarded under a name; 0 where these are not the events of then."""
-        kept = self._kept.get(name, 0)
-        return kept if kept <= self._events.stat().st_size else 0
+        """Return the saved offset in the events file, or 0 if that file is shorter."""
+        position = self._positions.get(name, 0)
+        return position if position <= self._events.stat().st_size else 0
 
-    def keep(self, name: str, value: int) -> None:
-        """Keep a number. Where the disk has no room for it, what comes after a kill is sent again."""
+    def save(self, name: str, value: int) -> None:
+        """Save a number. If the disk is full, events are sent again after a kill."""
         with self._lock:
-            if self._kept.get(name) == value:
+            if self._positions.get(name) == value:
                 return
-            self._kept[name] = value
-            unfinished = self._path.with_suffix(".unfinished")
+            self._positions[name] = value
             with suppress(OSError):
-                unfinished.write_text(json.dumps(self._kept))
-                unfinished.replace(self._path)
+                write_atomically(self._path, json.dumps(self._positions).encode())
 
 
 def lock(directory: Path) -> IO[bytes] | None:
-    """Return a file that keeps others from forwarding this record until it is closed; None where somebody has it.
+    """Return a file that locks the record for one exporter until closed, or None if it is locked.
 
-    Raises `RecordError` where the directory cannot be written.
+    Raises `RecordError` if the directory is not writable.
     """
     try:
         (directory / FOLDER).mkdir(exist_ok=True)
         file = (directory / LOCK).open("ab")
     except OSError as error:
         raise RecordError(
-            f"{directory / LOCK} cannot be written: {error.strerror}; expected the directory of a run"
+            f"{directory / LOCK} cannot be written: {error.strerror}; pass a run's directory"
         ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if isinstance(error, BlockingIOError):
-            file.close()
-            return None  # and anything else says that this file system has no locks
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError:  # this file system has no locks
+        return file
     return file
 
 
-FIRST_PAUSE_SECONDS: Final = 1.0  # after a failure; each further one is twice as long
-LONGEST_PAUSE_SECONDS: Final = 30.0
-TRIES_AT_THE_END: Final = 2
-MOST_FAILURES: Final = 10  # that make a difference
-MUCH_BYTES: Final = 2**20  # of which there is more to come, most likely
-LATE_SECONDS: Final = 10.0
+class Destination(ABC):
+    """A destination of a record. Calls may raise any exception, and are then repeated.
 
-
-class Destination(Protocol):
-    """Where a record goes. Calls may raise anything, and are made again then.
-
-    Attributes: `name`, as the user gave it; `pause_seconds`, how long more is gathered after each
-    piece; `dropped`, how many events and images it could not take.
+    Attributes: `name`, as the user gave it; `pause_seconds`, the time between two calls of `send`
+    in which more events accumulate; `dropped`, the number of events and images it rejected.
     """
 
-    name: str
     pause_seconds: float
-    dropped: int
 
-    def begin(self) -> int:
-        """Return from which byte of the run's events it goes on."""
+    def __init__(self, name: str, directory: Path, source: Source, cursor: Cursor) -> None:
+        self.name, self.dropped = name, 0
+        self._directory, self._source, self._cursor = directory, source, cursor
 
+    @abstractmethod
+    def open(self) -> int:
+        """Connect, and return the offset in the run's events from which to continue."""
+
+    @abstractmethod
     def send(self, offset: int, lines: bytes) -> None:
-        """Take whole lines, the bytes from `offset` on; they are safe there when it returns."""
+        """Store complete lines, the bytes from `offset` on; return when they are safe."""
 
-    def close(self) -> None:
-        """End; no call follows."""
+    def close(self) -> None:  # noqa: B027  not every destination has something to release
+        """Release the destination; no call follows."""
 
 
 class Sender:
-    """Brings what a source has to a destination, in a thread, until it is told that no more will come.
+    """Sends what a source contains to a destination, in a thread, until `finish`.
 
-    A destination that fails is tried again after a pause; one that hangs keeps this thread alone.
+    A destination that fails is retried after a pause; one that hangs blocks only this thread.
     """
 
     def __init__(self, source: Source, destination: Destination) -> None:
         self._source, self._destination = source, destination
         self._offset: int | None = None
         self._error: Exception | None = None
-        self._failures = 0
-        self._answered = time.monotonic()
-        self._ending = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name=f"send the record to {destination.name}", daemon=True
-        )
+        self._last_response = time.monotonic()
+        self._finishing = threading.Event()
+        name = f"send the record to {destination.name}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
-        """Send what is there now, and then no more."""
-        self._ending.set()
+    def finish(self) -> None:
+        """Request that the thread exits once everything present is sent."""
+        self._finishing.set()
 
-    def join(self, seconds: float | None) -> bool:
-        """Wait until it has ended; return whether everything arrived."""
-        self._thread.join(seconds)
+    def wait(self, timeout: float | None) -> bool:
+        """Wait up to `timeout` seconds for the thread; return whether everything was sent."""
+        self._thread.join(timeout)
         return not self._thread.is_alive() and self._error is None
 
     @property
-    def has_answered(self) -> bool:
-        """Whether the destination has said from where it goes on."""
+    def is_open(self) -> bool:
+        """Whether the destination has reported from where to continue."""
         return self._offset is not None
 
-    def state(self, size: int) -> dict[str, Any]:
-        """Return how it stands where the events have `size` bytes, as an event `sink` tells it."""
+    def status(self, size: int) -> dict[str, Any]:
+        """Return the fields of a `sink` event, given the current size of the events in bytes."""
         behind = max(0, size - (self._offset or 0))
         error = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
-        if error is None and behind and time.monotonic() - self._answered > LATE_SECONDS:
-            error = f"no answer for more than {LATE_SECONDS:.0f} seconds"
-        return {
-            "name": self._destination.name,
-            "behind_bytes": behind,
-            "dropped": self._destination.dropped,
-            "error": error,
-        }
+        if error is None and behind and time.monotonic() - self._last_response > SLOW_SECONDS:
+            error = f"no response for more than {SLOW_SECONDS:.0f} seconds"
+        name, dropped = self._destination.name, self._destination.dropped
+        return {"name": name, "behind_bytes": behind, "dropped": dropped, "error": error}
 
     def _run(self) -> None:
+        failures, pause = 0, FIRST_PAUSE_SECONDS
         while True:
-            ending = self._ending.is_set()  # before it is looked at what there is
+            # checked before the source is read, so that no event before `finish` is missed
+            finishing = self._finishing.is_set()
             try:
                 sent = self._send_next()
-                if ending and not sent:
+                if finishing and not sent:
                     self._destination.close()
-            except Exception as error:  # noqa: BLE001  libraries and users have errors of their own
-                self._note(error)
-                if ending and self._failures >= TRIES_AT_THE_END:
+            except Exception as error:  # noqa: BLE001  libraries and users raise their own errors
+                self._set_error(error)
+                failures += 1
+                if finishing and failures >= FINAL_TRIES:
                     return
-                pause = min(FIRST_PAUSE_SECONDS * 2 ** (self._failures - 1), LONGEST_PAUSE_SECONDS)
-                (time.sleep if ending else self._ending.wait)(pause)
+                (time.sleep if finishing else self._finishing.wait)(pause)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
                 continue
-            self._error, self._failures, self._answered = None, 0, time.monotonic()
-            if ending and not sent:
+            failures, pause = 0, FIRST_PAUSE_SECONDS
+            self._error, self._last_response = None, time.monotonic()
+            if finishing and not sent:
                 return
-            if sent < MUCH_BYTES:
-                self._ending.wait(self._destination.pause_seconds)
+            if sent < LARGE_BYTES:
+                self._finishing.wait(self._destination.pause_seconds)
 
     def _send_next(self) -> int:
-        """Send what comes next, and return how many bytes that was."""
+        """Send the next lines; return their size in bytes."""
         if self._offset is None:
-            self._offset = self._destination.begin()
+            self._offset = self._destination.open()
         lines = self._source.read(self._offset)
         if lines:
             self._destination.send(self._offset, lines)
             self._offset += len(lines)
         return len(lines)
 
-    def _note(self, error: Exception) -> None:
+    def _set_error(self, error: Exception) -> None:
         if self._error is None:
-            text = "the record does not reach %s: %s: %s; it is tried again"
-            logging.getLogger("samestep").warning(
-                text, self._destination.name, type(error).__name__, error
-            )
+            message = "the record cannot be sent to %s (%s: %s); retrying"
+            logger.warning(message, self._destination.name, type(error).__name__, error)
         self._error = error
-        self._failures = min(self._failures + 1, MOST_FAILURES)

@@ -1,4 +1,4 @@
-"""Where a record's files lie: a local folder, read in the way a `Storage` is."""
+"""Access to a record's files in a folder, and the chunks that hold its events at a URL."""
 
 from __future__ import annotations
 
@@ -9,118 +9,76 @@ import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from samestep.errors import RecordError
 
 
-class Files(Protocol):
-    """Files by their paths below a place; what is missing is no error when it is listed. `Storage` is one."""
-
-    def names(self, folder: str = "") -> tuple[list[str], list[str]]:
-        """Return the names of the folders in a folder, and of its files."""
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Return the bytes of each file in a folder, by name."""
-
-    def size(self, path: str) -> int | None:
-        """Return the bytes of a file, None where there is none."""
-
-    def read(self, path: str, start: int, stop: int) -> bytes:
-        """Return bytes [start, stop) of a file. Raises `RecordError`."""
-
-
-class Below:
-    """The files in a folder of others, reached as those are: over the same connections."""
-
-    def __init__(self, files: Files, folder: str) -> None:
-        self._files, self._folder = files, folder
-
-    def names(self, folder: str = "") -> tuple[list[str], list[str]]:
-        """Return the names of the folders in a folder, and of its files."""
-        return self._files.names(join(self._folder, folder))
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Return the bytes of each file in a folder, by name."""
-        return self._files.sizes(join(self._folder, folder))
-
-    def size(self, path: str) -> int | None:
-        """Return the bytes of a file, None where there is none."""
-        return self._files.size(join(self._folder, path))
-
-    def read(self, path: str, start: int, stop: int) -> bytes:
-        """Return bytes [start, stop) of a file. Raises `RecordError`."""
-        return self._files.read(join(self._folder, path), start, stop)
-
-
 class LocalFiles:
-    """Files of a local folder, which may come later. Links below it are not followed: they may lead out of it."""
+    """Files of a local folder, which need not exist yet, with the methods of `Storage`.
+
+    Links below the folder are not followed, because they may lead out of it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def names(self, folder: str = "") -> tuple[list[str], list[str]]:
-        """Return the names of the folders in a folder, and of its files."""
+        """Return the names of the folders and of the files in a folder; none if it is missing."""
         entries = self._entries(folder)
         folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         return folders, [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the bytes of each file in a folder, by name."""
-        return {
-            entry.name: entry.stat().st_size
-            for entry in self._entries(folder)
-            if entry.is_file(follow_symlinks=False)
-        }
+        """Return the size in bytes of each file in a folder, by name; none if it is missing."""
+        entries = self._entries(folder)
+        files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+        return {entry.name: entry.stat().st_size for entry in files}
 
     def size(self, path: str) -> int | None:
-        """Return the bytes of a regular file, None where there is none."""
+        """Return the size of a regular file in bytes, or None if there is no such file."""
         try:
-            found = self._inside(path).stat()
+            found = self._resolve(path).stat()
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise _unreadable(self._folder / path, error) from error
+            raise self._read_error(path, error) from error
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Return bytes [start, stop) of a file. Raises `RecordError`."""
         try:
-            with self._inside(path).open("rb") as file:
+            with self._resolve(path).open("rb") as file:
                 file.seek(start)
                 data = file.read(stop - start)
         except OSError as error:
-            raise _unreadable(self._folder / path, error) from error
+            raise self._read_error(path, error) from error
         if len(data) != stop - start:
             raise RecordError(
-                f"{self._folder / path} has no bytes {start} to {stop}: it was replaced by a shorter one meanwhile"
+                f"expected {stop - start} bytes at {start} of {self._folder / path}, got "
+                f"{len(data)}: a shorter file replaced it"
             )
         return data
 
     def _entries(self, folder: str) -> list[os.DirEntry[str]]:
         try:
-            with os.scandir(self._inside(folder)) as entries:
+            with os.scandir(self._resolve(folder)) as entries:
                 return list(entries)
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise _unreadable(self._folder / folder, error) from error
+            raise self._read_error(folder, error) from error
 
-    def _inside(self, path: str) -> Path:
-        """Return where a path below the folder leads. Raises `FileNotFoundError` where that is another place."""
-        place = self._folder.resolve() / path
-        if place.resolve() != place:
-            raise FileNotFoundError(errno.ENOENT, "a link is not followed")
-        return place
+    def _resolve(self, path: str) -> Path:
+        """Return the full path. Raises `FileNotFoundError` if it contains a link."""
+        full = self._folder.resolve() / path
+        if full.resolve() != full:
+            raise FileNotFoundError(errno.ENOENT, "links are not followed")
+        return full
 
-
-def join(folder: str, path: str) -> str:
-    """Return where a path of a folder is; both may be empty."""
-    return f"{folder}/{path}".strip("/")
-
-
-def _unreadable(path: Path, error: OSError | ValueError) -> RecordError:
-    return RecordError(f"{path} cannot be read: {getattr(error, 'strerror', error)}")
+    def _read_error(self, path: str, error: OSError | ValueError) -> RecordError:
+        reason = getattr(error, "strerror", error)
+        return RecordError(f"{self._folder / path} cannot be read: {reason}")
 
 
 FOLDER: Final = "record"
@@ -128,52 +86,46 @@ _NAME: Final = re.compile(r"(\d{20})-(\d{20})\.jsonl", re.ASCII)
 
 
 @dataclass(frozen=True, order=True)
-class Part:
-    """The bytes [first, end) of a run's events: whole lines."""
+class EventChunk:
+    """Bytes [start, end) of a run's events, as complete lines in a file of their own."""
 
-    first: int
+    start: int
     end: int
 
     @property
     def path(self) -> str:
-        """Where it lies, relative to the run's place."""
-        return f"{FOLDER}/{self.first:020d}-{self.end:020d}.jsonl"
+        """The path of the file, relative to the run's folder or URL."""
+        return f"{FOLDER}/{self.start:020d}-{self.end:020d}.jsonl"
 
 
-def parts_of(sizes: dict[str, int]) -> list[Part]:
-    """Return the whole parts among files, given their sizes by name, in order; anything else in their folder counts for nothing."""
-    parts = (
-        Part(int(match[1]), int(match[2])) for name in sizes if (match := _NAME.fullmatch(name))
-    )
-    return sorted(
-        part for part in parts if part.end - part.first == sizes[part.path.rpartition("/")[2]] > 0
-    )
+def find_chunks(sizes: dict[str, int]) -> list[EventChunk]:
+    """Return the complete chunks among files, given their sizes by name, sorted."""
+    matches = [(match, size) for name, size in sizes.items() if (match := _NAME.fullmatch(name))]
+    chunks = [(EventChunk(int(match[1]), int(match[2])), size) for match, size in matches]
+    return sorted(chunk for chunk, size in chunks if chunk.end - chunk.start == size > 0)
 
 
-def part_with(offset: int, parts: Iterable[Part]) -> Part | None:
-    """Return the part that holds the byte at `offset` and reaches farthest, None where there is none."""
-    return max(
-        (part for part in parts if part.first <= offset < part.end),
-        key=lambda part: part.end,
-        default=None,
-    )
+def chunk_at(offset: int, chunks: Iterable[EventChunk]) -> EventChunk | None:
+    """Return the chunk with the byte at `offset` that ends last, or None if there is none."""
+    found = (chunk for chunk in chunks if chunk.start <= offset < chunk.end)
+    return max(found, key=lambda chunk: chunk.end, default=None)
 
 
-def reach(parts: Iterable[Part]) -> int:
-    """Return up to which byte parts hold all from the first on."""
+def covered_end(chunks: Iterable[EventChunk]) -> int:
+    """Return the offset up to which the chunks contain every byte from the first on."""
     end = 0
-    for part in sorted(parts):
-        if part.first > end:
+    for chunk in sorted(chunks):
+        if chunk.start > end:
             break
-        end = max(end, part.end)
+        end = max(end, chunk.end)
     return end
 
 
-def superfluous(parts: Iterable[Part]) -> list[Part]:
-    """Return the parts whose bytes another one holds, too."""
-    left, end = [], 0
-    for part in sorted(set(parts), key=lambda part: (part.first, -part.end)):
-        if part.end <= end:
-            left.append(part)
-        end = max(end, part.end)
-    return left
+def redundant_chunks(chunks: Iterable[EventChunk]) -> list[EventChunk]:
+    """Return the chunks that lie within another one."""
+    found, end = [], 0
+    for chunk in sorted(set(chunks), key=lambda chunk: (chunk.start, -chunk.end)):
+        if chunk.end <= end:
+            found.append(chunk)
+        end = max(end, chunk.end)
+    return found

@@ -1,4 +1,4 @@
-"""Images of a record: PNG files with names that stay inside their folder."""
+"""Images of a record: PNG files with safe names, written in the background."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
 from samestep.errors import RecordError
 from samestep.record.events import parse_events
+from samestep.storage import write_atomically
 
 FOLDER: Final = "images"
 MODES: Final = {(): "L", (1,): "L", (3,): "RGB"}
-LONGEST_NAME: Final = 80
+MAX_NAME_LENGTH: Final = 80
+MAX_BYTES: Final = 64 * 2**20  # of queued pixels; a single image may be larger
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image that is to be written: a copy of its pixels, row by row. `mode` is Pillow's, L or RGB."""
+    """A copy of an image's pixels, row by row. `mode` is Pillow's: L or RGB."""
 
     step: int
     name: str
@@ -34,24 +36,23 @@ class Picture:
 
     @property
     def path(self) -> str:
-        """Where its file is to be, relative to the run's directory."""
+        """The path of its file, relative to the run's directory."""
         return f"{FOLDER}/{safe_name(self.name)}-{self.step:08d}.png"
 
 
 def copy_picture(step: int, name: str, pixels: Any) -> Picture:
-    """Return a copy of `pixels`, a uint8 array [H, W], [H, W, 1] or [H, W, 3] (RGB). Raises `RecordError` on anything else."""
+    """Copy `pixels`, a uint8 array [H, W], [H, W, 1] or [H, W, 3] (RGB).
+
+    Raises `RecordError` for anything else, and if Pillow is missing.
+    """
+    expected = f"image {name!r} must be a uint8 array [H, W], [H, W, 1] or [H, W, 3]"
     try:
         view = memoryview(pixels)
     except TypeError as error:
-        raise RecordError(
-            f"image {name!r} is a {type(pixels).__name__}; expected a uint8 array [H, W], [H, W, 1] or [H, W, 3]"
-        ) from error
+        raise RecordError(f"{expected}, got {type(pixels).__name__}") from error
     shape = view.shape or ()
-    # height and width
     if view.format != "B" or len(shape) < 2 or 0 in shape or shape[2:] not in MODES:
-        raise RecordError(
-            f"image {name!r} has shape {list(shape)} and item format {view.format!r}; expected uint8 ('B') [H, W], [H, W, 1] or [H, W, 3]",
-        )
+        raise RecordError(f"{expected}, got shape {list(shape)} of item format {view.format!r}")
     if find_spec("PIL") is None:
         raise RecordError(
             f'image {name!r} cannot be written without Pillow: pip install "samestep[images]"'
@@ -61,66 +62,56 @@ def copy_picture(step: int, name: str, pixels: Any) -> Picture:
 
 
 def write_picture(directory: Path, picture: Picture) -> int:
-    """Write a PNG file under `directory`; return its bytes. Raises `RecordError`."""
+    """Write a PNG file below `directory`; return its size in bytes. Raises `RecordError`."""
     from PIL import Image
 
-    file = directory / picture.path
-    unfinished = file.with_name(f"{file.name}.unfinished")
+    file, png = directory / picture.path, BytesIO()
+    size = picture.width, picture.height
+    Image.frombytes(picture.mode, size, picture.data).save(png, format="png")
     try:
-        unfinished.parent.mkdir(exist_ok=True)
-        Image.frombytes(picture.mode, (picture.width, picture.height), picture.data).save(
-            unfinished, format="png"
-        )
-        nbytes = unfinished.stat().st_size
-        unfinished.replace(file)  # a reader never meets half an image
+        file.parent.mkdir(exist_ok=True)
+        write_atomically(file, png.getvalue())
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
         raise RecordError(f"{file} cannot be written: {error.strerror}") from error
-    return nbytes
+    return len(png.getvalue())
 
 
-def paths_in(lines: bytes) -> list[str]:
-    """Return the paths of the images that a record's lines tell of; whoever opens them must not trust them."""
+def image_paths(lines: bytes) -> list[str]:
+    """Return the paths of the images named in lines of events; they are not checked."""
     events = parse_events(line for line in lines.split(b"\n") if b'"image"' in line)
     return [str(event.get("path")) for event in events if event.get("event") == "image"]
 
 
 def safe_name(name: str) -> str:
-    """Return a file name for `name`; names that differ get file names that differ."""
-    safe = re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:LONGEST_NAME]
+    """Return a file name for `name`; different names get different file names."""
+    safe = re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:MAX_NAME_LENGTH]
     if safe == name and name:
         return name
     return f"{safe}-{hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:16]}"
 
 
-MOST_BYTES: Final = 64 * 2**20  # of pixels; one image may be larger
-
-
 class AsyncImageWriter:
-    """Has each image written by `write` in a thread of its own; what comes while too many bytes wait is dropped.
+    """Calls `write` for each image in a thread, and drops images while the queue is full.
 
-    What `write` raises is raised by the next call of `add` or `flush`.
+    An exception of `write` is raised by the next call of `add` or `flush`.
     """
 
-    def __init__(
-        self, write: Callable[[Picture, bool], None], most_bytes: int = MOST_BYTES
-    ) -> None:
-        self._write, self._most_bytes = write, most_bytes
+    def __init__(self, write: Callable[[Picture, bool], None], max_bytes: int = MAX_BYTES) -> None:
+        self._write, self._max_bytes = write, max_bytes
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[Picture, bool]] = deque()  # the first one is being written
+        self._queue: deque[tuple[Picture, bool]] = deque()  # the first one is being written
         self._bytes = 0
         self._error: RecordError | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def add(self, picture: Picture, *, between: bool) -> bool:
-        """Take an image; return false where it was dropped."""
-        self._raise()
+        """Queue an image; return false if it was dropped."""
+        self._raise_error()
         with self._changed:
-            if self._waiting and self._bytes + len(picture.data) > self._most_bytes:
+            if self._queue and self._bytes + len(picture.data) > self._max_bytes:
                 return False
-            self._waiting.append((picture, between))
+            self._queue.append((picture, between))
             self._bytes += len(picture.data)
             self._changed.notify_all()
         if self._thread is None:
@@ -129,20 +120,20 @@ class AsyncImageWriter:
         return True
 
     def flush(self) -> None:
-        """Return when all that were taken are written."""
+        """Wait until all queued images are written."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting)
-        self._raise()
+            self._changed.wait_for(lambda: not self._queue)
+        self._raise_error()
 
     def close(self) -> None:
-        """Write those that wait, and end."""
+        """Write all queued images, and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
 
-    def _raise(self) -> None:
+    def _raise_error(self) -> None:
         with self._changed:
             error, self._error = self._error, None
         if error is not None:
@@ -151,15 +142,15 @@ class AsyncImageWriter:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if not self._waiting:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if not self._queue:
                     return
-                picture, between = self._waiting[0]
+                picture, between = self._queue[0]
             try:
                 self._write(picture, between)
             except RecordError as error:
                 self._error = error
             with self._changed:
-                self._waiting.popleft()
+                self._queue.popleft()
                 self._bytes -= len(picture.data)
                 self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""What a run tells: which worker writes is chosen once, by giving the others a record that does nothing."""
+"""A run's record. One worker writes it; the others get a record that does nothing."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ from samestep.errors import RecordError
 from samestep.record.events import FILE_NAME, EventFile
 from samestep.record.images import AsyncImageWriter, Picture, copy_picture, write_picture
 
-# of a step, whose seconds `timing` tells
+# the parts of a step that `timing` measures
 PARTS: Final = ("data", "compute", "exchange", "optimizer", "snapshot")
 
 
 class Record:
-    """A run's record. Every call adds to it, and none rewrites what is there."""
+    """A run's record, which is append-only. This base class writes nothing."""
 
     def claim(self) -> None:
-        """Keep other runs on this machine from the record, until it is closed. Raises `RecordError` where one has it."""
+        """Reserve the record for this run until it is closed.
+
+        Raises `RecordError` if another run on this host has reserved it.
+        """
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Add an event: numbers, texts, lists and mappings of them. Raises `RecordError` when it cannot be written."""
+        """Add an event: numbers, strings, lists and mappings of them.
+
+        Raises `RecordError` if it cannot be written.
+        """
 
     def scalars(
         self,
@@ -34,49 +40,50 @@ class Record:
         *,
         between: bool = False,
     ) -> None:
-        """Add a step's scalars: global values by name, and of the workers the lowest and the highest.
+        """Add a step's scalars: global values by name, and the lowest and highest of the workers.
 
-        `between` tells that they belong to no step's body: `step` of them are done, and the next
-        has not begun.
+        `between` marks values logged outside a step, after `step` complete steps.
         """
+        parts = {"values": _floats(values), "low": _floats(low or {}), "high": _floats(high or {})}
+        self.event("scalars", step=step, epoch=epoch, **parts, **_mark(between))
 
     def timing(self, step: int, workers: Sequence[Mapping[str, float]]) -> None:
         """Add a step's seconds by worker (in rank order) and part, one of `PARTS`."""
+        self.event("timing", step=step, workers=[_floats(parts) for parts in workers])
 
     def image(self, step: int, name: str, pixels: Any, *, between: bool = False) -> None:
-        """Add an image as a PNG file. `pixels` is a uint8 array [H, W], [H, W, 1] or [H, W, 3] (RGB).
+        """Add an image as a PNG file.
 
-        `between` is that of `scalars`. The file, and then the event, are written beside training;
-        where too many wait, an image is dropped, which the next event `images_dropped` counts.
-        Raises `RecordError` on anything else, without Pillow, and where an image before could not
-        be written.
+        `pixels` is a uint8 array [H, W], [H, W, 1] or [H, W, 3] (RGB). The file and then its event
+        are written in the background. If the queue is full, the image is dropped, and counted in
+        an event `images_dropped`. `between` is as for `scalars`. Raises `RecordError` for other
+        arrays, without Pillow, and if an earlier image could not be written.
         """
 
     def flush(self) -> None:
-        """Return when every image is on file. Raises `RecordError` where one could not be written."""
+        """Wait until every image is written. Raises `RecordError` if one could not be written."""
 
     def close(self) -> None:
-        """Write what waits, and end the record; no call may follow."""
+        """Write all queued images, and end the record; no call follows."""
 
 
 def open_record(directory: Path | None, *, writes: bool) -> Record:
-    """Open the record in a run's directory; where `writes` is false or there is no directory, one that does nothing.
+    """Open the record in a run's directory; if `directory` is None or not `writes`, a `NoRecord`.
 
-    A record that is there already is continued. Raises `RecordError` when the directory cannot be
-    written.
+    An existing record is continued. Raises `RecordError` if the directory is not writable.
     """
     return NoRecord() if directory is None or not writes else FileRecord(directory)
 
 
 class NoRecord(Record):
-    """The record of workers that do not write: its calls do nothing."""
+    """The record of workers that do not write: its calls have no effect."""
 
 
 class FileRecord(Record):
-    """A record in a directory: events.jsonl, and images/ beside it."""
+    """A record in a directory: events.jsonl and images/."""
 
     def __init__(self, directory: Path) -> None:
-        """Open the record in `directory`, which is made where it is missing."""
+        """Open the record in `directory`, which is created if it is missing."""
         self._directory = directory
         self._events = EventFile(directory / FILE_NAME)
         self._images = AsyncImageWriter(self._write_image)
@@ -86,53 +93,31 @@ class FileRecord(Record):
         self._events.claim()
 
     def event(self, kind: str, **fields: Any) -> None:
-        if taken := {"time", "event"} & fields.keys():
+        if reserved := {"time", "event"} & fields.keys():
             raise RecordError(
-                f"an event of kind {kind!r} has a field {min(taken)!r}, which every event has already; rename it"
+                f"field {min(reserved)!r} of event {kind!r} is reserved for the record; rename it"
             )
         self._events.append({"time": time.time(), "event": kind, **fields})
 
-    def scalars(
-        self,
-        step: int,
-        epoch: int,
-        values: Mapping[str, float],
-        low: Mapping[str, float] | None = None,
-        high: Mapping[str, float] | None = None,
-        *,
-        between: bool = False,
-    ) -> None:
-        parts = {"values": _floats(values), "low": _floats(low or {}), "high": _floats(high or {})}
-        self.event("scalars", step=step, epoch=epoch, **parts, **_mark(between))
-
-    def timing(self, step: int, workers: Sequence[Mapping[str, float]]) -> None:
-        self.event("timing", step=step, workers=[_floats(parts) for parts in workers])
-
     def image(self, step: int, name: str, pixels: Any, *, between: bool = False) -> None:
         if self._images.add(copy_picture(step, name, pixels), between=between):
-            self._tell_dropped()
+            self._report_dropped()
         else:
             self._dropped = {"count": self._dropped["count"] + 1, "step": step}
 
     def _write_image(self, picture: Picture, between: bool) -> None:
-        nbytes = write_picture(self._directory, picture)
-        size = {"width": picture.width, "height": picture.height, "bytes": nbytes}
-        self.event(
-            "image",
-            name=picture.name,
-            step=picture.step,
-            path=picture.path,
-            **size,
-            **_mark(between),
-        )
+        size = {"width": picture.width, "height": picture.height}
+        size["bytes"] = write_picture(self._directory, picture)
+        names = {"name": picture.name, "step": picture.step, "path": picture.path}
+        self.event("image", **names, **size, **_mark(between))
 
-    def _tell_dropped(self) -> None:
+    def _report_dropped(self) -> None:
         if self._dropped["count"]:
             self.event("images_dropped", **self._dropped)
             self._dropped = {"count": 0, "step": 0}
 
     def flush(self) -> None:
-        self._tell_dropped()
+        self._report_dropped()
         self._images.flush()
 
     def close(self) -> None:

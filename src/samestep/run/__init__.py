@@ -1,4 +1,4 @@
-"""The one place that composes everything above."""
+"""The run: composes data, communication, steps, evaluation, snapshots and the record."""
 
 from samestep.run.run import Run, init
 

@@ -1,4 +1,4 @@
-"""Find workers whose copies of the state are no longer the same bits."""
+"""Detection of workers whose copies of the state no longer have the same bits."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from samestep.snapshot.manager import Tracked
 
 
 class DivergenceCheck:
-    """Compares checksums of what all workers hold alike: tensors that are tracked, unless they are sharded, and replicated `modules`.
+    """Compares checksums of tracked tensors that are not sharded, and of replicated `modules`.
 
-    Checksums are taken every so many steps, between two of them. Their digest travels in the next
-    step's note, so that no exchange is made for it unless digests differ. Bytes are compared: a NaN
-    is equal to itself, and 0.0 differs from -0.0.
+    Checksums are computed between two steps, once every `every` steps. Their digest travels in the
+    next step's note, so no exchange is needed unless digests differ. Bytes are compared: a NaN is
+    equal to itself, and 0.0 differs from -0.0.
     """
 
     def __init__(self, every: int | None, world: World, tracked: Tracked) -> None:
         self.modules: list[torch.nn.Module] = []
-        self.digest: str | None = None  # of checksums that the others have not seen yet
+        self.digest: str | None = None  # of checksums that were not compared yet
         self._every, self._world, self._tracked = every, world, tracked
         self._checksums: dict[str, str] = {}
         self._step = 0
         self._equal_step: int | None = None
 
-    def take(self, step: int) -> None:
-        """Take the checksums after so many steps, if they are due."""
+    def compute(self, step: int) -> None:
+        """Compute the checksums after this step, if they are due."""
         if self._every is None or step % self._every or self._world.size == 1:
             return
         states, _ = self._tracked.states()
@@ -44,44 +44,52 @@ class DivergenceCheck:
         self._step = step
 
     def compare(self, digests: Sequence[str | None]) -> None:
-        """Compare the digests of all workers, by rank. Raises `DivergenceError` on all of them when one differs."""
+        """Compare the digests of all workers, by rank. Raises `DivergenceError` on all of them."""
         if len(set(digests)) > 1:
-            told = self._world.all_gather_json(
+            gathered = self._world.all_gather_json(
                 [socket.gethostname(), self._checksums], "comparing checksums"
             )
-            raise DivergenceError(
-                self._words([host for host, _ in told], [sums for _, sums in told])
-            )
+            hosts, everyone = zip(*gathered, strict=True)
+            raise DivergenceError(self._message(hosts, everyone))
         if self.digest is not None:
             self.digest, self._equal_step = None, self._step
 
-    def _words(self, hosts: Sequence[str], everyone: Sequence[Mapping[str, str]]) -> str:
+    def _message(self, hosts: Sequence[str], everyone: Sequence[Mapping[str, str]]) -> str:
         names = dict.fromkeys(name for sums in everyone for name in sums)
         differing = [name for name in names if len({sums.get(name) for sums in everyone}) > 1]
-        which = (
-            "is" if len(differing) == 1 else f"is the first of {len(differing)} tensors that are"
-        )
-        resume = "nothing was compared before since this start: resume from a snapshot that you trust, or start anew"
-        if self._equal_step is not None:
-            resume = f"after step {self._equal_step} all was equal: resume from a snapshot of that step or before, not of a later one"
+        first = differing[0]
+        which = f" (the first of {len(differing)} tensors that differ)" if differing[1:] else ""
+        if self._equal_step is None:
+            resume = (
+                "nothing was compared earlier in this attempt: "
+                "resume from a snapshot that you trust, or start over"
+            )
+        else:
+            resume = (
+                f"all workers were equal after step {self._equal_step}: "
+                "resume from a snapshot of that step or an earlier one"
+            )
         return (
-            f"workers differ after step {self._step}: {differing[0]!r} {which} not the same on all of them; "
-            f"{_who([sums.get(differing[0]) for sums in everyone], hosts)}; expected the same bits everywhere. Usual causes: code that "
-            "changes the model or the optimizer on some workers only (a condition on the rank, random numbers or data of a worker's own), "
-            "an optimizer whose step is not deterministic or, where it is always the same host, defective memory. samestep verify finds "
-            f"the first step that differs; {resume}"
+            f"workers differ after step {self._step} in {first!r}{which}: "
+            f"{_describe([sums.get(first) for sums in everyone], hosts)}; "
+            "expected the same bits on all workers. Likely causes: code that changes the model or "
+            "the optimizer on some workers only (a condition on the rank, or random numbers or "
+            "data that differ between workers), an optimizer whose step is not deterministic, or, "
+            "if it is always the same host, faulty memory. samestep verify finds the first step "
+            f"that differs; {resume}"
         )
 
 
 def checksums(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the checksums of the tensors in nested state by their paths; of several at one place in memory, that of the first."""
+    """Return the checksums of the tensors in a nested state by path, of aliases only the first."""
     found: dict[str, str] = {}
-    places = set()
+    seen = set()
     for path, tensor in _tensors(state):
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if place not in places:
-            places.add(place)
-            found[path] = _checksum(tensor)
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if memory not in seen:
+            seen.add(memory)
+            values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            found[path] = f"{tensor.dtype} {tuple(tensor.shape)} {checksum(values.numpy().data)}"
     return found
 
 
@@ -96,22 +104,18 @@ def _tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(part, f"{path}/{name}" if path else str(name))
 
 
-def _checksum(tensor: torch.Tensor) -> str:
-    values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return f"{tensor.dtype} {tuple(tensor.shape)} {checksum(values.numpy().data)}"
-
-
-def _who(sums: Sequence[str | None], hosts: Sequence[str]) -> str:
-    """Say which workers differ from most others, by the checksums of one tensor."""
-    alike: dict[str | None, list[int]] = {}
+def _describe(sums: Sequence[str | None], hosts: Sequence[str]) -> str:
+    """Describe which workers differ from the majority in the checksum of one tensor."""
+    ranks_by_sum: dict[str | None, list[int]] = {}
     for rank, value in enumerate(sums):
-        alike.setdefault(value, []).append(rank)
-    most, *others = sorted(alike.values(), key=len, reverse=True)
+        ranks_by_sum.setdefault(value, []).append(rank)
+
+    def named(ranks: Sequence[int]) -> str:
+        return f"worker {', '.join(f'{rank} ({hosts[rank]})' for rank in ranks)}"
+
+    most, *others = sorted(ranks_by_sum.values(), key=len, reverse=True)
     if len(most) == len(others[0]):
-        return f"there is no majority: {' and '.join(_named(ranks, hosts) for ranks in alike.values())} differ from each other"
-    ranks = sorted(rank for some in others for rank in some)
-    return f"{_named(ranks, hosts)} differ{'s' * (len(ranks) == 1)} from the majority"
-
-
-def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    return f"worker {', '.join(f'{rank} ({hosts[rank]})' for rank in ranks)}"
+        groups = " and ".join(map(named, ranks_by_sum.values()))
+        return f"there is no majority: {groups} differ from each other"
+    ranks = sorted(rank for group in others for rank in group)
+    return f"{named(ranks)} differ{'s' * (len(ranks) == 1)} from the majority"

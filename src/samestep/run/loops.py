@@ -6,25 +6,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from samestep.data.batch import Batch
-from samestep.data.plan import Plan, check_end
-from samestep.data.streams import steps_left
-from samestep.errors import DataError
+import torch
+
+from samestep.data.batch import Batch, LaneStream, steps_left, stream_batches
+from samestep.data.plan import GroupBy, GroupedPlan, Plan, ShuffledPlan, check_end
+from samestep.errors import ConfigError, DataError
 from samestep.run.progress import Position, Progress
 
 
 class Loop:
     """A training loop: iterate it to get one `Batch` per step.
 
-    In the body of the loop, `step` is the number of the current step: 1 for the first one, counted
-    over resumes and over all loops with the same name. Before the first step of this process it is
-    the number of completed steps. `steps_per_epoch` is None for streams.
+    Attributes:
+        step (int): In the body of the loop, the number of the current step: 1 for the first one,
+            counted over resumes and over all loops with the same name. Before the first step of
+            this process, the number of completed steps.
+        steps_per_epoch (int | None): Number of steps in an epoch; None for streams.
     """
 
     steps_per_epoch: int | None = None
 
     def __init__(self, progress: Progress, name: str) -> None:
-        progress.settle()
+        progress.complete_left_step()
         self._progress, self._name = progress, name
         self._position = progress.positions.setdefault(name, Position())
         self.step = self._position.done
@@ -36,11 +39,10 @@ class Loop:
             try:
                 yield batch
             except GeneratorExit:
-                self._progress.leave_loop()
+                self._progress.leave_step()
                 raise
-            self._progress.status.set_activity(
-                "loading data"
-            )  # if the body did not iterate the batch
+            # If the body did not iterate the batch, this step still loads it.
+            self._progress.status.set_activity("loading data")
             batch.load()
             self._progress.end_step()
         self._progress.end_loop()
@@ -50,11 +52,10 @@ class Loop:
 
 
 class PlannedLoop(Loop):
-    """The batches of a data set from the loop's position to its end.
+    """The batches of a data set, from the loop's position to its end; `run.batches` creates it.
 
-    `steps_per_epoch` is the number of steps in an epoch, `steps` the number of the last step
-    (counted like `step`), and `len()` the number of steps left. Without `epochs` and `steps`, the
-    loop ends with the current epoch each time it is iterated.
+    `len()` is the number of steps left. Without `epochs` and `steps`, the loop ends with the
+    current epoch each time it is iterated.
     """
 
     steps_per_epoch: int
@@ -73,12 +74,13 @@ class PlannedLoop(Loop):
         check_end("steps", steps)
         super().__init__(progress, name)
         self.steps_per_epoch = plan.steps_per_epoch
-        self._batches, self._described = batches, plan.describe()
-        self._set_plan(self._described)
+        self._batches, self._plan = batches, plan.describe()
+        self._check_plan()
+        self._position.plan = self._plan
         self._max_epochs, self._max_steps = epochs, steps
 
-    def _set_plan(self, plan: dict[str, Any]) -> None:
-        at = self._position
+    def _check_plan(self) -> None:
+        at, plan = self._position, self._plan
         changed = sorted(name for name in {*at.plan, *plan} if at.plan.get(name) != plan.get(name))
         if at.step and changed:
             before, now = (
@@ -90,7 +92,6 @@ class PlannedLoop(Loop):
                 f"step {at.step} of epoch {at.epoch} expected {before}, got {now}; "
                 "samples would be lost or repeated"
             )
-        at.plan = plan
 
     @property
     def steps(self) -> int:
@@ -98,17 +99,14 @@ class PlannedLoop(Loop):
         return self._position.done + len(self)
 
     def __len__(self) -> int:
-        at, end, ends = self._position, self._end_epoch(), []
+        at, end, ends = self._position, self._max_epochs, []
+        if end is None and self._max_steps is None:
+            end = at.epoch + 1
         if end is not None:
             ends.append((end - at.epoch) * self.steps_per_epoch - at.step)
         if self._max_steps is not None:
             ends.append(self._max_steps - at.done)
         return max(0, min(ends))
-
-    def _end_epoch(self) -> int | None:
-        if self._max_epochs is None and self._max_steps is None:
-            return self._position.epoch + 1
-        return self._max_epochs
 
     def _positions(self) -> Iterator[tuple[int, int]]:
         at, left = Position(**asdict(self._position)), len(self)
@@ -117,35 +115,77 @@ class PlannedLoop(Loop):
             at.advance(self.steps_per_epoch)
 
     def __iter__(self) -> Iterator[Batch]:
-        self._progress.settle()
+        self._progress.complete_left_step()
         self._progress.begin_loop(
             self._name,
             steps=self.steps,
             epochs=self._max_epochs,
             steps_per_epoch=self.steps_per_epoch,
-            samples=self._described["samples"],
-            batch_size=self._described["batch_size"],
+            samples=self._plan["samples"],
+            batch_size=self._plan["batch_size"],
         )
         return self._run(self._batches(self._positions))
 
 
 class StreamLoop(Loop):
-    """The batches of a stream per lane; `steps` is the number of the last step, None for no end."""
+    """The batches of one stream per lane; `run.streams` creates it.
+
+    Attributes:
+        steps (int | None): The number of the last step; None for an endless loop.
+    """
 
     def __init__(
         self,
         progress: Progress,
         name: str,
-        batches: Callable[[int | None], Iterator[Batch]],
+        make_stream: Callable[[int], Any],
+        lanes: range,
+        seed: int,
         *,
         steps: int | None,
     ) -> None:
         super().__init__(progress, name)
         left = steps_left(steps, self._position.done)
         self.steps = None if left is None else self._position.done + left
-        self._batches = batches
+        self._lanes = lanes
+        self._streams = {lane: LaneStream(make_stream, name, lane, seed) for lane in lanes}
+        resumed = progress.resumed_streams.get(name, {})
+        for lane, stream in self._streams.items():
+            if lane in resumed:
+                stream.load_state_dict(resumed[lane])
+        progress.streams[name] = self._streams
         progress.begin_loop(name, steps=self.steps)
 
     def __iter__(self) -> Iterator[Batch]:
-        self._progress.settle()
-        return self._run(self._batches(steps_left(self.steps, self._position.done)))
+        self._progress.complete_left_step()
+        left = steps_left(self.steps, self._position.done)
+        return self._run(stream_batches(self._streams, self._lanes, left))
+
+
+def make_plan(
+    dataset: Any,
+    batch_size: int,
+    lanes: int,
+    seed: int,
+    *,
+    shuffle: bool,
+    drop_last: bool,
+    group_by: GroupBy | None,
+) -> Plan:
+    """Return the assignment of a map-style data set's samples to steps and lanes."""
+    # Some iterable data sets have a length.
+    iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+    if iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            "dataset must have __len__ and __getitem__, "
+            f"got {type(dataset).__name__}; for iterable data use run.streams"
+        )
+    size = len(dataset)
+    if group_by is None:
+        return ShuffledPlan(size, batch_size, lanes, seed, shuffle=shuffle, drop_last=drop_last)
+    if drop_last:
+        raise ConfigError(
+            "drop_last cannot be used with group_by, because any grouped batch may be short; "
+            "leave out one of the two"
+        )
+    return GroupedPlan(size, batch_size, lanes, seed, shuffle=shuffle, groups=group_by)

@@ -1,33 +1,39 @@
-"""Where a run stands, and what happens between two of its steps."""
+"""The progress of a run: its step, its loops' positions, and the work between two steps."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 
 from samestep.config import Config
-from samestep.data.batch import Batch
-from samestep.data.streams import LaneStream
+from samestep.data.batch import Batch, LaneStream
 from samestep.errors import DataError
 from samestep.record import Record
 from samestep.run.divergence import DivergenceCheck
-from samestep.run.stop import StopRequest
+from samestep.run.process import StopRequest
 from samestep.snapshot.manager import SnapshotManager
 from samestep.snapshot.read import Snapshot
 from samestep.step.lane_engine import LaneEngine
 
-NOTHING: Final = (0, False, False)  # no signal came, and neither a snapshot nor a hot copy is due
 BODY: Final = "in the body of a loop"
 OUTSIDE: Final = "outside of loops"
 
 
+class Decision(NamedTuple):
+    """What all workers have agreed to do at the end of the current step."""
+
+    signal: int = 0  # to stop for; 0 for none
+    snapshot_due: bool = False
+    copy_due: bool = False
+
+
 @dataclass
 class Position:
-    """Where a loop stands: the next step is `step` of `epoch`; `done` steps were made under its name."""
+    """The position of a loop: its next step is `step` of `epoch`, after `done` steps in total."""
 
     epoch: int = 0
     step: int = 0
@@ -35,7 +41,7 @@ class Position:
     plan: dict[str, Any] = field(default_factory=dict)
 
     def advance(self, steps_per_epoch: int | None) -> int:
-        """Count one step as done and return the epoch of the next; streams have no epochs (None)."""
+        """Count one step (streams have no epochs: None) and return the epoch of the next one."""
         self.done += 1
         self.step += 1
         if self.step == steps_per_epoch:
@@ -44,8 +50,8 @@ class Position:
 
 
 @dataclass
-class OpenStep:
-    """A step whose body runs, or was left by break (`left`) and may count as done once `updates` were made in it."""
+class CurrentStep:
+    """The step whose body runs, or which was left early and counts only if it made updates."""
 
     batch: Batch
     complete: Callable[[], int]
@@ -54,17 +60,17 @@ class OpenStep:
 
 
 class Progress:
-    """Counts steps, and takes snapshots, passes timings to the record and stops the run at their boundaries.
+    """Counts steps; at the end of each, takes snapshots, records timings and stops the run.
 
-    What needs all workers' consent (a clock, a signal) travels as a note with the losses of a step,
-    so no exchange is made for it.
+    Decisions that all workers must share (a clock, a signal) travel as a note with the losses of a
+    step, so they need no exchange of their own.
     """
 
     def __init__(
         self,
         config: Config,
         record: Record,
-        keeper: SnapshotManager,
+        snapshots: SnapshotManager,
         stop: StopRequest,
         lanes: LaneEngine,
         divergence: DivergenceCheck,
@@ -74,166 +80,147 @@ class Progress:
         self.epoch = 0
         self.positions: dict[str, Position] = {}
         self.streams: dict[str, dict[int, LaneStream]] = {}
-        self._optimizer_seconds = 0.0
-        self._config, self._record, self._keeper, self._stop, self._lanes = (
-            config,
-            record,
-            keeper,
-            stop,
-            lanes,
-        )
-        self._divergence = divergence
+        self.resumed_streams: dict[str, dict[int, Any]] = {}
         self.status = lanes.world.status
-        self._open: OpenStep | None = None
+        self._config, self._record, self._snapshots = config, record, snapshots
+        self._stop, self._lanes, self._divergence = stop, lanes, divergence
+        self._current: CurrentStep | None = None
+        self._optimizer_seconds = 0.0
         self._seconds: dict[str, float] = {}
-        self._agreed = NOTHING
-        self._wanted = False
+        self._decision = Decision()
+        self._requested = False
         self._score: float | None = None
         if resumed is not None:
             state = resumed.state["run"]
-            self.step, self.epoch = state["step"], state["epoch"]
-            self.status.step = self.step
-            self.positions = {
-                name: Position(**position) for name, position in state["positions"].items()
-            }
+            self.step = self.status.step = state["step"]
+            self.epoch = state["epoch"]
+            self.positions = {name: Position(**at) for name, at in state["positions"].items()}
+            self.resumed_streams = resumed.state.get("streams", {})
 
     @property
     def between_steps(self) -> bool:
-        """Tell whether no step's body runs."""
-        return self._open is None
+        """Whether no step's body runs."""
+        return self._current is None
 
-    def begin_loop(
-        self,
-        name: str,
-        *,
-        steps: int | None = None,
-        epochs: int | None = None,
-        steps_per_epoch: int | None = None,
-        samples: int | None = None,
-        batch_size: int | None = None,
-    ) -> None:
-        """Record that a loop starts: how many steps it has (with those before a resume), where that is known, and of what."""
+    def begin_loop(self, name: str, **planned: int | None) -> None:
+        """Record the start of a loop; `planned` are its steps (over all resumes) and its data."""
         at = self.positions[name]
-        planned = {
-            "steps": steps,
-            "epochs": epochs,
-            "steps_per_epoch": steps_per_epoch,
-            "samples": samples,
-            "batch_size": batch_size,
-        }
+        unknown = dict.fromkeys(("steps", "epochs", "steps_per_epoch", "samples", "batch_size"))
+        fields = {**unknown, **planned}
         self._record.event(
-            "loop", name=name, step=self.step, epoch=at.epoch, done=at.done, **planned
+            "loop", name=name, step=self.step, epoch=at.epoch, done=at.done, **fields
         )
 
     def begin_step(self, batch: Batch, complete: Callable[[], int]) -> None:
-        """Say that the body of a loop starts on a batch; `complete` moves the loop's position on and returns the epoch there.
+        """Start the step of a batch; `complete` advances the loop and returns its next epoch.
 
         Raises `DataError` in the body of another loop.
         """
-        if self._open is not None and not self._open.left:
+        if self._current is not None and not self._current.left:
             raise DataError(
-                "a batch was taken from one loop in the body of another; expected one loop at a time, since every batch is a step: "
-                "put what a step needs into one data set or stream"
+                "loops cannot be nested, because every batch is a step: "
+                "a batch was taken from one loop in the body of another; "
+                "put everything a step needs into one data set or stream"
             )
         if self._is_last(self.step):
-            self._stop_here()
+            self._stop_run()
         self.epoch = batch.epoch
-        self._open = OpenStep(batch, complete)
+        self._current = CurrentStep(batch, complete)
         self.status.step = self.step
         self.status.set_activity(BODY)
-        self._stop.deferring = self._keeper.keeps
+        self._stop.deferring = self._snapshots.is_enabled
 
-    def leave_loop(self) -> None:
-        """Say that the body was left by break, return or an exception; which of them, nobody knows yet."""
-        if self._open is not None:
-            self._open.left = True
+    def leave_step(self) -> None:
+        """Mark the step as left early, by break, return or an exception."""
+        if self._current is not None:
+            self._current.left = True
             self.status.set_activity(OUTSIDE)
 
     def end_step(self) -> None:
-        """Say that the body came to its end: the boundary between two steps."""
-        if self._open is None:
+        """Count the current step, then carry out what all workers agreed on during it."""
+        if self._current is None:
             return
-        self.epoch = self._open.complete()
-        self._note_seconds(self._open.batch)
-        self._open = None
+        self.epoch = self._current.complete()
+        self._measure(self._current.batch)
+        self._current = None
         self.step += 1
-        self._divergence.take(self.step)
-        self._keeper.hot.report_step(self.step)
-        (signal, due, hot), self._agreed = self._agreed, NOTHING
-        if self._keeper.is_due(self.step) or due or self._wanted:
-            self._keep()
-        if signal or self._is_last(self.step):
-            self._stop_here(signal)
-        if self._keeper.hot.is_due(self.step, agreed=hot):
-            self._keeper.copy(self.step, self._states)
+        self._divergence.compute(self.step)
+        self._snapshots.in_memory.report_step(self.step)
+        decision, self._decision = self._decision, Decision()
+        if self._snapshots.is_due(self.step) or decision.snapshot_due or self._requested:
+            self._take_snapshot()
+        if decision.signal or self._is_last(self.step):
+            self._stop_run(decision.signal)
+        if self._snapshots.in_memory.is_due(self.step, agreed=decision.copy_due):
+            self._snapshots.save_in_memory(self.step, self._states)
 
     def end_loop(self) -> None:
-        """Say that a loop has no more steps. A signal that came too late for the last one's note is agreed upon here."""
+        """End a loop, and agree on a signal that arrived after the note of its last step."""
         self.status.set_activity(OUTSIDE)
         self._exchange_notes("ending a loop")
-        (signal, due, _), self._agreed = self._agreed, NOTHING
-        if due:
-            self._keep()
-        if signal:
-            self._stop_here(signal)
+        decision, self._decision = self._decision, Decision()
+        if decision.snapshot_due:
+            self._take_snapshot()
+        if decision.signal:
+            self._stop_run(decision.signal)
         self._stop.deferring = False
 
-    def settle(self) -> None:
-        """Count a step that was left by break after an update as done."""
-        if self._open is not None and self._open.left and self._open.updates:
-            self._open.batch.load()
+    def complete_left_step(self) -> None:
+        """Count a step that was left by break after an update."""
+        if self._current is not None and self._current.left and self._current.updates:
+            self._current.batch.load()
             self.end_step()
             self._stop.deferring = False
 
     def snapshot(self, score: float | None) -> None:
-        """Take a snapshot now, or at the end of the step whose body runs."""
-        self.settle()
-        self._wanted, self._score = True, score
-        if self._open is None or self._open.left:
-            self._keep()
+        """Take a snapshot now, or at the end of the current step."""
+        self.complete_left_step()
+        self._requested, self._score = True, score
+        if self._current is None or self._current.left:
+            self._take_snapshot()
 
     def end_run(self) -> None:
-        """Keep the last step; returns when its snapshot is whole."""
-        self.settle()
+        """Take the last snapshot and return when it is complete."""
+        self.complete_left_step()
         self._stop.deferring = True
-        self._keep()
+        self._take_snapshot()
         self._finish("finished")
-        if self._stop.received:
-            self._stop.act(self._stop.received)
+        if self._stop.signal:
+            self._stop.exit(self._stop.signal)
 
     def next_call(self) -> tuple[int, int]:
-        """Return what numbers a backward call within the run: the step, and how many came before in it."""
+        """Return the step and the number of this backward call within it."""
         number = 0
-        if self._open is not None:
-            number = self._open.updates
-            self._open.updates += 1
+        if self._current is not None:
+            number = self._current.updates
+            self._current.updates += 1
         return self.step, number
 
     def note(self) -> dict[str, Any]:
-        """Return what this worker tells the others with a step's losses."""
+        """Return the note that this worker sends with the losses of a step."""
         return {
-            "stop": self._stop.received,
-            "due": self._keeper.time_is_up(),
-            "hot": self._keeper.hot.time_is_up(),
+            "signal": self._stop.signal,
+            "snapshot_due": self._snapshots.time_is_up(),
+            "copy_due": self._snapshots.in_memory.time_is_up(),
             "seconds": self._seconds,
             "digest": self._divergence.digest,
         }
 
-    def agree(self, notes: list[dict[str, Any]]) -> None:
-        """Take what all workers told; rank 0's clock decides, and the first signal does. Raises `DivergenceError` where states differ."""
+    def receive(self, notes: list[dict[str, Any]]) -> None:
+        """Decide by rank 0's clock and the first signal in all workers' notes.
+
+        Raises `DivergenceError` if the workers' states differ.
+        """
         self._divergence.compare([note["digest"] for note in notes])
-        self._agreed = (
-            next((note["stop"] for note in notes if note["stop"]), 0),
-            notes[0]["due"],
-            notes[0]["hot"],
-        )
+        signal = next((note["signal"] for note in notes if note["signal"]), 0)
+        self._decision = Decision(signal, notes[0]["snapshot_due"], notes[0]["copy_due"])
         if self._seconds:
             self._record.timing(self.step - 1, [note["seconds"] for note in notes])
             self._seconds = {}
-        self.status.set_activity(BODY if self._open is not None else OUTSIDE)
+        self.status.set_activity(OUTSIDE if self._current is None else BODY)
 
     def time_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the time of an optimizer's steps count as such."""
+        """Measure the time of an optimizer's steps."""
         started = 0.0
 
         def start(*_: Any) -> None:
@@ -246,36 +233,35 @@ class Progress:
         optimizer.register_step_pre_hook(start)
         optimizer.register_step_post_hook(stop)
 
-    def _note_seconds(self, batch: Batch) -> None:
+    def _measure(self, batch: Batch) -> None:
         lanes = self._lanes
         self._seconds = {
             "data": batch.data_seconds,
             "compute": lanes.compute_seconds,
             "exchange": lanes.exchange_seconds,
             "optimizer": self._optimizer_seconds,
-            "snapshot": self._keeper.stall_seconds,
+            "snapshot": self._snapshots.stall_seconds,
         }
-        lanes.compute_seconds = lanes.exchange_seconds = self._optimizer_seconds = (
-            self._keeper.stall_seconds
-        ) = 0.0
+        lanes.compute_seconds = lanes.exchange_seconds = 0.0
+        self._optimizer_seconds = self._snapshots.stall_seconds = 0.0
 
     def _is_last(self, step: int) -> bool:
         return self._config.stop_after is not None and step >= self._config.stop_after
 
-    def _stop_here(self, signal: int = 0) -> NoReturn:
-        self._keep()
+    def _stop_run(self, signal: int = 0) -> NoReturn:
+        self._take_snapshot()
         self._finish("stopped", signal=signal)
         if signal:
-            self._stop.act(signal)
+            self._stop.exit(signal)
         raise SystemExit(0)
 
-    def _keep(self) -> None:
+    def _take_snapshot(self) -> None:
         with self.status.doing("taking a snapshot"):
-            self._keeper.save(self.step, *self._states(), self._score)
-        self._wanted, self._score = False, None
+            self._snapshots.save(self.step, *self._states(), self._score)
+        self._requested, self._score = False, None
 
     def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what of the run's own state all workers hold alike, and what this one holds of the rest."""
+        """Return the run's state that is equal on all workers, and this worker's own state."""
         run = {
             "step": self.step,
             "epoch": self.epoch,
@@ -292,9 +278,9 @@ class Progress:
         self._exchange_notes("ending the run")
         self.status.finish()
         self._record.flush()
-        self._keeper.finish()
+        self._snapshots.finish()
         self._record.event(event, step=self.step, **fields)
 
     def _exchange_notes(self, what: str) -> None:
         """Exchange the notes that no later step will carry."""
-        self.agree(self._lanes.world.all_gather_json(self.note(), what))
+        self.receive(self._lanes.world.all_gather_json(self.note(), what))

@@ -1,9 +1,9 @@
-"""Run: what user code sees. Every call is made by all workers, in the same order."""
+"""The interface of user code: `init` and `Run`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -15,19 +15,18 @@ from samestep.cluster import ProcessInfo, find_process
 from samestep.config import Config, merge
 from samestep.data.batch import Batch
 from samestep.data.loader import plan_batches
-from samestep.data.plan import GroupBy, GroupedPlan, Plan, ShuffledPlan
+from samestep.data.plan import GroupBy
 from samestep.data.random_state import key
-from samestep.data.streams import LaneStream, stream_batches
-from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
+from samestep.errors import ConfigError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
 from samestep.host import trim_memory
-from samestep.run.loops import PlannedLoop, StreamLoop
+from samestep.run.loops import PlannedLoop, StreamLoop, make_plan
+from samestep.run.mixins import Collectives, Log
 from samestep.run.session import Session
-from samestep.run.values import pixels, scalars_of
 from samestep.step.clip import gradient_norm, scale_gradients
-from samestep.step.lane_pass import Count, Loss, LossFn, Reduction
+from samestep.step.lane_pass import Count, LossFn, LossSpec, Reduction
 from samestep.step.means import Means
-from samestep.step.replicate import replicate
+from samestep.step.replicas import replicate
 from samestep.step.shard import Shard, check_shardable
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -36,51 +35,95 @@ Collate = Callable[[list[Any]], Any]
 
 
 def init(**options: Any) -> Run:
-    """Join what started this process (`samestep run`, `torchrun`, or nothing) and return the run, a context manager.
+    """Join the workers of a run and return the run, a context manager.
 
-    `options` are the fields of `samestep.config.Config`; `SAMESTEP_*` variables win over them.
-    Raises `ConfigError` for a wrong option and `WorldError` when the workers do not find each
-    other.
+    The rank and the address of the other workers come from the environment of `samestep run`,
+    `torchrun`, MPI, Slurm or Kubernetes. Without any of them, this process is the only worker.
+
+    Args:
+        **options: The options below. `SAMESTEP_*` environment variables override them.
+
+    Raises:
+        ConfigError: An option is unknown or its value is invalid.
+        WorldError: The workers did not find each other within `timeout`.
+
+    Example:
+        >>> with ss.init(lanes=4, dir="runs/one") as run:
+        ...     run.print("rank", run.rank, "of", run.world_size, "with", run.lanes, "lanes")
+        rank 0 of 1 with 4 lanes
     """
     return Run(merge(options), find_process(os.environ))
 
 
-class Run:
-    """One training job, as one of its workers sees it.
+class Run(Collectives, Log):
+    """A training job, as seen by one of its workers; `init` creates it.
 
-    Attributes: `rank` of `world_size`; `is_main`, true on rank 0; `lanes`; `device`, and all
-    `devices` of this worker; `dir`, the output directory or None; `config`, every option as it was
-    given and settled.
+    All workers must make the same calls in the same order.
+
+    Attributes:
+        rank (int): Rank of this worker, from 0 to `world_size - 1`.
+        world_size (int): Number of workers.
+        is_main (bool): Whether this is rank 0.
+        lanes (int): Number of lanes, the fixed slices of every global batch.
+        device (torch.device): First device of this worker.
+        devices (list[torch.device]): All devices of this worker.
+        dir (Path | None): Output directory.
+        config (Config): Final values of all options.
+
+    Example:
+        >>> with ss.init(lanes=2, seed=1) as run:
+        ...     print(run.device, run.config.seed, run.dir)
+        cpu 1 None
     """
 
-    def __init__(self, config: Config, place: ProcessInfo) -> None:
-        self.rank, self.world_size, self.is_main = place.rank, place.world_size, place.rank == 0
-        self._session = session = Session(config, place)
+    def __init__(self, config: Config, process: ProcessInfo) -> None:
+        self.rank, self.world_size = process.rank, process.world_size
+        self.is_main = process.rank == 0
+        self._session = session = Session(config, process)
         self.config, self.dir, self.lanes = session.config, config.dir, session.lanes.lanes
         self.devices, self.device = session.devices, session.devices[0]
-        self._world, self._record, self._lanes, self._progress = (
-            session.world,
-            session.record,
-            session.lanes,
-            session.progress,
-        )
-        # by id, which is theirs as long as they are here
-        self._sharded: dict[int, torch.nn.Parameter] = {}
+        self._world, self._record = session.world, session.record
+        self._lanes, self._progress = session.lanes, session.progress
+        self._sharded: set[torch.nn.Parameter] = set()
 
     @property
     def step(self) -> int:
-        """Steps completed, over all loops; in the body of a loop, the index of the step that runs."""
+        """Number of completed steps, over all loops and resumes.
+
+        Example:
+            >>> for batch in run.batches(train_set, 64, steps=2):
+            ...     print(run.step)
+            0
+            1
+        """
         return self._progress.step
 
     @property
     def epoch(self) -> int:
-        """Epoch of the loop that ran last."""
+        """Epoch of the last loop, counted from 0.
+
+        Example:
+            >>> for batch in run.batches(train_set, 101, epochs=2):
+            ...     print(run.epoch)
+            0
+            1
+        """
         return self._progress.epoch
 
     def replicate(self, module: Module) -> Module:
-        """Move a module to the worker's devices and make it equal everywhere, as rank 0 has it; returns the same module.
+        """Move a module to the worker's devices, with rank 0's values on every worker.
 
-        Raises `ModelError` when names, shapes or dtypes differ between workers.
+        Args:
+            module: A module with the same names, shapes and dtypes on every worker.
+
+        Returns:
+            The same module, changed in place.
+
+        Raises:
+            ModelError: Names, shapes or dtypes differ between workers.
+
+        Example:
+            >>> model = run.replicate(Net())
         """
         replicate(module, self.device, self._world)
         self._lanes.add(module)
@@ -88,25 +131,38 @@ class Run:
         return module
 
     def shard(self, optimizer: Optimizer) -> Optimizer:
-        """Let each worker update its slice of the optimizer's parameters; returns the same optimizer.
+        """Make each worker update only its slice of the parameters (ZeRO, stage 1).
 
-        Its parameters' gradients then live in slices, and their `.grad` stays None. Call it before
-        the first step. Raises `OptimizerError` for optimizers that are not elementwise, and for
-        parameters that are sharded already.
+        This saves time and memory and gives the same bits. Gradients of these parameters are stored
+        in slices, and their `.grad` stays None. Call it before the first step. See `Rajbhandari et
+        al., 2020 <https://arxiv.org/abs/1910.02054>`__.
+
+        Args:
+            optimizer: An elementwise optimizer of `torch.optim`.
+
+        Returns:
+            The same optimizer, changed in place.
+
+        Raises:
+            OptimizerError: The optimizer is not elementwise, or a parameter is already sharded.
+
+        Example:
+            >>> optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=1e-3))
         """
         check_shardable(optimizer)
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"]
         ]
-        if not self._sharded.keys().isdisjoint(map(id, parameters)):
+        if not self._sharded.isdisjoint(parameters):
             raise OptimizerError(
-                f"this {type(optimizer).__name__} has parameters that were sharded before; shard a parameter once"
+                f"a parameter can be sharded only once, but this {type(optimizer).__name__} has "
+                "parameters that are already sharded"
             )
         if self.world_size > 1:
             self._lanes.shards.append(Shard(optimizer, self.lanes, self._world))
             parameters += [piece for group in optimizer.param_groups for piece in group["params"]]
-            trim_memory()  # where parameters were before they moved into flat storage
-        self._sharded.update((id(parameter), parameter) for parameter in parameters)
+            trim_memory()  # of the parameters before they moved into flat storage
+        self._sharded.update(parameters)
         return optimizer
 
     def batches(
@@ -123,28 +179,43 @@ class Run:
         group_by: GroupBy | None = None,
         name: str = "train",
     ) -> PlannedLoop:
-        """Return the global batches of a map-style data set, one a step, from where the loop `name` stands.
+        """Return a loop over the global batches of a map-style data set, one per step.
 
-        `batch_size` is the global one. The loop ends after `epochs` epochs or `steps` steps in all,
-        counted over resumes and over every call with this name; with neither, at the end of the
-        epoch. `group_by` (a group a sample, or a function of the index) fills lane batches with
-        samples of one group. `loader_workers` processes load ahead.
+        It continues at the exact sample after a resume. Iterating a batch yields the lane batches
+        of this worker. The loop has the attributes `step` (the number of the current step, from 1),
+        `steps` (the number of the last step) and `steps_per_epoch`.
 
-        The returned loop counts: `loop.steps_per_epoch`, `loop.steps` (the number of the last step)
-        and, in its body, `loop.step`, the number of the current step, which is 1 for the first.
+        Args:
+            dataset: Data set with `__len__` and `__getitem__`, and optionally `__getitems__`.
+            batch_size: Samples in a global batch, over all lanes and workers.
+            epochs: Total number of epochs, over all resumes and calls with this name.
+            steps: Total number of steps, counted alike. Without both, the current epoch.
+            shuffle: Whether to draw a new order of the samples for every epoch.
+            drop_last: Whether to drop a last batch that is short.
+            collate_fn: Makes a lane batch from a list of samples; default: torch's.
+            loader_workers: Number of processes that load ahead; 0 loads in this process.
+            group_by: The group of each sample, or a function of its index. All samples of a lane
+                batch are then of one group.
+            name: Name of the loop, under which its position is saved.
+
+        Raises:
+            ConfigError: A number is invalid, or `drop_last` is used with `group_by`.
+            DataError: The data set is empty or not map-style, or changed within an epoch.
+
+        Example:
+            >>> for batch in run.batches(train_set, 32, epochs=1):
+            ...     means = run.backward(loss_fn, model, batch)
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
         """
-        iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # these may say a length
-        if iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise DataError(
-                f"{type(dataset).__name__} has no length or no __getitem__; for iterable data use run.streams"
-            )
-        plan = self._plan(
-            len(dataset),
+        plan = make_plan(
+            dataset,
             batch_size,
+            self.lanes,
             key(self.config.seed, f"order {name}"),
-            shuffle,
-            drop_last,
-            group_by,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            group_by=group_by,
         )
         batches = partial(
             plan_batches,
@@ -158,45 +229,32 @@ class Run:
         )
         return PlannedLoop(self._progress, name, plan, batches, epochs=epochs, steps=steps)
 
-    def _plan(
-        self,
-        size: int,
-        batch_size: int,
-        seed: int,
-        shuffle: bool,
-        drop_last: bool,
-        group_by: GroupBy | None,
-    ) -> Plan:
-        if group_by is None:
-            return ShuffledPlan(
-                size, batch_size, self.lanes, seed, shuffle=shuffle, drop_last=drop_last
-            )
-        if drop_last:
-            raise ConfigError(
-                "drop_last was given with group_by; expected one of them: grouped batches have no last one, any may be short"
-            )
-        return GroupedPlan(group_by, size, batch_size, self.lanes, seed, shuffle=shuffle)
-
     def streams(
         self, make_stream: Callable[[int], Any], *, steps: int | None = None, name: str
     ) -> StreamLoop:
-        """Return batches, one a step: each lane's next item of its own endless source `make_stream(lane)`.
+        """Return a loop over iterable data, with one endless source per lane.
 
-        The loop ends after `steps` steps in all, counted over resumes and over every call with this
-        name; without `steps`, never. A lane's items are counted by its batch's first tensor; where
-        batches are lists, give `count` to `backward`. A source with `state_dict` and
-        `load_state_dict` continues by them after a resume; any other is read again from its start.
+        Each step takes the next item of every lane's source as its lane batch. After a resume, a
+        source with `state_dict` and `load_state_dict` continues from its state; any other is
+        created again and read up to its position. The loop has the attributes `step` and `steps`.
+
+        Args:
+            make_stream: Returns the iterable of a lane, given the lane's number.
+            steps: Total number of steps, over all resumes and calls with this name; None: endless.
+            name: Name of the loop, under which its position is saved.
+
+        Raises:
+            ConfigError: `steps` is invalid.
+            DataError: A source has ended.
+
+        Example:
+            >>> from itertools import repeat
+            >>> for batch in run.streams(lambda lane: repeat(torch.ones(4)), steps=1, name="ones"):
+            ...     print([lane_batch.shape for lane_batch in batch])
+            [torch.Size([4]), torch.Size([4])]
         """
-        self._progress.settle()
-        streams = {
-            lane: LaneStream(make_stream, name, lane, self.config.seed) for lane in self._lanes.own
-        }
-        for lane, stream in streams.items():
-            if lane in self._session.resumed_streams.get(name, {}):
-                stream.load_state_dict(self._session.resumed_streams[name][lane])
-        self._progress.streams[name] = streams
-        batches = partial(stream_batches, streams, self._lanes.own)
-        return StreamLoop(self._progress, name, batches, steps=steps)
+        lanes, seed = self._lanes.own, self.config.seed
+        return StreamLoop(self._progress, name, make_stream, lanes, seed, steps=steps)
 
     def backward(
         self,
@@ -208,51 +266,79 @@ class Run:
         count: Count | None = None,
         reduction: Reduction = "mean",
     ) -> Means:
-        """Run every lane of a batch and leave the gradient of the mean over all its items in `.grad`; returns the global means.
+        """Add the gradient of the mean loss over all items of a global batch to `.grad`.
 
-        `loss_fn(model, lane_batch)` returns a scalar loss, the mean over the lane's items, or
-        (loss, dict of scalars). `update` is the module whose parameters get gradients (default
-        `model`). `count(lane_batch)` gives the number of items a lane's mean is over (default: its
-        samples). With `reduction="sum"` the loss and the scalars are sums, which the items of all
-        lanes divide (1 where there are none); lanes without items are run then, too. Like backward
-        in PyTorch, it adds to gradients that are there. Raises `LossError` for a loss that is no
-        scalar or has no gradient, `NonFiniteLossError` for NaN and infinity.
+        Args:
+            loss_fn: Called once per lane as `loss_fn(model, lane_batch)`. Returns a scalar loss,
+                the mean over the lane's items, or (loss, dict of scalars).
+            model: First argument of `loss_fn`.
+            batch: Batch of a loop.
+            update: Module whose parameters get gradients; default: `model`.
+            count: Returns the number of items in a lane batch, which the lane's mean is over;
+                default: its samples, or in streams the length of its first tensor. Lanes without
+                items are skipped.
+            reduction: With "sum", the loss and the scalars are sums, which are divided by
+                max(1, items of all lanes). Lanes without items are then run as well.
+
+        Returns:
+            The means over all items, with the same bits at any number of workers.
+
+        Raises:
+            LossError: The loss is not a scalar, or has no gradient.
+            NonFiniteLossError: The loss is NaN or infinite.
+            ModelError: The module to update is not a `torch.nn.Module`.
+
+        Example:
+            >>> for batch in run.batches(train_set, 32, steps=1):
+            ...     means = run.backward(loss_fn, model, batch)
+            >>> list(means)
+            ['loss', 'accuracy']
         """
         update = model if update is None else update
         if not isinstance(update, torch.nn.Module):
             raise ModelError(
-                f"backward was to update {type(update).__name__}; expected a torch.nn.Module: name it with update="
+                "backward must update a torch.nn.Module, "
+                f"got {type(update).__name__}; choose the module with update="
             )
         if reduction not in {"mean", "sum"}:
-            raise ConfigError(f"reduction={reduction!r} was given; expected 'mean' or 'sum'")
-        loss = Loss(loss_fn, model, count, reduction)
-        answer = self._lanes.backward(
+            raise ConfigError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+        loss = LossSpec(loss_fn, model, count, reduction)
+        result = self._lanes.backward(
             loss, batch, update, self._progress.next_call(), self._progress.note()
         )
-        self._progress.agree(answer.notes)
-        return Means(answer.results, reduction)
+        self._progress.receive(result.notes)
+        return Means(result.results, reduction)
 
     def clip_grad_norm(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-        """Scale the gradients of a model so that their 2-norm is at most `max_norm`; returns the norm before, a scalar tensor.
+        """Scale gradients so that their global 2-norm is at most `max_norm`.
 
-        Right for whole and sharded gradients. With one lane it is `torch.nn.utils.clip_grad_norm_`.
+        Works for complete and sharded gradients. With one lane, it is the same as
+        `torch.nn.utils.clip_grad_norm_`. See `Pascanu et al., 2013
+        <https://arxiv.org/abs/1211.5063>`__, algorithm 1.
+
+        Args:
+            model: Module whose gradients are scaled in place.
+            max_norm: Largest norm.
+
+        Returns:
+            The norm before scaling, a scalar tensor.
+
+        Example:
+            >>> norm = run.clip_grad_norm(model, 1.0)
         """
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.lanes == 1:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         ids = set(map(id, parameters))
-        blocks = [
-            block
-            for block in self._lanes.blocks()
-            if ids.intersection(map(id, block.exchange.parameters))
+        flat_buffers = [
+            buffer
+            for buffer in self._lanes.flat_buffers()
+            if ids.intersection(map(id, buffer.exchange.parameters))
         ]
-        norm = gradient_norm(parameters, blocks, self._world)
+        norm = gradient_norm(parameters, flat_buffers, self._world)
         whole = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        scale_gradients(
-            [*whole, *(part for block in blocks for part in block.gradients_of(ids))],
-            norm,
-            max_norm,
-        )
+        sharded = [part for buffer in flat_buffers for part in buffer.gradients_of(ids)]
+        scale_gradients([*whole, *sharded], norm, max_norm)
         return norm.float()
 
     def evaluate(
@@ -267,14 +353,37 @@ class Run:
         collate_fn: Collate | None = None,
         loader_workers: int = 0,
     ) -> Any:
-        """Return means and metrics of `fn(model, batch)` over a data set, using each sample once.
+        """Evaluate a model on every sample of a data set once, without gradients.
 
-        Each worker evaluates blocks of `batch_size` consecutive samples; results have the same bits
-        at any number of workers. `fn` returns what a loss function returns, or a dict of scalars
-        and metrics (new `samestep.Metric` objects, or torchmetrics objects), which are merged. With
-        `gather`, it returns one output per sample (a tensor, a list, or a dict or tuple of them),
-        and rank 0 gets all of them in data set order (None elsewhere). The model is in evaluation
-        mode and no gradients are kept. Raises `EvaluationError` for results that cannot be merged.
+        Each worker evaluates blocks of `batch_size` consecutive samples, with the model in
+        evaluation mode. Results have the same bits at any number of workers and lanes.
+
+        Args:
+            fn: Called once per block as `fn(model, batch)`. Returns what a loss function returns,
+                or a dict of scalars (means over the block) and new metrics (`Metric` objects or
+                torchmetrics objects), which are merged.
+            model: First argument of `fn`.
+            dataset: Map-style data set.
+            batch_size: Samples per block.
+            gather: Whether `fn` returns one output per sample instead: a tensor or a list, or a
+                dict or tuple of them.
+            count: Returns the number of items in a batch, which means are over; default: samples.
+            collate_fn: Makes a batch from a list of samples; default: torch's.
+            loader_workers: Number of processes that load ahead.
+
+        Returns:
+            A dict of means and metrics. With `gather`, all outputs in data set order on rank 0, and
+            None on other ranks.
+
+        Raises:
+            EvaluationError: Results cannot be merged.
+
+        Example:
+            >>> sorted(run.evaluate(loss_fn, model, test_set, 16))
+            ['accuracy', 'loss']
+            >>> logits = lambda model, batch: model(batch[0])
+            >>> run.evaluate(logits, model, test_set, 16, gather=True).shape
+            torch.Size([53, 10])
         """
         evaluation = Evaluation(
             self._lanes, dataset, batch_size, collate_fn=collate_fn, loader_workers=loader_workers
@@ -282,66 +391,37 @@ class Run:
         with self._world.status.doing("evaluating"):
             return evaluation.outputs(fn, model) if gather else evaluation.means(fn, model, count)
 
-    def gather(self, obj: Any) -> list[Any] | None:
-        """Return every worker's picklable object by rank on rank 0, None elsewhere."""
-        return self._world.gather_object(obj, "gathering an object")
-
-    def all_gather(self, obj: Any) -> list[Any]:
-        """Return every worker's picklable object, by rank."""
-        return self._world.all_gather_object(obj, "gathering an object")
-
-    def broadcast(self, obj: Any) -> Any:
-        """Return rank 0's picklable object."""
-        return self._world.broadcast_object(obj, "broadcasting an object")
-
-    def reduce_dict(self, values: Mapping[str, Any], *, average: bool = True) -> dict[str, Any]:
-        """Return the sums, or means, over workers of a dict of scalars and tensors; all workers have the same names."""
-        everyone = self._world.all_gather_object(dict(values), "reducing a dict")
-        for rank, other in enumerate(everyone):
-            if other.keys() != everyone[0].keys():
-                raise DataError(
-                    f"reduce_dict got {sorted(everyone[0])} on worker 0 and {sorted(other)} on worker {rank}; expected the same names"
-                )
-        return {
-            name: sum(other[name] for other in everyone) / (self.world_size if average else 1)
-            for name in everyone[0]
-        }
-
-    def barrier(self, what: str) -> None:
-        """Return when every worker has arrived; `what` names the reason in errors."""
-        self._world.barrier(what)
-
-    def log(self, means: Mapping[str, Any] | None = None, **scalars: Any) -> None:
-        """Record scalars of this step: means of `backward` (with the lowest and highest worker), and others by name.
-
-        Means that are given by name have it in front: `generators=means` gives `generators/loss`
-        and so on.
-        """
-        values, low, high = scalars_of(means or {}, scalars)
-        self._record.scalars(
-            self.step, self.epoch, values, low, high, between=self._progress.between_steps
-        )
-
-    def log_image(self, name: str, image: Any) -> None:
-        """Record an image: [H, W], [1, H, W], [3, H, W] or [H, W, 3], uint8, or floating point in [0, 1]."""
-        if self.is_main and self.dir is not None:
-            self._record.image(self.step, name, pixels(image), between=self._progress.between_steps)
-
-    def print(self, *values: Any, **options: Any) -> None:
-        """Print once, not once a worker."""
-        if self.is_main:
-            print(*values, **{"flush": True, **options})  # noqa: T201
-
     def track(self, **objects: Any) -> None:
-        """Name what a snapshot holds (anything with `state_dict` and `load_state_dict`), and restore it when the run resumes."""
+        """Name the objects that snapshots save, and restore them if the run resumes.
+
+        Args:
+            **objects: Objects with `state_dict` and `load_state_dict`, with a state of tensors and
+                plain values.
+
+        Raises:
+            SnapshotError: A name is taken, or the snapshot does not fit an object.
+
+        Example:
+            >>> run.track(model=model, optimizer=optimizer)
+        """
         for name, item in objects.items():
             shard = next((shard for shard in self._lanes.shards if shard.optimizer is item), None)
-            self._session.keeper.tracked.add(name, item, shard)
+            self._session.snapshots.tracked.add(name, item, shard)
             if isinstance(item, torch.optim.Optimizer):
                 self._progress.time_steps(item)
 
     def snapshot(self, *, score: float | None = None) -> None:
-        """Take a snapshot of what is tracked; inside a loop's body, at the end of the step. The highest scores are kept."""
+        """Take a snapshot of the tracked objects, in a loop at the end of the current step.
+
+        Args:
+            score: Snapshots with the highest scores are kept (`keep_best`).
+
+        Raises:
+            SnapshotError: An earlier snapshot could not be written.
+
+        Example:
+            >>> run.snapshot(score=0.93)
+        """
         self._progress.snapshot(score)
 
     def __enter__(self) -> Self:
@@ -359,5 +439,10 @@ class Run:
             self.close()
 
     def close(self) -> None:
-        """Leave the world and put the process back as it was."""
+        """Leave the run without a last snapshot; the end of a `with` block takes one and closes.
+
+        Example:
+            >>> run = ss.init(lanes=2)
+            >>> run.close()
+        """
         self._session.close()

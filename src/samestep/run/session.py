@@ -1,7 +1,8 @@
-"""What a run is made of: put together when it starts, taken apart when it ends, and told to the others when it fails."""
+"""The parts of a run in one worker, from its start to its end or failure."""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import traceback
@@ -9,45 +10,43 @@ import uuid
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from samestep.cluster import ProcessInfo
+from samestep.comm.base import World
 from samestep.comm.connect import connect
-from samestep.config import Config
+from samestep.config import Config, is_url
 from samestep.data.random_state import set_generators
-from samestep.errors import RecordError
+from samestep.errors import ConfigError, RecordError
 from samestep.handoff import ATTEMPT, LauncherState
 from samestep.host import keep_freed_memory, release_freed_memory
-from samestep.record import open_record
+from samestep.record import Record, open_record
 from samestep.record.exporter import ExporterProcess
-from samestep.record.sinks.base import check_sinks
+from samestep.record.sinks import check_sinks
 from samestep.run.divergence import DivergenceCheck
+from samestep.run.process import StopRequest, set_up_devices, share_gpus
 from samestep.run.progress import Progress
-from samestep.run.start import agree_on_lanes, find_snapshot, set_aside, set_up_devices, share_gpus
-from samestep.run.stop import StopRequest
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager
-from samestep.snapshot.read import Snapshot
+from samestep.snapshot.read import Snapshot, list_snapshots, load, step_of
+from samestep.snapshot.resume import Downloads, load_from, load_newest
 from samestep.step.lane_engine import LaneEngine
 
 
 class Session:
-    """The parts of a run in this worker, from its start to its end; `resumed_streams` are states by name and lane that nobody took yet."""
+    """The parts of a run in this worker, from its start to its end."""
 
-    def __init__(self, config: Config, place: ProcessInfo) -> None:
-        self._place = place
+    def __init__(self, config: Config, process: ProcessInfo) -> None:
+        self._process = process
         self._exits = ExitStack()
-        self.devices = set_up_devices(config, place)
-        if self.devices[0].type == "cpu":
+        self.devices = set_up_devices(config, process)
+        on_cuda = self.devices[0].type == "cuda"
+        if not on_cuda:
             keep_freed_memory()
             self._exits.callback(release_freed_memory)
         self.world = connect(
-            place,
-            config,
-            cuda=self.devices[0].type == "cuda",
-            gpus_are_shared=share_gpus(self.devices, place),
+            process, config, cuda=on_cuda, gpus_are_shared=share_gpus(self.devices, process)
         )
         try:
             self._assemble(config)
@@ -57,56 +56,51 @@ class Session:
             raise
 
     def _assemble(self, config: Config) -> None:
-        world, place = self.world, self._place
-        self.record = open_record(config.dir, writes=place.rank == 0)
+        world, is_main = self.world, self._process.rank == 0
+        self.record = open_record(config.dir, writes=is_main)
         self._exits.callback(self.record.close)
         attempt_number = int(os.environ.get(ATTEMPT, "0"))
-        # later, what holds it is a worker before, which another host may still be ending
+        # A replaced worker cannot claim the record: another host may still be ending its
+        # predecessor, which holds it.
         if attempt_number == 0:
             self.record.claim()
-        sinks = _sinks(config) if place.rank == 0 else []
+        remote = () if config.remote is None else (config.remote,)
+        sinks = list(dict.fromkeys((*remote, *(config.sinks or ())))) if is_main else []
         check_sinks(sinks)
-        hot = InMemorySnapshots(
-            LauncherState.from_environment(os.environ), place, world, config.dir, config.hot_every
+        launcher_state = LauncherState.from_environment(os.environ)
+        in_memory = InMemorySnapshots(
+            launcher_state, self._process, world, config.dir, config.hot_every
         )
-        begun = hot.has_begun(attempt_number)
-        resumed = find_snapshot(config, world, self.record, hot, begun=begun)
-        lanes = agree_on_lanes(config, place.world_size, len(self.devices), resumed)
+        has_begun = in_memory.has_begun(attempt_number)
+        resumed = find_snapshot(config, world, self.record, in_memory, has_begun=has_begun)
+        lanes = resolve_lanes(config, world.size, len(self.devices), resumed)
         self.config = replace(config, lanes=lanes)
         attempt = world.broadcast_object(uuid.uuid4().hex[:8], "starting")
-        if place.rank == 0 and not begun:
-            set_aside(config, resumed, attempt, self.record)
+        if is_main and not has_begun:
+            set_later_snapshots_aside(config, resumed, attempt, self.record)
         self.lanes = LaneEngine(world, config, lanes, self.devices)
-        self.keeper = SnapshotManager(config, world, self.record, attempt, resumed, hot)
-        self._exits.callback(self.keeper.close)
+        self.snapshots = SnapshotManager(config, world, self.record, attempt, resumed, in_memory)
+        self._exits.callback(self.snapshots.close)
         self.stop = StopRequest()
-        # what is in memory alone is kept at the end of a step
-        self.stop.deferring = resumed is not None and resumed.hot
+        # A state that exists only in memory is written at the end of the first step.
+        self.stop.deferring = resumed is not None and resumed.in_memory
         self._exits.callback(self.stop.close)
-        self.divergence = DivergenceCheck(config.check_every, world, self.keeper.tracked)
+        self.divergence = DivergenceCheck(config.check_every, world, self.snapshots.tracked)
         self.progress = Progress(
-            config, self.record, self.keeper, self.stop, self.lanes, self.divergence, resumed
-        )
-        self.resumed_streams: dict[str, dict[int, Any]] = (
-            {} if resumed is None else resumed.state.get("streams", {})
+            config, self.record, self.snapshots, self.stop, self.lanes, self.divergence, resumed
         )
         set_generators(config.seed)
-        self._tell_start(attempt, resumed)
-        hot.begin(self.progress.step, anew=not begun)
-        if config.dir is not None and place.rank == 0 and (sinks or config.transfer):
-            self._exits.callback(
-                ExporterProcess(config.dir, sinks, config.transfer, self.record).finish
-            )
-            self._exits.callback(self._write_images)  # before it is told to send the last
+        self._record_start(attempt, resumed)
+        in_memory.report_start(self.progress.step, is_new=not has_begun)
+        if config.dir is not None and is_main and (sinks or config.transfer):
+            exporter = ExporterProcess(config.dir, sinks, config.transfer, self.record)
+            self._exits.callback(exporter.finish)
+            self._exits.callback(self._write_images)  # runs before the exporter finishes
 
-    def _tell_start(self, attempt: str, resumed: Snapshot | None) -> None:
+    def _record_start(self, attempt: str, resumed: Snapshot | None) -> None:
         devices = [str(device) for device in self.devices]
-        worker = {
-            "rank": self._place.rank,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "devices": devices,
-        }
+        host, rank = socket.gethostname(), self._process.rank
+        worker = {"rank": rank, "host": host, "pid": os.getpid(), "devices": devices}
         options = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in asdict(self.config).items()
@@ -125,11 +119,11 @@ class Session:
         )
 
     def _write_images(self) -> None:
-        with suppress(RecordError):  # where the run ends well, it was told before
+        with suppress(RecordError):  # a run that ends well has raised it before
             self.record.flush()
 
     def end(self) -> None:
-        """Keep the last step; what fails then is told like any other failure."""
+        """Take the last snapshot; report a failure of it like any other."""
         try:
             self.progress.end_run()
         except Exception as error:
@@ -137,23 +131,97 @@ class Session:
             raise
 
     def report_failure(self, error: BaseException) -> None:
-        """Tell the other workers, so that all end, and the record."""
+        """Report an error to the other workers, so that all exit, and to the record."""
         self.world.status.report_failure(error)
-        with suppress(Exception):  # the error that is on its way matters more than its record
+        with suppress(Exception):  # the error that is being raised matters more
             record = open_record(self.config.dir, writes=True)
             trace = "".join(traceback.format_exception(error))
-            host, rank, step = socket.gethostname(), self._place.rank, self.progress.step
+            host, rank, step = socket.gethostname(), self._process.rank, self.progress.step
             record.event(
                 "failed", host=host, rank=rank, step=step, error=repr(error), traceback=trace
             )
             record.close()
 
     def close(self) -> None:
-        """Leave the world and put the process back as it was."""
-        self.world.close()  # first: after a failure, others wait for this worker until it has left
+        """Leave the world and restore the state of the process."""
+        self.world.close()  # first: after a failure, others wait until this worker has left
         self._exits.close()
 
 
-def _sinks(config: Config) -> list[str]:
-    """Return where the record goes besides the run's directory, each place once."""
-    return list(dict.fromkeys([*([config.remote] if config.remote else []), *(config.sinks or ())]))
+def find_snapshot(
+    config: Config, world: World, record: Record, in_memory: InMemorySnapshots, *, has_begun: bool
+) -> Snapshot | None:
+    """Load the snapshot that the run resumes from, the same one on all workers.
+
+    A run that had begun before its workers were killed continues from its newest snapshot, in
+    memory or on disk, whatever `resume` says.
+    """
+
+    def report_rejected(event: str, **fields: str) -> None:
+        record.event(event, **fields)
+        if world.rank == 0:
+            logging.getLogger("samestep").warning("skipped: %s", fields["reason"])
+
+    if has_begun or config.resume == "auto":
+        # Once the run has begun, its local state is newer than any remote copy.
+        downloads = None
+        if not has_begun and config.remote is not None and config.dir is not None:
+            downloads = Downloads(config.remote, config.dir, world)
+        memory = in_memory if has_begun else None
+        newest = load_newest(config.dir, world, report_rejected, memory, downloads)
+        if newest is not None:
+            return newest
+    if config.resume in {"auto", "never"}:
+        return None
+    if is_url(config.resume) and config.dir is not None:
+        return load_from(config.resume, config.dir, world)
+    return load(Path(config.resume))
+
+
+def set_later_snapshots_aside(
+    config: Config, resumed: Snapshot | None, attempt: str, record: Record
+) -> None:
+    """Move snapshots of later steps to a separate directory if `resume` names the start.
+
+    Otherwise the next `resume="auto"` would load the newest of them, which has another history.
+    """
+    if config.dir is None or config.resume == "auto":
+        return
+    start = -1 if resumed is None else resumed.step
+    later = [path for path in list_snapshots(config.dir) if (step_of(path) or 0) > start]
+    aside = config.dir / f"superseded-{attempt}"
+    for path in later:
+        aside.mkdir(exist_ok=True)
+        path.rename(aside / path.name)
+    if later:
+        names = [path.name for path in later]
+        record.event("snapshots_set_aside", path=str(aside), snapshots=names)
+
+
+def resolve_lanes(config: Config, workers: int, devices: int, resumed: Snapshot | None) -> int:
+    """Return the number of lanes: as in the snapshot, as configured, or one per device.
+
+    Each of the `workers` has `devices` devices.
+    """
+    total = workers * devices
+    if resumed is None:
+        lanes = config.lanes or total
+    else:
+        lanes = int(resumed.info["lanes"])
+        seed = int(resumed.info["seed"])
+        for name, given, saved in (
+            ("lanes", config.lanes or lanes, lanes),
+            ("seed", config.seed, seed),
+        ):
+            if given != saved:
+                raise ConfigError(
+                    f"{name} must be {saved}, as in the snapshot that the run resumes from, got "
+                    f"{given}; it is fixed for a run: use {name}={saved}, or resume='never'"
+                )
+    if total > lanes:
+        where = "" if resumed is None else " in the snapshot that the run resumes from"
+        fix = "increase lanes" if resumed is None else "start fewer workers"
+        raise ConfigError(
+            f"lanes must be at least the number of devices ({total}), got {lanes}{where}; {fix}"
+        )
+    return lanes

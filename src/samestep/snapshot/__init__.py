@@ -1,7 +1,9 @@
-"""The whole state of a run at a step, on disk: written beside training, checked before it is believed, read at any number of workers."""
+"""Snapshots of a run's complete state, written by any number of workers in the background.
 
-from samestep.snapshot.export import export
-from samestep.snapshot.read import Snapshot, check, find_newest, list_snapshots, load
+Their checksums are verified before use, and any number of workers can resume from them.
+"""
+
+from samestep.snapshot.read import Snapshot, check, export, find_newest, list_snapshots, load
 from samestep.snapshot.resume import load_newest
 from samestep.snapshot.write import SnapshotWriter
 

@@ -1,12 +1,12 @@
-"""How the workers that write one snapshot meet: in its directory alone.
+"""The commit protocol of a snapshot: its workers communicate through files in its directory only.
 
-    every worker    writes tensors-<attempt>-<rank>-of-<workers>.safetensors, then
-    part-<attempt>-<rank>.json rank 0          waits for all parts, writes manifest.json: now, and
-    only now, the snapshot exists; removes the parts other ranks     wait until their part is gone
+Every worker writes tensors-<attempt>-<rank>-of-<workers>.safetensors, then
+part-<attempt>-<rank>.json. Rank 0 waits for all parts and writes manifest.json, which commits the
+snapshot; then it removes the parts. The other ranks wait until their parts are gone.
 
-A worker whose part will never come leaves failed-<attempt>-<rank>.txt instead, and rank 0 one of
-its own whenever there will be no manifest. A worker that has given its part leaves its files to
-rank 0 until it sees that.
+A worker that cannot write its part writes failed-<attempt>-<rank>.txt instead. Rank 0 writes one
+whenever it cannot commit. After a worker wrote its part, it leaves its files to rank 0 unless
+rank 0 failed.
 """
 
 from __future__ import annotations
@@ -23,24 +23,27 @@ from typing import Any, Final
 import torch
 
 from samestep.errors import SnapshotError
-from samestep.snapshot.files import write_whole
-from samestep.snapshot.manifest import NAME, Manifest, Piece, TensorSpec
+from samestep.snapshot.manifest import NAME, Manifest, StoredPiece, TensorSpec
 from samestep.snapshot.part import Part
 from samestep.snapshot.state import merge
+from samestep.storage import write_atomically
 
-FIRST_PAUSE_SECONDS: Final = 0.005
-LONGEST_PAUSE_SECONDS: Final = 0.25
+FIRST_DELAY_SECONDS: Final = 0.005
+LONGEST_DELAY_SECONDS: Final = 0.25
 
 
-class ToldError(SnapshotError):
-    """Another worker's failure, in its own words."""
+class PeerFailedError(SnapshotError):
+    """Another worker failed; the message is that worker's."""
 
     is_secondary = True
 
 
 @dataclass(frozen=True)
 class CommitProtocol:
-    """One worker's view of a save. Others are waited for until `timeout_seconds` have passed or `given_up` is set."""
+    """One worker's view of a save.
+
+    It waits for other workers for `timeout_seconds` at most, or until `given_up` is set.
+    """
 
     directory: Path
     attempt: str
@@ -51,27 +54,30 @@ class CommitProtocol:
 
     @property
     def data_path(self) -> Path:
-        """Where this worker writes its pieces of tensors."""
+        """The path of this worker's data file."""
         return self._data_path(self.rank)
 
-    def go_on(self) -> None:
+    def raise_if_given_up(self) -> None:
         """Raise `SnapshotError` once this worker has given up."""
         if self.given_up.is_set():
             raise SnapshotError("this worker stopped")
 
-    def give(self, part: Part) -> None:
-        """Tell rank 0 of this worker's part; its data file is durable by now."""
-        write_whole(self._part_path(self.rank), part.to_bytes())
+    def send_part(self, part: Part) -> None:
+        """Report this worker's part to rank 0; its data file is durable by now."""
+        write_atomically(self._part_path(self.rank), part.to_bytes())
 
-    def parts(self) -> list[Part]:
-        """Return all workers' parts, by rank, once they are there. Raises `SnapshotError` if one will never come or is late."""
+    def receive_parts(self) -> list[Part]:
+        """Wait for the parts of all workers and return them by rank.
+
+        Raises `SnapshotError` if a worker failed or timed out.
+        """
         names = {self._part_path(rank).name: str(rank) for rank in range(self.workers)}
 
         def missing() -> str:
             present = {path.name for path in self.directory.iterdir()}
             for rank in range(self.workers):
                 if self._failed_path(rank).name in present:
-                    raise self._told(rank)
+                    raise self._failure(rank)
             late = [rank for name, rank in names.items() if name not in present]
             return f"worker {', '.join(late)} did not write its part" if late else ""
 
@@ -79,47 +85,45 @@ class CommitProtocol:
         return [Part.from_bytes(self._part_path(rank).read_bytes()) for rank in range(self.workers)]
 
     def wait_for_commit(self) -> None:
-        """Return when rank 0 has taken this worker's part. Raises `SnapshotError` if it never will, or is late."""
+        """Wait until rank 0 committed this worker's part. Raises `SnapshotError` if it does not."""
 
         def missing() -> str:
-            # looked at first: a failure is told before parts are removed
-            there = self._part_path(self.rank).exists()
+            # checked first: rank 0 reports a failure before it removes parts
+            is_pending = self._part_path(self.rank).exists()
             if self._failed_path(0).exists():
                 self._discard([self.rank])
-                raise self._told(0)
-            if not (there or (self.directory / NAME).exists()):
+                raise self._failure(0)
+            if not (is_pending or (self.directory / NAME).exists()):
                 raise SnapshotError("its files were removed")
-            return "worker 0 did not write the manifest" if there else ""
+            return "worker 0 did not write the manifest" if is_pending else ""
 
         self._wait_while(missing)
 
-    def fail(self, failure: SnapshotError) -> None:
-        """Free the space that this worker's part took, and tell the others; where rank 0 fails, free all of it."""
+    def report_failure(self, failure: SnapshotError) -> None:
+        """Remove this worker's files, or on rank 0 all files, and report to the others."""
         self._discard([self.rank])
         path = self._failed_path(self.rank)
         try:
-            write_whole(path, str(failure).encode())
+            write_atomically(path, str(failure).encode())
         except OSError:
             with suppress(OSError):
-                path.touch()  # where there is no room for words
+                path.touch()  # an empty file fits on a full disk
         if self.rank == 0:
             self._discard(range(self.workers))
 
     def _wait_while(self, missing: Callable[[], str]) -> None:
         deadline = time.monotonic() + self.timeout_seconds
-        pause = FIRST_PAUSE_SECONDS
+        delay = FIRST_DELAY_SECONDS
         while what := missing():
-            if self.given_up.wait(pause):
+            if self.given_up.wait(delay):
                 raise SnapshotError(f"{what} before this worker stopped")
             if time.monotonic() > deadline:
                 raise SnapshotError(f"{what} within {self.timeout_seconds:g} seconds")
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            delay = min(2 * delay, LONGEST_DELAY_SECONDS)
 
-    def _told(self, rank: int) -> ToldError:
-        words = self._failed_path(rank).read_text()
-        return ToldError(
-            words or f"worker {rank} could not write its part of snapshot {self.directory}, nor why"
-        )
+    def _failure(self, rank: int) -> PeerFailedError:
+        unknown = f"worker {rank} could not write its part of snapshot {self.directory}, nor why"
+        return PeerFailedError(self._failed_path(rank).read_text() or unknown)
 
     def _discard(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -137,13 +141,13 @@ class CommitProtocol:
         return self.directory / f"failed-{self.attempt}-{rank}.txt"
 
 
-def combined(
+def combine(
     parts: Sequence[Part], *, step: int, attempt: str, info: Mapping[str, Any], score: float | None
 ) -> Manifest:
-    """Put the parts of all workers together, by rank.
+    """Combine the parts of all workers, by rank, into a manifest.
 
-    Raises `SnapshotError` where they differ in what they should hold alike, or do not make up every
-    tensor.
+    Raises `SnapshotError` if workers differ in values that must be equal, or a tensor is
+    incomplete.
     """
     return Manifest(
         step=step,
@@ -154,38 +158,38 @@ def combined(
         score=score,
         info=info,
         state=reduce(merge, (part.state for part in parts)),
-        forms=_forms(parts),
+        specs=_specs(parts),
         pieces=_pieces(parts),
         files=tuple(part.file for part in parts),
     )
 
 
-def _forms(parts: Sequence[Part]) -> dict[str, TensorSpec]:
-    forms: dict[str, TensorSpec] = {}
+def _specs(parts: Sequence[Part]) -> dict[str, TensorSpec]:
+    specs: dict[str, TensorSpec] = {}
     for rank, part in enumerate(parts):
-        for name, form in part.forms.items():
-            if forms.setdefault(name, form) != form:
+        for name, spec in part.specs.items():
+            if (expected := specs.setdefault(name, spec)) != spec:
                 raise SnapshotError(
-                    f"worker {rank} holds tensor {name} as {form.to_json()}, a worker before it as {forms[name].to_json()}"
+                    f"tensor {name} must be {expected.to_json()} on all workers, "
+                    f"got {spec.to_json()} on worker {rank}"
                 )
-    return forms
+    return specs
 
 
-def _pieces(parts: Sequence[Part]) -> dict[str, tuple[Piece, ...]]:
-    """Return the pieces of each tensor; of those that several workers wrote alike, the first."""
-    pieces: dict[str, list[Piece]] = {name: [] for part in parts for name in part.forms}
+def _pieces(parts: Sequence[Part]) -> dict[str, tuple[StoredPiece, ...]]:
+    """Return the pieces of each tensor; of equal pieces from several workers, the first."""
+    pieces: dict[str, list[StoredPiece]] = {name: [] for part in parts for name in part.specs}
     digests: dict[tuple[str, int, int], str | None] = {}
     for rank, part in enumerate(parts):
         for name, start, stop, offset, digest in part.pieces:
-            known = digests.setdefault((name, start, stop), digest)
-            if known != digest:
+            is_repeated = digest is not None and (name, start, stop) in digests
+            if digests.setdefault((name, start, stop), digest) != digest:
                 raise SnapshotError(
-                    f"worker {rank} holds other values of tensor {name} than a worker before it; expected equal ones"
+                    f"tensor {name} must have equal values on all workers, "
+                    f"got other values on worker {rank}"
                 )
-            if digest is None or not any(
-                (piece.start, piece.stop) == (start, stop) for piece in pieces[name]
-            ):
-                pieces[name].append(Piece(rank, start, stop, offset))
+            if not is_repeated:
+                pieces[name].append(StoredPiece(rank, start, stop, offset))
     return {
         name: tuple(sorted(found, key=lambda piece: piece.start)) for name, found in pieces.items()
     }

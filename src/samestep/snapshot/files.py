@@ -1,7 +1,8 @@
-"""Files that are whole or not there, and the checksums that tell damaged ones.
+"""Data files with checksums: their description, and how to write and read them.
 
-A checksum is XXH3 of 128 bits: it finds damage at the speed of memory, but not forgery; a snapshot
-is trusted with values only. Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
+A checksum is XXH3 of 128 bits. It detects damage at the speed of memory, but not forgery: a
+snapshot is trusted with values only.
+Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
 
 from __future__ import annotations
@@ -9,53 +10,73 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from xxhash import xxh3_128
 
+from samestep.errors import SnapshotError
+
+Destination = tuple[int, memoryview]  # the offset in a file, and the memory for the bytes there
+
+# threads: one copies and compares while the other waits for the disk or for new pages
+READERS: Final = 2
+LARGEST_SEGMENT_BYTES: Final = 2**28
 UNCACHED: Final = getattr(os, "O_DIRECT", 0)
+_FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-@contextmanager
-def appearing(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; what was written there appears at `path`, whole and durable, when the block ends well."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        sync(temporary)
-        temporary.replace(path)
-        sync(path.parent)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+@dataclass(frozen=True)
+class DataFile:
+    """A safetensors file of a snapshot: its name, bytes and the checksum of each segment."""
+
+    name: str
+    size: int
+    segment_bytes: int
+    checksums: tuple[str, ...]
+
+    def segments(self) -> Iterator[tuple[int, int, str]]:
+        """Yield (start, stop, checksum) of each segment; the last one may be shorter."""
+        for number, expected in enumerate(self.checksums):
+            start = number * self.segment_bytes
+            yield start, min(start + self.segment_bytes, self.size), expected
+
+    def to_json(self) -> list[Any]:
+        """Return the description as JSON; `from_json` is the inverse."""
+        return [self.name, self.size, self.segment_bytes, list(self.checksums)]
+
+    @classmethod
+    def from_json(cls, plain: Any) -> DataFile:
+        """Read a description. Raises `ValueError` or `TypeError` if it is invalid."""
+        name, size, segment_bytes, checksums = plain
+        if not _FILE_NAME.fullmatch(typed(name, str)):
+            raise ValueError(f"expected a plain file name, got {name!r}")
+        if not 0 < typed(segment_bytes, int) <= LARGEST_SEGMENT_BYTES:
+            raise ValueError(
+                f"segments must have 1 to {LARGEST_SEGMENT_BYTES} bytes, got {segment_bytes}"
+            )
+        if len(checksums) != (count := -(-typed(size, int) // segment_bytes)):
+            raise ValueError(f"expected {count} checksums for {name}, got {len(checksums)}")
+        return cls(name, size, segment_bytes, tuple(typed(one, str) for one in checksums))
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that never exists half written."""
-    with appearing(path) as temporary:
-        temporary.write_bytes(data)
-
-
-def sync(path: Path) -> None:
-    """Return when what a file or a directory holds would survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # some file systems cannot sync directories
-        if not (path.is_dir() and error.errno == errno.EINVAL):
-            raise
-    finally:
-        os.close(descriptor)
+def typed(value: Any, kind: type) -> Any:
+    """Return `value`. Raises `TypeError` unless its type is exactly `kind`."""
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {value!r}")
+    return value
 
 
 def file_size(path: Path) -> int:
-    """Return the bytes of a regular file. Raises `OSError` for anything else: a pipe would be waited for."""
+    """Return the bytes of a regular file. Raises `OSError` for others: reading a pipe blocks."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -63,23 +84,24 @@ def file_size(path: Path) -> int:
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """Return the hexadecimal checksum of some bytes."""
+    """Return the hexadecimal checksum of `data`."""
     return xxh3_128(data).hexdigest()
 
 
 def write_durably(
-    path: Path, data: memoryview, segment_bytes: int, go_on: Callable[[], None]
+    path: Path, data: memoryview, segment_bytes: int, before_segment: Callable[[], None]
 ) -> tuple[str, ...]:
-    """Write a file and return the checksums of its segments, once they would survive a loss of power.
+    """Write a file durably and return the checksums of its segments.
 
-    It is written past the page cache where the file system allows that and `data` starts at a page:
-    no copy, no new pages, and what training reads stays cached. `go_on` may raise between segments.
+    The data bypasses the page cache if the file system allows that and `data` starts at a page:
+    no copy, no new pages, and the data that training reads stays cached. `before_segment` may
+    raise to stop.
     """
     checksums = []
     with path.open("wb", buffering=0) as file:
         _set_uncached(file.fileno(), uncached=True)
         for start in range(0, len(data), segment_bytes):
-            go_on()
+            before_segment()
             segment = data[start : start + segment_bytes]
             checksums.append(checksum(segment))
             while segment:
@@ -92,15 +114,15 @@ def _write(descriptor: int, data: memoryview) -> int:
     try:
         return os.write(descriptor, data)
     except OSError as error:
-        # Only whole blocks go past the cache: the end of a file does not, nor does any of it where
-        # blocks are larger than pages.
+        # Only complete blocks bypass the cache. The end of a file does not, and neither does any
+        # other data if blocks are larger than pages.
         if error.errno != errno.EINVAL or not _set_uncached(descriptor, uncached=False):
             raise
         return os.write(descriptor, data)
 
 
 def _set_uncached(descriptor: int, *, uncached: bool) -> bool:
-    """Let writes pass by the page cache, or not; return whether that is a change. A file system may refuse."""
+    """Return whether this changed the mode; a file system may refuse."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     wanted = flags | UNCACHED if uncached else flags & ~UNCACHED
     with suppress(OSError):
@@ -108,15 +130,65 @@ def _set_uncached(descriptor: int, *, uncached: bool) -> bool:
     return fcntl.fcntl(descriptor, fcntl.F_GETFL) != flags
 
 
-def read_into(descriptor: int, offset: int, places: Iterable[memoryview]) -> str:
-    """Fill places with a file's bytes from `offset` on and return their checksum. Raises `OSError` where the file ends early."""
+def read_into(descriptor: int, offset: int, buffers: Iterable[memoryview]) -> str:
+    """Fill buffers with the bytes from `offset` and return their checksum.
+
+    Raises `OSError` if the file ends early.
+    """
     digest = xxh3_128()
-    for place in places:
-        rest = place
+    for buffer in buffers:
+        rest = buffer
         while rest:
             count = os.preadv(descriptor, [rest], offset)
             if not count:
                 raise OSError(errno.EIO, "the file ends early")
             rest, offset = rest[count:], offset + count
-        digest.update(place)
+        digest.update(buffer)
     return digest.hexdigest()
+
+
+def read_data_file(
+    directory: Path, file: DataFile, destinations: Sequence[Destination] = (), first_byte: int = 0
+) -> None:
+    """Read and check a data file that begins at `first_byte`, filling sorted `destinations`.
+
+    Raises `SnapshotError` if a checksum differs.
+    """
+
+    def read(segments: Sequence[tuple[int, int, str]]) -> None:
+        spare = memoryview(bytearray(min(file.segment_bytes, file.size)))
+        descriptor = os.open(directory / file.name, os.O_RDONLY)
+        try:
+            for start, stop, expected in segments:
+                buffers = _buffers(start, stop, destinations, spare)
+                if read_into(descriptor, first_byte + start, buffers) != expected:
+                    raise SnapshotError(
+                        f"{file.name} is damaged: bytes {start} to {stop} do not match their "
+                        "checksum"
+                    )
+        finally:
+            os.close(descriptor)
+
+    segments = list(file.segments())
+    share = max(-(-len(segments) // READERS), 1)
+    with ThreadPoolExecutor(READERS) as readers:
+        shares = [segments[start : start + share] for start in range(0, len(segments), share)]
+        list(readers.map(read, shares))
+
+
+def _buffers(
+    start: int, stop: int, destinations: Sequence[Destination], spare: memoryview
+) -> Iterator[memoryview]:
+    """Yield the memory for bytes [start, stop) of a file; bytes without a destination are spare."""
+    first = max(bisect_right(destinations, start, key=itemgetter(0)) - 1, 0)
+    for offset, memory in destinations[first:]:
+        if offset >= stop:
+            break
+        low, high = max(offset, start), min(offset + len(memory), stop)
+        if low < high:
+            if start < low:
+                yield spare[: low - start]
+            yield memory[low - offset : high - offset]
+            start = high
+    if start < stop:
+        yield spare[: stop - start]

@@ -1,61 +1,108 @@
-"""A user's function that is called beside training for every file of a snapshot."""
+"""Post-commit hooks: the work that threads on one worker do with every committed snapshot.
+
+A hook calls a user's function with each file, or mirrors the snapshots to a remote storage.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from queue import SimpleQueue
+from typing import Any, Final
 
 from samestep.config import Config
 from samestep.errors import SnapshotError
-from samestep.record.sinks.function import find_function
-from samestep.snapshot.manifest import NAME
-from samestep.snapshot.mirror import Background, Mirror
-from samestep.snapshot.read import inspect
-from samestep.snapshot.remote import Remote
+from samestep.record.sinks import find_function
+from samestep.snapshot.manifest import NAME, Manifest
+from samestep.snapshot.read import check, choose, inspect, list_snapshots, step_of
+from samestep.snapshot.remote import RemoteDirectory
+from samestep.storage import StorageError
 
-CLOSING_SECONDS = 2.0
+CLOSE_SECONDS: Final = 2.0
 
 
-class Transfer:
-    """Calls a function with the path of every file of each whole snapshot, the manifest last; one after the other.
+class Hook:
+    """A thread that makes a pass after commits; a pass handles its own errors.
 
-    What it raises is told, and the rest of that snapshot left out. `report(kind, **fields)` is
-    called from another thread.
+    All requests during a pass cause one more pass.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._changed = threading.Condition()
+        self._requested = self._busy = self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def on_commit(self, path: Path) -> None:
+        """Request a pass that begins after this call, and return immediately."""
+        with self._changed:
+            self._requested = True
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Wait until every requested pass is over. Raises `SnapshotError` if the work failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._requested or self._busy))
+
+    def close(self) -> None:
+        """Start no further pass. If the current one does not end soon, it ends with the process."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(CLOSE_SECONDS)
+
+    def _make_pass(self) -> None:
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._requested or self._closed)
+                if self._closed:
+                    return
+                self._requested, self._busy = False, True
+            self._make_pass()
+
+
+class FunctionHook(Hook):
+    """Calls a function with the path of every file of each snapshot in turn, the manifest last.
+
+    If the function raises, that is reported, and the rest of that snapshot is skipped.
+    `report(kind, **fields)` runs in another thread.
     """
 
     def __init__(self, function: Callable[[Path], object], report: Callable[..., object]) -> None:
         self._function = function
         self._report = report
         self._waiting: deque[Path] = deque()
-        self._background = Background("transfer snapshots", self._make_pass)
+        super().__init__("transfer snapshots")
 
-    def snapshot_is_whole(self, path: Path) -> None:
-        """Have its files transferred."""
+    def on_commit(self, path: Path) -> None:
+        """Schedule the calls for the files of a snapshot."""
         self._waiting.append(path)
-        self._background.ask()
-
-    def finish(self) -> None:
-        """Return when all calls are over."""
-        self._background.wait()
+        super().on_commit(path)
 
     def close(self) -> None:
-        """Begin no further call."""
+        """Start no further call."""
         self._waiting.clear()
-        self._background.close(CLOSING_SECONDS)
+        super().close()
 
     def _make_pass(self) -> None:
         while self._waiting:
-            self._transfer(self._waiting.popleft())
+            self._call(self._waiting.popleft())
 
-    def _transfer(self, snapshot: Path) -> None:
+    def _call(self, snapshot: Path) -> None:
         try:
             names = [*(file.name for file in inspect(snapshot).files), NAME]
         except SnapshotError:
-            return  # newer ones took its place meanwhile
+            return  # removed since newer ones exist
         path = snapshot
         try:
             for path in (snapshot / name for name in names):
@@ -63,88 +110,187 @@ class Transfer:
         except BaseException as error:  # noqa: BLE001  not even sys.exit() there stops training
             reason = f"{type(error).__name__}: {error}"
             self._report("transfer_failed", path=str(path), reason=reason)
-            logging.getLogger("samestep").warning(
-                "the function for saved files failed with %s: %s", path, reason
-            )
+            logging.getLogger("samestep").warning("transfer failed for %s: %s", path, reason)
 
 
-class Hook(Protocol):
-    """Does something with snapshots in a thread of its own."""
+class Mirror(Hook):
+    """Mirrors the snapshots of a run's directory that stay, by `keep_last` and `keep_best` of both.
 
-    def snapshot_is_whole(self, path: Path) -> None:
-        """Take note of it, in no time."""
-
-    def finish(self) -> None:
-        """Return when all is done. Raises `SnapshotError`."""
-
-    def close(self) -> None:
-        """Stop soon."""
-
-
-class PostCommitHooks:
-    """Passes whole snapshots on to those who take them, and what these have to tell to the record; often there are none."""
+    Every pass compares both sides, so it completes work that an earlier pass or process left
+    undone. `set_aside` is (a step, a folder): remote snapshots of later steps belong to another
+    history, and the first pass moves them to that folder. `report(kind, **fields)` runs in another
+    thread.
+    """
 
     def __init__(
         self,
-        takers: Sequence[Hook] = (),
-        told: SimpleQueue[tuple[str, dict[str, Any]]] | None = None,
+        remote: RemoteDirectory,
+        directory: Path,
+        *,
+        keep_last: int,
+        keep_best: int,
+        report: Callable[..., object],
+        set_aside: tuple[int, str] | None = None,
     ) -> None:
-        self._takers = takers
-        self._told = told or SimpleQueue()
+        self._remote, self._directory = remote, directory
+        self._keep_last, self._keep_best = keep_last, keep_best
+        self._report = report
+        self._set_aside = set_aside
+        self._failure: str | None = None
+        super().__init__("copy snapshots")
+        self.on_commit(directory)  # an earlier process may have left some to copy
 
-    def snapshot_is_whole(self, path: Path) -> None:
-        """Pass a snapshot on."""
-        for taker in self._takers:
-            taker.snapshot_is_whole(path)
+    def finish(self) -> None:
+        """Wait until the remote storage is complete. Raises `SnapshotError` if it is not."""
+        super().finish()
+        if self._failure is not None:
+            raise SnapshotError(
+                f"the last snapshot is complete in {self._directory}, but could not be copied to "
+                f"{self._remote.url}: {self._failure}. Start the run again once that works: it "
+                "trains nothing twice, and sends only the missing files"
+            )
 
-    def tell(self, report: Callable[..., object]) -> None:
-        """Report what happened since the last call, in the thread of this one."""
-        while True:
-            try:
-                kind, fields = self._told.get_nowait()
-            except Empty:
-                return
+    def close(self) -> None:
+        """Stop copying."""
+        self._remote.storage.given_up.set()
+        super().close()
+
+    def _make_pass(self) -> None:
+        try:
+            self._copy()
+        except Exception as error:  # noqa: BLE001  an error here does not stop training
+            reason = str(error)
+            if not isinstance(error, SnapshotError):
+                reason = f"{type(error).__name__}: {error}"
+            # reported once, until it works again
+            if self._failure is None and not self._remote.storage.given_up.is_set():
+                self._report("remote_failed", url=self._remote.url, reason=reason)
+                logging.getLogger("samestep").warning("%s; retrying at the next snapshot", reason)
+            self._failure = reason
+        else:
+            self._failure = None
+
+    def _copy(self) -> None:
+        names = self._remote.names()
+        if self._set_aside is not None:
+            names = self._without_later(names, *self._set_aside)
+            self._set_aside = None
+        manifests = {Path(name): self._inspect(name) for name in names}
+        remote = {path: manifest for path, manifest in manifests.items() if manifest is not None}
+        local = self._complete_local(remote)
+        newest = max((manifest.step for manifest in local.values()), default=-1)
+        # later remote steps belong to another history
+        known = {path: one for path, one in {**remote, **local}.items() if one.step <= newest}
+        scores = {path: manifest.score for path, manifest in known.items()}
+        staying, horizon = choose(scores, self._keep_last, self._keep_best)
+        for path in sorted(staying & local.keys(), key=lambda path: local[path].step, reverse=True):
+            if not _is_same(local[path], remote.get(path)):
+                self._send(self._directory / path)
+        for path in map(Path, names):
+            step = step_of(path) or 0
+            if path not in staying and (
+                step < horizon or (step < newest and not self._remote.has_manifest(path.name))
+            ):
+                self._remote.remove(path.name)
+                self._report("snapshot_removed", path=f"{self._remote.url}/{path}")
+
+    def _complete_local(self, remote: Mapping[Path, Manifest]) -> dict[Path, Manifest]:
+        """Return the directory's complete snapshots, after reading every byte that will be sent."""
+        found = {}
+        for path in list_snapshots(self._directory):
+            with suppress(SnapshotError):
+                name, manifest = Path(path.name), inspect(path)
+                found[name] = manifest if _is_same(manifest, remote.get(name)) else check(path)
+        return found
+
+    def _without_later(self, names: list[str], start: int, folder: str) -> list[str]:
+        later = [name for name in names if (step_of(Path(name)) or 0) > start]
+        for name in later:
+            self._remote.set_aside(name, folder)
+        if later:
+            self._report(
+                "snapshots_set_aside", path=f"{self._remote.url}/{folder}", snapshots=later
+            )
+        return [name for name in names if name not in later]
+
+    def _inspect(self, name: str) -> Manifest | None:
+        try:
+            return self._remote.inspect(name)
+        except StorageError:
+            raise
+        except SnapshotError:
+            return None
+
+    def _send(self, path: Path) -> None:
+        started = time.perf_counter()
+        try:
+            sent = self._remote.send(path)
+        except (OSError, SnapshotError):
+            if (path / NAME).exists():
+                raise
+            return  # removed since newer ones exist
+        self._report(
+            "snapshot_copied",
+            step=step_of(path),
+            url=f"{self._remote.url}/{path.name}",
+            bytes=sent,
+            seconds=time.perf_counter() - started,
+        )
+
+
+def _is_same(one: Manifest, other: Manifest | None) -> bool:
+    return other is not None and one.attempt == other.attempt
+
+
+class PostCommitHooks:
+    """The hooks of the options `remote` and `transfer`, on the one worker that `acts`.
+
+    `start` is the step that the run continues from, or -1. Raises `ConfigError` if an option is
+    wrong.
+    """
+
+    def __init__(self, config: Config, *, acts: bool, attempt: str, start: int) -> None:
+        self._events: SimpleQueue[tuple[str, dict[str, Any]]] = SimpleQueue()
+        self._hooks: list[Hook] = []
+        if not acts or config.dir is None:
+            return
+        function = None if config.transfer is None else find_function(config.transfer)
+        remote = None if config.remote is None else RemoteDirectory(config.remote)
+        if remote is not None:
+            remote.storage.open()
+        if function is not None:
+            self._hooks.append(FunctionHook(function, self._queue))
+        if remote is not None:
+            mirror = Mirror(
+                remote,
+                config.dir,
+                keep_last=config.keep_last,
+                keep_best=config.keep_best,
+                report=self._queue,
+                set_aside=None if config.resume == "auto" else (start, f"superseded-{attempt}"),
+            )
+            self._hooks.append(mirror)
+
+    def _queue(self, kind: str, **fields: Any) -> None:
+        self._events.put((kind, fields))
+
+    def on_commit(self, path: Path) -> None:
+        """Pass a snapshot to all hooks."""
+        for hook in self._hooks:
+            hook.on_commit(path)
+
+    def report_events(self, report: Callable[..., object]) -> None:
+        """Report the events since the last call, in the calling thread."""
+        while not self._events.empty():
+            kind, fields = self._events.get()
             report(kind, **fields)
 
     def finish(self) -> None:
-        """Return when all is done. Raises `SnapshotError` of what could not be."""
-        for taker in self._takers:
-            taker.finish()
+        """Wait until all work is done. Raises `SnapshotError` if some failed."""
+        for hook in self._hooks:
+            hook.finish()
 
     def close(self) -> None:
         """Stop soon."""
-        for taker in self._takers:
-            taker.close()
-
-
-def open_hooks(config: Config, *, acts: bool, attempt: str, start: int) -> PostCommitHooks:
-    """Begin what the options `remote` and `transfer` ask for; one worker `acts`. `start` is the step that the run continues from, or -1.
-
-    Raises `ConfigError` for what could never work.
-    """
-    told: SimpleQueue[tuple[str, dict[str, Any]]] = SimpleQueue()
-
-    def report(kind: str, **fields: Any) -> None:
-        told.put((kind, fields))
-
-    if not acts or config.dir is None:
-        return PostCommitHooks()
-    function = None if config.transfer is None else find_function(config.transfer)
-    remote = None if config.remote is None else Remote(config.remote)
-    if remote is not None:
-        remote.storage.open()
-    takers: list[Hook] = []
-    if function is not None:
-        takers.append(Transfer(function, report))
-    if remote is not None:
-        aside = None if config.resume == "auto" else (start, f"superseded-{attempt}")
-        mirror = Mirror(
-            remote,
-            config.dir,
-            keep_last=config.keep_last,
-            keep_best=config.keep_best,
-            report=report,
-            set_aside=aside,
-        )
-        takers.append(mirror)
-    return PostCommitHooks(takers, told)
+        for hook in self._hooks:
+            hook.close()

@@ -1,11 +1,13 @@
-"""Copies of the whole state in the launcher's memory, from which the successors of killed workers continue.
+"""In-memory snapshots: complete states in the launcher's memory that outlive the workers.
 
-Every worker puts its part of each copy into one of its two slots, and that of the next into the
-other. At any moment one of the two holds a whole copy on all workers, once there was one: copies
-are made at a step's boundary, all workers meet between any two of them, and so nobody begins a copy
-before everybody has finished the one before, which lies in the other slot. Successors, be they more
-or fewer, write first into the slot that they did not continue from: what they continued from stays
-until all of them have finished a copy. A launcher that keeps nothing has no copies made.
+Replacement workers, at any count, resume from them. Every worker writes its parts alternately into
+its two memory slots. After the first snapshot, one of the two slots holds a complete snapshot on
+all workers at any moment: snapshots are made between steps, and all workers communicate between any
+two of them. So no worker starts a snapshot before all workers finished the previous one, which is
+in the other slot.
+Replacement workers first write into the slot that they did not resume from: the snapshot that they
+resumed from stays until all of them have finished a new one. Without a launcher
+that holds memory, no snapshots are made.
 """
 
 from __future__ import annotations
@@ -27,22 +29,22 @@ from samestep.comm.base import World
 from samestep.errors import SnapshotError
 from samestep.handoff import SLOTS, LauncherState
 from samestep.host import anonymous_file, available_bytes
-from samestep.snapshot import memory_slot as slot
-from samestep.snapshot.commit import combined
+from samestep.snapshot import memory_slot
+from samestep.snapshot.commit import combine
 from samestep.snapshot.memory_slot import MemorySlot
 from samestep.snapshot.part import Contribution, contribution
-from samestep.snapshot.read import Snapshot, read_state
+from samestep.snapshot.read import READ_ERRORS, Snapshot, read_state
 
-PASSED_BYTES: Final = 2**24  # at a time, from host to host
+CHUNK_BYTES: Final = 2**24  # sent to other hosts at a time
 SHARE_OF_TIME: Final = 0.01
-SHARE_OF_MEMORY: Final = 0.5  # of what is left
+SHARE_OF_MEMORY: Final = 0.5  # of the available memory
 _OPEN_FILES: Final = Path("/proc/self/fd")
 _runs_without_directory = count()
 
 
 @dataclass(frozen=True, order=True)
-class Copy:
-    """A copy by `workers` workers of their state after `step`; `slot` is which of their two slots it is in."""
+class SnapshotKey:
+    """Identifies an in-memory snapshot after `step`, in slot number `slot` of all its workers."""
 
     step: int
     attempt: str
@@ -51,86 +53,88 @@ class Copy:
 
 
 class InMemorySnapshots:
-    """Makes and finds copies of a run's state, as one of its workers; without anything `kept` there are none."""
+    """One worker's view of a run's in-memory snapshots; without `launcher_state` there are none."""
 
     def __init__(
         self,
-        kept: LauncherState | None,
-        place: ProcessInfo,
+        launcher_state: LauncherState | None,
+        process: ProcessInfo,
         world: World,
         directory: Path | None,
         every: str | None,
     ) -> None:
-        self._kept, self._place, self._world = kept, place, world
+        self._launcher_state, self._process, self._world = launcher_state, process, world
         self._directory = "" if directory is None else str(directory.resolve())
-        self._every = None if kept is None else every
-        # Another run of the same script has other copies: those of its directory or, where it has
-        # none, of its number.
-        self._run = (
-            self._directory
-            if self._directory or kept is None
-            else str(next(_runs_without_directory))
+        self._every = None if launcher_state is None else every
+        # Another run of the same script has its own snapshots, which have its directory as a label
+        # or, without one, its number.
+        self._run = self._directory
+        if not self._directory and launcher_state is not None:
+            self._run = str(next(_runs_without_directory))
+        self._files = [] if launcher_state is None else launcher_state.slots
+        self._slots = (
+            [MemorySlot(file) for file in self._files[process.local_rank]] if self._files else []
         )
-        self._slots = [] if kept is None else kept.slots
-        self._own = (
-            [MemorySlot(file) for file in self._slots[place.local_rank]] if self._slots else []
-        )
-        # parts that this host holds, by copy and rank
-        self._files: dict[tuple[Copy, int], int] = {}
-        # the bytes of those that each worker's host holds
-        self._seen: list[dict[tuple[Copy, int], int]] = []
+        # the files of this host's parts, and the bytes of the parts on each worker's host
+        self._parts: dict[tuple[SnapshotKey, int], int] = {}
+        self._part_bytes: list[dict[tuple[SnapshotKey, int], int]] = []
         self._first_slot = 0
-        self._copies = 0
+        self._saves = 0
         self._given_up = False
         self._due_time = 0.0
-        self._told_modules = False
-        self._meetings = -1
+        self._modules_reported = False
+        self._barriers_at_save = -1
 
     def has_begun(self, attempt: int) -> bool:
-        """Tell whether this is a later attempt at a run that an earlier one began, on any host; collective."""
+        """Return whether an earlier attempt began this run, on any host; collective."""
+        state = self._launcher_state
         begun = (
             attempt > 0
-            and self._kept is not None
-            and self._kept.step is not None
-            and self._kept.directory == self._directory
+            and state is not None
+            and state.step is not None
+            and state.directory == self._directory
         )
         return any(self._world.all_gather_json(begun, "starting"))
 
     def time_is_up(self) -> bool:
-        """Tell whether, on this worker's clock, another copy would still leave 99 percent of the time to training."""
+        """Return whether, by this worker's clock, a save leaves 99 percent of time to training."""
         return self._every == "auto" and not self._given_up and time.monotonic() >= self._due_time
 
     def is_due(self, step: int, *, agreed: bool) -> bool:
-        """Tell whether a copy is made after `step`: the first one is at once; `agreed` is what rank 0's clock said."""
+        """Return whether to save after `step`; the first save is always due.
+
+        `agreed` is the result of `time_is_up` on rank 0.
+        """
         if self._every is None:
             return False
-        return self._copies == 0 or (
-            agreed if self._every == "auto" else step % int(self._every) == 0
-        )
+        if self._saves == 0:
+            return True
+        return agreed if self._every == "auto" else step % int(self._every) == 0
 
-    def begin(self, step: int, *, anew: bool) -> None:
-        """Tell the launcher that the run goes on after `step`. Copies of another history, where it began `anew`, are given up."""
-        for pair in (
-            self._slots[self._place.local_rank :: self._place.local_world_size] if anew else ()
-        ):
-            _empty(pair)
-        if self._kept is not None and self._place.local_rank == 0:
-            self._kept.report_start(self._directory, step)
-        # one worker of a host says, once, that there is no memory
-        if not self._own and not (anew and self._place.local_rank == 0):
+    def report_start(self, step: int, *, is_new: bool) -> None:
+        """Report to the launcher that the run continues after `step`.
+
+        A new run gives up the snapshots of another history.
+        """
+        if is_new:
+            self._clear_slots()
+        if self._launcher_state is not None and self._process.local_rank == 0:
+            self._launcher_state.report_start(self._directory, step)
+        # one worker per host reports, once, that there is no memory
+        if not self._slots and not (is_new and self._process.local_rank == 0):
             self.give_up()
 
     def report_step(self, step: int) -> None:
-        """Tell the launcher how many steps are done and, after the first, what had to be imported for it."""
-        if self._kept is None or self._place.local_rank > 0:
+        """Report the number of finished steps to the launcher and, once, the imported modules."""
+        if self._launcher_state is None or self._process.local_rank > 0:
             return
-        self._kept.report_step(step)
-        if not self._told_modules:
-            self._told_modules = True
-            self._kept.report_modules()
+        self._launcher_state.report_step(step)
+        if not self._modules_reported:
+            self._modules_reported = True
+            self._launcher_state.report_modules()
 
     def give_up(self) -> None:
-        """Have no more copies made: this worker's part of them would be missing."""
+        """Make no more snapshots: this worker's part of them would be missing."""
         self._given_up = True
 
     def save(
@@ -142,155 +146,146 @@ class InMemorySnapshots:
         info: Mapping[str, Any],
         started: float,
     ) -> None:
-        """Copy the state, given as to `SnapshotWriter.save`; `started` is when that began, by `time.monotonic`. All workers call it.
+        """Copy the state, passed as to `SnapshotWriter.save`; all workers call this.
 
-        Raises `SnapshotError` or `OSError` where it cannot be held.
+        `started` is the `time.monotonic` at which the save began. Raises `SnapshotError` or
+        `OSError` if the memory does not suffice.
         """
-        if self._world.barriers == self._meetings:
-            self._world.barrier("starting a hot copy")
-        copy = Copy(step, attempt, self._world.size, (self._first_slot + self._copies) % SLOTS)
-        self._meetings, self._copies = self._world.barriers, self._copies + 1
+        if self._world.barriers == self._barriers_at_save:
+            self._world.barrier("starting an in-memory snapshot")
+        number = (self._first_slot + self._saves) % SLOTS
+        key = SnapshotKey(step, attempt, self._world.size, number)
+        self._barriers_at_save, self._saves = self._world.barriers, self._saves + 1
         if self._given_up:
             return
-        if not self._own:
+        if not self._slots:
             raise SnapshotError(
-                "this host refuses memfd_create, in a container mostly by its seccomp profile, and nothing else holds memory that outlives "
-                "workers: when one is killed, the run goes on from its newest snapshot; allow the call, or use hot_every=none"
+                "this host refuses memfd_create, usually by the seccomp profile of a container, "
+                "and no other memory outlives workers: after a worker is killed, the run resumes "
+                "from its newest snapshot; allow the call, or use hot_every=none"
             )
         mine, values = contribution(shared, own, self._world.rank, self._world.size)
         label = {
             "run": self._run,
-            "copy": list(astuple(copy)),
+            "key": list(astuple(key)),
             "rank": self._world.rank,
             "info": dict(info),
         }
         before = time.monotonic()
-        self._prepare(copy.slot, mine)
-        spent_once = time.monotonic() - before
-        self._own[copy.slot].write(label, mine, values)
+        self._prepare(number, mine)
+        preparation_seconds = time.monotonic() - before  # only the first saves need time for it
+        self._slots[number].write(label, mine, values)
         ended = time.monotonic()
-        self._due_time = ended + (ended - started - spent_once) / SHARE_OF_TIME
+        self._due_time = ended + (ended - started - preparation_seconds) / SHARE_OF_TIME
 
     def _prepare(self, number: int, mine: Contribution) -> None:
-        """Make memory ready for a part; once there is a copy by these workers, give back what only others had."""
-        nbytes = sum(piece.nbytes for piece in mine.pieces)
-        if self._copies == 1:
-            self._check_room(nbytes)
-        self._own[number].reserve(nbytes)
-        for pair in (
-            self._slots[self._place.local_rank :: self._place.local_world_size][1:]
-            if self._copies == SLOTS
-            else ()
-        ):
-            _empty(pair)
+        """Allocate a slot; at the second save, free slots that only earlier workers used."""
+        if self._saves == 1:
+            self._check_memory(mine.nbytes)
+        self._slots[number].reserve(mine.nbytes)
+        if self._saves == SLOTS:
+            self._clear_slots(1)
 
-    def _check_room(self, nbytes: int) -> None:
-        """Raise `SnapshotError` where copies, of which a worker has about so many bytes, would take memory that others need."""
-        wanted = self._place.local_world_size * sum(
-            slot.missing_bytes(nbytes) for slot in self._own
-        )
-        there = available_bytes()
-        if there is not None and wanted > SHARE_OF_MEMORY * there:
+    def _clear_slots(self, first: int = 0) -> None:
+        """Free the memory of this worker's slots, without its own if `first` is 1."""
+        process = self._process
+        for files in self._files[process.local_rank :: process.local_world_size][first:]:
+            for file in files:
+                os.ftruncate(file, 0)
+
+    def _check_memory(self, nbytes: int) -> None:
+        """Raise `SnapshotError` if snapshots of `nbytes` per worker take memory others need."""
+        missing = sum(slot.missing_bytes(nbytes) for slot in self._slots)
+        wanted = self._process.local_world_size * missing
+        available = available_bytes()
+        if available is not None and wanted > SHARE_OF_MEMORY * available:
             raise SnapshotError(
-                f"copies of the state would take {wanted / 1e9:.1f} GB of the {there / 1e9:.1f} GB of memory that this host has left; "
-                "expected no more than half: use hot_every=none, or a host with more memory"
+                f"in-memory snapshots must take at most half of the {available / 1e9:.1f} GB of "
+                f"memory that this host has left, got {wanted / 1e9:.1f} GB: use hot_every=none, "
+                "or a host with more memory"
             )
 
-    def find(self, report: Callable[..., object]) -> list[Copy]:
-        """Return the copies of this run of which every part is held on some host, in order of steps; collective.
+    def find(self, report: Callable[..., object]) -> list[SnapshotKey]:
+        """Return the snapshots of which some host has every part, by step; collective.
 
-        What is damaged is told by `report("hot_copy_rejected", reason=...)`.
+        Calls `report("in_memory_snapshot_rejected", reason=...)` for damaged parts.
         """
         sizes, faults = {}, []
-        for file in (file for pair in self._slots for file in pair):
+        for file in (file for files in self._files for file in files):
             try:
-                held = slot.read(file)
+                content = memory_slot.read(file)
             except SnapshotError as error:
                 faults.append(str(error))
                 continue
-            if held is not None and held.label["run"] == self._run:
-                key = Copy(*held.label["copy"]), held.label["rank"]
-                self._files[key], sizes[key] = file, held.nbytes
-        mine = [[astuple(copy), rank, nbytes] for (copy, rank), nbytes in sizes.items()]
-        told = self._world.all_gather_json([mine, faults], "looking for hot copies")
-        for fault in dict.fromkeys(fault for _, others in told for fault in others):
-            report("hot_copy_rejected", reason=fault)
-        self._seen = [
-            {(Copy(*copy), rank): nbytes for copy, rank, nbytes in parts} for parts, _ in told
+            if content is not None and content.label["run"] == self._run:
+                part = SnapshotKey(*content.label["key"]), content.label["rank"]
+                self._parts[part], sizes[part] = file, content.nbytes
+        mine = [[astuple(key), rank, nbytes] for (key, rank), nbytes in sizes.items()]
+        gathered = self._world.all_gather_json([mine, faults], "looking for in-memory snapshots")
+        for fault in dict.fromkeys(fault for _, others in gathered for fault in others):
+            report("in_memory_snapshot_rejected", reason=fault)
+        self._part_bytes = [
+            {(SnapshotKey(*key), rank): nbytes for key, rank, nbytes in parts}
+            for parts, _ in gathered
         ]
-        found = Counter(copy for copy, _ in set().union(*self._seen))
-        return sorted(copy for copy, parts in found.items() if parts == copy.workers)
+        found = Counter(key for key, _ in set().union(*self._part_bytes))
+        return sorted(key for key, parts in found.items() if parts == key.workers)
 
-    def load(self, copy: Copy) -> Snapshot:
-        """Load a copy that was found; the next one will not be made in its place. Collective. Raises `SnapshotError` if it is damaged."""
-        self._first_slot = (copy.slot + 1) % SLOTS
+    def load(self, key: SnapshotKey) -> Snapshot:
+        """Load a snapshot that was found; the next save uses the other slot. Collective.
+
+        Raises `SnapshotError` if it is damaged.
+        """
+        self._first_slot = (key.slot + 1) % SLOTS
         with ExitStack() as exits:
-            files = [self._file(copy, rank, exits) for rank in range(copy.workers)]
+            files = [self._file(key, rank, exits) for rank in range(key.workers)]
             try:
-                return _assembled(copy, files)
-            except (
-                LookupError,
-                OSError,
-                RuntimeError,
-                SnapshotError,
-                TypeError,
-                ValueError,
-            ) as error:
+                return _load(key, files)
+            except READ_ERRORS as error:
                 raise SnapshotError(
-                    f"the hot copy of step {copy.step} cannot be used: {error}"
+                    f"the in-memory snapshot of step {key.step} cannot be used: {error}"
                 ) from error
 
-    def _file(self, copy: Copy, rank: int, exits: ExitStack) -> int:
-        """Return the file that holds a part of a copy; the first worker that has it passes it on to those on other hosts."""
-        key = copy, rank
-        sender = next(worker for worker, parts in enumerate(self._seen) if key in parts)
-        receivers = [worker for worker, parts in enumerate(self._seen) if key not in parts]
-        file = self._files.get(key)
+    def _file(self, key: SnapshotKey, rank: int, exits: ExitStack) -> int:
+        """Return the file of a part, which the first worker that has it sends to other hosts."""
+        part = key, rank
+        sender = next(worker for worker, parts in enumerate(self._part_bytes) if part in parts)
+        receivers = [worker for worker, parts in enumerate(self._part_bytes) if part not in parts]
+        file = self._parts.get(part)
         if file is None:
-            file = anonymous_file("samestep-passed")
+            file = anonymous_file("samestep-received")
             exits.callback(os.close, file)
         if receivers:
-            _pass_on(self._world, file, self._seen[sender][key], sender, receivers)
+            _send(self._world, file, self._part_bytes[sender][part], sender, receivers)
         return file
 
 
-def _assembled(copy: Copy, files: Sequence[int]) -> Snapshot:
-    held = [there for there in map(slot.read, files) if there is not None]
-    if len(held) != len(files):
-        raise SnapshotError("a part of it is not whole")
-    info = held[0].label["info"]
-    manifest = combined(
-        [there.part for there in held], step=copy.step, attempt=copy.attempt, info=info, score=None
-    )
+def _load(key: SnapshotKey, files: Sequence[int]) -> Snapshot:
+    contents = [content for content in map(memory_slot.read, files) if content is not None]
+    if len(contents) != len(files):
+        raise SnapshotError("a part of it is incomplete")
+    info = contents[0].label["info"]
+    parts = [content.part for content in contents]
+    manifest = combine(parts, step=key.step, attempt=key.attempt, info=info, score=None)
     manifest.validate()
-    state = read_state(_OPEN_FILES, manifest, first_byte=slot.START)
-    return Snapshot(Path(f"hot-copy-of-step-{copy.step}"), copy.step, info, None, state, hot=True)
+    state = read_state(_OPEN_FILES, manifest, first_byte=memory_slot.START)
+    path = Path(f"in-memory-snapshot-of-step-{key.step}")
+    return Snapshot(path, key.step, info, None, state, in_memory=True)
 
 
-def _pass_on(world: World, file: int, nbytes: int, sender: int, receivers: Sequence[int]) -> None:
-    """Put the first `nbytes` of the sender's file into the receivers' files."""
-    receives = world.rank in receivers
-    at_once = max(PASSED_BYTES // len(receivers), 1)
-    for start in range(0, nbytes, at_once):
-        size = min(at_once, nbytes - start)
-        sizes = (
-            [size if rank in receivers else 0 for rank in range(world.size)]
-            if world.rank == sender
-            else [0] * world.size
-        )
+def _send(world: World, file: int, nbytes: int, sender: int, receivers: Sequence[int]) -> None:
+    """Copy the first `nbytes` of the sender's file into the receivers' files."""
+    sends, receives = world.rank == sender, world.rank in receivers
+    chunk = max(CHUNK_BYTES // len(receivers), 1)
+    for start in range(0, nbytes, chunk):
+        size = min(chunk, nbytes - start)
+        sizes = [size if sends and rank in receivers else 0 for rank in range(world.size)]
         sent = torch.empty(sum(sizes), dtype=torch.uint8)
-        if world.rank == sender:
-            sent.view(len(receivers), size).copy_(
-                torch.frombuffer(bytearray(os.pread(file, size, start)), dtype=torch.uint8)
-            )
-        arriving = [size if rank == sender and receives else 0 for rank in range(world.size)]
-        arrived = torch.empty(sum(arriving), dtype=torch.uint8)
-        world.all_to_all(arrived, arriving, sent, sizes, "passing on a hot copy")
+        if sends:
+            data = torch.frombuffer(bytearray(os.pread(file, size, start)), dtype=torch.uint8)
+            sent.view(len(receivers), size).copy_(data)
+        received_sizes = [size if rank == sender and receives else 0 for rank in range(world.size)]
+        received = torch.empty(sum(received_sizes), dtype=torch.uint8)
+        world.all_to_all(received, received_sizes, sent, sizes, "sending an in-memory snapshot")
         if receives:
-            os.pwrite(file, arrived.numpy().data, start)
-
-
-def _empty(files: Sequence[int]) -> None:
-    """Give back the memory of slots."""
-    for file in files:
-        os.ftruncate(file, 0)
+            os.pwrite(file, received.numpy().data, start)

@@ -1,4 +1,4 @@
-"""What a snapshot holds of a run: the tracked objects, each with `state_dict` and `load_state_dict`."""
+"""The snapshots of a run: the objects that they hold, and when they are saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from samestep.comm.base import World
 from samestep.config import Config
 from samestep.errors import SnapshotError
 from samestep.record import Record
-from samestep.snapshot.hooks import open_hooks
+from samestep.snapshot.hooks import PostCommitHooks
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.read import Snapshot
 from samestep.snapshot.write import SnapshotWriter
@@ -24,13 +24,13 @@ RESERVED = ("run", "streams")
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can be saved: two methods, as torch's modules, optimizers and schedulers have them."""
+    """An object that can be saved, such as torch's modules, optimizers and schedulers."""
 
     def state_dict(self) -> Any:
         """Return the state: nested dicts, lists and tuples of tensors and plain values."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Take a state that `state_dict` returned."""
+        """Load a state that `state_dict` returned."""
 
 
 class Tracked:
@@ -44,23 +44,26 @@ class Tracked:
         return bool(self._objects)
 
     def add(self, name: str, item: Any, shard: Shard | None) -> None:
-        """Track `item`, through `shard` where it is a sharded optimizer, and restore it. Raises `SnapshotError`."""
+        """Track and restore `item`, through `shard` if it is a sharded optimizer.
+
+        Raises `SnapshotError` if the name is taken, or if the object or the snapshot does not fit.
+        """
         if name in RESERVED or name in self._objects:
-            raise SnapshotError(
-                f"track was given the name {name!r}, which is taken; choose another"
-            )
+            raise SnapshotError(f"track got the name {name!r}, which is taken; choose another")
         if not isinstance(item, Stateful):
             raise SnapshotError(
-                f"{name!r} is {type(item).__name__}, which has no state_dict and load_state_dict; give it both to track it"
+                f"{name!r} must have state_dict and load_state_dict to be tracked, "
+                f"got {type(item).__name__}"
             )
         tracked = self._objects[name] = item if shard is None else shard
         if self._snapshot is None:
             return
         if name not in self._snapshot.state:
-            held = ", ".join(sorted(set(self._snapshot.state) - set(RESERVED)))
+            present = ", ".join(sorted(set(self._snapshot.state) - set(RESERVED)))
             raise SnapshotError(
-                f"the snapshot of step {self._snapshot.step} holds {held}, but no {name!r}: track the same names as the run that wrote it, "
-                "or start anew with resume='never' and another dir"
+                f"the snapshot of step {self._snapshot.step} holds {present}, but no {name!r}: "
+                "track the same names as the run that wrote it, or start a new run with "
+                "resume='never' and another dir"
             )
         try:
             state = self._snapshot.state.pop(name)
@@ -70,25 +73,29 @@ class Tracked:
                 tracked.load_state_dict(state)
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise SnapshotError(
-                f"the snapshot of step {self._snapshot.step} does not fit {name!r} ({type(item).__name__}): {error}"
+                f"the snapshot of step {self._snapshot.step} does not fit {name!r} "
+                f"({type(item).__name__}): {error}"
             ) from error
 
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the states that all workers hold alike, and those of which this worker holds its slices."""
-        sharded = {name for name, item in self._objects.items() if isinstance(item, Shard)}
-        shared = {
-            name: item.state_dict() for name, item in self._objects.items() if name not in sharded
-        }
-        return shared, {name: self._objects[name].state_dict() for name in sharded}
+        """Return the states that are equal on all workers, and those that are sharded."""
+        shared: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        for name, item in self._objects.items():
+            (own if isinstance(item, Shard) else shared)[name] = item.state_dict()
+        return shared, own
 
-    def forgotten(self) -> Mapping[str, Any]:
-        """Return what the snapshot holds and nobody tracked again."""
-        held = {} if self._snapshot is None else self._snapshot.state
-        return {name: state for name, state in held.items() if name not in RESERVED}
+    def untracked(self) -> Mapping[str, Any]:
+        """Return the states in the snapshot that were not tracked again."""
+        states = {} if self._snapshot is None else self._snapshot.state
+        return {name: state for name, state in states.items() if name not in RESERVED}
 
 
 class SnapshotManager:
-    """Takes snapshots every so many steps or minutes, when asked, and at the end; without a directory none."""
+    """Saves snapshots at intervals of steps or minutes, on request, and at the end.
+
+    Without a directory, it saves none on disk.
+    """
 
     def __init__(
         self,
@@ -97,17 +104,17 @@ class SnapshotManager:
         record: Record,
         attempt: str,
         resumed: Snapshot | None,
-        hot: InMemorySnapshots,
+        in_memory: InMemorySnapshots,
     ) -> None:
         self.tracked = Tracked(resumed)
-        self.hot = hot
+        self.in_memory = in_memory
         self.stall_seconds = 0.0
         self._config, self._world, self._record, self._attempt = config, world, record, attempt
-        self._kept_step = None if resumed is None or resumed.hot else resumed.step
-        self._kept_time = time.monotonic()
+        self._saved_step = None if resumed is None or resumed.in_memory else resumed.step
+        self._saved_time = time.monotonic()
         self._prepared = config.snapshot_every is None
         start = -1 if resumed is None else resumed.step
-        self._afterwards = open_hooks(config, acts=world.rank == 0, attempt=attempt, start=start)
+        self._hooks = PostCommitHooks(config, acts=world.rank == 0, attempt=attempt, start=start)
         self._writer: SnapshotWriter | None = None
         if config.dir is not None:
             self._writer = SnapshotWriter(
@@ -118,34 +125,32 @@ class SnapshotManager:
                 keep_last=config.keep_last,
                 keep_best=config.keep_best,
                 report=record.event,
-                when_whole=self._afterwards.snapshot_is_whole,
+                on_commit=self._hooks.on_commit,
             )
 
     @property
-    def keeps(self) -> bool:
-        """Tell whether snapshots are taken at all."""
+    def is_enabled(self) -> bool:
+        """Whether snapshots are saved on disk."""
         return self._writer is not None and bool(self.tracked)
 
     def time_is_up(self) -> bool:
-        """Tell whether the minutes between snapshots have passed on this worker's clock."""
+        """Return whether the minutes between snapshots have passed on this worker's clock."""
         seconds = self._config.snapshot_seconds
-        return (
-            self._writer is not None
-            and seconds is not None
-            and time.monotonic() - self._kept_time >= seconds
-        )
+        if self._writer is None or seconds is None:
+            return False
+        return time.monotonic() - self._saved_time >= seconds
 
     def is_due(self, step: int) -> bool:
-        """Tell whether the steps between snapshots have passed. Raises `SnapshotError` if the last one failed.
+        """Return whether the steps between snapshots have passed.
 
-        Asked for the first time, after a step that gave optimizers their state, it has memory made
-        ready for the first one.
+        The first call follows a step that gave optimizers their state, and allocates memory for the
+        first snapshot. Raises `SnapshotError` if the last snapshot failed.
         """
         if self._writer is None:
             return False
         self._writer.raise_if_failed()
-        self._afterwards.tell(self._record.event)
-        if not self._prepared and self.keeps:
+        self._hooks.report_events(self._record.event)
+        if not self._prepared and self.is_enabled:
             self._prepared = True
             self._writer.prepare(*self.tracked.states())
         return self._config.snapshot_steps is not None and step % self._config.snapshot_steps == 0
@@ -153,37 +158,43 @@ class SnapshotManager:
     def save(
         self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], score: float | None
     ) -> None:
-        """Copy the state of all tracked objects, with `shared` and `own` of the run's; files are written beside training."""
-        if self._writer is None or not self.keeps:
+        """Copy the states of all tracked objects and of the run; files are written in background.
+
+        `shared` and `own` are the run's states, as for `SnapshotWriter.save`.
+        """
+        if self._writer is None or not self.is_enabled:
             return
-        if step == self._kept_step and score is None:
+        if step == self._saved_step and score is None:
             return
-        forgotten = ", ".join(sorted(self.tracked.forgotten()))
-        if forgotten:
+        if untracked := ", ".join(sorted(self.tracked.untracked())):
             raise SnapshotError(
-                f"the run resumed from a snapshot that also holds {forgotten}; track it too, so that nothing is lost"
+                f"the run resumed from a snapshot that also holds {untracked}; track it too, so "
+                "that nothing is lost"
             )
-        # Workers meet in the file system from here on, where one that is gone would be waited for
-        # in vain.
+        # From here on, workers communicate through the file system, which does not detect that one
+        # has exited.
         self._world.barrier("starting a snapshot")
         started = time.perf_counter()
         tracked_shared, tracked_own = self.tracked.states()
         self._writer.save(
             step, {**tracked_shared, **shared}, {**tracked_own, **own}, self._info(shared), score
         )
-        self._kept_step, self._kept_time = step, time.monotonic()
+        self._saved_step, self._saved_time = step, time.monotonic()
         self.stall_seconds += time.perf_counter() - started
 
-    def copy(
+    def save_in_memory(
         self, step: int, states: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]
     ) -> None:
-        """Make a hot copy of the same, of which `states` gives the run's; one that cannot be made is told, and was the last attempt."""
-        if not self.tracked or self.tracked.forgotten():
+        """Save the same to memory, where `states` returns the run's states.
+
+        A failure is reported, and no more in-memory snapshots are made.
+        """
+        if not self.tracked or self.tracked.untracked():
             return
         started = time.monotonic()
         try:
             (shared, own), (tracked_shared, tracked_own) = states(), self.tracked.states()
-            self.hot.save(
+            self.in_memory.save(
                 step,
                 self._attempt,
                 {**tracked_shared, **shared},
@@ -192,30 +203,30 @@ class SnapshotManager:
                 started,
             )
         except (OSError, SnapshotError) as error:
-            self.hot.give_up()
-            self._record.event("hot_copy_failed", step=step, reason=str(error))
-            logging.getLogger("samestep").warning("no more hot copies are made: %s", error)
+            self.in_memory.give_up()
+            self._record.event("in_memory_snapshot_failed", step=step, reason=str(error))
+            logging.getLogger("samestep").warning("no more in-memory snapshots: %s", error)
         self.stall_seconds += time.monotonic() - started
 
     def _info(self, shared: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "lanes": shared["run"]["lanes"],
-            "seed": self._config.seed,
-            "epoch": shared["run"]["epoch"],
-        }
+        run = shared["run"]
+        return {"lanes": run["lanes"], "seed": self._config.seed, "epoch": run["epoch"]}
 
     def finish(self) -> None:
-        """Wait until the last snapshot is whole, and copied where it is to be. Raises `SnapshotError` if that failed."""
+        """Wait until the last snapshot is committed, and the hooks are done.
+
+        Raises `SnapshotError` if that failed.
+        """
         if self._writer is None:
             return
         self._writer.wait()
         try:
-            self._afterwards.finish()
+            self._hooks.finish()
         finally:
-            self._afterwards.tell(self._record.event)
+            self._hooks.report_events(self._record.event)
 
     def close(self) -> None:
         """Stop writing."""
         if self._writer is not None:
             self._writer.close()
-        self._afterwards.close()
+        self._hooks.close()

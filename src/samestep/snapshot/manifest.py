@@ -1,119 +1,85 @@
-"""The manifest of a snapshot: what it holds, where in which files, with their sizes and checksums. No manifest, no snapshot.
+"""The manifest of a snapshot: its content, and which files hold it. A manifest commits a snapshot.
 
-Its bytes are the canonical JSON of its content and of that content's checksum, so a file in which
-any byte was changed, added or lost is not a manifest.
+A manifest is the canonical JSON of its content and of that content's checksum. A file in which any
+byte was changed, added or lost is not a manifest.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from samestep.errors import SnapshotError
-from samestep.snapshot.files import checksum
-from samestep.snapshot.layout import Extent, tiling_fault
+from samestep.snapshot.files import DataFile, checksum, typed
 from samestep.snapshot.state import DTYPES, Plain, canonical, flatten_plain, no_tensor, restore
 
 FORMAT: Final = 2
 NAME: Final = "manifest.json"
 LARGEST_BYTES: Final = 2**28
 MOST_DIMS: Final = 64
-LARGEST_SEGMENT_BYTES: Final = 2**28
-_FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """A safetensors file of the snapshot: its plain name, its bytes, and the checksums of its segments of `segment_bytes`."""
-
-    name: str
-    size: int
-    segment_bytes: int
-    checksums: tuple[str, ...]
-
-    def segments(self) -> Iterator[tuple[int, int, str]]:
-        """Yield (first byte, byte after the last, checksum) of each segment; the last one may be shorter."""
-        for number, expected in enumerate(self.checksums):
-            start = number * self.segment_bytes
-            yield start, min(start + self.segment_bytes, self.size), expected
-
-    def to_json(self) -> list[Any]:
-        """Return the description as JSON; `from_json` is the inverse."""
-        return [self.name, self.size, self.segment_bytes, list(self.checksums)]
-
-    @classmethod
-    def from_json(cls, plain: Any) -> DataFile:
-        """Read a description. Raises `ValueError` or `TypeError` for anything else."""
-        name, size, segment_bytes, checksums = plain
-        if not _FILE_NAME.fullmatch(_typed(name, str)):
-            raise ValueError(f"{name!r} is no plain file name")
-        if not 0 < _typed(segment_bytes, int) <= LARGEST_SEGMENT_BYTES:
-            raise ValueError(f"segments of {segment_bytes} bytes are not read")
-        if len(checksums) != -(-_typed(size, int) // segment_bytes):
-            raise ValueError(f"{name} has {size} bytes and {len(checksums)} checksums")
-        return cls(name, size, segment_bytes, tuple(_typed(one, str) for one in checksums))
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor looks like. `order` lists its dims from the slowest to the fastest in storage, as pieces count elements."""
+    """The dtype, shape and memory order of a tensor.
+
+    `order` lists its dims from the slowest to the fastest in storage. Elements are counted in that
+    order.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     order: tuple[int, ...]
 
     @property
-    def extent(self) -> Extent:
-        """The tensor's size."""
-        return Extent(math.prod(self.shape), self.dtype.itemsize)
+    def elements(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the elements."""
+        return self.elements * self.dtype.itemsize
 
     def to_json(self) -> list[Any]:
-        """Return the form as JSON; `from_json` is the inverse."""
+        """Return the specification as JSON; `from_json` is the inverse."""
         return [str(self.dtype).removeprefix("torch."), list(self.shape), list(self.order)]
 
     @classmethod
     def from_json(cls, plain: Any) -> TensorSpec:
-        """Read a form. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
+        """Read a specification. Raises `ValueError`, `TypeError` or `KeyError` if it is invalid."""
         dtype, shape, order = plain
         if (
-            not all(type(dim) is int and 0 <= dim < 2**63 for dim in shape)
+            not all(type(size) is int and 0 <= size < 2**63 for size in shape)
             or len(shape) > MOST_DIMS
         ):
-            raise ValueError(f"{shape} is no shape")
+            raise ValueError(f"expected a shape of at most {MOST_DIMS} dims, got {shape}")
         if any(type(dim) is not int for dim in order) or sorted(order) != list(range(len(shape))):
-            raise ValueError(f"{order} is no order of {len(shape)} dims")
+            raise ValueError(f"expected an order of {len(shape)} dims, got {order}")
         return cls(DTYPES[dtype], tuple(shape), tuple(order))
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Elements [start, stop) of a tensor, in the data file of that index from byte `offset` on."""
+class StoredPiece(NamedTuple):
+    """Elements [start, stop) of a tensor, at byte `offset` of the data file with index `file`."""
 
     file: int
     start: int
     stop: int
     offset: int
 
-    def to_json(self) -> list[Any]:
-        """Return the piece as JSON; `from_json` is the inverse."""
-        return [self.file, self.start, self.stop, self.offset]
-
-    @classmethod
-    def from_json(cls, plain: Any) -> Piece:
-        """Read a piece. Raises `TypeError` for anything else."""
-        return cls(*(_typed(number, int) for number in plain))
-
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a snapshot holds. `created` is in seconds since 1970; `state` is for `samestep.snapshot.state.restore`."""
+    """The content of a snapshot.
+
+    `created` is in seconds since 1970; `samestep.snapshot.state.restore` reads `state`.
+    """
 
     step: int
     attempt: str
@@ -123,17 +89,17 @@ class Manifest:
     score: float | None
     info: Mapping[str, Any]
     state: Any
-    forms: Mapping[str, TensorSpec]
-    pieces: Mapping[str, tuple[Piece, ...]]
+    specs: Mapping[str, TensorSpec]
+    pieces: Mapping[str, tuple[StoredPiece, ...]]
     files: tuple[DataFile, ...]
 
     @property
     def size(self) -> int:
-        """Bytes of all data files."""
+        """The bytes of all data files."""
         return sum(file.size for file in self.files)
 
     def to_bytes(self) -> bytes:
-        """Return the content of manifest.json. Raises `SnapshotError` if it would be too large to read, or describes no snapshot."""
+        """Return the content of manifest.json. Raises `SnapshotError` if invalid or too large."""
         self.validate()
         body: dict[str, Plain] = {
             "format": FORMAT,
@@ -146,22 +112,23 @@ class Manifest:
             "info": flatten_plain(dict(self.info), "info"),
             "state": self.state,
             "tensors": {
-                name: [form.to_json(), [piece.to_json() for piece in self.pieces[name]]]
-                for name, form in self.forms.items()
+                name: [spec.to_json(), [list(piece) for piece in self.pieces[name]]]
+                for name, spec in self.specs.items()
             },
             "files": [file.to_json() for file in self.files],
         }
         data = canonical({**body, "checksum": _checksum(body)}).encode()
         if len(data) > LARGEST_BYTES:
             raise SnapshotError(
-                f"the plain state takes {len(data)} bytes; expected at most {LARGEST_BYTES}: keep large data in tensors"
+                f"the plain state must take at most {LARGEST_BYTES} bytes, got {len(data)}; "
+                "store large data in tensors"
             )
         return data
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Read the content of manifest.json. Raises `SnapshotError` that says what is wrong with it."""
-        body = _parsed(data)
+        """Read the content of manifest.json. Raises `SnapshotError` if it is invalid."""
+        body = _parse(data)
         try:
             manifest = cls._from_body(body)
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
@@ -173,75 +140,90 @@ class Manifest:
 
     @classmethod
     def _from_body(cls, body: dict[str, Any]) -> Manifest:
+        score = restore(body["score"], no_tensor)
         return cls(
-            step=_typed(body["step"], int),
-            attempt=_typed(body["attempt"], str),
-            created=float(_typed(body["created"], float)),
-            workers=_typed(body["workers"], int),
-            torch=_typed(body["torch"], str),
-            score=_score(restore(body["score"], no_tensor)),
-            info=_typed(restore(body["info"], no_tensor), dict),
+            step=typed(body["step"], int),
+            attempt=typed(body["attempt"], str),
+            created=float(typed(body["created"], float)),
+            workers=typed(body["workers"], int),
+            torch=typed(body["torch"], str),
+            score=None if score is None else float(typed(score, float)),
+            info=typed(restore(body["info"], no_tensor), dict),
             state=body["state"],
-            forms={name: TensorSpec.from_json(form) for name, (form, _) in body["tensors"].items()},
+            specs={name: TensorSpec.from_json(spec) for name, (spec, _) in body["tensors"].items()},
             pieces={
-                name: tuple(map(Piece.from_json, pieces))
+                name: tuple(StoredPiece(*(typed(one, int) for one in piece)) for piece in pieces)
                 for name, (_, pieces) in body["tensors"].items()
             },
             files=tuple(map(DataFile.from_json, body["files"])),
         )
 
     def validate(self) -> None:
-        """Raise `SnapshotError` unless the pieces make up each tensor exactly, and lie in their files one beside the other."""
-        held: list[list[tuple[int, int]]] = [[] for _ in self.files]
-        for name, form in self.forms.items():
+        """Raise `SnapshotError` unless pieces cover each tensor once, without overlap in files."""
+        stored: list[list[tuple[int, int]]] = [[] for _ in self.files]
+        for name, spec in self.specs.items():
             pieces = self.pieces[name]
-            if fault := tiling_fault(
-                [(piece.start, piece.stop) for piece in pieces], form.extent.elements
-            ):
-                raise SnapshotError(f"tensor {name} is not whole: {fault}")
+            ranges = [(piece.start, piece.stop) for piece in pieces]
+            if fault := tiling_fault(ranges, spec.elements):
+                raise SnapshotError(f"tensor {name} is incomplete: {fault}")
             for piece in pieces:
-                if not 0 <= piece.file < len(held):
-                    raise SnapshotError(f"tensor {name} is in file {piece.file} of {len(held)}")
-                held[piece.file].append(
-                    (piece.offset, piece.offset + (piece.stop - piece.start) * form.dtype.itemsize)
-                )
-        for file, places in zip(self.files, held, strict=True):
-            if any(start < 0 or stop > file.size for start, stop in places):
+                if not 0 <= piece.file < len(stored):
+                    raise SnapshotError(
+                        f"tensor {name}: expected a file index below {len(stored)}, "
+                        f"got {piece.file}"
+                    )
+                nbytes = (piece.stop - piece.start) * spec.dtype.itemsize
+                stored[piece.file].append((piece.offset, piece.offset + nbytes))
+        for file, extents in zip(self.files, stored, strict=True):
+            if any(start < 0 or stop > file.size for start, stop in extents):
                 raise SnapshotError(
-                    f"{file.name} has {file.size} bytes and is said to hold pieces outside of them"
+                    f"{NAME} places pieces of tensors outside of the {file.size} bytes of "
+                    f"{file.name}"
                 )
-            if any(before > after for (_, before), (after, _) in pairwise(sorted(places))):
-                raise SnapshotError(f"{file.name} is said to hold pieces of tensors that overlap")
+            if any(before > after for (_, before), (after, _) in pairwise(sorted(extents))):
+                raise SnapshotError(f"{NAME} places overlapping pieces of tensors in {file.name}")
+
+    def check_sizes(self, size_of: Callable[[str], int | None]) -> None:
+        """Raise `SnapshotError` unless all data files have their full size."""
+        for file in self.files:
+            if (size := size_of(file.name)) != file.size:
+                found = "no file" if size is None else size
+                raise SnapshotError(f"{file.name} must have {file.size} bytes, got {found}")
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
+def tiling_fault(ranges: Iterable[tuple[int, int]], elements: int) -> str | None:
+    """Return why (start, stop) ranges do not hold each of `elements` exactly once, or None."""
+    end = 0
+    for start, stop in sorted(ranges):
+        if not 0 <= start < stop <= elements:
+            return f"{start} to {stop} is not a range of its {elements} elements"
+        if start > end:
+            break
+        if start < end:
+            return f"elements {start} to {min(end, stop)} of {elements} are duplicates"
+        end = stop
+    else:
+        start = elements
+    return None if end == elements else f"elements {end} to {start} of {elements} are missing"
+
+
+def _parse(data: bytes) -> dict[str, Any]:
     try:
         body: dict[str, Any] = json.loads(data)
         if canonical(body).encode() != data:
-            raise SnapshotError(
-                f"{NAME} is damaged: its bytes are not those that its content is written as"
-            )
+            raise SnapshotError(f"{NAME} is damaged: it is not canonical JSON")
         if body["format"] != FORMAT:
             raise SnapshotError(
-                f"{NAME} is of format {body['format']!r}; expected {FORMAT}: read it with the samestep that wrote it"
+                f"expected format {FORMAT} of {NAME}, got {body['format']!r}; "
+                "read it with the version of samestep that wrote it"
             )
-        told = body.pop("checksum")
+        expected = body.pop("checksum")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise SnapshotError(f"{NAME} is damaged: {error}") from error
-    if told != _checksum(body):
-        raise SnapshotError(f"{NAME} is damaged: its checksum is not that of its content")
+    if expected != _checksum(body):
+        raise SnapshotError(f"{NAME} is damaged: its content does not match its checksum")
     return body
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
     return checksum(canonical(dict(body)).encode())
-
-
-def _typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is no {kind.__name__}")
-    return value
-
-
-def _score(value: Any) -> float | None:
-    return None if value is None else float(_typed(value, float))

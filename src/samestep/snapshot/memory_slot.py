@@ -1,12 +1,12 @@
-"""A worker's part of the state in an anonymous file: whole or not there, at whatever moment its writer was killed.
+"""A worker's part of an in-memory snapshot in an anonymous file.
 
-    from byte 0       a header, zeros while the part is being written: where the text lies, and its
-    checksum from byte START   the bytes of the worker's pieces of tensors, one after the other then
-    the text: a line of JSON, the label, and the `Part`, which has the checksums of those bytes
+The file holds, in this order: a header with the range and checksum of the text; from byte START,
+the bytes of the worker's pieces of tensors; then the text: a line of JSON, the label, and the
+`Part`, which has the checksums of the pieces.
 
-The header is blanked first and written last, and a killed process has done all that it did before
-it was killed. So a part that was being written has no header, and what has a header that fits was
-whole once; checksums say whether it still is.
+The header is zeroed first and written last. The kernel keeps everything that a process wrote before
+it was killed. So a part that was being written has no header, and a part with a valid header was
+complete. Checksums show whether it still is.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from typing import Any, Final
 import torch
 
 from samestep.errors import SnapshotError
-from samestep.snapshot.files import checksum
-from samestep.snapshot.manifest import DataFile
-from samestep.snapshot.part import Contribution, Part, part_of
+from samestep.snapshot.files import DataFile, checksum
+from samestep.snapshot.part import Contribution, Part, describe
 from samestep.snapshot.state import canonical
 
 START: Final = mmap.PAGESIZE
 SEGMENT_BYTES: Final = 2**20
-_HEADER: Final = struct.Struct("<8sQQ32s")  # a mark, the text's first byte, its bytes, its checksum
-_MARK: Final = b"samestep"
+_HEADER: Final = struct.Struct("<8sQQ32s")  # magic, the text's first byte, size and checksum
+_MAGIC: Final = b"samestep"
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a slot holds in its first `nbytes` bytes. The data file that `part` names is the slot's from byte START on."""
+class SlotContent:
+    """The content of the first `nbytes` bytes of a slot.
+
+    The data file that `part` names is the slot itself from byte START.
+    """
 
     label: Mapping[str, Any]
     part: Part
@@ -50,58 +52,62 @@ class MemorySlot:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, nbytes: int) -> None:
-        """Have room for `nbytes` bytes of tensors: fresh pages cost far more time than a copy. Raises `OSError` where there is none."""
+        """Allocate room for `nbytes` bytes of tensors; new pages take far more time than a copy.
+
+        Raises `OSError` if there is not enough memory.
+        """
         size = START + nbytes
         if len(self._memory) < size:
-            # memory that is not there would end a process that writes to it
+            # writing to memory that cannot be allocated would kill the process
             os.posix_fallocate(self._file, 0, size)
             self._memory = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
 
     def missing_bytes(self, nbytes: int) -> int:
-        """Return how much memory more it needs for `nbytes` bytes of tensors."""
+        """Return how many more bytes of memory the slot needs for `nbytes` bytes of tensors."""
         return max(0, START + nbytes - os.fstat(self._file).st_size)
 
     def write(
         self, label: Mapping[str, Any], mine: Contribution, tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Put a worker's part, with the values of its pieces, in the place of what is there."""
-        nbytes = sum(piece.nbytes for piece in mine.pieces)
-        self.reserve(nbytes)
-        _put(self._file, bytes(_HEADER.size), 0)
+        """Replace the content by a worker's part, with `tensors` as the values of its pieces."""
+        self.reserve(mine.nbytes)
+        _write(self._file, bytes(_HEADER.size), 0)
         contents = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
-        checksums = _copy(contents, self._memory[START : START + nbytes])
+        end = START + mine.nbytes
+        checksums = _copy(contents, self._memory[START:end])
         digests = [
             checksum(content.cpu().numpy().data) if piece.repeated else None
             for piece, content in zip(mine.pieces, contents, strict=True)
         ]
-        part = part_of(mine, digests, DataFile("slot", nbytes, SEGMENT_BYTES, tuple(checksums)))
+        file = DataFile("slot", mine.nbytes, SEGMENT_BYTES, tuple(checksums))
+        part = describe(mine, digests, file)
         text = canonical(dict(label)).encode() + b"\n" + part.to_bytes()
-        _put(self._file, text, START + nbytes)
-        _put(self._file, _HEADER.pack(_MARK, START + nbytes, len(text), checksum(text).encode()), 0)
+        _write(self._file, text, end)
+        _write(self._file, _HEADER.pack(_MAGIC, end, len(text), checksum(text).encode()), 0)
 
 
-def read(file: int) -> Held | None:
-    """Return what a slot holds, None where that was never finished. Raises `SnapshotError` where it is damaged.
+def read(file: int) -> SlotContent | None:
+    """Return the content of a slot, None if its part is incomplete.
 
-    The bytes of tensors are compared with their checksums by whoever reads them.
+    Raises `SnapshotError` if the header or text is damaged. The reader of tensors compares their
+    bytes with the checksums.
     """
     header = os.pread(file, _HEADER.size, 0)
     if not any(header):
         return None
-    mark, start, length, expected = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
-    whole = mark == _MARK and start + length <= os.fstat(file).st_size
-    text = os.pread(file, length, start) if whole else b""
-    if not whole or checksum(text).encode() != expected:
-        raise SnapshotError("a slot is damaged: what it says of itself does not have its checksum")
+    magic, start, length, expected = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
+    is_complete = magic == _MAGIC and start + length <= os.fstat(file).st_size
+    text = os.pread(file, length, start) if is_complete else b""
+    if not is_complete or checksum(text).encode() != expected:
+        raise SnapshotError("a memory slot is damaged: its description does not match its checksum")
     label, _, body = text.partition(b"\n")
     part = Part.from_bytes(body)
-    return Held(
-        json.loads(label), replace(part, file=replace(part.file, name=str(file))), start + length
-    )
+    part = replace(part, file=replace(part.file, name=str(file)))
+    return SlotContent(json.loads(label), part, start + length)
 
 
 def _copy(contents: Sequence[torch.Tensor], memory: torch.Tensor) -> list[str]:
-    """Copy bytes one after the other and return the checksums of their segments, each taken while it is in the processor's cache."""
+    """Copy bytes in a row and return the checksums of segments, computed while in CPU caches."""
     checksums, data, copied = [], memory.numpy().data, 0
     for content in contents:
         for chunk in content.split(SEGMENT_BYTES):
@@ -115,7 +121,7 @@ def _copy(contents: Sequence[torch.Tensor], memory: torch.Tensor) -> list[str]:
     return checksums
 
 
-def _put(file: int, data: bytes, offset: int) -> None:
+def _write(file: int, data: bytes, offset: int) -> None:
     rest = memoryview(data)
     while rest:
         count = os.pwrite(file, rest, offset)

@@ -1,8 +1,9 @@
-"""Snapshots in a remote storage: the same files as in a run's directory, and as there the manifest comes last and goes first.
+"""Snapshots in a remote storage, with the same files as in a run's directory.
 
-A file is sent unless one of its name and size is there: names of data files are of one save of one
-attempt, and object stores hold a file whole or not at all. What a storage damages later is found by
-the manifest's checksums when it is read.
+The manifest is written last and removed first. A file is uploaded unless one with its name and size
+exists: the names of data files belong to one save of one attempt, and object stores hold a file
+either completely or not at all. The checksums in the manifest detect later damage when a file is
+read.
 """
 
 from __future__ import annotations
@@ -17,183 +18,172 @@ from pathlib import Path
 from typing import Final
 
 from samestep.errors import SnapshotError
-from samestep.snapshot.files import checksum, sync, write_whole
-from samestep.snapshot.manifest import LARGEST_BYTES, NAME, DataFile, Manifest
-from samestep.snapshot.read import check, fault, inspect, step_of
-from samestep.snapshot.retention import remove
-from samestep.storage import RETRIES, Retries, Storage, StorageError
+from samestep.snapshot.files import DataFile, checksum
+from samestep.snapshot.manifest import LARGEST_BYTES, NAME, Manifest
+from samestep.snapshot.read import check, fault, inspect, remove, step_of
+from samestep.storage import RETRIES, Retries, Storage, StorageError, sync, write_atomically
 
 _READERS: Final = 4
 
 
-class Remote:
-    """The snapshots below a URL, by name. Raises `StorageError` where the storage does not answer or refuses."""
+class RemoteDirectory:
+    """The snapshots below a URL, by name. Raises `StorageError` if the storage fails."""
 
     def __init__(self, url: str, retries: Retries = RETRIES) -> None:
         self.storage = Storage(url, retries)
         self.url = self.storage.url
 
     def names(self) -> list[str]:
-        """Return what is named as a snapshot, whole or not, in order of steps."""
+        """Return the names of snapshots, complete or not, in the order of steps."""
         steps = {
             name: step
             for name in self.storage.folders()
             if (step := step_of(Path(name))) is not None
         }
-        return sorted(steps, key=lambda name: steps[name])
+        return sorted(steps, key=steps.__getitem__)
 
     def inspect(self, name: str) -> Manifest:
-        """Return the manifest of a snapshot of which all files are there in full size.
+        """Return the manifest of a snapshot after checking that all files have their full size.
 
-        Raises `SnapshotError` that names the snapshot and what is wrong with it.
+        Raises `SnapshotError` that names the snapshot and its fault.
         """
         sizes = self.storage.sizes(name)
         try:
-            return self._inspect(name, sizes)
+            manifest = Manifest.from_bytes(self._manifest_bytes(name, sizes))
+            manifest.check_sizes(sizes.get)
         except StorageError:
             raise
         except SnapshotError as error:
             raise SnapshotError(f"snapshot {self.url}/{name}: {error}") from error
-
-    def _inspect(self, name: str, sizes: Mapping[str, int]) -> Manifest:
-        manifest = Manifest.from_bytes(self._manifest_bytes(name, sizes))
-        for file in manifest.files:
-            if sizes.get(file.name) != file.size:
-                raise SnapshotError(
-                    f"{file.name} has {sizes.get(file.name, 'no')} bytes; expected {file.size}"
-                )
         return manifest
 
     def has_manifest(self, name: str) -> bool:
-        """Tell whether a snapshot was ever finished."""
+        """Return whether a snapshot was ever committed."""
         return NAME in self.storage.sizes(name)
 
     def _manifest_bytes(self, name: str, sizes: Mapping[str, int]) -> bytes:
         size = sizes.get(NAME)
         if size is None:
             raise SnapshotError(
-                f"it has no {NAME}: it was never finished" if sizes else "there is none"
+                f"it has no {NAME}: it was never committed" if sizes else "there is none"
             )
         if size > LARGEST_BYTES:
-            raise SnapshotError(f"{NAME} has {size} bytes; expected at most {LARGEST_BYTES}")
+            raise SnapshotError(f"{NAME} must have at most {LARGEST_BYTES} bytes, got {size}")
         return self.storage.read(f"{name}/{NAME}", 0, size)
 
     def send(self, path: Path) -> int:
-        """Make the remote hold a local snapshot, in place of another of its step; return the bytes that had to be sent.
+        """Upload a local snapshot, replacing another one of its step; return the bytes sent.
 
-        Its bytes were checked before. Raises `SnapshotError` where a file of it is missing.
+        The caller has checked its bytes. Raises `SnapshotError` if one of its files is missing.
         """
         manifest, sent = inspect(path), 0
-        there = self.storage.sizes(path.name)
+        sizes = self.storage.sizes(path.name)
         for file in manifest.files:
-            if there.get(file.name) != file.size:
+            if sizes.get(file.name) != file.size:
                 self.storage.send(path / file.name, f"{path.name}/{file.name}")
                 sent += file.size
         data = manifest.to_bytes()
-        if (
-            NAME not in there
-            or there[NAME] != len(data)
-            or self._manifest_bytes(path.name, there) != data
-        ):
-            if NAME in there:
+        if sizes.get(NAME) != len(data) or self._manifest_bytes(path.name, sizes) != data:
+            if NAME in sizes:
                 self.storage.remove(f"{path.name}/{NAME}")
             self.storage.create(f"{path.name}/{NAME}", data)
             sent += len(data)
-        for name in there.keys() - {NAME, *(file.name for file in manifest.files)}:
+        for name in sizes.keys() - {NAME, *(file.name for file in manifest.files)}:
             self.storage.remove(f"{path.name}/{name}")
         return sent
 
     def remove(self, name: str) -> None:
-        """Remove a snapshot. Its manifest goes first, so that it is never taken for whole."""
+        """Remove a snapshot, its manifest first: an incomplete one is never taken for complete."""
         self.storage.remove(f"{name}/{NAME}")
         self.storage.remove(name, folder=True)
 
     def set_aside(self, name: str, folder: str) -> None:
-        """Move a snapshot to a folder beside the others."""
+        """Move a snapshot to a folder next to the others."""
         for file in sorted(self.storage.sizes(name), key=lambda file: file == NAME):
             self.storage.copy(f"{name}/{file}", f"{folder}/{name}/{file}")
         self.remove(name)
 
     def fetch(self, name: str, directory: Path) -> Path:
-        """Download a snapshot into a run's directory and return its path there, where it appears whole.
+        """Download a snapshot into a run's directory and return its path there.
 
-        What an earlier try brought is kept, and a whole one is not downloaded again. Workers of one
-        host may all ask: one of them downloads. Raises `SnapshotError` where it is not whole there,
-        or another one of its step is here, and `StorageError` where it cannot be had.
+        The path appears once the snapshot is complete. Segments from an earlier try and complete
+        snapshots are not downloaded again. If several workers of a host call this, one of them
+        downloads. Raises `SnapshotError` if the remote snapshot is not complete, or if the
+        directory has another one of its step, and `StorageError` if the download fails.
         """
         manifest = self.inspect(name)
-        final, unfinished = directory / name, directory / f".{name}.fetched"
+        final, partial_path = directory / name, directory / f".{name}.fetched"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             with _locked(directory):
-                if _is_here(final, manifest):
+                if _is_local(final, manifest):
                     return final
-                self._fetch_files(name, manifest, unfinished)
+                self._fetch_files(name, manifest, partial_path)
                 if final.exists():
                     remove(final)
-                unfinished.rename(final)
+                partial_path.rename(final)
                 sync(directory)
         except OSError as error:
             raise StorageError(
-                f"snapshot {self.url}/{name} could not be downloaded to {directory}: {error}"
+                f"cannot download snapshot {self.url}/{name} to {directory}: {error}"
             ) from error
         return final
 
     def _fetch_files(self, name: str, manifest: Manifest, directory: Path) -> None:
         directory.mkdir(exist_ok=True)
         for path in set(directory.iterdir()) - {directory / file.name for file in manifest.files}:
-            path.unlink()  # of a snapshot that was replaced there
+            path.unlink()  # from a remote snapshot that was replaced
         for file in manifest.files:
             self._fetch_file(f"{name}/{file.name}", file, directory / file.name)
-        write_whole(directory / NAME, manifest.to_bytes())
+        write_atomically(directory / NAME, manifest.to_bytes())
         sync(directory)
 
     def _fetch_file(self, path: str, file: DataFile, destination: Path) -> None:
         descriptor = os.open(destination, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            here = os.fstat(descriptor).st_size
+            present = os.fstat(descriptor).st_size
             os.ftruncate(descriptor, file.size)
+            fetch = partial(self._fetch_segment, path, descriptor, present)
             with ThreadPoolExecutor(_READERS if self.storage.is_concurrent else 1) as readers:
-                list(
-                    readers.map(
-                        partial(self._fetch_segment, path, descriptor, here), file.segments()
-                    )
-                )
+                list(readers.map(fetch, file.segments()))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
     def _fetch_segment(
-        self, path: str, descriptor: int, here: int, segment: tuple[int, int, str]
+        self, path: str, descriptor: int, present: int, segment: tuple[int, int, str]
     ) -> None:
-        """Download a segment unless it is among the first `here` bytes, which an earlier try left."""
+        """Download a segment unless an earlier try left it in the first `present` bytes."""
         start, stop, expected = segment
-        if stop <= here and checksum(os.pread(descriptor, stop - start, start)) == expected:
+        if stop <= present and checksum(os.pread(descriptor, stop - start, start)) == expected:
             return
         data = self.storage.read(path, start, stop)
         if checksum(data) != expected:
             raise SnapshotError(
-                f"{self.url}/{path} is damaged: bytes {start} to {stop} do not have their checksum in {NAME}"
+                f"{self.url}/{path} is damaged: bytes {start} to {stop} do not match their checksum"
             )
         while data:
             written = os.pwrite(descriptor, data, start)
             data, start = data[written:], start + written
 
 
-def _is_here(path: Path, manifest: Manifest) -> bool:
-    """Tell whether a whole snapshot is here. Raises `SnapshotError` where it is another one."""
+def _is_local(path: Path, manifest: Manifest) -> bool:
+    """Return whether a complete snapshot is local. Raises `SnapshotError` if it is another one."""
     if not path.exists() or fault(path) is not None:
         return False
     if check(path).attempt != manifest.attempt:
         raise SnapshotError(
-            f"{path} is another snapshot of this step; give an empty dir, or resume from that one"
+            f"{path} is another snapshot of this step; use an empty dir, or resume from that one"
         )
     return True
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Let one worker of this host after the other pass. Where the file system cannot, all pass, and bring the same bytes."""
+    """Admit one worker of this host at a time.
+
+    If the file system has no locks, all workers download the same bytes.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with suppress(OSError):

@@ -1,27 +1,141 @@
-"""From the snapshots in a run's directory, and its hot copies, to the one that all workers resume from."""
+"""Choose and load the snapshot that a run resumes from, and download it if it is remote."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import Any, Final
 
 from samestep.comm.base import World
-from samestep.errors import SnapshotError
-from samestep.snapshot.download import Downloads
+from samestep.errors import ConfigError, SamestepError, SnapshotError
 from samestep.snapshot.in_memory import InMemorySnapshots
+from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import Snapshot, list_snapshots, load, step_of
+from samestep.snapshot.remote import RemoteDirectory
+from samestep.storage import StorageError
+
+POLL_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The result of a worker's job: names, or a fault; `unanswered` if the storage failed."""
+
+    names: list[str]
+    fault: str = ""
+    unanswered: bool = False
+
+
+class Downloads:
+    """The snapshots below a URL, for download into a run's directory.
+
+    Every call is collective and has the same result on all workers. Raises `ConfigError` on rank 0
+    if the URL cannot be used.
+    """
+
+    def __init__(self, url: str, directory: Path, world: World) -> None:
+        self._remote, self._directory, self._world = RemoteDirectory(url), directory, world
+        self._unanswered = ""
+        self.url = self._remote.url
+        if world.rank == 0:
+            self._remote.storage.open()
+
+    def names(self, report: Callable[..., object]) -> list[str]:
+        """Return the names of snapshots that rank 0 finds, in the order of steps.
+
+        If the storage fails, calls `report("remote_failed", url=..., reason=...)` and returns none.
+        """
+        job = self._remote.names if self._world.rank == 0 else None
+        found = self._run_together(job, "looking for remote snapshots")[0]
+        if found.unanswered:
+            report("remote_failed", url=self.url, reason=found.fault)
+        return found.names
+
+    def load(self, name: str) -> Snapshot:
+        """Download a snapshot and load it. Raises `SnapshotError`.
+
+        Rank 0 downloads first. Then the workers that do not see its copy in the directory download,
+        one worker per such host.
+        """
+
+        def fetch() -> list[str]:
+            return [str(self._remote.fetch(name, self._directory))]
+
+        for is_first in (True, False):
+            if self._world.rank == 0:
+                fetches = is_first
+            else:
+                fetches = not is_first and not (self._directory / name / NAME).exists()
+            results = self._run_together(fetch if fetches else None, "downloading a snapshot")
+            if faults := [result.fault for result in results if result.fault]:
+                raise SnapshotError(faults[0])
+        return load(self._directory / name)
+
+    def raise_if_unanswered(self) -> None:
+        """Raise `SnapshotError` if the storage failed to list or send a snapshot."""
+        if self._unanswered:
+            raise SnapshotError(
+                f"{self._unanswered}. The storage may hold the snapshot to resume from, and "
+                f"{self._directory} has none: start the run again once the storage works, or with "
+                "resume='never'"
+            )
+
+    def _run_together(self, job: Callable[[], list[str]] | None, what: str) -> list[_Result]:
+        """Run the workers' jobs and return the results by rank.
+
+        All workers communicate every second, so that no exchange times out during a long job.
+        """
+        future: Future[_Result] = Future()
+        threading.Thread(
+            target=lambda: future.set_result(_run(job)), name=what, daemon=True
+        ).start()
+        gathered: list[Any] = [None]
+        while None in gathered:
+            wait([future], POLL_SECONDS)
+            result = asdict(future.result()) if future.done() else None
+            gathered = self._world.all_gather_json(result, what)
+        results = [_Result(**fields) for fields in gathered]
+        unanswered = (result.fault for result in results if result.unanswered)
+        self._unanswered = next(unanswered, self._unanswered)
+        return results
+
+
+def _run(job: Callable[[], list[str]] | None) -> _Result:
+    try:
+        return _Result([] if job is None else job())
+    except SamestepError as error:
+        return _Result([], str(error), unanswered=isinstance(error, (StorageError, ConfigError)))
+    # the other workers wait for a result in any case
+    except Exception as error:  # noqa: BLE001
+        return _Result([], f"{type(error).__name__}: {error}", unanswered=True)
+
+
+def load_from(url: str, directory: Path, world: World) -> Snapshot:
+    """Download one snapshot by its URL into a run's directory and load it; collective.
+
+    Raises `ConfigError` or `SnapshotError`.
+    """
+    folder, _, name = url.rstrip("/").rpartition("/")
+    if step_of(directory / name) is None:
+        raise ConfigError(
+            f"resume must be the URL of a snapshot, such as {url.rstrip('/')}/step-00001200, "
+            f"got {url!r}"
+        )
+    return Downloads(folder, directory, world).load(name)
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """What may be resumed from, and the event that tells where it is damaged."""
+    """A snapshot to resume from, and the event that reports a fault in it."""
 
     step: int
     load: Callable[[], Snapshot]
-    rejected: str
+    event: str
     fields: Mapping[str, str]
 
 
@@ -29,57 +143,57 @@ def load_newest(
     directory: Path | None,
     world: World,
     report: Callable[..., object],
-    hot: InMemorySnapshots | None = None,
+    in_memory: InMemorySnapshots | None = None,
     downloads: Downloads | None = None,
 ) -> Snapshot | None:
-    """Load the newest snapshot in a run's directory, hot copy or download that every worker finds whole, None if there is none; collective.
+    """Load the newest snapshot that is complete for every worker, None if there is none.
 
-    Each worker checks and loads in one pass, all at once. Each newer one that is not whole is told
-    by `report("snapshot_rejected", path=..., reason=...)` or `report("hot_copy_rejected",
-    reason=...)`. Raises `SnapshotError` where there may be one in remote storage that does not
-    answer, and none elsewhere.
+    Collective. The snapshot is in a run's directory, in memory or remote. All workers check and
+    load it at the same time. Calls `report("snapshot_rejected", path=..., reason=...)` or
+    `report("in_memory_snapshot_rejected", reason=...)` for each newer one with a fault. Raises
+    `SnapshotError` if there is none, but the remote storage failed and may have one.
     """
-    candidates: list[_Candidate] = []
-    # first, and so tried first of what is of one step: it need not be read from a disk
-    if hot is not None:
-        candidates += [
-            _Candidate(copy.step, partial(hot.load, copy), "hot_copy_rejected", {})
-            for copy in hot.find(report)
-        ]
-    paths = (
-        []
-        if directory is None
-        else world.broadcast_object(list_snapshots(directory), "choosing a snapshot")
-    )
-    candidates += [
-        _Candidate(
-            step_of(path) or 0, partial(load, path), "snapshot_rejected", {"path": str(path)}
-        )
-        for path in paths
-    ]
-    if downloads is not None:
-        for name in downloads.names(report):
-            where = {"path": f"{downloads.url}/{name}"}
-            candidates.append(
-                _Candidate(
-                    step_of(Path(name)) or 0,
-                    partial(downloads.load, name),
-                    "snapshot_rejected",
-                    where,
-                )
-            )
+    candidates = _candidates(directory, world, report, in_memory, downloads)
     for candidate in sorted(candidates, key=attrgetter("step"), reverse=True):
-        snapshot, fault = _loaded(candidate.load)
+        snapshot, fault = _try_load(candidate.load)
         faults = world.all_gather_json(fault, "loading a snapshot")
         if not any(faults):
             return snapshot
-        report(candidate.rejected, **candidate.fields, reason=next(filter(None, faults)))
+        report(candidate.event, **candidate.fields, reason=next(filter(None, faults)))
     if downloads is not None:
         downloads.raise_if_unanswered()
     return None
 
 
-def _loaded(load_it: Callable[[], Snapshot]) -> tuple[Snapshot | None, str | None]:
+def _candidates(
+    directory: Path | None,
+    world: World,
+    report: Callable[..., object],
+    in_memory: InMemorySnapshots | None,
+    downloads: Downloads | None,
+) -> list[_Candidate]:
+    """Return all candidates; of the same step, the first needs the least time to load."""
+    candidates: list[_Candidate] = []
+    if in_memory is not None:
+        for key in in_memory.find(report):
+            load_key = partial(in_memory.load, key)
+            candidates.append(_Candidate(key.step, load_key, "in_memory_snapshot_rejected", {}))
+
+    def add(path: Path, location: str, load_it: Callable[[], Snapshot]) -> None:
+        fields = {"path": location}
+        candidates.append(_Candidate(step_of(path) or 0, load_it, "snapshot_rejected", fields))
+
+    if directory is not None:
+        paths = world.broadcast_object(list_snapshots(directory), "choosing a snapshot")
+        for path in paths:
+            add(path, str(path), partial(load, path))
+    if downloads is not None:
+        for name in downloads.names(report):
+            add(Path(name), f"{downloads.url}/{name}", partial(downloads.load, name))
+    return candidates
+
+
+def _try_load(load_it: Callable[[], Snapshot]) -> tuple[Snapshot | None, str | None]:
     try:
         return load_it(), None
     except SnapshotError as error:

@@ -1,9 +1,9 @@
-"""Nested state as plain JSON beside named tensors, and back: the same types, the same bits, and nothing is ever unpickled.
+"""Conversion of nested state to plain JSON and named tensors, and back, without pickle.
 
-What JSON has is itself; anything else is an object of one tag: `{"tuple": [1, 2]}`, `{"tensor":
-"model/weight"}`, `{"dict": [[key, value], ...]}` (pairs, since keys may be numbers and their order
-counts). A tensor is named by its path in the state. Workers that hold parts of one state make their
-parts apart; `merge` puts the JSON together.
+Types and bits stay the same. JSON values represent themselves. Any other value is an object with
+one tag: `{"tuple": [1, 2]}`, `{"tensor": "model/weight"}`, `{"dict": [[key, value], ...]}` (pairs,
+since keys may be numbers and have an order). A tensor is named by its path in the state. Workers
+convert their parts of a state separately; `merge` combines the JSON.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final, NoReturn, TypeAlias, Union
+from typing import Any, Final, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -23,29 +23,30 @@ import torch
 from samestep.errors import SnapshotError
 from samestep.step.layout import TensorSlice
 
-# "Plain" is text still
-Plain: TypeAlias = Union[bool, int, float, str, list["Plain"], dict[str, "Plain"], None]  # noqa: UP007
+Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 Tensors: TypeAlias = dict[str, torch.Tensor | TensorSlice]
 Keys: TypeAlias = tuple[str, ...]
 
-# levels; Python's own JSON ends in a RecursionError at about three times as many
-DEEPEST: Final = 100
-SHORT: Final = 60  # letters of a value in an error
+DEEPEST: Final = 100  # levels; Python's JSON raises RecursionError at about three times as many
+SHORT: Final = 60  # characters of a value in an error
 _DTYPE_NAMES: Final = (
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
     "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
-    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
 )  # fmt: skip
 DTYPES: Final[dict[str, torch.dtype]] = {
     name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)
 }
 _NUMPY_KINDS: Final = "biufcmMUS"
+_INVALID: Final = (
+    ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error,
+)  # fmt: skip
 _MAPPINGS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _SEQUENCES: Final[dict[str, type]] = {"list": list, "tuple": tuple, "torch.Size": torch.Size}
 _SETS: Final[dict[str, type]] = {"set": set, "frozenset": frozenset}
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
-# A key that could be taken for the JSON of another is written as JSON in paths: 0 and "0" stay
-# apart.
+# Paths have other keys as JSON, so that 0 and "0" differ.
 _NAME: Final = re.compile(
     r'(?!(?:true|false|null|-?\d[\d.e+\-]*)\Z)[^/"{\ud800-\udfff][^/\ud800-\udfff]*'
 )
@@ -53,17 +54,16 @@ _NAME: Final = re.compile(
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Values of one type as text, exactly."""
+    """The exact conversion of values of one type to text and back."""
 
     kind: type
     to_text: Callable[[Any], str]
     from_text: Callable[[str], Any]
 
 
-def _numpy_scalar(text: str) -> np.generic:
+def _numpy_scalar(text: str) -> Any:
     dtype, _, data = text.rpartition(":")
-    scalar: np.generic = np.frombuffer(bytes.fromhex(data), _numpy_dtype(dtype))[0]
-    return scalar
+    return np.frombuffer(bytes.fromhex(data), _numpy_dtype(dtype))[0]
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
@@ -94,7 +94,9 @@ _LEAVES: Final[dict[str, _Leaf]] = {
     "torch.dtype": _Leaf(
         torch.dtype,
         lambda value: str(value).removeprefix("torch."),
-        lambda text: _torch_dtypes()[text],
+        lambda text: {
+            str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+        }[f"torch.{text}"],
     ),
     "torch.device": _Leaf(torch.device, str, torch.device),
     "numpy": _Leaf(
@@ -107,99 +109,94 @@ _TAGS: Final[dict[type, str]] = {
 }
 
 
-def _torch_dtypes() -> dict[str, torch.dtype]:
-    return {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-
-
 def canonical(plain: Plain) -> str:
-    """Return the one text of a JSON value: keys in order, no spaces, ASCII."""
+    """Return the canonical text of a JSON value: sorted keys, no spaces, ASCII."""
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def flatten(state: object) -> tuple[Plain, Tensors]:
     """Split nested state into JSON and tensors by name; `restore` is its inverse.
 
-    Tensors are not copied. Tied tensors get a name each, so that names depend on nothing but the
-    structure. Raises `SnapshotError` with the path of what cannot be held.
+    Tensors are not copied. Tied tensors have a name each, so that names depend on the structure
+    only. Raises `SnapshotError` with the path of an unsupported value.
     """
     tensors: Tensors = {}
     return _encode(state, (), tensors), tensors
 
 
 def flatten_plain(state: object, what: str) -> Plain:
-    """Turn nested state that has no tensors into JSON. Raises `SnapshotError` for others."""
+    """Convert nested state without tensors to JSON. Raises `SnapshotError` for tensors."""
     return _encode(state, (what,), None)
 
 
 def copy_plain(state: Any, what: str) -> Any:
-    """Return a deep copy of nested state that has no tensors. Raises `SnapshotError` for others."""
+    """Return a deep copy of nested state without tensors. Raises `SnapshotError` for tensors."""
     return restore(flatten_plain(state, what), no_tensor)
 
 
 def no_tensor(name: str) -> torch.Tensor:
-    """Stand in for the tensors of plain state. Raises `SnapshotError`."""
-    raise SnapshotError(f"tensor {name!r} was found; expected plain values only")
+    """Reject the tensors in plain state: raises `SnapshotError`."""
+    raise SnapshotError(f"expected plain values only, got tensor {name!r}")
 
 
 def restore(plain: Plain, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Build the state that `flatten` split. `tensor` gives a whole tensor by name.
+    """Return the state that `flatten` split; `tensor` returns a complete tensor by name.
 
-    Raises `SnapshotError` for JSON that `flatten` does not make.
+    Raises `SnapshotError` for JSON that `flatten` does not produce.
     """
     try:
         return _decode(plain, tensor)
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-        struct.error,
-    ) as error:
-        raise SnapshotError(
-            f"the plain state is not what a snapshot holds ({type(error).__name__}: {error})"
-        ) from error
+    except _INVALID as error:
+        raise SnapshotError(f"invalid plain state ({type(error).__name__}: {error})") from error
 
 
-def merge(first: Plain, second: Plain, path: Keys = ()) -> Plain:
-    """Unite two parts of one state: dictionaries key by key, everything else must be equal.
+def merge(first: Any, second: Any, path: Keys = ()) -> Plain:
+    """Merge two parts of a state: dictionaries key by key, and all other values must be equal.
 
     Raises `SnapshotError` with the path at which the parts differ.
     """
-    tag = _mapping_tag(first)
-    if tag is None or tag != _mapping_tag(second):
+    tag, other = (
+        next(iter(part), None) if isinstance(part, dict) else None for part in (first, second)
+    )
+    if tag not in _MAPPINGS or tag != other:
         if canonical(first) != canonical(second):
             raise SnapshotError(
-                f"workers hold different values of {'/'.join(path) or 'the state'}: {_short(first)} and {_short(second)}; "
-                "expected equal values, or dictionaries in which each worker has keys of its own"
+                f"{'/'.join(path) or 'the state'} must be equal on all workers, or a dictionary in "
+                f"which each worker has its own keys, got {_short(first)} and {_short(second)}"
             )
-        return first
-    united: dict[str, list[Plain]] = {}
-    for key, value in [*_pairs(first, tag), *_pairs(second, tag)]:
-        name = canonical(key)
-        united[name] = (
-            [key, merge(united[name][1], value, (*path, _component(key)))]
-            if name in united
-            else [key, value]
-        )
-    return {tag: list(united.values())}
+        equal: Plain = first
+        return equal
+    merged: dict[str, list[Plain]] = {}
+    for key, value in [*first[tag], *second[tag]]:
+        known = merged.get(name := canonical(key))
+        combined = merge(known[1], value, (*path, _component(key))) if known else value
+        merged[name] = [key, combined]
+    return {tag: list(merged.values())}
 
 
 def _encode(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
-    """Return the JSON of a value at `path`, and put its tensors into `tensors`; where that is None it may have none."""
+    """Return the JSON of a value, and add its tensors to `tensors` if tensors are allowed."""
     if len(path) > DEEPEST:
         raise SnapshotError(
-            f"{'/'.join(path[:3])}/... is nested deeper than {DEEPEST} levels, or contains itself; expected a finite tree"
+            f"{'/'.join(path[:3])}/... must be nested at most {DEEPEST} levels deep, and must not "
+            "contain itself"
         )
     if _is_json(value):
         return value  # type: ignore[no-any-return]
-    tag = _tag_of(value)
+    tag = _TAGS.get(type(value))
+    if isinstance(value, np.generic):
+        tag = "numpy" if value.dtype.kind in _NUMPY_KINDS and value.dtype.itemsize else None
     if tag is None:
         return _encode_tensor(value, path, tensors)
     if tag in _LEAVES:
         return {tag: _LEAVES[tag].to_text(value)}
-    return _encode_container(tag, value, path, tensors)
+    if tag in _MAPPINGS:
+        return _encode_mapping(tag, value, path, tensors)
+    if tag in _SETS:
+        members = [_encode(item, (*path, "item"), None) for item in value]
+        return {tag: sorted(members, key=canonical)}
+    items = [_encode(item, (*path, str(index)), tensors) for index, item in enumerate(value)]
+    return items if tag == "list" else {tag: items}
 
 
 def _is_json(value: Any) -> bool:
@@ -214,32 +211,12 @@ def _is_json(value: Any) -> bool:
     return value is None or kind is bool
 
 
-def _tag_of(value: Any) -> str | None:
-    if isinstance(value, np.generic):
-        return "numpy" if value.dtype.kind in _NUMPY_KINDS and value.dtype.itemsize else None
-    return _TAGS.get(type(value))
-
-
-def _encode_container(tag: str, value: Any, path: Keys, tensors: Tensors | None) -> Plain:
-    if tag in _MAPPINGS:
-        return _encode_mapping(tag, value, path, tensors)
-    if tag in _SETS:
-        return {
-            tag: sorted((_encode(item, (*path, "item"), None) for item in value), key=canonical)
-        }
-    items = [_encode(item, (*path, str(index)), tensors) for index, item in enumerate(value)]
-    return items if tag == "list" else {tag: items}
-
-
-def _encode_mapping(
-    tag: str, value: Mapping[Any, Any], path: Keys, tensors: Tensors | None
-) -> Plain:
+def _encode_mapping(tag: str, value: Any, path: Keys, tensors: Tensors | None) -> Plain:
     pairs: list[Plain] = []
     for key, item in value.items():
         plain_key = _encode(key, (*path, "key"), None)
         pairs.append([plain_key, _encode(item, (*path, _component(plain_key)), tensors)])
-    # the versions of a module's parts, which its load_state_dict looks at
-    metadata = getattr(value, "_metadata", None)
+    metadata = getattr(value, "_metadata", None)  # versions of submodules in a module's state
     if metadata is None:
         return {tag: pairs}
     return {"module": [{tag: pairs}, _encode(metadata, (*path, "_metadata"), None)]}
@@ -251,12 +228,11 @@ def _encode_tensor(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
         tensors[name] = torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8))
         return {"numpy.ndarray": [value.dtype.str, list(value.shape), name]}
     if isinstance(value, TensorSlice):
-        if (
-            value.values.ndim != 1
-            or not 0 <= value.start <= math.prod(value.shape) - value.values.numel()
-        ):
+        size = value.values.numel()
+        if value.values.ndim != 1 or not 0 <= value.start <= math.prod(value.shape) - size:
             raise SnapshotError(
-                f"{name} is elements {value.start} and on of shape {value.shape}; expected a 1-D slice that lies inside it"
+                f"{name} must be a 1-D slice inside of shape {value.shape}, got {size} elements "
+                f"of {value.values.ndim} dims from {value.start}"
             )
         tensor: torch.Tensor | TensorSlice = replace(value, values=_dense(value.values, name))
     else:
@@ -278,12 +254,13 @@ def _dense(value: Any, name: str) -> torch.Tensor:
 
 def _refuse(name: str, what: str) -> NoReturn:
     raise SnapshotError(
-        f"{name or 'the state'} is {what}, which a snapshot cannot hold; give the object a state_dict of dense tensors and plain values"
+        f"{name or 'the state'} is {what}, which a snapshot cannot hold; give the object a "
+        "state_dict of dense tensors and plain values"
     )
 
 
 def _component(key: Plain) -> str:
-    """Name a key within a path. No two keys share a name, and none has a slash."""
+    """Return a key's name in a path: unique, and without a slash."""
     if isinstance(key, str) and _NAME.fullmatch(key):
         return key
     return canonical(key).replace("/", "\\u002f")
@@ -299,7 +276,10 @@ def _decode(plain: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     if tag in _LEAVES:
         result = _LEAVES[tag].from_text(value)
     elif tag in _MAPPINGS:
-        result = _MAPPINGS[tag](_decode_pairs(value, tensor))
+        pairs = [(_decode(key, tensor), _decode(item, tensor)) for key, item in value]
+        result = _MAPPINGS[tag](dict(pairs))
+        if len(result) != len(pairs):
+            raise ValueError("duplicate key")
     elif tag in _SEQUENCES or tag in _SETS:
         result = (_SEQUENCES | _SETS)[tag](_decode(item, tensor) for item in value)
     elif tag == "tensor":
@@ -313,23 +293,6 @@ def _decode(plain: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     else:
         raise ValueError(tag)
     return result
-
-
-def _decode_pairs(pairs: Iterable[Any], tensor: Callable[[str], torch.Tensor]) -> dict[Any, Any]:
-    decoded = [(_decode(key, tensor), _decode(value, tensor)) for key, value in pairs]
-    mapping = dict(decoded)
-    if len(mapping) != len(decoded):
-        raise ValueError("a key is there twice")
-    return mapping
-
-
-def _mapping_tag(plain: Plain) -> str | None:
-    tag = next(iter(plain), None) if isinstance(plain, dict) else None
-    return tag if tag in _MAPPINGS else None
-
-
-def _pairs(plain: Any, tag: str) -> list[tuple[Plain, Plain]]:
-    return [(key, value) for key, value in plain[tag]]
 
 
 def _short(plain: Plain) -> str:

@@ -1,4 +1,4 @@
-"""Write snapshots beside training: what training waits for is the copy of this worker's pieces of tensors to host memory."""
+"""Write snapshots in the background: training only waits until its tensors are in host memory."""
 
 from __future__ import annotations
 
@@ -6,25 +6,31 @@ import errno
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from samestep.errors import SamestepError, SnapshotError
-from samestep.snapshot.commit import CommitProtocol, ToldError, combined
-from samestep.snapshot.files import sync, write_whole
+from samestep.snapshot.commit import CommitProtocol, PeerFailedError, combine
 from samestep.snapshot.manifest import NAME, Manifest
-from samestep.snapshot.part import Contribution, Staging, contribution, data_bytes, write_part
-from samestep.snapshot.read import directory_name, fault, inspect, list_snapshots
-from samestep.snapshot.retention import Retention
+from samestep.snapshot.part import (
+    Contribution,
+    Part,
+    StagingBuffer,
+    contribution,
+    data_bytes,
+    write_part,
+)
+from samestep.snapshot.read import Retention, directory_name, fault, inspect, list_snapshots
 from samestep.snapshot.state import copy_plain
+from samestep.storage import sync, write_atomically
 
 Event = tuple[str, dict[str, Any]]
 
-GIVING_UP_SECONDS: Final = 2.0
+GIVE_UP_SECONDS: Final = 2.0
 _ATTEMPT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ADVICE: Final = {
     errno.ENOSPC: "free some space there, or lower keep_last and keep_best",
@@ -36,27 +42,14 @@ _ADVICE: Final = {
 }
 
 
-@dataclass(frozen=True)
-class _Save:
-    """One snapshot that is being written by this worker."""
-
-    step: int
-    meeting: CommitProtocol
-    mine: Contribution
-    data: memoryview
-    info: Mapping[str, Any]
-    score: float | None
-    stall_seconds: float
-
-
 class SnapshotWriter:
     """Writes one worker's part of the snapshots in a run's directory, which all workers share.
 
     `attempt` is equal on all workers and differs between any two starts of the run. All workers
-    make the same calls of `save`. `report(kind, **fields)` is called by the thread that calls these
-    methods: when a snapshot is whole, failed, or removed since newer ones are there.
-    `when_whole(path)` is called on rank 0, by a thread of its own, and returns at once. After
-    `timeout_seconds` other workers are waited for no longer.
+    make the same calls of `save`. `report(kind, **fields)` runs in the thread that calls these
+    methods, when a snapshot was committed, failed, or was removed because newer ones exist.
+    `on_commit(path)` runs on rank 0 in the writer's thread and must return immediately. The writer
+    waits for other workers for at most `timeout_seconds`.
     """
 
     def __init__(
@@ -69,22 +62,22 @@ class SnapshotWriter:
         keep_last: int,
         keep_best: int,
         report: Callable[..., object],
-        when_whole: Callable[[Path], object] = lambda _: None,
+        on_commit: Callable[[Path], object] = lambda _: None,
         timeout_seconds: float = 1800.0,
     ) -> None:
         if not _ATTEMPT.fullmatch(attempt):
             raise SnapshotError(
-                f"attempt={attempt!r} was given; expected letters, digits, dots, dashes and underscores"
+                f"attempt must have letters, digits, dots, dashes and underscores, got {attempt!r}"
             )
         self._directory = directory
         self._rank = rank
         self._workers = workers
         self._attempt = attempt
         self._report = report
-        self._when_whole = when_whole
+        self._on_commit = on_commit
         self._timeout_seconds = timeout_seconds
         self._retention = Retention(directory, keep_last, keep_best)
-        self._staging = Staging()
+        self._staging = StagingBuffer()
         self._preparation: threading.Thread | None = None
         self._saves = 0
         self._pending: Future[list[Event]] | None = None
@@ -92,16 +85,16 @@ class SnapshotWriter:
         self._given_up = threading.Event()
 
     def prepare(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Get memory ready, in the background, so that the first `save` of such states need not wait for it.
+        """Allocate memory in the background, so that the first `save` need not wait for it.
 
-        Raises `SnapshotError` if a state cannot be held.
+        Raises `SnapshotError` for an unsupported state.
         """
         mine, values = contribution(shared, own, self._rank, self._workers)
         pinned = any(tensor.is_cuda for tensor in values)
 
         def reserve() -> None:
-            with suppress(RuntimeError):  # without enough memory: the save will say so
-                self._staging.reserve(data_bytes(mine.pieces), pinned=pinned)
+            with suppress(RuntimeError):  # the save reports that there is not enough memory
+                self._staging.reserve(data_bytes(mine), pinned=pinned)
 
         self._preparation = threading.Thread(target=reserve, name="prepare snapshots", daemon=True)
         self._preparation.start()
@@ -114,172 +107,148 @@ class SnapshotWriter:
         info: Mapping[str, Any],
         score: float | None = None,
     ) -> None:
-        """Copy the state and start to write it; a save before it is waited for first.
+        """Copy the state and start to write it, after the previous save finished.
 
-        `shared` maps names to states that are equal on all workers: each writes its share of the
-        tensors, rank 0 what is plain. `own` maps names to states of which this worker holds a part:
-        slices (`TensorSlice`), or tensors and plain values under keys that only it has. What
-        several workers hold there must be equal. `info` is plain; the snapshots of the highest
-        `score` are kept. Raises `SnapshotError` if a state cannot be held or the save before it
-        failed.
+        `shared` maps names to states that are equal on all workers: each worker writes its share of
+        the tensors, and rank 0 the plain values. `own` maps names to states of which this worker
+        has a part: slices (`TensorSlice`), or tensors and plain values under keys that only it has.
+        Values that several workers have there must be equal. `info` is plain. The snapshots with
+        the highest `score` stay. Raises `SnapshotError` for an unsupported state, or if the
+        previous save failed.
         """
         self.wait()
         started = time.perf_counter()
-        self._end_preparation()
+        self._join_preparation()
         mine, values = contribution(shared, own, self._rank, self._workers)
-        data = self._staging.copy(mine.pieces, values)
+        data = self._staging.copy(mine, values)
         stall_seconds = time.perf_counter() - started
-        self._saves += 1  # a step that is saved again gets files of its own
-        save = _Save(
-            step=step,
-            meeting=CommitProtocol(
-                directory=self._directory / directory_name(step),
-                attempt=f"{self._attempt}.{self._saves}",
-                rank=self._rank,
-                workers=self._workers,
-                timeout_seconds=self._timeout_seconds,
-                given_up=self._given_up,
-            ),
-            mine=mine,
-            data=data,
-            info=copy_plain(dict(info), "info"),
-            score=None if score is None else float(score),
-            stall_seconds=stall_seconds,
+        self._saves += 1  # saving a step again writes other files
+        path = self._directory / directory_name(step)
+        protocol = CommitProtocol(
+            directory=path,
+            attempt=f"{self._attempt}.{self._saves}",
+            rank=self._rank,
+            workers=self._workers,
+            timeout_seconds=self._timeout_seconds,
+            given_up=self._given_up,
         )
+        score = None if score is None else float(score)
+        info = copy_plain(dict(info), "info")
+        merge = partial(combine, step=step, attempt=protocol.attempt, info=info, score=score)
+        event = {"step": step, "path": str(path), "score": score, "stall_seconds": stall_seconds}
         self._pending = Future()
+        work = partial(self._write, protocol, mine, data, merge, event)
         self._thread = threading.Thread(
-            target=self._run,
-            args=(save, self._pending),
-            name=f"write {directory_name(step)}",
-            daemon=True,
+            target=_run, args=(work, self._pending), name=f"write {path.name}", daemon=True
         )
         self._thread.start()
 
-    def _end_preparation(self) -> None:
+    def _join_preparation(self) -> None:
         if self._preparation is not None:
             self._preparation.join()
             self._preparation = None
 
     def wait(self) -> None:
-        """Return when the last save is whole. Raises `SnapshotError`, once, if it failed."""
+        """Wait until the last save is committed. Raises `SnapshotError`, once, if it failed."""
         if self._thread is not None:
             self._thread.join()
             self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raise `SnapshotError`, once, if the last save has failed by now."""
+        """Raise `SnapshotError`, once, if the last save has already failed."""
         if self._pending is None or not self._pending.done():
             return
         pending, self._pending, self._thread = self._pending, None, None
         if error := pending.exception():
-            with suppress(SamestepError):  # a full disk may take no event either
+            with suppress(SamestepError):  # a full disk may not store an event either
                 self._report("snapshot_failed", reason=str(error))
             raise error
         for kind, fields in pending.result():
             self._report(kind, **fields)
 
     def close(self, grace_seconds: float = 5.0) -> None:
-        """Give a save that is under way `grace_seconds` to become whole, then give it up; no save may follow.
+        """Wait `grace_seconds` for a pending save to be committed, then give it up.
 
-        What hangs even then, in a file system that does not answer, ends with the process and harms
-        no snapshot.
+        No save may follow. If the file system does not respond, the writer's thread ends with the
+        process, and no snapshot is harmed.
         """
-        self._end_preparation()
+        self._join_preparation()
         if self._thread is not None:
             self._thread.join(grace_seconds)
             self._given_up.set()
-            self._thread.join(GIVING_UP_SECONDS)
+            self._thread.join(GIVE_UP_SECONDS)
         with suppress(SnapshotError):  # it was reported
             self.raise_if_failed()
 
-    def _run(self, save: _Save, pending: Future[list[Event]]) -> None:
-        try:
-            pending.set_result(self._write(save))
-        except BaseException as error:  # noqa: BLE001  raised again by whoever waits
-            pending.set_exception(error)
-
-    def _write(self, save: _Save) -> list[Event]:
-        """Write this worker's part, and return what to report once the snapshot is whole. Raises `SnapshotError`."""
+    def _write(
+        self,
+        protocol: CommitProtocol,
+        mine: Contribution,
+        data: memoryview,
+        merge: Callable[[Sequence[Part]], Manifest],
+        event: dict[str, Any],
+    ) -> list[Event]:
+        """Write this worker's part and return the events to report after the commit."""
         started = time.perf_counter()
-        meeting = save.meeting
+        directory = protocol.directory
         try:
-            meeting.directory.mkdir(parents=True, exist_ok=True)
-            meeting.give(write_part(meeting.data_path, save.mine, save.data, meeting.go_on))
-            manifest = self._commit(save) if self._rank == 0 else None
+            directory.mkdir(parents=True, exist_ok=True)
+            part = write_part(protocol.data_path, mine, data, protocol.raise_if_given_up)
+            protocol.send_part(part)
+            if self._rank == 0:
+                manifest = merge(protocol.receive_parts())
+                write_atomically(directory / NAME, manifest.to_bytes())
+                sync(self._directory)
         except Exception as error:
-            failure = self._failure(meeting, error)
-            meeting.fail(failure)
+            failure = self._failure(directory, error)
+            protocol.report_failure(failure)
             raise failure from error
-        if manifest is None:
+        if self._rank > 0:
             try:
-                meeting.wait_for_commit()
+                protocol.wait_for_commit()
             except Exception as error:
-                raise self._failure(meeting, error) from error
+                raise self._failure(directory, error) from error
             return []
-        seconds = {"stall_seconds": save.stall_seconds, "seconds": time.perf_counter() - started}
-        event = {
-            "step": save.step,
-            "path": str(meeting.directory),
-            "bytes": manifest.size,
-            "score": save.score,
-            **seconds,
-        }
-        events = [("snapshot", event), *self._tidy(meeting.directory, manifest)]
-        self._when_whole(meeting.directory)
+        event |= {"bytes": manifest.size, "seconds": time.perf_counter() - started}
+        events = [("snapshot", event), *self._remove_old(directory, manifest)]
+        self._on_commit(directory)
         return events
 
-    def _commit(self, save: _Save) -> Manifest:
-        meeting = save.meeting
-        manifest = combined(
-            meeting.parts(),
-            step=save.step,
-            attempt=meeting.attempt,
-            info=save.info,
-            score=save.score,
-        )
-        write_whole(meeting.directory / NAME, manifest.to_bytes())
-        sync(self._directory)
-        return manifest
-
-    def _tidy(self, directory: Path, manifest: Manifest) -> list[Event]:
-        """Remove what the new manifest does not name, then older snapshots once the new one was seen whole."""
+    def _remove_old(self, directory: Path, manifest: Manifest) -> list[Event]:
+        """Remove files outside of the new manifest, then old snapshots if the new one is valid."""
         named = {NAME, *(file.name for file in manifest.files)}
         try:
             for path in directory.iterdir():
                 if path.name not in named:
                     path.unlink()
             inspect(directory)
-            return [
-                ("snapshot_removed", {"path": str(path)})
-                for path in self._retention.apply(directory)
-            ]
+            removed = self._retention.apply(directory)
         except (OSError, SnapshotError) as error:
             return [("snapshot_not_removed", {"reason": str(error)})]
+        return [("snapshot_removed", {"path": str(path)}) for path in removed]
 
-    def _failure(self, meeting: CommitProtocol, error: Exception) -> SnapshotError:
-        """Say which snapshot could not be written, why, what to do, and which one there is."""
-        if isinstance(error, ToldError):
+    def _failure(self, directory: Path, error: Exception) -> SnapshotError:
+        """Describe which snapshot could not be written, why, and which one can be used instead."""
+        if isinstance(error, PeerFailedError):
             return error
-        reason = (
-            str(error)
-            if isinstance(error, (OSError, SnapshotError))
-            else f"{type(error).__name__}: {error}"
+        reason = str(error)
+        if not isinstance(error, (OSError, SnapshotError)):
+            reason = f"{type(error).__name__}: {error}"
+        elif isinstance(error, OSError) and (advice := _ADVICE.get(error.errno or 0)):
+            reason += f"; {advice}"
+        complete = (
+            f"The newest complete snapshot is {path.name}: the run can resume from it"
+            for path in reversed(list_snapshots(self._directory))
+            if fault(path, inspect) is None
         )
-        advice = _ADVICE.get(error.errno or 0) if isinstance(error, OSError) else None
-        newest = next(
-            (
-                path.name
-                for path in reversed(list_snapshots(self._directory))
-                if not fault(path, inspect)
-            ),
-            None,
-        )
+        newest = next(complete, "There is no complete snapshot yet")
         return SnapshotError(
-            f"snapshot {meeting.directory} could not be written: worker {self._rank}: {reason}"
-            + (f"; {advice}" if advice else "")
-            + (
-                f". The newest whole snapshot is {newest}: the run can resume from it"
-                if newest
-                else ". There is no whole snapshot yet"
-            )
+            f"snapshot {directory} could not be written: worker {self._rank}: {reason}. {newest}"
         )
+
+
+def _run(work: Callable[[], list[Event]], pending: Future[list[Event]]) -> None:
+    try:
+        pending.set_result(work())
+    except BaseException as error:  # noqa: BLE001  raised again by `raise_if_failed`
+        pending.set_exception(error)

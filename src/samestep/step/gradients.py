@@ -1,7 +1,7 @@
 """Gradients of a list of parameters: taken from autograd, added, copied.
 
-A parameter that a lane did not use has no gradient there (None), which counts as zeros; one that no
-lane used has none at all, so that the optimizer leaves it alone as in plain PyTorch.
+A parameter that a lane did not use has no gradient there (None), which counts as zeros. A parameter
+that no lane used has no gradient at all, so the optimizer skips it as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -10,35 +10,35 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
 
 from samestep.errors import LossError
 
-Gradients = list[torch.Tensor | None]
+Parameters = Sequence[Parameter]
+Gradients = list[Tensor | None]
 
 
-def take_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
-    """Return the parameters' gradients and leave none behind."""
+def take_gradients(parameters: Sequence[Tensor]) -> Gradients:
+    """Return the parameters' gradients and set `.grad` to None."""
     gradients = [parameter.grad for parameter in parameters]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and gradient.layout != torch.strided:
-            raise LossError(
-                f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient; expected dense ones: use sparse=False"
-            )
+            shape = tuple(parameter.shape)
+            raise LossError(f"a parameter of shape {shape} has a sparse gradient; use sparse=False")
         parameter.grad = None
     return gradients
 
 
-def set_gradients_aside(parameters: Sequence[torch.Tensor]) -> Gradients:
-    """Return copies of the parameters' gradients and leave none behind; the memory they were in may be that of an exchange."""
+def stash_gradients(parameters: Sequence[Tensor]) -> Gradients:
+    """Return copies of the gradients, whose memory an exchange may reuse, and clear `.grad`."""
     if all(parameter.grad is None for parameter in parameters):
         return [None] * len(parameters)
-    return [
-        None if gradient is None else gradient.clone() for gradient in take_gradients(parameters)
-    ]
+    return [None if one is None else one.clone() for one in take_gradients(parameters)]
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """Return left + right, in the memory of `left` where it has any."""
+    """Return left + right, in the memory of `left` if it has any."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
@@ -50,14 +50,13 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     ]
 
 
-def _plus_zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    # Zeros are added for real, because -0.0 + 0.0 is 0.0: what is missing travels between workers
-    # as zeros.
+def _plus_zeros(gradient: Tensor | None) -> Tensor | None:
+    # -0.0 + 0.0 is 0.0, and workers exchange zeros for a missing gradient
     return None if gradient is None else gradient.add_(0.0)
 
 
-def copy_gradients(views: Sequence[torch.Tensor], gradients: Gradients) -> None:
-    """Copy gradients into views of flat storage, zeros for missing ones; a gradient may be its view already."""
+def copy_gradients(views: Sequence[Tensor], gradients: Gradients) -> None:
+    """Copy gradients into views of flat storage, zeros for missing ones; skip those in place."""
     pairs = [
         (view, gradient)
         for view, gradient in zip(views, gradients, strict=True)
@@ -71,24 +70,24 @@ def copy_gradients(views: Sequence[torch.Tensor], gradients: Gradients) -> None:
 
 
 class ModuleParameters:
-    """Remembers the parameters of a module, each once, and walks through it again only when something in it was added or replaced.
+    """A cache of a module's parameters, refreshed only when something in the module was replaced.
 
-    Walking through a module of 200 layers takes longer than one of its steps should wait. The
-    module itself is not kept alive.
+    Walking through a module of 200 layers takes too long to do at every step. The module itself is
+    not kept alive.
     """
 
     def __init__(self) -> None:
         self._registries: list[dict[str, Any]] = []
         self._content: list[int] = []
-        self._parameters: list[torch.nn.Parameter] = []
+        self._parameters: list[Parameter] = []
 
-    def trainable(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """Return the parameters of `module`, always the same one, that require a gradient now."""
+    def trainable(self, module: Module) -> list[Parameter]:
+        """Return the parameters of `module`, always the same one, that now require a gradient."""
         if not self._registries or self._ids() != self._content:
             self._registries = [
                 registry
                 for one in module.modules()
-                for registry in (one._parameters, one._modules)  # noqa: SLF001
+                for registry in (one._parameters, one._modules)  # noqa: SLF001 (no public access)
             ]
             self._content = self._ids()
             self._parameters = list(module.parameters())

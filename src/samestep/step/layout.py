@@ -1,4 +1,4 @@
-"""Where tensors lie in flat storage, and how it is cut into one slice a worker. Pure: sizes only."""
+"""The layout of tensors in flat storage, divided into one slice per worker. Pure: sizes only."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-import torch
+from torch import Tensor
 
-# elements; vectorised kernels round whole vectors and tails differently, so no cut may make a new
-# tail
+# In elements. Vectorized kernels round full vectors and tails differently, so no cut between
+# workers may create a new tail.
 ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The part of tensor `index` that lies in a worker's slice: its elements [start, stop), at `offset` in the slice."""
+class Fragment:
+    """Elements [start, stop) of tensor `index`, which are at `offset` in one worker's slice."""
 
     index: int
     start: int
@@ -25,10 +25,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors of `sizes` elements one after the other, each aligned to 64 elements, cut into `workers` equal slices.
+    """Tensors of `sizes` elements, aligned to 64 elements and cut into `workers` equal slices.
 
-    Slices start and end on multiples of 64 elements; the last ones may be padding, wholly or in
-    part.
+    Slices start and end on multiples of 64 elements; the last ones may contain padding only.
     """
 
     sizes: tuple[int, ...]
@@ -36,58 +35,57 @@ class Layout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor starts, and after them where the last ends, in elements."""
+        """The start of each tensor, followed by the end of the last one, in elements."""
         return tuple(
             accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in self.sizes), initial=0)
         )
 
     @cached_property
     def slice_size(self) -> int:
-        """Elements a worker."""
+        """Elements per worker."""
         return -(-self.offsets[-1] // (ALIGNMENT * self.workers)) * ALIGNMENT
 
     @property
     def flat_size(self) -> int:
-        """Elements of the whole storage, padding included."""
+        """Elements of the complete storage, including padding."""
         return self.slice_size * self.workers
 
-    def pieces(self, rank: int) -> list[Piece]:
-        """Return the parts of tensors that lie in a worker's slice, in order; empty tensors have none."""
+    def fragments(self, rank: int) -> list[Fragment]:
+        """Return the parts of tensors in a worker's slice, in order; empty tensors have none."""
         low, high = rank * self.slice_size, (rank + 1) * self.slice_size
-        pieces = []
+        fragments = []
         for index, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=False)):
             start, stop = max(low, offset), min(high, offset + size)
             if start < stop:
-                pieces.append(Piece(index, start - offset, stop - offset, start - low))
-        return pieces
+                fragments.append(Fragment(index, start - offset, stop - offset, start - low))
+        return fragments
 
 
 @dataclass(frozen=True)
 class TensorSlice:
     """Elements `[start, start + len(values))` of a tensor, counted in the tensor's storage order.
 
-    `values` is 1-D. `shape` is the whole tensor's. `order` lists its dims from the slowest to the
-    fastest in storage: `(0, 1, 2, 3)` for a contiguous tensor, `(0, 2, 3, 1)` for channels last.
+    `values` is 1-D. `shape` is the shape of the complete tensor. `order` lists its dims from the
+    slowest to the fastest in storage: `(0, 1, 2, 3)` for a contiguous tensor, `(0, 2, 3, 1)` for
+    channels last.
     """
 
-    values: torch.Tensor
+    values: Tensor
     shape: tuple[int, ...]
     start: int
     order: tuple[int, ...]
 
 
-def storage_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the dims of `tensor` from the slowest to the fastest, or plain order where it is not dense."""
+def storage_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dims from the slowest to the fastest, or in plain order if `tensor` has gaps."""
     if tensor.is_contiguous():
         return tuple(range(tensor.ndim))
     order = tuple(sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True))
     return order if tensor.permute(order).is_contiguous() else tuple(range(tensor.ndim))
 
 
-def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` as 1-D in its storage order: a view where it is dense, a copy elsewhere."""
-    return (
-        tensor.view(-1)
-        if tensor.is_contiguous()
-        else tensor.permute(storage_order(tensor)).reshape(-1).contiguous()
-    )
+def flattened(tensor: Tensor) -> Tensor:
+    """Return `tensor` as 1-D in its storage order: a view if it has no gaps, otherwise a copy."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.permute(storage_order(tensor)).reshape(-1).contiguous()

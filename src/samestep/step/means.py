@@ -13,31 +13,28 @@ from samestep.errors import EvaluationError
 
 @dataclass(frozen=True)
 class Mean:
-    """A sum in float64 with the number of items it is over; merging is addition, and the empty sum is its identity."""
+    """A float64 sum and its number of items; merging is addition, the empty sum is the identity."""
 
     total: float
     count: int
 
     @classmethod
     def of(cls, means: Sequence[tuple[float, int]]) -> Mean:
-        """Merge (mean, count) pairs. The sum is exact before its one rounding, so no order of merging shows."""
-        return cls(
-            _exact_sum([mean * count for mean, count in means]), sum(count for _, count in means)
-        )
+        """Merge (mean, count) pairs; the order does not matter, since the sum is rounded once."""
+        total = _exact_sum([mean * count for mean, count in means])
+        return cls(total, sum(count for _, count in means))
 
     @property
     def value(self) -> float:
-        """The mean. Raises `EvaluationError` over no items: there is no such number."""
+        """The mean. Raises `EvaluationError` if there are no items."""
         if self.count == 0:
-            raise EvaluationError(
-                "a mean over no items was asked for; expected at least one item with a count above 0"
-            )
+            raise EvaluationError("a mean needs at least one item, got 0")
         return self.total / self.count
 
 
 @dataclass(frozen=True)
 class LaneResult:
-    """What one lane (or block of an evaluation) reports: the items it is over and the mean, or sum, of each metric."""
+    """The items of one lane (or block of an evaluation) and the mean, or sum, of each metric."""
 
     lane: int
     rank: int
@@ -46,7 +43,17 @@ class LaneResult:
 
 
 class Means(Mapping[str, float]):
-    """Global means by name, `"loss"` first; computed when they are read. The same bits at any number of workers."""
+    """Means by name over all items of a global batch, `"loss"` first; a read-only mapping.
+
+    They have the same bits at any number of workers, and are computed when they are read. A sum is
+    exact before its one rounding to float64.
+
+    Example:
+        >>> for batch in run.batches(train_set, 32, steps=1):
+        ...     means = run.backward(loss_fn, model, batch)
+        >>> means["loss"] > 0
+        True
+    """
 
     def __init__(
         self, results: Sequence[LaneResult], reduction: Literal["mean", "sum"] = "mean"
@@ -59,9 +66,8 @@ class Means(Mapping[str, float]):
 
     def __getitem__(self, name: str) -> float:
         if name not in self._names:
-            raise KeyError(
-                f"{name!r}; there are {', '.join(self._names) or 'no metrics: no lane had items'}"
-            )
+            available = ", ".join(self._names) or "none, because no lane had items"
+            raise KeyError(f"no metric {name!r}; available: {available}")
         return self._mean(name, self._results).value
 
     def __iter__(self) -> Iterator[str]:
@@ -74,7 +80,14 @@ class Means(Mapping[str, float]):
         return f"Means({', '.join(f'{name}={self[name]:.6g}' for name in self)})"
 
     def by_worker(self, name: str) -> list[float]:
-        """Return the mean over the items of each worker that had any, by rank."""
+        """Return the mean over the items of each worker that had any, by rank.
+
+        Example:
+            >>> for batch in run.batches(train_set, 32, steps=1):
+            ...     means = run.backward(loss_fn, model, batch)
+            >>> len(means.by_worker("loss")) == run.world_size
+            True
+        """
         ranks = sorted({result.rank for result in self._results if name in result.metrics})
         return [
             self._mean(name, [result for result in self._results if result.rank == rank]).value
@@ -82,15 +95,12 @@ class Means(Mapping[str, float]):
         ]
 
     def _mean(self, name: str, results: Sequence[LaneResult]) -> Mean:
-        values = [
-            (result.metrics[name], result.count) for result in results if name in result.metrics
-        ]
-        if self._sums:  # of no items, the sum itself: an image without boxes has a loss, too
-            return Mean(
-                _exact_sum([value for value, _ in values]),
-                max(1, sum(count for _, count in values)),
-            )
-        return Mean.of(values)
+        pairs = [(one.metrics[name], one.count) for one in results if name in one.metrics]
+        if not self._sums:
+            return Mean.of(pairs)
+        # without items, the sum itself: an image without boxes also has a loss
+        count = max(1, sum(count for _, count in pairs))
+        return Mean(_exact_sum([value for value, _ in pairs]), count)
 
 
 def _exact_sum(values: Sequence[float]) -> float:
@@ -100,5 +110,5 @@ def _exact_sum(values: Sequence[float]) -> float:
         return sum(infinite)
     try:
         return math.fsum(values)
-    except OverflowError:  # on the way, if not in the end
+    except OverflowError:  # of an intermediate sum, and perhaps of the total
         return math.fsum(value * 2.0**-64 for value in values) * 2.0**64

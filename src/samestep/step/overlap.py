@@ -1,4 +1,4 @@
-"""What happens to the gradients of a worker's only lane while backward still runs."""
+"""Exchange of the gradients of a worker's only lane while backward still runs."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-import torch
+from torch import Tensor
 
 from samestep.step.exchange import Exchange
-from samestep.step.gradients import Gradients
+from samestep.step.gradients import Gradients, Parameters
 from samestep.step.shard import FlatBuffer
 
-# of the smallest gradient whose early copy saves more than it costs to call for it
+# The smallest gradient whose early copy saves more time than its hook costs.
 EARLY_BYTES: Final = 1 << 18
 
 
 @dataclass
 class Bucket:
-    """Some parameters whose gradients are exchanged together, by their numbers among the updated ones."""
+    """Parameters whose gradients are exchanged together, by their numbers in the updated list."""
 
     exchange: Exchange
     numbers: list[int | None]  # None: a parameter of a sharded optimizer that is not updated now
-    block: FlatBuffer | None
+    flat_buffer: FlatBuffer | None
 
-    def set_aside(self) -> None:
-        """Move gradients of an earlier call that nobody has used up out of the way."""
-        if self.block is not None:
-            self.block.set_aside()
+    def stash(self) -> None:
+        """Move unused gradients of an earlier call out of the exchange's memory."""
+        if self.flat_buffer is not None:
+            self.flat_buffer.stash_gradients()
 
     def put(self, own: Sequence[Gradients]) -> None:
         """Give the gradients of this worker's subtrees to the exchange."""
@@ -37,73 +37,74 @@ class Bucket:
             [[None if n is None else gradients[n] for n in self.numbers] for gradients in own]
         )
 
-    def finish(
-        self, parameters: Sequence[torch.nn.Parameter], missing: Collection[int], scale: float
-    ) -> None:
-        """Leave the global gradient, multiplied with `scale`, in `.grad` of all that are not `missing`, or of their segments."""
+    def finish(self, parameters: Parameters, missing: Collection[int], scale: float) -> None:
+        """Set `.grad` of all parameters not in `missing` to the global gradient times `scale`.
+
+        With a sharded optimizer, its segments get the gradient instead.
+        """
         total = self.exchange.sum()
         if scale != 1.0:
             total.mul_(scale)
         present = [n is not None and n not in missing for n in self.numbers]
-        if self.block is not None:
-            self.block.set_gradients(total, present)
+        if self.flat_buffer is not None:
+            self.flat_buffer.set_gradients(total, present)
             return
-        for n, gradient, there in zip(self.numbers, self.exchange.gather(), present, strict=True):
-            if there:
-                parameters[n].grad = gradient  # type: ignore[index]
+        for n, gradient in zip(self.numbers, self.exchange.gather(), strict=True):
+            if n is not None and n not in missing:
+                parameters[n].grad = gradient
 
 
 class Overlap:
-    """Gives gradients to the exchanges of `targets` after backward; subclasses do more of that while autograd still runs."""
+    """Puts gradients into the exchanges of `buckets` after backward; subclasses do so earlier."""
 
-    def __init__(self, targets: Sequence[Bucket]) -> None:
-        self.targets = targets
-        self._watching = False
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = buckets
+        self._active = False
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Act on gradients that come during a block, which runs autograd's backward of a lane once."""
+    def active(self) -> Iterator[None]:
+        """Handle gradients during a block that runs autograd's backward of a lane once."""
         self._begin()
-        self._watching = True
+        self._active = True
         try:
             yield
         finally:
-            self._watching = False
+            self._active = False
 
     def _begin(self) -> None:
-        """Make ready: no gradient has come."""
+        """Prepare for the first gradient."""
 
     def finish(self, own: Sequence[Gradients]) -> None:
-        """Give the exchanges what they do not have yet; `own` has the gradients of this worker's subtrees."""
-        for target in self.targets:
-            target.put(own)
+        """Put the remaining gradients; `own` holds those of this worker's subtrees."""
+        for bucket in self.buckets:
+            bucket.put(own)
 
 
 class EarlyExchange(Overlap):
-    """Starts to exchange between hosts, a target at a time, as soon as autograd has its gradients.
+    """Exchanges each bucket between hosts as soon as autograd has computed its gradients.
 
-    Autograd reaches parameters about in the reverse of their order, and every worker must start its
-    exchanges in the same order; so targets start from the last to the first, and those that a lane
-    does not reach wait for `finish`.
+    Autograd reaches parameters roughly in reverse order, and every worker must start its exchanges
+    in the same order. So buckets start from the last to the first, and those that a lane does not
+    reach wait for `finish`.
     """
 
-    def __init__(self, targets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]) -> None:
-        super().__init__(targets)
+    def __init__(self, buckets: Sequence[Bucket], parameters: Parameters) -> None:
+        super().__init__(buckets)
         self._parameters = parameters
-        self._order = targets[::-1]
-        self._awaited = [0] * len(targets)
+        self._order = buckets[::-1]
+        self._awaited = [0] * len(buckets)
         self._started = 0
-        for number, target in enumerate(self._order):
-            for n in target.numbers:
+        for number, bucket in enumerate(self._order):
+            for n in bucket.numbers:
                 if n is not None:
                     parameters[n].register_post_accumulate_grad_hook(partial(self._arrived, number))
 
     def _begin(self) -> None:
-        self._awaited = [sum(n is not None for n in target.numbers) for target in self._order]
+        self._awaited = [sum(n is not None for n in bucket.numbers) for bucket in self._order]
         self._started = 0
 
-    def _arrived(self, number: int, _: torch.Tensor) -> None:
-        if not self._watching:
+    def _arrived(self, number: int, _: Tensor) -> None:
+        if not self._active:
             return
         self._awaited[number] -= 1
         if self._started == number:
@@ -116,29 +117,32 @@ class EarlyExchange(Overlap):
         self._started = 0
 
     def _start_next(self, gradients: Gradients) -> None:
-        target = self._order[self._started]
+        bucket = self._order[self._started]
         self._started += 1
-        target.put([gradients])
-        target.exchange.start()
+        bucket.put([gradients])
+        bucket.exchange.start()
 
 
 class EarlyCopies(Overlap):
-    """Copies large gradients where they are added up as soon as autograd has them: still in the cache, and all are never there twice."""
+    """Copies each large gradient into the exchange as soon as autograd has computed it.
 
-    def __init__(self, targets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]) -> None:
-        super().__init__(targets)
-        for target in targets:
-            for n, view in zip(target.numbers, target.exchange.own_views[0], strict=True):
+    It is then still in the cache, and only one gradient at a time is in memory twice.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], parameters: Parameters) -> None:
+        super().__init__(buckets)
+        for bucket in buckets:
+            for n, view in zip(bucket.numbers, bucket.exchange.own_views[0], strict=True):
                 if n is not None and view.nbytes >= EARLY_BYTES:
                     parameters[n].register_post_accumulate_grad_hook(partial(self._arrived, view))
 
     def _begin(self) -> None:
-        for target in self.targets:
-            target.exchange.wait_until_free()
+        for bucket in self.buckets:
+            bucket.exchange.wait_until_free()
 
-    def _arrived(self, view: torch.Tensor, parameter: torch.Tensor) -> None:
+    def _arrived(self, view: Tensor, parameter: Tensor) -> None:
         gradient = parameter.grad
-        # sparse ones are refused after backward
-        if self._watching and gradient is not None and gradient.layout == view.layout:
+        # sparse gradients are rejected after backward
+        if self._active and gradient is not None and gradient.layout == view.layout:
             view.copy_(gradient)
             parameter.grad = view

@@ -1,4 +1,4 @@
-"""The fixed pairwise order in which lanes are added, and who carries which lanes.
+"""The fixed pairwise order in which lanes are added, and the lanes of each worker.
 
 The tree over lanes [lo, hi) splits at the largest power of two below its length:
 
@@ -21,8 +21,8 @@ Value = TypeVar("Value")
 Span = tuple[int, int]
 
 
-def carried(rank: int, workers: int, lanes: int) -> range:
-    """Return the contiguous lanes that a worker carries; sizes differ by one at most."""
+def lanes_of(rank: int, workers: int, lanes: int) -> range:
+    """Return the contiguous lanes of a worker; their number differs by at most one."""
     return range(rank * lanes // workers, (rank + 1) * lanes // workers)
 
 
@@ -34,7 +34,7 @@ def halves(span: Span) -> tuple[Span, Span]:
 
 
 def subtrees(own: range, lanes: int) -> list[Span]:
-    """Return the maximal spans of the tree over `lanes` that lie inside the lanes `own`, in lane order."""
+    """Return the maximal spans of the tree over `lanes` inside the lanes `own`, in lane order."""
 
     def inside(span: Span) -> list[Span]:
         low, high = span
@@ -53,24 +53,22 @@ def tree_sum(
 ) -> Value:
     """Add the values of a span's lanes along the tree, in lane order.
 
-    `known` gives the value of a span, or None for one that is to be added up from its halves; it is
-    asked for spans from left to right, so it may compute a lane's value when it is asked. `add` may
-    reuse its first argument.
+    `known` returns the value of a span, or None if the span's halves should be added instead. It is
+    called for spans from left to right, so it may compute a lane's value on demand. `add` may reuse
+    its first argument.
     """
-    steps = tree_steps(span, known, add)
-    while True:
-        try:
-            next(steps)
-        # that is where a generator says what it returned
-        except StopIteration as end:
-            total: Value = end.value
-            return total
+    value = known(span)
+    if value is not None:
+        return value
+    left, right = halves(span)
+    total = tree_sum(left, known, add)
+    return add(total, tree_sum(right, known, add))
 
 
 def tree_steps(
     span: Span, known: Callable[[Span], Value | None], add: Callable[[Value, Value], Value]
 ) -> Generator[None, None, Value]:
-    """Add as `tree_sum` does, and pause after each value that was known, so that several sums can take turns."""
+    """Add as `tree_sum` does, and yield after each known value so that sums can be interleaved."""
     value = known(span)
     if value is not None:
         yield

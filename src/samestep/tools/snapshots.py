@@ -97,11 +97,11 @@ class RemoteSnapshots:
 
     def __init__(self, url: str) -> None:
         from samestep.snapshot.read import step_of
-        from samestep.snapshot.remote import Remote
+        from samestep.snapshot.remote import RemoteDirectory
 
         folder, _, name = url.rstrip("/").rpartition("/")
         is_snapshot = step_of(Path(name)) is not None
-        self._remote = Remote(folder if is_snapshot else url)
+        self._remote = RemoteDirectory(folder if is_snapshot else url)
         self.location = url
         self.names = [name] if is_snapshot else self._remote.names()
 
@@ -152,7 +152,7 @@ def _check(snapshots: LocalSnapshots | RemoteSnapshots) -> int:
 
 
 def _export(snapshots: LocalSnapshots | RemoteSnapshots, file: Path, name: str) -> int:
-    from samestep.snapshot.export import export
+    from samestep.snapshot.read import export
 
     with ExitStack() as exits:
         for newest in reversed(snapshots.names):

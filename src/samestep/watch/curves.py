@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from samestep.record.source import Place
+from samestep.record.source import StepPosition
 
 AXES: Final = ("step", "time")
 ROWS_AT_A_TIME: Final = 4096
@@ -107,11 +107,13 @@ class Curve:
     def __len__(self) -> int:
         return len(self._table)
 
-    def append(self, place: Place, time: float, value: float, low: float, high: float) -> None:
+    def append(
+        self, place: StepPosition, time: float, value: float, low: float, high: float
+    ) -> None:
         """Append a point; `low` and `high` are NaN if it has no band."""
         self._table.append((place[0], not place[1], time, value, low, high))
 
-    def discard_after(self, last: Place) -> None:
+    def discard_after(self, last: StepPosition) -> None:
         """Remove all points after a place."""
         step, between, *_ = self._table.columns()
         self._table.filter((step < last[0]) | ((step == last[0]) & between))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from samestep.record.record import PARTS
-from samestep.record.source import STARTS, Place, last_standing, place_of
+from samestep.record.source import STARTS, StepPosition, step_position, valid_until
 from samestep.watch.curves import Curve, to_float, to_int, to_number
 from samestep.watch.timings import RECENT, Timings, started_workers
 
@@ -32,7 +32,7 @@ class Image:
 
     number: int
     name: str
-    place: Place
+    place: StepPosition
     path: str
     width: int
     height: int
@@ -120,7 +120,7 @@ class RunState:
         return True
 
     def _start(self, event: dict[str, Any], kind: str, time: float) -> None:
-        step, between = last_standing(event)
+        step, between = valid_until(event)
         last = to_float(step), between
         for curve in self.curves.values():
             curve.discard_after(last)
@@ -186,8 +186,8 @@ class RunState:
         self.timeline.append(TimelineEvent(time, kind, step, text, tone, detail))
 
 
-def _place(event: dict[str, Any]) -> Place | None:
-    return None if to_number(event.get("step")) is None else place_of(event)
+def _place(event: dict[str, Any]) -> StepPosition | None:
+    return None if to_number(event.get("step")) is None else step_position(event)
 
 
 def describe(event: Event, kind: str, before: Event) -> tuple[str, str]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.record.record import PARTS
-from samestep.record.source import Place
+from samestep.record.source import StepPosition
 from samestep.watch.curves import (
     Table,
     equal_spans,
@@ -53,7 +53,7 @@ class Timings:
             self._own.append((sum(parts) - parts[EXCHANGE],))
         self._newest.append(workers)
 
-    def discard_after(self, last: Place) -> None:
+    def discard_after(self, last: StepPosition) -> None:
         """Remove all steps after a place, because a new attempt starts there."""
         step, _, _, workers, *_ = self._steps.columns()
         remaining = step < last[0]
@@ -206,7 +206,7 @@ def started_workers(start: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def lanes_of(rank: int, workers: int, lanes: int) -> tuple[int, int]:
-    """Return a worker's lanes [first, end), as `samestep.step.tree.carried` does."""
+    """Return a worker's lanes [first, end), as `samestep.step.tree.lanes_of` does."""
     return rank * lanes // workers, (rank + 1) * lanes // workers
 
 

@@ -171,7 +171,9 @@ def test_the_record_has_each_loss_and_a_picture(trained):
 
 def steps_of(data):
     train_images = open_images(read(Settings, [f"data.path={data}"]).data).train
-    return GroupedPlan(train_images.groups(), len(train_images), 4, 4, seed=0).steps_per_epoch
+    return GroupedPlan(
+        len(train_images), 4, 4, seed=0, groups=train_images.groups()
+    ).steps_per_epoch
 
 
 def seen_by(arguments):

@@ -18,8 +18,7 @@ from recipes.vit import demo
 from recipes.vit.config import Settings
 from recipes.vit.train import main
 from recipes.vit.training import score, training_loss
-from samestep.snapshot.export import export
-from samestep.snapshot.read import list_snapshots, load
+from samestep.snapshot.read import export, list_snapshots, load
 from tests.jobs import events, fingerprint, logged
 from tests.recipes.pictures import pictures
 from tests.workers import WorkerFailedError, run_workers

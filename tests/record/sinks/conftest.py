@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from samestep.record import FileRecord
-from tests.record.sinks.deliver import write_start
+from tests.record.sinks.send_record import write_start
 
 
 @pytest.fixture

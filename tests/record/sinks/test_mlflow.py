@@ -16,11 +16,11 @@ from mlflow.tracking import MlflowClient
 from samestep.errors import ConfigError
 from samestep.record import read_events
 from samestep.record.sinks.mlflow import MlflowSink
-from tests.record.sinks.deliver import (
+from tests.record.sinks.send_record import (
     CONFIG,
     ODD,
-    deliver,
-    deliver_all,
+    send,
+    send_all,
     write_image,
     write_start,
     write_step,
@@ -52,11 +52,11 @@ def history(directory, name):
     return client(directory).get_metric_history(the_run(directory).info.run_id, name)
 
 
-def test_scalars_have_their_steps_times_and_values(record, tmp_path):
+def test_scalars_have_steps_times_and_values(record, tmp_path):
     values = [1 / 3, math.inf, -math.inf, 1e-300]
     for step, value in enumerate(values):
         write_step(record, step, loss=value)
-    deliver_all("mlflow", tmp_path)
+    send_all("mlflow", tmp_path)
     points = history(tmp_path, "loss")
     assert [(point.step, point.value) for point in points] == list(enumerate(values))
     assert [point.timestamp for point in points] == [
@@ -65,17 +65,17 @@ def test_scalars_have_their_steps_times_and_values(record, tmp_path):
     assert the_run(tmp_path).info.run_name == tmp_path.name
 
 
-def test_more_scalars_than_one_request_may_hold_are_all_there(record, tmp_path):
+def test_scalars_are_split_into_requests(record, tmp_path):
     for step in range(3):
         record.scalars(step, 0, {f"m{number}": float(step) for number in range(700)})
-    deliver_all("mlflow", tmp_path)
+    send_all("mlflow", tmp_path)
     metrics = the_run(tmp_path).data.metrics
     assert (len(metrics), set(metrics.values())) == (700, {2.0})
 
 
-def test_images_are_artifacts_of_the_same_bytes(record, tmp_path):
+def test_images_are_identical_artifacts(record, tmp_path):
     write_image(record, 3, np.arange(60, dtype=np.uint8).reshape(4, 5, 3), "cells/nuclei")
-    deliver_all("mlflow", tmp_path)
+    send_all("mlflow", tmp_path)
     (file,) = (tmp_path / "images").iterdir()
     run = the_run(tmp_path).info
     assert [
@@ -86,8 +86,8 @@ def test_images_are_artifacts_of_the_same_bytes(record, tmp_path):
     )
 
 
-def test_the_configuration_is_its_parameters(record, tmp_path):
-    deliver_all("mlflow", tmp_path)
+def test_the_configuration_is_written_as_parameters(record, tmp_path):
+    send_all("mlflow", tmp_path)
     assert the_run(tmp_path).data.params == {
         "lanes": "4",
         "seed": "7",
@@ -101,11 +101,11 @@ def test_the_configuration_is_its_parameters(record, tmp_path):
 @pytest.mark.parametrize(
     ("event", "status"), [("finished", "FINISHED"), ("failed", "FAILED"), ("stopped", "KILLED")]
 )
-def test_the_end_of_the_run_is_its_status(record, tmp_path, event, status):
-    deliver_all("mlflow", tmp_path)
+def test_the_end_of_the_run_sets_its_status(record, tmp_path, event, status):
+    send_all("mlflow", tmp_path)
     assert the_run(tmp_path).info.status == "RUNNING"
     record.event(event, step=0)
-    deliver_all("mlflow", tmp_path, 1)
+    send_all("mlflow", tmp_path, 1)
     info = the_run(tmp_path).info
     assert (info.status, info.end_time) == (
         status,
@@ -116,10 +116,10 @@ def test_the_end_of_the_run_is_its_status(record, tmp_path, event, status):
 def test_a_resume_continues_the_same_run(record, tmp_path):
     write_step(record, 0, loss=0.5)
     record.event("stopped", step=1)
-    deliver_all("mlflow", tmp_path)
+    send_all("mlflow", tmp_path)
     write_start(record, 1, timeout=9.0, new=1)
     write_step(record, 1, loss=0.25)
-    deliver_all("mlflow", tmp_path, 3)
+    send_all("mlflow", tmp_path, 3)
     run = the_run(tmp_path)
     assert [(point.step, point.value) for point in history(tmp_path, "loss")] == [
         (0, 0.5),
@@ -133,20 +133,18 @@ def test_a_resume_continues_the_same_run(record, tmp_path):
     assert run.data.tags["timeout"] == "9.0"
 
 
-def test_events_that_are_taken_again_change_nothing_but_that_points_are_there_twice(
-    record, tmp_path
-):
+def test_repeated_events_only_duplicate_points(record, tmp_path):
     write_step(record, 0, loss=0.5)
     write_image(record, 0, np.zeros((2, 2), dtype=np.uint8))
-    deliver(MlflowSink(tmp_path), tmp_path)  # and killed before that was noted
+    send(MlflowSink(tmp_path), tmp_path)  # and killed before that was noted
     before = the_run(tmp_path)
-    deliver_all("mlflow", tmp_path)
+    send_all("mlflow", tmp_path)
     assert the_run(tmp_path).data.to_dictionary() == before.data.to_dictionary()
     assert [(point.step, point.value) for point in history(tmp_path, "loss")] == [(0, 0.5)] * 2
     assert len(client(tmp_path).list_artifacts(before.info.run_id, "images")) == 1
 
 
-def test_names_that_mlflow_refuses_are_changed_and_told_once(record, tmp_path, caplog):
+def test_names_that_mlflow_rejects_are_changed_with_one_warning(record, tmp_path, caplog):
     names = [
         ODD,
         "/a",
@@ -166,31 +164,31 @@ def test_names_that_mlflow_refuses_are_changed_and_told_once(record, tmp_path, c
     for step in range(2):
         record.scalars(step, 0, {name: float(number) for number, name in enumerate(names)})
     with caplog.at_level(logging.WARNING, "samestep"):
-        deliver_all("mlflow", tmp_path)
+        send_all("mlflow", tmp_path)
     metrics = the_run(tmp_path).data.metrics
     assert sorted(metrics.values()) == list(range(len(names)))
     kept = {name for name in names if metrics.get(name) == names.index(name)}
     assert kept == {"loss", "deep/er/one", "good name: a-b.c/d", "ü"}
-    told = [message for message in caplog.messages if "takes no such name" in message]
-    assert len(told) == len(names) - len(kept)
-    deliver_all("mlflow", tmp_path)
+    warnings = [message for message in caplog.messages if "it rejects the name" in message]
+    assert len(warnings) == len(names) - len(kept)
+    send_all("mlflow", tmp_path)
     assert the_run(tmp_path).data.metrics == metrics
 
 
-def test_a_run_that_is_gone_from_the_store_is_made_anew(record, tmp_path):
+def test_a_run_deleted_from_the_store_is_created_again(record, tmp_path):
     (tmp_path / "mlflow").mkdir()
     (tmp_path / "mlflow" / "run-id").write_text("0" * 32)
-    deliver_all("mlflow", tmp_path)
+    send_all("mlflow", tmp_path)
     assert the_run(tmp_path).info.run_id == (tmp_path / "mlflow" / "run-id").read_text()
 
 
-def test_what_could_not_be_written_is_written_by_the_next_try(record, tmp_path, monkeypatch):
+def test_metrics_of_a_failed_request_are_written_by_the_next(record, tmp_path, monkeypatch):
     write_step(record, 0, loss=0.5)
     sink = MlflowSink(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(MlflowClient, "log_batch", _fail)
         with pytest.raises(MlflowException):
-            deliver(sink, tmp_path, 1)
+            send(sink, tmp_path, 1)
     sink.close()
     assert [point.value for point in history(tmp_path, "loss")] == [0.5]
 
@@ -199,10 +197,10 @@ def _fail(*_, **__):
     raise MlflowException("the store does not answer")
 
 
-def test_a_store_of_ones_own_is_used(record, tmp_path, monkeypatch):
+def test_the_tracking_uri_and_experiment_are_used(record, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "elsewhere" / "mlflow").as_uri())
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
-    deliver_all("mlflow", tmp_path)
+    send_all("mlflow", tmp_path)
     there = client(tmp_path / "elsewhere")
     assert (
         there.get_run((tmp_path / "mlflow" / "run-id").read_text()).info.experiment_id
@@ -210,7 +208,7 @@ def test_a_store_of_ones_own_is_used(record, tmp_path, monkeypatch):
     )
 
 
-def test_without_its_package_it_says_what_to_install(record, tmp_path, monkeypatch):
+def test_a_missing_package_raises_with_the_install_command(record, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow.entities", None)
     with pytest.raises(ConfigError, match=r'pip install "samestep\[mlflow\]"'):
         MlflowSink(tmp_path)

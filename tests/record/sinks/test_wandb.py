@@ -1,4 +1,4 @@
-"""The record as a run of Weights & Biases offline, read back by its own reader of what it wrote; in processes of its own, as it is used."""
+"""The record as an offline run of Weights & Biases, written in its own process, read by wandb."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import pytest
 from samestep.errors import ConfigError
 from samestep.record import read_events
 from samestep.record.sinks.wandb import WandbSink
-from tests.record.sinks.deliver import CONFIG, ODD, write_image, write_start, write_step
+from tests.record.sinks.send_record import CONFIG, ODD, write_image, write_start, write_step
 
 ROOT = Path(__file__).parents[3]
 
 
 def start(*command):
-    """Start Python where no home can be written and nobody answers; return how it ended."""
+    """Run Python without a writable home or a reachable server; return the completed process."""
     environment = {**os.environ, "HOME": "/nonexistent", "WANDB_BASE_URL": "http://127.0.0.1:9"}
     arguments = [sys.executable, "-m", *map(str, command)]
     return subprocess.run(
@@ -37,13 +37,13 @@ def start(*command):
     )
 
 
-def deliver(directory, first=0, killed_after=""):
-    """Hand a record to the sink; return how its process ended."""
-    return start("tests.record.sinks.deliver", "wandb", directory, first, killed_after)
+def send(directory, first=0, killed_after=""):
+    """Send a record to the sink; return the completed process."""
+    return start("tests.record.sinks.send_record", "wandb", directory, first, killed_after)
 
 
 class Read:
-    """What wandb's own reader finds in all files of a run's directory."""
+    """The contents of all wandb files of a run, according to wandb's own reader."""
 
     def __init__(self, directory):
         self.files = sorted((directory / "wandb").glob("offline-run-*/*.wandb"))
@@ -65,16 +65,16 @@ class Read:
         return [(row["item"]["step"], row["item"]["loss"]) for row in self.all("history")]
 
 
-def test_configuration_scalars_and_images_are_there(record, tmp_path):
+def test_configuration_scalars_and_images_are_written(record, tmp_path):
     write_step(record, 0, loss=1 / 3, wrong=float("nan"))
     write_step(record, 1, loss=0.25, step=5.0)
     write_step(record, 1)
     write_image(record, 1, np.arange(60, dtype=np.uint8).reshape(4, 5, 3))
     record.event("finished", step=2)
-    # as beside training: in a thread
+    # in a thread, as during training
     ended = start("samestep.record.exporter", tmp_path, "--to", "wandb")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr == "wandb has 'step' as 'metric/step': the name has a meaning there\n"
+    assert ended.stderr == "wandb shows 'step' as 'metric/step', because the name is reserved\n"
     there = Read(tmp_path)
     assert {
         name: value for update in there.all("config") for name, value in update["update"].items()
@@ -97,13 +97,13 @@ def test_configuration_scalars_and_images_are_there(record, tmp_path):
     assert kept.read_bytes() == file.read_bytes()
 
 
-def test_a_resume_continues_the_same_run_and_a_failure_is_told(record, tmp_path):
+def test_a_resume_continues_the_same_run_and_a_failure_is_recorded(record, tmp_path):
     write_step(record, 0, loss=0.5)
-    assert deliver(tmp_path).returncode == 0
+    assert send(tmp_path).returncode == 0
     write_start(record, 1, timeout=9.0)
     write_step(record, 1, loss=0.25)
     record.event("failed", step=1)
-    ended = deliver(tmp_path, 2)
+    ended = send(tmp_path, 2)
     assert (ended.returncode, ended.stderr) == (0, "")
     there = Read(tmp_path)
     assert (len(there.files), len({run["run_id"] for run in there.all("run")})) == (2, 1)
@@ -111,14 +111,14 @@ def test_a_resume_continues_the_same_run_and_a_failure_is_told(record, tmp_path)
     assert [end.get("exit_code", 0) for end in there.all("exit")] == [0, 1]
 
 
-def test_what_was_taken_a_second_before_a_kill_is_there(record, tmp_path):
+def test_rows_written_a_second_before_a_kill_are_stored(record, tmp_path):
     write_step(record, 0, loss=0.5)
-    # its service ends, too: no test leaves a process
-    assert deliver(tmp_path, killed_after=2).returncode == -signal.SIGKILL
+    # its service exits as well
+    assert send(tmp_path, killed_after=2).returncode == -signal.SIGKILL
     assert Read(tmp_path).losses() == [(0, 0.5)]
 
 
-def test_without_its_package_it_says_what_to_install(tmp_path, monkeypatch):
+def test_a_missing_package_raises_with_the_install_command(tmp_path, monkeypatch):
     for name in ("WANDB_CACHE_DIR", "WANDB_ERROR_REPORTING"):
         monkeypatch.setenv(name, "")
     monkeypatch.setitem(sys.modules, "wandb", None)

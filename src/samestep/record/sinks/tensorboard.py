@@ -9,49 +9,48 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from samestep.errors import ConfigError, RecordError
+from samestep.errors import RecordError
 from samestep.record.events import read_events
-from samestep.record.source import OF_A_STEP, STARTS, last_standing, open_source, place_of
+from samestep.record.sinks import package_error
+from samestep.record.source import STARTS, STEP_EVENTS, open_source, step_position, valid_until
 
 FOLDER: Final = "tensorboard"
 _FILE: Final = "events.out.tfevents"
 
 
 class TensorBoardSink:
-    """Writes scalars, images (their files as they are) and the configuration to DIR/tensorboard, for `tensorboard --logdir DIR`.
+    """Writes scalars, images and the configuration to DIR/tensorboard.
 
-    TensorBoard keeps scalars as 32-bit floats. Where steps come again (a run that was taken up
-    again, or events that are taken a second time), the start of a session tells readers to forget
-    what they know of them.
+    View them with `tensorboard --logdir DIR`. TensorBoard stores scalars as 32-bit floats. If steps
+    are repeated (the run resumed, or events are received again), the start of a session makes
+    readers discard the earlier ones.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Begin a file beside those of earlier processes. Raises `ConfigError` without the package tensorboard."""
+        """Create a new file. Raises `ConfigError` without the package tensorboard."""
         try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2  # type: ignore[import-untyped]
-            from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # type: ignore[import-untyped]
-            from tensorboard.plugins.text.metadata import create_summary_metadata  # type: ignore[import-untyped]
-            from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+            from tensorboard.compat.proto import (  # type: ignore[import-untyped]
+                event_pb2,
+                summary_pb2,
+                tensor_pb2,
+            )
+            from tensorboard.plugins.hparams import summary_v2  # type: ignore[import-untyped]
+            from tensorboard.plugins.text import metadata  # type: ignore[import-untyped]
+            from tensorboard.summary.writer import record_writer  # type: ignore[import-untyped]
         except ImportError as error:
-            raise ConfigError(
-                'the sink tensorboard needs its package: pip install "samestep[tensorboard]"'
-            ) from error
-        self._event, self._summary, self._tensor, self._types = (
-            event_pb2,
-            summary_pb2,
-            tensor_pb2,
-            types_pb2,
-        )
-        self._hparams, self._text = hparams_pb, create_summary_metadata
+            raise package_error("tensorboard") from error
+        self._events, self._summary = event_pb2, summary_pb2.Summary
+        self._tensor, self._hparams = tensor_pb2.TensorProto, summary_v2.hparams_pb
+        self._text = metadata.create_summary_metadata
         self._directory = directory
-        self._writer = RecordWriter(_next_file(directory / FOLDER).open("xb"))
+        self._writer = record_writer.RecordWriter(_next_file(directory / FOLDER).open("xb"))
         self._writer.write(event_pb2.Event(file_version="brain.Event:2").SerializeToString())
         self._in_session = False
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Write the scalars or the configuration of an event; nothing else has a place in TensorBoard."""
+        """Write an event's scalars or configuration; others have no equivalent in TensorBoard."""
         kind = event["event"]
-        if kind in STARTS or (kind in OF_A_STEP and not self._in_session):
+        if kind in STARTS or (kind in STEP_EVENTS and not self._in_session):
             self._start_session(event)
         if kind in STARTS:
             self._write_config(event)
@@ -59,100 +58,75 @@ class TensorBoardSink:
             self._write_scalars(event)
 
     def image(self, event: Mapping[str, Any], data: bytes) -> None:
-        """Write an image's file as it is."""
-        image = self._summary.Summary.Image(
-            height=event["height"], width=event["width"], encoded_image_string=data
-        )
-        self._write(event, self._summary.Summary.Value(tag=event["name"], image=image))
+        size = {"height": event["height"], "width": event["width"]}
+        image = self._summary.Image(encoded_image_string=data, **size)
+        self._write_values(event, self._summary.Value(tag=event["name"], image=image))
 
     def flush(self) -> None:
-        """Hand all that was written to the operating system."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
     def _start_session(self, event: Mapping[str, Any]) -> None:
-        """Have readers forget all from the step of an event on, and tell again what stands of that very step."""
+        """Make readers discard everything from the event's step on; rewrite what is valid of it."""
         step = 0 if event["event"] == "started" else event["step"]
-        log = self._event.SessionLog(status=self._event.SessionLog.START)
-        self._writer.write(
-            self._event.Event(
-                wall_time=event["time"], step=step, session_log=log
-            ).SerializeToString()
-        )
+        log = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._write(event["time"], step, session_log=log)
         self._in_session = True
-        for earlier in _standing(self._directory, step, event):
+        for earlier in self._valid_events(step, event):
             if earlier["event"] == "scalars":
                 self._write_scalars(earlier)
             elif earlier["event"] == "image":
-                with suppress(RecordError):  # its file was removed since
+                with suppress(RecordError):  # the file was removed
                     self.image(earlier, open_source(self._directory).read_image(earlier["path"]))
+
+    def _valid_events(self, step: int, until: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the events of a step before the event `until`, without superseded ones."""
+        found: list[dict[str, Any]] = []
+        for event in read_events(self._directory):
+            kind = event.get("event")
+            if kind in STARTS:
+                found = [each for each in found if step_position(each) <= valid_until(event)]
+            if (kind, event.get("time")) == (until["event"], until["time"]):
+                break
+            if kind in STEP_EVENTS and event.get("step") == step:
+                found.append(event)
+        return found
 
     def _write_config(self, event: Mapping[str, Any]) -> None:
         config = {
             name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
             for name, value in event["config"].items()
         }
-        table = "\n".join(
-            [
-                "| option | value |",
-                "| --- | --- |",
-                *(f"| {name} | {_cell(value)} |" for name, value in config.items()),
-            ]
-        )
-        text = self._tensor.TensorProto(dtype=self._types.DT_STRING, string_val=[table.encode()])
-        self._write(
-            event,
-            self._summary.Summary.Value(
-                tag="config", tensor=text, metadata=self._text("config", "")
-            ),
-        )
-        self._write(event, *self._hparams(config, start_time_secs=event["time"]).value)
+        rows = [f"| {name} | {_escape(value)} |" for name, value in config.items()]
+        table = "\n".join(["| option | value |", "| --- | --- |", *rows])
+        text = self._tensor(dtype="DT_STRING", string_val=[table.encode()])
+        metadata = self._text("config", "")
+        value = self._summary.Value(tag="config", tensor=text, metadata=metadata)
+        self._write_values(event, value)
+        self._write_values(event, *self._hparams(config, start_time_secs=event["time"]).value)
 
     def _write_scalars(self, event: Mapping[str, Any]) -> None:
-        self._write(
-            event,
-            *(
-                self._summary.Summary.Value(tag=name, simple_value=value)
-                for name, value in event["values"].items()
-            ),
-        )
+        items = event["values"].items()
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in items]
+        self._write_values(event, *values)
 
-    def _write(self, event: Mapping[str, Any], *values: Any) -> None:
-        summary = self._summary.Summary(value=values)
-        self._writer.write(
-            self._event.Event(
-                wall_time=event["time"], step=event["step"], summary=summary
-            ).SerializeToString()
-        )
+    def _write_values(self, event: Mapping[str, Any], *values: Any) -> None:
+        self._write(event["time"], event["step"], summary=self._summary(value=values))
+
+    def _write(self, time: float, step: int, **content: Any) -> None:
+        event = self._events.Event(wall_time=time, step=step, **content)
+        self._writer.write(event.SerializeToString())
 
 
 def _next_file(folder: Path) -> Path:
-    """Return a new file's path; readers go through files in the order of their names."""
+    """Return the path of a new file that sorts last, because readers sort files by name."""
     folder.mkdir(exist_ok=True)
-    numbers = [
-        int(path.suffix[1:])
-        for path in folder.glob(f"{_FILE}.*")
-        if re.fullmatch(r"\.\d+", path.suffix)
-    ]
-    return folder / f"{_FILE}.{max(numbers, default=0) + 1:010d}"
+    suffixes = [path.suffix[1:] for path in folder.glob(f"{_FILE}.*")]
+    last = max((int(suffix) for suffix in suffixes if re.fullmatch(r"\d+", suffix)), default=0)
+    return folder / f"{_FILE}.{last + 1:010d}"
 
 
-def _standing(directory: Path, step: int, until: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what the record tells of a step before the event `until`, without what a start made void."""
-    found: list[dict[str, Any]] = []
-    for event in read_events(directory):
-        kind = event.get("event")
-        if kind in STARTS:
-            found = [earlier for earlier in found if place_of(earlier) <= last_standing(event)]
-        if (kind, event.get("time")) == (until["event"], until["time"]):
-            break
-        if kind in OF_A_STEP and event.get("step") == step:
-            found.append(event)
-    return found
-
-
-def _cell(value: Any) -> str:
+def _escape(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")

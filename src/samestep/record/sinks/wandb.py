@@ -1,4 +1,4 @@
-"""The record as a run of Weights & Biases in its offline mode: files, which `wandb sync` uploads when somebody wants it."""
+"""The record as an offline run of Weights & Biases: files that `wandb sync` uploads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from samestep.errors import ConfigError
+from samestep.record.sinks import package_error
 from samestep.record.source import STARTS
 
 FOLDER: Final = "wandb"
@@ -31,16 +31,16 @@ _SETTINGS: Final[dict[str, Any]] = {
 
 
 class WandbSink:
-    """Writes the configuration, scalars over the metric `step`, and images to DIR/wandb: `wandb sync DIR/wandb/offline-run-*` uploads it.
+    """Writes the configuration, scalars over the metric `step`, and images to DIR/wandb.
 
-    A resume continues the same run of Weights & Biases in files of its own. Nothing is taken back
-    there: of steps that were made again, or taken a second time, it has two rows with one `step`,
-    equal unless the job was changed. Rows are safe within a second of a `flush`, which its service
-    cannot be asked for.
+    Upload them with `wandb sync DIR/wandb/offline-run-*`. A resume continues the same run in new
+    files. Nothing can be deleted: a step that is repeated, or received again, has two rows with the
+    same `step`, which are equal unless the job changed. Rows are safe within a second of `flush`;
+    the wandb service has no call for it.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Start the service of wandb, and the part of the run that this process writes. Raises `ConfigError` without wandb."""
+        """Start the wandb service and the run. Raises `ConfigError` without the package wandb."""
         folder = directory / FOLDER
         folder.mkdir(exist_ok=True)
         os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))
@@ -48,28 +48,20 @@ class WandbSink:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError(
-                'the sink wandb needs its package: pip install "samestep[wandb]"'
-            ) from error
+            raise package_error("wandb") from error
         self._wandb: Any = wandb
-        settings = wandb.Settings(
-            **{
-                name: value
-                for name, value in _SETTINGS.items()
-                if name in wandb.Settings.model_fields
-            }
-        )
+        known = wandb.Settings.model_fields
+        settings = wandb.Settings(**{key: _SETTINGS[key] for key in _SETTINGS if key in known})
         wandb.setup(settings)
-        name = os.environ.get("WANDB_NAME") or directory.resolve().name
         self._run: Any = wandb.init(
             id=_run_id(folder / RUN_FILE),
-            name=name,
+            name=os.environ.get("WANDB_NAME") or directory.resolve().name,
             dir=directory,
             resume="allow",
             settings=settings,
         )
         self._run.define_metric("*", step_metric=STEP)
-        self._told: set[str] = set()
+        self._renamed: set[str] = set()
         self._failed = False
 
     def take(self, event: Mapping[str, Any]) -> None:
@@ -82,17 +74,16 @@ class WandbSink:
         self._failed = kind == "failed" or (self._failed and kind not in STARTS)
 
     def image(self, event: Mapping[str, Any], data: bytes) -> None:
-        """Write an image's file as it is."""
         with TemporaryDirectory() as folder:
             file = Path(folder, "image.png")
             file.write_bytes(data)
             self._write(event, {self._name(event["name"]): self._wandb.Image(str(file))})
 
     def flush(self) -> None:
-        """Do nothing: the service writes each second what it has."""
+        """Do nothing: the service flushes every second."""
 
     def close(self) -> None:
-        """End the run of wandb, as failed where the run has, and the service."""
+        """End the wandb run, as failed if the run failed, and the service."""
         self._run.finish(exit_code=int(self._failed))
         self._wandb.teardown()
 
@@ -100,19 +91,18 @@ class WandbSink:
         self._run.log({**values, STEP: event["step"], "_timestamp": event["time"]})
 
     def _name(self, name: str) -> str:
-        """Return the name that wandb has for a scalar or an image: the same, but for those with a meaning there."""
+        """Return the wandb name of a scalar or an image, which differs only for reserved names."""
         if name != STEP and not name.startswith("_"):
             return name
-        if name not in self._told:
-            self._told.add(name)
-            logging.getLogger("samestep").warning(
-                "wandb has %r as %r: the name has a meaning there", name, f"metric/{name}"
-            )
+        if name not in self._renamed:
+            self._renamed.add(name)
+            message = "wandb shows %r as %r, because the name is reserved"
+            logging.getLogger("samestep").warning(message, name, f"metric/{name}")
         return f"metric/{name}"
 
 
 def _run_id(file: Path) -> str:
-    """Return the id that is kept in a file, or a new one that is kept there from now on."""
+    """Return the run ID saved in a file, or save a new one."""
     if file.exists() and (known := file.read_text()):
         return known
     new = secrets.token_hex(8)

@@ -8,9 +8,8 @@ from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from samestep.cluster import ProcessInfo, find_process
-from samestep.cluster.interfaces import GLOO_INTERFACE as GLOO
-from samestep.cluster.interfaces import LOOPBACK_INTERFACE, OUTSIDE_ADDRESS
+from samestep.cluster import GLOO_INTERFACE as GLOO
+from samestep.cluster import LOOPBACK_INTERFACE, OUTSIDE_ADDRESS, ProcessInfo, find_process
 from samestep.errors import ConfigError
 from samestep.tools.common import format_bytes
 from samestep.tools.doctor.system import (

@@ -22,8 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from samestep.cluster import find_process
-from samestep.cluster.interfaces import GLOO_INTERFACE, LOOPBACK_INTERFACE
+from samestep.cluster import GLOO_INTERFACE, LOOPBACK_INTERFACE, find_process
 from samestep.config import merge
 from samestep.errors import SamestepError
 from samestep.host import no_garbage_collection

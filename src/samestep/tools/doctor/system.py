@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import psutil
 
-from samestep.cluster.interfaces import interface_towards
+from samestep.cluster import interface_towards
 from samestep.host import missing_system_calls, read_file
 
 UNLIMITED: Final = "unlimited"

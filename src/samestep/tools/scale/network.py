@@ -22,10 +22,10 @@ from samestep.comm.distributed import Distributed
 from samestep.comm.rendezvous import rendezvous
 from samestep.config import merge
 from samestep.launch import launch
-from samestep.run.start import set_up_devices, share_gpus
+from samestep.run.process import set_up_devices, share_gpus
 from samestep.step.exchange import BUCKET_BYTES
 from samestep.step.layout import Layout
-from samestep.step.tree import carried, subtrees
+from samestep.step.tree import lanes_of, subtrees
 from samestep.tools.common import make_all_reduce
 
 ELEMENT_BYTES: Final = 4
@@ -125,11 +125,13 @@ def count_traffic(workers: int, per_host: int, lanes: int, nbytes: int) -> Traff
 
 def _count_sums(workers: int, on_host: int, lanes: int) -> tuple[int, int, int]:
     """Return the most sums of gradients of any worker and of any host, and those of all workers."""
-    own = [len(subtrees(carried(rank, workers, lanes), lanes)) for rank in range(workers)]
+    own = [len(subtrees(lanes_of(rank, workers, lanes), lanes)) for rank in range(workers)]
     of_host = []
     for first in range(0, workers, on_host):
         last = min(first + on_host, workers) - 1
-        host_lanes = range(carried(first, workers, lanes).start, carried(last, workers, lanes).stop)
+        host_lanes = range(
+            lanes_of(first, workers, lanes).start, lanes_of(last, workers, lanes).stop
+        )
         of_host.append(len(subtrees(host_lanes, lanes)))
     return max(own), max(of_host), sum(own)
 

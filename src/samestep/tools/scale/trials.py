@@ -167,7 +167,7 @@ def parameters_of(manifest: Manifest) -> tuple[int, bool]:
     Trained parameters are those with optimizer state; if there are none, all floating-point tensors
     of the first tracked object that has tensors.
     """
-    forms = manifest.forms
+    forms = manifest.specs
     optimizers: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, form in forms.items():
         if (match := _OPTIMIZER_TENSOR.fullmatch(name)) and form.shape:
@@ -176,15 +176,15 @@ def parameters_of(manifest: Manifest) -> tuple[int, bool]:
         tracked = [f"{name}/" for name, _ in manifest.state["dict"]]
         groups = [[form for name, form in forms.items() if name.startswith(s)] for s in tracked]
         first = next(filter(None, groups), [])
-        return sum(form.extent.nbytes for form in first if form.dtype.is_floating_point), False
+        return sum(form.nbytes for form in first if form.dtype.is_floating_point), False
     # one tensor for each parameter of each optimizer
     tensors = [[min(names) for _, names in sorted(state.items())] for state in optimizers.values()]
-    nbytes = sum(forms[name].extent.nbytes for names in tensors for name in names)
+    nbytes = sum(forms[name].nbytes for names in tensors for name in names)
     return nbytes, any(_is_sharded(manifest, names) for names in tensors)
 
 
 def _is_sharded(manifest: Manifest, names: Sequence[str]) -> bool:
-    layout = Layout(tuple(manifest.forms[name].extent.elements for name in names), manifest.workers)
+    layout = Layout(tuple(manifest.specs[name].elements for name in names), manifest.workers)
     saved = {
         (index, piece.start, piece.stop)
         for index, name in enumerate(names)
@@ -193,7 +193,7 @@ def _is_sharded(manifest: Manifest, names: Sequence[str]) -> bool:
     return saved == {
         (piece.index, piece.start, piece.stop)
         for rank in range(manifest.workers)
-        for piece in layout.pieces(rank)
+        for piece in layout.fragments(rank)
     }
 
 

@@ -8,9 +8,9 @@ import pytest
 from samestep.data.loader import plan_batches
 from samestep.data.plan import GroupedPlan, ShuffledPlan
 from samestep.errors import LoaderError
-from samestep.step.tree import carried
+from samestep.step.tree import lanes_of
 
-# that of loader processes, from Python 3.12 on
+# loader processes fork; warned about since Python 3.12
 forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 LANES = 5
 
@@ -50,7 +50,7 @@ def batches_of(plan, lanes, positions, *, dataset=None, loader_workers=0):
 
 
 def lane_batches(plan, lanes, positions, loader_workers=0):
-    """Return what each position and lane got."""
+    """Return the batch of each position and lane."""
     batches = batches_of(plan, lanes, positions, loader_workers=loader_workers)
     return {
         (*position, lane): data
@@ -64,12 +64,12 @@ def lane_batches(plan, lanes, positions, loader_workers=0):
     [
         ShuffledPlan(23, 8, LANES, 1),
         ShuffledPlan(3, 2, LANES, 1),
-        GroupedPlan([index % 3 for index in range(14)], 14, 7, LANES, 1),
+        GroupedPlan(14, 7, LANES, 1, groups=[index % 3 for index in range(14)]),
     ],
     ids=["short last batch", "fewer samples than lanes", "grouped"],
 )
 @forks
-def test_a_lane_batch_does_not_depend_on_workers_loaders_or_where_the_loop_began(plan):
+def test_a_lane_batch_does_not_depend_on_workers_loaders_or_the_starting_step(plan):
     positions = every_step(plan, epochs=2)
     whole = lane_batches(plan, range(LANES), positions)
     for epoch in (0, 1):
@@ -83,7 +83,7 @@ def test_a_lane_batch_does_not_depend_on_workers_loaders_or_where_the_loop_began
     assert len({draw for data in whole.values() for _, draw in data}) == 2 * plan.size
     for loader_workers in (0, 2):
         parts = [
-            lane_batches(plan, carried(rank, 3, LANES), positions, loader_workers)
+            lane_batches(plan, lanes_of(rank, 3, LANES), positions, loader_workers)
             for rank in range(3)
         ]
         assert {key: data for part in parts for key, data in part.items()} == whole
@@ -94,7 +94,7 @@ def test_a_lane_batch_does_not_depend_on_workers_loaders_or_where_the_loop_began
         assert rest == {key: data for key, data in whole.items() if key[:2] >= start}
 
 
-def test_lanes_that_nobody_iterates_shift_nothing():
+def test_lanes_not_iterated_do_not_shift_later_batches():
     plan = ShuffledPlan(40, 8, LANES, 1)
     positions = every_step(plan, epochs=1)
     whole = lane_batches(plan, range(LANES), positions)
@@ -118,7 +118,8 @@ def test_an_error_names_step_lane_and_samples(loader_workers):
         if 17 in plan.indices(0, step, lane)
     ]
     indices = ", ".join(map(str, plan.indices(0, *where)))
-    expected = rf"lane {where[1]} of step {where[0]} in epoch 0 failed: OSError: truncated\nsample indices \[{indices}\]"
+    position = f"lane {where[1]} of step {where[0]} in epoch 0"
+    expected = rf"{position} failed: OSError: truncated\nsample indices \[{indices}\]"
     batches = batches_of(
         plan, range(3), every_step(plan, 1), dataset=Broken(), loader_workers=loader_workers
     )
@@ -126,5 +127,5 @@ def test_an_error_names_step_lane_and_samples(loader_workers):
         deque(map(list, batches))
 
 
-def test_no_positions_are_no_batches():
+def test_no_positions_yield_no_batches():
     assert list(batches_of(ShuffledPlan(20, 6, 3, 1), range(3), [])) == []

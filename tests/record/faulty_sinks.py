@@ -1,27 +1,25 @@
-"""Sinks that misbehave, for the process that forwards a record: without torch, since that process has none."""
+"""Sinks that hang or fail. No torch: the exporter imports this module."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 
 def name_of(kind: type) -> str:
-    """Return how the option `sinks` names a class."""
+    """Return the name of a class for the option `sinks`."""
     return f"{kind.__module__}:{kind.__name__}"
 
 
 class Hanging:
-    """Takes nothing and never answers."""
+    """A sink that blocks forever."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def take(self, event: Any) -> None:
-        """Say that it was called, and hang."""
+        """Note the call in a file, and hang."""
         (self._directory / "hanging").touch()
         threading.Event().wait()
 
@@ -30,15 +28,15 @@ class Hanging:
         self.take(event)
 
     def flush(self) -> None:
-        """Have nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Have nothing to do."""
+        """Do nothing."""
 
 
 class Refusing(Hanging):
-    """Takes nothing, and says so."""
+    """A sink that rejects every event."""
 
     def take(self, event: Any) -> None:
-        """Refuse."""
+        """Fail."""
         raise ConnectionError("no route")

@@ -1,4 +1,4 @@
-"""What `run.log` records: values by name, with the lowest and highest worker where they are means over items."""
+"""Logging: values by name, and the lowest and highest worker of means."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import pytest
 import torch
 
 import samestep as ss
-from samestep.run.values import scalars_of
+from samestep.run.mixins import scalars_of
 from samestep.step.means import LaneResult, Means
 from tests.jobs import Net, classify, images
 from tests.jobs import events as events_in
 
 
 def means(*losses):
-    """Return means of lanes that have an item each, the first on worker 0, the second on worker 1 and so on."""
+    """Return means over one lane with one item per worker."""
     return Means(
         [LaneResult(lane, lane, 1, {"loss": loss, "size": 2.0}) for lane, loss in enumerate(losses)]
     )
 
 
-def test_means_have_their_names_and_workers():
+def test_means_are_logged_with_their_range_over_workers():
     assert scalars_of(means(1.0, 4.0), {"rate": torch.tensor(0.5)}) == (
         {"loss": 2.5, "size": 2.0, "rate": 0.5},
         {"loss": 1.0, "size": 2.0},
@@ -27,7 +27,7 @@ def test_means_have_their_names_and_workers():
     )
 
 
-def test_several_means_have_their_own_name_in_front():
+def test_mappings_prefix_their_names():
     values, low, high = scalars_of(
         {}, {"generators": means(1.0, 2.0), "judges": means(5.0), "rate": 1, "scores": {"f1": 0.25}}
     )
@@ -55,13 +55,13 @@ def test_several_means_have_their_own_name_in_front():
 
 
 @pytest.mark.parametrize("prefixed", [False, True])
-def test_plain_values_have_no_workers(prefixed):
+def test_plain_values_have_no_range_over_workers(prefixed):
     plain = {"norm": 3.0}
     values, low, high = scalars_of({}, {"all": plain}) if prefixed else scalars_of(plain, {})
     assert (values, low, high) == ({"all/norm" if prefixed else "norm": 3.0}, {}, {})
 
 
-def test_a_run_logs_several_means_of_a_step_and_what_comes_between_steps(tmp_path):
+def test_run_logs_several_means_per_step_and_values_between_steps(tmp_path):
     with ss.init(lanes=2, dir=tmp_path) as run:
         one, other = run.replicate(Net()), run.replicate(Net())
         run.log(start=0)

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.batch import PackedList, packed_where_it_pays
+from samestep.data.batch import PackedList, pack_small_items
 from samestep.data.loader import Request, load
 from samestep.errors import DataError
 
-# that of loader processes, from Python 3.12 on
+# loader processes fork; warned about since Python 3.12
 forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 VALUES = st.recursive(
@@ -32,7 +32,7 @@ VALUES = st.recursive(
 
 
 @given(items=st.lists(VALUES, max_size=10), index=st.integers(-12, 12), cut=st.slices(10))
-def test_it_reads_as_the_list_does(items, index, cut):
+def test_it_reads_like_a_list(items, index, cut):
     packed = PackedList(iter(items))
     assert list(packed) == items
     assert len(packed) == len(items)
@@ -46,7 +46,7 @@ def test_it_reads_as_the_list_does(items, index, cut):
     assert list(pickle.loads(pickle.dumps(packed))) == items
 
 
-def test_an_item_is_made_anew_and_shares_nothing():
+def test_each_access_returns_a_new_object():
     items = [{"label": [1]}] * 2
     packed = PackedList(items)
     packed[0]["label"].append(2)
@@ -61,20 +61,20 @@ def test_objects_and_arrays_are_packed():
     assert values.flags.writeable
 
 
-def test_what_cannot_be_packed_is_named():
+def test_an_item_that_cannot_be_packed_is_named():
     with pytest.raises(
         DataError,
-        match=r"item 1, tuple, cannot be packed: TypeError: a tensor would be copied whole",
+        match="item 1, tuple, cannot be packed: TypeError: a tensor would be copied",
     ):
         PackedList([0, (torch.zeros(2), 1)])
     with pytest.raises(DataError, match="item 2, function, cannot be packed: "):
         PackedList([0, 1, lambda: None])
 
 
-def test_only_lists_of_small_objects_are_packed_by_themselves():
+def test_only_lists_of_small_objects_are_packed_automatically():
     records = [{"path": str(number)} for number in range(1000)]
     for dataset in (records, tuple(records)):
-        packed = packed_where_it_pays(dataset)
+        packed = pack_small_items(dataset)
         assert isinstance(packed, PackedList)
         assert list(packed) == records
 
@@ -90,7 +90,7 @@ def test_only_lists_of_small_objects_are_packed_by_themselves():
         [],
         range(9),
     ):
-        assert packed_where_it_pays(dataset) is dataset
+        assert pack_small_items(dataset) is dataset
 
 
 class Records:
@@ -104,7 +104,7 @@ class Records:
 def growth(dataset, objects, epochs):
     """Return the growth of the private memory of two loader processes, in bytes.
 
-    It is measured from when both have started, which the first batch of each shows.
+    It is measured after the first batch of each, when both have started.
     """
 
     def private_bytes():
@@ -129,7 +129,7 @@ def growth(dataset, objects, epochs):
     batches = load(dataset, requests, collate_fn=sum, loader_workers=2, pin_memory=False)
     next(batches), next(batches)
     first = private_bytes()
-    for _ in requests[3:]:  # all but the last batch, with which the processes may end
+    for _ in requests[3:]:  # all but the last batch, after which the processes may exit
         next(batches)
     last = private_bytes()
     batches.close()
@@ -137,7 +137,7 @@ def growth(dataset, objects, epochs):
 
 
 @forks
-def test_loader_processes_do_not_come_to_own_a_packed_list():
+def test_loader_processes_do_not_copy_a_packed_list():
     objects = 100_000
     records = [
         {"path": f"images/class{number % 100}/image{number:08}.jpg"} for number in range(objects)

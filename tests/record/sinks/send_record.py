@@ -1,7 +1,7 @@
-"""Hands a record to a sink as the process beside training does: `python -m tests.record.sinks.deliver NAME DIR FIRST SECONDS`.
+"""Send a record to a sink: `python -m tests.record.sinks.send_record NAME DIR FIRST SECONDS`.
 
-It begins with the event FIRST. With SECONDS, which may be empty, it is killed when so many have
-passed after the last event.
+Starts with the event number FIRST. If SECONDS is not empty, the process kills itself that long
+after the last event.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samestep.record import FileRecord, read_events
-from samestep.record.sinks.base import open_sink
+from samestep.record.sinks import open_sink
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from samestep.record.sinks.base import Sink
+    from samestep.record.sinks import Sink
 
 CONFIG = {
     "lanes": 4,
@@ -52,8 +52,8 @@ def write_image(
     record.flush()
 
 
-def deliver(sink: Sink, directory: Path, first: int = 0, stop: int | None = None) -> None:
-    """Hand over the events [first, stop) of a record."""
+def send(sink: Sink, directory: Path, first: int = 0, stop: int | None = None) -> None:
+    """Send the events [first, stop) of a record."""
     for event in islice(read_events(directory), first, stop):
         sink.take(event)
         if event["event"] == "image":
@@ -61,19 +61,19 @@ def deliver(sink: Sink, directory: Path, first: int = 0, stop: int | None = None
     sink.flush()
 
 
-def deliver_all(name: str, directory: Path, first: int = 0) -> None:
-    """Hand over the events of a record from `first` on, by a sink that is opened and closed for them."""
+def send_all(name: str, directory: Path, first: int = 0) -> None:
+    """Send the events of a record from `first` on to a new sink, and close it."""
     sink = open_sink(name, directory)
-    deliver(sink, directory, first)
+    send(sink, directory, first)
     sink.close()
 
 
 if __name__ == "__main__":
     name, place, first, seconds = sys.argv[1:]
     if seconds:
-        deliver(open_sink(name, Path(place)), Path(place), int(first))
+        send(open_sink(name, Path(place)), Path(place), int(first))
         time.sleep(float(seconds))
         os.kill(os.getpid(), signal.SIGKILL)
-    deliver_all(name, Path(place), int(first))
+    send_all(name, Path(place), int(first))
     if "torch" in sys.modules:
         sys.exit("a sink has imported torch")

@@ -1,0 +1,195 @@
+"""Methods of `Run` besides the training loop: collectives, logging and printing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from samestep.comm.base import World
+from samestep.errors import DataError, RecordError
+from samestep.record import Record
+from samestep.run.progress import Progress
+from samestep.step.means import Means
+
+
+class Collectives:
+    """The methods of `Run` that move objects between workers."""
+
+    _world: World
+    world_size: int
+
+    def gather(self, obj: Any) -> list[Any] | None:
+        """Return every worker's picklable object, by rank, on rank 0, and None on other ranks.
+
+        Example:
+            >>> run.gather({"rank": run.rank})
+            [{'rank': 0}]
+        """
+        return self._world.gather_object(obj, "gathering an object")
+
+    def all_gather(self, obj: Any) -> list[Any]:
+        """Return every worker's picklable object, by rank.
+
+        Example:
+            >>> run.all_gather(run.rank)
+            [0]
+        """
+        return self._world.all_gather_object(obj, "gathering an object")
+
+    def broadcast(self, obj: Any) -> Any:
+        """Return rank 0's picklable object.
+
+        Example:
+            >>> run.broadcast("name" if run.is_main else None)
+            'name'
+        """
+        return self._world.broadcast_object(obj, "broadcasting an object")
+
+    def reduce_dict(self, values: Mapping[str, Any], *, average: bool = True) -> dict[str, Any]:
+        """Return the means, or sums, of numbers and tensors over workers.
+
+        Args:
+            values: Numbers and tensors, with the same names on all workers.
+            average: Whether to return means instead of sums.
+
+        Raises:
+            DataError: Names differ between workers.
+
+        Example:
+            >>> run.reduce_dict({"seconds": 0.5})
+            {'seconds': 0.5}
+        """
+        everyone = self._world.all_gather_object(dict(values), "reducing a dict")
+        names = everyone[0].keys()
+        for rank, other in enumerate(everyone):
+            if other.keys() != names:
+                raise DataError(
+                    "reduce_dict expected the same names on all workers, got "
+                    f"{sorted(names)} on worker 0 and {sorted(other)} on worker {rank}"
+                )
+        divisor = self.world_size if average else 1
+        return {name: sum(other[name] for other in everyone) / divisor for name in names}
+
+    def barrier(self, what: str) -> None:
+        """Wait for all workers; `what` describes the wait in errors, as in "preparing data".
+
+        Raises:
+            WorldError: A worker did not arrive within `timeout`.
+
+        Example:
+            >>> run.barrier("preparing data")
+        """
+        self._world.barrier(what)
+
+
+CHANNELS = (1, 3)
+Scalars: TypeAlias = dict[str, float]
+
+
+class Log:
+    """The methods of `Run` that record scalars and images, and print."""
+
+    _record: Record
+    _progress: Progress
+    is_main: bool
+    dir: Path | None
+
+    def log(self, means: Mapping[str, Any] | None = None, **scalars: Any) -> None:
+        """Record scalars of the current step.
+
+        Args:
+            means: Values by name. `Means` are recorded with their lowest and highest worker.
+            **scalars: More values by name. A mapping gets its name as a prefix: `critic=means`
+                records `critic/loss`.
+
+        Example:
+            >>> run.log({"loss": 0.5}, learning_rate=1e-3)
+        """
+        values, low, high = scalars_of(means or {}, scalars)
+        progress = self._progress
+        self._record.scalars(
+            progress.step, progress.epoch, values, low, high, between=progress.between_steps
+        )
+
+    def log_image(self, name: str, image: Any) -> None:
+        """Record rank 0's image of the current step.
+
+        Args:
+            name: Name of a series of images.
+            image: Tensor or array [H, W], [1, H, W], [3, H, W] or [H, W, 3]: uint8, or floating
+                point in [0, 1].
+
+        Raises:
+            RecordError: The shape or dtype is not one of these.
+
+        Example:
+            >>> run.log_image("samples", torch.rand(3, 32, 32))
+        """
+        if self.is_main and self.dir is not None:
+            step, between = self._progress.step, self._progress.between_steps
+            self._record.image(step, name, pixels(image), between=between)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on rank 0 only, like Python's `print`.
+
+        Example:
+            >>> run.print("training starts")
+            training starts
+        """
+        if self.is_main:
+            print(*values, **{"flush": True, **options})  # noqa: T201  the purpose of this method
+
+
+def pixels(image: Any) -> NDArray[Any]:
+    """Return an image as uint8 [H, W] or [H, W, 3]. Raises `RecordError` for other images."""
+    if not isinstance(image, torch.Tensor):
+        image = torch.from_numpy(np.array(image))  # a copy: torch warns about read-only arrays
+    tensor: torch.Tensor = image.detach().cpu()
+    # [C, H, W]
+    if tensor.ndim == 3 and tensor.shape[0] in CHANNELS and tensor.shape[-1] not in CHANNELS:
+        tensor = tensor.permute(1, 2, 0)
+    if tensor.ndim == 3 and tensor.shape[-1] == 1:
+        tensor = tensor.squeeze(-1)
+    if tensor.ndim not in (2, 3) or (tensor.ndim == 3 and tensor.shape[-1] != CHANNELS[-1]):
+        raise RecordError(
+            "an image must have the shape [H, W], [1, H, W], [3, H, W] or [H, W, 3], "
+            f"got {list(tensor.shape)}"
+        )
+    if tensor.is_floating_point():
+        tensor = (tensor.clamp(0, 1) * 255).round().to(torch.uint8)
+    if tensor.dtype != torch.uint8:
+        raise RecordError(
+            f"an image must be uint8, or floating point in [0, 1], got {tensor.dtype}"
+        )
+    return tensor.contiguous().numpy()
+
+
+def scalars_of(
+    means: Mapping[str, Any], others: Mapping[str, Any]
+) -> tuple[Scalars, Scalars, Scalars]:
+    """Return values by name, and the lowest and highest worker's values of `Means`.
+
+    A mapping among `others` gives one value for each of its names, prefixed with its own name and a
+    slash.
+    """
+    values: Scalars = {}
+    by_worker: dict[str, list[float]] = {}
+    for name, value in [("", means), *others.items()]:
+        if not isinstance(value, Mapping):
+            values[name] = float(value)
+            continue
+        for inner, one in value.items():
+            full = f"{name}/{inner}" if name else inner
+            values[full] = float(one)
+            if isinstance(value, Means):
+                by_worker[full] = value.by_worker(inner)
+    return (
+        values,
+        {name: min(some) for name, some in by_worker.items()},
+        {name: max(some) for name, some in by_worker.items()},
+    )
