@@ -90,14 +90,14 @@ def test_arguments_after_the_script_belong_to_it(runs):
             ["--lanes", "3", "-n", "5", "--", "x"],
             2,
             {"lanes": 8},
-            {"as_module": False, "gathering": None},
+            {"as_module": False, "spec": None},
         )
     ]
 
 
 def test_a_module_can_be_run(runs):
     cli.main(["run", "-m", "recipes.vit", "--help"])
-    assert runs == [("recipes.vit", ["--help"], 1, {}, {"as_module": True, "gathering": None})]
+    assert runs == [("recipes.vit", ["--help"], 1, {}, {"as_module": True, "spec": None})]
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_wrong_use_is_an_error(arguments, message, capsys):
         (
             ["--lanes", "many", "train.py"],
             2,
-            "samestep: error: --lanes='many' was given; expected a whole number or none",
+            "samestep: error: --lanes must be an integer or none, got 'many'",
         ),
-        (["no-such-script.py"], 2, "samestep: error: script 'no-such-script.py' was given"),
-        (["-n", "0", cli.__file__], 1, "samestep: error: workers=0 was given; expected at least 1"),
+        (["no-such-script.py"], 2, "samestep: error: script 'no-such-script.py' does not exist"),
+        (["-n", "0", cli.__file__], 1, "samestep: error: workers must be at least 1, got 0"),
     ],
 )
 def test_errors_are_one_line_with_a_status(arguments, status, message, capfd):

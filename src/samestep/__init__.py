@@ -1,8 +1,8 @@
-"""samestep: data-parallel training where any number of devices takes the same step, bit for bit.
+"""Data-parallel training with the same result, bit for bit, on any number of devices.
 
     with samestep.init(lanes=8) as run: ...
 
-What needs torch is loaded when it is first used, so that the command line starts without it.
+Names that need torch are imported on first use, so that the command line starts without it.
 """
 
 from importlib import import_module
@@ -11,25 +11,16 @@ from typing import TYPE_CHECKING, Any
 from samestep.errors import (
     ConfigError,
     DataError,
-    DivergenceError,
-    EvaluationError,
     HangError,
-    LaunchError,
-    LoaderError,
-    LossError,
-    ModelError,
     NonFiniteLossError,
-    OptimizerError,
     OutOfMemoryError,
-    RecordError,
     SamestepError,
     SnapshotError,
-    VerifyError,
     WorkerError,
     WorldError,
 )
 
-# at once: the sub-package of the same name would take its place later
+# not on first use: by then the subpackage may have replaced the function
 from samestep.launch import launch
 
 if TYPE_CHECKING:
@@ -39,7 +30,7 @@ if TYPE_CHECKING:
     from samestep.run import Run, init
     from samestep.step.means import Means
 
-_HOME = {
+_LAZY = {
     "Means": "samestep.step.means",
     "Metric": "samestep.metrics",
     "PackedList": "samestep.data.packed_list",
@@ -51,24 +42,15 @@ _HOME = {
 __all__ = [
     "ConfigError",
     "DataError",
-    "DivergenceError",
-    "EvaluationError",
     "HangError",
-    "LaunchError",
-    "LoaderError",
-    "LossError",
     "Means",
     "Metric",
-    "ModelError",
     "NonFiniteLossError",
-    "OptimizerError",
     "OutOfMemoryError",
     "PackedList",
-    "RecordError",
     "Run",
     "SamestepError",
     "SnapshotError",
-    "VerifyError",
     "WorkerError",
     "WorldError",
     "check_metric",
@@ -78,6 +60,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _LAZY:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,35 +1,30 @@
-"""Every exception that samestep raises on purpose.
+"""The exceptions of samestep.
 
     SamestepError
-    ├── ConfigError       an option is unknown, of the wrong type, or does not fit another (also a ValueError)
-    ├── LaunchError       workers could not be started
-    │   └── WorkerError   a worker failed: its rank and traceback
-    ├── WorldError        workers cannot talk, or one of them is gone
-    │   └── HangError     a worker was waited for in vain: who, where it was, and the usual cause
-    ├── DataError         a data set, batch or sampler cannot be used
-    │   └── LoaderError   loading a lane's batch failed: step, lane and sample indices
-    ├── ModelError        models cannot be replicated, or differ between workers
-    ├── LossError         a loss is not a scalar, or has no gradient
-    │   └── NonFiniteLossError   a loss is NaN or infinite: step, lane and rank
-    ├── OutOfMemoryError  a lane does not fit the memory of its device (also a MemoryError)
-    ├── DivergenceError   workers' copies of the state differ: step, first tensor and workers
-    ├── OptimizerError    an optimizer cannot be sharded
-    ├── EvaluationError   results of an evaluation do not fit together
-    ├── SnapshotError     a snapshot cannot be written, found, checked or loaded
-    ├── RecordError       a record cannot be written or read
-    └── VerifyError       a script cannot be verified
+    ├── ConfigError, also a ValueError
+    ├── LaunchError
+    │   └── WorkerError
+    ├── WorldError
+    │   └── HangError
+    ├── DataError
+    │   └── LoaderError
+    ├── LossError
+    │   └── NonFiniteLossError
+    ├── OutOfMemoryError, also a MemoryError
+    └── ModelError, DivergenceError, OptimizerError, EvaluationError, SnapshotError, RecordError,
+        VerifyError
 
-Messages say what was given, what was expected, and what to do.
+A message says what is wrong with which value, what was expected, and what to do.
 """
 
 from __future__ import annotations
 
 
 class SamestepError(Exception):
-    """Base of every exception that samestep raises on purpose.
+    """Base class of the exceptions of samestep.
 
-    Attributes: `is_secondary` (bool): another worker failed first, and will tell more.
-    `is_retryable` (bool): nothing the program did is to blame, so that it may be tried again.
+    Attributes: `is_secondary` (bool): caused by the failure of another worker, which has the
+    details. `is_retryable` (bool): not caused by the program, so a restart may succeed.
     """
 
     is_secondary = False
@@ -37,18 +32,17 @@ class SamestepError(Exception):
 
 
 class ConfigError(SamestepError, ValueError):
-    """An option is unknown, of the wrong type, or does not fit another."""
+    """An option is unknown, has an invalid value, or conflicts with another option."""
 
 
 class LaunchError(SamestepError):
-    """Workers could not be started."""
+    """Workers cannot be started, or their host lost the other hosts of the run."""
 
 
 class WorkerError(LaunchError):
-    """The first worker to fail.
+    """A worker failed; raised by the launcher for the first one.
 
-    Attributes: `rank` (int), `traceback` (str, the worker's own), `status` (int, the exit status
-    that tells of it).
+    Attributes: `rank` (int), `traceback` (str, of the worker), `status` (int, an exit status).
     """
 
     def __init__(self, rank: int, summary: str, traceback: str, status: int = 1) -> None:
@@ -59,13 +53,16 @@ class WorkerError(LaunchError):
 
 
 class WorldError(SamestepError):
-    """Workers cannot talk, or one of them is gone."""
+    """Workers cannot communicate, or one of them is gone."""
 
     is_secondary = True
 
 
 class HangError(WorldError):
-    """A worker was waited for in vain; where it is stopped, or gone without a word, that came from outside."""
+    """A worker did not respond in time; says which one, where it was, and the usual cause.
+
+    It is retryable if that worker was stopped from outside or disappeared.
+    """
 
     def __init__(self, text: str, *, is_retryable: bool = False) -> None:
         super().__init__(text)
@@ -77,7 +74,10 @@ class DataError(SamestepError):
 
 
 class LoaderError(DataError):
-    """Loading a lane's batch failed; where a loader process was killed, that came from outside."""
+    """A lane's batch cannot be loaded; names the step, the lane and the sample indices.
+
+    It is retryable if a loader process was killed from outside.
+    """
 
     def __init__(self, text: str, *, is_retryable: bool = False) -> None:
         super().__init__(text)
@@ -85,7 +85,7 @@ class LoaderError(DataError):
 
 
 class ModelError(SamestepError):
-    """Models cannot be replicated, or differ between workers."""
+    """A model cannot be replicated, or differs between workers."""
 
 
 class LossError(SamestepError):
@@ -93,15 +93,15 @@ class LossError(SamestepError):
 
 
 class NonFiniteLossError(LossError):
-    """A loss is NaN or infinite."""
+    """A loss is NaN or infinite; names the step, the lane and the rank."""
 
 
 class OutOfMemoryError(SamestepError, MemoryError):
-    """A lane does not fit the memory of its device."""
+    """A lane does not fit into the memory of its device."""
 
 
 class DivergenceError(SamestepError):
-    """Workers' copies of what all of them hold alike differ."""
+    """Replicated state differs between workers; names the step, the tensor and the workers."""
 
 
 class OptimizerError(SamestepError):
@@ -109,11 +109,11 @@ class OptimizerError(SamestepError):
 
 
 class EvaluationError(SamestepError):
-    """Results of an evaluation do not fit together."""
+    """The results of an evaluation are inconsistent."""
 
 
 class SnapshotError(SamestepError):
-    """A snapshot cannot be written, found, checked or loaded."""
+    """A snapshot cannot be written, found, verified or loaded."""
 
 
 class RecordError(SamestepError):

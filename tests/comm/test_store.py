@@ -22,7 +22,7 @@ SOON = timedelta(seconds=60)
 
 
 def variables(member, rank=0, attempt=0):
-    return {"RANK": str(rank), TOKEN: SECRET, **store_variables(member.coordinator, attempt)}
+    return {"RANK": str(rank), TOKEN: SECRET, **store_variables(member.address, attempt)}
 
 
 @pytest.fixture
@@ -146,7 +146,9 @@ def test_there_is_no_store_without_a_coordinator():
 def test_another_process_cannot_claim_a_taken_rank(member, monkeypatch):
     join_store(variables(member), SOON)
     monkeypatch.setattr("os.getpid", lambda: 7)
-    with pytest.raises(WorldError, match=r"refused this worker: .*:7 claims rank 0, which .* has"):
+    with pytest.raises(
+        WorldError, match=r"refused this worker: .*:7 claims rank 0, which belongs to "
+    ):
         join_store(variables(member), SOON)
 
 
@@ -156,7 +158,7 @@ def test_a_worker_of_an_earlier_attempt_is_refused_and_disconnected(member):
     member.restart()
     with pytest.raises(DistNetworkError):
         old.get("key")
-    with pytest.raises(WorldError, match="belongs to attempt 0 and the present one is 1"):
+    with pytest.raises(WorldError, match="the current attempt is 1, got a worker of attempt 0"):
         join_store(variables(member), SOON)
     assert not join_store(variables(member, attempt=1), SOON).check(["key"])
 

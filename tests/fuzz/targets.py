@@ -28,10 +28,10 @@ from samestep.cluster import find_process
 from samestep.comm.link import MAX_BYTES, Frames, decode, frame, is_proof, nonce_of, parse_address
 from samestep.config import Config, merge, parse
 from samestep.errors import ConfigError
-from samestep.launch.cluster_spec import Nodes
-from samestep.launch.membership import ElasticPolicy, Membership
-from samestep.launch.ssh import read_hosts
-from samestep.launch.store_server import Keys
+from samestep.launch.attempt import ElasticPolicy, Node
+from samestep.launch.cluster_spec import Nodes, read_hosts
+from samestep.launch.membership import Membership
+from samestep.launch.store_server import KeyValueStore
 from tests.fuzz import mutate, page, records, snapshots
 from tests.fuzz.target import Target
 
@@ -137,7 +137,7 @@ def _launching(folder: Path) -> list[Target]:
 def _messages() -> list[Target]:
     messages = (
         {"as": "host", "name": "node1", "workers": 4, "nonce": "0" * 64, "proof": "0" * 64},
-        {"tell": "beat", "step": 3, "attempt": 0},
+        {"report": "heartbeat", "step": 3, "attempt": 0},
     )
     requests = [
         {"do": "set", "key": "rank", "value": "MA=="}, {"do": "append", "key": "rank",
@@ -153,9 +153,9 @@ def _messages() -> list[Target]:
         "is_retryable": True, "step": 3,
     }  # fmt: skip
     news = [
-        {"tell": "beat", "step": 3}, {"tell": "ready"}, {"tell": "ended", "attempt": 0},
-        {"tell": "signalled", "signal": 15, "again": False},
-        {"tell": "failed", "attempt": 0, "age": 0.1, "failure": {**failure, "host": "node1"}},
+        {"report": "heartbeat", "step": 3}, {"report": "ready"}, {"report": "ended", "attempt": 0},
+        {"report": "signaled", "signal": 15, "again": False},
+        {"report": "failed", "attempt": 0, "age": 0.1, "failure": {**failure, "host": "node1"}},
     ]  # fmt: skip
     loop = cache(asyncio.new_event_loop)
 
@@ -175,7 +175,7 @@ def _messages() -> list[Target]:
 
     async def answer(request: Any) -> None:
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(Keys().answer(request), 0.001)
+            await asyncio.wait_for(KeyValueStore().handle(request), 0.001)
 
     def read_request(given: Any) -> None:
         loop().run_until_complete(answer(given))
@@ -189,10 +189,10 @@ def _messages() -> list[Target]:
     def receive(message: dict[str, Any]) -> None:
         nothing, terms = lambda _: None, ElasticPolicy(1, 2, 8, 3, 30.0)
         membership = Membership(terms, 0.0, open_attempt=nothing, log=nothing)
-        node = membership.join("node1", 4, lambda _: None, lambda: None, 0.0)
-        membership.hear(node, {"tell": "ready"}, 1.0)
+        membership.join(node := Node("node1", 4, nothing, 0.0))
+        membership.receive(node, {"report": "ready"}, 1.0)
         membership.update(3.0)  # starts workers
-        membership.hear(node, message, 4.0)
+        membership.receive(node, message, 4.0)
         membership.update(5.0)
 
     return [

@@ -11,26 +11,35 @@ import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import samestep
-from samestep import cli
+from samestep import cli, errors, record
 
 FROZEN = Path(__file__).with_name("public.txt")
 
 
 def described() -> str:
     """Return one line for each public name and for each flag of each command."""
-    return "\n".join([*_package(), *_run(), *_commands()]) + "\n"
+    modules = {samestep: samestep.__all__, errors: _defined_in(errors), record: record.__all__}
+    names = [line for module, names in modules.items() for line in _module(module, names)]
+    return "\n".join([*names, *_run(), *_commands()]) + "\n"
 
 
-def _package() -> Iterator[str]:
-    for name in sorted(samestep.__all__):
-        member = getattr(samestep, name)
+def _defined_in(module: ModuleType) -> list[str]:
+    return [name for name, member in vars(module).items() if inspect.isclass(member)]
+
+
+def _module(module: ModuleType, names: list[str]) -> Iterator[str]:
+    for name in sorted(names):
+        member = getattr(module, name)
         if isinstance(member, type) and issubclass(member, Exception):
-            yield f"samestep.{name}({', '.join(base.__name__ for base in member.__bases__)})"
+            bases = ", ".join(base.__name__ for base in member.__bases__)
+            yield f"{module.__name__}.{name}({bases})"
         else:
-            yield f"samestep.{name}{_parameters(member) if inspect.isfunction(member) else ''}"
+            parameters = _parameters(member) if inspect.isfunction(member) else ""
+            yield f"{module.__name__}.{name}{parameters}"
 
 
 def _run() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A coordinator for tests, in a process of its own, and a launcher's end of it without any workers."""
+"""A coordinator in its own process for tests, and the first host's client without any workers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ SECRET = "a secret of the tests"
 
 
 class Leader:
-    """The first host's launcher, as tests drive it."""
+    """The first host's launcher, driven by tests."""
 
-    def __init__(self, member, gathering):
-        self.member, self.gathering = member, gathering
-        self.coordinator = member.coordinator
+    def __init__(self, client, spec):
+        self.client, self.spec = client, spec
+        self.address = client.address
         self.attempt = -1
-        self.heard = []
+        self.received = []
 
     def start(self):
-        """Return when the next attempt starts."""
-        self.member.report("ready")
+        """Wait until the next attempt starts."""
+        self.client.report("ready")
         self.wait_for("start")
 
     def restart(self):
-        """End the attempt as if a worker had been killed; return when the next one starts."""
+        """End the attempt as if a worker had been killed; wait until the next one starts."""
         failure = {
             "rank": 0,
             "summary": "killed",
@@ -36,39 +36,35 @@ class Leader:
             "status": 137,
             "is_secondary": False,
             "is_retryable": True,
+            "step": 1,
+            "host": "here",
         }
-        self.member.report(
-            "failed",
-            attempt=self.attempt,
-            age=0.0,
-            step=1,
-            failure={**failure, "step": 1, "host": "here"},
-        )
+        self.client.report("failed", attempt=self.attempt, age=0.0, step=1, failure=failure)
         self.wait_for("stop")
-        self.member.report("ended", attempt=self.attempt, step=1)
+        self.client.report("ended", attempt=self.attempt, step=1)
         self.wait_for("start")
 
     def end(self):
         """End the run."""
-        self.member.report("ended", attempt=self.attempt, step=1)
+        self.client.report("ended", attempt=self.attempt, step=1)
         self.wait_for("end")
 
     def wait_for(self, order):
-        """Return when an order comes, with all before it in `heard`."""
+        """Wait for an order; it and all orders before it are in `received`."""
 
-        def came():
-            for told in self.member.orders(1):
-                self.heard.append(told)
-                self.attempt = told["attempt"]
-            return any(told["order"] == order for told in self.heard)
+        def has_arrived():
+            for one in self.client.orders(1):
+                self.received.append(one)
+                self.attempt = one["attempt"]
+            return any(one["order"] == order for one in self.received)
 
-        self.heard.clear()
-        wait_until(came)
+        self.received.clear()
+        wait_until(has_arrived)
 
 
 @contextmanager
-def coordinator(least=1, most=1, **options):
+def coordinator(min_nodes=1, max_nodes=1, **options):
     """Yield the leader of a run."""
-    gathering = ClusterSpec(("127.0.0.1", free_port()), SECRET, Nodes(least, most))
-    with join_cluster(gathering, 1, Config(**options)) as member:
-        yield Leader(member, gathering)
+    spec = ClusterSpec(("127.0.0.1", free_port()), SECRET, Nodes(min_nodes, max_nodes))
+    with join_cluster(spec, 1, Config(**options)) as client:
+        yield Leader(client, spec)

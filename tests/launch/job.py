@@ -1,4 +1,4 @@
-"""A small job for tests on several hosts: `job.py DIRECTORY [FAULT]`, where FAULT is a JSON object as `Fault` has it."""
+"""A small job for tests on several hosts: `job.py DIRECTORY [FAULT]`, with `Fault` as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.jobs import image_job
 
 @dataclass
 class Fault:
-    """What a rank does at a step while the run has so many workers; it leaves a file `fault` first."""
+    """An action of a rank at a step with a number of workers; writes a file `fault` first."""
 
     workers: int
     rank: int
@@ -23,7 +23,7 @@ class Fault:
     does: str
 
     def happen(self, run: ss.Run) -> None:
-        """Do it, if this is when."""
+        """Act if the run is at that step."""
         if (run.world_size, run.rank, run.step) != (self.workers, self.rank, self.step):
             return
         (run.dir / "fault").write_text(str(os.getpid()))

@@ -1,4 +1,4 @@
-"""Launchers for tests: `samestep` in a process that is forked from the tests', which has torch, on a host of its own."""
+"""Launchers for tests: `samestep` on a simulated host, forked from the tests' process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Here:
     """The host of the tests."""
 
     def enter(self):
-        """Be there already."""
+        """Do nothing."""
 
 
 HERE = Here()
 
 
 class Launcher:
-    """`samestep ARGUMENTS` on a host; what it prints is in `output()`."""
+    """`samestep ARGUMENTS` on a host; `output()` is what it has printed."""
 
     def __init__(self, host, log, *arguments):
         self._log = log
@@ -39,7 +39,7 @@ class Launcher:
         self.pid = self._process.pid
 
     def _run(self, host, arguments):
-        atexit._clear()  # what the tests' process does at its end is not to be done here
+        atexit._clear()  # the exit functions of the tests' process
         file = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
@@ -54,18 +54,18 @@ class Launcher:
         return self._log.read_text() if self._log.exists() else ""
 
     def wait_for(self, text):
-        """Return when a text was printed."""
+        """Wait until a text is printed."""
         self.wait_until(lambda: text in self.output())
 
     def wait_until(self, true):
-        """Return when a condition holds, for which this launcher must not have ended."""
+        """Wait until a condition holds; fail if this launcher exits first."""
         try:
             wait_until(lambda: true() or self._process.exitcode is not None)
         finally:
             assert true(), self.output()
 
     def end(self):
-        """Return the exit status of the launcher, which ends by itself."""
+        """Wait until the launcher exits; return its status."""
         self._process.join(WAIT_SECONDS)
         assert self._process.exitcode is not None, self.output()
         return self._process.exitcode
@@ -82,7 +82,7 @@ class Launcher:
 
 @contextmanager
 def launchers():
-    """Yield what starts launchers: `start(host, folder / "log", *arguments)`. None is left at the end."""
+    """Yield `start(host, log, *arguments)`; kill all launchers at the end."""
     started = []
 
     def start(*arguments):
@@ -97,7 +97,7 @@ def launchers():
 
 
 def wait_until(true):
-    """Return when a condition holds. Raises `TimeoutError`."""
+    """Wait until a condition holds. Raises `TimeoutError`."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not true():
         if time.monotonic() > deadline:

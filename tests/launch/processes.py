@@ -1,4 +1,4 @@
-"""What tests of the launcher see of processes."""
+"""Processes as tests of the launcher see them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ SOON_SECONDS = 60.0  # on a busy machine; usually much less
 
 
 def rank():
-    """Return the rank of the worker that asks."""
+    """Return the rank of this worker."""
     return int(os.environ["RANK"])
 
 
 def for_ever():
-    """Wait without end, in a way that signals interrupt."""
+    """Wait forever, until a signal interrupts."""
     threading.Event().wait()
 
 
 def end_soon(pids):
-    """Tell whether all processes end within SOON_SECONDS; one that nobody has waited for yet has ended too."""
+    """Return whether all processes end within SOON_SECONDS; zombies have ended."""
     deadline = time.monotonic() + SOON_SECONDS
     while any(_runs(pid) for pid in pids):
         if time.monotonic() > deadline:
@@ -49,8 +49,8 @@ def listening(pid):
     return {tuple(row[1].split(":")) for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
-def state(pid):
-    """Return the letter by which the kernel tells what a process does, None where there is none."""
+def kernel_state(pid):
+    """Return the kernel's letter for the state of a process, None if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -58,7 +58,7 @@ def state(pid):
 
 
 def _runs(pid):
-    return state(pid) not in {None, "Z"}
+    return kernel_state(pid) not in {None, "Z"}
 
 
 def children(pid):

@@ -1,4 +1,4 @@
-"""A coordinator among strangers: it lets in who holds the token, and nothing that others send disturbs the run."""
+"""Coordinators accept peers that hold the token; nothing that others send disturbs the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from samestep.comm.store import join_store, store_variables
 from samestep.config import TOKEN, Config
 from samestep.errors import ConfigError, LaunchError
 from samestep.launch import coordinator as coordinator_module
-from samestep.launch import coordinator_client as member_module
+from samestep.launch import coordinator_client as client_module
 from samestep.launch.cluster_spec import ClusterSpec, Nodes
 from samestep.launch.coordinator_client import join_cluster
 from tests.launch.coordinators import SECRET, coordinator
@@ -29,7 +29,7 @@ from tests.launch.processes import end_soon, listening
 
 @pytest.fixture
 def terminal(tmp_path, monkeypatch):
-    """What coordinators printed up to now."""
+    """Return what coordinators have printed."""
     log = tmp_path / "log"
     log.touch()
 
@@ -49,9 +49,9 @@ def leader(terminal):
         leader.end()
 
 
-def stranger(leader, number=2):
-    """Connect from an address that nobody else has."""
-    return socket.create_connection(leader.coordinator, 60, source_address=(f"127.0.0.{number}", 0))
+def unauthenticated(leader, number=2):
+    """Connect from an address that no other test connection has."""
+    return socket.create_connection(leader.address, 60, source_address=(f"127.0.0.{number}", 0))
 
 
 def is_closed(connection):
@@ -64,7 +64,7 @@ def is_closed(connection):
 
 def still_serves(leader):
     store = join_store(
-        {"RANK": "0", TOKEN: SECRET, **store_variables(leader.coordinator, leader.attempt)},
+        {"RANK": "0", TOKEN: SECRET, **store_variables(leader.address, leader.attempt)},
         timedelta(seconds=60),
     )
     store.set("key", "value")
@@ -88,67 +88,67 @@ def still_serves(leader):
         (frame(b"[" * 500), "a message is nested too deeply|Expecting value"),
     ],
 )
-def test_a_stranger_is_refused_with_the_reason_and_the_run_goes_on(leader, terminal, sent, reason):
-    with stranger(leader) as connection:
+def test_an_unauthenticated_peer_is_refused_with_the_reason(leader, terminal, sent, reason):
+    with unauthenticated(leader) as connection:
         connection.sendall(sent)
         assert is_closed(connection)
-    wait_until(lambda: "127.0.0.2 is refused: " in terminal())
+    wait_until(lambda: "refused a connection from 127.0.0.2: " in terminal())
     assert re.search(reason, terminal())
     assert still_serves(leader)
 
 
-def test_an_address_is_named_once_however_often_it_comes(leader, terminal):
+def test_an_address_is_logged_once(leader, terminal):
     for number in (3, 2, 2, 2, 4):
-        with stranger(leader, number) as connection:
+        with unauthenticated(leader, number) as connection:
             connection.sendall(b"\xff" * 8)
             assert is_closed(connection)
-    wait_until(lambda: "127.0.0.4 is refused" in terminal())
-    assert terminal().count("127.0.0.2 is refused") == 1
+    wait_until(lambda: "refused a connection from 127.0.0.4" in terminal())
+    assert terminal().count("refused a connection from 127.0.0.2") == 1
 
 
-def test_the_log_of_strangers_is_bounded(monkeypatch, terminal):
-    monkeypatch.setattr(coordinator_module, "MOST_NAMED", 3)
+def test_the_log_of_refused_connections_is_bounded(monkeypatch, terminal):
+    monkeypatch.setattr(coordinator_module, "MAX_LOGGED_ADDRESSES", 3)
     with coordinator() as leader:
         leader.start()
         for number in range(2, 10):
-            with stranger(leader, number) as connection:
+            with unauthenticated(leader, number) as connection:
                 connection.sendall(b"\xff" * 8)
                 assert is_closed(connection)
         leader.end()
-    assert terminal().count("is refused") == 3
-    assert "those from further addresses are refused without a word" in terminal()
+    assert terminal().count("refused a connection") == 3
+    assert "connections from further addresses are refused silently" in terminal()
 
 
-def test_strangers_that_never_end_their_hello_keep_nobody_out(leader):
+def test_incomplete_hellos_do_not_keep_others_out(leader):
     with ExitStack() as exits:
-        first = exits.enter_context(stranger(leader))
-        for _ in range(coordinator_module.MOST_STRANGERS):
-            exits.enter_context(stranger(leader)).sendall(b"\0\0")
+        first = exits.enter_context(unauthenticated(leader))
+        for _ in range(coordinator_module.MAX_UNAUTHENTICATED):
+            exits.enter_context(unauthenticated(leader)).sendall(b"\0\0")
         assert is_closed(first)
         assert still_serves(leader)
 
 
-def test_a_hello_is_not_waited_for_without_end(monkeypatch, terminal):
+def test_a_hello_times_out(monkeypatch, terminal):
     monkeypatch.setattr(coordinator_module, "HELLO_SECONDS", 0.2)
     with coordinator() as leader:
         leader.start()
-        with stranger(leader) as connection:
+        with unauthenticated(leader) as connection:
             assert is_closed(connection)
         leader.end()
-    assert "it did not say hello within 0.2 s" in terminal()
+    assert "it sent no hello within 0.2 s" in terminal()
 
 
-def test_a_client_of_torchs_own_store_is_a_stranger(leader, terminal):
-    host, port = leader.coordinator
+def test_a_client_of_torchs_own_store_is_refused(leader, terminal):
+    host, port = leader.address
     with pytest.raises(RuntimeError):
         TCPStore(host, port, is_master=False, timeout=timedelta(seconds=1))
     assert still_serves(leader)
 
 
-def test_garbage_of_every_kind_disturbs_nothing(leader):
+def test_random_bytes_disturb_nothing(leader):
     random = Random(0)
     for _ in range(300):
-        with stranger(leader) as connection, suppress(ConnectionError):
+        with unauthenticated(leader) as connection, suppress(ConnectionError):
             body = random.randbytes(random.randrange(64))
             connection.sendall(
                 random.choice(
@@ -163,23 +163,23 @@ def test_garbage_of_every_kind_disturbs_nothing(leader):
     [
         {},
         {"as": "host"},
-        {"as": "host", "name": "x", "workers": 0, "same": {}},
+        {"as": "host", "name": "x", "workers": 0, "settings": {}},
         {"as": "worker", "attempt": 5},
     ],
 )
-def test_who_holds_the_token_and_makes_no_sense_is_refused(leader, terminal, hello):
-    link = Link(leader.coordinator, SECRET, HELLO_SECONDS)
+def test_an_invalid_hello_with_the_token_is_refused(leader, terminal, hello):
+    link = Link(leader.address, SECRET, HELLO_SECONDS)
     link.send(hello)
     with suppress(ConnectionError):
         assert "refused" in link.receive(60)
         link.receive(60)
     link.close()
-    wait_until(lambda: "is refused" in terminal())
+    wait_until(lambda: "refused a connection" in terminal())
     assert still_serves(leader)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "message",
     [
         {},
         {"do": "set"},
@@ -188,35 +188,33 @@ def test_who_holds_the_token_and_makes_no_sense_is_refused(leader, terminal, hel
         {"do": "no", "key": ""},
     ],
 )
-def test_a_request_that_makes_no_sense_ends_its_connection(leader, asked):
+def test_an_invalid_request_ends_its_connection(leader, message):
     store = join_store(
-        {"RANK": "0", TOKEN: SECRET, **store_variables(leader.coordinator, leader.attempt)},
+        {"RANK": "0", TOKEN: SECRET, **store_variables(leader.address, leader.attempt)},
         timedelta(seconds=60),
     )
-    store._link.send(asked)
+    store._link.send(message)
     with pytest.raises(ConnectionError):
         store._link.receive(60)
     store._link.close()
     assert still_serves(leader)
 
 
-def test_it_listens_at_the_masters_address_alone(leader):
+def test_it_listens_only_at_the_masters_address(leader):
     (process,) = active_children()
-    _, port = leader.coordinator
+    _, port = leader.address
     assert listening(process.pid) == {("0100007F", f"{port:04X}")}
 
 
 def other(leader, nodes=None, token=SECRET):
     """Join from a second launcher on this machine."""
-    gathering = ClusterSpec(leader.coordinator, token, nodes or leader.gathering.nodes)
-    return join_cluster(gathering, 1, Config())
+    spec = ClusterSpec(leader.address, token, nodes or leader.spec.nodes)
+    return join_cluster(spec, 1, Config())
 
 
-def test_a_host_with_another_token_is_told_so(leader):
+def test_a_host_with_another_token_cannot_join(leader):
     with (
-        pytest.raises(
-            LaunchError, match="cannot join there: the coordinator there has another token"
-        ),
+        pytest.raises(LaunchError, match=r"cannot join at --master .*token"),
         other(leader, token=16 * "x"),
     ):
         pass
@@ -225,15 +223,16 @@ def test_a_host_with_another_token_is_told_so(leader):
 def test_a_host_with_other_nodes_is_refused(leader, terminal):
     with (
         pytest.raises(
-            LaunchError, match=r"refuses this one: its --nodes is '2', and '1' on the first host"
+            LaunchError,
+            match="refused this host: --nodes must be '1' as on the first host, got '2'",
         ),
         other(leader, Nodes(2, 2)),
     ):
         pass
-    wait_until(lambda: "is refused: its --nodes" in terminal())
+    assert "--nodes must be '1'" in terminal()
 
 
-def test_a_host_that_comes_when_all_is_over_is_refused(terminal):
+def test_a_host_that_joins_after_the_end_is_refused(terminal):
     with coordinator(2, 2) as leader, other(leader) as slow:
         slow.report("ready")
         leader.start()
@@ -243,60 +242,60 @@ def test_a_host_that_comes_when_all_is_over_is_refused(terminal):
             pass
 
 
-def test_a_master_that_does_not_answer_is_named(monkeypatch):
-    monkeypatch.setattr(member_module, "COME_SECONDS", 0.3)
+def test_a_master_that_does_not_respond_is_an_error(monkeypatch):
+    monkeypatch.setattr(client_module, "JOIN_SECONDS", 0.3)
     # an address of documentation (RFC 5737)
-    gathering = ClusterSpec(("192.0.2.1", 29400), SECRET, Nodes(2, 2))
-    monkeypatch.setattr(member_module, "HELLO_SECONDS", 0.1)
+    spec = ClusterSpec(("192.0.2.1", 29400), SECRET, Nodes(2, 2))
+    monkeypatch.setattr(client_module, "HELLO_SECONDS", 0.1)
     with (
         pytest.raises(
             LaunchError,
-            match=r"--master 192\.0\.2\.1:29400 was given, and did not answer within 0\.3 s",
+            match=r"--master 192\.0\.2\.1:29400 did not respond within 0\.3 s",
         ),
-        join_cluster(gathering, 1, Config()),
+        join_cluster(spec, 1, Config()),
     ):
         pass
 
 
-def test_hosts_that_may_come_and_go_need_lanes():
-    gathering = ClusterSpec(("127.0.0.1", 29411), SECRET, Nodes(1, 2))
+def test_an_elastic_run_requires_lanes():
+    spec = ClusterSpec(("127.0.0.1", 29411), SECRET, Nodes(1, 2))
     with (
-        pytest.raises(ConfigError, match=r"--nodes 1:2 was given without --lanes"),
-        join_cluster(gathering, 1, Config()),
+        pytest.raises(ConfigError, match="--nodes 1:2 requires --lanes"),
+        join_cluster(spec, 1, Config()),
     ):
         pass
 
 
-def test_a_name_that_is_the_loopback_here_is_refused(monkeypatch):
+def test_a_name_of_the_loopback_interface_is_an_error(monkeypatch):
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29411))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
-    gathering = ClusterSpec(("node1", 29411), SECRET, Nodes(2, 2))
+    spec = ClusterSpec(("node1", 29411), SECRET, Nodes(2, 2))
     with (
-        pytest.raises(ConfigError, match=r"node1 is 127\.0\.1\.1, which no other host reaches"),
-        join_cluster(gathering, 1, Config()),
+        pytest.raises(ConfigError, match=r"node1 is 127\.0\.1\.1 on this host"),
+        join_cluster(spec, 1, Config()),
     ):
         pass
 
 
-def test_a_coordinator_that_is_gone_is_an_error():
+def test_losing_the_coordinator_is_an_error():
     with coordinator() as leader:
         (process,) = active_children()
         process.kill()
-        with pytest.raises(LaunchError, match="has lost the first host of the run, at 127"):
-            wait_until(lambda: leader.member.orders(0))
+        with pytest.raises(LaunchError, match="lost the connection to the first host at 127"):
+            wait_until(lambda: leader.client.orders(0))
 
 
-def test_it_ends_with_its_launcher():
-    ready, told = os.pipe()
+def test_it_exits_with_its_launcher():
+    reading, writing = os.pipe()
     launcher = os.fork()
     if launcher == 0:
         with coordinator():
             (process,) = active_children()
-            os.write(told, b"%d\n" % process.pid)
+            os.write(writing, b"%d\n" % process.pid)
             signal.pause()
-    pid = int(os.read(ready, 100))
+    pid = int(os.read(reading, 100))
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)
-    for file in (ready, told):
+    for file in (reading, writing):
         os.close(file)
     assert end_soon([pid])

@@ -16,7 +16,7 @@ import pytest
 from samestep.errors import WorkerError
 from samestep.handoff import LauncherState
 from samestep.launch import launch
-from tests.launch.processes import SOON_SECONDS, children, end_soon, for_ever, state
+from tests.launch.processes import SOON_SECONDS, children, end_soon, for_ever, kernel_state
 
 FORK = get_context("fork")
 FOLDER = "FOLDER_OF_THE_MODULE"
@@ -41,10 +41,10 @@ def module(tmp_path, monkeypatch):
 
 
 def begin(*modules):
-    """Begin a run that needs these modules; return the process id of the nursery when it is there, None where none comes."""
-    kept = LauncherState.from_environment(os.environ)
-    kept.report_start("", 0)
-    os.pwrite(kept.modules, json.dumps(modules).encode(), 0)
+    """Begin a run that needs these modules; return the fork server's process id, or None."""
+    state = LauncherState.from_environment(os.environ)
+    state.report_start("", 0)
+    os.pwrite(state.modules, json.dumps(modules).encode(), 0)
     deadline = time.monotonic() + SOON_SECONDS
     while not (others := children(os.getppid()) - {os.getpid()}):
         if time.monotonic() > deadline:
@@ -56,76 +56,78 @@ def is_first_attempt():
     return os.environ["SAMESTEP_INTERNAL_ATTEMPT"] == "0"
 
 
-def wait_until_it_waits(nursery):
-    """Return when the nursery has imported the module, and sleeps for some time."""
+def wait_until_it_waits(fork_server):
+    """Wait until the fork server has imported the module and is idle."""
     deadline = time.monotonic() + SOON_SECONDS
     asleep = 0
     while asleep < 20:
         assert time.monotonic() < deadline
         asleep = (
             asleep + 1
-            if state(nursery) == "S" and Path(os.environ[FOLDER], "noisy.imported").exists()
+            if kernel_state(fork_server) == "S"
+            and Path(os.environ[FOLDER], "noisy.imported").exists()
             else 0
         )
         time.sleep(0.005)
 
 
 def wait_until_watched_by(launcher):
-    """Return when the launcher has a file that tells of this process's end."""
-    told = f"Pid:\t{os.getpid()}\n"
+    """Wait until the launcher has a pidfd of this process."""
+    line = f"Pid:\t{os.getpid()}\n"
     while True:
         for path in Path(f"/proc/{launcher}/fdinfo").iterdir():
             with suppress(FileNotFoundError):  # files come and go
-                if told in path.read_text():
+                if line in path.read_text():
                     return
 
 
-def kill(nursery):
-    os.kill(nursery, signal.SIGKILL)
-    assert end_soon([nursery])
+def kill(fork_server):
+    os.kill(fork_server, signal.SIGKILL)
+    assert end_soon([fork_server])
 
 
 def interrupted(
     *modules, fault=lambda: os.kill(os.getpid(), signal.SIGKILL), before=wait_until_it_waits
 ):
-    """Return the body of a worker that suffers a fault in the first attempt, and in the second tells who forked it and what it found."""
-    told = FORK.SimpleQueue()
+    """Return a body that fails in the first attempt; the second returns whether the fork server is
+    its parent, and which modules it has."""
+    queue = FORK.SimpleQueue()
 
     def body():
         if is_first_attempt():
-            nursery = begin(*modules)
-            told.put(nursery)
-            before(nursery)
+            fork_server = begin(*modules)
+            queue.put(fork_server)
+            before(fork_server)
             fault()
         print("worker")  # noqa: T201
-        return os.getppid() == told.get(), [name for name in modules if name in sys.modules]
+        return os.getppid() == queue.get(), [name for name in modules if name in sys.modules]
 
     return body
 
 
-def test_successors_are_forked_from_a_process_that_has_imported_what_workers_had_to(module, capfd):
+def test_new_workers_are_forked_from_a_process_that_has_imported_their_modules(module, capfd):
     assert launch(interrupted(module), workers=1) == (True, [module])
     assert capfd.readouterr().out == "worker\n"
 
 
-def test_what_cannot_be_imported_beforehand_is_left_to_the_worker(module):
+def test_a_module_that_cannot_be_imported_is_skipped(module):
     assert launch(interrupted("there.is.no.such.module", module), workers=1) == (True, [module])
 
 
-def test_where_it_has_died_workers_are_forked_from_the_launcher(module):
+def test_after_it_has_died_workers_are_forked_from_the_launcher(module):
     assert launch(interrupted(module, before=kill), workers=1) == (False, [])
 
 
-def test_one_that_is_stopped_is_given_up(module, monkeypatch):
-    def stop(nursery):
-        wait_until_it_waits(nursery)
-        os.kill(nursery, signal.SIGSTOP)
+def test_a_stopped_fork_server_is_killed(module, monkeypatch):
+    def stop(fork_server):
+        wait_until_it_waits(fork_server)
+        os.kill(fork_server, signal.SIGSTOP)
 
     monkeypatch.setattr(import_module("samestep.launch.fork_server"), "ANSWER_SECONDS", 0.1)
     assert launch(interrupted(module, before=stop), workers=1) == (False, [])
 
 
-def test_one_that_is_stopped_and_has_workers_is_given_up(module, monkeypatch):
+def test_a_stopped_fork_server_with_workers_is_killed(module, monkeypatch):
     launcher = os.getpid()
 
     def body():
@@ -144,16 +146,16 @@ def test_one_that_is_stopped_and_has_workers_is_given_up(module, monkeypatch):
     assert launch(body, workers=1) == launcher
 
 
-def test_where_an_import_has_used_cuda_workers_are_forked_from_the_launcher(module, tmp_path):
+def test_if_an_import_used_cuda_workers_are_forked_from_the_launcher(module, tmp_path):
     (tmp_path / "noisy.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True")
 
-    def until_it_has_ended(nursery):
-        assert end_soon([nursery])
+    def until_it_has_ended(fork_server):
+        assert end_soon([fork_server])
 
     assert launch(interrupted(module, before=until_it_has_ended), workers=1) == (False, [])
 
 
-def test_how_its_workers_end_is_known(module):
+def test_exit_codes_of_its_workers_are_known(module):
     ends = {1: signal.SIGKILL, 2: signal.SIGSEGV}
 
     def body():
@@ -169,7 +171,7 @@ def test_how_its_workers_end_is_known(module):
     assert caught.value.status == 128 + signal.SIGSEGV
 
 
-def test_its_workers_end_with_it_and_are_replaced(module):
+def test_its_workers_exit_with_it_and_restart(module):
     launcher = os.getpid()
 
     def body():
@@ -187,27 +189,27 @@ def test_its_workers_end_with_it_and_are_replaced(module):
     assert launch(body, workers=1) == 2
 
 
-def test_without_restarts_there_is_none(module, monkeypatch):
+def test_without_restarts_there_is_no_fork_server(module, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SOON_SECONDS", 0.5)
     assert launch(lambda: begin(module), workers=1, max_restarts=0) is None
 
 
-def test_a_launcher_that_has_all_modules_needs_none(monkeypatch):
+def test_a_launcher_with_all_modules_needs_no_fork_server(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SOON_SECONDS", 0.5)
     assert launch(lambda: begin("json"), workers=1) is None
 
 
-def test_it_ends_with_the_launcher(module):
-    told = FORK.SimpleQueue()
+def test_it_exits_with_the_launcher(module):
+    queue = FORK.SimpleQueue()
 
     def body():
-        told.put(begin(module))
+        queue.put(begin(module))
         for_ever()
 
     launcher = FORK.Process(target=launch, args=(body,), kwargs={"workers": 1})
     launcher.start()
-    nursery = told.get()
+    fork_server = queue.get()
     launcher.kill()
     launcher.join()
-    assert nursery
-    assert end_soon([nursery])
+    assert fork_server
+    assert end_soon([fork_server])

@@ -67,7 +67,7 @@ def test_closures_and_arguments_need_no_pickling():
     assert launch(lambda given: given is lock, lock) is True
 
 
-def test_workers_meet_without_further_help():
+def test_workers_find_each_other():
     def body():
         dist.init_process_group("gloo")
         total = torch.tensor(rank() + 1)
@@ -75,10 +75,15 @@ def test_workers_meet_without_further_help():
         dist.destroy_process_group()
         return int(total), find_process(os.environ)
 
-    total, place = launch(body, workers=3)
+    total, process = launch(body, workers=3)
     assert total == 6
-    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (0, 3, 0, 3)
-    assert (place.address, place.started_by) == ("127.0.0.1", "samestep")
+    assert (process.rank, process.world_size, process.local_rank, process.local_world_size) == (
+        0,
+        3,
+        0,
+        3,
+    )
+    assert (process.address, process.started_by) == ("127.0.0.1", "samestep")
 
 
 def test_one_worker_is_a_process_of_its_own():
@@ -106,38 +111,38 @@ def test_threads_are_set_whatever_the_launcher_has(options, threads):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lane": 8}, "lane is no option of samestep; did you mean lanes"),
-        ({"lanes": "8"}, "lanes='8' was given; expected a whole number"),
-        ({"lanes": 0}, "lanes=0 was given; expected at least 1"),
+        ({"lane": 8}, "lane is not an option of samestep; did you mean lanes"),
+        ({"lanes": "8"}, "lanes must be an integer or none, got '8'"),
+        ({"lanes": 0}, "lanes must be at least 1, got 0"),
     ],
 )
-def test_a_wrong_option_is_told_before_anything_starts(monkeypatch, options, message):
+def test_an_invalid_option_is_an_error_before_anything_starts(monkeypatch, options, message):
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("a worker was started"))
     with pytest.raises(ConfigError, match=message):
         launch(rank, **options)
 
 
-def test_a_wrong_variable_is_told_before_anything_starts(monkeypatch):
+def test_an_invalid_variable_is_an_error_before_anything_starts(monkeypatch):
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("a worker was started"))
     monkeypatch.setenv("SAMESTEP_LANES", "many")
-    with pytest.raises(ConfigError, match="SAMESTEP_LANES='many' was given"):
+    with pytest.raises(ConfigError, match="SAMESTEP_LANES must be an integer or none, got 'many'"):
         launch(rank)
 
 
 @pytest.mark.parametrize("workers", [0, -1])
-def test_at_least_one_worker_is_asked_for(workers):
-    with pytest.raises(LaunchError, match=f"workers={workers} was given; expected at least 1"):
+def test_at_least_one_worker_is_required(workers):
+    with pytest.raises(LaunchError, match=f"workers must be at least 1, got {workers}"):
         launch(rank, workers=workers)
 
 
-def test_cuda_in_use_is_told_before_anything_starts(monkeypatch):
+def test_cuda_in_use_is_an_error_before_anything_starts(monkeypatch):
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("a worker was started"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(LaunchError, match="CUDA is in use in this process"):
+    with pytest.raises(LaunchError, match="CUDA is already in use in this process"):
         launch(rank)
 
 
-def test_workers_that_cannot_all_be_started_are_ended(monkeypatch):
+def test_if_a_worker_cannot_start_the_others_are_killed(monkeypatch):
     fork, forks = os.fork, iter(range(9))
 
     def failing_fork():
@@ -165,16 +170,16 @@ def test_the_first_failure_is_raised_with_the_workers_own_traceback():
     assert last == "ValueError: lost"
 
 
-def test_of_failures_at_once_the_earliest_counts():
-    told = FORK.Event()
+def test_the_earliest_of_several_failures_is_raised():
+    failed = FORK.Event()
 
     class FirstError(Exception):
         def __str__(self):
-            told.set()
+            failed.set()
             return "lost"
 
     def rank_0():
-        told.wait()
+        failed.wait()
         raise ValueError("later")
 
     with pytest.raises(WorkerError, match="worker 1 failed first: FirstError: lost"):
@@ -184,18 +189,18 @@ def test_of_failures_at_once_the_earliest_counts():
 @pytest.mark.parametrize(
     "effect", [WorldError("the others are gone"), PeerFailedError("worker 1 could not write")]
 )
-def test_an_error_because_of_others_gives_way_to_one_that_comes_late(effect):
-    met = FORK.Event()
+def test_a_secondary_error_gives_way_to_its_cause(effect):
+    raised = FORK.Event()
 
     def rank_0():
-        met.wait()
+        raised.wait()
         raise effect
 
     def rank_1():
         try:
             raise ValueError("the cause")
         finally:
-            met.set()
+            raised.set()
             time.sleep(0.5)  # what leaving a run may take
 
     with pytest.raises(WorkerError, match="worker 1 failed first: ValueError: the cause"):
@@ -214,7 +219,7 @@ def test_a_killed_worker_is_named(others):
     assert (caught.value.rank, caught.value.traceback) == (1, "")
 
 
-def test_a_worker_without_last_words_is_named_with_its_status():
+def test_a_worker_that_exits_without_a_report_has_its_status():
     with pytest.raises(WorkerError, match=r"^worker 1 failed first: exited with status 7$"):
         launch(on_rank_one(lambda: os._exit(7)))
 
@@ -225,16 +230,16 @@ def test_a_result_that_cannot_be_pickled_is_the_workers_error():
 
 
 @pytest.mark.parametrize("code", [0, None, False])
-def test_a_quiet_exit_is_a_success(code):
+def test_an_exit_with_status_0_is_a_success(code):
     assert launch(lambda: sys.exit(code)) is None
     assert launch(lambda: sys.exit(code) if rank() == 1 else "result") == "result"
 
 
 @pytest.mark.parametrize(
-    ("code", "told"), [(3, "exited with status 3"), ("out of ideas", "out of ideas")]
+    ("code", "message"), [(3, "exited with status 3"), ("out of ideas", "out of ideas")]
 )
-def test_a_loud_exit_is_a_failure(code, told):
-    with pytest.raises(WorkerError, match=f"worker 1 failed first: {told}$"):
+def test_an_exit_with_a_status_or_text_is_a_failure(code, message):
+    with pytest.raises(WorkerError, match=f"worker 1 failed first: {message}$"):
         launch(on_rank_one(lambda: sys.exit(code)))
 
 
@@ -251,7 +256,7 @@ def test_others_end_soon_after_a_failure(others):
     assert time.monotonic() - failed_at.value < SOON_SECONDS
 
 
-def test_what_a_failed_worker_started_ends_with_it():
+def test_the_child_of_a_failed_worker_is_killed():
     child = FORK.Value("i")
 
     def fail():
@@ -265,11 +270,11 @@ def test_what_a_failed_worker_started_ends_with_it():
     assert end_soon([child.value])
 
 
-def test_a_worker_leads_a_session_so_that_a_terminal_interrupts_the_launcher_alone():
+def test_a_worker_has_its_own_session_so_that_ctrl_c_reaches_only_the_launcher():
     assert launch(lambda: os.getsid(0) == os.getpid()) is True
 
 
-def test_signals_are_those_of_a_fresh_process_in_workers():
+def test_workers_have_the_signal_handlers_of_a_new_process():
     def handlers():
         return [
             signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -295,7 +300,7 @@ def test_exit_functions_of_a_worker_run_in_it_and_those_of_the_launcher_do_not(t
     assert [path.name for path in tmp_path.iterdir()] == ["worker"]
 
 
-def test_what_the_launcher_has_not_collected_is_not_collected_by_workers():
+def test_workers_do_not_collect_the_launchers_garbage():
     collected_by = FORK.Value("i")
 
     class Garbage:
@@ -350,7 +355,7 @@ def test_launching_from_another_thread_works():
     assert results == [0]
 
 
-def test_workers_listen_on_the_loopback_alone():
+def test_workers_listen_only_on_the_loopback_interface():
     def body():
         dist.init_process_group("gloo")
         dist.barrier()
@@ -371,7 +376,7 @@ def test_workers_listen_on_the_loopback_alone():
     assert {address for address, _ in worker | launcher} == {"0100007F"}  # 127.0.0.1
 
 
-def test_a_long_error_is_told_once_after_its_first_line():
+def test_a_long_error_message_is_printed_once():
     with pytest.raises(WorkerError) as caught:
         launch(on_rank_one(lambda: raise_(ValueError("a line\nand more"))))
     first, *_, last = str(caught.value).splitlines()
@@ -380,7 +385,7 @@ def test_a_long_error_is_told_once_after_its_first_line():
     assert str(caught.value).count("\nand more") == 1
 
 
-def test_a_standard_file_that_is_closed_takes_no_other_file_in():
+def test_a_closed_standard_file_is_not_reused():
     def launcher():
         for number in range(3):
             os.close(number)
@@ -400,7 +405,7 @@ def test_a_standard_file_that_is_closed_takes_no_other_file_in():
 
 # the address of a socket has 107 bytes at most
 @pytest.mark.parametrize("name", ["short", 100 * "long"])
-def test_sockets_of_killed_loader_processes_do_not_stay(name, monkeypatch):
+def test_sockets_of_killed_loader_processes_are_removed(name, monkeypatch):
     with (
         tempfile.TemporaryDirectory(dir="/tmp") as short,
         tempfile.TemporaryDirectory(dir=short) as other,

@@ -14,7 +14,7 @@ import pytest
 
 from samestep.launch import output as outputs
 from samestep.launch.output import Outputs
-from samestep.launch.screen import File, Screen, standard_screens
+from samestep.launch.screen import FileStream, Screen, standard_screens
 from tests.launch.processes import SOON_SECONDS, for_ever
 
 FORK = multiprocessing.get_context("fork")
@@ -22,7 +22,7 @@ EVERY_BYTE = bytes(byte for byte in range(256) if byte not in b"\r\n")
 
 
 class Host:
-    """A launcher's outputs, and workers whose bodies print."""
+    """A launcher's outputs, and workers that print."""
 
     def __init__(self, folder):
         self.outputs = Outputs()
@@ -44,8 +44,7 @@ class Host:
         self.pump()
 
     def pump(self, seconds=0.0):
-        for file in wait(self.outputs.files(), seconds):
-            self.outputs.pump(file)
+        self.outputs.forward(wait(self.outputs.files(), seconds))
 
     def out(self):
         return (self._folder / "out").read_bytes()
@@ -65,7 +64,7 @@ def host(tmp_path, monkeypatch):
         monkeypatch.setattr(
             outputs,
             "standard_screens",
-            lambda: (Screen(File(out.fileno())), Screen(File(err.fileno()))),
+            lambda: (Screen(FileStream(out.fileno())), Screen(FileStream(err.fileno()))),
         )
         host = Host(tmp_path)
         yield host
@@ -98,18 +97,18 @@ def say(text, file=None):
 
 
 def open_files():
-    """Return what this process has open."""
+    """Return the open files of this process."""
     return {str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
 
 
-def test_bytes_of_rank_0_pass_as_they_are_and_at_once(host):
+def test_bytes_of_rank_0_are_printed_unchanged_and_immediately(host):
     for part in (b"10%", b"\r20%", b"\r\n", EVERY_BYTE):
         before = host.out()
         host.run(0, put(part))
         assert host.out() == before + part
 
 
-def test_lines_of_other_ranks_have_the_rank_in_front(host):
+def test_lines_of_other_ranks_start_with_the_rank(host):
     host.run(3, put(b"one\ntwo\n\nthr"))
     host.outputs.drain()
     assert host.out() == b"[3] one\n[3] two\n[3] \n[3] thr\n"
@@ -121,7 +120,7 @@ def test_stdout_and_stderr_stay_apart(host):
     assert (host.out(), host.err()) == (b"out\n[1] out\n", b"err\n[1] err\n")
 
 
-def test_a_line_comes_whole_however_it_was_printed(host):
+def test_a_line_printed_in_parts_stays_together(host):
     parts, taken = FORK.Semaphore(0), FORK.Semaphore(0)
 
     def body():
@@ -151,11 +150,11 @@ def test_a_line_of_another_rank_does_not_end_up_in_an_unfinished_one_of_rank_0(h
     assert host.out() == b"50% \n[1] hello\nof 10\n[2] unfinished\n steps\n"
 
 
-def test_what_the_launcher_tells_begins_a_line(host):
+def test_a_line_of_the_launcher_starts_on_a_new_line(host):
     host.run(0, put(b"50%", stream=2))
-    host.outputs.tell("all start again")
-    host.outputs.tell("and again")
-    assert host.err() == b"50%\nall start again\nand again\n"
+    host.outputs.print("all start again")
+    host.outputs.print("and again")
+    assert host.err() == b"50%\nsamestep: all start again\nsamestep: and again\n"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def test_what_the_launcher_tells_begins_a_line(host):
         (b"\r10%\r20%\r", b"[1] 20%\n"),
     ],
 )
-def test_of_other_ranks_progress_bars_the_last_state_is_shown(host, printed, shown):
+def test_the_final_state_of_other_ranks_progress_bars_is_shown(host, printed, shown):
     host.run(1, put(printed))
     host.outputs.drain()
     assert host.out() == shown
@@ -179,7 +178,7 @@ def test_a_progress_bar_that_never_ends_its_line_takes_no_memory(host):
     assert host.out() == b"[1] 099999\n"
 
 
-def test_a_megabyte_without_a_newline_passes(host):
+def test_a_megabyte_without_a_newline_is_printed(host):
     megabyte = 4096 * EVERY_BYTE
     host.run(0, put(megabyte))
     assert host.out() == megabyte
@@ -203,12 +202,12 @@ def test_lines_reach_the_screen_before_a_worker_is_killed(host):
     assert (host.out(), host.err()) == (b"[1] a line\n[1] and half of\n", b"[1] errors\n")
 
 
-def test_no_character_breaks_a_say(host):
+def test_every_character_can_be_printed(host):
     host.run(0, lambda: say("\udcff and ✓"))
     assert host.out() == "\\udcff and ✓\n".encode()
 
 
-def test_what_the_launcher_had_not_flushed_is_printed_once(monkeypatch, tmp_path):
+def test_the_launchers_buffered_output_is_printed_once(monkeypatch, tmp_path):
     with (tmp_path / "out").open("w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         host = Host(tmp_path)
@@ -218,7 +217,7 @@ def test_what_the_launcher_had_not_flushed_is_printed_once(monkeypatch, tmp_path
     assert host.out() == b"the launcher's\n[1] the worker's\n"
 
 
-def test_an_ended_worker_leaves_no_file(host):
+def test_no_file_of_a_finished_worker_stays_open(host):
     before = open_files()
     host.run(0, put(b"0"))
     host.run(1, put(b"1"))
@@ -231,7 +230,7 @@ def test_an_ended_worker_leaves_no_file(host):
 
 
 def test_a_worker_has_no_files_of_others(host, run_folder):
-    host.outputs.keep_in(run_folder)
+    host.outputs.forward([], str(run_folder))
     held = FORK.SimpleQueue()
     before = open_files()
     with host.outputs.pipes_of(0):
@@ -243,11 +242,11 @@ def test_a_worker_has_no_files_of_others(host, run_folder):
     host.close()
 
 
-def test_what_a_worker_started_cannot_hold_up_its_end(host):
+def test_a_workers_child_does_not_delay_its_end(host):
     child = FORK.Value("i")
 
     def body():
-        os.write(1, b"last words")
+        os.write(1, b"last line")
         if (pid := os.fork()) == 0:
             for_ever()
         child.value = pid
@@ -255,11 +254,11 @@ def test_what_a_worker_started_cannot_hold_up_its_end(host):
     host.run(1, body)
     assert len(host.outputs.files()) == 2
     host.outputs.drain()
-    assert (host.outputs.files(), host.out()) == ([], b"[1] last words\n")
+    assert (host.outputs.files(), host.out()) == ([], b"[1] last line\n")
     os.kill(child.value, signal.SIGKILL)
 
 
-def test_what_a_worker_started_may_print_for_ever(host):
+def test_a_workers_child_may_print_forever(host):
     def body():
         if os.fork() == 0:
             with suppress(BrokenPipeError):
@@ -278,9 +277,9 @@ def test_what_a_worker_started_may_print_for_ever(host):
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """A screen that is a pipe which nobody has read yet: its reading end, and outputs that print to it."""
+    """Print to a pipe that is not read yet; yield its reading end."""
     reading, writing = os.pipe()
-    monkeypatch.setattr(outputs, "standard_screens", lambda: 2 * (Screen(File(writing)),))
+    monkeypatch.setattr(outputs, "standard_screens", lambda: 2 * (Screen(FileStream(writing)),))
     yield reading
     for end in (reading, writing):
         with suppress(OSError):
@@ -296,7 +295,7 @@ def read_all(file):
     return data
 
 
-def test_a_screen_that_takes_nothing_holds_up_nobody_but_who_prints(narrow, tmp_path):
+def test_a_blocked_screen_delays_only_the_worker_that_prints(narrow, tmp_path):
     host = Host(tmp_path)
     # more than the screen, the worker's pipe and the launcher take together
     lines = [b"%06d\n" % line for line in range(40_000)]
@@ -307,15 +306,14 @@ def test_a_screen_that_takes_nothing_holds_up_nobody_but_who_prints(narrow, tmp_
     seen = b""
     while len(seen) < len(b"".join(lines)):
         seen += read_all(narrow)
-        host.outputs.flush()
         host.pump()
     assert seen == b"".join(lines)
     host.close()
 
 
-def test_at_the_end_a_screen_that_takes_nothing_is_left_when_there_is_hurry(narrow, tmp_path):
+def test_a_blocked_screen_does_not_delay_an_urgent_end(narrow, tmp_path):
     host, questions = Host(tmp_path), []
-    host.outputs = Outputs(hurried=lambda: questions.append("?") or len(questions) > 3)
+    host.outputs = Outputs(is_urgent=lambda: questions.append("?") or len(questions) > 3)
     for rank in range(2):
         host.fork(rank, put(65536 * b"."))
     host.close()
@@ -323,10 +321,10 @@ def test_at_the_end_a_screen_that_takes_nothing_is_left_when_there_is_hurry(narr
     assert len(read_all(narrow)) >= 65536
 
 
-def test_workers_and_logs_go_on_when_nobody_reads_any_more(narrow, tmp_path, run_folder):
+def test_workers_and_logs_continue_after_the_reader_is_gone(narrow, tmp_path, run_folder):
     os.close(narrow)
     host = Host(tmp_path)
-    host.outputs.keep_in(run_folder)
+    host.outputs.forward([], str(run_folder))
     host.run(0, put(2**20 * b"."))
     host.close()
     assert host.processes[0].exitcode == 0
@@ -342,7 +340,7 @@ def test_without_any_standard_file_workers_still_print_to_their_logs(run_folder)
         assert other == 0
         os.dup(other)  # 1, as if it were stdout
         host = Host(None)
-        host.outputs.keep_in(run_folder)
+        host.outputs.forward([], str(run_folder))
         host.run(0, lambda: (say("out"), say("err", file=sys.stderr)))
         host.close()
 
@@ -354,10 +352,10 @@ def test_without_any_standard_file_workers_still_print_to_their_logs(run_folder)
     assert (run_folder / "other").read_bytes() == b""
 
 
-def test_a_log_has_all_that_was_printed_after_a_title(host, run_folder):
+def test_a_log_has_the_complete_output_after_a_title(host, run_folder):
     host.run(3, put(b"before\r"))
-    host.outputs.keep_in("")
-    host.outputs.keep_in(str(run_folder))
+    host.outputs.forward([], "")
+    host.outputs.forward([], str(run_folder))
     host.run(0, put(EVERY_BYTE))
     host.run(3, put(b"and after", stream=2))
     title, *lines = log(run_folder, 3).split(b"\n")
@@ -366,10 +364,10 @@ def test_a_log_has_all_that_was_printed_after_a_title(host, run_folder):
     assert log(run_folder).split(b"\n", 1)[1] == EVERY_BYTE
 
 
-def test_a_log_goes_on_at_each_attempt_and_each_launch(host, run_folder):
+def test_a_log_is_continued_by_each_attempt_and_each_launch(host, run_folder):
     for _launch in range(2):
         for _attempt in range(2):
-            host.outputs.keep_in(run_folder)
+            host.outputs.forward([], str(run_folder))
             host.run(0, put(b"half a line"))
             host.outputs.drain()
         host.outputs = Outputs()
@@ -380,22 +378,22 @@ def test_a_log_goes_on_at_each_attempt_and_each_launch(host, run_folder):
     assert log(run_folder).splitlines()[1::2] == 4 * [b"half a line"]
 
 
-def test_what_is_held_back_before_there_is_a_directory_is_bounded(host, run_folder):
+def test_output_before_the_directory_is_known_is_bounded(host, run_folder):
     host.run(0, put(b"first" + 2**20 * b"." + b"last"))
-    host.outputs.keep_in(run_folder)
+    host.outputs.forward([], str(run_folder))
     _, kept = log(run_folder).split(b"\n")
     assert len(kept) == 256 * 1024
     assert kept.endswith(b".last")
 
 
-def test_another_directory_gets_what_is_printed_from_then_on(host, run_folder, tmp_path):
+def test_another_directory_gets_the_output_from_then_on(host, run_folder, tmp_path):
     (tmp_path / "other").mkdir()
     go_on = FORK.Semaphore(0)
     host.fork(0, lambda: (say("one"), go_on.acquire(), say("two")))
     wait(host.outputs.files(), SOON_SECONDS)
     host.pump()
-    host.outputs.keep_in(run_folder)
-    host.outputs.keep_in(tmp_path / "other")
+    host.outputs.forward([], str(run_folder))
+    host.outputs.forward([], str(tmp_path / "other"))
     go_on.release()
     host.close()
     assert log(run_folder).splitlines()[1:] == [b"one"]
@@ -420,26 +418,24 @@ def disk_is_full(folder):
         (disk_is_full, 1, "No space left on device"),
     ],
 )
-def test_logs_that_cannot_be_written_are_told_once_and_given_up(
-    host, run_folder, happens, next_rank, reason
-):
+def test_a_log_error_is_reported_once(host, run_folder, happens, next_rank, reason):
     go_on = FORK.Semaphore(0)
-    host.outputs.keep_in(run_folder)
+    host.outputs.forward([], str(run_folder))
     host.fork(0, lambda: (go_on.acquire(), say("more")))
     happens(run_folder)
     if next_rank == 1:
         host.run(1, put(b"another\n"))
     go_on.release()
     host.close()
-    [told] = host.err().decode().splitlines()
-    assert told.startswith(f"samestep: no logs of workers are written any more in {run_folder}: ")
-    assert reason in told
+    [line] = host.err().decode().splitlines()
+    assert line.startswith(f"samestep: cannot write worker logs in {run_folder}: ")
+    assert reason in line
     assert set(host.out().splitlines()) >= {b"more"}
 
 
-def test_a_removed_run_directory_does_not_come_back(host, run_folder):
+def test_a_removed_run_directory_is_not_created_again(host, run_folder):
     run_folder.rmdir()
-    host.outputs.keep_in(run_folder)
+    host.outputs.forward([], str(run_folder))
     host.run(0, put(b"."))
     assert not run_folder.exists()
 
@@ -455,7 +451,7 @@ def test_a_replaced_stream_gets_text(tmp_path):
     assert (out.getvalue(), err.getvalue()) == ("✓\\xff\n", "[1] err\n")
 
 
-def test_a_replaced_stream_gets_the_characters_that_it_has(tmp_path):
+def test_a_replaced_stream_gets_the_characters_of_its_encoding(tmp_path):
     latin = io.BytesIO()
     with redirect_stdout(io.TextIOWrapper(latin, "latin-1")) as stream:
         host = Host(tmp_path)
@@ -470,12 +466,12 @@ def test_a_replaced_stream_may_be_closed(tmp_path):
     with redirect_stdout(io.StringIO()) as stream:
         host = Host(tmp_path)
         stream.close()
-        host.run(0, lambda: say("nobody reads"))
+        host.run(0, lambda: say("not read"))
         host.close()
     assert host.processes[0].exitcode == 0
 
 
-def test_a_stream_that_holds_stdout_and_ends_with_its_replacement_breaks_nothing(host):
+def test_a_second_stream_on_stdout_may_be_deleted(host):
     def launcher():
         sys.stdout = os.fdopen(1, "w")
         host.run(0, lambda: say("here"))

@@ -13,10 +13,11 @@ import sys
 import samestep
 
 assert "torch" not in sys.modules
-found = samestep.launch(lambda: [name in sys.modules for name in ("torch", "torch._dynamo", "samestep.run")], workers=1)
+names = ("torch", "torch._dynamo", "samestep.run")
+found = samestep.launch(lambda: [name in sys.modules for name in names], workers=1)
 assert found == [True, True, True], found
 """
-# What a torch that was built for GPUs asks them by, as far as imports could.
+# The functions by which imports could query GPUs in a torch with CUDA.
 ASKS_NO_GPU_AND_STARTS_NO_THREAD = """
 import os
 import sys
@@ -33,17 +34,17 @@ assert "torch._dynamo" in sys.modules
 assert os.listdir("/proc/self/task") == threads
 assert not asked, asked
 torch.cuda.is_available()
-assert asked  # so it would have been seen
+assert asked  # a query would be noticed
 """
 
 
 @pytest.mark.parametrize("program", [LOADED_BEFORE_THE_FORK, ASKS_NO_GPU_AND_STARTS_NO_THREAD])
-def test_what_is_loaded_before_the_fork_leaves_a_process_that_can_fork(program):
+def test_preloading_leaves_a_process_that_can_fork(program):
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_collection_is_as_it_was_after_a_block_without_it(enabled):
+def test_garbage_collection_is_restored_after_a_block_without_it(enabled):
     before = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()

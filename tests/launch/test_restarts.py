@@ -12,8 +12,7 @@ import pytest
 
 from samestep.errors import LoaderError, WorkerError, WorldError
 from samestep.handoff import LauncherState
-from samestep.launch import launch
-from samestep.launch import worker_group as crew
+from samestep.launch import launch, worker_group
 from samestep.launch.supervisor import POLL_SECONDS
 from samestep.record.events import read_events
 from tests.launch.processes import end_soon, for_ever, rank
@@ -22,12 +21,12 @@ FORK = get_context("fork")
 
 
 def attempt():
-    """Return which start of the run this worker belongs to."""
+    """Return the number of this worker's attempt."""
     return int(os.environ["SAMESTEP_INTERNAL_ATTEMPT"])
 
 
 def begin(step=0, directory=""):
-    """Say that the run began, as ss.init does."""
+    """Report that the run began, as ss.init does."""
     LauncherState.from_environment(os.environ).report_start(str(directory), step)
 
 
@@ -37,7 +36,7 @@ def end_by(number):
 
 
 def failing(fault, ready=lambda: None):
-    """Return a body in which worker 1 suffers a fault in the first attempt, when the run has begun on both; the second ends well."""
+    """Return a body in which worker 1 fails in the first attempt, after the run began on both."""
     both = FORK.Barrier(2)
 
     def body():
@@ -52,11 +51,11 @@ def failing(fault, ready=lambda: None):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGRTMIN])
-def test_workers_start_again_where_one_was_killed(number):
+def test_workers_restart_after_one_was_killed(number):
     assert launch(failing(lambda: end_by(number))) == 1
 
 
-def test_nothing_is_left_of_workers_that_were_replaced():
+def test_replaced_workers_leave_no_process():
     pids = FORK.Array("i", 4)
 
     def ready():
@@ -72,24 +71,24 @@ def test_nothing_is_left_of_workers_that_were_replaced():
     assert end_soon(list(pids))
 
 
-def test_a_stopped_worker_is_replaced_when_others_have_waited_in_vain():
+def test_a_stopped_worker_is_replaced_when_others_time_out():
     stopped = FORK.Value("i")
 
     def body():
         if attempt() > 0:
-            return "went on"
+            return "continued"
         begin()
         if rank() == 1:
             stopped.value = 1
             end_by(signal.SIGSTOP)
         while not stopped.value:
             pass
-        raise WorldError("worker 1 did not come")
+        raise WorldError("timed out waiting for worker 1")
 
-    assert launch(body) == "went on"
+    assert launch(body) == "continued"
 
 
-def test_a_stopped_worker_for_whom_nobody_waits_is_replaced_after_all_timeout():
+def test_a_stopped_worker_is_replaced_after_the_timeout():
     def body():
         if attempt() == 0:
             begin()
@@ -100,7 +99,7 @@ def test_a_stopped_worker_for_whom_nobody_waits_is_replaced_after_all_timeout():
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         (lambda: end_by(signal.SIGSEGV), "killed by SIGSEGV"),
         (lambda: end_by(signal.SIGABRT), "killed by SIGABRT"),
@@ -108,18 +107,18 @@ def test_a_stopped_worker_for_whom_nobody_waits_is_replaced_after_all_timeout():
         (lambda: 1 / 0, "ZeroDivisionError"),
     ],
 )
-def test_what_a_program_did_itself_is_not_tried_again(fault, told):
-    with pytest.raises(WorkerError, match=f"worker 1 failed first: {told}"):
+def test_a_failure_of_the_program_is_not_retried(fault, message):
+    with pytest.raises(WorkerError, match=f"worker 1 failed first: {message}"):
         launch(failing(fault))
 
 
-def test_a_run_that_had_not_begun_is_not_tried_again():
+def test_a_failure_before_the_run_began_is_not_retried():
     with pytest.raises(WorkerError, match="worker 1 failed first: killed by SIGKILL"):
         launch(lambda: end_by(signal.SIGKILL) if rank() == 1 else for_ever())
 
 
 @pytest.mark.parametrize("restarts", [0, 2])
-def test_without_a_new_step_workers_are_replaced_so_many_times(restarts):
+def test_restarts_without_a_new_step_are_limited(restarts):
     attempts = FORK.Value("i")
 
     def body():
@@ -133,17 +132,17 @@ def test_without_a_new_step_workers_are_replaced_so_many_times(restarts):
     assert caught.value.status == 128 + signal.SIGKILL
 
 
-def test_new_steps_give_new_attempts():
+def test_new_steps_allow_new_restarts():
     def body():
         if attempt() == 5:
-            return "went on"
+            return "continued"
         begin(step=attempt())
         return end_by(signal.SIGKILL)
 
-    assert launch(body, workers=1, max_restarts=1) == "went on"
+    assert launch(body, workers=1, max_restarts=1) == "continued"
 
 
-def test_the_record_tells_of_a_restart(tmp_path):
+def test_the_record_has_the_restart(tmp_path):
     def body():
         if attempt() == 0:
             begin(step=3, directory=tmp_path)
@@ -162,21 +161,21 @@ def test_the_exit_status_of_a_script_is_that_of_the_launch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "message"),
     [(3, 4, r"killed by SIGKILL \(the kernel ran out of memory"), (3, 3, "killed by SIGKILL$")],
 )
-def test_a_kill_for_want_of_memory_is_told_as_such(monkeypatch, before, after, told):
+def test_a_kill_by_the_oom_killer_is_named(monkeypatch, before, after, message):
     counts = iter([before, after])
-    monkeypatch.setattr(crew, "_killed_for_memory", lambda: next(counts))
-    with pytest.raises(WorkerError, match=told):
+    monkeypatch.setattr(worker_group, "_oom_kills", lambda: next(counts))
+    with pytest.raises(WorkerError, match=message):
         launch(lambda: end_by(signal.SIGKILL), workers=1)
 
 
-def test_the_kernel_counts_whom_it_ended_for_want_of_memory():
-    assert f"oom_kill {crew._killed_for_memory()}\n" in Path("/proc/vmstat").read_text()
+def test_the_kernel_counts_its_oom_kills():
+    assert f"oom_kill {worker_group._oom_kills()}\n" in Path("/proc/vmstat").read_text()
 
 
-def test_a_signal_to_workers_that_start_again_waits_until_they_have_come_to_the_run():
+def test_a_signal_to_restarted_workers_waits_until_the_run_has_resumed():
     order = FORK.SimpleQueue()
 
     def body():
@@ -186,7 +185,7 @@ def test_a_signal_to_workers_that_start_again_waits_until_they_have_come_to_the_
         arrived = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: (order.put("signal"), arrived.set()))
         os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(3 * POLL_SECONDS)  # in which it would come
+        time.sleep(3 * POLL_SECONDS)  # enough for it to arrive
         order.put("begin")
         begin()
         arrived.wait()
@@ -198,7 +197,7 @@ def test_a_signal_to_workers_that_start_again_waits_until_they_have_come_to_the_
     assert [order.get(), order.get()] == ["begin", "signal"]
 
 
-def test_workers_that_outlast_their_grace_are_killed_with_a_word(capfd):
+def test_a_kill_after_the_grace_period_is_printed(capfd):
     def body():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.kill(os.getppid(), signal.SIGTERM)

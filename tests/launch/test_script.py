@@ -7,11 +7,11 @@ import pytest
 from samestep.errors import ConfigError, WorkerError
 from samestep.launch.local import run_script
 
-TELL = """
+WRITE = """
 import json, os, pathlib, sys
 import neighbour
-told = [__name__, sys.argv, sys.path[0], neighbour.NAME, os.environ["SAMESTEP_LANES"]]
-pathlib.Path(os.environ["HOME"], "told-" + os.environ["RANK"]).write_text(json.dumps(told))
+facts = [__name__, sys.argv, sys.path[0], neighbour.NAME, os.environ["SAMESTEP_LANES"]]
+pathlib.Path(os.environ["HOME"], "facts-" + os.environ["RANK"]).write_text(json.dumps(facts))
 """
 FAIL = """
 import os
@@ -27,32 +27,32 @@ if os.environ["RANK"] == "1":
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "neighbour.py").write_text("NAME = 'next door'")
-    (tmp_path / "tell.py").write_text(TELL)
+    (tmp_path / "write.py").write_text(WRITE)
     (tmp_path / "fail.py").write_text(FAIL)
     return tmp_path
 
 
-def told(folder):
-    return [json.loads((folder / f"told-{rank}").read_text()) for rank in range(2)]
+def facts(folder):
+    return [json.loads((folder / f"facts-{rank}").read_text()) for rank in range(2)]
 
 
 def test_a_script_is_run_as_python_runs_it(folder):
-    script = str(folder / "tell.py")
+    script = str(folder / "write.py")
     run_script(script, ["--lanes", "3", "-x"], 2, {"lanes": 4})
-    assert told(folder) == 2 * [
+    assert facts(folder) == 2 * [
         ["__main__", [script, "--lanes", "3", "-x"], str(folder), "next door", "4"]
     ]
 
 
 def test_a_module_is_run_as_python_runs_it(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    run_script("tell", ["-x"], 2, {"lanes": 4}, as_module=True)
-    assert told(folder) == 2 * [
-        ["__main__", [str(folder / "tell.py"), "-x"], str(folder), "next door", "4"]
+    run_script("write", ["-x"], 2, {"lanes": 4}, as_module=True)
+    assert facts(folder) == 2 * [
+        ["__main__", [str(folder / "write.py"), "-x"], str(folder), "next door", "4"]
     ]
 
 
-def test_a_failure_is_told_from_the_scripts_own_line_and_the_workers_are_silent(folder, capfd):
+def test_a_traceback_starts_in_the_script_and_workers_print_none(folder, capfd):
     with pytest.raises(WorkerError) as caught:
         run_script(str(folder / "fail.py"), [], 2, {})
     assert str(caught.value).splitlines() == [
@@ -69,10 +69,8 @@ def test_a_failure_is_told_from_the_scripts_own_line_and_the_workers_are_silent(
     assert printed.err == ""
 
 
-def test_a_missing_script_is_named(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"script .*train\.py' was given, and there is no such file"
-    ):
+def test_a_missing_script_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"script .*train\.py' does not exist"):
         run_script(str(tmp_path / "train.py"), [], 2, {})
 
 

@@ -1,4 +1,4 @@
-"""What the store of several hosts does with requests that make no sense; what it does with others, its client's tests tell."""
+"""The store server with random and invalid requests; valid ones are tested with its client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from samestep.comm.link import to_text
-from samestep.launch.store_server import Keys
+from samestep.launch.store_server import KeyValueStore
 
 VALUES = [
     None,
@@ -33,11 +33,11 @@ VALUES = [
 ]
 
 
-def test_any_request_is_answered_or_an_error():
+def test_any_request_has_an_answer_or_an_error():
     random = Random(0)
 
     async def ask():
-        keys = Keys()
+        store = KeyValueStore()
         answered = 0
         for _ in range(20_000):
             names = random.sample(
@@ -64,7 +64,7 @@ def test_any_request_is_answered_or_an_error():
             with suppress(ValueError):
                 json.dumps(
                     await asyncio.wait_for(
-                        keys.answer({**request, "seconds": request.get("seconds") and 0}), 5
+                        store.handle({**request, "seconds": request.get("seconds") and 0}), 5
                     )
                 )
                 answered += 1
@@ -75,5 +75,5 @@ def test_any_request_is_answered_or_an_error():
 
 @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "x", None, 1e10])
 def test_a_wait_is_bounded(seconds):
-    with pytest.raises(ValueError, match=r"cannot wait|no request|could not convert"):
-        asyncio.run(Keys().answer({"do": "wait", "keys": ["never"], "seconds": seconds}))
+    with pytest.raises(ValueError, match=r"seconds must be|invalid request|could not convert"):
+        asyncio.run(KeyValueStore().handle({"do": "wait", "keys": ["never"], "seconds": seconds}))

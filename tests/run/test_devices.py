@@ -175,4 +175,4 @@ def test_mode_assigns_devices_to_workers(flags, printed, tmp_path, capfd):
 def test_mode_with_devices_is_an_error(tmp_path, capsys):
     (script := tmp_path / "print_devices.py").write_text(SCRIPT)
     assert main(["run", "--mode", "dp", "--devices", "2", str(script)]) == 2
-    assert "--devices was given with --mode dp" in capsys.readouterr().err
+    assert "--devices cannot be combined with --mode dp" in capsys.readouterr().err

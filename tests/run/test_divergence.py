@@ -47,7 +47,7 @@ def messages(workers, flipped, ranks, directory=None, **options):
         directory,
         {"lanes": 4, "check_every": 2, **options},
     )
-    assert [type(end.error) for end in ends] == [ss.DivergenceError] * workers
+    assert [type(end.error) for end in ends] == [ss.errors.DivergenceError] * workers
     return [str(end.error) for end in ends]
 
 

@@ -221,7 +221,7 @@ def test_directory_that_cannot_be_written_is_named(place, workers, tmp_path):
     (tmp_path / "file").touch()
     directory = tmp_path / place
     error = ends_of(workers, image_job, directory)[0].error
-    assert isinstance(error, ss.RecordError)
+    assert isinstance(error, ss.errors.RecordError)
     assert str(directory) in str(error)
     assert "choose a writable directory" in str(error)
 
@@ -274,7 +274,7 @@ def test_disk_without_space_for_the_record_stops_the_run():
     with full_disk(100_000) as disk:
         first, second = ends_of(2, job, disk / "run", lanes=8, snapshot_every=None)
         assert isinstance(second.error, ss.WorldError)
-        assert isinstance(first.error, ss.RecordError)
+        assert isinstance(first.error, ss.errors.RecordError)
         assert re.search(r"events\.jsonl: .*disk full|No space left on device", str(first.error))
         assert "Free some space and restart: the run resumes from its newest snapshot" in str(
             first.error
@@ -293,7 +293,8 @@ def test_moved_directory_stops_the_run_which_can_resume_there(workers, snapshot_
 
     ends = ends_of(workers, job, there, lanes=8, snapshot_every=snapshot_every)
     assert all(
-        isinstance(end.error, (ss.RecordError, ss.SnapshotError, ss.WorldError)) for end in ends
+        isinstance(end.error, (ss.errors.RecordError, ss.SnapshotError, ss.WorldError))
+        for end in ends
     )
     assert re.search(
         "run's directory in place|was removed or moved during the run", str(ends[0].error)
@@ -325,7 +326,7 @@ def test_sample_that_cannot_be_read_is_named(loader_workers):
         return fit_numbers(run, dataset=dataset, loader_workers=loader_workers)
 
     (end,) = ends_of(1, job)
-    assert isinstance(end.error, ss.LoaderError)
+    assert isinstance(end.error, ss.errors.LoaderError)
     assert "loading lane 2 of step 2 in epoch 0 failed: ZeroDivisionError" in str(end.error)
     assert "sample indices [20, 21]" in str(end.error)
     assert "lambda number: 1 // (21 - number)" in str(end.error)
@@ -337,6 +338,6 @@ def test_killed_loader_process_is_reported():
             os.kill(os.getpid(), signal.SIGKILL)
 
     (end,) = ends_of(1, lambda run: fit_numbers(run, dataset=Numbers(die), loader_workers=1))
-    assert isinstance(end.error, ss.LoaderError)
+    assert isinstance(end.error, ss.errors.LoaderError)
     assert "a loader process died" in str(end.error)
     assert "use loader_workers=0" in str(end.error)

@@ -264,7 +264,7 @@ def test_failure_stops_a_worker_that_does_not_respond():
     with soon() as reported:
         first, second = ends_of(lambda run: train(run, Numbers(fail_or_sleep)))
         reported(second)
-    assert isinstance(second.error, ss.LoaderError)
+    assert isinstance(second.error, ss.errors.LoaderError)
     assert (first.exitcode, first.error) == (1, None)
 
 

@@ -1,4 +1,4 @@
-"""Start and supervise workers."""
+"""Starting and supervising workers."""
 
 from samestep.launch.local import launch
 

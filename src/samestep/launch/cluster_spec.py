@@ -1,4 +1,4 @@
-"""The flags of `samestep run` for several hosts: how many, where they meet, and the token that they share."""
+"""The hosts of a run: flags of `samestep run`, the token that hosts share, and hosts files."""
 
 from __future__ import annotations
 
@@ -15,69 +15,65 @@ from samestep.comm.link import parse_address
 from samestep.config import TOKEN
 from samestep.errors import ConfigError
 
-LEAST_TOKEN: Final = 16  # characters: who listens to a hello can try short tokens at leisure
-MOST_TOKEN: Final = 4096  # bytes of a token file
-HOW_TO_MAKE_ONE: Final = (
-    'make one by `python -c "import secrets; print(secrets.token_hex())"`\n'
-    f"and give the same to all of them, in {TOKEN} or in a file after --token-file"
+MIN_TOKEN: Final = 16  # characters; short tokens can be guessed offline from a recorded handshake
+MAX_TOKEN: Final = 4096  # bytes of a token file
+CREATE_TOKEN: Final = (
+    'create one with `python -c "import secrets; print(secrets.token_hex())"` '
+    f"and set it on all hosts, in {TOKEN} or in a file given by --token-file"
+)
+NODES_HELP: Final = f"""\
+Run the same command on each host, or use --hosts. All hosts of a run share a secret token.
+To create one: python -c "import secrets; print(secrets.token_hex())"
+Set it on all hosts, in {TOKEN} or in a file given by --token-file.
+"""
+MAX_HOSTS_FILE: Final = 1 << 20  # bytes
+HOST_LINE: Final = re.compile(
+    r"(?P<name>[A-Za-z0-9_](?:[A-Za-z0-9_.:%@-]*[A-Za-z0-9])?)"
+    r"(?:\s+workers=(?P<workers>[1-9][0-9]{0,4}))?"
 )
 
 
 def add_node_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments about other hosts."""
-    group = parser.add_argument_group(
-        "several hosts", f"All hosts of a run share a token; {HOW_TO_MAKE_ONE}."
-    )
-    group.add_argument(
-        "--nodes", metavar="N", help="hosts that run this same command, or LEAST:MOST (default: 1)"
-    )
-    group.add_argument(
-        "--master",
-        metavar="HOST:PORT",
-        help="where they meet: an address of one of them, and a port that is free there",
-    )
-    group.add_argument(
-        "--token-file",
-        metavar="FILE",
-        help=f"file with the token, which only you may read (default: the variable {TOKEN})",
-    )
-    group.add_argument(
-        "--hosts",
-        metavar="FILE",
-        help="start this command by ssh on the hosts of a file: a line each, HOST [workers=N]",
-    )
-    group.add_argument(
-        "--ssh",
-        metavar="COMMAND",
-        help="the remote shell for --hosts, with its options (default: ssh)",
-    )
+    """Add the arguments about several hosts."""
+    group = parser.add_argument_group("several hosts", NODES_HELP)
+    nodes = "number of hosts; MIN:MAX lets hosts join and leave during the run (default: 1)"
+    group.add_argument("--nodes", metavar="N", help=nodes)
+    master = "address of the first host, with a free port; the same on all hosts"
+    group.add_argument("--master", metavar="HOST:PORT", help=master)
+    token = f"file with the token, readable only by you (default: the variable {TOKEN})"
+    group.add_argument("--token-file", metavar="FILE", help=token)
+    hosts = "run this command over ssh on the hosts in FILE, one per line: HOST [workers=N]"
+    group.add_argument("--hosts", metavar="FILE", help=hosts)
+    shell = "remote shell for --hosts, with its options (default: ssh)"
+    group.add_argument("--ssh", metavar="COMMAND", help=shell)
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """From `least` to `most` hosts, as `--nodes` says."""
+    """A number of hosts from `min_nodes` to `max_nodes`, as in `--nodes`."""
 
-    least: int
-    most: int
+    min_nodes: int
+    max_nodes: int
 
     @classmethod
     def read(cls, text: str) -> Nodes:
-        """Read N or LEAST:MOST. Raises `ConfigError`."""
+        """Read N or MIN:MAX. Raises `ConfigError`."""
         found = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", text)
         nodes = found and cls(int(found[1]), int(found[2] or found[1]))
-        if not nodes or not 1 <= nodes.least <= nodes.most:
+        if not nodes or not 1 <= nodes.min_nodes <= nodes.max_nodes:
             raise ConfigError(
-                f"--nodes {text} was given; expected a number of hosts such as 2, or the least and the most, such as 1:4"
+                f"--nodes must be a number of hosts such as 2, or a range such as 1:4; got {text}"
             )
         return nodes
 
     def __str__(self) -> str:
-        return str(self.most) if self.least == self.most else f"{self.least}:{self.most}"
+        low, high = self.min_nodes, self.max_nodes
+        return str(high) if low == high else f"{low}:{high}"
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Where the hosts of a run meet, how many of them, and the token that all of them hold."""
+    """The address of a run's first host, the token that all hosts share, and their number."""
 
     master: tuple[str, int]
     token: str = field(repr=False)
@@ -87,52 +83,96 @@ class ClusterSpec:
 def cluster_spec(
     arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ
 ) -> ClusterSpec | None:
-    """Return where this host meets others; None for a run on this host alone. Raises `ConfigError` that names the flag."""
+    """Return the hosts of a run, None for this host alone. Raises `ConfigError`."""
     nodes = Nodes.read(arguments.nodes or "1")
     if arguments.ssh is not None:
-        raise ConfigError(
-            f"--ssh {arguments.ssh!r} was given without --hosts, which tells where to start"
-        )
+        raise ConfigError(f"--ssh {arguments.ssh!r} requires --hosts, which lists the hosts")
     if arguments.master is None:
-        if nodes.most > 1:
+        if nodes.max_nodes > 1:
             raise ConfigError(
-                f"--nodes {arguments.nodes} was given without --master; expected the same --master HOST:PORT on all hosts, the address of "
-                "one of them; or --hosts FILE to start them from here"
+                f"--nodes {arguments.nodes} requires --master HOST:PORT, the address of the first "
+                "host and the same on all hosts; or --hosts FILE to start all of them from here"
             )
         return None
     if arguments.nodes is None:
-        raise ConfigError(
-            f"--master {arguments.master} was given without --nodes; expected how many hosts meet there"
-        )
+        raise ConfigError(f"--master {arguments.master} requires --nodes, the number of hosts")
     master = parse_address(arguments.master, "--master")
     token = read_token(arguments, environment)
     if token is None:
-        raise ConfigError(f"--nodes {arguments.nodes} was given, and no token; {HOW_TO_MAKE_ONE}")
+        raise ConfigError(f"--nodes {arguments.nodes} requires a token; {CREATE_TOKEN}")
     return ClusterSpec(master, token, nodes)
 
 
 def read_token(arguments: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
-    """Return the token of the file or variable, None where neither is given. Raises `ConfigError` where it is of no use."""
+    """Return the token from its file or variable, None without either. Raises `ConfigError`."""
     if arguments.token_file is None:
-        return _long_enough(environment[TOKEN], TOKEN) if TOKEN in environment else None
+        return _checked(environment[TOKEN], TOKEN) if TOKEN in environment else None
     path = Path(arguments.token_file)
     name = f"--token-file {path}"
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            text = file.read(MOST_TOKEN).decode().strip()
+            text = file.read(MAX_TOKEN).decode().strip()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{name} was given, and cannot be read: {error}") from error
+        raise ConfigError(f"{name} cannot be read: {error}") from error
     if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(
-            f"{name} was given, and others may read it; expected a file of yours alone: chmod 600 {path}"
-        )
-    return _long_enough(text, name)
+        raise ConfigError(f"{name} must be readable only by you; run chmod 600 {path}")
+    return _checked(text, name)
 
 
-def _long_enough(token: str, name: str) -> str:
-    if len(token) < LEAST_TOKEN:
+def _checked(token: str, name: str) -> str:
+    if len(token) < MIN_TOKEN:
         raise ConfigError(
-            f"{name} has {len(token)} characters; expected at least {LEAST_TOKEN}: {HOW_TO_MAKE_ONE}"
+            f"{name} must have at least {MIN_TOKEN} characters, got {len(token)}; {CREATE_TOKEN}"
         )
     return token
+
+
+@dataclass(frozen=True)
+class Host:
+    """A line of a hosts file: a name for the remote shell, and the workers if the line has them."""
+
+    name: str
+    workers: int | None
+
+    @property
+    def address(self) -> str:
+        """The host without a user."""
+        return self.name.rpartition("@")[2]
+
+
+def read_hosts(path: Path) -> list[Host]:
+    """Read a hosts file. Raises `ConfigError` that names the file and the line."""
+    name = f"--hosts {path}"
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_HOSTS_FILE + 1).decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name} cannot be read: {error}") from error
+    if len(text) > MAX_HOSTS_FILE:
+        raise ConfigError(f"{name} must have at most {MAX_HOSTS_FILE} bytes, one line per host")
+    return parse_hosts(text, name)
+
+
+def parse_hosts(text: str, name: str) -> list[Host]:
+    """Read one host per line, `HOST [workers=N]`; # starts a comment. Raises `ConfigError`."""
+    lines: dict[str, int] = {}
+    hosts = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        where = f"{name}, line {number}"
+        found = HOST_LINE.fullmatch(content)
+        if not found:
+            expected = "expected HOST or HOST workers=N, as in node1 workers=4"
+            raise ConfigError(f"{where}: {expected}; got {content[:100]!r}")
+        host = Host(found["name"], int(found["workers"]) if found["workers"] else None)
+        if host.address in lines:
+            first = f"has the same host as line {lines[host.address]}"
+            raise ConfigError(f"{where}: {content[:100]!r} {first}; list each host once")
+        lines[host.address] = number
+        hosts.append(host)
+    if not hosts:
+        raise ConfigError(f"{name} has no host; add one per line, as in node1 workers=4")
+    return hosts

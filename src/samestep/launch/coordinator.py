@@ -1,6 +1,8 @@
-"""The process beside the first host's launcher that brings the hosts of a run together, and keeps strangers out.
+"""The coordinator of a run on several hosts: a process next to the first host's launcher.
 
-It needs no torch, so it listens at once, and answers while launchers import and fork.
+It authenticates hosts and workers, carries reports and orders between hosts and `Membership`, and
+serves the store of the current attempt. It needs no torch, so it listens immediately and responds
+while launchers import and fork.
 """
 
 from __future__ import annotations
@@ -31,131 +33,114 @@ from samestep.comm.link import (
     prove,
 )
 from samestep.host import end_with_parent
-from samestep.launch.membership import ElasticPolicy, Membership, Phase
-from samestep.launch.store_server import Keys
-
-Message = Mapping[str, Any]
+from samestep.launch.attempt import ElasticPolicy, Message, Node, Phase
+from samestep.launch.membership import Membership
+from samestep.launch.store_server import KeyValueStore
 
 TICK_SECONDS: Final = 0.05
-BEAT_SECONDS: Final = 1.0
-LINGER_SECONDS: Final = 5.0  # after the end, for hosts to hear of it
-# connections that have not proved anything yet; one more ends the oldest
-MOST_STRANGERS: Final = 64
-MOST_NAMED: Final = 100  # addresses of strangers that are logged
+HEARTBEAT_SECONDS: Final = 1.0
+LINGER_SECONDS: Final = 5.0  # after the end, for hosts to receive it
+MAX_UNAUTHENTICATED: Final = 64  # connections; one more closes the oldest
+MAX_LOGGED_ADDRESSES: Final = 100  # of refused connections
 _READ_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
 class CoordinatorConfig:
-    """What a coordinator is to do: whom to trust, on what terms, and what must be `same` on all hosts, by what it is called."""
+    """The run's token and policy, and the `settings` by name that must be equal on all hosts."""
 
     token: str = field(repr=False)
-    terms: ElasticPolicy
-    same: Mapping[str, str]
+    policy: ElasticPolicy
+    settings: Mapping[str, str]
 
 
-def coordinate(charge: CoordinatorConfig, listener: socket.socket, launcher_pid: int) -> None:
-    """Be the coordinator, in a process that the first host's launcher forked for it and whose end is the launcher's."""
+def coordinate(config: CoordinatorConfig, listener: socket.socket, launcher_pid: int) -> None:
+    """Run a coordinator in a fork of the first host's launcher, until that process exits."""
     end_with_parent(launcher_pid)
     os.setsid()  # Ctrl-C is for the launcher
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    asyncio.run(Coordinator(charge).serve(listener))
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+    asyncio.run(Coordinator(config).serve(listener))
 
 
 class Coordinator:
-    """Serves the hosts of one run, and their workers, until it is over."""
+    """Serves the hosts of one run and their workers."""
 
-    def __init__(self, charge: CoordinatorConfig) -> None:
-        self._charge = charge
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._config = config
         self._membership = Membership(
-            charge.terms, time.monotonic(), open_attempt=self._open_attempt, log=_log
+            config.policy, time.monotonic(), open_attempt=self._open_attempt, log=_log
         )
-        self._attempt, self._keys = -1, Keys()
-        self._owners: dict[str, str] = {}  # of ranks: processes
+        self._attempt, self._store = -1, KeyValueStore()
+        self._rank_owners: dict[str, str] = {}  # processes by rank
         self._hosts: dict[asyncio.Task[None], Peer] = {}
-        self._workers: set[asyncio.Task[None]] = set()  # of the present attempt
-        self._strangers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}  # the oldest first
-        self._named: set[str] = set()
+        self._workers: set[asyncio.Task[None]] = set()  # of the current attempt
+        self._unauthenticated: list[asyncio.StreamWriter] = []  # oldest first
+        self._logged_addresses: set[str] = set()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Return when the run is over and all hosts have heard so."""
-        async with await asyncio.start_server(self._receive, sock=listener):
-            beat_at = 0.0
-            while self._membership.phase is not Phase.OVER:
+        """Return when the run is finished and all hosts have received that."""
+        async with await asyncio.start_server(self._serve_peer, sock=listener):
+            heartbeat_at = 0.0
+            while self._membership.phase is not Phase.FINISHED:
                 now = time.monotonic()
                 self._membership.update(now)
-                if now >= beat_at:
-                    beat_at = now + BEAT_SECONDS
+                if now >= heartbeat_at:
+                    heartbeat_at = now + HEARTBEAT_SECONDS
                     for host in self._hosts.values():
-                        host.send({"order": "beat"})
+                        host.send({"order": "heartbeat"})
                 await asyncio.sleep(TICK_SECONDS)
             if self._hosts:
                 await asyncio.wait(self._hosts, timeout=LINGER_SECONDS)
 
     def _open_attempt(self, number: int) -> None:
-        """Forget the attempt before: no worker of it may take part in this one."""
+        """Disconnect the workers of the previous attempt, and open a new store."""
         for task in self._workers:
             task.cancel()
-        self._attempt, self._keys, self._owners = number, Keys(), {}
+        self._attempt, self._store, self._rank_owners = number, KeyValueStore(), {}
 
-    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = Peer(reader, writer)
         try:
-            hello = await self._meet(peer, writer)
+            hello = await self._authenticate(peer, writer)
             if hello.get("as") == "host":
                 await self._serve_host(peer, hello)
             else:
                 await self._serve_worker(peer, hello)
         except (ValueError, OSError, asyncio.TimeoutError) as error:
-            self._refuse(writer, error)
+            self._log_refused(writer, error)
         except asyncio.CancelledError:
-            pass  # its attempt is over, or the run
+            pass  # the attempt or the run has ended
         finally:
             writer.close()
 
-    async def _meet(self, peer: Peer, writer: asyncio.StreamWriter) -> Message:
-        """Let a stranger prove that it holds the token, and say what it wants."""
-        task = _current_task()
-        if len(self._strangers) >= MOST_STRANGERS:
-            next(iter(self._strangers.values())).transport.abort()
-        self._strangers[task] = writer
+    async def _authenticate(self, peer: Peer, writer: asyncio.StreamWriter) -> Message:
+        if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+            self._unauthenticated[0].transport.abort()
+        self._unauthenticated.append(writer)
         try:
-            return await asyncio.wait_for(peer.meet(self._charge.token), HELLO_SECONDS)
+            return await asyncio.wait_for(peer.authenticate(self._config.token), HELLO_SECONDS)
         finally:
-            del self._strangers[task]
+            self._unauthenticated.remove(writer)
 
     async def _serve_host(self, peer: Peer, hello: Message) -> None:
-        name, room, same, leads = (
-            hello.get("name"),
-            hello.get("workers"),
-            hello.get("same"),
-            bool(hello.get("leads")),
-        )
-        if (
-            not isinstance(name, str)
-            or not isinstance(room, int)
-            or room < 1
-            or not isinstance(same, dict)
-        ):
-            raise ValueError(f"it came as {dict(hello)!r:.200}")
-        if (
-            refused := "the run is over"
-            if self._membership.phase is Phase.OVER
-            else self._differences(same)
-        ):
+        name, workers, settings = (hello.get(key) for key in ("name", "workers", "settings"))
+        workers = workers if isinstance(workers, int) else 0
+        if not isinstance(name, str) or not isinstance(settings, dict) or workers < 1:
+            raise ValueError(f"invalid hello from a host: {dict(hello)!r:.200}")
+        is_finished = self._membership.phase is Phase.FINISHED
+        if refused := "the run is over" if is_finished else self._differences(settings):
+            _log(f"refused host {name}: {refused}")
             peer.send({"refused": refused})
-            _log(f"host {name} is refused: {refused}")
             return
-        task, reason = _current_task(), ""
-        node = self._membership.join(
-            name, room, peer.send, peer.hang_up, time.monotonic(), leads=leads
-        )
+        task, reason, leads = _current_task(), "", bool(hello.get("leads"))
+        node = Node(name, workers, peer.send, time.monotonic(), peer.disconnect, leads)
+        self._membership.join(node)
         self._hosts[task] = peer
         peer.send({"welcome": node.name})
         try:
             while True:
-                self._membership.hear(node, await peer.receive(), time.monotonic())
+                self._membership.receive(node, await peer.receive(), time.monotonic())
                 self._membership.update(time.monotonic())
         except (ValueError, OSError) as error:
             reason = str(error)
@@ -163,53 +148,50 @@ class Coordinator:
             del self._hosts[task]
             self._membership.leave(node, reason, time.monotonic())
 
+    def _differences(self, settings: Message) -> str:
+        """Describe settings of a host that differ from the first host's, "" for none."""
+        return "; ".join(
+            f"{name} must be {own!r} as on the first host, got {settings.get(name)!r}"
+            for name, own in self._config.settings.items()
+            if settings.get(name) != own
+        )
+
     async def _serve_worker(self, peer: Peer, hello: Message) -> None:
-        task, keys = _current_task(), self._keys
-        if refused := self._claim(hello):
+        task, store = _current_task(), self._store
+        if refused := self._claim_rank(hello):
             peer.send({"refused": refused})
             raise ValueError(refused)
         self._workers.add(task)
         try:
             peer.send({"welcome": ""})
             while True:
-                peer.send(await keys.answer(await peer.receive()))
+                peer.send(await store.handle(await peer.receive()))
         except OSError:
-            pass  # workers may end at any time: their launchers tell
+            pass  # workers may exit at any time; their launchers report it
         finally:
             self._workers.discard(task)
 
-    def _claim(self, hello: Message) -> str:
-        """Give a process the rank that it has in the present attempt, for all of its connections; say why not, "" if it has it."""
-        if hello.get("attempt") != self._attempt:
-            return f"it belongs to attempt {hello.get('attempt')!r:.20} and the present one is {self._attempt}"
-        rank, process = str(hello.get("rank")), str(hello.get("process"))
-        owner = self._owners.setdefault(rank, process)
-        return (
-            ""
-            if owner == process
-            else f"{process:.100} claims rank {rank:.20}, which {owner:.100} has"
-        )
-
-    def _differences(self, told: Message) -> str:
-        """Say what of a host is not as on the first one, "" for nothing."""
-        own = self._charge.same
-        return "; ".join(
-            f"its {name} is {told.get(name)!r}, and {own[name]!r} on the first host: expected the same on all"
-            for name in own
-            if told.get(name) != own[name]
-        )
-
-    def _refuse(self, writer: asyncio.StreamWriter, error: Exception) -> None:
-        address = str(writer.get_extra_info("peername", ("?",))[0])
-        if address not in self._named and len(self._named) < MOST_NAMED:
-            self._named.add(address)
-            reason = str(error) or f"it did not say hello within {HELLO_SECONDS:g} s"
-            more = (
-                ""
-                if len(self._named) < MOST_NAMED
-                else "; those from further addresses are refused without a word"
+    def _claim_rank(self, hello: Message) -> str:
+        """Reserve a rank for all connections of one process; return why not, "" on success."""
+        if (attempt := hello.get("attempt")) != self._attempt:
+            return (
+                f"the current attempt is {self._attempt}, got a worker of attempt {attempt!r:.20}"
             )
-            _log(f"a connection from {address} is refused: {reason}{more}")
+        rank, process = str(hello.get("rank")), str(hello.get("process"))
+        owner = self._rank_owners.setdefault(rank, process)
+        if owner == process:
+            return ""
+        return f"{process:.100} claims rank {rank:.20}, which belongs to {owner:.100}"
+
+    def _log_refused(self, writer: asyncio.StreamWriter, error: Exception) -> None:
+        """Log a refused connection, once per address and for a limited number of addresses."""
+        address, logged = writer.get_extra_info("peername", ("?",))[0], self._logged_addresses
+        if address not in logged and len(logged) < MAX_LOGGED_ADDRESSES:
+            logged.add(address)
+            reason = str(error) or f"it sent no hello within {HELLO_SECONDS:g} s"
+            is_last = len(logged) == MAX_LOGGED_ADDRESSES
+            more = "; connections from further addresses are refused silently" if is_last else ""
+            _log(f"refused a connection from {address}: {reason}{more}")
 
 
 class Peer:
@@ -220,8 +202,11 @@ class Peer:
         self._frames = Frames(HELLO_BYTES)
         self._seal: Seal
 
-    async def meet(self, token: str) -> Message:
-        """Return what the other end wants, when both have proved that they hold the token. Raises `ValueError` where it has not."""
+    async def authenticate(self, token: str) -> Message:
+        """Prove to each other that both ends hold the token; return the peer's hello.
+
+        Raises `ValueError` if the peer does not hold it.
+        """
         nonces = secrets.token_bytes(NONCE_BYTES)
         self._writer.write(frame(encode({"nonce": nonces.hex()})))
         hello = decode(await self._next_body())
@@ -235,16 +220,20 @@ class Peer:
         return await self.receive()
 
     def send(self, message: Message) -> None:
-        """Send a message, some time soon; one to an end that is gone is lost."""
+        """Queue a message; messages to a closed connection are lost."""
         if not self._writer.is_closing():
             self._writer.write(self._seal.seal(message))
 
-    def hang_up(self) -> None:
-        """End the connection at once."""
+    def disconnect(self) -> None:
+        """Close the connection immediately."""
         self._writer.transport.abort()
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next message. Raises `OSError` at the end of the connection, `ValueError` for what the other end cannot have sent."""
+        """Return the next message.
+
+        Raises `OSError` at the end of the connection, `ValueError` for a message that the peer
+        cannot have sent.
+        """
         return self._seal.open(await self._next_body())
 
     async def _next_body(self) -> bytes:

@@ -1,15 +1,14 @@
-"""A launcher's part in a run on several hosts: it finds or becomes the first host, joins, and hears what to do."""
+"""A launcher's connection to the coordinator of a run on several hosts."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
-import multiprocessing
 import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -17,42 +16,46 @@ from samestep.cluster.interfaces import interface_towards
 from samestep.comm.link import HELLO_SECONDS, Link, write_address
 from samestep.config import Config
 from samestep.errors import ConfigError, LaunchError, WorldError
+from samestep.launch.attempt import ElasticPolicy, Message
 from samestep.launch.cluster_spec import ClusterSpec
-from samestep.launch.coordinator import BEAT_SECONDS, CoordinatorConfig, coordinate
-from samestep.launch.membership import COME_SECONDS, LOST_SECONDS, ElasticPolicy
+from samestep.launch.coordinator import HEARTBEAT_SECONDS, CoordinatorConfig, coordinate
+from samestep.launch.membership import JOIN_SECONDS, LOST_SECONDS
+from samestep.launch.worker import FORK
 
 RETRY_SECONDS: Final = 0.2
-# A host that hears nothing ends its workers before the others take it for lost and go on without
-# it.
-SILENCE_SECONDS: Final = LOST_SECONDS - BEAT_SECONDS
-END_SECONDS: Final = 10.0  # for the other hosts to hear of the end
-FORK: Final = multiprocessing.get_context("fork")
+# A host without messages ends its workers before the other hosts treat it as lost and continue.
+SILENCE_SECONDS: Final = LOST_SECONDS - HEARTBEAT_SECONDS
+END_SECONDS: Final = 10.0  # for the other hosts to receive the end
 
 
 class CoordinatorClient:
-    """This host among those of the run; `leads` where the coordinator runs beside this launcher. The run may be `over` for all."""
+    """This host among the hosts of a run.
+
+    Attributes: `leads` (bool): the coordinator runs next to this launcher. `is_over` (bool): the
+    run has ended on all hosts.
+    """
 
     def __init__(self, link: Link, name: str, *, leads: bool) -> None:
-        self.name, self.leads, self.over = name, leads, False
-        self._link = link
-        self._beat_at, self._told_begun = 0.0, False
-        self._heard_at = time.monotonic()
+        self.leads, self.is_over = leads, False
+        self._link, self._name = link, name
+        self._heartbeat_at, self._reported_begin = 0.0, False
+        self._received_at = time.monotonic()
 
     @property
-    def coordinator(self) -> tuple[str, int]:
+    def address(self) -> tuple[str, int]:
         """The address and port of the coordinator."""
         return self._link.address
 
     @property
     def files(self) -> list[int]:
-        """The files that become readable when an order has arrived."""
+        """The files that become readable when an order arrives."""
         return [self._link.fileno()]
 
     def environment(self, attempt: int) -> dict[str, str]:
         """Return the variables by which the workers of an attempt find each other."""
         from samestep.comm.store import store_variables  # needs torch
 
-        host, port = self.coordinator
+        host, port = self.address
         interface = "lo" if ipaddress.ip_address(host).is_loopback else interface_towards(host)
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         sockets = {name: interface for name in names if interface and name not in os.environ}
@@ -60,79 +63,78 @@ class CoordinatorClient:
         return {"MASTER_ADDR": host, "MASTER_PORT": str(port), **sockets, **store}
 
     def report(self, what: str, **fields: Any) -> None:
-        """Tell the coordinator. Raises `LaunchError` when it is gone."""
+        """Report an event on this host. Raises `LaunchError` if the coordinator is gone."""
         try:
-            self._link.send({"tell": what, **fields})
+            self._link.send({"report": what, **fields})
         except OSError as error:
             raise self._lost(str(error)) from error
 
-    def orders(self, step: int | None) -> list[dict[str, Any]]:
-        """Return what the coordinator wants done; tell it now and then that this host is there, and how many steps are done.
+    def orders(self, step: int | None) -> list[Message]:
+        """Return the next orders, given the number of completed steps.
 
-        Raises `LaunchError` when the coordinator is gone.
+        Sends a heartbeat when it is due. Raises `LaunchError` if the coordinator is gone.
         """
         now = time.monotonic()
-        begun = step is not None
-        # before the run has begun, it is not taken up again
-        if now >= self._beat_at or begun != self._told_begun:
-            self._beat_at, self._told_begun = now + BEAT_SECONDS, begun
-            self.report("beat", step=step)
+        has_begun = step is not None
+        # the coordinator restarts workers only after the run has begun
+        if now >= self._heartbeat_at or has_begun != self._reported_begin:
+            self._heartbeat_at, self._reported_begin = now + HEARTBEAT_SECONDS, has_begun
+            self.report("heartbeat", step=step)
         try:
             orders = self._link.poll()
         except OSError as error:
             raise self._lost(str(error)) from error
         if orders:
-            self._heard_at = now
-        elif now - self._heard_at > SILENCE_SECONDS:
-            raise self._lost(f"nothing was heard of it for {SILENCE_SECONDS:g} s")
-        self.over = self.over or any(order["order"] == "end" for order in orders)
-        return [order for order in orders if order["order"] != "beat"]
+            self._received_at = now
+        elif now - self._received_at > SILENCE_SECONDS:
+            raise self._lost(f"no message for {SILENCE_SECONDS:g} s")
+        self.is_over = self.is_over or any(order["order"] == "end" for order in orders)
+        return [order for order in orders if order["order"] != "heartbeat"]
 
     def _lost(self, reason: str) -> LaunchError:
         return LaunchError(
-            f"host {self.name} has lost the first host of the run, at {write_address(*self.coordinator)}, and ends its workers: {reason}; "
-            "look there for an error"
+            f"host {self._name} lost the connection to the first host at "
+            f"{write_address(*self.address)} and stops its workers: {reason}; "
+            "look for an error on the first host"
         )
 
 
 @contextmanager
-def join_cluster(
-    gathering: ClusterSpec, workers: int, config: Config
-) -> Iterator[CoordinatorClient]:
-    """Join the other hosts with so many workers, from this process before it has threads; lead them where the master's address is here.
+def join_cluster(spec: ClusterSpec, workers: int, config: Config) -> Iterator[CoordinatorClient]:
+    """Join the other hosts; start the coordinator if the master's address is this host's.
 
-    Raises `ConfigError` for an address that cannot be used, or without lanes where hosts may come
-    and go; `LaunchError` when the first host does not answer, or refuses this one.
+    Call it before this process has threads, because it forks. Raises `ConfigError` if the address
+    cannot be used, or lanes are missing while hosts may join and leave; `LaunchError` if the first
+    host does not respond or refuses this one.
     """
-    nodes = gathering.nodes
-    if nodes.least < nodes.most and config.lanes is None:
+    nodes = spec.nodes
+    if nodes.min_nodes < nodes.max_nodes and config.lanes is None:
         raise ConfigError(
-            f"--nodes {nodes} was given without --lanes; expected, where hosts may come and go, as many lanes as there will ever be "
-            "workers: the result depends on them"
+            f"--nodes {nodes} requires --lanes, because the result depends on them; "
+            "set --lanes to the largest number of workers that the run will ever have"
         )
-    address = write_address(*gathering.master)
-    listener = _listen(gathering.master)
-    coordinator = member = None
+    settings = {
+        "--nodes": str(nodes),
+        "samestep": _version("samestep"),
+        "torch": _version("torch"),  # bits depend on it
+    }
+    listener = _listen(spec.master)
+    coordinator = client = None
     try:
         if listener is not None:
-            terms = ElasticPolicy(
-                nodes.least, nodes.most, config.lanes, config.max_restarts, config.grace_period
-            )
-            charge = CoordinatorConfig(gathering.token, terms, _same(gathering))
-            coordinator = FORK.Process(
-                target=coordinate, args=(charge, listener, os.getpid()), name="coordinator"
-            )
+            limits = config.lanes, config.max_restarts, config.grace_period
+            policy = ElasticPolicy(nodes.min_nodes, nodes.max_nodes, *limits)
+            arguments = CoordinatorConfig(spec.token, policy, settings), listener, os.getpid()
+            coordinator = FORK.Process(target=coordinate, args=arguments, name="coordinator")
             coordinator.start()
             listener.close()
-        link = _connect(gathering, address)
-        try:
-            member = _join(link, gathering, workers, address, leads=listener is not None)
-            yield member
-        finally:
-            link.close()
+        with closing(_connect(spec)) as link:
+            hello = {"workers": workers, "leads": listener is not None, "settings": settings}
+            client = _join(link, hello)
+            yield client
     finally:
         if coordinator is not None:
-            if member is not None and member.over:
+            if client is not None and client.is_over:
                 coordinator.join(END_SECONDS)
             coordinator.kill()
             coordinator.join()
@@ -140,9 +142,13 @@ def join_cluster(
 
 
 def _listen(master: tuple[str, int]) -> socket.socket | None:
-    """Listen at the master's address, if it is one of this host's and nobody has it yet."""
+    """Listen at the master's address; return None if it is not this host's, or is in use."""
     host, port = master
-    for family, kind, _, _, address in _addresses(host, port):
+    name = f"--master {write_address(host, port)}"
+    addresses: list[Any] = []
+    with suppress(socket.gaierror):  # the name may be unknown until the other host has started
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, kind, _, _, address in addresses:
         listener = socket.socket(family, kind)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -151,25 +157,16 @@ def _listen(master: tuple[str, int]) -> socket.socket | None:
         except OSError as error:
             listener.close()
             if error.errno not in {errno.EADDRNOTAVAIL, errno.EADDRINUSE}:
-                raise ConfigError(
-                    f"--master {write_address(host, port)} was given, and cannot be listened on: {error}"
-                ) from error
+                raise ConfigError(f"cannot listen on {name}: {error}") from error
             continue
         if _is_loopback(str(address[0])) and not _is_loopback(host):
             listener.close()
             raise ConfigError(
-                f"--master {write_address(host, port)} was given, and on this host {host} is {address[0]}, which no other host reaches: "
-                "give the address by which the others reach it"
+                f"{name} must be an address that the other hosts can reach; "
+                f"{host} is {address[0]} on this host"
             )
         return listener
     return None
-
-
-def _addresses(host: str, port: int) -> list[Any]:
-    # the other hosts may come to know the name later; connecting tells
-    with suppress(socket.gaierror):
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return []
 
 
 def _is_loopback(host: str) -> bool:
@@ -179,61 +176,34 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _connect(gathering: ClusterSpec, address: str) -> Link:
-    deadline = time.monotonic() + COME_SECONDS
-    while (
-        link := _try_to_connect(gathering, address, may_fail=time.monotonic() < deadline)
-    ) is None:
+def _connect(spec: ClusterSpec) -> Link:
+    name = f"--master {write_address(*spec.master)}"
+    deadline = time.monotonic() + JOIN_SECONDS
+    while True:
+        is_last = time.monotonic() >= deadline
+        try:
+            return Link(spec.master, spec.token, HELLO_SECONDS)
+        except WorldError as error:
+            raise LaunchError(f"this host cannot join at {name}: {error}") from error
+        except OSError as error:
+            if is_last:
+                raise LaunchError(
+                    f"{name} did not respond within {JOIN_SECONDS:g} s: {error}; it must be the "
+                    "address of a host that runs this command: start it there, or look for an "
+                    "error there"
+                ) from error
         time.sleep(RETRY_SECONDS)
-    return link
 
 
-def _try_to_connect(gathering: ClusterSpec, address: str, *, may_fail: bool) -> Link | None:
+def _join(link: Link, hello: Message) -> CoordinatorClient:
+    address = write_address(*link.address)
     try:
-        return Link(gathering.master, gathering.token, HELLO_SECONDS)
-    except WorldError as error:
-        raise LaunchError(
-            f"--master {address} was given, and this host cannot join there: {error}"
-        ) from error
+        answer = link.hello({"as": "host", "name": socket.gethostname(), **hello})
     except OSError as error:
-        if may_fail:
-            return None
-        raise LaunchError(
-            f"--master {address} was given, and did not answer within {COME_SECONDS:g} s: {error}; expected the address of one of the "
-            "hosts that run this command: start it there too, and look there for an error"
-        ) from error
-
-
-def _join(
-    link: Link, gathering: ClusterSpec, workers: int, address: str, *, leads: bool
-) -> CoordinatorClient:
-    try:
-        hello = {
-            "as": "host",
-            "name": socket.gethostname(),
-            "workers": workers,
-            "leads": leads,
-            "same": _same(gathering),
-        }
-        answer = link.hello(hello)
-    except OSError as error:
-        raise LaunchError(
-            f"--master {address} was given, and does not let this host join: {error}"
-        ) from error
+        raise LaunchError(f"this host cannot join at --master {address}: {error}") from error
     if "refused" in answer:
-        raise LaunchError(
-            f"the first host of the run, at {address}, refuses this one: {answer['refused']}"
-        )
-    return CoordinatorClient(link, answer["welcome"], leads=leads)
-
-
-def _same(gathering: ClusterSpec) -> dict[str, str]:
-    """Return what must be the same on all hosts, by what it is called: they must agree on how many they are, and bits depend on torch."""
-    return {
-        "--nodes": str(gathering.nodes),
-        "samestep": _version("samestep"),
-        "torch": _version("torch"),
-    }
+        raise LaunchError(f"the first host at {address} refused this host: {answer['refused']}")
+    return CoordinatorClient(link, answer["welcome"], leads=hello["leads"])
 
 
 def _version(package: str) -> str:

@@ -1,4 +1,4 @@
-"""A process that stands by while workers run: it has imported what they had to, and their successors are forked from it."""
+"""A standby process that has imported the workers' modules, from which new workers are forked."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ from multiprocessing.context import ForkProcess
 from typing import Final
 
 import torch
-from typing_extensions import Self
 
 from samestep.host import end_with_parent, missing_system_calls, no_garbage_collection
-from samestep.launch.exit_report import Report
 from samestep.launch.output import Pipes, print_to
-from samestep.launch.worker import FORK, Attempt, Job
+from samestep.launch.worker import FORK, Job, LocalAttempt, Report
 
-MOST_BYTES: Final = 1 << 16  # of a message
+MAX_BYTES: Final = 1 << 16  # of a message
 FILES: Final = 3  # a worker's report, stdout and stderr
 READY: Final = b"ready"
-ANSWER_SECONDS: Final = 2.0  # for what takes milliseconds, unless a signal has stopped the nursery
+ANSWER_SECONDS: Final = 2.0  # an answer takes milliseconds unless the fork server is stopped
 
 
 class ForkServer:
-    """The launcher's end of it; a context manager.
+    """The launcher's side of the fork server.
 
-    Imports may take seconds, start threads or crash: not in the launcher, which sees to the workers
-    meanwhile and must stay fit to fork others, and not once for each worker. Before the imports are
-    done, and where the launcher has all of them, workers are forked from it.
+    Imports may take seconds, start threads or crash. The launcher cannot do them, because it
+    supervises workers and must remain able to fork, and each worker would repeat them. Workers are
+    forked from the launcher until the imports are done, or if the launcher has all modules.
     """
 
     def __init__(self, job: Job) -> None:
@@ -43,13 +41,11 @@ class ForkServer:
         self._process: ForkProcess | None = None
         self._socket: socket.socket | None = None
         self._has_decided = self._is_ready = False
-        self._started = 0  # process id of the worker that was forked last
-        self._ended: dict[int, int] = {}  # exit codes by process id
+        self._started_pid = 0  # of the worker that was forked last
+        self._exit_codes: dict[int, int] = {}  # by process id
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Kill the process."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
@@ -58,62 +54,58 @@ class ForkServer:
             self._process.close()
 
     def prepare(self) -> None:
-        """Begin once workers have told what they import, unless the launcher has all of it, or workers are not to be replaced."""
-        if self._has_decided or (modules := self._job.kept.modules_reported) is None:
+        """Start the process once workers have reported modules, if it can be of use."""
+        modules = self._job.launcher_state.modules_reported
+        if self._has_decided or modules is None:
             return
         self._has_decided = True
         missing = [name for name in modules if name not in sys.modules]
-        if (
-            missing
-            and self._job.config.max_restarts > 0
-            and "pidfd_open" not in missing_system_calls()
-        ):
+        restarts = self._job.config.max_restarts > 0
+        if missing and restarts and "pidfd_open" not in missing_system_calls():
             self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._process = FORK.Process(
-                target=_stand_by, args=(self._job, missing, other), name="nursery"
-            )
+            arguments = (self._job, missing, other)
+            self._process = FORK.Process(target=_serve, args=arguments, name="fork-server")
             with other, no_garbage_collection():
                 self._process.start()
 
     def start(
-        self, attempt: Attempt, local_rank: int, report: Report, pipes: Pipes
+        self, attempt: LocalAttempt, local_rank: int, report: Report, pipes: Pipes
     ) -> ForkedWorker | None:
-        """Have a worker forked; None where that has to be done otherwise."""
-        self._hear()
+        """Fork a worker; return None if the launcher has to fork it instead."""
+        self._receive_all()
         if not self._is_ready or self._socket is None:
             return None
         message = json.dumps([asdict(attempt), local_rank]).encode()
-        self._started = 0
+        self._started_pid = 0
         try:
             socket.send_fds(self._socket, [message], [report.file, *pipes.ends])
-            while not self._started:  # other messages tell of ends
-                if not self._hear_one(ANSWER_SECONDS):
+            while not self._started_pid:  # other messages are exit codes
+                if not self._receive(ANSWER_SECONDS):
                     raise TimeoutError
-            self._ended.pop(self._started, None)  # of another one with that number
-            return ForkedWorker(self._started, self)
+            self._exit_codes.pop(self._started_pid, None)  # of an earlier process with this id
+            return ForkedWorker(self._started_pid, self)
         except OSError:
             self._give_up()
             return None
 
     def exitcode(self, pid: int, *, has_ended: bool) -> int | None:
-        """Return how a worker ended, as multiprocessing has it; None while it runs."""
-        self._hear()
-        while has_ended and self._is_ready and pid not in self._ended:
-            if not self._hear_one(ANSWER_SECONDS):
+        """Return a worker's exit code as multiprocessing does; None while it runs."""
+        self._receive_all()
+        while has_ended and self._is_ready and pid not in self._exit_codes:
+            if not self._receive(ANSWER_SECONDS):
                 self._give_up()
-        return self._ended.get(pid, None if self._is_ready else -signal.SIGKILL)
+        return self._exit_codes.get(pid, None if self._is_ready else -signal.SIGKILL)
 
-    def _hear(self) -> None:
-        """Take in what was told."""
-        while self._hear_one(0.0):
+    def _receive_all(self) -> None:
+        while self._receive(0.0):
             pass
 
-    def _hear_one(self, seconds: float) -> bool:
-        """Take in one message, and tell whether one came in time."""
+    def _receive(self, seconds: float) -> bool:
+        """Handle one message; return whether one arrived in time."""
         if self._socket is None or not wait([self._socket], seconds):
             return False
         try:
-            message = self._socket.recv(MOST_BYTES)
+            message = self._socket.recv(MAX_BYTES)
         except ConnectionResetError:
             message = b""
         if not message:  # it has died
@@ -123,13 +115,13 @@ class ForkServer:
         else:
             pid, code = json.loads(message)
             if code is None:
-                self._started = pid
+                self._started_pid = pid
             else:
-                self._ended[pid] = code
+                self._exit_codes[pid] = code
         return bool(message)
 
     def _give_up(self) -> None:
-        """End it, and its workers with it; from now on workers are forked from the launcher."""
+        """Kill the process and with it its workers; the launcher forks all further workers."""
         self._is_ready = False
         if self._socket is not None:
             self._socket.close()
@@ -139,45 +131,45 @@ class ForkServer:
 
 
 class ForkedWorker:
-    """A worker that was forked in the nursery, as its launcher sees it: as much of a process of multiprocessing as that needs."""
+    """A worker of the fork server, with the methods of a multiprocessing process in use here."""
 
-    def __init__(self, pid: int, nursery: ForkServer) -> None:
+    def __init__(self, pid: int, fork_server: ForkServer) -> None:
         self.pid = pid
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._file = os.pidfd_open(pid)
 
     @property
     def exitcode(self) -> int | None:
-        """How it ended; None while it runs."""
+        """The exit code; None while the worker runs."""
         has_ended = bool(wait([self._file], 0.0))
-        return self._nursery.exitcode(self.pid, has_ended=has_ended)
+        return self._fork_server.exitcode(self.pid, has_ended=has_ended)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the worker."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._file, signal.SIGKILL)
 
     def join(self) -> None:
-        """Return when it has ended."""
+        """Wait until the worker has exited."""
         wait([self._file])
 
     def close(self) -> None:
-        """Give its file back."""
+        """Close the worker's pidfd."""
         os.close(self._file)
 
 
-def _stand_by(job: Job, modules: Sequence[str], connection: socket.socket) -> None:
-    """Import, then fork a worker for each message, and tell how it ended."""
+def _serve(job: Job, modules: Sequence[str], connection: socket.socket) -> None:
+    """Import modules, then fork a worker for each message and send back its exit code."""
     end_with_parent(job.launcher_pid)
-    os.setsid()  # Ctrl-C is the launcher's
-    # first: inherited pools of threads have no threads after a fork
+    os.setsid()  # Ctrl-C is for the launcher
+    # first: inherited thread pools have no threads after a fork
     torch.set_num_threads(job.config.threads)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    print_to([nowhere, os.dup(nowhere)])
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    print_to([devnull, os.dup(devnull)])
     for name in modules:
-        with suppress(Exception):  # a worker will say so, if it matters to it
+        with suppress(Exception):  # a worker that needs the module raises the error again
             import_module(name)
-    if torch.cuda.is_initialized():  # no process that is forked from here could use a GPU
+    if torch.cuda.is_initialized():  # a fork of this process could not use a GPU
         return
     connection.send(READY)
     job = replace(job, launcher_pid=os.getpid())
@@ -190,7 +182,7 @@ def _stand_by(job: Job, modules: Sequence[str], connection: socket.socket) -> No
             worker.join()
             connection.send(json.dumps([worker.pid, worker.exitcode]).encode())
         if connection in ready:
-            data, files, *_ = socket.recv_fds(connection, MOST_BYTES, FILES)
+            data, files, *_ = socket.recv_fds(connection, MAX_BYTES, FILES)
             if not data:
                 return
             worker = _fork(job, data, files)
@@ -201,8 +193,8 @@ def _stand_by(job: Job, modules: Sequence[str], connection: socket.socket) -> No
 def _fork(job: Job, data: bytes, files: Sequence[int]) -> ForkProcess:
     attempt, local_rank = json.loads(data)
     report, *ends = files
-    arguments = (Attempt(**attempt), local_rank, Report(report), partial(print_to, ends))
-    worker = FORK.Process(target=job.work, args=arguments)
+    arguments = (LocalAttempt(**attempt), local_rank, Report(report), partial(print_to, ends))
+    worker = FORK.Process(target=job.run, args=arguments)
     with no_garbage_collection():
         worker.start()
     for end in ends:

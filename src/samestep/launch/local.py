@@ -1,4 +1,4 @@
-"""Import what training needs once, in the process that workers are forked from, and not once in each of them."""
+"""The `launch` function, and running a script in workers."""
 
 from __future__ import annotations
 
@@ -6,35 +6,32 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 from samestep.cluster import STARTED_BY
-from samestep.config import PREFIX, TOKEN, Config, merge
+from samestep.config import PREFIX, TOKEN, merge
 from samestep.errors import ConfigError, LaunchError
 from samestep.handoff import open_launcher_state
 from samestep.host import no_garbage_collection, open_standard_files, socket_folder
 from samestep.launch.cluster_spec import ClusterSpec
-from samestep.launch.signals import StopSignals
-
-if TYPE_CHECKING:
-    from samestep.launch.coordinator_client import CoordinatorClient
-
-# By name, because `run` stands below `launch` in the reading order. torch's optimizers import
-# torch._dynamo when they are made: 800 modules, which each worker would wait for, and hold in 60 MB
-# of its own.
-NEEDED: Final = ("samestep.run", "torch._dynamo")
 
 
-def preload(needed: Iterable[str] = NEEDED) -> None:
-    """Import what workers need: by default, to train. No torch operation runs and no GPU is asked for: a fork would break either."""
-    # collecting among so many new objects, of which none is garbage, takes a quarter of the time
+def preload() -> None:
+    """Import what training needs once, before workers are forked.
+
+    No torch operation runs and no GPU is queried, either of which would break forked workers.
+    torch's optimizers import torch._dynamo: 800 modules, which each worker would otherwise load
+    into 60 MB of its own.
+    """
+    # none of the new objects is garbage, and looking for it takes a quarter of the time
     with no_garbage_collection():
-        for name in needed:
-            import_module(name)
+        import torch._dynamo  # noqa: F401
+
+        import samestep.run  # noqa: F401
 
 
 def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any) -> Any:
@@ -73,66 +70,51 @@ def start(
     body: Callable[[], Any],
     workers: int,
     options: Mapping[str, Any],
-    gathering: ClusterSpec | None = None,
-    needed: Sequence[str] = NEEDED,
+    spec: ClusterSpec | None = None,
+    *,
+    preloads: bool = True,
 ) -> Any:
-    """Do what `launch` does; with a `gathering`, as one host of several. On those without rank 0 the result is None.
+    """Do what `launch` does, for `body()`; with a `spec`, as one of several hosts.
 
-    Modules that are `needed` in workers are imported before they are forked.
+    Returns None on hosts without rank 0. With `preloads`, imports what training needs first.
     """
     merge(options, {})
-    environment = {f"{PREFIX}{name.upper()}": _as_text(value) for name, value in options.items()}
-    config = merge({}, {**os.environ, **environment})
+    variables = {f"{PREFIX}{name.upper()}": _as_text(value) for name, value in options.items()}
+    config = merge({}, {**os.environ, **variables})
     if workers < 1:
-        raise LaunchError(f"workers={workers} was given; expected at least 1")
-    signals = StopSignals()
-    if gathering is None:
-        result = _run(body, workers, environment, config, signals, needed)
-    else:
-        # asyncio is for those who need it
-        from samestep.launch.coordinator_client import join_cluster
+        raise LaunchError(f"workers must be at least 1, got {workers}")
+    with ExitStack() as exits:
+        client = None
+        if spec is not None:
+            # imports asyncio
+            from samestep.launch.coordinator_client import join_cluster
 
-        with join_cluster(gathering, workers, config) as member:
-            result = _run(
-                body,
-                workers,
-                {**environment, TOKEN: gathering.token},
-                config,
-                signals,
-                needed,
-                member,
+            variables[TOKEN] = spec.token
+            client = exits.enter_context(join_cluster(spec, workers, config))
+        open_standard_files()
+        if preloads:
+            preload()
+        import torch
+
+        from samestep.launch.supervisor import LocalCoordinator, Supervisor
+        from samestep.launch.worker import Job, StopSignals
+
+        if torch.cuda.is_initialized():
+            raise LaunchError(
+                "CUDA is already in use in this process, so forked workers cannot use it; "
+                "launch before the first use of a GPU"
             )
+        folder = exits.enter_context(socket_folder())
+        state = exits.enter_context(open_launcher_state(workers))
+        environment = {STARTED_BY: "samestep", **folder, **state.environment, **variables}
+        signals = StopSignals()
+        exits.enter_context(signals.recorded())
+        coordinator = client or exits.enter_context(closing(LocalCoordinator(workers, config)))
+        job = Job(body, config, environment, state, signals, os.getpid())
+        result = Supervisor(job, coordinator).run()
     if signals.received:
-        _stop_as_asked(signals.received[0])
+        _stop_by_signal(signals.received[0])
     return result
-
-
-def _run(
-    body: Callable[[], Any],
-    workers: int,
-    environment: Mapping[str, str],
-    config: Config,
-    signals: StopSignals,
-    needed: Sequence[str],
-    member: CoordinatorClient | None = None,
-) -> Any:
-    open_standard_files()
-    preload(needed)
-    import torch
-
-    from samestep.launch.local_coordinator import LocalCoordinator
-    from samestep.launch.supervisor import Supervisor
-    from samestep.launch.worker import Job
-
-    if torch.cuda.is_initialized():
-        raise LaunchError(
-            "CUDA is in use in this process, and forked workers could not use it: launch before the first use of a GPU"
-        )
-    with socket_folder() as folder, open_launcher_state(workers) as kept:
-        environment = {STARTED_BY: "samestep", **folder, **kept.environment, **environment}
-        job = Job(body, workers, config, environment, kept, signals, os.getpid())
-        with signals.noted(), LocalCoordinator(workers, config) as local:
-            return Supervisor(job, member or local).run()
 
 
 def _as_text(value: Any) -> str:
@@ -142,10 +124,10 @@ def _as_text(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def _stop_as_asked(number: signal.Signals) -> None:
-    """Let a signal do, now that the workers have ended, what it does without workers: mostly end this process."""
+def _stop_by_signal(number: signal.Signals) -> None:
+    """Raise a recorded signal again, now that the workers have exited."""
     signal.raise_signal(number)
-    if signal.getsignal(number) is signal.SIG_DFL:  # the first process of a container outlives it
+    if signal.getsignal(number) is signal.SIG_DFL:  # the first process of a container survives it
         raise SystemExit(128 + number)
     raise LaunchError(f"stopped by {number.name}")
 
@@ -157,19 +139,16 @@ def run_script(
     options: Mapping[str, Any],
     *,
     as_module: bool = False,
-    gathering: ClusterSpec | None = None,
+    spec: ClusterSpec | None = None,
 ) -> None:
-    """Run `python script arguments…` (or `python -m script arguments…`) in `workers` workers of this host, one of several that gather.
+    """Run a Python script, or a module like `python -m`, in workers of this host.
 
-    Options and errors are those of `launch`; a script that is not there is a `ConfigError`.
+    Options and errors are those of `launch`. Raises `ConfigError` if the script does not exist.
     """
     if not as_module and not Path(script).is_file():
-        raise ConfigError(
-            f"script {script!r} was given, and there is no such file; expected a Python script, or a module after -m"
-        )
-    start(
-        partial(_run_as_main, script, arguments, as_module=as_module), workers, options, gathering
-    )
+        raise ConfigError(f"script {script!r} does not exist; for a module, add -m")
+    body = partial(_run_as_main, script, arguments, as_module=as_module)
+    start(body, workers, options, spec)
 
 
 def _run_as_main(script: str, arguments: Sequence[str], *, as_module: bool) -> None:

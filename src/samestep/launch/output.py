@@ -1,4 +1,4 @@
-"""What workers print, on one readable screen and in a log each."""
+"""The output of a host's workers, printed with their ranks and written to a log per worker."""
 
 from __future__ import annotations
 
@@ -9,49 +9,43 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Final, TextIO
 
-from typing_extensions import Self
-
 from samestep.launch.screen import WAIT_SECONDS, Log, Screen, encoding_of, standard_screens
 
-_READ_BYTES: Final = 64 * 1024  # at once, and of an unfinished line: as much as a pipe holds
+_READ_BYTES: Final = 64 * 1024  # per read, and of an unfinished line: the capacity of a pipe
 _FIRST_OTHER_FILE: Final = 3  # after stdin, stdout and stderr
 
 
 class Outputs:
-    """The stdout and stderr of a host's workers, each a pipe that is read here; a context manager.
+    """The stdout and stderr of a host's workers.
 
-    Rank 0's bytes pass as they are and at once. Of other ranks whole lines pass, with `[3] ` in
-    front, and of a progress bar that is redrawn after carriage returns what a terminal would show
-    at the end of its line. Lines never mix: where rank 0 left one unfinished, that of another rank
-    begins a new one. There are no threads here, so that workers can be forked at any time.
+    Bytes of rank 0 are printed unchanged and immediately. Other ranks are printed in complete
+    lines that start with `[3] `; of a progress bar that is redrawn after carriage returns, only the
+    final state of its line is printed. Lines never mix: a line of another rank starts on a new line
+    if rank 0 left one unfinished. There are no threads here, so workers can be forked at any time.
     """
 
-    def __init__(self, hurried: Callable[[], bool] = lambda: False) -> None:
-        """Print where this process prints. At the end, a screen that takes nothing is waited for unless `hurried` says otherwise."""
-        self._hurried = hurried
+    def __init__(self, is_urgent: Callable[[], bool] = lambda: False) -> None:
+        """Print where this process prints.
+
+        At the end, wait for a screen that accepts no output unless `is_urgent()` is true.
+        """
+        self._is_urgent = is_urgent
         self._screens = standard_screens()
         self._channels: dict[int, _Channel] = {}
         self._logs: dict[int, Log] = {}
         self._attempts: Counter[int] = Counter()
         self._directory: Path | None = None
-        self._gives_up_logs = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._logs_failed = False
 
     @contextmanager
     def pipes_of(self, rank: int) -> Iterator[Pipes]:
-        """Make the pipes of a worker that is forked, or sent them, in the block."""
+        """Open the pipes of a worker that is forked, or receives them, inside the block."""
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError, AttributeError):  # closed, or none at all
-                stream.flush()  # or the worker would print it once more
+            with suppress(OSError, ValueError, AttributeError):  # closed or None
+                stream.flush()  # the worker would print the buffer again
         self._attempts[rank] += 1
         self._logs[rank] = Log(rank, self._attempts[rank])
         self._on_log(self._logs[rank], self._open_log)
@@ -61,86 +55,75 @@ class Outputs:
                 file, end = _pipe()
                 ends.append(end)
                 self._channels[file] = _Channel(file, rank, screen, self._logs[rank])
-            yield Pipes(ends, self._leave)
+            yield Pipes(ends, self._close_inherited)
         finally:
             for end in ends:
                 os.close(end)
 
     def files(self) -> Sequence[int]:
-        """Return what becomes readable when a worker prints, or closes what it prints to."""
+        """Return the files that become readable when a worker prints or closes its output."""
         return list(self._channels)
 
-    def pump(self, file: int) -> None:
-        """Pass on what was printed to one of `files()`; another file is left alone.
+    def forward(self, ready: Collection[object], directory: str = "") -> None:
+        """Print what can be read from those of `files()` that are `ready`.
 
-        While the screen takes nothing, nothing is read either, and a worker that prints much comes
-        to wait.
+        Nothing is read while the screen accepts no output, so a worker that prints much has to
+        wait. Logs go to the run's directory, which exists; "" means unknown.
         """
-        channel = self._channels.get(file)
-        if channel is not None and channel.screen.flush(WAIT_SECONDS):
-            self._pass_on(channel)
-
-    def pass_on(self, ready: Collection[object], directory: str) -> None:
-        """Pump those of `files()` that are `ready`, print what the screen would not take before, and keep logs in a run's directory."""
         for file in self.files():
-            if file in ready:
-                self.pump(file)
-        self.flush()
-        self.keep_in(directory)
-
-    def flush(self) -> None:
-        """Print what the screen would not take before."""
+            channel = self._channels[file]
+            if file in ready and channel.screen.flush(WAIT_SECONDS):
+                self._forward(channel)
         for screen in self._screens:
             screen.flush()
+        if directory and Path(directory) != self._directory:
+            self._directory = Path(directory)
+            self._logs_failed = False
+            for log in self._logs.values():
+                self._on_log(log, self._open_log)
 
     def drain(self) -> None:
-        """Pass on the last words of workers that have ended; what they started and left running prints to nobody from now on."""
+        """Print the remaining output of workers that have exited, and close their pipes and logs.
+
+        Processes that they left running have no output from now on.
+        """
         for channel in list(self._channels.values()):
-            # no more than was there, since somebody may go on printing
+            # at most what is in the pipe now, because a process may continue to print
             for _ in range(0, channel.capacity, _READ_BYTES):
                 if channel.file in self._channels:
-                    self._pass_on(channel)
+                    self._forward(channel)
             self._end(channel)
         for log in self._logs.values():
             log.close()
         self._logs.clear()
 
-    def keep_in(self, directory: str | Path) -> None:
-        """Write logs under the directory of a run, which exists; "" means none."""
-        if not directory or Path(directory) == self._directory:
-            return
-        self._directory = Path(directory)
-        self._gives_up_logs = False
-        for log in self._logs.values():
-            self._on_log(log, self._open_log)
-
-    def tell(self, text: str) -> None:
-        """Print a line of the launcher's own to stderr."""
-        self._screens[1].write_lines(f"{text}\n".encode(errors="backslashreplace"))
+    def print(self, text: str) -> None:
+        """Print a line of the launcher's to stderr."""
+        self._screens[1].write_lines(f"samestep: {text}\n".encode(errors="backslashreplace"))
 
     def close(self) -> None:
-        """Drain, and print all."""
+        """Drain, and wait until everything is printed."""
         self.drain()
         for screen in self._screens:
-            while not screen.flush(WAIT_SECONDS) and not self._hurried():
+            while not screen.flush(WAIT_SECONDS) and not self._is_urgent():
                 pass
 
-    def _leave(self) -> None:
-        """Close, in a forked worker, what is the launcher's."""
+    def _close_inherited(self) -> None:
+        """Close the launcher's files in a forked worker."""
         for channel in self._channels.values():
             os.close(channel.file)
         for log in self._logs.values():
-            # before others are opened: where the launcher has no stderr, it may be file 2
+            # before other files are opened: if the launcher has no stderr, this may be file 2
             log.close()
 
-    def _pass_on(self, channel: _Channel) -> None:
+    def _forward(self, channel: _Channel) -> None:
         try:
             data = os.read(channel.file, _READ_BYTES)
         except BlockingIOError:
             return
         if data:
             self._on_log(channel.log, lambda log: log.write(data))
-            channel.show(data)
+            channel.print(data)
         else:
             self._end(channel)
 
@@ -150,20 +133,19 @@ class Outputs:
 
     def _open_log(self, log: Log) -> None:
         if self._directory:
-            log.keep_in(self._directory)
+            log.open(self._directory)
 
     def _on_log(self, log: Log, act: Callable[[Log], None]) -> None:
-        """Act on a log unless logs were given up; give them up where that fails."""
-        if self._gives_up_logs:
+        """Act on a log; after an error, stop writing logs."""
+        if self._logs_failed:
             return
         try:
             act(log)
         except OSError as error:
-            self._gives_up_logs = True
+            self._logs_failed = True
             reason = error.strerror or str(error)
-            self.tell(
-                f"samestep: no logs of workers are written any more in {self._directory}: {reason}; the run goes on"
-            )
+            where = self._directory
+            self.print(f"cannot write worker logs in {where}: {reason}; the run continues")
 
 
 @dataclass(frozen=True)
@@ -171,24 +153,24 @@ class Pipes:
     """The `ends` to which a worker prints."""
 
     ends: Sequence[int]
-    leave: Callable[[], None]
+    close_inherited: Callable[[], None]
 
     def take_over(self) -> None:
-        """Print to them from now on, in the worker that was forked for that."""
-        self.leave()
+        """Print to the pipes from now on, in the forked worker."""
+        self.close_inherited()
         print_to(self.ends)
 
 
 def print_to(ends: Sequence[int]) -> None:
-    """Take open files for this process's stdout and stderr; they are closed under their own numbers."""
+    """Replace this process's stdout and stderr by open files, which are closed afterwards."""
     encodings = [encoding_of(stream) for stream in (sys.stdout, sys.stderr)]
-    # first: streams that end here may close files 1 and 2
+    # first: a stream that is deleted here may close file 1 or 2
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     for number, end in enumerate(ends, start=1):
         os.dup2(end, number)
         os.close(end)
     sys.stdout, sys.stderr = (
-        _line_by_line(number, encoding) for number, encoding in enumerate(encodings, start=1)
+        _line_buffered(number, encoding) for number, encoding in enumerate(encodings, start=1)
     )
 
 
@@ -204,8 +186,8 @@ class _Channel:
         self._rest = b""
         os.set_blocking(file, False)
 
-    def show(self, data: bytes) -> None:
-        """Print as much of what the worker printed as may be printed by now."""
+    def print(self, data: bytes) -> None:
+        """Print what the worker printed, except an unfinished line of a rank above 0."""
         if not self._prefix:
             self.screen.write(data)
             return
@@ -215,20 +197,20 @@ class _Channel:
             lines.append(rest)
             rest = b""
         self._rest = rest
-        self._show_lines(lines)
+        self._print_lines(lines)
 
     def close(self) -> None:
-        """Print an unfinished line as a whole one, and close the pipe."""
-        self._show_lines([self._rest] if self._rest else [])
+        """Print an unfinished line as a complete one, and close the pipe."""
+        self._print_lines([self._rest] if self._rest else [])
         os.close(self.file)
 
-    def _show_lines(self, lines: Sequence[bytes]) -> None:
-        shown = ((self._prefix, line.rstrip(b"\r").rpartition(b"\r")[2], b"\n") for line in lines)
-        self.screen.write_lines(b"".join(chain.from_iterable(shown)))
+    def _print_lines(self, lines: Sequence[bytes]) -> None:
+        final = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines)
+        self.screen.write_lines(b"".join(b"%b%b\n" % (self._prefix, line) for line in final))
 
 
 def _pipe() -> tuple[int, int]:
-    """Return both ends of a pipe, neither of them in the place of a standard file that is closed."""
+    """Return both ends of a pipe, neither with the number of a closed standard file."""
     ends = os.pipe()
     try:
         reading, writing = (
@@ -240,8 +222,7 @@ def _pipe() -> tuple[int, int]:
     return reading, writing
 
 
-def _line_by_line(number: int, encoding: str) -> TextIO:
-    """Return a stream to an open file of this process that passes on every line, and that no character breaks."""
+def _line_buffered(number: int, encoding: str) -> TextIO:
     return open(
         number, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False
     )

@@ -1,4 +1,4 @@
-"""What a worker prints, kept in a file of the run's directory."""
+"""Destinations of worker output: log files in the run's directory, and the launcher's streams."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import select
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Final, Protocol, TextIO
+from typing import Final, TextIO
 
 FOLDER: Final = "logs"
+WAIT_SECONDS: Final = (
+    0.02  # for a terminal that accepts no output; short, since others need service
+)
 _EARLY_BYTES: Final = 256 * 1024
 
 
 class Log:
-    """All that a worker prints in one attempt, as it printed it, after a line that tells attempt and time.
+    """The unchanged output of a worker in one attempt, after a title with attempt and time.
 
-    The directory of a run becomes known when the run begins: what was printed before is held back,
-    the last 256 KiB of it.
+    The run's directory is known only after the run has begun. Until then, the last 256 KiB are held
+    in memory.
     """
 
     def __init__(self, rank: int, attempt: int) -> None:
@@ -28,8 +31,8 @@ class Log:
         self._early = bytearray()
         self._file: int | None = None
 
-    def keep_in(self, directory: Path) -> None:
-        """Write to a file under the run's directory from now on. Raises OSError."""
+    def open(self, directory: Path) -> None:
+        """Write to a file in the run's directory from now on. Raises `OSError`."""
         self.close()
         folder = directory / FOLDER
         folder.mkdir(exist_ok=True)
@@ -40,7 +43,7 @@ class Log:
         self.write(separator + self._title + early)
 
     def write(self, data: bytes) -> None:
-        """Keep bytes. Raises OSError where the disk is full or the file was removed."""
+        """Append bytes. Raises `OSError` if the disk is full or the file was removed."""
         if self._file is None:
             self._early += data
             del self._early[:-_EARLY_BYTES]
@@ -57,60 +60,45 @@ class Log:
             self._file = None
 
 
-# for a terminal that takes nothing now, since whoever prints has other things to see to
-WAIT_SECONDS: Final = 0.02
-
-
 class Screen:
-    """One destination of bytes, which knows whether its last line is unfinished.
+    """A buffered stream that knows whether its last line is unfinished.
 
-    Nobody waits here for a terminal that was stopped or a pager that reads no further: what they do
-    not take yet is kept. A destination that fails is given up in silence, since `head` ends when it
-    has enough.
+    Writing never waits for a stopped terminal or a pager that does not read. A stream that fails is
+    dropped silently, because `head` exits when it has enough.
     """
 
-    def __init__(self, target: Target | None) -> None:
-        self._target = target
+    def __init__(self, stream: FileStream | TextStream | None) -> None:
+        self._stream = stream
         self._pending = bytearray()
         self._unfinished = False
 
     def write(self, data: bytes) -> None:
-        """Print bytes as they are."""
+        """Print bytes unchanged."""
         if data:
             self._unfinished = not data.endswith(b"\n")
             self._pending += data
             self.flush()
 
     def write_lines(self, lines: bytes) -> None:
-        """Print whole lines, from the beginning of a line on."""
+        """Print complete lines, starting on a new line."""
         if lines:
             self.write(b"\n" + lines if self._unfinished else lines)
 
     def flush(self, wait_seconds: float = 0.0) -> bool:
-        """Print what is kept, and tell whether all of it was taken."""
+        """Print pending bytes; return whether none are left."""
         try:
-            while self._pending and self._target and self._target.is_ready(wait_seconds):
+            while self._pending and self._stream and self._stream.is_ready(wait_seconds):
                 with memoryview(self._pending) as data:
-                    taken = self._target.write(data)
-                del self._pending[:taken]
-        except (OSError, ValueError):  # a text stream that was closed raises ValueError
-            self._target = None
-        if self._target is None:
+                    written = self._stream.write(data)
+                del self._pending[:written]
+        except (OSError, ValueError):  # a closed text stream raises ValueError
+            self._stream = None
+        if self._stream is None:
             self._pending.clear()
         return not self._pending
 
 
-class Target(Protocol):
-    """What takes bytes."""
-
-    def is_ready(self, wait_seconds: float) -> bool:
-        """Tell whether a few bytes would be taken at once, or within that time."""
-
-    def write(self, data: memoryview) -> int:
-        """Take bytes, and tell how many were taken. Raises OSError or ValueError."""
-
-
-class File:
+class FileStream:
     """An open file of this process, by its number."""
 
     def __init__(self, number: int) -> None:
@@ -119,49 +107,55 @@ class File:
         self._poll.register(number, select.POLLOUT)
 
     def is_ready(self, wait_seconds: float) -> bool:
+        """Return whether some bytes can be written without waiting longer than this."""
         return bool(self._poll.poll(1000 * wait_seconds))
 
     def write(self, data: memoryview) -> int:
-        # a pipe that can be written takes as much without waiting
+        """Write bytes and return how many. Raises `OSError`."""
+        # a writable pipe accepts this many bytes without blocking
         return os.write(self._number, data[: select.PIPE_BUF])
 
 
-class Text:
-    """A stream of text, which shows bytes that are none as escapes."""
+class TextStream:
+    """A text stream, in which invalid bytes are shown as escapes."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder(encoding_of(stream))("backslashreplace")
 
-    def is_ready(self, wait_seconds: float) -> bool:
+    def is_ready(self, _wait_seconds: float) -> bool:
+        """Return True: text streams are not polled."""
         return True
 
     def write(self, data: memoryview) -> int:
+        """Write all bytes and return how many. Raises `OSError` or `ValueError`."""
         self._stream.write(self._decoder.decode(bytes(data)))
         self._stream.flush()
         return len(data)
 
 
 def encoding_of(stream: TextIO | None) -> str:
-    """Return how a stream's text becomes bytes; not all of those that are put in the place of stdout say so."""
+    """Return a stream's encoding; some replacements of stdout have none."""
     return getattr(stream, "encoding", None) or "utf-8"
 
 
 def standard_screens() -> tuple[Screen, Screen]:
-    """Return where this process prints, and where it prints errors: one and the same where both are one terminal."""
-    out, err = _target(sys.stdout, sys.__stdout__, 1), _target(sys.stderr, sys.__stderr__, 2)
+    """Return the screens of stdout and stderr: the same one if both are one terminal."""
+    out, err = _stream(sys.stdout, sys.__stdout__, 1), _stream(sys.stderr, sys.__stderr__, 2)
     screen = Screen(out)
-    same = isinstance(out, File) and isinstance(err, File) and _are_one_file(1, 2)
+    same = isinstance(out, FileStream) and isinstance(err, FileStream) and _is_same_file(1, 2)
     return screen, screen if same else Screen(err)
 
 
-def _target(stream: TextIO | None, original: TextIO | None, number: int) -> Target | None:
-    if stream is None:  # Python found the file closed; its number may by now be that of another
+def _stream(
+    stream: TextIO | None, original: TextIO | None, number: int
+) -> FileStream | TextStream | None:
+    if stream is None:  # the file was closed when Python started; its number may be reused by now
         return None
-    return File(number) if stream is original else Text(stream)
+    return FileStream(number) if stream is original else TextStream(stream)
 
 
-def _are_one_file(one: int, other: int) -> bool:
+def _is_same_file(one: int, other: int) -> bool:
     try:
         return os.path.sameopenfile(one, other)
     except OSError:  # one of them is closed

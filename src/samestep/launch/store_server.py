@@ -1,49 +1,53 @@
-"""Where the workers of one attempt on several hosts find each other: keys and values, as torch.distributed's stores have them."""
+"""The key-value store of one attempt, with the operations of torch.distributed's stores."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any, Final
 
 from samestep.comm.link import to_bytes, to_text
+from samestep.launch.attempt import Message
 
-MOST_SECONDS: Final = 1e9
+MAX_SECONDS: Final = 1e9
 
 
-class Keys:
-    """Values by key. A request is {"do": what, …} with values in base64; the answer {"value": …}, or {"late": keys} when time ran out."""
+class KeyValueStore:
+    """Values by key, in memory.
+
+    A request is `{"do": operation, …}` with values in base64. The answer is `{"value": …}`, or
+    `{"late": keys}` if the keys were not set in time.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
 
-    async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what is asked. Raises `ValueError` for a request that makes no sense."""
+    async def handle(self, request: Message) -> dict[str, Any]:
+        """Carry out a request. Raises `ValueError` if it is invalid."""
         try:
-            return await self._answer(request)
+            return await self._handle(request)
         except (KeyError, TypeError, OverflowError) as error:
-            raise ValueError(f"no request to a store: {error}") from error
+            raise ValueError(f"invalid request to a store: {error}") from error
 
-    async def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _handle(self, request: Message) -> dict[str, Any]:
         match request["do"]:
             case "wait":
-                return await self._wait(_texts(request["keys"]), _seconds(request["seconds"]))
+                return await self._wait(_keys(request["keys"]), _seconds(request["seconds"]))
             case "get":
-                (key,) = keys = _texts([request["key"]])
+                (key,) = keys = _keys([request["key"]])
                 return await self._wait(keys, _seconds(request["seconds"])) or {
                     "value": to_text(self._values[key])
                 }
             case "check":
-                return {"value": all(key in self._values for key in _texts(request["keys"]))}
+                return {"value": all(key in self._values for key in _keys(request["keys"]))}
             case "count":
                 return {"value": len(self._values)}
             case _:
                 return {"value": self._change(request)}
 
-    def _change(self, request: Mapping[str, Any]) -> int | str | bool | None:
-        (key,) = _texts([request["key"]])
+    def _change(self, request: Message) -> int | str | bool | None:
+        (key,) = _keys([request["key"]])
         held = self._values.get(key)
         match request["do"]:
             case "set":
@@ -61,11 +65,11 @@ class Keys:
                 if held == expected or (held is None and not expected):
                     self._set(key, desired)
                     return to_text(desired)
-                # a key that is not there counts as what was expected
+                # torch's stores return the expected value for a missing key
                 return to_text(expected if held is None else held)
             case "delete":
                 return self._values.pop(key, None) is not None
-        raise ValueError(f"a store cannot {request['do']!r}")
+        raise ValueError(f"a store has no operation {request['do']!r}")
 
     def _set(self, key: str, value: bytes) -> None:
         self._values[key] = value
@@ -74,7 +78,7 @@ class Keys:
                 waiting.set_result(None)
 
     async def _wait(self, keys: list[str], seconds: float) -> dict[str, Any]:
-        """Return nothing when all keys are there."""
+        """Return {} when all keys are set, and the missing keys after a timeout."""
         deadline = asyncio.get_running_loop().time() + seconds
         while missing := [key for key in keys if key not in self._values]:
             arrival = asyncio.get_running_loop().create_future()
@@ -90,12 +94,12 @@ class Keys:
 
 def _seconds(number: Any) -> float:
     seconds = float(number)
-    if not 0 <= seconds <= MOST_SECONDS:
-        raise ValueError(f"a store cannot wait {seconds} s")
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise ValueError(f"seconds must be from 0 to {MAX_SECONDS:g}, got {seconds}")
     return seconds
 
 
-def _texts(keys: Any) -> list[str]:
+def _keys(keys: Any) -> list[str]:
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise ValueError(f"{keys!r} are no keys of a store")
+        raise ValueError(f"keys must be a list of strings, got {keys!r}")
     return keys

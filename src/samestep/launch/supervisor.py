@@ -1,47 +1,108 @@
-"""Supervision of this host's workers, attempt by attempt, on one host and on several."""
+"""Supervision of this host's workers, attempt by attempt, and the coordinator of a single host."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Final
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from samestep.cluster.launchers import LOOPBACK
+from samestep.config import Config
 from samestep.errors import LaunchError, SamestepError, WorkerError
+from samestep.launch.attempt import ElasticPolicy, Message, Node, WorkerFailure
 from samestep.launch.coordinator_client import CoordinatorClient
-from samestep.launch.exit_report import Failure
 from samestep.launch.fork_server import ForkServer
-from samestep.launch.local_coordinator import LocalCoordinator
+from samestep.launch.membership import Membership
 from samestep.launch.output import Outputs
-from samestep.launch.worker import Attempt, Job
+from samestep.launch.worker import Job, LocalAttempt
 from samestep.launch.worker_group import WorkerGroup
 from samestep.record import open_record
 
 POLL_SECONDS: Final = 0.1
 TERMINATE_SECONDS: Final = 2.0  # between SIGTERM and SIGKILL
-MAX_TRACEBACK: Final = 50_000  # characters sent to the coordinator; the ends matter most
+MAX_TRACEBACK: Final = 50_000  # characters sent to the coordinator: the beginning and the end
+
+
+class LocalCoordinator:
+    """The interface of `CoordinatorClient` for a single host, without a network."""
+
+    leads: Final = True
+    files: Final[Sequence[int]] = ()
+
+    def __init__(self, workers: int, config: Config) -> None:
+        policy = ElasticPolicy(1, 1, None, config.max_restarts, config.grace_period)
+        now = time.monotonic()
+        self._membership = Membership(policy, now, open_attempt=lambda _: None, log=lambda _: None)
+        self._orders: list[Message] = []
+        self._node = Node(socket.gethostname(), workers, self._orders.append, now, leads=True)
+        self._membership.join(self._node)
+        self._store: TCPStore | None = None
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store = None  # torch closes it with the last reference
+
+    def report(self, what: str, **fields: Any) -> None:
+        """Report an event on this host."""
+        self._membership.receive(self._node, {"report": what, **fields}, time.monotonic())
+
+    def orders(self, step: int | None) -> list[Message]:
+        """Return the next orders, given the number of completed steps."""
+        self.report("heartbeat", step=step)
+        self._membership.update(time.monotonic())
+        orders, self._orders[:] = list(self._orders), []
+        return orders
+
+    def environment(self, _attempt: int) -> dict[str, str]:
+        """Open a new store; return the variables by which an attempt's workers find it.
+
+        They are torchrun's, which torch.distributed reads too: every worker is a client of an
+        existing store. A TCPStore that opens its own socket listens on all addresses, so it gets
+        one that listens only on the loopback interface.
+        """
+        self._store = None
+        listener = socket.create_server((LOOPBACK, 0))
+        port: int = listener.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return {
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+        }
 
 
 class Supervisor:
     """Starts, watches and stops the workers of one host.
 
-    It reports failures and exits to the run's coordinator and carries out its orders. The
-    coordinator alone decides about restarts; on one host it runs in this process.
+    It reports failures and exits to the run's coordinator and carries out its orders. Only the
+    coordinator decides about restarts; on a single host it runs in this process.
     """
 
     def __init__(self, job: Job, coordinator: CoordinatorClient | LocalCoordinator) -> None:
         self._job, self._coordinator = job, coordinator
-        self._outputs = Outputs(hurried=lambda: bool(job.signals.received))
+        self._outputs = Outputs(is_urgent=lambda: bool(job.signals.received))
         self._fork_server = ForkServer(job)
         self._group: WorkerGroup | None = None
         self._attempt = -1
         self._reported: set[int] = set()  # ranks whose failure the coordinator knows
         self._signals_reported = 0
-        self._due: list[tuple[float, signal.Signals]] = []
+        self._signals_due: list[tuple[float, signal.Signals]] = []
         self._result: Any = None
 
     def run(self) -> Any:
@@ -51,10 +112,10 @@ class Supervisor:
         first host; `LaunchError` if workers cannot be started, too few hosts joined, or the first
         host is lost.
         """
-        with self._outputs, self._fork_server:
+        with closing(self._outputs), closing(self._fork_server):
             try:
                 self._coordinator.report("ready")
-                while (end := self._turn()) is None:
+                while (end := self._poll()) is None:
                     pass
             finally:
                 self._close_group()
@@ -63,105 +124,94 @@ class Supervisor:
         if "signal" in end and not self._job.signals.received:
             self._job.signals.received.append(signal.Signals(end["signal"]))
         elif "failure" in end:
-            rank, failure = _read(end["failure"])
+            failure = WorkerFailure(**end["failure"])
             traceback = failure.traceback if self._coordinator.leads else ""
-            raise WorkerError(rank, str(failure), traceback, failure.status)
+            raise WorkerError(failure.rank, str(failure), traceback, failure.status)
         return self._result
 
-    def _turn(self) -> Mapping[str, Any] | None:
-        """Wait for an event and handle it. Return the order that ends the run, once there is one."""
+    def _poll(self) -> Message | None:
+        """Wait for an event and handle it; return the order that ends the run, if it arrived."""
+        state, received = self._job.launcher_state, self._job.signals.received
         group_files = self._group.files if self._group else ()
-        files = [*self._coordinator.files, *group_files, *self._outputs.files()]
-        ready = wait(files, POLL_SECONDS)
-        self._outputs.pass_on(ready, self._job.kept.directory)
+        ready = wait([*self._coordinator.files, *group_files, *self._outputs.files()], POLL_SECONDS)
+        self._outputs.forward(ready, state.directory)
         if self._group:
             self._fork_server.prepare()
             self._report(self._group)
-        received = self._job.signals.received
         if len(received) > self._signals_reported:
             again = self._signals_reported > 0
-            self._coordinator.report("signalled", signal=received[0], again=again)
+            self._coordinator.report("signaled", signal=received[0], again=again)
             self._signals_reported = len(received)
-        for order in self._coordinator.orders(self._job.kept.step):
+        for order in self._coordinator.orders(state.step):
             if order["order"] == "end":
                 return order
-            self._obey(order)
+            self._execute(order)
         self._send_due_signals()
         return None
 
-    def _obey(self, order: Mapping[str, Any]) -> None:
+    def _execute(self, order: Message) -> None:
         now = time.monotonic()
         if order["order"] == "start":
             self._start(order)
         elif order["order"] == "restarting":
             if self._coordinator.leads:
-                self._report_restart(*_read(order["failure"]))
+                self._record_restart(WorkerFailure(**order["failure"]))
         elif self._group and order["attempt"] == self._attempt:
             if order["order"] == "signal":
-                self._due = [(now, signal.Signals(order["signal"]))]
+                self._signals_due = [(now, signal.Signals(order["signal"]))]
             elif order["kill"]:
                 if order.get("overdue") and self._coordinator.leads:
                     limit = f"grace_period={self._job.config.grace_period:g} s"
-                    self._outputs.tell(
-                        f"samestep: workers did not exit within {limit}; killing them"
-                    )
+                    self._outputs.print(f"workers did not exit within {limit}; killing them")
                 self._group.kill()
             else:
-                self._due = [(now, signal.SIGTERM), (now + TERMINATE_SECONDS, signal.SIGKILL)]
+                kill_at = now + TERMINATE_SECONDS
+                self._signals_due = [(now, signal.SIGTERM), (kill_at, signal.SIGKILL)]
 
     def _start(self, order: Mapping[str, Any]) -> None:
         self._attempt = order["attempt"]
-        self._reported, self._due = set(), []
+        self._reported, self._signals_due = set(), []
         if self._attempt > 0:
-            self._job.kept.begin_attempt()
-        attempt = Attempt(
-            self._attempt,
-            order["first_rank"],
-            order["local_workers"],
-            order["workers"],
-            self._coordinator.environment(self._attempt),
-        )
+            self._job.launcher_state.begin_attempt()
+        ranks = order["first_rank"], order["local_workers"], order["workers"]
+        environment = self._coordinator.environment(self._attempt)
+        attempt = LocalAttempt(self._attempt, *ranks, environment)
         self._group = WorkerGroup(self._job, attempt, self._outputs, self._fork_server)
 
     def _report(self, group: WorkerGroup) -> None:
         """Report workers that failed, and the end of the attempt on this host."""
-        group.look()
+        group.poll()
         for rank, failure in group.failures.items():
             if rank not in self._reported:
                 self._reported.add(rank)
-                fields = {**asdict(failure), "traceback": _shortened(failure.traceback)}
                 self._coordinator.report(
                     "failed",
                     attempt=self._attempt,
                     age=time.monotonic() - failure.at,
-                    failure={"rank": rank, **fields},
+                    failure={**asdict(failure), "traceback": _shortened(failure.traceback)},
                 )
         if not group.running:
             self._result = None if group.failures else group.result()
             self._close_group()
-            self._coordinator.report("ended", attempt=self._attempt, step=self._job.kept.step)
+            step = self._job.launcher_state.step
+            self._coordinator.report("ended", attempt=self._attempt, step=step)
 
     def _send_due_signals(self) -> None:
-        """Send what is due, but not before replaced workers have resumed the run: then they can snapshot."""
-        kept = self._job.kept
-        if self._group and (kept.step is None or kept.is_under_way or self._group.failures):
-            while self._due and self._due[0][0] <= time.monotonic():
-                self._group.send(self._due.pop(0)[1])
+        """Send signals that are due, but not before restarted workers can take a snapshot."""
+        state = self._job.launcher_state
+        if self._group and (state.step is None or state.is_under_way or self._group.failures):
+            while self._signals_due and self._signals_due[0][0] <= time.monotonic():
+                self._group.send(self._signals_due.pop(0)[1])
 
-    def _report_restart(self, rank: int, failure: Failure) -> None:
-        """Print and record which failure restarts all workers."""
-        kept = self._job.kept
-        self._outputs.tell(f"samestep: worker {rank}: {failure}; restarting all workers")
-        if kept.directory:
-            with suppress(SamestepError):  # the directory may be gone: its workers will say so
-                record = open_record(Path(kept.directory), writes=True)
-                record.event(
-                    "restarting",
-                    rank=rank,
-                    host=failure.host,
-                    step=kept.step or 0,
-                    reason=failure.summary,
-                )
+    def _record_restart(self, failure: WorkerFailure) -> None:
+        """Print and record the failure that restarts all workers."""
+        state = self._job.launcher_state
+        self._outputs.print(f"worker {failure.rank}: {failure}; restarting all workers")
+        if state.directory:
+            with suppress(SamestepError):  # if the directory is gone, the workers raise the error
+                record = open_record(Path(state.directory), writes=True)
+                fields = {"rank": failure.rank, "host": failure.host, "reason": failure.summary}
+                record.event("restarting", step=state.step or 0, **fields)
                 record.close()
 
     def _close_group(self) -> None:
@@ -169,10 +219,6 @@ class Supervisor:
             self._group.close()
             self._group = None
         self._outputs.drain()
-
-
-def _read(fields: Mapping[str, Any]) -> tuple[int, Failure]:
-    return fields["rank"], Failure(**{name: fields[name] for name in fields if name != "rank"})
 
 
 def _shortened(traceback: str) -> str:

@@ -1,31 +1,135 @@
-"""What happens in a worker that was forked here, from its first moment to its last."""
+"""A worker's entry point, its stop signals, and its report to the launcher."""
 
 from __future__ import annotations
 
 import atexit
 import gc
+import json
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
-
-import torch
 
 from samestep.config import Config
 from samestep.handoff import ATTEMPT, LauncherState
-from samestep.host import end_with_parent
-from samestep.launch.exit_report import Failure, Report
-from samestep.launch.signals import StopSignals
+from samestep.host import anonymous_file, end_with_parent
+from samestep.launch.attempt import WorkerFailure
 
 FORK: Final = multiprocessing.get_context("fork")
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+ECHO_SECONDS: Final = 1.0
+
+
+class StopSignals:
+    """The signals that asked this process to stop, in order, in `received`.
+
+    A signal within a second of another does not count: timeout(1) and others send one to a process
+    and then to its group.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self._received_at = 0.0
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record signals instead of acting on them; restore the previous handlers at the end.
+
+        Ignored signals stay ignored (nohup). Off the main thread, where Python allows no handlers,
+        nothing is recorded.
+        """
+        handlers: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                if (handler := signal.getsignal(number)) not in {signal.SIG_IGN, None}:
+                    handlers[number] = handler
+                    signal.signal(number, self._record)
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _record(self, number: int, _frame: object) -> None:
+        now = time.monotonic()
+        if not self.received or now - self._received_at > ECHO_SECONDS:
+            self.received.append(signal.Signals(number))
+            self._received_at = now
+
+    def reset(self) -> None:
+        """Set a new process's handlers in a worker, and act on the signals that it missed."""
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                is_interrupt = number is signal.SIGINT
+                signal.signal(
+                    number, signal.default_int_handler if is_interrupt else signal.SIG_DFL
+                )
+        for number in self.received:
+            signal.raise_signal(number)
+
+
+class Report:
+    """Anonymous memory in which a worker leaves its result or failure for its launcher."""
+
+    def __init__(self, file: int | None = None) -> None:
+        """Open new memory, or the memory behind a file that another process opened."""
+        self._memory = os.fdopen(anonymous_file("samestep-report") if file is None else file, "w+b")
+
+    @property
+    def file(self) -> int:
+        """The open file, for another process."""
+        return self._memory.fileno()
+
+    def write_result(self, result: Any) -> None:
+        """Write a worker's result, which must be picklable."""
+        import torch
+
+        torch.save(result, self._memory)
+        self._memory.flush()
+
+    def write_failure(self, failure: WorkerFailure) -> None:
+        """Write a worker's failure, replacing an incomplete result."""
+        self._memory.seek(0)
+        self._memory.truncate()
+        self._memory.write(json.dumps(asdict(failure)).encode())
+        self._memory.flush()
+
+    def result(self) -> Any:
+        """Return the result, None if there is none.
+
+        Its tensors are on the CPU: a launcher must not use CUDA.
+        """
+        if self._memory.seek(0, os.SEEK_END) == 0:
+            return None
+        import torch
+
+        self._memory.seek(0)
+        # written by a fork of this process, through memory that no other process has
+        return torch.load(self._memory, map_location="cpu", weights_only=False)
+
+    def failure(self) -> WorkerFailure | None:
+        """Return the failure; None if the worker was killed before it was written completely."""
+        self._memory.seek(0)
+        try:
+            return WorkerFailure(**json.loads(self._memory.read()))
+        except ValueError:
+            return None
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._memory.close()
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One start of all `workers` of a run, as one host sees it: its own `local_workers` have ranks from `first_rank` on.
+class LocalAttempt:
+    """An attempt on this host, whose `local_workers` of all `workers` start at `first_rank`.
 
-    `environment` says where their store listens, as MASTER_ADDR and so on.
+    `environment` has the address of the attempt's store, as MASTER_ADDR and so on.
     """
 
     number: int
@@ -37,23 +141,21 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Job:
-    """What the workers of this host do, at most `workers` at a time, and what they share with their launcher."""
+    """The function that this host's workers run, and what they share with their launcher."""
 
     body: Callable[[], Any]
-    workers: int
     config: Config
     environment: Mapping[str, str]
-    kept: LauncherState
+    launcher_state: LauncherState
     signals: StopSignals
     launcher_pid: int
 
-    def work(
-        self, attempt: Attempt, local_rank: int, report: Report, take_over: Callable[[], None]
+    def run(
+        self, attempt: LocalAttempt, local_rank: int, report: Report, take_over: Callable[[], None]
     ) -> NoReturn:
-        """Be a worker: run the body, leave its result or failure to the launcher, and end."""
-        # What the launcher would do at its exit, and what it has not collected yet, is the
-        # launcher's: its objects may have threads, and an end of theirs that waited for threads
-        # would wait for ever here, where there are none of them.
+        """Run the body in a forked worker, report its result or failure, and exit."""
+        # Exit functions and uncollected garbage belong to the launcher: finalizers that wait for
+        # its threads would wait forever here, because a fork has none of them.
         atexit._clear()  # noqa: SLF001
         gc.freeze()
         gc.enable()
@@ -61,16 +163,33 @@ class Job:
             take_over()
             code = self._run(attempt, local_rank, report)
         finally:
-            atexit._run_exitfuncs()  # noqa: SLF001  forked processes run none by themselves
+            atexit._run_exitfuncs()  # noqa: SLF001  a forked process does not run them
         raise SystemExit(code)
 
-    def _settle(self, attempt: Attempt, local_rank: int) -> None:
-        """Become a process of its own: its own threads, session, environment and signals."""
-        # first: inherited pools of threads have no threads after a fork
+    def _run(self, attempt: LocalAttempt, local_rank: int, report: Report) -> int:
+        rank = attempt.first_rank + local_rank
+        try:
+            self._set_up(attempt, local_rank)
+            result = self.body()
+            if rank == 0:
+                report.write_result(result)
+        except BaseException as error:  # noqa: BLE001  the launcher reports every kind
+            if isinstance(error, SystemExit) and not error.code:
+                return 0
+            failure = WorkerFailure.of_error(rank, error)
+            report.write_failure(failure)
+            return failure.status
+        return 0
+
+    def _set_up(self, attempt: LocalAttempt, local_rank: int) -> None:
+        """Give the worker its own threads, session, environment and signal handlers."""
+        import torch
+
+        # first: inherited thread pools have no threads after a fork
         torch.set_num_threads(self.config.threads)
-        # one that went on would meet the next attempt's workers in its files
+        # an orphan would write to the same files as the next attempt's workers
         end_with_parent(self.launcher_pid)
-        # Ctrl-C reaches the launcher alone, which passes it on once; and one kill reaches all that
+        # Ctrl-C reaches only the launcher, which forwards it once; one kill reaches everything that
         # a worker started
         os.setsid()
         os.environ.update(self.environment)
@@ -82,18 +201,4 @@ class Job:
             LOCAL_WORLD_SIZE=str(attempt.local_workers),
         )
         os.environ[ATTEMPT] = str(attempt.number)
-        self.signals.as_usual()
-
-    def _run(self, attempt: Attempt, local_rank: int, report: Report) -> int:
-        try:
-            self._settle(attempt, local_rank)
-            result = self.body()
-            if attempt.first_rank + local_rank == 0:
-                report.leave_result(result)
-        except BaseException as error:  # noqa: BLE001  whatever ends a worker is told
-            if isinstance(error, SystemExit) and not error.code:
-                return 0
-            failure = Failure.of_error(error)
-            report.leave_failure(failure)
-            return failure.status
-        return 0
+        self.signals.reset()

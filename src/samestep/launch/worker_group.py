@@ -1,4 +1,4 @@
-"""The workers of one host in one attempt: forked from this process, watched, and ended."""
+"""The workers of one host in one attempt: start, poll, signal and kill them."""
 
 from __future__ import annotations
 
@@ -12,107 +12,109 @@ from typing import Any
 
 from samestep.errors import LaunchError
 from samestep.host import no_garbage_collection
-from samestep.launch.exit_report import Failure, Report
+from samestep.launch.attempt import WorkerFailure
 from samestep.launch.fork_server import ForkedWorker, ForkServer
-from samestep.launch.output import Outputs, Pipes
-from samestep.launch.worker import FORK, Attempt, Job
+from samestep.launch.output import Outputs
+from samestep.launch.worker import FORK, Job, LocalAttempt, Report
 
 
 class WorkerGroup:
-    """Workers by rank: those in `running`, and in `failures` how others failed; whoever is in neither has ended well."""
+    """Workers by rank: `running`, and `failures` of others. All remaining ranks succeeded."""
 
-    def __init__(self, job: Job, attempt: Attempt, outputs: Outputs, nursery: ForkServer) -> None:
-        """Fork the workers, here or in the nursery. Raises `LaunchError` if that fails, when none is left."""
-        self.failures: dict[int, Failure] = {}
+    def __init__(
+        self, job: Job, attempt: LocalAttempt, outputs: Outputs, fork_server: ForkServer
+    ) -> None:
+        """Fork the workers. Raises `LaunchError` if that fails, and then leaves no worker."""
+        self.failures: dict[int, WorkerFailure] = {}
         self.running: dict[int, ForkProcess | ForkedWorker] = {}
-        self.reports: dict[int, Report] = {}
-        self._kept, self._timeout = job.kept, job.config.timeout
+        self._job = job
+        self._reports: dict[int, Report] = {}
         self._stopped_since: dict[int, float] = {}
-        self._files: dict[int, int] = {}  # what tells of a worker's end
+        self._files: dict[int, int] = {}  # pidfds by rank
         self._groups: list[int] = []
-        self._looked_at = time.monotonic()
-        self._killed_for_memory = _killed_for_memory()
+        self._polled_at = time.monotonic()
+        self._oom_kills = _oom_kills()
         try:
-            with (
-                no_garbage_collection()
-            ):  # each worker freezes what it inherits before it collects again
+            # each worker freezes what it inherits before it collects again
+            with no_garbage_collection():
                 for local_rank in range(attempt.local_workers):
-                    self._start(job, attempt, local_rank, outputs, nursery)
+                    self._start(attempt, local_rank, outputs, fork_server)
         except OSError as error:
             self.close()
             raise LaunchError(f"workers could not be started: {error}") from error
 
     def _start(
-        self, job: Job, attempt: Attempt, local_rank: int, outputs: Outputs, nursery: ForkServer
+        self, attempt: LocalAttempt, local_rank: int, outputs: Outputs, fork_server: ForkServer
     ) -> None:
         rank = attempt.first_rank + local_rank
-        report = self.reports[rank] = Report()
+        report = self._reports[rank] = Report()
+        process: ForkProcess | ForkedWorker | None
         with outputs.pipes_of(rank) as pipes:
-            process = nursery.start(attempt, local_rank, report, pipes) or _forked(
-                job, attempt, local_rank, report, pipes
-            )
+            process = fork_server.start(attempt, local_rank, report, pipes)
+            if process is None:
+                arguments = (attempt, local_rank, report, pipes.take_over)
+                process = FORK.Process(target=self._job.run, args=arguments)
+                process.start()
         assert process.pid is not None  # noqa: S101  it has been started
         self.running[rank] = process
         self._groups.append(process.pid)
-        if hasattr(os, "pidfd_open"):  # older kernels lack it: then `look` finds out
+        if hasattr(os, "pidfd_open"):  # on older kernels `poll` notices the exit
             with suppress(OSError):
                 self._files[rank] = os.pidfd_open(process.pid)
 
     @property
     def files(self) -> list[int]:
-        """Open files that become readable when a worker ends."""
+        """Open files that become readable when a worker exits."""
         return list(self._files.values())
 
-    def look(self) -> None:
-        """Note who ended. Without last words a worker counts from when it was last seen alive: its end came before all it caused."""
+    def poll(self) -> None:
+        """Update `running` and `failures`.
+
+        A worker that exited without a report failed when it was last seen running, because its exit
+        came before everything that it caused.
+        """
         now = time.monotonic()
         for rank, process in list(self.running.items()):
             if process.exitcode is not None:
-                self._note_end(rank, process.exitcode)
-        self._end_stopped(now)
-        self._looked_at = now
+                self._handle_exit(rank, process.exitcode)
+        self._kill_stopped(now)
+        self._polled_at = now
 
-    def _note_end(self, rank: int, code: int) -> None:
+    def _handle_exit(self, rank: int, code: int) -> None:
         self.running.pop(rank).close()
         if (file := self._files.pop(rank, None)) is not None:
             os.close(file)
         if code != 0:
-            out_of_memory = _killed_for_memory() > self._killed_for_memory
-            failure = self.reports[rank].failure() or Failure.of_exit(
-                code, at=self._looked_at, out_of_memory=out_of_memory
+            out_of_memory = _oom_kills() > self._oom_kills
+            failure = self._reports[rank].failure() or WorkerFailure.of_exit(
+                rank, code, at=self._polled_at, out_of_memory=out_of_memory
             )
-            self.failures[rank] = failure.at_step(self._kept.step)
+            self.failures[rank] = failure.at_step(self._job.launcher_state.step)
 
-    def _end_stopped(self, now: float) -> None:
-        """Take workers that a signal has stopped for killed, when others have waited for them in vain, or would have by now."""
-        in_vain = bool(self.failures) and all(
+    def _kill_stopped(self, now: float) -> None:
+        """Kill SIGSTOPped workers when other workers time out waiting for them, or would have."""
+        timed_out = bool(self.failures) and all(
             failure.is_secondary for failure in self.failures.values()
         )
         for rank, process in list(self.running.items()):
             if not _is_stopped(process.pid):
                 self._stopped_since.pop(rank, None)
-            elif in_vain or now - self._stopped_since.setdefault(rank, now) > self._timeout:
+                continue
+            seconds = now - self._stopped_since.setdefault(rank, now)
+            if timed_out or seconds > self._job.config.timeout:
                 process.kill()
                 process.join()
-                self._note_end(rank, -signal.SIGSTOP)
-
-    def first_failure(self) -> tuple[int, Failure] | None:
-        """Return rank and failure of the worker that failed first, and not because of others, as far as is known by now."""
-        return min(
-            self.failures.items(),
-            key=lambda item: (item[1].is_secondary, item[1].at),
-            default=None,
-        )
+                self._handle_exit(rank, -signal.SIGSTOP)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to all that run."""
+        """Send a signal to all running workers."""
         for process in self.running.values():
             if process.pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
     def kill(self) -> None:
-        """End all workers, and whatever they started, at once."""
+        """Kill all workers immediately, and everything that they started."""
         self.send(signal.SIGKILL)
         for process in self.running.values():
             process.join()
@@ -121,41 +123,32 @@ class WorkerGroup:
                 os.killpg(group, signal.SIGKILL)
 
     def close(self) -> None:
-        """Leave nothing: no worker and no file."""
+        """Kill running workers and close all files."""
         if self.running or self.failures:
             self.kill()
         for process in self.running.values():
             process.close()
         for file in self._files.values():
             os.close(file)
-        for report in self.reports.values():
+        for report in self._reports.values():
             report.close()
-        self.running, self._files, self.reports = {}, {}, {}
+        self.running, self._files, self._reports = {}, {}, {}
 
     def result(self) -> Any:
-        """Return rank 0's result, None where it is on another host."""
-        return self.reports[0].result() if 0 in self.reports else None
-
-
-def _forked(
-    job: Job, attempt: Attempt, local_rank: int, report: Report, pipes: Pipes
-) -> ForkProcess:
-    process = FORK.Process(target=job.work, args=(attempt, local_rank, report, pipes.take_over))
-    process.start()
-    return process
+        """Return rank 0's result, None if rank 0 is on another host."""
+        return self._reports[0].result() if 0 in self._reports else None
 
 
 def _is_stopped(pid: int | None) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(
-            ")"
-        )[2].split()[0] in {"T", "t"}
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return False
+    return text.rpartition(")")[2].split()[0] in {"T", "t"}
 
 
-def _killed_for_memory() -> int:
-    """Return how many processes of this host the kernel has ended so far because memory ran out; newer kernels count them."""
+def _oom_kills() -> int:
+    """Return how many processes the kernel of this host has killed to free memory, 0 if unknown."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             name, _, count = line.partition(" ")

@@ -27,7 +27,7 @@ from samestep.cluster.interfaces import GLOO_INTERFACE, LOOPBACK_INTERFACE
 from samestep.config import merge
 from samestep.errors import SamestepError
 from samestep.host import no_garbage_collection
-from samestep.launch.local import NEEDED, preload, start
+from samestep.launch.local import preload, start
 
 if TYPE_CHECKING:  # it imports torch
     from samestep.comm.base import World
@@ -190,14 +190,14 @@ def measure_workers(*, quick: bool) -> list[Timed]:
 
     Raises `LaunchError` if they cannot.
     """
-    needed = () if quick else NEEDED  # these workers do not train
     began = time.perf_counter()
-    preload(needed)
+    if not quick:  # otherwise these workers do not train
+        preload()
     imported = [] if quick else [time.perf_counter() - began]
     with tempfile.TemporaryDirectory() as folder:
         body = partial(_work, time.monotonic(), Path(folder), quick=quick)
         options = {"device": "cpu", "max_restarts": 0, "timeout": TIMEOUT_SECONDS}
-        found: list[Timed] = start(body, WORKERS, options, needed=needed)
+        found: list[Timed] = start(body, WORKERS, options, preloads=not quick)
     return [("import of further modules for training", imported, 0), *found]
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import LaunchError
-from samestep.launch import launch, signals
-from samestep.launch.signals import StopSignals
+from samestep.launch import launch, worker
+from samestep.launch.worker import StopSignals
 from tests.launch.processes import SOON_SECONDS, end_soon, for_ever, rank
 
 FORK = get_context("fork")
@@ -19,7 +19,7 @@ FORK = get_context("fork")
 
 @contextmanager
 def launched(body, **options):
-    """Yield a launcher, a process of its own, and its workers' process ids, while both workers are in `body`."""
+    """Yield a launcher process and its workers' process ids while both workers are in `body`."""
     pids, ready = FORK.Array("i", 2), FORK.Barrier(3)
 
     def work():
@@ -41,7 +41,7 @@ def wait_for_signals(ready):
     for_ever()
 
 
-def deaf(ready):
+def ignore_sigterm(ready):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ready.wait()
     for_ever()
@@ -51,7 +51,7 @@ def deaf(ready):
     ("number", "exit_code"),
     [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 1), (signal.SIGHUP, -signal.SIGHUP)],
 )
-def test_a_signal_to_the_launcher_ends_the_workers_first(number, exit_code):
+def test_a_signal_to_the_launcher_stops_the_workers_first(number, exit_code):
     with launched(wait_for_signals) as (launcher, pids):
         os.kill(launcher.pid, number)
         launcher.join(SOON_SECONDS)
@@ -59,8 +59,8 @@ def test_a_signal_to_the_launcher_ends_the_workers_first(number, exit_code):
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_a_killed_launcher_takes_its_workers_along():
-    with launched(deaf) as (launcher, pids):
+def test_workers_exit_with_a_killed_launcher():
+    with launched(ignore_sigterm) as (launcher, pids):
         launcher.kill()
         launcher.join(SOON_SECONDS)
         assert end_soon(pids)
@@ -84,15 +84,15 @@ def test_workers_get_a_signal_once_and_time_to_act_on_it(tmp_path):
     }
 
 
-def test_workers_that_outlast_their_time_are_killed():
-    with launched(deaf, grace_period=0.2) as (launcher, _):
+def test_workers_are_killed_after_the_grace_period():
+    with launched(ignore_sigterm, grace_period=0.2) as (launcher, _):
         os.kill(launcher.pid, signal.SIGTERM)
         launcher.join(SOON_SECONDS)
         assert launcher.exitcode == -signal.SIGTERM
 
 
 def test_a_second_signal_does_not_wait(monkeypatch):
-    monkeypatch.setattr(signals, "ECHO_SECONDS", 0.0)
+    monkeypatch.setattr(worker, "ECHO_SECONDS", 0.0)
     arrived = FORK.Semaphore(0)
 
     def body(ready):
@@ -108,41 +108,41 @@ def test_a_second_signal_does_not_wait(monkeypatch):
         assert launcher.exitcode == 1
 
 
-def test_the_echo_of_a_signal_does_not_count(monkeypatch):
+def test_an_echo_of_a_signal_is_ignored(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
-    noted = StopSignals()
-    with noted.noted():
+    monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
+    signals = StopSignals()
+    with signals.recorded():
         signal.raise_signal(signal.SIGTERM)
         now[0] += 0.9
         signal.raise_signal(signal.SIGTERM)
-        assert noted.received == [signal.SIGTERM]
+        assert signals.received == [signal.SIGTERM]
         now[0] += 0.2
         signal.raise_signal(signal.SIGINT)
-        assert noted.received == [signal.SIGTERM, signal.SIGINT]
+        assert signals.received == [signal.SIGTERM, signal.SIGINT]
 
 
 def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    noted = StopSignals()
+    signals = StopSignals()
     try:
-        with noted.noted():
+        with signals.recorded():
             signal.raise_signal(signal.SIGHUP)
-        assert noted.received == []
+        assert signals.received == []
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_before_a_worker_listens_is_not_lost():
-    noted = StopSignals()
-    with noted.noted():
+    signals = StopSignals()
+    with signals.recorded():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            noted.as_usual()
+            signals.reset()
 
 
-def test_a_handler_of_the_caller_gets_the_signal_in_the_end(monkeypatch):
+def test_the_callers_handler_gets_the_signal_at_the_end(monkeypatch):
     handled = []
     before = signal.signal(signal.SIGTERM, lambda number, _: handled.append(number))
     try:

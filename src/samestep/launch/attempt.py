@@ -1,0 +1,217 @@
+"""Attempts of a run: the hosts that take part, how their workers failed, and the restart policy."""
+
+from __future__ import annotations
+
+import math
+import runpy
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any, Final
+
+from samestep.errors import SamestepError
+
+Message = Mapping[str, Any]
+
+# Signals that a program causes itself. Any other signal was sent by a person, a scheduler, or a
+# kernel that ran out of memory.
+CRASHES: Final = {"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP"}
+OUT_OF_MEMORY: Final = (
+    "the kernel ran out of memory and killed a process on this host: "
+    "start fewer workers here, or start a new run with more lanes"
+)
+LAUNCHER_MODULES: Final = (str(__package__), runpy.__name__)
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """The reason why worker `rank` failed, and its exit `status`.
+
+    `at` is in seconds of the monotonic clock, which all processes of a host share; in the
+    coordinator it is on the coordinator's clock. Workers are restarted only after failures that are
+    `is_retryable`. A failure that `is_secondary` was caused by the failure of another worker.
+    """
+
+    rank: int
+    at: float
+    summary: str
+    traceback: str = ""
+    status: int = 1
+    is_secondary: bool = False
+    is_retryable: bool = False
+    step: int | None = None
+    host: str = ""
+
+    @classmethod
+    def of_error(cls, rank: int, error: BaseException) -> WorkerFailure:
+        """Describe an exception that ended a worker; the traceback starts in the user's code."""
+        at = time.monotonic()
+        if isinstance(error, SystemExit):
+            if isinstance(error.code, int):
+                return cls(rank, at, f"exited with status {error.code}", status=error.code)
+            return cls(rank, at, str(error.code))
+        trace = error.__traceback__
+        while trace and trace.tb_next:
+            if not str(trace.tb_frame.f_globals.get("__name__")).startswith(LAUNCHER_MODULES):
+                break
+            trace = trace.tb_next
+        lines = traceback.format_exception(type(error), error, trace)
+        # one line; the traceback ends with the complete message
+        summary = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+        secondary = isinstance(error, SamestepError) and error.is_secondary
+        retryable = isinstance(error, SamestepError) and error.is_retryable and not secondary
+        text = "".join(lines)
+        return cls(rank, at, summary, text, is_secondary=secondary, is_retryable=retryable)
+
+    @classmethod
+    def of_exit(
+        cls, rank: int, code: int, at: float, *, out_of_memory: bool = False
+    ) -> WorkerFailure:
+        """Describe an exit without a report; a negative `code` is minus the signal's number.
+
+        `out_of_memory`: the kernel killed processes to free memory since the worker started, and
+        this worker may be one of them.
+        """
+        if code >= 0:
+            return cls(rank, at, f"exited with status {code}", status=code)
+        try:
+            number = signal.Signals(-code)
+        except ValueError:  # a real-time signal
+            return cls(rank, at, f"killed by signal {-code}", status=128 - code, is_retryable=True)
+        summary = f"{'stopped' if number == signal.SIGSTOP else 'killed'} by {number.name}"
+        if out_of_memory and number == signal.SIGKILL:
+            summary += f" ({OUT_OF_MEMORY})"
+        return cls(rank, at, summary, status=128 - code, is_retryable=number.name not in CRASHES)
+
+    @classmethod
+    def of_message(cls, fields: Message, at: float) -> WorkerFailure:
+        """Read a failure that a host reported. Raises `KeyError`, `TypeError` or `ValueError`."""
+        return cls(
+            rank=int(fields["rank"]),
+            at=at,
+            summary=str(fields["summary"]),
+            traceback=str(fields["traceback"]),
+            status=int(fields["status"]),
+            is_secondary=bool(fields["is_secondary"]),
+            is_retryable=bool(fields["is_retryable"]),
+            step=None if fields["step"] is None else int(fields["step"]),
+            host=str(fields["host"]),
+        )
+
+    def at_step(self, step: int | None) -> WorkerFailure:
+        """Return the failure with this host and the run's step; None before the run began."""
+        return replace(self, step=step, host="" if step is None else socket.gethostname())
+
+    def __str__(self) -> str:
+        where = "" if self.step is None else f" [step {self.step}, host {self.host}]"
+        return f"{self.summary}{where}"
+
+
+@dataclass(frozen=True)
+class ElasticPolicy:
+    """Limits of a run: `min_nodes` to `max_nodes` hosts, with at most one worker per lane.
+
+    The run fails after `max_restarts` consecutive restarts without a new step. Workers have
+    `grace_period` seconds to snapshot when they are asked to stop.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    lanes: int | None
+    max_restarts: int
+    grace_period: float
+
+
+class RestartBudget:
+    """Counts consecutive restarts without a new step, and the steps that hosts report."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self.step: int | None = None  # the highest so far, None before the run began
+        self._max_restarts = max_restarts
+        self._used = 0
+        self._used_at_step = -1
+
+    def report_step(self, step: int) -> None:
+        """Record a number of completed steps."""
+        self.step = max(self.step or 0, step)
+
+    def allows(self, failure: WorkerFailure) -> bool:
+        """Return whether workers may be restarted after a failure."""
+        if not failure.is_retryable or self.step is None:
+            return False
+        return (0 if self.step > self._used_at_step else self._used) < self._max_restarts
+
+    def use(self) -> None:
+        """Count a restart."""
+        step = self.step or 0
+        self._used = 1 if step > self._used_at_step else self._used + 1
+        self._used_at_step = max(self._used_at_step, step)
+
+
+@dataclass(eq=False)
+class Node:
+    """A host that joined the run, with room for `max_workers` workers."""
+
+    name: str
+    max_workers: int
+    send: Callable[[Message], None]
+    joined_at: float
+    disconnect: Callable[[], None] = lambda: None
+    leads: bool = False  # the run's first host, which runs the coordinator
+    last_seen: float = 0.0
+    ready: bool = False
+    leaving: bool = False
+    first_rank: int = 0
+    busy: bool = False  # has workers in the current attempt
+
+
+class Phase(Enum):
+    """The state of a run: waiting for hosts, running, stopping an attempt, or finished."""
+
+    JOINING = auto()
+    RUNNING = auto()
+    STOPPING = auto()
+    FINISHED = auto()
+
+
+class StopReason(Enum):
+    """The reason for stopping an attempt.
+
+    RESTART: a failure after which the run continues. FAILURE: a failure that ends it. RESIZE: hosts
+    join or leave. SIGNAL: a signal ends the run.
+    """
+
+    RESTART = auto()
+    FAILURE = auto()
+    RESIZE = auto()
+    SIGNAL = auto()
+
+
+@dataclass
+class Attempt:
+    """One start of all workers, on `nodes` in the order of their ranks. Times are in seconds."""
+
+    number: int
+    nodes: list[Node] = field(default_factory=list)
+    failures: list[WorkerFailure] = field(default_factory=list)
+    decide_at: float = math.inf
+    stop_reason: StopReason | None = None
+    signal: int = 0
+    exited_on_request: bool = False  # workers took a snapshot and exited, to be resized
+    kill_at: float = math.inf
+    overdue: bool = False  # `kill_at` is the end of the grace period
+    give_up_at: float = math.inf
+
+    @property
+    def first_failure(self) -> WorkerFailure | None:
+        """The earliest failure that is known, primary failures first."""
+        return min(self.failures, key=lambda one: (one.is_secondary, one.at), default=None)
+
+    @property
+    def busy_nodes(self) -> list[Node]:
+        """Hosts that still have workers."""
+        return [node for node in self.nodes if node.busy]
