@@ -166,7 +166,7 @@ def test_model_that_is_not_replicated_is_rejected():
 
     fails_with(
         ss.errors.ModelError,
-        "Net has parameters that are not replicated: pass it through run.replicate first",
+        "Net has parameters that are not replicated; pass it to run.replicate first",
         body,
     )
 
