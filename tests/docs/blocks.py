@@ -1,18 +1,19 @@
-"""The code blocks of the pages, and what a page says about the test of a block.
+"""The code blocks of the documentation pages, and how each of them is tested.
 
-A comment that no reader sees may stand on the line before a block:
+An HTML comment on the line before a block, which readers do not see, selects its test:
 
-    <!-- test: in a run -->         python: inside `with samestep.init() as run`, with a model and
-    an optimizer (see given.py) <!-- test: in a step -->        python: in the body of a loop, with
-    a batch <!-- test: file train.py -->    python: not run, but written to a file, which commands
-    of the page run <!-- test: run -->              sh: its commands are run; without this their
-    arguments are only parsed <!-- test: run, status 1 -->    sh: and each ends with that exit
-    status <!-- test: printed -->          text: exactly what the block before it printed, where ...
-    stands for anything <!-- test: not run: REASON -->  the reason is frozen in test_pages.py
+| comment | block | test |
+|---|---|---|
+| `<!-- test: in a run -->` | python | run inside `with samestep.init()`, with given.py |
+| `<!-- test: in a step -->` | python | the same in the body of a loop, with a batch |
+| `<!-- test: file train.py -->` | python | written to a file, which commands of the page run |
+| `<!-- test: run -->` | sh | its commands are run; otherwise their arguments are only parsed |
+| `<!-- test: run, status 1 -->` | sh | the same, with this exit status |
+| `<!-- test: printed -->` | text | equals the output of the previous block; ... matches anything |
+| `<!-- test: not run: REASON -->` | python | compiled only; test_pages.py lists the reasons |
 
-Python without a comment is run. All blocks of a page share their names, from the first to the last,
-as well as a folder. A hidden block, `<!-- test: setup`, Python, `-->`, prepares what a reader has
-already.
+Python without a comment is run. All blocks of a page share their variables and a folder. A hidden
+block (`<!-- test: setup`, Python code, `-->`) prepares what a reader has already.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ WORDS = {
 }
 
 _BLOCK = re.compile(
-    r"(?:^<!-- test: (?P<test>[^\n]*?) -->\n)?^(?P<fence>```+)(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=fence)$"
+    r"(?:^<!-- test: (?P<test>[^\n]*?) -->\n)?"
+    r"^(?P<fence>```+)(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=fence)$"
     r"|^<!-- test: setup\n(?P<setup>.*?)^-->$",
     re.MULTILINE | re.DOTALL,
 )
@@ -45,7 +47,7 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a page; `line` is that of its first line, and `test` what the page says about its test."""
+    """A block of a page, the number of its first line, and its test (see the module)."""
 
     page: Path
     line: int
@@ -59,7 +61,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Return the blocks of a page in their order. Raises `ValueError` for a language or a test that nobody knows."""
+    """Return the blocks of a page in order. Raises `ValueError` for an unknown language or test."""
     text = page.read_text()
     found = []
     for match in _BLOCK.finditer(text):
@@ -79,19 +81,19 @@ def blocks_of(page: Path) -> list[Block]:
         # a directive of the site
         if block.language not in LANGUAGES and not block.language.startswith("{"):
             raise ValueError(
-                f"{block} is in {block.language!r}; expected one of {sorted(LANGUAGES)}"
+                f"{block}: language must be one of {sorted(LANGUAGES)}, got {block.language!r}"
             )
         known = re.fullmatch(
             WORDS.get(block.language, "(?!)"), block.test
         ) or block.test.startswith(NOT_RUN)
         if block.test and not known:
             raise ValueError(
-                f"{block}: nobody knows the test {block.test!r} of a block in {block.language!r}"
+                f"{block}: unknown test {block.test!r} for a block in {block.language!r}"
             )
     if text.count("<!-- test:") != sum(bool(block.test) for block in found) + text.count(
         "<!-- test: setup\n"
     ):
         raise ValueError(
-            f"{page} has a comment about a test that belongs to no block; put it on the line before one"
+            f"{page} has a test comment without a block; put it on the line before the block"
         )
     return found

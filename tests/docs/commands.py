@@ -1,4 +1,4 @@
-"""Commands on the pages: are their arguments such as the real parsers take, and how does one machine run them?"""
+"""Commands on the documentation pages: check their arguments, and prepare them to run here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
@@ -19,11 +19,8 @@ from samestep.launch.cluster_spec import cluster_spec
 from samestep.launch.command import given_options
 from tests.docs.blocks import ROOT
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-# Programs of others, whose arguments nobody here knows.
-ELSEWHERE = {
+# Other programs, whose arguments are not checked.
+OTHER_PROGRAMS = {
     "cp",
     "git",
     "kubectl",
@@ -43,19 +40,19 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 
 def commands_of(text: str) -> list[list[str]]:
-    """Return the commands of a block, a list of words each, without comments. Raises `ValueError` for what only a shell understands."""
+    """Return the words of each command in a block. Raises `ValueError` for shell operators."""
     found = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
     for words in found:
         if operators := {"|", "||", "&&", "&", ";", ">", ">>", "<"}.intersection(words):
             raise ValueError(
-                f"{' '.join(words)!r} has {operators.pop()!r}; expected a command a line"
+                f"{' '.join(words)!r} has {operators.pop()!r}; expected one command per line"
             )
     return [words for words in found if words]
 
 
 def check(words: list[str]) -> None:
-    """Raise `ValueError` for a command that its program would refuse: an unknown flag, option, file, target or extra."""
-    environment, (program, *arguments) = _divided(words)
+    """Raise `ValueError` for an unknown program, flag, option, file, target or extra."""
+    environment, (program, *arguments) = _split(words)
     merge({}, environment)
     if program == "samestep":
         _check_samestep(arguments)
@@ -87,23 +84,23 @@ def check(words: list[str]) -> None:
         _expect(
             all((ROOT / path).exists() for path in arguments if "/" in path),
             words,
-            "tests that are there",
+            "tests that exist",
         )
     else:
         _expect(
-            program in ELSEWHERE,
+            program in OTHER_PROGRAMS,
             words,
-            f"a program that tests know; those of others are {sorted(ELSEWHERE)}",
+            f"a known program; others are {sorted(OTHER_PROGRAMS)}",
         )
         if ours := [
             number for number, word in enumerate(arguments) if word in {"python", "samestep"}
         ]:
-            check(arguments[ours[0] :])  # what srun and the like are to start
+            check(arguments[ours[0] :])  # the command that srun and others start
 
 
 def here(words: list[str]) -> list[str] | None:
-    """Return how this machine runs a command, or None where that needs other machines or programs of others."""
-    environment, (program, *arguments) = _divided(words)
+    """Return the command to run here, or None if it needs other machines or programs."""
+    environment, (program, *arguments) = _split(words)
     several = any(
         word.partition("=")[0] in {"--hosts", "--nodes", "--nnodes"} for word in arguments
     )
@@ -126,8 +123,8 @@ def here(words: list[str]) -> list[str] | None:
     ]
 
 
-def _divided(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that stand before a command, and the command."""
+def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the variables before a command, and the command."""
     first = next(number for number, word in enumerate(words) if not re.match(r"\w+=", word))
     return dict(word.split("=", 1) for word in words[:first]), words[first:]
 
@@ -157,19 +154,19 @@ def _check_python(arguments: list[str]) -> None:
     if first == "-m":
         module, *rest = rest
         path = module.replace(".", "/")
-        places = [
+        files = [
             folder / f"{path}{end}"
             for folder in (ROOT, ROOT / "src")
             for end in (".py", "/__main__.py")
         ]
-        there = next((place for place in places if place.exists()), None)
+        file = next((file for file in files if file.exists()), None)
         _expect(
-            there is not None or module in sys.stdlib_module_names,
+            file is not None or module in sys.stdlib_module_names,
             ["python", *arguments],
-            "a module that is there",
+            "a module that exists",
         )
-        if there is not None:
-            _check_flags(there, rest)
+        if file is not None:
+            _check_flags(file, rest)
     elif first != "-c":
         _check_script(first, rest)
 
@@ -177,7 +174,7 @@ def _check_python(arguments: list[str]) -> None:
 def _check_script(script: str, arguments: list[str]) -> None:
     if script in WRITTEN_BY_READERS:
         return
-    _expect((ROOT / script).is_file(), [script], "a script that is there")
+    _expect((ROOT / script).is_file(), [script], "a script that exists")
     _check_flags(ROOT / script, arguments)
 
 
@@ -190,21 +187,21 @@ def _check_flags(script: Path, arguments: list[str]) -> None:
             _expect(
                 f'"{word.partition("=")[0]}"' in sources,
                 [str(script), word],
-                "a flag that the script knows",
+                "a flag of the script",
             )
         elif word.endswith((".py", ".yaml")):
-            _expect((ROOT / word).exists(), [str(script), word], "a file that is there")
+            _expect((ROOT / word).exists(), [str(script), word], "a file that exists")
 
 
 def _parsed(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    told = io.StringIO()
+    errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(told):
+        with contextlib.redirect_stderr(errors):
             return parser.parse_args(arguments)
     except SystemExit:
-        raise ValueError(f"{parser.prog} {' '.join(arguments)}: {told.getvalue()}") from None
+        raise ValueError(f"{parser.prog} {' '.join(arguments)}: {errors.getvalue()}") from None
 
 
-def _expect(true: bool, words: list[str], expected: str) -> None:
-    if not true:
+def _expect(condition: bool, words: list[str], expected: str) -> None:
+    if not condition:
         raise ValueError(f"{' '.join(words)!r} is on a page; expected {expected}")

@@ -1,6 +1,6 @@
-"""What pages take as given, under the names they use: a network, a loss function and data.
+"""A network, a loss function and data that pages use without defining them.
 
-Blocks find these names; a file that a page writes begins with `from tests.docs.given import *`.
+Blocks of a page have these names; files that a page writes import all of them.
 """
 
 from __future__ import annotations
@@ -8,11 +8,23 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.optim import AdamW
+from torch.utils.data import DataLoader, TensorDataset
 
 import samestep as ss
 
-__all__ = ["F", "Net", "loss_fn", "nn", "ss", "test_set", "torch", "train_set"]
+__all__ = [
+    "AdamW",
+    "DataLoader",
+    "F",
+    "Net",
+    "loss_fn",
+    "nn",
+    "ss",
+    "test_set",
+    "torch",
+    "train_set",
+]
 
 
 class Net(nn.Sequential):
@@ -41,7 +53,7 @@ def loss_fn(
 
 
 def images(size: int, seed: int) -> TensorDataset:
-    """Return random images with the number of the brightest row as label: there is something to learn."""
+    """Return random images, with the index of the brightest row as a label that can be learned."""
     generator = torch.Generator().manual_seed(seed)
     pictures = torch.randn(size, 1, 8, 8, generator=generator)
     return TensorDataset(pictures, pictures.mean((1, 3)).argmax(1))

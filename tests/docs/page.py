@@ -1,4 +1,4 @@
-"""Run a page: its Python in this process, its commands in others, all in the folder in which this process stands."""
+"""Run a documentation page in the current folder: Python in this process, commands in others."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import doctest
 import io
 import os
 import subprocess
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.docs import given
 from tests.docs.blocks import NOT_RUN, ROOT, Block, blocks_of
 from tests.docs.commands import commands_of, here
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FILE = "file "
 LANES = 4
@@ -24,14 +22,14 @@ _AS_DOCTEST = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def is_run(block: Block) -> bool:
-    """Tell whether there is something to run, to write or to compare in a block."""
+    """Return whether a block is run, written to a file, or compared with output."""
     return (
         block.language == "python" and not block.test.startswith(NOT_RUN)
     ) or block.test.startswith(("run", "printed"))
 
 
 def run_page(page: Path) -> None:
-    """Run the blocks of a page, one after the other, and compare what they print with what the page says of it."""
+    """Run the blocks of a page in order, and compare their output with the page."""
     for name in (
         "RANK",
         "LOCAL_RANK",
@@ -40,7 +38,7 @@ def run_page(page: Path) -> None:
         "MASTER_ADDR",
         "MASTER_PORT",
     ):
-        os.environ.pop(name, None)  # a page begins in a shell, and not under torchrun
+        os.environ.pop(name, None)  # pages start in a shell, not under torchrun
     names: dict[str, Any] = {name: getattr(given, name) for name in given.__all__} | {
         "__name__": "__main__"
     }
@@ -48,7 +46,7 @@ def run_page(page: Path) -> None:
     for block in filter(is_run, blocks_of(page)):
         if block.test == "printed":
             assert doctest.OutputChecker().check_output(block.text, printed, _AS_DOCTEST), (
-                f"{block}: this was printed:\n{printed}"
+                f"{block}: expected this output, got:\n{printed}"
             )
         elif block.language == "sh":
             printed = _run_commands(block)
@@ -61,16 +59,16 @@ def run_page(page: Path) -> None:
 
 
 def _run_python(block: Block, names: dict[str, Any]) -> str:
-    # With as many empty lines before it as on the page, a traceback shows the page's line.
+    # Empty lines before the code make tracebacks show the page's line numbers.
     code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec", dont_inherit=True)
     printed = io.StringIO()
-    with redirect_stdout(printed), _surroundings(block.test, names):
+    with redirect_stdout(printed), _context(block.test, names):
         exec(code, names)
     return printed.getvalue()
 
 
 @contextmanager
-def _surroundings(test: str, names: dict[str, Any]) -> Iterator[None]:
+def _context(test: str, names: dict[str, Any]) -> Iterator[None]:
     if not test:
         yield
         return
@@ -86,7 +84,7 @@ def _surroundings(test: str, names: dict[str, Any]) -> Iterator[None]:
 
 
 def _run_commands(block: Block) -> str:
-    """Run the commands of a block that one machine can run; return what they printed."""
+    """Run the commands of a block that work on one machine; return their output."""
     printed, status = "", int(block.test.partition("status ")[2] or 0)
     for command in filter(None, map(here, commands_of(block.text))):
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -100,7 +98,7 @@ def _run_commands(block: Block) -> str:
             check=False,
         )
         assert done.returncode == status, (
-            f"{block}: {command} ended with status {done.returncode}:\n{done.stdout}"
+            f"{block}: {command} exited with status {done.returncode}:\n{done.stdout}"
         )
         printed += done.stdout
     return printed

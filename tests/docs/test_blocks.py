@@ -1,4 +1,4 @@
-"""The tests of the pages find what is false on a page."""
+"""The tests of the pages find mistakes on a page."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_blocks_have_a_language_a_line_and_a_test(page):
         ["python\n1", "<!-- test: printed -->"],
     ],
 )
-def test_a_language_or_a_test_that_nobody_knows_is_an_error(page, parts):
-    with pytest.raises(ValueError, match=r"nobody knows|expected one of|belongs to no block"):
+def test_an_unknown_language_or_test_is_an_error(page, parts):
+    with pytest.raises(ValueError, match=r"unknown test|must be one of|without a block"):
         blocks_of(page(*parts))
 
 
-def test_blocks_of_a_page_share_names_and_what_they_print_is_compared(page):
+def test_blocks_of_a_page_share_variables_and_their_output_is_compared(page):
     run_workers(
         run_page,
         1,
@@ -79,11 +79,11 @@ def test_blocks_of_a_page_share_names_and_what_they_print_is_compared(page):
 
 
 @pytest.mark.parametrize(
-    ("parts", "told"),
+    ("parts", "message"),
     [
         (
             ["python\nprint(1)", "<!-- test: printed -->", "text\n2"],
-            r"page.md:7: this was printed:\n1",
+            r"page.md:7: expected this output, got:\n1",
         ),
         (["text\nany", "python\nfirst = 1\nrun.evaluate()"], r'page.md", line 7[^$]*NameError'),
         (
@@ -95,13 +95,13 @@ def test_blocks_of_a_page_share_names_and_what_they_print_is_compared(page):
         ),
         (
             ["<!-- test: run -->", "sh\nsamestep snapshots list nowhere"],
-            "ended with status 2:\n.*got nowhere",
+            "exited with status 2:\n.*got nowhere",
         ),
-        (["<!-- test: run, status 1 -->", "sh\nsamestep snapshots --help"], "ended with status 0"),
+        (["<!-- test: run, status 1 -->", "sh\nsamestep snapshots --help"], "exited with status 0"),
     ],
 )
-def test_what_is_false_fails_and_says_where(page, parts, told):
-    with pytest.raises(WorkerFailedError, match=told):
+def test_a_mistake_fails_with_its_line(page, parts, message):
+    with pytest.raises(WorkerFailedError, match=message):
         run_workers(run_page, 1, page(*parts))
 
 
@@ -135,7 +135,7 @@ def test_a_file_is_written_and_run_by_a_command(page):
         "kubectl exec POD -- samestep doctor --dir /runs/one",
     ],
 )
-def test_commands_that_are_right_pass(command):
+def test_correct_commands_pass(command):
     (words,) = commands_of(command)
     check(words)
 
@@ -162,12 +162,12 @@ def test_commands_that_are_right_pass(command):
         "samestep run train.py | head",
     ],
 )
-def test_commands_that_are_wrong_are_found(command):
+def test_wrong_commands_are_found(command):
     with pytest.raises(ValueError, match=r"."):
         check(*commands_of(command))
 
 
-def test_commands_that_need_other_machines_are_not_run_here():
+def test_commands_that_need_other_machines_are_not_run():
     run = [
         here(words)
         for words in commands_of(

@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ is true: Python runs, commands parse or run, data can be read."""
+"""Every code block of README.md and docs/ works: Python runs, commands parse, data can be read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-# the first optimizer imports it: once here, before pages are run in processes of their own
+# imported by the first optimizer: once here, before each page runs in its own process
 import torch._dynamo  # noqa: F401
 import yaml
 
@@ -19,28 +19,28 @@ from tests.docs.page import is_run, run_page
 from tests.workers import run_workers
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-NOT_RUN_BLOCKS: dict[str, int] = {}  # how many for which reason
+NOT_RUN_BLOCKS: dict[str, int] = {}  # the number of blocks for each reason
 RUN = [page for page in PAGES if any(is_run(block) for block in blocks_of(page))]
 CODE = re.compile(
     rf"^\s*(\$ |samestep ({'|'.join(COMMANDS)}) |python |import |from \w+ import)", re.MULTILINE
 )
 
 
-# a command of a page is a start of Python and torch, and a page has several
+# each command of a page starts Python and imports torch
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", RUN, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_can_be_run_of_a_page_runs(page, tmp_path, monkeypatch):
+def test_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_workers(run_page, 1, page, timeout=240)
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "sh"], ids=str)
-def test_commands_have_arguments_that_their_parsers_take(block):
+def test_parsers_accept_the_arguments_of_commands(block):
     for words in commands_of(block.text):
         check(words)
 
 
-def test_the_commands_that_show_what_is_guaranteed_are_there():
+def test_commands_that_show_the_guarantees_exist():
     shown = re.findall(
         r"`((?:samestep \w+ -|pytest |python -m |make )[^`]+)`", (ROOT / "README.md").read_text()
     )
@@ -60,13 +60,13 @@ def test_data_can_be_read(block):
     )
 
 
-def test_blocks_without_a_language_are_no_code():
+def test_blocks_without_a_language_are_not_code():
     assert [
         str(block) for block in BLOCKS if block.language in {"", "text"} and CODE.search(block.text)
     ] == []
 
 
-def test_python_that_is_not_run_is_python_and_has_a_known_reason():
+def test_python_that_is_not_run_compiles_and_has_a_known_reason():
     not_run = [block for block in BLOCKS if block.test.startswith(NOT_RUN)]
     assert Counter(block.test.removeprefix(NOT_RUN) for block in not_run) == NOT_RUN_BLOCKS
     for block in not_run:

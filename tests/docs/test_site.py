@@ -1,4 +1,4 @@
-"""The pages become a site without a warning."""
+"""The site of the documentation is built without a warning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.docs.blocks import PAGES, ROOT
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the site, built as `make docs` builds it."""
+    """Build the site as `make docs` does, and return its folder."""
     folder = tmp_path_factory.mktemp("site")
     (options,) = re.findall(
         r"^\t\$\(BIN\)/sphinx-build (.*) docs docs/_build/html$",
@@ -39,7 +39,7 @@ def site(tmp_path_factory):
     return folder / "html"
 
 
-def test_every_page_is_there_with_its_pictures(site):
+def test_every_page_exists_with_its_pictures(site):
     for page in PAGES:
         if page.is_relative_to(ROOT / "docs"):
             assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).exists()
@@ -48,9 +48,10 @@ def test_every_page_is_there_with_its_pictures(site):
             assert (page.parent / picture).exists()
 
 
-def test_nothing_is_fetched_from_elsewhere(site):
+def test_nothing_is_loaded_from_other_sites(site):
     loaded = re.compile(
-        r'<(?:script|img|iframe)[^>]* src="(?:https?:)?//|<link[^>]*rel="stylesheet"[^>]*href="(?:https?:)?//'
+        r'<(?:script|img|iframe)[^>]* src="(?:https?:)?//'
+        r'|<link[^>]*rel="stylesheet"[^>]*href="(?:https?:)?//'
     )
     assert [page for page in site.rglob("*.html") if loaded.search(page.read_text())] == []
 

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has an entry for every exception, and quotes messages that samestep can give."""
+"""docs/troubleshooting.md has an entry for every exception and quotes only existing messages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.docs.blocks import ROOT
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 SOURCES = ROOT / "src" / "samestep"
 ANY = "…"
-LEAST_LETTERS = 8  # of a message, so that it could not be any
+LEAST_LETTERS = 8  # of a quote, so that it is distinctive
 MESSAGES = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
 
 
 def texts_of(source: str) -> list[str]:
-    """Return the texts in a source, with … for what an f-string puts in, and f-strings without their parts."""
+    """Return the strings in a source; in f-strings, … replaces each value."""
     found, parts = [], set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
@@ -36,8 +36,8 @@ def texts_of(source: str) -> list[str]:
     return found
 
 
-def is_said(message: str, texts: list[str]) -> bool:
-    """Tell whether a text says the message, which has … for anything."""
+def occurs(message: str, texts: list[str]) -> bool:
+    """Return whether a text contains the message, in which … matches anything."""
     pattern = re.compile(".*".join(map(re.escape, message.strip(ANY).split(ANY))), re.DOTALL)
     return any(pattern.search(text) for text in texts)
 
@@ -50,7 +50,7 @@ TEXTS = [
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_quoted_message_exists(message):
     assert len(re.findall(r"\w", message)) >= LEAST_LETTERS
-    assert is_said(message, TEXTS)
+    assert occurs(message, TEXTS)
 
 
 def test_every_exception_has_an_entry():
@@ -64,11 +64,11 @@ def test_every_exception_has_an_entry():
     assert len(MESSAGES) > len(classes)
 
 
-def test_a_message_that_nobody_gives_is_found():
+def test_a_message_that_does_not_exist_is_found():
     texts = texts_of(
         'raise ValueError(f"lanes={lanes} was given; " "expected more")\nshort = f"{a}"'
     )
-    assert is_said("lanes=… was given; expected more", texts)
-    assert is_said("… was given; …", texts)
-    assert not is_said("lanes=… was given; expected fewer", texts)
-    assert not is_said("expected more … lanes=", texts)
+    assert occurs("lanes=… was given; expected more", texts)
+    assert occurs("… was given; …", texts)
+    assert not occurs("lanes=… was given; expected fewer", texts)
+    assert not occurs("expected more … lanes=", texts)

@@ -15,6 +15,7 @@ import pytest
 
 from samestep.errors import WorkerError
 from samestep.handoff import LauncherState
+from samestep.launch import fork_server as fork_server_module
 from samestep.launch import launch
 from tests.launch.processes import SOON_SECONDS, children, end_soon, for_ever, kernel_state
 
@@ -213,3 +214,30 @@ def test_it_exits_with_the_launcher(module):
     launcher.join()
     assert fork_server
     assert end_soon([fork_server])
+
+
+def test_a_worker_that_exits_before_the_launcher_knows_it_runs_once(module, tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    too_late = []
+
+    class Late(fork_server_module.ForkedWorker):
+        def __init__(self, pid, *arguments):
+            deadline = time.monotonic() + SOON_SECONDS
+            while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            too_late.append(not Path(f"/proc/{pid}").exists())
+            super().__init__(pid, *arguments)
+
+    monkeypatch.setattr(fork_server_module, "ForkedWorker", Late)
+
+    def body():
+        if is_first_attempt():
+            wait_until_it_waits(begin(module))
+            os.kill(os.getpid(), signal.SIGKILL)
+        with log.open("a") as file:
+            file.write("once\n")
+        return "done"
+
+    assert launch(body, workers=1) == "done"
+    assert too_late == [True]
+    assert log.read_text() == "once\n"

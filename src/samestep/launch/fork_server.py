@@ -41,7 +41,7 @@ class ForkServer:
         self._process: ForkProcess | None = None
         self._socket: socket.socket | None = None
         self._has_decided = self._is_ready = False
-        self._started_pid = 0  # of the worker that was forked last
+        self._started: list[int] = []  # pid and pidfd of the worker that was forked last
         self._exit_codes: dict[int, int] = {}  # by process id
 
     def close(self) -> None:
@@ -76,14 +76,15 @@ class ForkServer:
         if not self._is_ready or self._socket is None:
             return None
         message = json.dumps([asdict(attempt), local_rank]).encode()
-        self._started_pid = 0
+        self._started = []
         try:
             socket.send_fds(self._socket, [message], [report.file, *pipes.ends])
-            while not self._started_pid:  # other messages are exit codes
+            while not self._started:  # other messages are exit codes
                 if not self._receive(ANSWER_SECONDS):
                     raise TimeoutError
-            self._exit_codes.pop(self._started_pid, None)  # of an earlier process with this id
-            return ForkedWorker(self._started_pid, self)
+            pid, pidfd = self._started
+            self._exit_codes.pop(pid, None)  # of an earlier process with this id
+            return ForkedWorker(pid, pidfd, self)
         except OSError:
             self._give_up()
             return None
@@ -105,7 +106,7 @@ class ForkServer:
         if self._socket is None or not wait([self._socket], seconds):
             return False
         try:
-            message = self._socket.recv(MAX_BYTES)
+            message, files, *_ = socket.recv_fds(self._socket, MAX_BYTES, 1)
         except ConnectionResetError:
             message = b""
         if not message:  # it has died
@@ -115,7 +116,7 @@ class ForkServer:
         else:
             pid, code = json.loads(message)
             if code is None:
-                self._started_pid = pid
+                self._started = [pid, *files]
             else:
                 self._exit_codes[pid] = code
         return bool(message)
@@ -133,10 +134,10 @@ class ForkServer:
 class ForkedWorker:
     """A worker of the fork server, with the methods of a multiprocessing process in use here."""
 
-    def __init__(self, pid: int, fork_server: ForkServer) -> None:
+    def __init__(self, pid: int, pidfd: int, fork_server: ForkServer) -> None:
         self.pid = pid
         self._fork_server = fork_server
-        self._file = os.pidfd_open(pid)
+        self._file = pidfd
 
     @property
     def exitcode(self) -> int | None:
@@ -186,8 +187,10 @@ def _serve(job: Job, modules: Sequence[str], connection: socket.socket) -> None:
             if not data:
                 return
             worker = _fork(job, data, files)
-            workers[os.pidfd_open(worker.pid or 0)] = worker
-            connection.send(json.dumps([worker.pid, None]).encode())
+            # The launcher gets the pidfd: the worker may have exited before it could open one.
+            pidfd = os.pidfd_open(worker.pid or 0)
+            workers[pidfd] = worker
+            socket.send_fds(connection, [json.dumps([worker.pid, None]).encode()], [pidfd])
 
 
 def _fork(job: Job, data: bytes, files: Sequence[int]) -> ForkProcess:
