@@ -79,7 +79,9 @@ class Endless(IterableDataset):
     ],
 )
 def test_loss_function_must_return_a_scalar_with_gradient_and_a_dict_of_scalars(returned, words):
-    step_fails_with(ss.LossError, words, lambda model, batch: returned(classify(model, batch)[0]))
+    step_fails_with(
+        ss.errors.LossError, words, lambda model, batch: returned(classify(model, batch)[0])
+    )
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, "32", 2.0, True, None])
@@ -121,7 +123,7 @@ def test_data_set_must_be_map_style_and_not_empty(dataset, words):
         ),
         ({"count": lambda batch: 0.5}, ss.DataError, "count must return .* got 0.5 for lane 0"),
         ({"count": lambda batch: -1}, ss.DataError, "count must return .* got -1 for lane 0"),
-        ({"update": "head"}, ss.ModelError, "must update a torch.nn.Module, got str"),
+        ({"update": "head"}, ss.errors.ModelError, "must update a torch.nn.Module, got str"),
         (
             {"update": nn.Linear(2, 2)},
             ss.errors.ModelError,
@@ -133,7 +135,11 @@ def test_data_set_must_be_map_style_and_not_empty(dataset, words):
             "Net has no parameter that requires a gradient",
         ),
         ({"model": nn.LazyLinear(2)}, ss.errors.ModelError, "'weight' has no shape yet"),
-        ({"model": "a model"}, ss.errors.ModelError, "was given str; expected a torch.nn.Module"),
+        (
+            {"model": "a model"},
+            ss.errors.ModelError,
+            "run.replicate expected a torch.nn.Module, got str",
+        ),
     ],
 )
 def test_invalid_argument_is_named(options, error, words):
@@ -160,7 +166,7 @@ def test_model_that_is_not_replicated_is_rejected():
 
     fails_with(
         ss.errors.ModelError,
-        "Net has parameters that are not replicated: pass it through run.replicate first",
+        "Net has parameters that are not replicated; pass it to run.replicate first",
         body,
     )
 
@@ -217,18 +223,18 @@ def test_parameter_cannot_be_sharded_twice(again):
         run.shard(again(run.shard(torch.optim.SGD(run.replicate(Net()).parameters()))))
 
     words = "SGD has parameters that are already sharded"
-    fails_with(ss.OptimizerError, words, body)
+    fails_with(ss.errors.OptimizerError, words, body)
     assert [words in str(error) for error in errors_of(2, body)] == [True, True]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"lane": 8}, "lane is no option of samestep; did you mean lanes"),
-        ({"lanes": 0}, "lanes=0 was given; expected at least 1"),
-        ({"check_every": 0}, "check_every=0 was given; expected at least 1"),
-        ({"lanes": "8"}, "lanes='8' was given; expected a whole number"),
-        ({"precision": "bfloat"}, "precision='bfloat'.*did you mean bfloat16"),
+        ({"lane": 8}, "lane is not an option of samestep; did you mean lanes"),
+        ({"lanes": 0}, "lanes must be at least 1, got 0"),
+        ({"check_every": 0}, "check_every must be at least 1, got 0"),
+        ({"lanes": "8"}, "lanes must be an integer or none, got '8'"),
+        ({"precision": "bfloat"}, "precision must be.*did you mean bfloat16"),
         ({"device": "cuda"}, "device='cuda' needs a GPU, but torch finds no GPU"),
         (
             {"devices": ["cuda:0", "cuda:1"]},

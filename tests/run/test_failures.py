@@ -274,7 +274,7 @@ def test_disk_without_space_for_the_record_stops_the_run():
     with full_disk(100_000) as disk:
         first, second = ends_of(2, job, disk / "run", lanes=8, snapshot_every=None)
         assert isinstance(second.error, ss.WorldError)
-        assert isinstance(first.error, ss.RecordError)
+        assert isinstance(first.error, ss.errors.RecordError)
         assert re.search(r"events\.jsonl: .*disk full|No space left on device", str(first.error))
         assert "Free some space and restart: the run resumes from its newest snapshot" in str(
             first.error
