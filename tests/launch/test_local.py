@@ -23,6 +23,7 @@ from samestep.data.loader import Request, load
 from samestep.errors import ConfigError, LaunchError, WorkerError, WorldError
 from samestep.handoff import LAUNCHER_STATE
 from samestep.launch import launch
+from samestep.launch.local import preload
 from samestep.snapshot.commit import PeerFailedError
 from tests.launch.processes import SOON_SECONDS, end_soon, for_ever, listening, rank
 
@@ -406,6 +407,7 @@ def test_a_closed_standard_file_is_not_reused():
 # the address of a socket has 107 bytes at most
 @pytest.mark.parametrize("name", ["short", 100 * "long"])
 def test_sockets_of_killed_loader_processes_are_removed(name, monkeypatch):
+    preload()  # torch._dynamo creates a folder of its own
     with (
         tempfile.TemporaryDirectory(dir="/tmp") as short,
         tempfile.TemporaryDirectory(dir=short) as other,

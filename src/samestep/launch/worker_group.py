@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from samestep.errors import LaunchError
 from samestep.host import no_garbage_collection
@@ -16,6 +16,10 @@ from samestep.launch.attempt import WorkerFailure
 from samestep.launch.fork_server import ForkedWorker, ForkServer
 from samestep.launch.output import Outputs
 from samestep.launch.worker import FORK, Job, LocalAttempt, Report
+
+# A process's flag in the kernel from the beginning of its exit, before its connections close: it
+# may stay a while, in which other workers notice and fail.
+PF_EXITING: Final = 0x4
 
 
 class WorkerGroup:
@@ -32,7 +36,7 @@ class WorkerGroup:
         self._stopped_since: dict[int, float] = {}
         self._files: dict[int, int] = {}  # pidfds by rank
         self._groups: list[int] = []
-        self._polled_at = time.monotonic()
+        self._alive_at: dict[int, float] = {}  # when ranks were last seen running
         self._oom_kills = _oom_kills()
         try:
             # each worker freezes what it inherits before it collects again
@@ -57,6 +61,7 @@ class WorkerGroup:
                 process.start()
         assert process.pid is not None  # noqa: S101  it has been started
         self.running[rank] = process
+        self._alive_at[rank] = time.monotonic()
         self._groups.append(process.pid)
         if hasattr(os, "pidfd_open"):  # on older kernels `poll` notices the exit
             with suppress(OSError):
@@ -77,8 +82,9 @@ class WorkerGroup:
         for rank, process in list(self.running.items()):
             if process.exitcode is not None:
                 self._handle_exit(rank, process.exitcode)
+            elif not int(_stat(process.pid)[6]) & PF_EXITING:
+                self._alive_at[rank] = now
         self._kill_stopped(now)
-        self._polled_at = now
 
     def _handle_exit(self, rank: int, code: int) -> None:
         self.running.pop(rank).close()
@@ -87,7 +93,7 @@ class WorkerGroup:
         if code != 0:
             out_of_memory = _oom_kills() > self._oom_kills
             failure = self._reports[rank].failure() or WorkerFailure.of_exit(
-                rank, code, at=self._polled_at, out_of_memory=out_of_memory
+                rank, code, at=self._alive_at[rank], out_of_memory=out_of_memory
             )
             self.failures[rank] = failure.at_step(self._job.launcher_state.step)
 
@@ -97,7 +103,7 @@ class WorkerGroup:
             failure.is_secondary for failure in self.failures.values()
         )
         for rank, process in list(self.running.items()):
-            if not _is_stopped(process.pid):
+            if _stat(process.pid)[0] not in {"T", "t"}:
                 self._stopped_since.pop(rank, None)
                 continue
             seconds = now - self._stopped_since.setdefault(rank, now)
@@ -139,12 +145,13 @@ class WorkerGroup:
         return self._reports[0].result() if 0 in self._reports else None
 
 
-def _is_stopped(pid: int | None) -> bool:
+def _stat(pid: int | None) -> list[str]:
+    """Return a process's state and what follows it in proc(5); flags are at index 6."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] in {"T", "t"}
+        return ["X", *5 * ["0"], str(PF_EXITING)]
+    return text.rpartition(")")[2].split()
 
 
 def _oom_kills() -> int:
