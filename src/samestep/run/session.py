@@ -35,7 +35,7 @@ from samestep.step.lane_engine import LaneEngine
 
 
 class Session:
-    """The parts of a run in this worker, from its start to its end."""
+    """A run in this worker: devices, world, record, snapshots and progress."""
 
     def __init__(self, config: Config, process: ProcessInfo) -> None:
         self._process = process
@@ -67,10 +67,8 @@ class Session:
         remote = () if config.remote is None else (config.remote,)
         sinks = list(dict.fromkeys((*remote, *(config.sinks or ())))) if is_main else []
         check_sinks(sinks)
-        launcher_state = LauncherState.from_environment(os.environ)
-        in_memory = InMemorySnapshots(
-            launcher_state, self._process, world, config.dir, config.hot_every
-        )
+        state = LauncherState.from_environment(os.environ)
+        in_memory = InMemorySnapshots(state, self._process, world, config.dir, config.hot_every)
         has_begun = in_memory.has_begun(attempt_number)
         resumed = find_snapshot(config, world, self.record, in_memory, has_begun=has_begun)
         lanes = resolve_lanes(config, world.size, len(self.devices), resumed)
@@ -136,10 +134,9 @@ class Session:
         with suppress(Exception):  # the error that is being raised matters more
             record = open_record(self.config.dir, writes=True)
             trace = "".join(traceback.format_exception(error))
-            host, rank, step = socket.gethostname(), self._process.rank, self.progress.step
-            record.event(
-                "failed", host=host, rank=rank, step=step, error=repr(error), traceback=trace
-            )
+            worker = {"host": socket.gethostname(), "rank": self._process.rank}
+            step = self.progress.step
+            record.event("failed", **worker, step=step, error=repr(error), traceback=trace)
             record.close()
 
     def close(self) -> None:
@@ -209,10 +206,8 @@ def resolve_lanes(config: Config, workers: int, devices: int, resumed: Snapshot 
     else:
         lanes = int(resumed.info["lanes"])
         seed = int(resumed.info["seed"])
-        for name, given, saved in (
-            ("lanes", config.lanes or lanes, lanes),
-            ("seed", config.seed, seed),
-        ):
+        pairs = ("lanes", config.lanes or lanes, lanes), ("seed", config.seed, seed)
+        for name, given, saved in pairs:
             if given != saved:
                 raise ConfigError(
                     f"{name} must be {saved}, as in the snapshot that the run resumes from, got "
