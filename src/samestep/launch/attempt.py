@@ -59,12 +59,11 @@ class WorkerFailure:
             if not str(trace.tb_frame.f_globals.get("__name__")).startswith(LAUNCHER_MODULES):
                 break
             trace = trace.tb_next
-        lines = traceback.format_exception(type(error), error, trace)
+        text = "".join(traceback.format_exception(type(error), error, trace))
         # one line; the traceback ends with the complete message
         summary = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
         secondary = isinstance(error, SamestepError) and error.is_secondary
         retryable = isinstance(error, SamestepError) and error.is_retryable and not secondary
-        text = "".join(lines)
         return cls(rank, at, summary, text, is_secondary=secondary, is_retryable=retryable)
 
     @classmethod
@@ -103,7 +102,7 @@ class WorkerFailure:
         )
 
     def at_step(self, step: int | None) -> WorkerFailure:
-        """Return the failure with this host and the run's step; None before the run began."""
+        """Return the failure with the run's step, None before the run began, and this host."""
         return replace(self, step=step, host="" if step is None else socket.gethostname())
 
     def __str__(self) -> str:

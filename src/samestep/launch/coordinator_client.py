@@ -48,7 +48,7 @@ class CoordinatorClient:
 
     @property
     def files(self) -> list[int]:
-        """The files that become readable when an order arrives."""
+        """Open files that become readable when an order arrives."""
         return [self._link.fileno()]
 
     def environment(self, attempt: int) -> dict[str, str]:
@@ -59,7 +59,7 @@ class CoordinatorClient:
         interface = "lo" if ipaddress.ip_address(host).is_loopback else interface_towards(host)
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         sockets = {name: interface for name in names if interface and name not in os.environ}
-        store = store_variables((host, port), attempt)
+        store = store_variables(self.address, attempt)
         return {"MASTER_ADDR": host, "MASTER_PORT": str(port), **sockets, **store}
 
     def report(self, what: str, **fields: Any) -> None:
@@ -113,11 +113,8 @@ def join_cluster(spec: ClusterSpec, workers: int, config: Config) -> Iterator[Co
             f"--nodes {nodes} requires --lanes, because the result depends on them; "
             "set --lanes to the largest number of workers that the run will ever have"
         )
-    settings = {
-        "--nodes": str(nodes),
-        "samestep": _version("samestep"),
-        "torch": _version("torch"),  # bits depend on it
-    }
+    # bits depend on the version of torch
+    settings = {"--nodes": str(nodes)} | {name: _version(name) for name in ("samestep", "torch")}
     listener = _listen(spec.master)
     coordinator = client = None
     try:

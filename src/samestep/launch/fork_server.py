@@ -45,7 +45,7 @@ class ForkServer:
         self._exit_codes: dict[int, int] = {}  # by process id
 
     def close(self) -> None:
-        """Kill the process."""
+        """Kill the process and with it its workers."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
@@ -54,7 +54,7 @@ class ForkServer:
             self._process.close()
 
     def prepare(self) -> None:
-        """Start the process once workers have reported modules, if it can be of use."""
+        """Start the process once workers have reported their modules, if it is useful."""
         modules = self._job.launcher_state.modules_reported
         if self._has_decided or modules is None:
             return
@@ -82,12 +82,12 @@ class ForkServer:
             while not self._started:  # other messages are exit codes
                 if not self._receive(ANSWER_SECONDS):
                     raise TimeoutError
-            pid, pidfd = self._started
-            self._exit_codes.pop(pid, None)  # of an earlier process with this id
-            return ForkedWorker(pid, pidfd, self)
         except OSError:
             self._give_up()
             return None
+        pid, pidfd = self._started
+        self._exit_codes.pop(pid, None)  # of an earlier process with this id
+        return ForkedWorker(pid, pidfd, self)
 
     def exitcode(self, pid: int, *, has_ended: bool) -> int | None:
         """Return a worker's exit code as multiprocessing does; None while it runs."""
@@ -132,12 +132,10 @@ class ForkServer:
 
 
 class ForkedWorker:
-    """A worker of the fork server, with the methods of a multiprocessing process in use here."""
+    """A worker of the fork server, with the interface of a multiprocessing process."""
 
     def __init__(self, pid: int, pidfd: int, fork_server: ForkServer) -> None:
-        self.pid = pid
-        self._fork_server = fork_server
-        self._file = pidfd
+        self.pid, self._file, self._fork_server = pid, pidfd, fork_server
 
     @property
     def exitcode(self) -> int | None:

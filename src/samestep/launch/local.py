@@ -23,11 +23,11 @@ from samestep.launch.cluster_spec import ClusterSpec
 def preload() -> None:
     """Import what training needs once, before workers are forked.
 
-    No torch operation runs and no GPU is queried, either of which would break forked workers.
-    torch's optimizers import torch._dynamo: 800 modules, which each worker would otherwise load
-    into 60 MB of its own.
+    No torch operation runs and no GPU is queried; either would break forked workers. torch's
+    optimizers import torch._dynamo, with 800 modules. Otherwise each worker would load them, which
+    takes 60 MB per worker.
     """
-    # none of the new objects is garbage, and looking for it takes a quarter of the time
+    # nothing imported is garbage, and searching for garbage takes a quarter of the time
     with no_garbage_collection():
         import torch._dynamo  # noqa: F401
 
@@ -74,7 +74,7 @@ def start(
     *,
     preloads: bool = True,
 ) -> Any:
-    """Do what `launch` does, for `body()`; with a `spec`, as one of several hosts.
+    """Launch workers that run `body()`; with a `spec`, as one of several hosts.
 
     Returns None on hosts without rank 0. With `preloads`, imports what training needs first.
     """
@@ -86,8 +86,7 @@ def start(
     with ExitStack() as exits:
         client = None
         if spec is not None:
-            # imports asyncio
-            from samestep.launch.coordinator_client import join_cluster
+            from samestep.launch.coordinator_client import join_cluster  # imports asyncio
 
             variables[TOKEN] = spec.token
             client = exits.enter_context(join_cluster(spec, workers, config))

@@ -67,8 +67,8 @@ class Outputs:
     def forward(self, ready: Collection[object], directory: str = "") -> None:
         """Print what can be read from those of `files()` that are `ready`.
 
-        Nothing is read while the screen accepts no output, so a worker that prints much has to
-        wait. Logs go to the run's directory, which exists; "" means unknown.
+        Nothing is read while the screen accepts no output, so workers that print much have to
+        wait. Logs go to the run's directory, which exists; "" if it is unknown.
         """
         for file in self.files():
             channel = self._channels[file]
@@ -77,8 +77,7 @@ class Outputs:
         for screen in self._screens:
             screen.flush()
         if directory and Path(directory) != self._directory:
-            self._directory = Path(directory)
-            self._logs_failed = False
+            self._directory, self._logs_failed = Path(directory), False
             for log in self._logs.values():
                 self._on_log(log, self._open_log)
 
@@ -143,8 +142,7 @@ class Outputs:
             act(log)
         except OSError as error:
             self._logs_failed = True
-            reason = error.strerror or str(error)
-            where = self._directory
+            where, reason = self._directory, error.strerror or str(error)
             self.print(f"cannot write worker logs in {where}: {reason}; the run continues")
 
 
@@ -174,13 +172,15 @@ def print_to(ends: Sequence[int]) -> None:
     )
 
 
+def _line_buffered(number: int, encoding: str) -> TextIO:
+    return open(number, "w", 1, encoding, "backslashreplace", closefd=False)
+
+
 class _Channel:
     """A pipe from a worker to a screen."""
 
     def __init__(self, file: int, rank: int, screen: Screen, log: Log) -> None:
-        self.file = file
-        self.screen = screen
-        self.log = log
+        self.file, self.screen, self.log = file, screen, log
         self.capacity = fcntl.fcntl(file, fcntl.F_GETPIPE_SZ)
         self._prefix = b"" if rank == 0 else f"[{rank}] ".encode()
         self._rest = b""
@@ -194,8 +194,7 @@ class _Channel:
         *lines, rest = (self._rest + data).split(b"\n")
         rest = rest[rest.rfind(b"\r", 0, -1) + 1 :]
         if len(rest) > _READ_BYTES:
-            lines.append(rest)
-            rest = b""
+            lines, rest = [*lines, rest], b""
         self._rest = rest
         self._print_lines(lines)
 
@@ -220,9 +219,3 @@ def _pipe() -> tuple[int, int]:
         for end in ends:
             os.close(end)
     return reading, writing
-
-
-def _line_buffered(number: int, encoding: str) -> TextIO:
-    return open(
-        number, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False
-    )

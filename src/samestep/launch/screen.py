@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Final, TextIO
 
 FOLDER: Final = "logs"
-WAIT_SECONDS: Final = (
-    0.02  # for a terminal that accepts no output; short, since others need service
-)
+WAIT_SECONDS: Final = 0.02  # for a terminal that accepts no output; other files must not wait long
 _EARLY_BYTES: Final = 256 * 1024
 
 
 class Log:
-    """The unchanged output of a worker in one attempt, after a title with attempt and time.
+    """The unchanged output of a worker in one attempt, under a title with attempt and time.
 
     The run's directory is known only after the run has begun. Until then, the last 256 KiB are held
     in memory.

@@ -94,20 +94,19 @@ def run_on_hosts(
 class Shell:
     """`samestep run` on a host, through a remote shell.
 
+    Attributes: `outputs` (list[IO[bytes]]): the host's stdout and stderr.
+
     The job is sent to standard input, where no other user can read the token. The run on the host
     ends when its standard input ends, so no process is left here or there.
     """
 
     def __init__(self, host: Host, shell: Sequence[str], job: Mapping[str, object]) -> None:
         remote = f"exec {shlex.quote(sys.executable)} -m samestep.launch.ssh"
+        command = [*shell, host.name, remote]
         try:
             # a new session: Ctrl-C is for this process, which forwards it once
             self._process = subprocess.Popen(
-                [*shell, host.name, remote],
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=PIPE,
-                start_new_session=True,
+                command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
             )
         except OSError as error:
             raise LaunchError(
@@ -115,6 +114,8 @@ class Shell:
             ) from error
         assert self._process.stdin  # noqa: S101  it is a pipe
         self._input = self._process.stdin
+        outputs = self._process.stdout, self._process.stderr
+        self.outputs: list[IO[bytes]] = [pipe for pipe in outputs if pipe]
         self.send(job)
 
     def close(self) -> None:
@@ -124,11 +125,6 @@ class Shell:
         self.close_input()
         for pipe in self.outputs:
             pipe.close()
-
-    @property
-    def outputs(self) -> list[IO[bytes]]:
-        """The host's stdout and stderr."""
-        return [pipe for pipe in (self._process.stdout, self._process.stderr) if pipe]
 
     @property
     def status(self) -> int | None:
@@ -151,7 +147,7 @@ class Shell:
 class ShellMonitor:
     """Prints the output of hosts, forwards signals to them, and ends all of them on failure.
 
-    A failure is the exit of the first host, or the failure of more than `may_fail` hosts.
+    The run fails if the first host exits, or more than `may_fail` hosts fail.
     """
 
     def __init__(
@@ -164,7 +160,7 @@ class ShellMonitor:
         self._unfinished: dict[IO[bytes], bytes] = {}
 
     def run(self) -> None:
-        """Return when all hosts have exited, or have not exited in time."""
+        """Return when all hosts have exited or the timeout has passed."""
         with selectors.DefaultSelector() as selector:
             for shell in self._shells:
                 for pipe, stream in zip(shell.outputs, (sys.stdout, sys.stderr), strict=True):

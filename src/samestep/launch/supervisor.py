@@ -71,12 +71,9 @@ class LocalCoordinator:
         self._store = None
         listener = socket.create_server((LOOPBACK, 0))
         port: int = listener.getsockname()[1]
+        file = listener.detach()
         self._store = TCPStore(
-            LOOPBACK,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=file
         )
         return {
             "MASTER_ADDR": LOOPBACK,
@@ -184,12 +181,9 @@ class Supervisor:
         for rank, failure in group.failures.items():
             if rank not in self._reported:
                 self._reported.add(rank)
-                self._coordinator.report(
-                    "failed",
-                    attempt=self._attempt,
-                    age=time.monotonic() - failure.at,
-                    failure={**asdict(failure), "traceback": _shortened(failure.traceback)},
-                )
+                age = time.monotonic() - failure.at
+                fields = {**asdict(failure), "traceback": _shortened(failure.traceback)}
+                self._coordinator.report("failed", attempt=self._attempt, age=age, failure=fields)
         if not group.running:
             self._result = None if group.failures else group.result()
             self._close_group()
@@ -204,7 +198,7 @@ class Supervisor:
                 self._group.send(self._signals_due.pop(0)[1])
 
     def _record_restart(self, failure: WorkerFailure) -> None:
-        """Print and record the failure that restarts all workers."""
+        """Print and record the failure for which all workers are restarted."""
         state = self._job.launcher_state
         self._outputs.print(f"worker {failure.rank}: {failure}; restarting all workers")
         if state.directory:

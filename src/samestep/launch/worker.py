@@ -65,10 +65,9 @@ class StopSignals:
         """Set a new process's handlers in a worker, and act on the signals that it missed."""
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                is_interrupt = number is signal.SIGINT
-                signal.signal(
-                    number, signal.default_int_handler if is_interrupt else signal.SIG_DFL
-                )
+                interrupts = number is signal.SIGINT
+                handler = signal.default_int_handler if interrupts else signal.SIG_DFL
+                signal.signal(number, handler)
         for number in self.received:
             signal.raise_signal(number)
 
@@ -174,11 +173,10 @@ class Job:
             if rank == 0:
                 report.write_result(result)
         except BaseException as error:  # noqa: BLE001  the launcher reports every kind
-            if isinstance(error, SystemExit) and not error.code:
-                return 0
-            failure = WorkerFailure.of_error(rank, error)
-            report.write_failure(failure)
-            return failure.status
+            if not isinstance(error, SystemExit) or error.code:
+                failure = WorkerFailure.of_error(rank, error)
+                report.write_failure(failure)
+                return failure.status
         return 0
 
     def _set_up(self, attempt: LocalAttempt, local_rank: int) -> None:
@@ -192,13 +190,11 @@ class Job:
         # Ctrl-C reaches only the launcher, which forwards it once; one kill reaches everything that
         # a worker started
         os.setsid()
-        os.environ.update(self.environment)
-        os.environ.update(attempt.environment)
+        os.environ.update({**self.environment, **attempt.environment, ATTEMPT: str(attempt.number)})
         os.environ.update(
             RANK=str(attempt.first_rank + local_rank),
             WORLD_SIZE=str(attempt.workers),
             LOCAL_RANK=str(local_rank),
             LOCAL_WORLD_SIZE=str(attempt.local_workers),
         )
-        os.environ[ATTEMPT] = str(attempt.number)
         self.signals.reset()

@@ -92,10 +92,9 @@ class WorkerGroup:
             self.failures[rank] = failure.at_step(self._job.launcher_state.step)
 
     def _kill_stopped(self, now: float) -> None:
-        """Kill SIGSTOPped workers when other workers time out waiting for them, or would have."""
-        timed_out = bool(self.failures) and all(
-            failure.is_secondary for failure in self.failures.values()
-        )
+        """Kill SIGSTOPped workers once other workers time out waiting for them, or would have."""
+        failures = self.failures.values()
+        timed_out = bool(failures) and all(failure.is_secondary for failure in failures)
         for rank, process in list(self.running.items()):
             if not _is_stopped(process.pid):
                 self._stopped_since.pop(rank, None)
@@ -148,10 +147,9 @@ def _is_stopped(pid: int | None) -> bool:
 
 
 def _oom_kills() -> int:
-    """Return how many processes the kernel of this host has killed to free memory, 0 if unknown."""
+    """Return how many processes this host's kernel has killed to free memory, 0 if unknown."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
     return 0
