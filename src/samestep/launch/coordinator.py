@@ -161,7 +161,7 @@ class Coordinator:
     def _claim_rank(self, hello: Message) -> str:
         """Reserve a rank for all connections of one process; return why not, "" on success."""
         if (attempt := hello.get("attempt")) != self._attempt:
-            return f"expected a worker of attempt {self._attempt}, got one of {attempt!r:.20}"
+            return f"expected a worker of attempt {self._attempt}, got attempt {attempt!r:.20}"
         rank, process = str(hello.get("rank")), str(hello.get("process"))
         owner = self._rank_owners.setdefault(rank, process)
         if owner == process:

@@ -31,9 +31,9 @@ ANSWER_SECONDS: Final = 2.0  # an answer takes milliseconds unless the fork serv
 class ForkServer:
     """The launcher's side of the fork server.
 
-    Imports may take seconds, start threads or crash. The launcher cannot do them, because it
-    supervises workers and must remain able to fork, and each worker would repeat them. Workers are
-    forked from the launcher until the imports are done, or if the launcher has all modules.
+    Imports may take seconds, start threads or crash. Without this server, each worker would repeat
+    them; the launcher cannot import, because it supervises workers and must remain able to fork.
+    The launcher forks workers until the imports are done, or always if it has all modules.
     """
 
     def __init__(self, job: Job) -> None:
@@ -46,10 +46,8 @@ class ForkServer:
 
     def close(self) -> None:
         """Kill the process and with it its workers."""
-        if self._socket is not None:
-            self._socket.close()
+        self._give_up()
         if self._process is not None:
-            self._process.kill()
             self._process.join()
             self._process.close()
 
@@ -122,7 +120,7 @@ class ForkServer:
         return bool(message)
 
     def _give_up(self) -> None:
-        """Kill the process and with it its workers; the launcher forks all further workers."""
+        """Kill the process and with it its workers; the launcher forks all further ones."""
         self._is_ready = False
         if self._socket is not None:
             self._socket.close()

@@ -38,9 +38,9 @@ def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any)
     """Run `fn(*args)` in new processes on this machine and return rank 0's result.
 
     This process must not have used CUDA, nor more than one thread for a torch operation. If a
-    worker is killed from outside after the run has begun, all workers start again from the saved
-    state, up to `max_restarts` times in a row without a completed step. A signal that stops this
-    process stops the workers first, which have `grace_period` seconds for a snapshot.
+    worker is killed from outside after the run has begun, all workers restart from the saved state,
+    up to `max_restarts` consecutive times without a completed step. A signal that stops this
+    process stops the workers first, which have `grace_period` seconds to save a snapshot.
 
     Args:
         fn: Body of each worker; may be a lambda or a closure. Its result must be picklable.

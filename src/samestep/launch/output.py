@@ -42,7 +42,7 @@ class Outputs:
 
     @contextmanager
     def pipes_of(self, rank: int) -> Iterator[Pipes]:
-        """Open the pipes of a worker that is forked, or receives them, inside the block."""
+        """Open a worker's pipes. Fork it, or send it the pipes, inside the block."""
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):  # closed or None
                 stream.flush()  # the worker would print the buffer again
@@ -65,7 +65,7 @@ class Outputs:
         return list(self._channels)
 
     def forward(self, ready: Collection[object], directory: str = "") -> None:
-        """Print what can be read from those of `files()` that are `ready`.
+        """Print what can be read from the `ready` ones of `files()`.
 
         Nothing is read while the screen accepts no output, so workers that print much have to
         wait. Logs go to the run's directory, which exists; "" if it is unknown.
@@ -84,7 +84,7 @@ class Outputs:
     def drain(self) -> None:
         """Print the remaining output of workers that have exited, and close their pipes and logs.
 
-        Processes that they left running have no output from now on.
+        Processes that they left running can no longer print.
         """
         for channel in list(self._channels.values()):
             # at most what is in the pipe now, because a process may continue to print
@@ -97,7 +97,7 @@ class Outputs:
         self._logs.clear()
 
     def print(self, text: str) -> None:
-        """Print a line of the launcher's to stderr."""
+        """Print a message of the launcher to stderr."""
         self._screens[1].write_lines(f"samestep: {text}\n".encode(errors="backslashreplace"))
 
     def close(self) -> None:

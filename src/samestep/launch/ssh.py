@@ -1,9 +1,9 @@
-"""Runs `samestep run` on the hosts of a hosts file, through a remote shell.
+"""Run `samestep run` on the hosts of a hosts file, through a remote shell.
 
-As a program (`python -m samestep.launch.ssh`), the remote side: it reads a command from standard
-input and runs it until standard input ends. The first line is a JSON object with the `arguments` of
-samestep, a `directory`, and variables of the `environment`. Each further line is the number of a
-signal for the command.
+`python -m samestep.launch.ssh` is the remote side. It reads a command from standard input and runs
+it until standard input ends. The first line is a JSON object with the `arguments` of samestep, a
+`directory`, and variables of the `environment`. Each further line is the number of a signal for the
+command.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Shell:
     Attributes: `outputs` (list[IO[bytes]]): the host's stdout and stderr.
 
     The job is sent to standard input, where no other user can read the token. The run on the host
-    ends when its standard input ends, so no process is left here or there.
+    ends when its standard input ends, so no process is left behind on either side.
     """
 
     def __init__(self, host: Host, shell: Sequence[str], job: Mapping[str, object]) -> None:
@@ -198,7 +198,7 @@ class ShellMonitor:
         first_exited = self._shells[0].status is not None
         is_ending = failed > self._may_fail or first_exited or self._signals.received
         if self._end_at == math.inf and is_ending:
-            # hosts that exit before that can report the reason
+            # until then, hosts can report the reason and exit
             self._end_at = now + EXIT_SECONDS
             self._give_up_at = self._end_at + self._timeout
             if self._signals.received:

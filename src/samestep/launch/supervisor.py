@@ -64,9 +64,9 @@ class LocalCoordinator:
     def environment(self, _attempt: int) -> dict[str, str]:
         """Open a new store; return the variables by which an attempt's workers find it.
 
-        They are torchrun's, which torch.distributed reads too: every worker is a client of an
-        existing store. A TCPStore that opens its own socket listens on all addresses, so it gets
-        one that listens only on the loopback interface.
+        torchrun sets the same variables, and torch.distributed reads them: every worker is a client
+        of an existing store. A TCPStore that opens its own socket listens on all addresses, so it
+        is given one that listens only on the loopback interface.
         """
         self._store = None
         listener = socket.create_server((LOOPBACK, 0))
@@ -191,7 +191,7 @@ class Supervisor:
             self._coordinator.report("ended", attempt=self._attempt, step=step)
 
     def _send_due_signals(self) -> None:
-        """Send signals that are due, but not before restarted workers can take a snapshot."""
+        """Send due signals, but not before restarted workers can take a snapshot."""
         state = self._job.launcher_state
         if self._group and (state.step is None or state.is_under_way or self._group.failures):
             while self._signals_due and self._signals_due[0][0] <= time.monotonic():

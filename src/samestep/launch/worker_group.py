@@ -19,12 +19,12 @@ from samestep.launch.worker import FORK, Job, LocalAttempt, Report
 
 
 class WorkerGroup:
-    """Workers by rank: `running`, and `failures` of others. All remaining ranks succeeded."""
+    """Workers of one attempt: `running` and `failures`, by rank. All other ranks succeeded."""
 
     def __init__(
         self, job: Job, attempt: LocalAttempt, outputs: Outputs, fork_server: ForkServer
     ) -> None:
-        """Fork the workers. Raises `LaunchError` if that fails, and then leaves no worker."""
+        """Fork the workers. Raises `LaunchError`, without leaving workers behind, if that fails."""
         self.failures: dict[int, WorkerFailure] = {}
         self.running: dict[int, ForkProcess | ForkedWorker] = {}
         self._job = job
@@ -35,7 +35,7 @@ class WorkerGroup:
         self._polled_at = time.monotonic()
         self._oom_kills = _oom_kills()
         try:
-            # each worker freezes what it inherits before it collects again
+            # each worker freezes inherited objects before it collects garbage again
             with no_garbage_collection():
                 for local_rank in range(attempt.local_workers):
                     self._start(attempt, local_rank, outputs, fork_server)
@@ -70,8 +70,8 @@ class WorkerGroup:
     def poll(self) -> None:
         """Update `running` and `failures`.
 
-        A worker that exited without a report failed when it was last seen running, because its exit
-        came before everything that it caused.
+        A worker that exited without a report gets the time at which it was last seen running, so
+        that its failure precedes all failures that it caused.
         """
         now = time.monotonic()
         for rank, process in list(self.running.items()):

@@ -17,7 +17,7 @@ from samestep.snapshot.manager import Tracked
 class DivergenceCheck:
     """Compares checksums of tracked tensors that are not sharded, and of replicated `modules`.
 
-    Checksums are computed between two steps, once every `every` steps. Their digest travels in the
+    Checksums are computed between two steps, once every `every` steps. Their digest is sent in the
     next step's note, so no exchange is needed unless digests differ. Bytes are compared: a NaN is
     equal to itself, and 0.0 differs from -0.0.
     """

@@ -1,4 +1,4 @@
-"""Methods of `Run` besides the training loop: collectives, logging and printing."""
+"""Methods of `Run` for collectives, logging and printing."""
 
 from __future__ import annotations
 

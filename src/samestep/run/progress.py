@@ -52,7 +52,7 @@ class Position:
 
 @dataclass
 class CurrentStep:
-    """The step whose body runs, or which was left early and counts only if it made updates."""
+    """The step whose body runs, or that was left early; then it counts only if it made updates."""
 
     batch: Batch
     complete: Callable[[], int]
@@ -63,8 +63,8 @@ class CurrentStep:
 class Progress:
     """Counts steps; at the end of each, takes snapshots, records timings and stops the run.
 
-    Decisions that all workers must share (a clock, a signal) travel as a note with the losses of a
-    step, so they need no exchange of their own.
+    Inputs of shared decisions (a clock, a signal) are sent in a note with the losses of a step, so
+    they need no separate exchange.
     """
 
     def __init__(

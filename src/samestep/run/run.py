@@ -272,7 +272,7 @@ class Run(Collectives, Log):
             model: First argument of `loss_fn`.
             batch: Batch of a loop.
             update: Module whose parameters get gradients; default: `model`.
-            count: Returns the number of items in a lane batch, which the lane's mean is over;
+            count: Returns the number of items in a lane batch, over which the lane's mean is taken;
                 default: its samples, or in streams the length of its first tensor. Lanes without
                 items are skipped.
             reduction: With "sum", the loss and the scalars are sums, which are divided by
@@ -363,7 +363,8 @@ class Run(Collectives, Log):
             batch_size: Samples per block.
             gather: Whether `fn` returns one output per sample instead: a tensor or a list, or a
                 dict or tuple of them.
-            count: Returns the number of items in a batch, which means are over; default: samples.
+            count: Returns the number of items in a batch, over which means are taken; default:
+                samples.
             collate_fn: Makes a batch from a list of samples; default: torch's.
             loader_workers: Number of processes that load ahead.
 

@@ -60,8 +60,7 @@ class Session:
         self.record = open_record(config.dir, writes=is_main)
         self._exits.callback(self.record.close)
         attempt_number = int(os.environ.get(ATTEMPT, "0"))
-        # A replaced worker cannot claim the record: another host may still be ending its
-        # predecessor, which holds it.
+        # After a restart, a previous worker on another host may still be exiting with its claim.
         if attempt_number == 0:
             self.record.claim()
         remote = () if config.remote is None else (config.remote,)
@@ -117,11 +116,11 @@ class Session:
         )
 
     def _write_images(self) -> None:
-        with suppress(RecordError):  # a run that ends well has raised it before
+        with suppress(RecordError):  # a successful run has already raised it
             self.record.flush()
 
     def end(self) -> None:
-        """Take the last snapshot; report a failure of it like any other."""
+        """Take the last snapshot, and report an error like any other."""
         try:
             self.progress.end_run()
         except Exception as error:
@@ -131,7 +130,7 @@ class Session:
     def report_failure(self, error: BaseException) -> None:
         """Report an error to the other workers, so that all exit, and to the record."""
         self.world.status.report_failure(error)
-        with suppress(Exception):  # the error that is being raised matters more
+        with suppress(Exception):  # the error being reported is more important
             record = open_record(self.config.dir, writes=True)
             trace = "".join(traceback.format_exception(error))
             worker = {"host": socket.gethostname(), "rank": self._process.rank}
@@ -180,7 +179,7 @@ def set_later_snapshots_aside(
 ) -> None:
     """Move snapshots of later steps to a separate directory if `resume` names the start.
 
-    Otherwise the next `resume="auto"` would load the newest of them, which has another history.
+    Otherwise the next `resume="auto"` would load the newest of them, from a different history.
     """
     if config.dir is None or config.resume == "auto":
         return
