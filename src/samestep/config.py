@@ -45,9 +45,7 @@ def option(default: Any, description: str) -> Any:
 class Config:
     """The options of a run. Raises `ConfigError` that names an option with an invalid value."""
 
-    lanes: int | None = option(
-        None, "fixed number of slices of each global batch (default: the number of workers)"
-    )
+    lanes: int | None = option(None, "slices of each global batch (default: the number of devices)")
     seed: int = option(0, "seed of everything random, 0 to 2**63 - 1")
     dir: Path | None = option(None, "output directory of the run; without it, nothing is saved")
     resume: str = option(
@@ -69,9 +67,7 @@ class Config:
     )
     keep_last: int = option(3, "number of newest snapshots to keep")
     keep_best: int = option(1, "number of snapshots with the highest scores to keep in addition")
-    remote: str | None = option(
-        None, "fsspec URL to copy complete snapshots to, such as s3://bucket/runs/one"
-    )
+    remote: str | None = option(None, "fsspec URL for copies of snapshots, such as s3://bucket/one")
     transfer: str | None = option(
         None, "module:function to call with the path of each file of a complete snapshot"
     )
@@ -86,15 +82,11 @@ class Config:
     timeout: float = option(
         120.0, "seconds to wait for another worker before all stop and report where each one was"
     )
-    max_restarts: int = option(
-        3, "consecutive restarts without a new step, after workers are killed from outside"
-    )
+    max_restarts: int = option(3, "consecutive restarts of killed workers without a new step")
     grace_period: float = option(
-        30.0, "seconds for workers to save a snapshot and exit after SIGTERM or Ctrl-C"
+        30.0, "seconds to save a snapshot and exit after SIGTERM or Ctrl-C"
     )
-    stop_after: int | None = option(
-        None, "steps after which the run saves a snapshot and exits with status 0"
-    )
+    stop_after: int | None = option(None, "steps after which the run saves a snapshot and exits")
 
     def __post_init__(self) -> None:
         self._check_minimum(1, "lanes", "threads", "keep_last", "stop_after", "check_every")
@@ -157,9 +149,8 @@ class Config:
             return
         names = ",".join(self.devices)
         kinds = {name.partition(":")[0] for name in self.devices}
-        if len(kinds) != 1 or not all(
-            re.fullmatch(r"cpu|cuda:\d{1,3}", one) for one in self.devices
-        ):
+        are_valid = all(re.fullmatch(r"cpu|cuda:\d{1,3}", name) for name in self.devices)
+        if len(kinds) != 1 or not are_valid:
             expected = "a number, or names of one kind such as cuda:0,cuda:1 or cpu,cpu"
             raise _error("devices", expected, names)
         if self.device not in {"auto", *kinds}:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any
 from weakref import WeakValueDictionary
@@ -28,15 +27,6 @@ from samestep.torchmetrics import TorchMetrics
 
 # Metrics that were returned before. A metric that is returned twice holds samples of two blocks.
 _RETURNED: WeakValueDictionary[int, Any] = WeakValueDictionary()
-
-
-@dataclass(frozen=True)
-class BlockResult:
-    """Results of one block; scalars stay on the device until every block has been started."""
-
-    count: int
-    scalars: dict[str, Any]
-    metrics: dict[str, Metric]
 
 
 class Evaluation:
@@ -66,13 +56,14 @@ class Evaluation:
 
     def means(self, fn: LossFn, model: Any, count: Count | None) -> dict[str, Any]:
         """Return means over all samples (or items that `count` counts) and values of metrics."""
+        # scalars stay on the device until every block has been started
         blocks = [
-            self._result(samples if count is None else int(count(batch)), returned)
+            (samples if count is None else int(count(batch)), *self._results(returned))
             for samples, batch, returned in self._outputs(fn, model)
         ]
         own = [
-            (block.count, {n: float(v) for n, v in block.scalars.items()}, sorted(block.metrics))
-            for block in blocks
+            (items, {name: float(value) for name, value in scalars.items()}, sorted(metrics))
+            for items, scalars, metrics in blocks
         ]
         gathered = self._world.all_gather_json(own, "gathering results of an evaluation")
         everyone = list(chain.from_iterable(gathered))
@@ -86,7 +77,7 @@ class Evaluation:
                     f"fn must return the same metrics for every block, got {expected} for block 0 "
                     f"and {names} for block {number}"
                 )
-        metrics = [block.metrics for block in blocks]
+        metrics = [block[2] for block in blocks]
         merged = merged_values(self._world, self._own, self._blocks, metrics) if expected else {}
         return unique(Means(results), merged)
 
@@ -129,7 +120,8 @@ class Evaluation:
                     returned = fn(model, batch)
                 yield len(span), batch, returned
 
-    def _result(self, count: int, returned: Any) -> BlockResult:
+    def _results(self, returned: Any) -> tuple[dict[str, Any], dict[str, Metric]]:
+        """Return the scalars and metrics of one block by name."""
         scalars, metrics = {}, {}
         for name, value in _named(returned).items():
             if (metric := as_metric(name, value)) is None:
@@ -144,7 +136,7 @@ class Evaluation:
             if isinstance(each, TorchMetrics):
                 each.metric.reset()  # not earlier: accuracy and 1 - accuracy share a state
                 self._torchmetrics[name] = each.metric
-        return BlockResult(count, scalars, metrics)
+        return scalars, metrics
 
 
 @contextmanager

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import runpy
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final
 
@@ -43,7 +42,7 @@ class WorkerFailure:
     status: int = 1
     is_secondary: bool = False
     is_retryable: bool = False
-    step: int | None = None
+    step: int | None = None  # None before the run began
     host: str = ""
 
     @classmethod
@@ -100,10 +99,6 @@ class WorkerFailure:
             step=None if fields["step"] is None else int(fields["step"]),
             host=str(fields["host"]),
         )
-
-    def at_step(self, step: int | None) -> WorkerFailure:
-        """Return the failure with the run's step, None before the run began, and this host."""
-        return replace(self, step=step, host="" if step is None else socket.gethostname())
 
     def __str__(self) -> str:
         where = "" if self.step is None else f" [step {self.step}, host {self.host}]"

@@ -36,8 +36,6 @@ from samestep.host import end_with_parent
 from samestep.launch.cluster_spec import Host, Nodes, read_hosts, read_token
 from samestep.launch.worker import StopSignals
 
-REMOTE_SHELL: Final = "ssh"
-FORWARDED_VARIABLES: Final = ("PYTHONPATH",)
 POLL_SECONDS: Final = 0.1
 READ_BYTES: Final = 1 << 16  # per read, and of an unfinished line
 EXIT_SECONDS: Final = 5.0  # after a failure, for the other hosts to report it and exit
@@ -68,14 +66,11 @@ def run_on_hosts(
     given = {option.name: getattr(arguments, option.name) for option in fields(Config)}
     common += [f"{flag_name(name)}={text}" for name, text in given.items() if text is not None]
     script = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
-    variables = {
-        name: text
-        for name, text in environment.items()
-        if name in FORWARDED_VARIABLES or name.startswith(PREFIX)
-    }
+    names = [name for name in environment if name == "PYTHONPATH" or name.startswith(PREFIX)]
+    variables = {name: environment[name] for name in names}
     variables[TOKEN] = read_token(arguments, environment) or secrets.token_hex()
     signals = StopSignals()
-    shell = shlex.split(arguments.ssh or REMOTE_SHELL)
+    shell = shlex.split(arguments.ssh or "ssh")
     with ExitStack() as exits:
         exits.enter_context(signals.recorded())
         shells = []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -85,11 +87,14 @@ class WorkerGroup:
         if (file := self._files.pop(rank, None)) is not None:
             os.close(file)
         if code != 0:
-            out_of_memory = _oom_kills() > self._oom_kills
-            failure = self._reports[rank].failure() or WorkerFailure.of_exit(
-                rank, code, at=self._polled_at, out_of_memory=out_of_memory
+            oom = _oom_kills() > self._oom_kills
+            failure = self._reports[rank].failure()
+            failure = failure or WorkerFailure.of_exit(
+                rank, code, self._polled_at, out_of_memory=oom
             )
-            self.failures[rank] = failure.at_step(self._job.launcher_state.step)
+            step = self._job.launcher_state.step
+            host = "" if step is None else socket.gethostname()
+            self.failures[rank] = replace(failure, step=step, host=host)
 
     def _kill_stopped(self, now: float) -> None:
         """Kill SIGSTOPped workers once other workers time out waiting for them, or would have."""

@@ -44,9 +44,8 @@ class DivergenceCheck:
     def compare(self, digests: Sequence[str | None]) -> None:
         """Compare the digests of all workers, by rank. Raises `DivergenceError` on all of them."""
         if len(set(digests)) > 1:
-            gathered = self._world.all_gather_json(
-                [socket.gethostname(), self._checksums], "comparing checksums"
-            )
+            own = [socket.gethostname(), self._checksums]
+            gathered = self._world.all_gather_json(own, "comparing checksums")
             hosts, everyone = zip(*gathered, strict=True)
             raise DivergenceError(self._message(hosts, everyone))
         if self.digest is not None:

@@ -60,7 +60,7 @@ class Session:
         self.record = open_record(config.dir, writes=is_main)
         self._exits.callback(self.record.close)
         attempt_number = int(os.environ.get(ATTEMPT, "0"))
-        # After a restart, a previous worker on another host may still be exiting with its claim.
+        # After a restart, a previous worker on another host may still hold the claim as it exits.
         if attempt_number == 0:
             self.record.claim()
         remote = () if config.remote is None else (config.remote,)
