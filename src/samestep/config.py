@@ -1,9 +1,8 @@
-"""The options of a run: typed, frozen, with units.
+"""The options of a run, and merging of their defaults, arguments and environment variables.
 
-Defaults, the arguments of `samestep.init`, and the environment are merged only here.
 `samestep run --lanes 8` sets `SAMESTEP_LANES=8` for its workers, so flags and environment variables
-are the same. The environment overrides arguments, which override defaults: the person who starts a
-job has precedence over its script.
+are equivalent. The environment overrides the arguments of `samestep.init`, because the person who
+starts a job takes precedence over its script.
 """
 
 from __future__ import annotations
@@ -44,11 +43,9 @@ def option(default: Any, description: str) -> Any:
 
 @dataclass(frozen=True)
 class Config:
-    """Every option of a run. Raises `ConfigError` that names an option with an invalid value."""
+    """The options of a run. Raises `ConfigError` that names an option with an invalid value."""
 
-    lanes: int | None = option(
-        None, "fixed number of slices of each global batch (default: the number of workers)"
-    )
+    lanes: int | None = option(None, "slices of each global batch (default: the number of devices)")
     seed: int = option(0, "seed of everything random, 0 to 2**63 - 1")
     dir: Path | None = option(None, "output directory of the run; without it, nothing is saved")
     resume: str = option(
@@ -70,14 +67,12 @@ class Config:
     )
     keep_last: int = option(3, "number of newest snapshots to keep")
     keep_best: int = option(1, "number of snapshots with the highest scores to keep in addition")
-    remote: str | None = option(
-        None, "fsspec URL to copy complete snapshots to, such as s3://bucket/runs/one"
-    )
+    remote: str | None = option(None, "fsspec URL for copies of snapshots, such as s3://bucket/one")
     transfer: str | None = option(
         None, "module:function to call with the path of each file of a complete snapshot"
     )
     sinks: tuple[str, ...] | None = option(
-        None, "where to send the record, too: fsspec URLs, tensorboard, mlflow, wandb, module:Class"
+        None, "where else to send the record: fsspec URLs, tensorboard, mlflow, wandb, module:Class"
     )
     nonfinite_loss: str = option("stop", "stop or continue if a loss is NaN or infinite")
     check_every: int | None = option(
@@ -85,17 +80,13 @@ class Config:
     )
     deterministic: bool = option(True, "use deterministic torch kernels")
     timeout: float = option(
-        120.0, "seconds to wait for another worker before all stop and report where each worker was"
+        120.0, "seconds to wait for another worker before all stop and report where each one was"
     )
-    max_restarts: int = option(
-        3, "restarts in a row, without a new step in between, after workers are killed from outside"
-    )
+    max_restarts: int = option(3, "consecutive restarts of killed workers without a new step")
     grace_period: float = option(
-        30.0, "seconds for workers to save a snapshot and exit after SIGTERM or Ctrl-C"
+        30.0, "seconds to save a snapshot and exit after SIGTERM or Ctrl-C"
     )
-    stop_after: int | None = option(
-        None, "steps after which the run saves a snapshot and exits with status 0"
-    )
+    stop_after: int | None = option(None, "steps after which the run saves a snapshot and exits")
 
     def __post_init__(self) -> None:
         self._check_minimum(1, "lanes", "threads", "keep_last", "stop_after", "check_every")
@@ -112,10 +103,9 @@ class Config:
         if not 0 <= self.grace_period <= MAX_SECONDS:
             expected = f"a number of seconds from 0 to {MAX_SECONDS}"
             raise _error("grace_period", expected, self.grace_period)
-        if self.hot_every not in {None, "auto"} and not re.fullmatch(
-            r"0*[1-9]\d{0,17}", self.hot_every
-        ):
-            raise _error("hot_every", 'steps such as "100", auto or none', self.hot_every)
+        hot_every = self.hot_every
+        if hot_every is not None and not re.fullmatch(r"auto|0*[1-9]\d{0,17}", hot_every):
+            raise _error("hot_every", 'steps such as "100", auto or none', hot_every)
         self._check_remote()
         self._check_sinks()
         # report an invalid value here, not at the first snapshot
@@ -159,9 +149,8 @@ class Config:
             return
         names = ",".join(self.devices)
         kinds = {name.partition(":")[0] for name in self.devices}
-        if len(kinds) != 1 or not all(
-            re.fullmatch(r"cpu|cuda:\d{1,3}", name) for name in self.devices
-        ):
+        are_valid = all(re.fullmatch(r"cpu|cuda:\d{1,3}", name) for name in self.devices)
+        if len(kinds) != 1 or not are_valid:
             expected = "a number, or names of one kind such as cuda:0,cuda:1 or cpu,cpu"
             raise _error("devices", expected, names)
         if self.device not in {"auto", *kinds}:
@@ -249,12 +238,8 @@ def _known(name: str, given_as: str) -> str:
 
 
 @cache
-def _hints() -> dict[str, Any]:
-    return typing.get_type_hints(Config)
-
-
 def _types(name: str) -> tuple[type, ...]:
-    hint = _hints()[name]
+    hint = typing.get_type_hints(Config)[name]
     types = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return tuple(typing.get_origin(kind) or kind for kind in types)
 

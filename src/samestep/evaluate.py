@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any
 from weakref import WeakValueDictionary
@@ -26,17 +25,8 @@ from samestep.step.lane_pass import Count, LossFn
 from samestep.step.means import LaneResult, Means
 from samestep.torchmetrics import TorchMetrics
 
-# Metrics that were returned before. One that is returned again holds the samples of two blocks.
+# Metrics that were returned before. A metric that is returned twice holds samples of two blocks.
 _RETURNED: WeakValueDictionary[int, Any] = WeakValueDictionary()
-
-
-@dataclass(frozen=True)
-class BlockResult:
-    """Results of one block; scalars stay on the device until every block has been started."""
-
-    count: int
-    scalars: dict[str, Any]
-    metrics: dict[str, Metric]
 
 
 class Evaluation:
@@ -62,17 +52,18 @@ class Evaluation:
         rank, size = self._world.rank, self._world.size
         # Rounded up, so that rank 0 always has block 0.
         self._own = range(-(-rank * blocks // size), -(-(rank + 1) * blocks // size))
-        self._reused: dict[str, Any] = {}  # torchmetrics objects, which move between devices
+        self._torchmetrics: dict[str, Any] = {}  # move between devices if they are used again
 
     def means(self, fn: LossFn, model: Any, count: Count | None) -> dict[str, Any]:
         """Return means over all samples (or items that `count` counts) and values of metrics."""
+        # scalars stay on the device until every block has been started
         blocks = [
-            self._result(samples if count is None else int(count(batch)), returned)
+            (samples if count is None else int(count(batch)), *self._results(returned))
             for samples, batch, returned in self._outputs(fn, model)
         ]
         own = [
-            (block.count, {n: float(v) for n, v in block.scalars.items()}, sorted(block.metrics))
-            for block in blocks
+            (items, {name: float(value) for name, value in scalars.items()}, sorted(metrics))
+            for items, scalars, metrics in blocks
         ]
         gathered = self._world.all_gather_json(own, "gathering results of an evaluation")
         everyone = list(chain.from_iterable(gathered))
@@ -86,18 +77,16 @@ class Evaluation:
                     f"fn must return the same metrics for every block, got {expected} for block 0 "
                     f"and {names} for block {number}"
                 )
-        metrics = [block.metrics for block in blocks]
+        metrics = [block[2] for block in blocks]
         merged = merged_values(self._world, self._own, self._blocks, metrics) if expected else {}
         return unique(Means(results), merged)
 
     def outputs(self, fn: LossFn, model: Any) -> Any:
-        """Return each sample's own output in data set order on rank 0, None elsewhere."""
+        """Return the outputs of all samples in data set order on rank 0, None elsewhere."""
         own, outputs = [], self._outputs(fn, model)
         # Start a block on each device before waiting for one.
         while started := list(islice(outputs, len(self._lanes.devices))):
-            own += [
-                _checked(to_device(returned, "cpu"), samples) for samples, _, returned in started
-            ]
+            own += [_checked(to_device(output, "cpu"), samples) for samples, _, output in started]
         gathered = self._world.gather_object(own, "gathering outputs of an evaluation")
         return None if gathered is None else _joined(list(chain.from_iterable(gathered)))
 
@@ -106,14 +95,13 @@ class Evaluation:
         lanes, replicas, size = self._lanes, self._lanes.replicas, self._block_size
         seed, samples = lanes.config.seed, range(len(self._dataset))
         spans = {number: samples[number * size : (number + 1) * size] for number in self._own}
+        requests = [
+            Request(f"block {number} of an evaluation", span, key(seed, "evaluate fetch", number))
+            for number, span in spans.items()
+        ]
         batches = load(
             self._dataset,
-            [
-                Request(
-                    f"block {number} of an evaluation", span, key(seed, "evaluate fetch", number)
-                )
-                for number, span in spans.items()
-            ],
+            requests,
             collate_fn=self._collate_fn,
             loader_workers=self._loader_workers,
             pin_memory=lanes.devices[0].type == "cuda",
@@ -125,14 +113,15 @@ class Evaluation:
                 replica = next(turns)
                 batch = to_device(loaded, replica.device)
                 if len(replicas.all) > 1:
-                    for metric in self._reused.values():
+                    for metric in self._torchmetrics.values():
                         metric.to(replica.device)
                 block_key = key(seed, "evaluate", number)
                 with replicas.on(replica), keyed(block_key), lanes.autocast():
                     returned = fn(model, batch)
                 yield len(span), batch, returned
 
-    def _result(self, count: int, returned: Any) -> BlockResult:
+    def _results(self, returned: Any) -> tuple[dict[str, Any], dict[str, Metric]]:
+        """Return the scalars and metrics of one block by name."""
         scalars, metrics = {}, {}
         for name, value in _named(returned).items():
             if (metric := as_metric(name, value)) is None:
@@ -143,18 +132,16 @@ class Evaluation:
                     f"{name!r} was returned before; create a new {type(metric).__name__} per call"
                 )
             _RETURNED[id(metric)] = metrics[name] = metric
-        own = {
-            name: each.metric for name, each in metrics.items() if isinstance(each, TorchMetrics)
-        }
-        for metric in own.values():  # not earlier: accuracy and 1 - accuracy share a state
-            metric.reset()
-        self._reused |= own
-        return BlockResult(count, scalars, metrics)
+        for name, each in metrics.items():
+            if isinstance(each, TorchMetrics):
+                each.metric.reset()  # not earlier: accuracy and 1 - accuracy share a state
+                self._torchmetrics[name] = each.metric
+        return scalars, metrics
 
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Put a model's modules in evaluation mode, and restore the mode of each at the end."""
+    """Put a model's modules in evaluation mode, and restore each module's mode at the end."""
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
     training = [module.training for module in modules]
     for module in modules:

@@ -1,4 +1,4 @@
-"""Metric objects in an evaluation: the protocol, merging over blocks, and checks of its laws."""
+"""Metrics of an evaluation: the protocol, merging over blocks, and a check of implementations."""
 
 from __future__ import annotations
 
@@ -92,9 +92,7 @@ def merged_values(
             return None
         return {name: copied(metric) for name, metric in metrics[span[0] - own.start].items()}
 
-    parts: dict[Span, dict[str, Metric]] = {
-        span: tree_sum(span, block, _merge) for span in subtrees(own, blocks)
-    }
+    parts = {span: tree_sum(span, block, _merge) for span in subtrees(own, blocks)}
     data = _to_bytes({} if world.rank == 0 else parts)
     gathered = world.gather_bytes(data, "gathering metrics of an evaluation")
     values: Any = None
@@ -268,11 +266,10 @@ def _merged(metrics: Sequence[Metric]) -> Metric:
 
 def _close(got: Any, expected: Any, rtol: float, atol: float) -> bool:
     if isinstance(expected, dict) and isinstance(got, dict):
-        return got.keys() == expected.keys() and all(
-            _close(got[name], value, rtol, atol) for name, value in expected.items()
-        )
+        pairs = [(got.get(name), value) for name, value in expected.items()]
+        return got.keys() == expected.keys() and all(_close(*pair, rtol, atol) for pair in pairs)
     if isinstance(expected, (list, tuple)) and isinstance(got, (list, tuple)):
-        pairs = zip(got, expected, strict=False)
+        pairs = list(zip(got, expected, strict=False))
         return len(got) == len(expected) and all(_close(*pair, rtol, atol) for pair in pairs)
     try:
         torch.testing.assert_close(got, expected, rtol=rtol, atol=atol, equal_nan=True)

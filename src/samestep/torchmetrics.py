@@ -1,4 +1,4 @@
-"""torchmetrics objects as metrics whose parts are merged."""
+"""Adapter from torchmetrics objects to `Metric`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TorchMetrics:
         return hasattr(self.metric, "compute_groups")
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Update the object and take its state as another part."""
+        """Update the object and append its state as another part."""
         self.metric.reset()
         self.metric.update(*args, **kwargs)
         self._take()
@@ -73,12 +73,11 @@ class TorchMetrics:
                 # Metrics whose states agree by chance in one block must not stay one group.
                 list(module.items())  # gives each metric of a group its own copy of the state
                 module.add_metrics({})  # makes the next update find the groups again
-        self.parts.append(
-            [
-                {name: _copied(leaf, state) for name, state in leaf.metric_state.items()}
-                for leaf in _leaves(self.metric)
-            ]
-        )
+        part = [
+            {name: _copied(leaf, state) for name, state in leaf.metric_state.items()}
+            for leaf in _leaves(self.metric)
+        ]
+        self.parts.append(part)
 
 
 def _metrics(metric: Any) -> list[Any]:
@@ -88,12 +87,12 @@ def _metrics(metric: Any) -> list[Any]:
 
 
 def _leaves(metric: Any) -> list[Any]:
-    """Return the metrics that have states; wrappers have none of their own."""
+    """Return the metrics that have states; wrappers have none."""
     return [each for each in _metrics(metric) if len(_metrics(each)) == 1]
 
 
 def _refuse_other_wrappers(name: str, metric: Any) -> None:
-    """Raise if a metric keeps more than the states of the metrics inside it."""
+    """Raise if a metric has state other than the states of the metrics inside it."""
     from torchmetrics import wrappers
     from torchmetrics.metric import CompositionalMetric
 

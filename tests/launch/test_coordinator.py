@@ -129,7 +129,7 @@ def test_incomplete_hellos_do_not_keep_others_out(leader):
 
 
 def test_a_hello_times_out(monkeypatch, terminal):
-    monkeypatch.setattr(coordinator_module, "HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(coordinator_module.link, "HELLO_SECONDS", 0.2)
     with coordinator() as leader:
         leader.start()
         with unauthenticated(leader) as connection:

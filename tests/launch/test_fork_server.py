@@ -143,7 +143,7 @@ def test_a_stopped_fork_server_with_workers_is_killed(module, monkeypatch):
             os.kill(os.getpid(), signal.SIGKILL)
         return os.getppid()
 
-    monkeypatch.setattr(import_module("samestep.launch.fork_server"), "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(import_module("samestep.launch.fork_server"), "ANSWER_SECONDS", 1.0)
     assert launch(body, workers=1) == launcher
 
 

@@ -197,7 +197,7 @@ def test_starts():
                 "step": 8,
                 "reason": "killed by SIGKILL",
             },
-            "worker 1: killed by SIGKILL; all workers restart from step 8",
+            "worker 1 failed at step 8: killed by SIGKILL; restarting all workers",
             "bad",
         ),
         (

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import runpy
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final
 
@@ -43,7 +42,7 @@ class WorkerFailure:
     status: int = 1
     is_secondary: bool = False
     is_retryable: bool = False
-    step: int | None = None
+    step: int | None = None  # None before the run began
     host: str = ""
 
     @classmethod
@@ -59,12 +58,11 @@ class WorkerFailure:
             if not str(trace.tb_frame.f_globals.get("__name__")).startswith(LAUNCHER_MODULES):
                 break
             trace = trace.tb_next
-        lines = traceback.format_exception(type(error), error, trace)
+        text = "".join(traceback.format_exception(type(error), error, trace))
         # one line; the traceback ends with the complete message
         summary = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
         secondary = isinstance(error, SamestepError) and error.is_secondary
         retryable = isinstance(error, SamestepError) and error.is_retryable and not secondary
-        text = "".join(lines)
         return cls(rank, at, summary, text, is_secondary=secondary, is_retryable=retryable)
 
     @classmethod
@@ -101,10 +99,6 @@ class WorkerFailure:
             step=None if fields["step"] is None else int(fields["step"]),
             host=str(fields["host"]),
         )
-
-    def at_step(self, step: int | None) -> WorkerFailure:
-        """Return the failure with this host and the run's step; None before the run began."""
-        return replace(self, step=step, host="" if step is None else socket.gethostname())
 
     def __str__(self) -> str:
         where = "" if self.step is None else f" [step {self.step}, host {self.host}]"

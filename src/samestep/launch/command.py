@@ -31,24 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [-n N] [--OPTION VALUE ...] [-m] script ..."
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument(
-        "-n",
-        "--workers",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of workers on this host (default: 1)",
+    workers = "number of workers on this host (default: 1)"
+    parser.add_argument("-n", "--workers", type=int, default=1, metavar="N", help=workers)
+    mode = (
+        "ddp: N workers with one device each; dp: one worker with N devices, like "
+        "-n 1 --devices N (default: ddp)"
     )
-    parser.add_argument(
-        "--mode",
-        choices=("ddp", "dp"),
-        default="ddp",
-        help="ddp: N workers with one device each; dp: one worker with N devices, like "
-        "-n 1 --devices N (default: ddp)",
-    )
-    parser.add_argument(
-        "-m", "--module", action="store_true", help="run a module, like python -m, not a file"
-    )
+    parser.add_argument("--mode", choices=("ddp", "dp"), default="ddp", help=mode)
+    module = "run a module, like python -m, not a file"
+    parser.add_argument("-m", "--module", action="store_true", help=module)
     add_options(parser)
     add_node_arguments(parser)
     parser.add_argument("script", help="Python script to run, or a module with -m")
@@ -59,21 +50,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add one flag for each option of a run, such as --snapshot-every for snapshot_every."""
     group = parser.add_argument_group("options of the run, as in samestep.init")
     for option in fields(Config):
-        default = "" if option.default is None else f" (default: {str(option.default).lower()})"
-        group.add_argument(
-            flag_name(option.name),
-            metavar="VALUE",
-            help=f"{option.metadata['description']}{default}",
-        )
+        text = option.metadata["description"]
+        if option.default is not None:
+            text += f" (default: {str(option.default).lower()})"
+        group.add_argument(flag_name(option.name), metavar="VALUE", help=text)
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the given options of a run by name. Raises `ConfigError` that names the flag."""
-    given = {name: text for name, text in vars(arguments).items() if text is not None}
     return {
-        option.name: parse(option.name, given[option.name], flag_name(option.name))
+        option.name: parse(option.name, text, flag_name(option.name))
         for option in fields(Config)
-        if option.name in given
+        if (text := getattr(arguments, option.name, None)) is not None
     }
 
 
@@ -90,12 +78,6 @@ def main(arguments: argparse.Namespace) -> int:
         from samestep.launch.ssh import run_on_hosts
 
         return run_on_hosts(arguments, options)
-    run_script(
-        arguments.script,
-        arguments.arguments,
-        workers,
-        options,
-        as_module=arguments.module,
-        spec=cluster_spec(arguments),
-    )
+    spec, script = cluster_spec(arguments), (arguments.script, arguments.arguments)
+    run_script(*script, workers, options, as_module=arguments.module, spec=spec)
     return 0

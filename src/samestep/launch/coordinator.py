@@ -18,20 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from samestep.comm.link import (
-    HELLO_BYTES,
-    HELLO_SECONDS,
-    MAX_BYTES,
-    NONCE_BYTES,
-    Frames,
-    Seal,
-    decode,
-    encode,
-    frame,
-    is_proof,
-    nonce_of,
-    prove,
-)
+from samestep.comm import link
 from samestep.host import end_with_parent
 from samestep.launch.attempt import ElasticPolicy, Message, Node, Phase
 from samestep.launch.membership import Membership
@@ -55,7 +42,7 @@ class CoordinatorConfig:
 
 
 def coordinate(config: CoordinatorConfig, listener: socket.socket, launcher_pid: int) -> None:
-    """Run a coordinator in a fork of the first host's launcher, until that process exits."""
+    """Run a coordinator in a fork of the first host's launcher, at most until it exits."""
     end_with_parent(launcher_pid)
     os.setsid()  # Ctrl-C is for the launcher
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -79,7 +66,7 @@ class Coordinator:
         self._logged_addresses: set[str] = set()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Return when the run is finished and all hosts have received that."""
+        """Serve until the run is finished and all hosts have been notified."""
         async with await asyncio.start_server(self._serve_peer, sock=listener):
             heartbeat_at = 0.0
             while self._membership.phase is not Phase.FINISHED:
@@ -119,7 +106,7 @@ class Coordinator:
             self._unauthenticated[0].transport.abort()
         self._unauthenticated.append(writer)
         try:
-            return await asyncio.wait_for(peer.authenticate(self._config.token), HELLO_SECONDS)
+            return await asyncio.wait_for(peer.authenticate(self._config.token), link.HELLO_SECONDS)
         finally:
             self._unauthenticated.remove(writer)
 
@@ -174,9 +161,7 @@ class Coordinator:
     def _claim_rank(self, hello: Message) -> str:
         """Reserve a rank for all connections of one process; return why not, "" on success."""
         if (attempt := hello.get("attempt")) != self._attempt:
-            return (
-                f"the current attempt is {self._attempt}, got a worker of attempt {attempt!r:.20}"
-            )
+            return f"expected a worker of attempt {self._attempt}, got attempt {attempt!r:.20}"
         rank, process = str(hello.get("rank")), str(hello.get("process"))
         owner = self._rank_owners.setdefault(rank, process)
         if owner == process:
@@ -188,7 +173,7 @@ class Coordinator:
         address, logged = writer.get_extra_info("peername", ("?",))[0], self._logged_addresses
         if address not in logged and len(logged) < MAX_LOGGED_ADDRESSES:
             logged.add(address)
-            reason = str(error) or f"it sent no hello within {HELLO_SECONDS:g} s"
+            reason = str(error) or f"it sent no hello within {link.HELLO_SECONDS:g} s"
             is_last = len(logged) == MAX_LOGGED_ADDRESSES
             more = "; connections from further addresses are refused silently" if is_last else ""
             _log(f"refused a connection from {address}: {reason}{more}")
@@ -199,24 +184,24 @@ class Peer:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._frames = Frames(HELLO_BYTES)
-        self._seal: Seal
+        self._frames = link.Frames(link.HELLO_BYTES)
+        self._seal: link.Seal
 
     async def authenticate(self, token: str) -> Message:
         """Prove to each other that both ends hold the token; return the peer's hello.
 
         Raises `ValueError` if the peer does not hold it.
         """
-        nonces = secrets.token_bytes(NONCE_BYTES)
-        self._writer.write(frame(encode({"nonce": nonces.hex()})))
-        hello = decode(await self._next_body())
-        nonces += nonce_of(hello)
-        if not is_proof(hello, token, b"member", nonces):
-            self._writer.write(frame(encode({"refused": "token"})))
+        nonces = secrets.token_bytes(link.NONCE_BYTES)
+        self._write({"nonce": nonces.hex()})
+        hello = link.decode(await self._next_body())
+        nonces += link.nonce_of(hello)
+        if not link.is_proof(hello, token, b"member", nonces):
+            self._write({"refused": "token"})
             raise ValueError("it does not have this run's token")
-        self._writer.write(frame(encode({"proof": prove(token, b"coordinator", nonces).hex()})))
-        self._frames.max_bytes = MAX_BYTES
-        self._seal = Seal(token, nonces, coordinator=True)
+        self._write({"proof": link.prove(token, b"coordinator", nonces).hex()})
+        self._frames.max_bytes = link.MAX_BYTES
+        self._seal = link.Seal(token, nonces, coordinator=True)
         return await self.receive()
 
     def send(self, message: Message) -> None:
@@ -235,6 +220,9 @@ class Peer:
         cannot have sent.
         """
         return self._seal.open(await self._next_body())
+
+    def _write(self, message: Message) -> None:
+        self._writer.write(link.frame(link.encode(message)))
 
     async def _next_body(self) -> bytes:
         while (body := self._frames.next()) is None:

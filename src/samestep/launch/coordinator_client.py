@@ -29,37 +29,29 @@ END_SECONDS: Final = 10.0  # for the other hosts to receive the end
 
 
 class CoordinatorClient:
-    """This host among the hosts of a run.
+    """The connection of one host's launcher to the coordinator.
 
-    Attributes: `leads` (bool): the coordinator runs next to this launcher. `is_over` (bool): the
-    run has ended on all hosts.
+    Attributes: `leads` (bool): the coordinator runs on this host. `is_over` (bool): the run has
+    ended on all hosts. `address`: host and port of the coordinator. `files`: open files that become
+    readable when an order arrives.
     """
 
     def __init__(self, link: Link, name: str, *, leads: bool) -> None:
         self.leads, self.is_over = leads, False
+        self.address, self.files = link.address, [link.fileno()]
         self._link, self._name = link, name
         self._heartbeat_at, self._reported_begin = 0.0, False
         self._received_at = time.monotonic()
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """The address and port of the coordinator."""
-        return self._link.address
-
-    @property
-    def files(self) -> list[int]:
-        """The files that become readable when an order arrives."""
-        return [self._link.fileno()]
-
     def environment(self, attempt: int) -> dict[str, str]:
-        """Return the variables by which the workers of an attempt find each other."""
+        """Return the variables that the workers of an attempt need to find each other."""
         from samestep.comm.store import store_variables  # needs torch
 
         host, port = self.address
         interface = "lo" if ipaddress.ip_address(host).is_loopback else interface_towards(host)
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         sockets = {name: interface for name in names if interface and name not in os.environ}
-        store = store_variables((host, port), attempt)
+        store = store_variables(self.address, attempt)
         return {"MASTER_ADDR": host, "MASTER_PORT": str(port), **sockets, **store}
 
     def report(self, what: str, **fields: Any) -> None:
@@ -113,11 +105,8 @@ def join_cluster(spec: ClusterSpec, workers: int, config: Config) -> Iterator[Co
             f"--nodes {nodes} requires --lanes, because the result depends on them; "
             "set --lanes to the largest number of workers that the run will ever have"
         )
-    settings = {
-        "--nodes": str(nodes),
-        "samestep": _version("samestep"),
-        "torch": _version("torch"),  # bits depend on it
-    }
+    # bits depend on the version of torch
+    settings = {"--nodes": str(nodes)} | {name: _version(name) for name in ("samestep", "torch")}
     listener = _listen(spec.master)
     coordinator = client = None
     try:

@@ -31,9 +31,9 @@ ANSWER_SECONDS: Final = 2.0  # an answer takes milliseconds unless the fork serv
 class ForkServer:
     """The launcher's side of the fork server.
 
-    Imports may take seconds, start threads or crash. The launcher cannot do them, because it
-    supervises workers and must remain able to fork, and each worker would repeat them. Workers are
-    forked from the launcher until the imports are done, or if the launcher has all modules.
+    Imports may take seconds, start threads or crash. Without this server, each worker would repeat
+    them; the launcher cannot import, because it supervises workers and must remain able to fork.
+    The launcher forks workers until the imports are done, or always if it has all modules.
     """
 
     def __init__(self, job: Job) -> None:
@@ -45,16 +45,14 @@ class ForkServer:
         self._exit_codes: dict[int, int] = {}  # by process id
 
     def close(self) -> None:
-        """Kill the process."""
-        if self._socket is not None:
-            self._socket.close()
+        """Kill the process and with it its workers."""
+        self._give_up()
         if self._process is not None:
-            self._process.kill()
             self._process.join()
             self._process.close()
 
     def prepare(self) -> None:
-        """Start the process once workers have reported modules, if it can be of use."""
+        """Start the process once workers have reported their modules, if it is useful."""
         modules = self._job.launcher_state.modules_reported
         if self._has_decided or modules is None:
             return
@@ -82,12 +80,12 @@ class ForkServer:
             while not self._started:  # other messages are exit codes
                 if not self._receive(ANSWER_SECONDS):
                     raise TimeoutError
-            pid, pidfd = self._started
-            self._exit_codes.pop(pid, None)  # of an earlier process with this id
-            return ForkedWorker(pid, pidfd, self)
         except OSError:
             self._give_up()
             return None
+        pid, pidfd = self._started
+        self._exit_codes.pop(pid, None)  # of an earlier process with this id
+        return ForkedWorker(pid, pidfd, self)
 
     def exitcode(self, pid: int, *, has_ended: bool) -> int | None:
         """Return a worker's exit code as multiprocessing does; None while it runs."""
@@ -122,7 +120,7 @@ class ForkServer:
         return bool(message)
 
     def _give_up(self) -> None:
-        """Kill the process and with it its workers; the launcher forks all further workers."""
+        """Kill the process and with it its workers; the launcher forks all further ones."""
         self._is_ready = False
         if self._socket is not None:
             self._socket.close()
@@ -132,12 +130,10 @@ class ForkServer:
 
 
 class ForkedWorker:
-    """A worker of the fork server, with the methods of a multiprocessing process in use here."""
+    """A worker of the fork server, with the interface of a multiprocessing process."""
 
     def __init__(self, pid: int, pidfd: int, fork_server: ForkServer) -> None:
-        self.pid = pid
-        self._fork_server = fork_server
-        self._file = pidfd
+        self.pid, self._file, self._fork_server = pid, pidfd, fork_server
 
     @property
     def exitcode(self) -> int | None:

@@ -23,11 +23,11 @@ from samestep.launch.cluster_spec import ClusterSpec
 def preload() -> None:
     """Import what training needs once, before workers are forked.
 
-    No torch operation runs and no GPU is queried, either of which would break forked workers.
-    torch's optimizers import torch._dynamo: 800 modules, which each worker would otherwise load
-    into 60 MB of its own.
+    No torch operation runs and no GPU is queried; either would break forked workers. torch's
+    optimizers import torch._dynamo, with 800 modules. Otherwise each worker would load them, which
+    takes 60 MB per worker.
     """
-    # none of the new objects is garbage, and looking for it takes a quarter of the time
+    # nothing imported is garbage, and searching for garbage takes a quarter of the time
     with no_garbage_collection():
         import torch._dynamo  # noqa: F401
 
@@ -38,9 +38,9 @@ def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any)
     """Run `fn(*args)` in new processes on this machine and return rank 0's result.
 
     This process must not have used CUDA, nor more than one thread for a torch operation. If a
-    worker is killed from outside after the run has begun, all workers start again from the saved
-    state, up to `max_restarts` times in a row without a completed step. A signal that stops this
-    process stops the workers first, which have `grace_period` seconds for a snapshot.
+    worker is killed from outside after the run has begun, all workers restart from the saved state,
+    up to `max_restarts` consecutive times without a completed step. A signal that stops this
+    process stops the workers first, which have `grace_period` seconds to save a snapshot.
 
     Args:
         fn: Body of each worker; may be a lambda or a closure. Its result must be picklable.
@@ -74,7 +74,7 @@ def start(
     *,
     preloads: bool = True,
 ) -> Any:
-    """Do what `launch` does, for `body()`; with a `spec`, as one of several hosts.
+    """Launch workers that run `body()`; with a `spec`, as one of several hosts.
 
     Returns None on hosts without rank 0. With `preloads`, imports what training needs first.
     """
@@ -86,8 +86,7 @@ def start(
     with ExitStack() as exits:
         client = None
         if spec is not None:
-            # imports asyncio
-            from samestep.launch.coordinator_client import join_cluster
+            from samestep.launch.coordinator_client import join_cluster  # imports asyncio
 
             variables[TOKEN] = spec.token
             client = exits.enter_context(join_cluster(spec, workers, config))

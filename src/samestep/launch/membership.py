@@ -1,4 +1,4 @@
-"""Decisions about the hosts of a run, from their reports and the time, without any socket."""
+"""Decisions about the hosts of a run, based only on their reports and the time."""
 
 from __future__ import annotations
 
@@ -82,9 +82,8 @@ class Membership:
             self._log(f"{self._last_loss}: {self._present()}")
         if node.busy:
             node.busy = False
-            failure = WorkerFailure(
-                node.first_rank, now, f"its host was lost: {reason}", is_retryable=True
-            )
+            summary = f"its host was lost: {reason}"
+            failure = WorkerFailure(node.first_rank, now, summary, is_retryable=True)
             self._add_failure(replace(failure, step=self._restarts.step, host=node.name))
 
     def receive(self, node: Node, message: Message, now: float) -> None:
@@ -136,9 +135,8 @@ class Membership:
 
     def _start_if_enough(self, now: float) -> None:
         ready = [node for node in self._nodes if node.ready]
-        loading = [
-            node for node in self._nodes if not node.ready and now - node.joined_at < LOAD_SECONDS
-        ]
+        recent = now - LOAD_SECONDS
+        loading = [node for node in self._nodes if not node.ready and node.joined_at > recent]
         # a run that continues does not wait for more hosts
         settled = self._attempt.number >= 0 or (not loading and now >= self._settled_at)
         min_nodes, max_nodes = self._policy.min_nodes, self._policy.max_nodes
@@ -171,16 +169,15 @@ class Membership:
             self._finish_attempt(now)
         elif attempt.failures:
             self._decide(now)
-        elif (
-            now >= self._settled_at and attempt.busy_nodes == attempt.nodes and self._can_use_more()
-        ):
+        elif now >= self._settled_at and self._can_use_more():
             self._log(f"workers take a snapshot to continue on more hosts: {self._present()}")
             self._request_exit(StopReason.RESIZE, signal.SIGTERM, now)
 
     def _can_use_more(self) -> bool:
         nodes = self._attempt.nodes
         return (
-            any(node.ready and node not in nodes for node in self._nodes)
+            self._attempt.busy_nodes == nodes
+            and any(node.ready and node not in nodes for node in self._nodes)
             and len(nodes) < self._policy.max_nodes
             and sum(node.max_workers for node in nodes) < (self._policy.lanes or sys.maxsize)
         )
@@ -200,7 +197,7 @@ class Membership:
         return 0.0 if self._restarts.allows(failure) else EXIT_SECONDS
 
     def _decide(self, now: float) -> None:
-        """Stop the attempt when the cause of its failure had time to arrive."""
+        """Stop the attempt once reports of the cause of its failure have had time to arrive."""
         failure = self._attempt.first_failure
         if failure is not None and now >= self._attempt.decide_at:
             restarts = self._restarts.allows(failure)

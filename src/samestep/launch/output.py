@@ -42,7 +42,7 @@ class Outputs:
 
     @contextmanager
     def pipes_of(self, rank: int) -> Iterator[Pipes]:
-        """Open the pipes of a worker that is forked, or receives them, inside the block."""
+        """Open a worker's pipes. Fork it, or send it the pipes, inside the block."""
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):  # closed or None
                 stream.flush()  # the worker would print the buffer again
@@ -65,10 +65,10 @@ class Outputs:
         return list(self._channels)
 
     def forward(self, ready: Collection[object], directory: str = "") -> None:
-        """Print what can be read from those of `files()` that are `ready`.
+        """Print what can be read from the `ready` ones of `files()`.
 
-        Nothing is read while the screen accepts no output, so a worker that prints much has to
-        wait. Logs go to the run's directory, which exists; "" means unknown.
+        Nothing is read while the screen accepts no output, so workers that print much have to
+        wait. Logs go to the run's directory, which exists; "" if it is unknown.
         """
         for file in self.files():
             channel = self._channels[file]
@@ -77,15 +77,14 @@ class Outputs:
         for screen in self._screens:
             screen.flush()
         if directory and Path(directory) != self._directory:
-            self._directory = Path(directory)
-            self._logs_failed = False
+            self._directory, self._logs_failed = Path(directory), False
             for log in self._logs.values():
                 self._on_log(log, self._open_log)
 
     def drain(self) -> None:
         """Print the remaining output of workers that have exited, and close their pipes and logs.
 
-        Processes that they left running have no output from now on.
+        Processes that they left running can no longer print.
         """
         for channel in list(self._channels.values()):
             # at most what is in the pipe now, because a process may continue to print
@@ -98,7 +97,7 @@ class Outputs:
         self._logs.clear()
 
     def print(self, text: str) -> None:
-        """Print a line of the launcher's to stderr."""
+        """Print a message of the launcher to stderr."""
         self._screens[1].write_lines(f"samestep: {text}\n".encode(errors="backslashreplace"))
 
     def close(self) -> None:
@@ -143,8 +142,7 @@ class Outputs:
             act(log)
         except OSError as error:
             self._logs_failed = True
-            reason = error.strerror or str(error)
-            where = self._directory
+            where, reason = self._directory, error.strerror or str(error)
             self.print(f"cannot write worker logs in {where}: {reason}; the run continues")
 
 
@@ -174,13 +172,15 @@ def print_to(ends: Sequence[int]) -> None:
     )
 
 
+def _line_buffered(number: int, encoding: str) -> TextIO:
+    return open(number, "w", 1, encoding, "backslashreplace", closefd=False)
+
+
 class _Channel:
     """A pipe from a worker to a screen."""
 
     def __init__(self, file: int, rank: int, screen: Screen, log: Log) -> None:
-        self.file = file
-        self.screen = screen
-        self.log = log
+        self.file, self.screen, self.log = file, screen, log
         self.capacity = fcntl.fcntl(file, fcntl.F_GETPIPE_SZ)
         self._prefix = b"" if rank == 0 else f"[{rank}] ".encode()
         self._rest = b""
@@ -194,8 +194,7 @@ class _Channel:
         *lines, rest = (self._rest + data).split(b"\n")
         rest = rest[rest.rfind(b"\r", 0, -1) + 1 :]
         if len(rest) > _READ_BYTES:
-            lines.append(rest)
-            rest = b""
+            lines, rest = [*lines, rest], b""
         self._rest = rest
         self._print_lines(lines)
 
@@ -220,9 +219,3 @@ def _pipe() -> tuple[int, int]:
         for end in ends:
             os.close(end)
     return reading, writing
-
-
-def _line_buffered(number: int, encoding: str) -> TextIO:
-    return open(
-        number, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False
-    )

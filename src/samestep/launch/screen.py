@@ -6,19 +6,18 @@ import codecs
 import os
 import select
 import sys
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final, TextIO
 
 FOLDER: Final = "logs"
-WAIT_SECONDS: Final = (
-    0.02  # for a terminal that accepts no output; short, since others need service
-)
+WAIT_SECONDS: Final = 0.02  # for a terminal that accepts no output; other files must not wait long
 _EARLY_BYTES: Final = 256 * 1024
 
 
 class Log:
-    """The unchanged output of a worker in one attempt, after a title with attempt and time.
+    """The unchanged output of a worker in one attempt, under a title with attempt and time.
 
     The run's directory is known only after the run has begun. Until then, the last 256 KiB are held
     in memory.
@@ -143,8 +142,11 @@ def standard_screens() -> tuple[Screen, Screen]:
     """Return the screens of stdout and stderr: the same one if both are one terminal."""
     out, err = _stream(sys.stdout, sys.__stdout__, 1), _stream(sys.stderr, sys.__stderr__, 2)
     screen = Screen(out)
-    same = isinstance(out, FileStream) and isinstance(err, FileStream) and _is_same_file(1, 2)
-    return screen, screen if same else Screen(err)
+    if isinstance(out, FileStream) and isinstance(err, FileStream):
+        with suppress(OSError):  # one of them is closed
+            if os.path.sameopenfile(1, 2):
+                return screen, screen
+    return screen, Screen(err)
 
 
 def _stream(
@@ -153,10 +155,3 @@ def _stream(
     if stream is None:  # the file was closed when Python started; its number may be reused by now
         return None
     return FileStream(number) if stream is original else TextStream(stream)
-
-
-def _is_same_file(one: int, other: int) -> bool:
-    try:
-        return os.path.sameopenfile(one, other)
-    except OSError:  # one of them is closed
-        return False

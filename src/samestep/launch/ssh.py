@@ -1,9 +1,9 @@
-"""Runs `samestep run` on the hosts of a hosts file, through a remote shell.
+"""Run `samestep run` on the hosts of a hosts file, through a remote shell.
 
-As a program (`python -m samestep.launch.ssh`), the remote side: it reads a command from standard
-input and runs it until standard input ends. The first line is a JSON object with the `arguments` of
-samestep, a `directory`, and variables of the `environment`. Each further line is the number of a
-signal for the command.
+`python -m samestep.launch.ssh` is the remote side. It reads a command from standard input and runs
+it until standard input ends. The first line is a JSON object with the `arguments` of samestep, a
+`directory`, and variables of the `environment`. Each further line is the number of a signal for the
+command.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from samestep.host import end_with_parent
 from samestep.launch.cluster_spec import Host, Nodes, read_hosts, read_token
 from samestep.launch.worker import StopSignals
 
-REMOTE_SHELL: Final = "ssh"
-FORWARDED_VARIABLES: Final = ("PYTHONPATH",)
 POLL_SECONDS: Final = 0.1
 READ_BYTES: Final = 1 << 16  # per read, and of an unfinished line
 EXIT_SECONDS: Final = 5.0  # after a failure, for the other hosts to report it and exit
@@ -68,14 +66,11 @@ def run_on_hosts(
     given = {option.name: getattr(arguments, option.name) for option in fields(Config)}
     common += [f"{flag_name(name)}={text}" for name, text in given.items() if text is not None]
     script = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
-    variables = {
-        name: text
-        for name, text in environment.items()
-        if name in FORWARDED_VARIABLES or name.startswith(PREFIX)
-    }
+    names = [name for name in environment if name == "PYTHONPATH" or name.startswith(PREFIX)]
+    variables = {name: environment[name] for name in names}
     variables[TOKEN] = read_token(arguments, environment) or secrets.token_hex()
     signals = StopSignals()
-    shell = shlex.split(arguments.ssh or REMOTE_SHELL)
+    shell = shlex.split(arguments.ssh or "ssh")
     with ExitStack() as exits:
         exits.enter_context(signals.recorded())
         shells = []
@@ -94,20 +89,19 @@ def run_on_hosts(
 class Shell:
     """`samestep run` on a host, through a remote shell.
 
+    Attributes: `outputs` (list[IO[bytes]]): the host's stdout and stderr.
+
     The job is sent to standard input, where no other user can read the token. The run on the host
-    ends when its standard input ends, so no process is left here or there.
+    ends when its standard input ends, so no process is left behind on either side.
     """
 
     def __init__(self, host: Host, shell: Sequence[str], job: Mapping[str, object]) -> None:
         remote = f"exec {shlex.quote(sys.executable)} -m samestep.launch.ssh"
+        command = [*shell, host.name, remote]
         try:
             # a new session: Ctrl-C is for this process, which forwards it once
             self._process = subprocess.Popen(
-                [*shell, host.name, remote],
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=PIPE,
-                start_new_session=True,
+                command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
             )
         except OSError as error:
             raise LaunchError(
@@ -115,6 +109,8 @@ class Shell:
             ) from error
         assert self._process.stdin  # noqa: S101  it is a pipe
         self._input = self._process.stdin
+        outputs = self._process.stdout, self._process.stderr
+        self.outputs: list[IO[bytes]] = [pipe for pipe in outputs if pipe]
         self.send(job)
 
     def close(self) -> None:
@@ -124,11 +120,6 @@ class Shell:
         self.close_input()
         for pipe in self.outputs:
             pipe.close()
-
-    @property
-    def outputs(self) -> list[IO[bytes]]:
-        """The host's stdout and stderr."""
-        return [pipe for pipe in (self._process.stdout, self._process.stderr) if pipe]
 
     @property
     def status(self) -> int | None:
@@ -151,7 +142,7 @@ class Shell:
 class ShellMonitor:
     """Prints the output of hosts, forwards signals to them, and ends all of them on failure.
 
-    A failure is the exit of the first host, or the failure of more than `may_fail` hosts.
+    The run fails if the first host exits, or more than `may_fail` hosts fail.
     """
 
     def __init__(
@@ -164,7 +155,7 @@ class ShellMonitor:
         self._unfinished: dict[IO[bytes], bytes] = {}
 
     def run(self) -> None:
-        """Return when all hosts have exited, or have not exited in time."""
+        """Return when all hosts have exited or the timeout has passed."""
         with selectors.DefaultSelector() as selector:
             for shell in self._shells:
                 for pipe, stream in zip(shell.outputs, (sys.stdout, sys.stderr), strict=True):
@@ -202,7 +193,7 @@ class ShellMonitor:
         first_exited = self._shells[0].status is not None
         is_ending = failed > self._may_fail or first_exited or self._signals.received
         if self._end_at == math.inf and is_ending:
-            # hosts that exit before that can report the reason
+            # until then, hosts can report the reason and exit
             self._end_at = now + EXIT_SECONDS
             self._give_up_at = self._end_at + self._timeout
             if self._signals.received:

@@ -79,12 +79,13 @@ class KeyValueStore:
 
     async def _wait(self, keys: list[str], seconds: float) -> dict[str, Any]:
         """Return {} when all keys are set, and the missing keys after a timeout."""
-        deadline = asyncio.get_running_loop().time() + seconds
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
         while missing := [key for key in keys if key not in self._values]:
-            arrival = asyncio.get_running_loop().create_future()
+            arrival = loop.create_future()
             self._waiting[missing[0]].add(arrival)
             try:
-                await asyncio.wait_for(arrival, deadline - asyncio.get_running_loop().time())
+                await asyncio.wait_for(arrival, deadline - loop.time())
             except asyncio.TimeoutError:
                 return {"late": missing}
             finally:

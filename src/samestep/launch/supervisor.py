@@ -64,19 +64,16 @@ class LocalCoordinator:
     def environment(self, _attempt: int) -> dict[str, str]:
         """Open a new store; return the variables by which an attempt's workers find it.
 
-        They are torchrun's, which torch.distributed reads too: every worker is a client of an
-        existing store. A TCPStore that opens its own socket listens on all addresses, so it gets
-        one that listens only on the loopback interface.
+        torchrun sets the same variables, and torch.distributed reads them: every worker is a client
+        of an existing store. A TCPStore that opens its own socket listens on all addresses, so it
+        is given one that listens only on the loopback interface.
         """
         self._store = None
         listener = socket.create_server((LOOPBACK, 0))
         port: int = listener.getsockname()[1]
+        file = listener.detach()
         self._store = TCPStore(
-            LOOPBACK,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=file
         )
         return {
             "MASTER_ADDR": LOOPBACK,
@@ -184,12 +181,9 @@ class Supervisor:
         for rank, failure in group.failures.items():
             if rank not in self._reported:
                 self._reported.add(rank)
-                self._coordinator.report(
-                    "failed",
-                    attempt=self._attempt,
-                    age=time.monotonic() - failure.at,
-                    failure={**asdict(failure), "traceback": _shortened(failure.traceback)},
-                )
+                age = time.monotonic() - failure.at
+                fields = {**asdict(failure), "traceback": _shortened(failure.traceback)}
+                self._coordinator.report("failed", attempt=self._attempt, age=age, failure=fields)
         if not group.running:
             self._result = None if group.failures else group.result()
             self._close_group()
@@ -197,14 +191,14 @@ class Supervisor:
             self._coordinator.report("ended", attempt=self._attempt, step=step)
 
     def _send_due_signals(self) -> None:
-        """Send signals that are due, but not before restarted workers can take a snapshot."""
+        """Send due signals, but not before restarted workers can take a snapshot."""
         state = self._job.launcher_state
         if self._group and (state.step is None or state.is_under_way or self._group.failures):
             while self._signals_due and self._signals_due[0][0] <= time.monotonic():
                 self._group.send(self._signals_due.pop(0)[1])
 
     def _record_restart(self, failure: WorkerFailure) -> None:
-        """Print and record the failure that restarts all workers."""
+        """Print and record the failure for which all workers are restarted."""
         state = self._job.launcher_state
         self._outputs.print(f"worker {failure.rank}: {failure}; restarting all workers")
         if state.directory:

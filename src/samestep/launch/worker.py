@@ -62,28 +62,23 @@ class StopSignals:
             self._received_at = now
 
     def reset(self) -> None:
-        """Set a new process's handlers in a worker, and act on the signals that it missed."""
+        """Restore the default handlers in a worker, and raise the signals that it missed."""
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                is_interrupt = number is signal.SIGINT
-                signal.signal(
-                    number, signal.default_int_handler if is_interrupt else signal.SIG_DFL
-                )
+                interrupts = number is signal.SIGINT
+                handler = signal.default_int_handler if interrupts else signal.SIG_DFL
+                signal.signal(number, handler)
         for number in self.received:
             signal.raise_signal(number)
 
 
 class Report:
-    """Anonymous memory in which a worker leaves its result or failure for its launcher."""
+    """A `file` in memory that passes a worker's result or failure to its launcher."""
 
     def __init__(self, file: int | None = None) -> None:
-        """Open new memory, or the memory behind a file that another process opened."""
-        self._memory = os.fdopen(anonymous_file("samestep-report") if file is None else file, "w+b")
-
-    @property
-    def file(self) -> int:
-        """The open file, for another process."""
-        return self._memory.fileno()
+        """Open new memory, or a file that another process has opened."""
+        self.file = anonymous_file("samestep-report") if file is None else file
+        self._memory = os.fdopen(self.file, "w+b")
 
     def write_result(self, result: Any) -> None:
         """Write a worker's result, which must be picklable."""
@@ -109,7 +104,7 @@ class Report:
         import torch
 
         self._memory.seek(0)
-        # written by a fork of this process, through memory that no other process has
+        # safe: only forks of this process can write to this memory
         return torch.load(self._memory, map_location="cpu", weights_only=False)
 
     def failure(self) -> WorkerFailure | None:
@@ -127,9 +122,9 @@ class Report:
 
 @dataclass(frozen=True)
 class LocalAttempt:
-    """An attempt on this host, whose `local_workers` of all `workers` start at `first_rank`.
+    """An attempt on this host: ranks `first_rank` to `first_rank + local_workers - 1` of `workers`.
 
-    `environment` has the address of the attempt's store, as MASTER_ADDR and so on.
+    `environment` has the variables with the address of the attempt's store, such as MASTER_ADDR.
     """
 
     number: int
@@ -154,8 +149,8 @@ class Job:
         self, attempt: LocalAttempt, local_rank: int, report: Report, take_over: Callable[[], None]
     ) -> NoReturn:
         """Run the body in a forked worker, report its result or failure, and exit."""
-        # Exit functions and uncollected garbage belong to the launcher: finalizers that wait for
-        # its threads would wait forever here, because a fork has none of them.
+        # Exit functions and uncollected garbage belong to the launcher. Finalizers that wait for
+        # its threads would wait forever here, because a fork does not have these threads.
         atexit._clear()  # noqa: SLF001
         gc.freeze()
         gc.enable()
@@ -174,11 +169,10 @@ class Job:
             if rank == 0:
                 report.write_result(result)
         except BaseException as error:  # noqa: BLE001  the launcher reports every kind
-            if isinstance(error, SystemExit) and not error.code:
-                return 0
-            failure = WorkerFailure.of_error(rank, error)
-            report.write_failure(failure)
-            return failure.status
+            if not isinstance(error, SystemExit) or error.code:
+                failure = WorkerFailure.of_error(rank, error)
+                report.write_failure(failure)
+                return failure.status
         return 0
 
     def _set_up(self, attempt: LocalAttempt, local_rank: int) -> None:
@@ -189,16 +183,14 @@ class Job:
         torch.set_num_threads(self.config.threads)
         # an orphan would write to the same files as the next attempt's workers
         end_with_parent(self.launcher_pid)
-        # Ctrl-C reaches only the launcher, which forwards it once; one kill reaches everything that
-        # a worker started
+        # Ctrl-C reaches only the launcher, which forwards it once; killing this session's group
+        # also kills everything that the worker started
         os.setsid()
-        os.environ.update(self.environment)
-        os.environ.update(attempt.environment)
+        os.environ.update({**self.environment, **attempt.environment, ATTEMPT: str(attempt.number)})
         os.environ.update(
             RANK=str(attempt.first_rank + local_rank),
             WORLD_SIZE=str(attempt.workers),
             LOCAL_RANK=str(local_rank),
             LOCAL_WORLD_SIZE=str(attempt.local_workers),
         )
-        os.environ[ATTEMPT] = str(attempt.number)
         self.signals.reset()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Final
@@ -23,12 +25,12 @@ PF_EXITING: Final = 0x4
 
 
 class WorkerGroup:
-    """Workers by rank: `running`, and `failures` of others. All remaining ranks succeeded."""
+    """Workers of one attempt: `running` and `failures`, by rank. All other ranks succeeded."""
 
     def __init__(
         self, job: Job, attempt: LocalAttempt, outputs: Outputs, fork_server: ForkServer
     ) -> None:
-        """Fork the workers. Raises `LaunchError` if that fails, and then leaves no worker."""
+        """Fork the workers. Raises `LaunchError`, without leaving workers behind, if that fails."""
         self.failures: dict[int, WorkerFailure] = {}
         self.running: dict[int, ForkProcess | ForkedWorker] = {}
         self._job = job
@@ -39,7 +41,7 @@ class WorkerGroup:
         self._alive_at: dict[int, float] = {}  # when ranks were last seen running
         self._oom_kills = _oom_kills()
         try:
-            # each worker freezes what it inherits before it collects again
+            # each worker freezes inherited objects before it collects garbage again
             with no_garbage_collection():
                 for local_rank in range(attempt.local_workers):
                     self._start(attempt, local_rank, outputs, fork_server)
@@ -75,8 +77,8 @@ class WorkerGroup:
     def poll(self) -> None:
         """Update `running` and `failures`.
 
-        A worker that exited without a report failed when it was last seen running, because its exit
-        came before everything that it caused.
+        A worker that exited without a report gets the time at which it was last seen running, so
+        that its failure precedes all failures that it caused.
         """
         now = time.monotonic()
         for rank, process in list(self.running.items()):
@@ -91,17 +93,19 @@ class WorkerGroup:
         if (file := self._files.pop(rank, None)) is not None:
             os.close(file)
         if code != 0:
-            out_of_memory = _oom_kills() > self._oom_kills
-            failure = self._reports[rank].failure() or WorkerFailure.of_exit(
-                rank, code, at=self._alive_at[rank], out_of_memory=out_of_memory
+            oom = _oom_kills() > self._oom_kills
+            failure = self._reports[rank].failure()
+            failure = failure or WorkerFailure.of_exit(
+                rank, code, self._polled_at, out_of_memory=oom
             )
-            self.failures[rank] = failure.at_step(self._job.launcher_state.step)
+            step = self._job.launcher_state.step
+            host = "" if step is None else socket.gethostname()
+            self.failures[rank] = replace(failure, step=step, host=host)
 
     def _kill_stopped(self, now: float) -> None:
-        """Kill SIGSTOPped workers when other workers time out waiting for them, or would have."""
-        timed_out = bool(self.failures) and all(
-            failure.is_secondary for failure in self.failures.values()
-        )
+        """Kill SIGSTOPped workers once other workers time out waiting for them, or would have."""
+        failures = self.failures.values()
+        timed_out = bool(failures) and all(failure.is_secondary for failure in failures)
         for rank, process in list(self.running.items()):
             if _stat(process.pid)[0] not in {"T", "t"}:
                 self._stopped_since.pop(rank, None)
@@ -155,10 +159,9 @@ def _stat(pid: int | None) -> list[str]:
 
 
 def _oom_kills() -> int:
-    """Return how many processes the kernel of this host has killed to free memory, 0 if unknown."""
+    """Return how many processes this host's kernel has killed to free memory, 0 if unknown."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,14 @@ from samestep.snapshot.manager import Tracked
 class DivergenceCheck:
     """Compares checksums of tracked tensors that are not sharded, and of replicated `modules`.
 
-    Checksums are computed between two steps, once every `every` steps. Their digest travels in the
+    Checksums are computed between two steps, once every `every` steps. Their digest is sent in the
     next step's note, so no exchange is needed unless digests differ. Bytes are compared: a NaN is
     equal to itself, and 0.0 differs from -0.0.
     """
 
     def __init__(self, every: int | None, world: World, tracked: Tracked) -> None:
         self.modules: list[torch.nn.Module] = []
-        self.digest: str | None = None  # of checksums that were not compared yet
+        self.digest: str | None = None  # of checksums that are not compared yet
         self._every, self._world, self._tracked = every, world, tracked
         self._checksums: dict[str, str] = {}
         self._step = 0
@@ -35,20 +35,17 @@ class DivergenceCheck:
         if self._every is None or step % self._every or self._world.size == 1:
             return
         states, _ = self._tracked.states()
-        others = {
-            f"module {number} ({type(module).__name__})": module.state_dict()
-            for number, module in enumerate(self.modules)
-        }
-        self._checksums = checksums({**states, **others})
+        for number, module in enumerate(self.modules):
+            states[f"module {number} ({type(module).__name__})"] = module.state_dict()
+        self._checksums = checksums(states)
         self.digest = checksum(repr(self._checksums).encode())
         self._step = step
 
     def compare(self, digests: Sequence[str | None]) -> None:
         """Compare the digests of all workers, by rank. Raises `DivergenceError` on all of them."""
         if len(set(digests)) > 1:
-            gathered = self._world.all_gather_json(
-                [socket.gethostname(), self._checksums], "comparing checksums"
-            )
+            own = [socket.gethostname(), self._checksums]
+            gathered = self._world.all_gather_json(own, "comparing checksums")
             hosts, everyone = zip(*gathered, strict=True)
             raise DivergenceError(self._message(hosts, everyone))
         if self.digest is not None:
@@ -81,7 +78,7 @@ class DivergenceCheck:
 
 
 def checksums(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the checksums of the tensors in a nested state by path, of aliases only the first."""
+    """Return the checksums of the tensors in a nested state, by path; skip aliases."""
     found: dict[str, str] = {}
     seen = set()
     for path, tensor in _tensors(state):
@@ -97,10 +94,7 @@ def _tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(state, torch.Tensor):
         yield path, state
     elif isinstance(state, (dict, list, tuple)):
-        parts: Iterable[tuple[Any, Any]] = (
-            state.items() if isinstance(state, dict) else enumerate(state)
-        )
-        for name, part in parts:
+        for name, part in state.items() if isinstance(state, dict) else enumerate(state):
             yield from _tensors(part, f"{path}/{name}" if path else str(name))
 
 

@@ -83,13 +83,13 @@ class PlannedLoop(Loop):
         at, plan = self._position, self._plan
         changed = sorted(name for name in {*at.plan, *plan} if at.plan.get(name) != plan.get(name))
         if at.step and changed:
-            before, now = (
+            old, new = (
                 ", ".join(f"{name}={some.get(name)}" for name in changed)
                 for some in (at.plan, plan)
             )
             raise DataError(
                 "the data set must stay the same until the epoch ends: "
-                f"step {at.step} of epoch {at.epoch} expected {before}, got {now}; "
+                f"step {at.step} of epoch {at.epoch} expected {old}, got {new}; "
                 "samples would be lost or repeated"
             )
 

@@ -1,4 +1,4 @@
-"""Methods of `Run` besides the training loop: collectives, logging and printing."""
+"""Methods of `Run` for collectives, logging and printing."""
 
 from __future__ import annotations
 
@@ -111,10 +111,8 @@ class Log:
             >>> run.log({"loss": 0.5}, learning_rate=1e-3)
         """
         values, low, high = scalars_of(means or {}, scalars)
-        progress = self._progress
-        self._record.scalars(
-            progress.step, progress.epoch, values, low, high, between=progress.between_steps
-        )
+        at = self._progress
+        self._record.scalars(at.step, at.epoch, values, low, high, between=at.between_steps)
 
     def log_image(self, name: str, image: Any) -> None:
         """Record rank 0's image of the current step.
@@ -163,9 +161,7 @@ def pixels(image: Any) -> NDArray[Any]:
     if tensor.is_floating_point():
         tensor = (tensor.clamp(0, 1) * 255).round().to(torch.uint8)
     if tensor.dtype != torch.uint8:
-        raise RecordError(
-            f"an image must be uint8, or floating point in [0, 1], got {tensor.dtype}"
-        )
+        raise RecordError(f"an image must be uint8 or floating point in [0, 1], got {tensor.dtype}")
     return tensor.contiguous().numpy()
 
 
@@ -188,8 +184,6 @@ def scalars_of(
             values[full] = float(one)
             if isinstance(value, Means):
                 by_worker[full] = value.by_worker(inner)
-    return (
-        values,
-        {name: min(some) for name, some in by_worker.items()},
-        {name: max(some) for name, some in by_worker.items()},
-    )
+    low = {name: min(some) for name, some in by_worker.items()}
+    high = {name: max(some) for name, some in by_worker.items()}
+    return values, low, high

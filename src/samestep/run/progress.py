@@ -21,6 +21,7 @@ from samestep.step.lane_engine import LaneEngine
 
 BODY: Final = "in the body of a loop"
 OUTSIDE: Final = "outside of loops"
+PLANNED: Final = ("steps", "epochs", "steps_per_epoch", "samples", "batch_size")  # None if unknown
 
 
 class Decision(NamedTuple):
@@ -51,7 +52,7 @@ class Position:
 
 @dataclass
 class CurrentStep:
-    """The step whose body runs, or which was left early and counts only if it made updates."""
+    """The step whose body runs, or that was left early; then it counts only if it made updates."""
 
     batch: Batch
     complete: Callable[[], int]
@@ -62,8 +63,8 @@ class CurrentStep:
 class Progress:
     """Counts steps; at the end of each, takes snapshots, records timings and stops the run.
 
-    Decisions that all workers must share (a clock, a signal) travel as a note with the losses of a
-    step, so they need no exchange of their own.
+    Inputs of shared decisions (a clock, a signal) are sent in a note with the losses of a step, so
+    they need no separate exchange.
     """
 
     def __init__(
@@ -76,8 +77,7 @@ class Progress:
         divergence: DivergenceCheck,
         resumed: Snapshot | None,
     ) -> None:
-        self.step = 0
-        self.epoch = 0
+        self.step = self.epoch = 0
         self.positions: dict[str, Position] = {}
         self.streams: dict[str, dict[int, LaneStream]] = {}
         self.resumed_streams: dict[str, dict[int, Any]] = {}
@@ -87,8 +87,7 @@ class Progress:
         self._current: CurrentStep | None = None
         self._optimizer_seconds = 0.0
         self._seconds: dict[str, float] = {}
-        self._decision = Decision()
-        self._requested = False
+        self._decision, self._requested = Decision(), False
         self._score: float | None = None
         if resumed is not None:
             state = resumed.state["run"]
@@ -105,10 +104,9 @@ class Progress:
     def begin_loop(self, name: str, **planned: int | None) -> None:
         """Record the start of a loop; `planned` are its steps (over all resumes) and its data."""
         at = self.positions[name]
-        unknown = dict.fromkeys(("steps", "epochs", "steps_per_epoch", "samples", "batch_size"))
-        fields = {**unknown, **planned}
+        planned = {**dict.fromkeys(PLANNED), **planned}
         self._record.event(
-            "loop", name=name, step=self.step, epoch=at.epoch, done=at.done, **fields
+            "loop", name=name, step=self.step, epoch=at.epoch, done=at.done, **planned
         )
 
     def begin_step(self, batch: Batch, complete: Callable[[], int]) -> None:
@@ -122,7 +120,7 @@ class Progress:
                 "a batch was taken from one loop in the body of another; "
                 "put everything a step needs into one data set or stream"
             )
-        if self._is_last(self.step):
+        if self._is_last():
             self._stop_run()
         self.epoch = batch.epoch
         self._current = CurrentStep(batch, complete)
@@ -149,7 +147,7 @@ class Progress:
         decision, self._decision = self._decision, Decision()
         if self._snapshots.is_due(self.step) or decision.snapshot_due or self._requested:
             self._take_snapshot()
-        if decision.signal or self._is_last(self.step):
+        if decision.signal or self._is_last():
             self._stop_run(decision.signal)
         if self._snapshots.in_memory.is_due(self.step, agreed=decision.copy_due):
             self._snapshots.save_in_memory(self.step, self._states)
@@ -190,11 +188,10 @@ class Progress:
 
     def next_call(self) -> tuple[int, int]:
         """Return the step and the number of this backward call within it."""
-        number = 0
-        if self._current is not None:
-            number = self._current.updates
-            self._current.updates += 1
-        return self.step, number
+        if self._current is None:
+            return self.step, 0
+        self._current.updates += 1
+        return self.step, self._current.updates - 1
 
     def note(self) -> dict[str, Any]:
         """Return the note that this worker sends with the losses of a step."""
@@ -245,8 +242,8 @@ class Progress:
         lanes.compute_seconds = lanes.exchange_seconds = 0.0
         self._optimizer_seconds = self._snapshots.stall_seconds = 0.0
 
-    def _is_last(self, step: int) -> bool:
-        return self._config.stop_after is not None and step >= self._config.stop_after
+    def _is_last(self) -> bool:
+        return self._config.stop_after is not None and self.step >= self._config.stop_after
 
     def _stop_run(self, signal: int = 0) -> NoReturn:
         self._take_snapshot()

@@ -150,9 +150,7 @@ class Run(Collectives, Log):
             >>> optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=1e-3))
         """
         check_shardable(optimizer)
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not self._sharded.isdisjoint(parameters):
             raise OptimizerError(
                 f"a parameter can be sharded only once, but this {type(optimizer).__name__} has "
@@ -160,7 +158,7 @@ class Run(Collectives, Log):
             )
         if self.world_size > 1:
             self._lanes.shards.append(Shard(optimizer, self.lanes, self._world))
-            parameters += [piece for group in optimizer.param_groups for piece in group["params"]]
+            parameters += [p for group in optimizer.param_groups for p in group["params"]]
             trim_memory()  # of the parameters before they moved into flat storage
         self._sharded.update(parameters)
         return optimizer
@@ -189,7 +187,7 @@ class Run(Collectives, Log):
             dataset: Data set with `__len__` and `__getitem__`, and optionally `__getitems__`.
             batch_size: Samples in a global batch, over all lanes and workers.
             epochs: Total number of epochs, over all resumes and calls with this name.
-            steps: Total number of steps, counted alike. Without both, the current epoch.
+            steps: Total number of steps, counted the same way. Without both, the current epoch.
             shuffle: Whether to draw a new order of the samples for every epoch.
             drop_last: Whether to drop a last batch that is short.
             collate_fn: Makes a lane batch from a list of samples; default: torch's.
@@ -274,7 +272,7 @@ class Run(Collectives, Log):
             model: First argument of `loss_fn`.
             batch: Batch of a loop.
             update: Module whose parameters get gradients; default: `model`.
-            count: Returns the number of items in a lane batch, which the lane's mean is over;
+            count: Returns the number of items in a lane batch, over which the lane's mean is taken;
                 default: its samples, or in streams the length of its first tensor. Lanes without
                 items are skipped.
             reduction: With "sum", the loss and the scalars are sums, which are divided by
@@ -302,11 +300,9 @@ class Run(Collectives, Log):
             )
         if reduction not in {"mean", "sum"}:
             raise ConfigError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-        loss = LossSpec(loss_fn, model, count, reduction)
-        result = self._lanes.backward(
-            loss, batch, update, self._progress.next_call(), self._progress.note()
-        )
-        self._progress.receive(result.notes)
+        loss, progress = LossSpec(loss_fn, model, count, reduction), self._progress
+        result = self._lanes.backward(loss, batch, update, progress.next_call(), progress.note())
+        progress.receive(result.notes)
         return Means(result.results, reduction)
 
     def clip_grad_norm(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
@@ -333,7 +329,7 @@ class Run(Collectives, Log):
         flat_buffers = [
             buffer
             for buffer in self._lanes.flat_buffers()
-            if ids.intersection(map(id, buffer.exchange.parameters))
+            if not ids.isdisjoint(map(id, buffer.exchange.parameters))
         ]
         norm = gradient_norm(parameters, flat_buffers, self._world)
         whole = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -367,7 +363,8 @@ class Run(Collectives, Log):
             batch_size: Samples per block.
             gather: Whether `fn` returns one output per sample instead: a tensor or a list, or a
                 dict or tuple of them.
-            count: Returns the number of items in a batch, which means are over; default: samples.
+            count: Returns the number of items in a batch, over which means are taken; default:
+                samples.
             collate_fn: Makes a batch from a list of samples; default: torch's.
             loader_workers: Number of processes that load ahead.
 

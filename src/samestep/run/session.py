@@ -35,7 +35,7 @@ from samestep.step.lane_engine import LaneEngine
 
 
 class Session:
-    """The parts of a run in this worker, from its start to its end."""
+    """A run in this worker: devices, world, record, snapshots and progress."""
 
     def __init__(self, config: Config, process: ProcessInfo) -> None:
         self._process = process
@@ -60,17 +60,14 @@ class Session:
         self.record = open_record(config.dir, writes=is_main)
         self._exits.callback(self.record.close)
         attempt_number = int(os.environ.get(ATTEMPT, "0"))
-        # A replaced worker cannot claim the record: another host may still be ending its
-        # predecessor, which holds it.
+        # After a restart, a previous worker on another host may still hold the claim as it exits.
         if attempt_number == 0:
             self.record.claim()
         remote = () if config.remote is None else (config.remote,)
         sinks = list(dict.fromkeys((*remote, *(config.sinks or ())))) if is_main else []
         check_sinks(sinks)
-        launcher_state = LauncherState.from_environment(os.environ)
-        in_memory = InMemorySnapshots(
-            launcher_state, self._process, world, config.dir, config.hot_every
-        )
+        state = LauncherState.from_environment(os.environ)
+        in_memory = InMemorySnapshots(state, self._process, world, config.dir, config.hot_every)
         has_begun = in_memory.has_begun(attempt_number)
         resumed = find_snapshot(config, world, self.record, in_memory, has_begun=has_begun)
         lanes = resolve_lanes(config, world.size, len(self.devices), resumed)
@@ -119,11 +116,11 @@ class Session:
         )
 
     def _write_images(self) -> None:
-        with suppress(RecordError):  # a run that ends well has raised it before
+        with suppress(RecordError):  # a successful run has already raised it
             self.record.flush()
 
     def end(self) -> None:
-        """Take the last snapshot; report a failure of it like any other."""
+        """Take the last snapshot, and report an error like any other."""
         try:
             self.progress.end_run()
         except Exception as error:
@@ -133,13 +130,12 @@ class Session:
     def report_failure(self, error: BaseException) -> None:
         """Report an error to the other workers, so that all exit, and to the record."""
         self.world.status.report_failure(error)
-        with suppress(Exception):  # the error that is being raised matters more
+        with suppress(Exception):  # the error being reported is more important
             record = open_record(self.config.dir, writes=True)
             trace = "".join(traceback.format_exception(error))
-            host, rank, step = socket.gethostname(), self._process.rank, self.progress.step
-            record.event(
-                "failed", host=host, rank=rank, step=step, error=repr(error), traceback=trace
-            )
+            worker = {"host": socket.gethostname(), "rank": self._process.rank}
+            step = self.progress.step
+            record.event("failed", **worker, step=step, error=repr(error), traceback=trace)
             record.close()
 
     def close(self) -> None:
@@ -183,7 +179,7 @@ def set_later_snapshots_aside(
 ) -> None:
     """Move snapshots of later steps to a separate directory if `resume` names the start.
 
-    Otherwise the next `resume="auto"` would load the newest of them, which has another history.
+    Otherwise the next `resume="auto"` would load the newest of them, from a different history.
     """
     if config.dir is None or config.resume == "auto":
         return
@@ -209,10 +205,8 @@ def resolve_lanes(config: Config, workers: int, devices: int, resumed: Snapshot 
     else:
         lanes = int(resumed.info["lanes"])
         seed = int(resumed.info["seed"])
-        for name, given, saved in (
-            ("lanes", config.lanes or lanes, lanes),
-            ("seed", config.seed, seed),
-        ):
+        pairs = ("lanes", config.lanes or lanes, lanes), ("seed", config.seed, seed)
+        for name, given, saved in pairs:
             if given != saved:
                 raise ConfigError(
                     f"{name} must be {saved}, as in the snapshot that the run resumes from, got "

@@ -274,7 +274,7 @@ DESCRIPTIONS: Final[Mapping[str, tuple[str, str | Callable[[Event], str]]]] = {
     "finished": (GOOD, "finished after {step} steps"),
     "stopped": (INFO, _describe_stop),
     "failed": (BAD, "{worker} failed at step {step}: {error}"),
-    "restarting": (BAD, "{worker}: {reason}; all workers restart from step {step}"),
+    "restarting": (BAD, "{worker} failed at step {step}: {reason}; restarting all workers"),
     "snapshot": (GOOD, _describe_snapshot),
     "snapshot_copied": (GOOD, "snapshot of step {step} copied to remote storage"),
     "snapshot_rejected": (BAD, "rejected snapshot {path}: {reason}"),
