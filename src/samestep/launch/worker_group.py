@@ -96,7 +96,7 @@ class WorkerGroup:
             oom = _oom_kills() > self._oom_kills
             failure = self._reports[rank].failure()
             failure = failure or WorkerFailure.of_exit(
-                rank, code, self._polled_at, out_of_memory=oom
+                rank, code, self._alive_at[rank], out_of_memory=oom
             )
             step = self._job.launcher_state.step
             host = "" if step is None else socket.gethostname()
