@@ -354,7 +354,7 @@ def test_a_failure_without_a_reason_is_received(tmp_path):
         writer.save(1, small_state(1), {}, NO_INFO)
         with pytest.raises(
             SnapshotError,
-            match=r"worker 1 could not write its part of snapshot .*step-00000001, nor why",
+            match=r"worker 1 could not write its part of snapshot .*step-00000001, or a reason",
         ):
             writer.wait()
 

@@ -143,8 +143,8 @@ class SnapshotManager:
     def is_due(self, step: int) -> bool:
         """Return whether the steps between snapshots have passed.
 
-        The first call follows a step that gave optimizers their state, and allocates memory for the
-        first snapshot. Raises `SnapshotError` if the last snapshot failed.
+        The first call also allocates memory for the first snapshot, since optimizers have their
+        state after a step. Raises `SnapshotError` if the last snapshot failed.
         """
         if self._writer is None:
             return False
@@ -158,11 +158,11 @@ class SnapshotManager:
     def save(
         self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], score: float | None
     ) -> None:
-        """Copy the states of all tracked objects and of the run; files are written in background.
+        """Copy the states of tracked objects and of the run; write files in the background.
 
         `shared` and `own` are the run's states, as for `SnapshotWriter.save`.
         """
-        if self._writer is None or not self.is_enabled:
+        if self._writer is None or not self.tracked:
             return
         if step == self._saved_step and score is None:
             return
@@ -171,42 +171,38 @@ class SnapshotManager:
                 f"the run resumed from a snapshot that also holds {untracked}; track it too, so "
                 "that nothing is lost"
             )
-        # From here on, workers communicate through the file system, which does not detect that one
-        # has exited.
+        # after this, workers communicate through files, which cannot show that a worker has exited
         self._world.barrier("starting a snapshot")
         started = time.perf_counter()
-        tracked_shared, tracked_own = self.tracked.states()
-        self._writer.save(
-            step, {**tracked_shared, **shared}, {**tracked_own, **own}, self._info(shared), score
-        )
+        shared, own = self._add_tracked(shared, own)
+        self._writer.save(step, shared, own, self._info(shared), score)
         self._saved_step, self._saved_time = step, time.monotonic()
         self.stall_seconds += time.perf_counter() - started
 
     def save_in_memory(
         self, step: int, states: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]
     ) -> None:
-        """Save the same to memory, where `states` returns the run's states.
+        """Save the same in memory; `states` returns the run's states.
 
-        A failure is reported, and no more in-memory snapshots are made.
+        A failure is reported and ends in-memory snapshots.
         """
         if not self.tracked or self.tracked.untracked():
             return
         started = time.monotonic()
         try:
-            (shared, own), (tracked_shared, tracked_own) = states(), self.tracked.states()
-            self.in_memory.save(
-                step,
-                self._attempt,
-                {**tracked_shared, **shared},
-                {**tracked_own, **own},
-                self._info(shared),
-                started,
-            )
+            shared, own = self._add_tracked(*states())
+            self.in_memory.save(step, self._attempt, shared, own, self._info(shared), started)
         except (OSError, SnapshotError) as error:
             self.in_memory.give_up()
             self._record.event("in_memory_snapshot_failed", step=step, reason=str(error))
             logging.getLogger("samestep").warning("no more in-memory snapshots: %s", error)
         self.stall_seconds += time.monotonic() - started
+
+    def _add_tracked(
+        self, shared: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        tracked_shared, tracked_own = self.tracked.states()
+        return {**tracked_shared, **shared}, {**tracked_own, **own}
 
     def _info(self, shared: Mapping[str, Any]) -> dict[str, Any]:
         run = shared["run"]

@@ -59,8 +59,8 @@ class Downloads:
     def load(self, name: str) -> Snapshot:
         """Download a snapshot and load it. Raises `SnapshotError`.
 
-        Rank 0 downloads first. Then the workers that do not see its copy in the directory download,
-        one worker per such host.
+        Rank 0 downloads first. On hosts that do not see its copy in the directory, one worker then
+        downloads another.
         """
 
         def fetch() -> list[str]:
@@ -91,9 +91,8 @@ class Downloads:
         All workers communicate every second, so that no exchange times out during a long job.
         """
         future: Future[_Result] = Future()
-        threading.Thread(
-            target=lambda: future.set_result(_run(job)), name=what, daemon=True
-        ).start()
+        work = threading.Thread(target=lambda: future.set_result(_run(job)), name=what, daemon=True)
+        work.start()
         gathered: list[Any] = [None]
         while None in gathered:
             wait([future], POLL_SECONDS)
@@ -118,7 +117,7 @@ def _run(job: Callable[[], list[str]] | None) -> _Result:
 def load_from(url: str, directory: Path, world: World) -> Snapshot:
     """Download one snapshot by its URL into a run's directory and load it; collective.
 
-    Raises `ConfigError` or `SnapshotError`.
+    Raises `ConfigError` for the URL of anything else, and `SnapshotError`.
     """
     folder, _, name = url.rstrip("/").rpartition("/")
     if step_of(directory / name) is None:
@@ -151,11 +150,15 @@ def load_newest(
     Collective. The snapshot is in a run's directory, in memory or remote. All workers check and
     load it at the same time. Calls `report("snapshot_rejected", path=..., reason=...)` or
     `report("in_memory_snapshot_rejected", reason=...)` for each newer one with a fault. Raises
-    `SnapshotError` if there is none, but the remote storage failed and may have one.
+    `SnapshotError` if there is none, but a remote storage that failed may have one.
     """
     candidates = _candidates(directory, world, report, in_memory, downloads)
     for candidate in sorted(candidates, key=attrgetter("step"), reverse=True):
-        snapshot, fault = _try_load(candidate.load)
+        snapshot, fault = None, ""
+        try:
+            snapshot = candidate.load()
+        except SnapshotError as error:
+            fault = str(error)
         faults = world.all_gather_json(fault, "loading a snapshot")
         if not any(faults):
             return snapshot
@@ -172,7 +175,7 @@ def _candidates(
     in_memory: InMemorySnapshots | None,
     downloads: Downloads | None,
 ) -> list[_Candidate]:
-    """Return all candidates; of the same step, the first needs the least time to load."""
+    """Return all candidates; of those of the same step, the first loads fastest."""
     candidates: list[_Candidate] = []
     if in_memory is not None:
         for key in in_memory.find(report):
@@ -191,10 +194,3 @@ def _candidates(
         for name in downloads.names(report):
             add(Path(name), f"{downloads.url}/{name}", partial(downloads.load, name))
     return candidates
-
-
-def _try_load(load_it: Callable[[], Snapshot]) -> tuple[Snapshot | None, str | None]:
-    try:
-        return load_it(), None
-    except SnapshotError as error:
-        return None, str(error)

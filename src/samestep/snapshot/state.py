@@ -117,8 +117,8 @@ def canonical(plain: Plain) -> str:
 def flatten(state: object) -> tuple[Plain, Tensors]:
     """Split nested state into JSON and tensors by name; `restore` is its inverse.
 
-    Tensors are not copied. Tied tensors have a name each, so that names depend on the structure
-    only. Raises `SnapshotError` with the path of an unsupported value.
+    Tensors are not copied. Each tied tensor has its own name, so that names depend only on the
+    structure. Raises `SnapshotError` with the path of an unsupported value.
     """
     tensors: Tensors = {}
     return _encode(state, (), tensors), tensors
@@ -135,7 +135,7 @@ def copy_plain(state: Any, what: str) -> Any:
 
 
 def no_tensor(name: str) -> torch.Tensor:
-    """Reject the tensors in plain state: raises `SnapshotError`."""
+    """Raise `SnapshotError`; passed to `restore` for states without tensors."""
     raise SnapshotError(f"expected plain values only, got tensor {name!r}")
 
 
