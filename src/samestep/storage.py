@@ -19,19 +19,19 @@ from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotErr
 
 T = TypeVar("T")
 
-# A retry does not help: something is missing, not allowed, or not possible.
+# errors that a retry would not change
 _FINAL: Final = (
     FileExistsError, FileNotFoundError, ImportError, IsADirectoryError, LookupError,
     NotADirectoryError, NotImplementedError, PermissionError, TypeError, ValueError,
 )  # fmt: skip
-_UPLOADS: Final = 4  # parts of a file, of 50 MB each, that s3fs holds in memory at a time
+_UPLOADS: Final = 4  # parts of a file (50 MB each) that s3fs holds in memory at a time
 _PASSWORD: Final = re.compile(r"://[^/@:]*:[^/]*@")
 _S3: Final = {"s3", "s3a"}
 _generator: Final = random.Random()  # the global one belongs to training
 
 
 class StorageError(SnapshotError, RecordError):
-    """The storage did not answer, refused a request, or is full: what it holds is unknown."""
+    """The storage did not respond, refused a request, or is full, so its content is unknown."""
 
 
 @contextmanager
@@ -110,7 +110,7 @@ class Storage:
         self._retries = retries
 
     def open(self) -> None:
-        """Raise `ConfigError` for a wrong URL or a missing package; later calls report the rest."""
+        """Raise `ConfigError` for a wrong URL or a missing package; other errors occur later."""
         try:
             self._root  # noqa: B018  a cached property
         except ConfigError:

@@ -87,7 +87,7 @@ _NAME: Final = re.compile(r"(\d{20})-(\d{20})\.jsonl", re.ASCII)
 
 @dataclass(frozen=True, order=True)
 class EventChunk:
-    """Bytes [start, end) of a run's events, as complete lines in a file of their own."""
+    """Bytes [start, end) of a run's events: complete lines in a file."""
 
     start: int
     end: int

@@ -22,7 +22,7 @@ from samestep.storage import Retries, Storage
 Files: TypeAlias = LocalFiles | Storage
 READ_BYTES: Final = 4 * 2**20
 MAX_DEPTH: Final = 4  # folders below a location in which runs are searched for
-# readers ask again anyway, and other runs wait meanwhile
+# readers repeat their requests anyway, and a longer wait would delay other runs
 READER_RETRIES: Final = Retries(tries=2, first_seconds=0.5)
 _FOLDERS_OF_A_RUN: Final = re.compile(
     rf"{IMAGES}|{FOLDER}|{'|'.join(SINKS)}|step-.*|superseded-.*|\..*"
@@ -33,8 +33,8 @@ _IMAGE: Final = re.compile(rf"{IMAGES}/[A-Za-z0-9_-][A-Za-z0-9_.-]*", re.ASCII)
 class Source:
     """The record of one run: events.jsonl, or chunks of it in record/; and images/.
 
-    Every call may raise `RecordError`, and may succeed when it is repeated: the storage did not
-    respond, or a file does not exist yet.
+    Every call may raise `RecordError` if the storage does not respond or a file does not exist yet,
+    and may succeed later.
     """
 
     def __init__(self, location: str, files: Files, folder: str = "") -> None:
@@ -208,23 +208,20 @@ def read_history(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         >>> [event["values"] for event in read_history("runs/one") if event["event"] == "scalars"]
         [{'accuracy': 0.9}]
     """
-    # the number of each start, and the last position that it keeps
-    starts: list[tuple[int, StepPosition]] = []
+    # the last position that each start keeps
+    starts: list[StepPosition] = []
     count = 0
-    for count, event in enumerate(read_events(path), start=1):
+    for count, event in enumerate(read_events(path), start=1):  # noqa: B007  used below
         if event.get("event") in STARTS:
-            starts.append((count, valid_until(event)))
-    # For each start, the last position that it and all later ones keep. Reversed, so that `pop`
-    # removes the first.
-    limits = list(
-        accumulate(reversed(starts), lambda later, start: (start[0], min(start[1], later[1])))
-    )
+            starts.append(valid_until(event))
+    # The last position that each start and all later ones keep; `pop` removes the earliest start.
+    limits = list(accumulate(reversed(starts), min))
     # events appended since the first pass are left for the next call
-    for number, event in enumerate(islice(read_events(path), count), start=1):
-        while limits and limits[-1][0] <= number:
+    for event in islice(read_events(path), count):
+        kind = event.get("event")
+        if limits and kind in STARTS:
             limits.pop()
-        is_step_event = event.get("event") in STEP_EVENTS
-        if not (limits and is_step_event) or step_position(event) <= limits[-1][1]:
+        if not limits or kind not in STEP_EVENTS or step_position(event) <= limits[-1]:
             yield event
 
 

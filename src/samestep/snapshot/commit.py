@@ -117,9 +117,7 @@ class CommitProtocol:
             delay = min(2 * delay, LONGEST_DELAY_SECONDS)
 
     def _failure(self, rank: int) -> PeerFailedError:
-        unknown = (
-            f"worker {rank} could not write its part of snapshot {self.directory}, or a reason"
-        )
+        unknown = f"worker {rank} could not write its part of snapshot {self.directory}"
         return PeerFailedError(self._failed_path(rank).read_text() or unknown)
 
     def _discard(self, ranks: Iterable[int]) -> None:
@@ -183,8 +181,7 @@ def _pieces(parts: Sequence[Part]) -> dict[str, tuple[StoredPiece, ...]]:
             is_repeated = digest is not None and (name, start, stop) in digests
             if digests.setdefault((name, start, stop), digest) != digest:
                 raise SnapshotError(
-                    f"tensor {name} must have equal values on all workers, "
-                    f"got other values on worker {rank}"
+                    f"tensor {name} must be equal on all workers, got other values on worker {rank}"
                 )
             if not is_repeated:
                 pieces[name].append(StoredPiece(rank, start, stop, offset))

@@ -52,8 +52,7 @@ class Tracked:
             raise SnapshotError(f"track got the name {name!r}, which is taken; choose another")
         if not isinstance(item, Stateful):
             raise SnapshotError(
-                f"{name!r} must have state_dict and load_state_dict to be tracked, "
-                f"got {type(item).__name__}"
+                f"{name!r} must have state_dict and load_state_dict, got {type(item).__name__}"
             )
         tracked = self._objects[name] = item if shard is None else shard
         if self._snapshot is None:

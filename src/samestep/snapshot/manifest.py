@@ -169,16 +169,14 @@ class Manifest:
             for piece in pieces:
                 if not 0 <= piece.file < len(stored):
                     raise SnapshotError(
-                        f"tensor {name}: expected a file index below {len(stored)}, "
-                        f"got {piece.file}"
+                        f"tensor {name}: file must be below {len(stored)}, got {piece.file}"
                     )
                 nbytes = (piece.stop - piece.start) * spec.dtype.itemsize
                 stored[piece.file].append((piece.offset, piece.offset + nbytes))
         for file, extents in zip(self.files, stored, strict=True):
             if any(start < 0 or stop > file.size for start, stop in extents):
                 raise SnapshotError(
-                    f"{NAME} places pieces of tensors outside of the {file.size} bytes of "
-                    f"{file.name}"
+                    f"{NAME} places pieces outside of the {file.size} bytes of {file.name}"
                 )
             if any(before > after for (_, before), (after, _) in pairwise(sorted(extents))):
                 raise SnapshotError(f"{NAME} places overlapping pieces of tensors in {file.name}")

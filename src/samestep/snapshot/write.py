@@ -177,10 +177,8 @@ class SnapshotWriter:
         directory = protocol.directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            part = write_part(
-                protocol.data_path(self._rank), mine, data, protocol.raise_if_given_up
-            )
-            protocol.send_part(part)
+            path = protocol.data_path(self._rank)
+            protocol.send_part(write_part(path, mine, data, protocol.raise_if_given_up))
             if self._rank == 0:
                 manifest = merge(protocol.receive_parts())
                 write_atomically(directory / NAME, manifest.to_bytes())
