@@ -174,7 +174,6 @@ class Sender:
                 self._finishing.wait(self._destination.pause_seconds)
 
     def _send_next(self) -> int:
-        """Send the next lines; return their size in bytes."""
         if self._offset is None:
             self._offset = self._destination.open()
         if lines := self._source.read(self._offset):

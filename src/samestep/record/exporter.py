@@ -198,7 +198,7 @@ class Exporter:
 
 
 def _has_changed(status: dict[str, Any], last: dict[str, Any]) -> bool:
-    """Return whether a status is worth a report: the backlog alone must at least have doubled."""
+    """Return whether to report a status; a larger backlog must at least have doubled."""
     if not last or status["dropped"] != last["dropped"]:
         return True
     if status["error"] is None or last["error"] is None:

@@ -70,7 +70,6 @@ class LocalFiles:
             raise self._read_error(folder, error) from error
 
     def _resolve(self, path: str) -> Path:
-        """Return the full path. Raises `FileNotFoundError` if it contains a link."""
         full = self._folder.resolve() / path
         if full.resolve() != full:
             raise FileNotFoundError(errno.ENOENT, "links are not followed")

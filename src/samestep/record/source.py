@@ -76,7 +76,6 @@ class Source:
         return lines
 
     def _read_known(self, offset: int) -> bytes:
-        """Read from the files of the last listing."""
         if self._size > offset:
             return self._read_lines(FILE_NAME, offset, self._size)
         if chunk := chunk_at(offset, self._chunks):
@@ -84,7 +83,6 @@ class Source:
         return b""
 
     def _read_lines(self, path: str, start: int, end: int) -> bytes:
-        """Return complete lines of a file, at least one if it contains one."""
         data, stop = b"", start
         while stop < end:
             begin, stop = stop, min(stop + READ_BYTES, end)
@@ -143,12 +141,11 @@ class RunLocation:
         folders, names = self._files.names(folder)
         run = folder or "."
         if FILE_NAME in names or (
-            FOLDER in folders and (run in self._known or self._has_chunks(folder))
+            FOLDER in folders
+            and (run in self._known or find_chunks(self._files.sizes(join(folder, FOLDER))))
         ):
             yield run
-        if not depth:
-            return
-        for name in folders:
+        for name in folders if depth else ():
             path = join(folder, name)
             if _FOLDERS_OF_A_RUN.fullmatch(name):
                 continue
@@ -156,9 +153,6 @@ class RunLocation:
                 yield from (known for known in self._known if f"{known}/".startswith(f"{path}/"))
             else:
                 yield from self._find_runs(path, depth - 1)
-
-    def _has_chunks(self, folder: str) -> bool:
-        return bool(find_chunks(self._files.sizes(join(folder, FOLDER))))
 
     def source(self, run: str) -> Source:
         """Return the source of a run, given its relative path; the run need not exist yet."""
@@ -173,11 +167,6 @@ def open_source(location: str | Path) -> Source:
     Raises `ConfigError` for an unusable URL.
     """
     return RunLocation(location).source(".")
-
-
-def find_runs(location: str | Path) -> list[str]:
-    """Return the runs at or below a folder or URL; see `RunLocation.find`."""
-    return RunLocation(location).find()
 
 
 # a number of steps, and whether the position is within the step that follows them
@@ -236,6 +225,5 @@ def valid_until(start: dict[str, Any]) -> StepPosition:
 
 
 def _step(event: dict[str, Any]) -> float:
-    """Return an event's step; minus infinity if it has none, which no run writes."""
     step = event.get("step")
     return step if isinstance(step, (int, float)) else -math.inf

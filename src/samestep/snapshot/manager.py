@@ -58,10 +58,9 @@ class Tracked:
         if self._snapshot is None:
             return
         if name not in self._snapshot.state:
-            present = ", ".join(sorted(set(self._snapshot.state) - set(RESERVED)))
             raise SnapshotError(
-                f"the snapshot of step {self._snapshot.step} holds {present}, but no {name!r}: "
-                "track the same names as the run that wrote it, or start a new run with "
+                f"the snapshot of step {self._snapshot.step} holds {self.untracked()}, but no "
+                f"{name!r}: track the same names as the run that wrote it, or start a new run with "
                 "resume='never' and another dir"
             )
         try:
@@ -84,10 +83,10 @@ class Tracked:
             (own if isinstance(item, Shard) else shared)[name] = item.state_dict()
         return shared, own
 
-    def untracked(self) -> Mapping[str, Any]:
-        """Return the states in the snapshot that were not tracked again."""
-        states = {} if self._snapshot is None else self._snapshot.state
-        return {name: state for name, state in states.items() if name not in RESERVED}
+    def untracked(self) -> str:
+        """Return the names of objects in the snapshot that are not tracked yet, as a list."""
+        state = {} if self._snapshot is None else self._snapshot.state
+        return ", ".join(sorted(state.keys() - set(RESERVED)))
 
 
 class SnapshotManager:
@@ -165,10 +164,10 @@ class SnapshotManager:
             return
         if step == self._saved_step and score is None:
             return
-        if untracked := ", ".join(sorted(self.tracked.untracked())):
+        if untracked := self.tracked.untracked():
             raise SnapshotError(
-                f"the run resumed from a snapshot that also holds {untracked}; track it too, so "
-                "that nothing is lost"
+                f"the run resumed from a snapshot that also holds {untracked}; track it, too, so "
+                "that it is not lost"
             )
         # after this, workers communicate through files, which cannot show that a worker has exited
         self._world.barrier("starting a snapshot")

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -133,27 +132,24 @@ class RemoteDirectory:
 
     def _fetch_file(self, path: str, file: DataFile, destination: Path) -> None:
         descriptor = os.open(destination, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        present = os.fstat(descriptor).st_size  # bytes that an earlier try may have downloaded
+
+        def fetch(segment: tuple[int, int, str]) -> None:
+            start, stop, expected = segment
+            if stop <= present and checksum(os.pread(descriptor, stop - start, start)) == expected:
+                return
+            data = self.storage.read(path, start, stop)
+            if checksum(data) != expected:
+                raise damage(f"{self.url}/{path}", start, stop)
+            write_at(descriptor, data, start)
+
         try:
-            present = os.fstat(descriptor).st_size
             os.ftruncate(descriptor, file.size)
-            fetch = partial(self._fetch_segment, path, descriptor, present)
             with ThreadPoolExecutor(_READERS if self.storage.is_concurrent else 1) as readers:
                 list(readers.map(fetch, file.segments()))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-    def _fetch_segment(
-        self, path: str, descriptor: int, present: int, segment: tuple[int, int, str]
-    ) -> None:
-        """Download a segment unless an earlier try left it in the first `present` bytes."""
-        start, stop, expected = segment
-        if stop <= present and checksum(os.pread(descriptor, stop - start, start)) == expected:
-            return
-        data = self.storage.read(path, start, stop)
-        if checksum(data) != expected:
-            raise damage(f"{self.url}/{path}", start, stop)
-        write_at(descriptor, data, start)
 
 
 def _is_local(path: Path, manifest: Manifest) -> bool:

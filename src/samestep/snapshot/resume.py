@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -130,12 +130,11 @@ def load_from(url: str, directory: Path, world: World) -> Snapshot:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A snapshot to resume from, and the event that reports a fault in it."""
+    """A snapshot to resume from; `reject(reason=...)` reports a fault in it."""
 
     step: int
     load: Callable[[], Snapshot]
-    event: str
-    fields: Mapping[str, str]
+    reject: Callable[..., object]
 
 
 def load_newest(
@@ -162,7 +161,7 @@ def load_newest(
         faults = world.all_gather_json(fault, "loading a snapshot")
         if not any(faults):
             return snapshot
-        report(candidate.event, **candidate.fields, reason=next(filter(None, faults)))
+        candidate.reject(reason=next(filter(None, faults)))
     if downloads is not None:
         downloads.raise_if_unanswered()
     return None
@@ -178,19 +177,19 @@ def _candidates(
     """Return all candidates; of those of the same step, the first loads fastest."""
     candidates: list[_Candidate] = []
     if in_memory is not None:
-        for key in in_memory.find(report):
-            load_key = partial(in_memory.load, key)
-            candidates.append(_Candidate(key.step, load_key, "in_memory_snapshot_rejected", {}))
+        reject = partial(report, "in_memory_snapshot_rejected")
+        keys = in_memory.find(report)
+        candidates = [_Candidate(key.step, partial(in_memory.load, key), reject) for key in keys]
 
-    def add(path: Path, location: str, load_it: Callable[[], Snapshot]) -> None:
-        fields = {"path": location}
-        candidates.append(_Candidate(step_of(path) or 0, load_it, "snapshot_rejected", fields))
+    def add(location: str, load_it: Callable[[], Snapshot]) -> None:
+        reject = partial(report, "snapshot_rejected", path=location)
+        candidates.append(_Candidate(step_of(Path(location)) or 0, load_it, reject))
 
     if directory is not None:
         paths = world.broadcast_object(list_snapshots(directory), "choosing a snapshot")
         for path in paths:
-            add(path, str(path), partial(load, path))
+            add(str(path), partial(load, path))
     if downloads is not None:
         for name in downloads.names(report):
-            add(Path(name), f"{downloads.url}/{name}", partial(downloads.load, name))
+            add(f"{downloads.url}/{name}", partial(downloads.load, name))
     return candidates
