@@ -32,7 +32,7 @@ FIRST_PAUSE_SECONDS: Final = 1.0  # before a restart; doubles with each further 
 MAX_PAUSE_SECONDS: Final = 60.0
 POLL_SECONDS: Final = 0.5
 REPORT_SECONDS: Final = 10.0  # the least time between two events of a sink
-ORPHAN_SECONDS: Final = 3.0  # to send the rest once the run was killed
+ORPHAN_SECONDS: Final = 3.0  # to send the rest after the run was killed
 NICENESS: Final = 5  # training has priority if there are too few cores
 logger: Final = logging.getLogger("samestep")
 

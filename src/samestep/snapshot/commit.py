@@ -42,7 +42,7 @@ class PeerFailedError(SnapshotError):
 class CommitProtocol:
     """One worker's view of a save.
 
-    It waits for other workers for `timeout_seconds` at most, or until `given_up` is set.
+    It waits at most `timeout_seconds` for other workers, or until `given_up` is set.
     """
 
     directory: Path

@@ -186,7 +186,7 @@ def read_data_file(
 def _buffers(
     start: int, stop: int, destinations: Sequence[Destination], spare: memoryview
 ) -> Iterator[memoryview]:
-    """Yield the memory for bytes [start, stop) of a file; bytes without a destination are spare."""
+    """Yield the memory for bytes [start, stop) of a file, parts of `spare` between destinations."""
     first = max(bisect_right(destinations, start, key=itemgetter(0)) - 1, 0)
     for offset, memory in destinations[first:]:
         if offset >= stop:

@@ -1,4 +1,4 @@
-"""Post-commit hooks: the work that threads on one worker do with every committed snapshot.
+"""Post-commit hooks: threads on one worker that process every committed snapshot.
 
 A hook calls a user's function with each file, or mirrors the snapshots to a remote storage.
 """
@@ -252,14 +252,9 @@ class PostCommitHooks:
         if function is not None:
             self._hooks.append(FunctionHook(function, self._queue))
         if remote is not None:
-            mirror = Mirror(
-                remote,
-                config.dir,
-                keep_last=config.keep_last,
-                keep_best=config.keep_best,
-                report=self._queue,
-                set_aside=None if config.resume == "auto" else (start, f"superseded-{attempt}"),
-            )
+            set_aside = None if config.resume == "auto" else (start, f"superseded-{attempt}")
+            limits = {"keep_last": config.keep_last, "keep_best": config.keep_best}
+            mirror = Mirror(remote, config.dir, **limits, report=self._queue, set_aside=set_aside)
             self._hooks.append(mirror)
 
     def _queue(self, kind: str, **fields: Any) -> None:

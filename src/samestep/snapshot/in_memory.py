@@ -15,12 +15,12 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -32,8 +32,9 @@ from samestep.host import anonymous_file, available_bytes
 from samestep.snapshot import memory_slot
 from samestep.snapshot.commit import combine
 from samestep.snapshot.memory_slot import MemorySlot
-from samestep.snapshot.part import Contribution, contribution
+from samestep.snapshot.part import contribution
 from samestep.snapshot.read import READ_ERRORS, Snapshot, read_state
+from samestep.snapshot.state import States
 
 CHUNK_BYTES: Final = 2**24  # sent to other hosts at a time
 SHARE_OF_TIME: Final = 0.01
@@ -133,13 +134,7 @@ class InMemorySnapshots:
         self._given_up = True
 
     def save(
-        self,
-        step: int,
-        attempt: str,
-        shared: Mapping[str, Any],
-        own: Mapping[str, Any],
-        info: Mapping[str, Any],
-        started: float,
+        self, step: int, attempt: str, shared: States, own: States, info: States, started: float
     ) -> None:
         """Copy the state, passed as to `SnapshotWriter.save`; all workers call this.
 
@@ -162,19 +157,15 @@ class InMemorySnapshots:
         mine, values = contribution(shared, own, self._world.rank, self._world.size)
         names = {"run": self._run, "key": list(astuple(key)), "rank": self._world.rank}
         before = time.monotonic()
-        self._prepare(number, mine)
+        if self._saves == 1:
+            self._check_memory(mine.nbytes)
+        self._slots[number].reserve(mine.nbytes)
+        if self._saves == SLOTS:  # the slots of earlier workers are no longer needed
+            self._clear_slots(1)
         preparation_seconds = time.monotonic() - before  # long only for the first saves
         self._slots[number].write({**names, "info": dict(info)}, mine, values)
         ended = time.monotonic()
         self._due_time = ended + (ended - started - preparation_seconds) / SHARE_OF_TIME
-
-    def _prepare(self, number: int, mine: Contribution) -> None:
-        """Allocate a slot; at the second save, free slots that only earlier workers used."""
-        if self._saves == 1:
-            self._check_memory(mine.nbytes)
-        self._slots[number].reserve(mine.nbytes)
-        if self._saves == SLOTS:
-            self._clear_slots(1)
 
     def _clear_slots(self, first: int = 0) -> None:
         """Free this worker's slots and those of earlier workers; not its own if `first` is 1."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,6 +16,7 @@ from samestep.record import Record
 from samestep.snapshot.hooks import PostCommitHooks
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.read import Snapshot
+from samestep.snapshot.state import States
 from samestep.snapshot.write import SnapshotWriter
 from samestep.step.shard import Shard, load_optimizer
 
@@ -153,9 +154,7 @@ class SnapshotManager:
             self._writer.prepare(*self.tracked.states())
         return self._config.snapshot_steps is not None and step % self._config.snapshot_steps == 0
 
-    def save(
-        self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], score: float | None
-    ) -> None:
+    def save(self, step: int, shared: States, own: States, score: float | None) -> None:
         """Copy the states of tracked objects and of the run; write files in the background.
 
         `shared` and `own` are the run's states, as for `SnapshotWriter.save`.
@@ -177,9 +176,7 @@ class SnapshotManager:
         self._saved_step, self._saved_time = step, time.monotonic()
         self.stall_seconds += time.perf_counter() - started
 
-    def save_in_memory(
-        self, step: int, states: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]
-    ) -> None:
+    def save_in_memory(self, step: int, states: Callable[[], tuple[States, States]]) -> None:
         """Save the same in memory; `states` returns the run's states.
 
         A failure is reported and ends in-memory snapshots.
@@ -196,13 +193,11 @@ class SnapshotManager:
             logging.getLogger("samestep").warning("no more in-memory snapshots: %s", error)
         self.stall_seconds += time.monotonic() - started
 
-    def _add_tracked(
-        self, shared: Mapping[str, Any], own: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _add_tracked(self, shared: States, own: States) -> tuple[States, States]:
         tracked_shared, tracked_own = self.tracked.states()
         return {**tracked_shared, **shared}, {**tracked_own, **own}
 
-    def _info(self, shared: Mapping[str, Any]) -> dict[str, Any]:
+    def _info(self, shared: States) -> dict[str, Any]:
         run = shared["run"]
         return {"lanes": run["lanes"], "seed": self._config.seed, "epoch": run["epoch"]}
 

@@ -15,7 +15,7 @@ import torch
 from samestep.errors import SnapshotError
 from samestep.snapshot.files import DataFile, checksum, write_durably
 from samestep.snapshot.manifest import TensorSpec
-from samestep.snapshot.state import Plain, Tensors, canonical, flatten, merge
+from samestep.snapshot.state import Plain, States, Tensors, canonical, flatten, merge
 from samestep.step.layout import TensorSlice, flattened, storage_order
 
 SEGMENT_BYTES: Final = 2**22
@@ -110,7 +110,7 @@ class Part:
 
 
 def contribution(
-    shared: Mapping[str, Any], own: Mapping[str, Any], rank: int, workers: int
+    shared: States, own: States, rank: int, workers: int
 ) -> tuple[Contribution, list[torch.Tensor]]:
     """Return what a worker writes, and the values of its pieces: 1-D, in storage order, not copied.
 

@@ -151,7 +151,22 @@ def load_newest(
     `report("in_memory_snapshot_rejected", reason=...)` for each newer one with a fault. Raises
     `SnapshotError` if there is none, but a remote storage that failed may have one.
     """
-    candidates = _candidates(directory, world, report, in_memory, downloads)
+    candidates: list[_Candidate] = []
+    if in_memory is not None:
+        reject = partial(report, "in_memory_snapshot_rejected")
+        keys = in_memory.find(report)
+        candidates = [_Candidate(key.step, partial(in_memory.load, key), reject) for key in keys]
+    loads: dict[str, Callable[[], Snapshot]] = {}
+    if directory is not None:
+        paths = world.broadcast_object(list_snapshots(directory), "choosing a snapshot")
+        loads = {str(path): partial(load, path) for path in paths}
+    if downloads is not None:
+        for name in downloads.names(report):
+            loads[f"{downloads.url}/{name}"] = partial(downloads.load, name)
+    for location, load_it in loads.items():
+        reject = partial(report, "snapshot_rejected", path=location)
+        candidates.append(_Candidate(step_of(Path(location)) or 0, load_it, reject))
+    # of candidates of the same step, the one that loads fastest stays first
     for candidate in sorted(candidates, key=attrgetter("step"), reverse=True):
         snapshot, fault = None, ""
         try:
@@ -165,31 +180,3 @@ def load_newest(
     if downloads is not None:
         downloads.raise_if_unanswered()
     return None
-
-
-def _candidates(
-    directory: Path | None,
-    world: World,
-    report: Callable[..., object],
-    in_memory: InMemorySnapshots | None,
-    downloads: Downloads | None,
-) -> list[_Candidate]:
-    """Return all candidates; of those of the same step, the first loads fastest."""
-    candidates: list[_Candidate] = []
-    if in_memory is not None:
-        reject = partial(report, "in_memory_snapshot_rejected")
-        keys = in_memory.find(report)
-        candidates = [_Candidate(key.step, partial(in_memory.load, key), reject) for key in keys]
-
-    def add(location: str, load_it: Callable[[], Snapshot]) -> None:
-        reject = partial(report, "snapshot_rejected", path=location)
-        candidates.append(_Candidate(step_of(Path(location)) or 0, load_it, reject))
-
-    if directory is not None:
-        paths = world.broadcast_object(list_snapshots(directory), "choosing a snapshot")
-        for path in paths:
-            add(str(path), partial(load, path))
-    if downloads is not None:
-        for name in downloads.names(report):
-            add(f"{downloads.url}/{name}", partial(downloads.load, name))
-    return candidates

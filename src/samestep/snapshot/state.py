@@ -1,6 +1,6 @@
 """Conversion of nested state to plain JSON and named tensors, and back, without pickle.
 
-Types and bits stay the same. JSON values represent themselves. Any other value is an object with
+Types and bits are preserved. JSON values represent themselves. Any other value is an object with
 one tag: `{"tuple": [1, 2]}`, `{"tensor": "model/weight"}`, `{"dict": [[key, value], ...]}` (pairs,
 since keys may be numbers and have an order). A tensor is named by its path in the state. Workers
 convert their parts of a state separately; `merge` combines the JSON.
@@ -13,7 +13,7 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -25,6 +25,7 @@ from samestep.step.layout import TensorSlice
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 Tensors: TypeAlias = dict[str, torch.Tensor | TensorSlice]
+States: TypeAlias = Mapping[str, Any]  # of objects, by name
 Keys: TypeAlias = tuple[str, ...]
 
 DEEPEST: Final = 100  # levels; Python's JSON raises RecursionError at about three times as many

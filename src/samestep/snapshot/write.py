@@ -1,4 +1,4 @@
-"""Write snapshots in the background: training only waits until its tensors are in host memory."""
+"""Write snapshots in the background; training only waits for a copy in host memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -18,7 +18,7 @@ from samestep.snapshot.commit import CommitProtocol, PeerFailedError, combine
 from samestep.snapshot.manifest import NAME, Manifest
 from samestep.snapshot.part import Contribution, Part, StagingBuffer, contribution, write_part
 from samestep.snapshot.read import Retention, directory_name, fault, inspect, list_snapshots
-from samestep.snapshot.state import copy_plain
+from samestep.snapshot.state import States, copy_plain
 from samestep.storage import sync, write_atomically
 
 Event = tuple[str, dict[str, Any]]
@@ -73,7 +73,7 @@ class SnapshotWriter:
         self._thread: threading.Thread | None = None
         self._given_up = threading.Event()
 
-    def prepare(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def prepare(self, shared: States, own: States) -> None:
         """Allocate memory in the background, so that the first `save` need not wait for it.
 
         Raises `SnapshotError` for an unsupported state.
@@ -89,12 +89,7 @@ class SnapshotWriter:
         self._preparation.start()
 
     def save(
-        self,
-        step: int,
-        shared: Mapping[str, Any],
-        own: Mapping[str, Any],
-        info: Mapping[str, Any],
-        score: float | None = None,
+        self, step: int, shared: States, own: States, info: States, score: float | None = None
     ) -> None:
         """Copy the state and start to write it, after the previous save finished.
 
@@ -107,7 +102,8 @@ class SnapshotWriter:
         """
         self.wait()
         started = time.perf_counter()
-        self._join_preparation()
+        if self._preparation is not None:
+            self._preparation.join()
         mine, values = contribution(shared, own, self._rank, self._workers)
         data = self._staging.copy(mine, values)
         stall_seconds = time.perf_counter() - started
@@ -126,11 +122,6 @@ class SnapshotWriter:
         write = partial(_run, work, self._pending)
         self._thread = threading.Thread(target=write, name=f"write {path.name}", daemon=True)
         self._thread.start()
-
-    def _join_preparation(self) -> None:
-        if self._preparation is not None:
-            self._preparation.join()
-            self._preparation = None
 
     def wait(self) -> None:
         """Wait until the last save is committed. Raises `SnapshotError`, once, if it failed."""
@@ -156,7 +147,8 @@ class SnapshotWriter:
         No save may follow. If the file system does not respond, the writer's thread ends with the
         process, which damages no snapshot.
         """
-        self._join_preparation()
+        if self._preparation is not None:
+            self._preparation.join()
         if self._thread is not None:
             self._thread.join(grace_seconds)
             self._given_up.set()
