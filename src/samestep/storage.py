@@ -218,9 +218,8 @@ class Storage:
                 delay = next(delays, None)
                 if delay is None or _is_final(error) or self.given_up.wait(delay):
                     target = f"{self.url}/{path}".rstrip("/")
-                    raise StorageError(
-                        f"cannot {verb} {target}: {type(error).__name__}: {error}"
-                    ) from error
+                    reason = f"{type(error).__name__}: {error}"
+                    raise StorageError(f"cannot {verb} {target}: {reason}") from error
 
     @cached_property
     def _root(self) -> tuple[Any, str]:
@@ -237,11 +236,9 @@ class Storage:
                 self.url, skip_instance_cache=True, use_listings_cache=False, **options
             )
         except ImportError as error:
-            package = (
-                'pip install "samestep[s3]"' if protocol in _S3 else "install the package it names"
-            )
+            how = 'pip install "samestep[s3]"' if protocol in _S3 else "install it"
             raise ConfigError(
-                f"{self.url} needs a package for {protocol}: {package} ({error})"
+                f"{self.url} needs a package for {protocol}: {how} ({error})"
             ) from error
         except ValueError as error:
             raise ConfigError(
