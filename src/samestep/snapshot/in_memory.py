@@ -67,7 +67,7 @@ class InMemorySnapshots:
         self._launcher_state, self._process, self._world = launcher_state, process, world
         self._directory = "" if directory is None else str(directory.resolve())
         self._every = None if launcher_state is None else every
-        # snapshots are labeled with their run: its directory or, without one, its number in the script
+        # the label of this run's snapshots: its directory or, without one, its number in the script
         self._run = self._directory
         if not self._directory and launcher_state is not None:
             self._run = str(next(_runs_without_directory))
