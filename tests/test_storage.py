@@ -186,7 +186,7 @@ def test_a_storage_without_conditional_writes_works(far, storage, monkeypatch):
         ),
         (
             "adl://store/run",
-            "adl://store/run needs a package for adl: install the package it names",
+            "adl://store/run needs a package for adl: install it",
         ),
     ],
 )

@@ -19,19 +19,19 @@ from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotErr
 
 T = TypeVar("T")
 
-# A retry does not help: something is missing, not allowed, or not possible.
+# errors that a retry would not change
 _FINAL: Final = (
     FileExistsError, FileNotFoundError, ImportError, IsADirectoryError, LookupError,
     NotADirectoryError, NotImplementedError, PermissionError, TypeError, ValueError,
 )  # fmt: skip
-_UPLOADS: Final = 4  # parts of a file, of 50 MB each, that s3fs holds in memory at a time
+_UPLOADS: Final = 4  # parts of a file (50 MB each) that s3fs holds in memory at a time
 _PASSWORD: Final = re.compile(r"://[^/@:]*:[^/]*@")
 _S3: Final = {"s3", "s3a"}
 _generator: Final = random.Random()  # the global one belongs to training
 
 
 class StorageError(SnapshotError, RecordError):
-    """The storage did not answer, refused a request, or is full: what it holds is unknown."""
+    """The storage did not respond, refused a request, or is full, so its content is unknown."""
 
 
 @contextmanager
@@ -110,7 +110,7 @@ class Storage:
         self._retries = retries
 
     def open(self) -> None:
-        """Raise `ConfigError` for a wrong URL or a missing package; later calls report the rest."""
+        """Raise `ConfigError` for a wrong URL or a missing package; other errors occur later."""
         try:
             self._root  # noqa: B018  a cached property
         except ConfigError:
@@ -218,9 +218,8 @@ class Storage:
                 delay = next(delays, None)
                 if delay is None or _is_final(error) or self.given_up.wait(delay):
                     target = f"{self.url}/{path}".rstrip("/")
-                    raise StorageError(
-                        f"cannot {verb} {target}: {type(error).__name__}: {error}"
-                    ) from error
+                    reason = f"{type(error).__name__}: {error}"
+                    raise StorageError(f"cannot {verb} {target}: {reason}") from error
 
     @cached_property
     def _root(self) -> tuple[Any, str]:
@@ -237,11 +236,9 @@ class Storage:
                 self.url, skip_instance_cache=True, use_listings_cache=False, **options
             )
         except ImportError as error:
-            package = (
-                'pip install "samestep[s3]"' if protocol in _S3 else "install the package it names"
-            )
+            how = 'pip install "samestep[s3]"' if protocol in _S3 else "install it"
             raise ConfigError(
-                f"{self.url} needs a package for {protocol}: {package} ({error})"
+                f"{self.url} needs a package for {protocol}: {how} ({error})"
             ) from error
         except ValueError as error:
             raise ConfigError(

@@ -15,7 +15,7 @@ from samestep.record.cursor import FILE, Cursor
 from samestep.record.events import FILE_NAME, read_events
 from samestep.record.files import FOLDER, EventChunk, LocalFiles
 from samestep.record.sinks import SinkAdapter
-from samestep.record.source import Source, find_runs, open_source, read_history
+from samestep.record.source import RunLocation, Source, open_source, read_history
 from samestep.watch.curves import AXES
 from samestep.watch.report import make_report
 from samestep.watch.view import View
@@ -225,7 +225,7 @@ def _parts(folder: Path) -> list[Target]:
         while found := source.read(offset):
             assert found.endswith(b"\n")
             offset += len(found)
-        assert find_runs(given.parent) in ([], ["one"])
+        assert RunLocation(given.parent).find() in ([], ["one"])
         View(source).refresh()
 
     return [Target("parts", parts, read, (RecordError,))]

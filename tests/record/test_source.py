@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from samestep.errors import ConfigError, RecordError
 from samestep.record import source as module
 from samestep.record.files import EventChunk
-from samestep.record.source import find_runs, open_source
+from samestep.record.source import RunLocation, open_source
 
 STREAM = b"".join(b'{"step":%d}\n' % step for step in range(40))
 CUTS = [0, *(index + 1 for index, byte in enumerate(STREAM) if byte == ord("\n"))]
@@ -185,7 +185,7 @@ def test_a_pipe_is_not_an_image(tmp_path):
 
 
 def test_runs_are_found_at_and_below_a_location(location, tmp_path):
-    assert find_runs(location(tmp_path / "nowhere")) == []
+    assert RunLocation(location(tmp_path / "nowhere")).find() == []
     for run in (".", "b", "a/one", "a/two/deep"):
         (tmp_path / run).mkdir(parents=True, exist_ok=True)
         (tmp_path / run / "events.jsonl").touch()
@@ -203,7 +203,7 @@ def test_runs_are_found_at_and_below_a_location(location, tmp_path):
         (tmp_path / no_run).mkdir(parents=True)
         if no_run != "empty/record":
             (tmp_path / no_run / "events.jsonl").touch()
-    assert find_runs(location(tmp_path)) == [".", "a/one", "a/two/deep", "b", "sent"]
+    assert RunLocation(location(tmp_path)).find() == [".", "a/one", "a/two/deep", "b", "sent"]
 
 
 def test_a_link_to_a_run_is_not_listed_as_a_run(tmp_path):
@@ -211,7 +211,8 @@ def test_a_link_to_a_run_is_not_listed_as_a_run(tmp_path):
     (tmp_path / "runs" / "a" / "events.jsonl").touch()
     (tmp_path / "runs" / "latest").symlink_to("a")
     (tmp_path / "link").symlink_to("runs")
-    assert find_runs(tmp_path / "runs") == find_runs(tmp_path / "link") == ["a"]
+    for name in ("runs", "link"):
+        assert RunLocation(tmp_path / name).find() == ["a"]
 
 
 def test_a_url_that_cannot_be_used_is_told():

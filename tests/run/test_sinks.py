@@ -13,7 +13,7 @@ import samestep as ss
 from samestep.errors import ConfigError
 from samestep.record import exporter
 from samestep.record.events import parse_events
-from samestep.record.source import find_runs, open_source
+from samestep.record.source import RunLocation, open_source
 from tests.jobs import STEPS, events, image_job, train
 from tests.record.faulty_sinks import Hanging, Refusing, name_of
 from tests.s3 import s3_server
@@ -66,7 +66,7 @@ def wait_and_die(url, step):
 
 def seen(url):
     size, pieces = open_source(url).open_image(f"images/sample-{STEPS - 1:08d}.png")
-    return stream(url), find_runs("s3://bucket"), size == len(b"".join(pieces))
+    return stream(url), RunLocation("s3://bucket").find(), size == len(b"".join(pieces))
 
 
 def test_record_on_s3_is_readable_during_the_run_and_complete_after_a_kill(server, tmp_path):

@@ -1,4 +1,4 @@
-"""The position of each sink in a run's record, and the thread that sends what a sink lacks."""
+"""The position of each sink in a run's record, and the thread that sends the rest."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def lock(directory: Path) -> IO[bytes] | None:
         file.close()
         return None
     except OSError:  # this file system has no locks
-        return file
+        pass
     return file
 
 
@@ -107,7 +107,7 @@ class Destination(ABC):
 
 
 class Sender:
-    """Sends what a source contains to a destination, in a thread, until `finish`.
+    """Sends the events of a source to a destination, in a thread, until `finish`.
 
     A destination that fails is retried after a pause; one that hangs blocks only this thread.
     """
@@ -123,7 +123,7 @@ class Sender:
         self._thread.start()
 
     def finish(self) -> None:
-        """Request that the thread exits once everything present is sent."""
+        """Request that the thread exits once all present events are sent."""
         self._finishing.set()
 
     def wait(self, timeout: float | None) -> bool:
@@ -155,7 +155,11 @@ class Sender:
                 if finishing and not sent:
                     self._destination.close()
             except Exception as error:  # noqa: BLE001  libraries and users raise their own errors
-                self._set_error(error)
+                if self._error is None:
+                    message = "the record cannot be sent to %s (%s: %s); retrying"
+                    kind = type(error).__name__
+                    logger.warning(message, self._destination.name, kind, error)
+                self._error = error
                 failures += 1
                 if finishing and failures >= FINAL_TRIES:
                     return
@@ -170,17 +174,9 @@ class Sender:
                 self._finishing.wait(self._destination.pause_seconds)
 
     def _send_next(self) -> int:
-        """Send the next lines; return their size in bytes."""
         if self._offset is None:
             self._offset = self._destination.open()
-        lines = self._source.read(self._offset)
-        if lines:
+        if lines := self._source.read(self._offset):
             self._destination.send(self._offset, lines)
             self._offset += len(lines)
         return len(lines)
-
-    def _set_error(self, error: Exception) -> None:
-        if self._error is None:
-            message = "the record cannot be sent to %s (%s: %s); retrying"
-            logger.warning(message, self._destination.name, type(error).__name__, error)
-        self._error = error

@@ -89,7 +89,6 @@ class EventFile:
                 )
 
     def _check_not_moved(self) -> None:
-        """Raise `RecordError` if the path no longer leads to the open file."""
         try:
             if os.path.samestat(self._path.stat(), os.fstat(self._descriptor)):
                 return

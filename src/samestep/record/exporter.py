@@ -32,7 +32,7 @@ FIRST_PAUSE_SECONDS: Final = 1.0  # before a restart; doubles with each further 
 MAX_PAUSE_SECONDS: Final = 60.0
 POLL_SECONDS: Final = 0.5
 REPORT_SECONDS: Final = 10.0  # the least time between two events of a sink
-ORPHAN_SECONDS: Final = 3.0  # to send the rest once the run was killed
+ORPHAN_SECONDS: Final = 3.0  # to send the rest after the run was killed
 NICENESS: Final = 5  # training has priority if there are too few cores
 logger: Final = logging.getLogger("samestep")
 
@@ -67,7 +67,7 @@ class ExporterProcess:
     def finish(self) -> None:
         """Give the exporter some seconds to send the rest, and end it.
 
-        Anything still missing is reported, and sent by the run's next start.
+        Reports anything that is still missing; the run's next start sends it.
         """
         with self._start_lock:
             self._finishing.set()
@@ -143,19 +143,20 @@ class Exporter:
         cursor = Cursor(directory)
         self._file, self._channel = directory / FILE_NAME, channel
         self._reported: dict[str, tuple[float, dict[str, Any]]] = {}
-        destinations: list[Destination] = []
-        for name in sinks:
-            kind = StorageDestination if is_url(name) else SinkAdapter
-            destinations.append(kind(name, directory, open_source(directory), cursor))
+        kinds: list[tuple[str, type[Destination]]] = [
+            (name, StorageDestination if is_url(name) else SinkAdapter) for name in sinks
+        ]
         if function is not None:
-            source = open_source(directory)
-            destinations.append(FunctionDestination(function, directory, source, cursor))
-        self._senders = [Sender(open_source(directory), each) for each in destinations]
+            kinds.append((function, FunctionDestination))
+        self._senders = []
+        for name, kind in kinds:
+            destination = kind(name, directory, open_source(directory), cursor)
+            self._senders.append(Sender(open_source(directory), destination))
 
     def report(self) -> None:
         """Report each sink whose status changed, at most every few seconds.
 
-        Events that are only accumulating before the next `send` do not count as behind.
+        Events that wait for the next regular `send` do not count as behind.
         """
         for sender in self._senders:
             status = sender.status(self._size())
@@ -169,18 +170,18 @@ class Exporter:
                 self._write(status)
 
     def finish(self, timeout: float | None) -> bool:
-        """Send what is present, within `timeout` seconds; return whether everything was sent.
+        """Send the rest within `timeout` seconds; return whether everything was sent.
 
         Reports the sinks that did not receive everything.
         """
         for sender in self._senders:
             sender.finish()
         deadline = None if timeout is None else time.monotonic() + timeout
-        unfinished = [
-            sender
-            for sender in self._senders
-            if not sender.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        ]
+        unfinished = []
+        for sender in self._senders:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not sender.wait(left):
+                unfinished.append(sender)
         self.report()
         for sender in unfinished:
             status = sender.status(self._size())
@@ -197,18 +198,17 @@ class Exporter:
 
 
 def _has_changed(status: dict[str, Any], last: dict[str, Any]) -> bool:
-    """Return whether a status is worth a report: the backlog alone must at least have doubled."""
-    if not last or (status["error"] is None) != (last["error"] is None):
+    """Return whether to report a status; a larger backlog must at least have doubled."""
+    if not last or status["dropped"] != last["dropped"]:
         return True
-    if status["dropped"] != last["dropped"]:
-        return True
-    doubled = status["behind_bytes"] >= 2 * max(1, last["behind_bytes"])
-    return status["error"] is not None and doubled
+    if status["error"] is None or last["error"] is None:
+        return status["error"] is not last["error"]
+    return bool(status["behind_bytes"] >= 2 * max(1, last["behind_bytes"]))
 
 
 def main() -> int:
-    """Export as the command line says; return 1 if something was not sent."""
-    description = "Send a run's record to sinks that lack a part of it."
+    """Run the command; return 1 if something was not sent."""
+    description = "Send the missing parts of a run's record to sinks."
     parser = argparse.ArgumentParser("python -m samestep.record.exporter", description=description)
     parser.add_argument("directory", type=Path, help="directory of a run")
     sinks = "a URL, tensorboard, mlflow, wandb, or module:Class"

@@ -70,7 +70,6 @@ class LocalFiles:
             raise self._read_error(folder, error) from error
 
     def _resolve(self, path: str) -> Path:
-        """Return the full path. Raises `FileNotFoundError` if it contains a link."""
         full = self._folder.resolve() / path
         if full.resolve() != full:
             raise FileNotFoundError(errno.ENOENT, "links are not followed")
@@ -87,7 +86,7 @@ _NAME: Final = re.compile(r"(\d{20})-(\d{20})\.jsonl", re.ASCII)
 
 @dataclass(frozen=True, order=True)
 class EventChunk:
-    """Bytes [start, end) of a run's events, as complete lines in a file of their own."""
+    """Bytes [start, end) of a run's events: complete lines in a file."""
 
     start: int
     end: int

@@ -93,7 +93,7 @@ def safe_name(name: str) -> str:
 class AsyncImageWriter:
     """Calls `write` for each image in a thread, and drops images while the queue is full.
 
-    An exception of `write` is raised by the next call of `add` or `flush`.
+    The next call of `add` or `flush` raises a `RecordError` of `write`.
     """
 
     def __init__(self, write: Callable[[Picture, bool], None], max_bytes: int = MAX_BYTES) -> None:

@@ -1,4 +1,4 @@
-"""A run's record. One worker writes it; the others get a record that does nothing."""
+"""A run's record. One worker writes it; the others get one that does nothing."""
 
 from __future__ import annotations
 

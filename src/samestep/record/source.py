@@ -22,7 +22,7 @@ from samestep.storage import Retries, Storage
 Files: TypeAlias = LocalFiles | Storage
 READ_BYTES: Final = 4 * 2**20
 MAX_DEPTH: Final = 4  # folders below a location in which runs are searched for
-# readers ask again anyway, and other runs wait meanwhile
+# readers repeat their requests anyway, and a longer wait would delay other runs
 READER_RETRIES: Final = Retries(tries=2, first_seconds=0.5)
 _FOLDERS_OF_A_RUN: Final = re.compile(
     rf"{IMAGES}|{FOLDER}|{'|'.join(SINKS)}|step-.*|superseded-.*|\..*"
@@ -33,8 +33,8 @@ _IMAGE: Final = re.compile(rf"{IMAGES}/[A-Za-z0-9_-][A-Za-z0-9_.-]*", re.ASCII)
 class Source:
     """The record of one run: events.jsonl, or chunks of it in record/; and images/.
 
-    Every call may raise `RecordError`, and may succeed when it is repeated: the storage did not
-    respond, or a file does not exist yet.
+    Every call may raise `RecordError` if the storage does not respond or a file does not exist yet,
+    and may succeed later.
     """
 
     def __init__(self, location: str, files: Files, folder: str = "") -> None:
@@ -76,7 +76,6 @@ class Source:
         return lines
 
     def _read_known(self, offset: int) -> bytes:
-        """Read from the files of the last listing."""
         if self._size > offset:
             return self._read_lines(FILE_NAME, offset, self._size)
         if chunk := chunk_at(offset, self._chunks):
@@ -84,7 +83,6 @@ class Source:
         return b""
 
     def _read_lines(self, path: str, start: int, end: int) -> bytes:
-        """Return complete lines of a file, at least one if it contains one."""
         data, stop = b"", start
         while stop < end:
             begin, stop = stop, min(stop + READ_BYTES, end)
@@ -143,12 +141,11 @@ class RunLocation:
         folders, names = self._files.names(folder)
         run = folder or "."
         if FILE_NAME in names or (
-            FOLDER in folders and (run in self._known or self._has_chunks(folder))
+            FOLDER in folders
+            and (run in self._known or find_chunks(self._files.sizes(join(folder, FOLDER))))
         ):
             yield run
-        if not depth:
-            return
-        for name in folders:
+        for name in folders if depth else ():
             path = join(folder, name)
             if _FOLDERS_OF_A_RUN.fullmatch(name):
                 continue
@@ -156,9 +153,6 @@ class RunLocation:
                 yield from (known for known in self._known if f"{known}/".startswith(f"{path}/"))
             else:
                 yield from self._find_runs(path, depth - 1)
-
-    def _has_chunks(self, folder: str) -> bool:
-        return bool(find_chunks(self._files.sizes(join(folder, FOLDER))))
 
     def source(self, run: str) -> Source:
         """Return the source of a run, given its relative path; the run need not exist yet."""
@@ -173,11 +167,6 @@ def open_source(location: str | Path) -> Source:
     Raises `ConfigError` for an unusable URL.
     """
     return RunLocation(location).source(".")
-
-
-def find_runs(location: str | Path) -> list[str]:
-    """Return the runs at or below a folder or URL; see `RunLocation.find`."""
-    return RunLocation(location).find()
 
 
 # a number of steps, and whether the position is within the step that follows them
@@ -208,23 +197,20 @@ def read_history(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         >>> [event["values"] for event in read_history("runs/one") if event["event"] == "scalars"]
         [{'accuracy': 0.9}]
     """
-    # the number of each start, and the last position that it keeps
-    starts: list[tuple[int, StepPosition]] = []
+    # the last position that each start keeps
+    starts: list[StepPosition] = []
     count = 0
-    for count, event in enumerate(read_events(path), start=1):
+    for count, event in enumerate(read_events(path), start=1):  # noqa: B007  used below
         if event.get("event") in STARTS:
-            starts.append((count, valid_until(event)))
-    # For each start, the last position that it and all later ones keep. Reversed, so that `pop`
-    # removes the first.
-    limits = list(
-        accumulate(reversed(starts), lambda later, start: (start[0], min(start[1], later[1])))
-    )
+            starts.append(valid_until(event))
+    # The last position that each start and all later ones keep; `pop` removes the earliest start.
+    limits = list(accumulate(reversed(starts), min))
     # events appended since the first pass are left for the next call
-    for number, event in enumerate(islice(read_events(path), count), start=1):
-        while limits and limits[-1][0] <= number:
+    for event in islice(read_events(path), count):
+        kind = event.get("event")
+        if limits and kind in STARTS:
             limits.pop()
-        is_step_event = event.get("event") in STEP_EVENTS
-        if not (limits and is_step_event) or step_position(event) <= limits[-1][1]:
+        if not limits or kind not in STEP_EVENTS or step_position(event) <= limits[-1]:
             yield event
 
 
@@ -239,6 +225,5 @@ def valid_until(start: dict[str, Any]) -> StepPosition:
 
 
 def _step(event: dict[str, Any]) -> float:
-    """Return an event's step; minus infinity if it has none, which no run writes."""
     step = event.get("step")
     return step if isinstance(step, (int, float)) else -math.inf

@@ -1,4 +1,4 @@
-"""The commit protocol of a snapshot: its workers communicate through files in its directory only.
+"""The commit protocol of a snapshot: its workers communicate only through files in its directory.
 
 Every worker writes tensors-<attempt>-<rank>-of-<workers>.safetensors, then
 part-<attempt>-<rank>.json. Rank 0 waits for all parts and writes manifest.json, which commits the
@@ -42,7 +42,7 @@ class PeerFailedError(SnapshotError):
 class CommitProtocol:
     """One worker's view of a save.
 
-    It waits for other workers for `timeout_seconds` at most, or until `given_up` is set.
+    It waits at most `timeout_seconds` for other workers, or until `given_up` is set.
     """
 
     directory: Path
@@ -52,18 +52,13 @@ class CommitProtocol:
     timeout_seconds: float
     given_up: threading.Event
 
-    @property
-    def data_path(self) -> Path:
-        """The path of this worker's data file."""
-        return self._data_path(self.rank)
-
     def raise_if_given_up(self) -> None:
         """Raise `SnapshotError` once this worker has given up."""
         if self.given_up.is_set():
             raise SnapshotError("this worker stopped")
 
     def send_part(self, part: Part) -> None:
-        """Report this worker's part to rank 0; its data file is durable by now."""
+        """Report this worker's part, whose data file is durable, to rank 0."""
         write_atomically(self._part_path(self.rank), part.to_bytes())
 
     def receive_parts(self) -> list[Part]:
@@ -71,18 +66,18 @@ class CommitProtocol:
 
         Raises `SnapshotError` if a worker failed or timed out.
         """
-        names = {self._part_path(rank).name: str(rank) for rank in range(self.workers)}
+        paths = [self._part_path(rank) for rank in range(self.workers)]
 
         def missing() -> str:
             present = {path.name for path in self.directory.iterdir()}
             for rank in range(self.workers):
                 if self._failed_path(rank).name in present:
                     raise self._failure(rank)
-            late = [rank for name, rank in names.items() if name not in present]
+            late = [str(rank) for rank, path in enumerate(paths) if path.name not in present]
             return f"worker {', '.join(late)} did not write its part" if late else ""
 
         self._wait_while(missing)
-        return [Part.from_bytes(self._part_path(rank).read_bytes()) for rank in range(self.workers)]
+        return [Part.from_bytes(path.read_bytes()) for path in paths]
 
     def wait_for_commit(self) -> None:
         """Wait until rank 0 committed this worker's part. Raises `SnapshotError` if it does not."""
@@ -122,16 +117,17 @@ class CommitProtocol:
             delay = min(2 * delay, LONGEST_DELAY_SECONDS)
 
     def _failure(self, rank: int) -> PeerFailedError:
-        unknown = f"worker {rank} could not write its part of snapshot {self.directory}, nor why"
+        unknown = f"worker {rank} could not write its part of snapshot {self.directory}"
         return PeerFailedError(self._failed_path(rank).read_text() or unknown)
 
     def _discard(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            for path in (self._part_path(rank), self._data_path(rank)):
+            for path in (self._part_path(rank), self.data_path(rank)):
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
 
-    def _data_path(self, rank: int) -> Path:
+    def data_path(self, rank: int) -> Path:
+        """Return the path of a worker's data file."""
         return self.directory / f"tensors-{self.attempt}-{rank}-of-{self.workers}.safetensors"
 
     def _part_path(self, rank: int) -> Path:
@@ -185,8 +181,7 @@ def _pieces(parts: Sequence[Part]) -> dict[str, tuple[StoredPiece, ...]]:
             is_repeated = digest is not None and (name, start, stop) in digests
             if digests.setdefault((name, start, stop), digest) != digest:
                 raise SnapshotError(
-                    f"tensor {name} must have equal values on all workers, "
-                    f"got other values on worker {rank}"
+                    f"tensor {name} must be equal on all workers, got other values on worker {rank}"
                 )
             if not is_repeated:
                 pieces[name].append(StoredPiece(rank, start, stop, offset))

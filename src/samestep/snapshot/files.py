@@ -1,7 +1,7 @@
 """Data files with checksums: their description, and how to write and read them.
 
 A checksum is XXH3 of 128 bits. It detects damage at the speed of memory, but not forgery: a
-snapshot is trusted with values only.
+snapshot can hold wrong values, but never code.
 Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
 
@@ -88,14 +88,27 @@ def checksum(data: bytes | memoryview) -> str:
     return xxh3_128(data).hexdigest()
 
 
+def damage(name: str, start: int, stop: int) -> SnapshotError:
+    """Return the error for bytes [start, stop) of a file that differ from their checksum."""
+    return SnapshotError(f"{name} is damaged: bytes {start} to {stop} do not match their checksum")
+
+
+def write_at(descriptor: int, data: bytes, offset: int) -> None:
+    """Write all of `data` at `offset` of a file."""
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[count:], offset + count
+
+
 def write_durably(
     path: Path, data: memoryview, segment_bytes: int, before_segment: Callable[[], None]
 ) -> tuple[str, ...]:
     """Write a file durably and return the checksums of its segments.
 
     The data bypasses the page cache if the file system allows that and `data` starts at a page:
-    no copy, no new pages, and the data that training reads stays cached. `before_segment` may
-    raise to stop.
+    no copy, no new pages, and the data that training reads stays cached. `before_segment` is called
+    before each segment and may raise to stop.
     """
     checksums = []
     with path.open("wb", buffering=0) as file:
@@ -157,17 +170,11 @@ def read_data_file(
 
     def read(segments: Sequence[tuple[int, int, str]]) -> None:
         spare = memoryview(bytearray(min(file.segment_bytes, file.size)))
-        descriptor = os.open(directory / file.name, os.O_RDONLY)
-        try:
+        with (directory / file.name).open("rb", buffering=0) as opened:
             for start, stop, expected in segments:
                 buffers = _buffers(start, stop, destinations, spare)
-                if read_into(descriptor, first_byte + start, buffers) != expected:
-                    raise SnapshotError(
-                        f"{file.name} is damaged: bytes {start} to {stop} do not match their "
-                        "checksum"
-                    )
-        finally:
-            os.close(descriptor)
+                if read_into(opened.fileno(), first_byte + start, buffers) != expected:
+                    raise damage(file.name, start, stop)
 
     segments = list(file.segments())
     share = max(-(-len(segments) // READERS), 1)
@@ -179,7 +186,7 @@ def read_data_file(
 def _buffers(
     start: int, stop: int, destinations: Sequence[Destination], spare: memoryview
 ) -> Iterator[memoryview]:
-    """Yield the memory for bytes [start, stop) of a file; bytes without a destination are spare."""
+    """Yield the memory for bytes [start, stop) of a file, parts of `spare` between destinations."""
     first = max(bisect_right(destinations, start, key=itemgetter(0)) - 1, 0)
     for offset, memory in destinations[first:]:
         if offset >= stop:

@@ -1,4 +1,4 @@
-"""Post-commit hooks: the work that threads on one worker do with every committed snapshot.
+"""Post-commit hooks: threads on one worker that process every committed snapshot.
 
 A hook calls a user's function with each file, or mirrors the snapshots to a remote storage.
 """
@@ -79,8 +79,7 @@ class FunctionHook(Hook):
     """
 
     def __init__(self, function: Callable[[Path], object], report: Callable[..., object]) -> None:
-        self._function = function
-        self._report = report
+        self._function, self._report = function, report
         self._waiting: deque[Path] = deque()
         super().__init__("transfer snapshots")
 
@@ -102,7 +101,7 @@ class FunctionHook(Hook):
         try:
             names = [*(file.name for file in inspect(snapshot).files), NAME]
         except SnapshotError:
-            return  # removed since newer ones exist
+            return  # removed, because newer ones exist
         path = snapshot
         try:
             for path in (snapshot / name for name in names):
@@ -114,12 +113,12 @@ class FunctionHook(Hook):
 
 
 class Mirror(Hook):
-    """Mirrors the snapshots of a run's directory that stay, by `keep_last` and `keep_best` of both.
+    """Copies a run's snapshots to a remote storage, and removes old ones there.
 
-    Every pass compares both sides, so it completes work that an earlier pass or process left
-    undone. `set_aside` is (a step, a folder): remote snapshots of later steps belong to another
-    history, and the first pass moves them to that folder. `report(kind, **fields)` runs in another
-    thread.
+    `keep_last` and `keep_best` apply to the snapshots of both sides together. Every pass compares
+    both sides, so it completes the work of an interrupted pass or process. `set_aside` is (a step,
+    a folder): remote snapshots of later steps belong to another history, and the first pass moves
+    them to that folder. `report(kind, **fields)` runs in another thread.
     """
 
     def __init__(
@@ -132,10 +131,8 @@ class Mirror(Hook):
         report: Callable[..., object],
         set_aside: tuple[int, str] | None = None,
     ) -> None:
-        self._remote, self._directory = remote, directory
-        self._keep_last, self._keep_best = keep_last, keep_best
-        self._report = report
-        self._set_aside = set_aside
+        self._remote, self._directory, self._report = remote, directory, report
+        self._keep_last, self._keep_best, self._set_aside = keep_last, keep_best, set_aside
         self._failure: str | None = None
         super().__init__("copy snapshots")
         self.on_commit(directory)  # an earlier process may have left some to copy
@@ -147,7 +144,7 @@ class Mirror(Hook):
             raise SnapshotError(
                 f"the last snapshot is complete in {self._directory}, but could not be copied to "
                 f"{self._remote.url}: {self._failure}. Start the run again once that works: it "
-                "trains nothing twice, and sends only the missing files"
+                "repeats no step, and sends only the missing files"
             )
 
     def close(self) -> None:
@@ -208,9 +205,8 @@ class Mirror(Hook):
         for name in later:
             self._remote.set_aside(name, folder)
         if later:
-            self._report(
-                "snapshots_set_aside", path=f"{self._remote.url}/{folder}", snapshots=later
-            )
+            url = f"{self._remote.url}/{folder}"
+            self._report("snapshots_set_aside", path=url, snapshots=later)
         return [name for name in names if name not in later]
 
     def _inspect(self, name: str) -> Manifest | None:
@@ -228,14 +224,9 @@ class Mirror(Hook):
         except (OSError, SnapshotError):
             if (path / NAME).exists():
                 raise
-            return  # removed since newer ones exist
-        self._report(
-            "snapshot_copied",
-            step=step_of(path),
-            url=f"{self._remote.url}/{path.name}",
-            bytes=sent,
-            seconds=time.perf_counter() - started,
-        )
+            return  # removed, because newer ones exist
+        seconds, url = time.perf_counter() - started, f"{self._remote.url}/{path.name}"
+        self._report("snapshot_copied", step=step_of(path), url=url, bytes=sent, seconds=seconds)
 
 
 def _is_same(one: Manifest, other: Manifest | None) -> bool:
@@ -261,14 +252,9 @@ class PostCommitHooks:
         if function is not None:
             self._hooks.append(FunctionHook(function, self._queue))
         if remote is not None:
-            mirror = Mirror(
-                remote,
-                config.dir,
-                keep_last=config.keep_last,
-                keep_best=config.keep_best,
-                report=self._queue,
-                set_aside=None if config.resume == "auto" else (start, f"superseded-{attempt}"),
-            )
+            set_aside = None if config.resume == "auto" else (start, f"superseded-{attempt}")
+            limits = {"keep_last": config.keep_last, "keep_best": config.keep_best}
+            mirror = Mirror(remote, config.dir, **limits, report=self._queue, set_aside=set_aside)
             self._hooks.append(mirror)
 
     def _queue(self, kind: str, **fields: Any) -> None:
@@ -291,6 +277,6 @@ class PostCommitHooks:
             hook.finish()
 
     def close(self) -> None:
-        """Stop soon."""
+        """Start no further work; what does not end soon ends with the process."""
         for hook in self._hooks:
             hook.close()

@@ -1,13 +1,13 @@
 """In-memory snapshots: complete states in the launcher's memory that outlive the workers.
 
-Replacement workers, at any count, resume from them. Every worker writes its parts alternately into
-its two memory slots. After the first snapshot, one of the two slots holds a complete snapshot on
-all workers at any moment: snapshots are made between steps, and all workers communicate between any
-two of them. So no worker starts a snapshot before all workers finished the previous one, which is
-in the other slot.
-Replacement workers first write into the slot that they did not resume from: the snapshot that they
-resumed from stays until all of them have finished a new one. Without a launcher
-that holds memory, no snapshots are made.
+Any number of replacement workers can resume from them. Every worker writes its parts alternately
+into its two memory slots. All workers communicate between any two snapshots, so no worker starts
+one before all workers finished the previous one, which is in the other slot. So after the first
+snapshot, one of the two slots always holds a complete snapshot on all workers.
+
+Replacement workers first write into the slot that they did not resume from, so that the other
+snapshot stays until all of them have finished a new one. Without a launcher that holds memory, no
+snapshots are made.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -32,8 +32,9 @@ from samestep.host import anonymous_file, available_bytes
 from samestep.snapshot import memory_slot
 from samestep.snapshot.commit import combine
 from samestep.snapshot.memory_slot import MemorySlot
-from samestep.snapshot.part import Contribution, contribution
+from samestep.snapshot.part import contribution
 from samestep.snapshot.read import READ_ERRORS, Snapshot, read_state
+from samestep.snapshot.state import States
 
 CHUNK_BYTES: Final = 2**24  # sent to other hosts at a time
 SHARE_OF_TIME: Final = 0.01
@@ -66,15 +67,13 @@ class InMemorySnapshots:
         self._launcher_state, self._process, self._world = launcher_state, process, world
         self._directory = "" if directory is None else str(directory.resolve())
         self._every = None if launcher_state is None else every
-        # Another run of the same script has its own snapshots, which have its directory as a label
-        # or, without one, its number.
+        # the label of this run's snapshots: its directory or, without one, its number in the script
         self._run = self._directory
         if not self._directory and launcher_state is not None:
             self._run = str(next(_runs_without_directory))
         self._files = [] if launcher_state is None else launcher_state.slots
-        self._slots = (
-            [MemorySlot(file) for file in self._files[process.local_rank]] if self._files else []
-        )
+        own_files = self._files[process.local_rank] if self._files else []
+        self._slots = [MemorySlot(file) for file in own_files]
         # the files of this host's parts, and the bytes of the parts on each worker's host
         self._parts: dict[tuple[SnapshotKey, int], int] = {}
         self._part_bytes: list[dict[tuple[SnapshotKey, int], int]] = []
@@ -88,12 +87,9 @@ class InMemorySnapshots:
     def has_begun(self, attempt: int) -> bool:
         """Return whether an earlier attempt began this run, on any host; collective."""
         state = self._launcher_state
-        begun = (
-            attempt > 0
-            and state is not None
-            and state.step is not None
-            and state.directory == self._directory
-        )
+        begun = False
+        if attempt > 0 and state is not None:
+            begun = state.step is not None and state.directory == self._directory
         return any(self._world.all_gather_json(begun, "starting"))
 
     def time_is_up(self) -> bool:
@@ -114,7 +110,7 @@ class InMemorySnapshots:
     def report_start(self, step: int, *, is_new: bool) -> None:
         """Report to the launcher that the run continues after `step`.
 
-        A new run gives up the snapshots of another history.
+        A new run discards the snapshots of another history.
         """
         if is_new:
             self._clear_slots()
@@ -138,13 +134,7 @@ class InMemorySnapshots:
         self._given_up = True
 
     def save(
-        self,
-        step: int,
-        attempt: str,
-        shared: Mapping[str, Any],
-        own: Mapping[str, Any],
-        info: Mapping[str, Any],
-        started: float,
+        self, step: int, attempt: str, shared: States, own: States, info: States, started: float
     ) -> None:
         """Copy the state, passed as to `SnapshotWriter.save`; all workers call this.
 
@@ -165,36 +155,27 @@ class InMemorySnapshots:
                 "from its newest snapshot; allow the call, or use hot_every=none"
             )
         mine, values = contribution(shared, own, self._world.rank, self._world.size)
-        label = {
-            "run": self._run,
-            "key": list(astuple(key)),
-            "rank": self._world.rank,
-            "info": dict(info),
-        }
+        names = {"run": self._run, "key": list(astuple(key)), "rank": self._world.rank}
         before = time.monotonic()
-        self._prepare(number, mine)
-        preparation_seconds = time.monotonic() - before  # only the first saves need time for it
-        self._slots[number].write(label, mine, values)
-        ended = time.monotonic()
-        self._due_time = ended + (ended - started - preparation_seconds) / SHARE_OF_TIME
-
-    def _prepare(self, number: int, mine: Contribution) -> None:
-        """Allocate a slot; at the second save, free slots that only earlier workers used."""
         if self._saves == 1:
             self._check_memory(mine.nbytes)
         self._slots[number].reserve(mine.nbytes)
-        if self._saves == SLOTS:
+        if self._saves == SLOTS:  # the slots of earlier workers are no longer needed
             self._clear_slots(1)
+        preparation_seconds = time.monotonic() - before  # long only for the first saves
+        self._slots[number].write({**names, "info": dict(info)}, mine, values)
+        ended = time.monotonic()
+        self._due_time = ended + (ended - started - preparation_seconds) / SHARE_OF_TIME
 
     def _clear_slots(self, first: int = 0) -> None:
-        """Free the memory of this worker's slots, without its own if `first` is 1."""
+        """Free this worker's slots and those of earlier workers; not its own if `first` is 1."""
         process = self._process
         for files in self._files[process.local_rank :: process.local_world_size][first:]:
             for file in files:
                 os.ftruncate(file, 0)
 
     def _check_memory(self, nbytes: int) -> None:
-        """Raise `SnapshotError` if snapshots of `nbytes` per worker take memory others need."""
+        """Raise `SnapshotError` if snapshots of `nbytes` per worker need too much memory."""
         missing = sum(slot.missing_bytes(nbytes) for slot in self._slots)
         wanted = self._process.local_world_size * missing
         available = available_bytes()
@@ -206,12 +187,12 @@ class InMemorySnapshots:
             )
 
     def find(self, report: Callable[..., object]) -> list[SnapshotKey]:
-        """Return the snapshots of which some host has every part, by step; collective.
+        """Return the snapshots with all parts on any hosts, in the order of steps; collective.
 
         Calls `report("in_memory_snapshot_rejected", reason=...)` for damaged parts.
         """
         sizes, faults = {}, []
-        for file in (file for files in self._files for file in files):
+        for file in chain.from_iterable(self._files):
             try:
                 content = memory_slot.read(file)
             except SnapshotError as error:
@@ -247,7 +228,7 @@ class InMemorySnapshots:
                 ) from error
 
     def _file(self, key: SnapshotKey, rank: int, exits: ExitStack) -> int:
-        """Return the file of a part, which the first worker that has it sends to other hosts."""
+        """Return the file of a part; the first worker that has it sends it to other hosts."""
         part = key, rank
         sender = next(worker for worker, parts in enumerate(self._part_bytes) if part in parts)
         receivers = [worker for worker, parts in enumerate(self._part_bytes) if part not in parts]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,6 +16,7 @@ from samestep.record import Record
 from samestep.snapshot.hooks import PostCommitHooks
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.read import Snapshot
+from samestep.snapshot.state import States
 from samestep.snapshot.write import SnapshotWriter
 from samestep.step.shard import Shard, load_optimizer
 
@@ -52,17 +53,15 @@ class Tracked:
             raise SnapshotError(f"track got the name {name!r}, which is taken; choose another")
         if not isinstance(item, Stateful):
             raise SnapshotError(
-                f"{name!r} must have state_dict and load_state_dict to be tracked, "
-                f"got {type(item).__name__}"
+                f"{name!r} must have state_dict and load_state_dict, got {type(item).__name__}"
             )
         tracked = self._objects[name] = item if shard is None else shard
         if self._snapshot is None:
             return
         if name not in self._snapshot.state:
-            present = ", ".join(sorted(set(self._snapshot.state) - set(RESERVED)))
             raise SnapshotError(
-                f"the snapshot of step {self._snapshot.step} holds {present}, but no {name!r}: "
-                "track the same names as the run that wrote it, or start a new run with "
+                f"the snapshot of step {self._snapshot.step} holds {self.untracked()}, but no "
+                f"{name!r}: track the same names as the run that wrote it, or start a new run with "
                 "resume='never' and another dir"
             )
         try:
@@ -85,10 +84,10 @@ class Tracked:
             (own if isinstance(item, Shard) else shared)[name] = item.state_dict()
         return shared, own
 
-    def untracked(self) -> Mapping[str, Any]:
-        """Return the states in the snapshot that were not tracked again."""
-        states = {} if self._snapshot is None else self._snapshot.state
-        return {name: state for name, state in states.items() if name not in RESERVED}
+    def untracked(self) -> str:
+        """Return the names of objects in the snapshot that are not tracked yet, as a list."""
+        state = {} if self._snapshot is None else self._snapshot.state
+        return ", ".join(sorted(state.keys() - set(RESERVED)))
 
 
 class SnapshotManager:
@@ -143,8 +142,8 @@ class SnapshotManager:
     def is_due(self, step: int) -> bool:
         """Return whether the steps between snapshots have passed.
 
-        The first call follows a step that gave optimizers their state, and allocates memory for the
-        first snapshot. Raises `SnapshotError` if the last snapshot failed.
+        The first call also allocates memory for the first snapshot, since optimizers have their
+        state after a step. Raises `SnapshotError` if the last snapshot failed.
         """
         if self._writer is None:
             return False
@@ -155,60 +154,50 @@ class SnapshotManager:
             self._writer.prepare(*self.tracked.states())
         return self._config.snapshot_steps is not None and step % self._config.snapshot_steps == 0
 
-    def save(
-        self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], score: float | None
-    ) -> None:
-        """Copy the states of all tracked objects and of the run; files are written in background.
+    def save(self, step: int, shared: States, own: States, score: float | None) -> None:
+        """Copy the states of tracked objects and of the run; write files in the background.
 
         `shared` and `own` are the run's states, as for `SnapshotWriter.save`.
         """
-        if self._writer is None or not self.is_enabled:
+        if self._writer is None or not self.tracked:
             return
         if step == self._saved_step and score is None:
             return
-        if untracked := ", ".join(sorted(self.tracked.untracked())):
+        if untracked := self.tracked.untracked():
             raise SnapshotError(
-                f"the run resumed from a snapshot that also holds {untracked}; track it too, so "
-                "that nothing is lost"
+                f"the run resumed from a snapshot that also holds {untracked}; track it, too, so "
+                "that it is not lost"
             )
-        # From here on, workers communicate through the file system, which does not detect that one
-        # has exited.
+        # after this, workers communicate through files, which cannot show that a worker has exited
         self._world.barrier("starting a snapshot")
         started = time.perf_counter()
-        tracked_shared, tracked_own = self.tracked.states()
-        self._writer.save(
-            step, {**tracked_shared, **shared}, {**tracked_own, **own}, self._info(shared), score
-        )
+        shared, own = self._add_tracked(shared, own)
+        self._writer.save(step, shared, own, self._info(shared), score)
         self._saved_step, self._saved_time = step, time.monotonic()
         self.stall_seconds += time.perf_counter() - started
 
-    def save_in_memory(
-        self, step: int, states: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]
-    ) -> None:
-        """Save the same to memory, where `states` returns the run's states.
+    def save_in_memory(self, step: int, states: Callable[[], tuple[States, States]]) -> None:
+        """Save the same in memory; `states` returns the run's states.
 
-        A failure is reported, and no more in-memory snapshots are made.
+        A failure is reported and ends in-memory snapshots.
         """
         if not self.tracked or self.tracked.untracked():
             return
         started = time.monotonic()
         try:
-            (shared, own), (tracked_shared, tracked_own) = states(), self.tracked.states()
-            self.in_memory.save(
-                step,
-                self._attempt,
-                {**tracked_shared, **shared},
-                {**tracked_own, **own},
-                self._info(shared),
-                started,
-            )
+            shared, own = self._add_tracked(*states())
+            self.in_memory.save(step, self._attempt, shared, own, self._info(shared), started)
         except (OSError, SnapshotError) as error:
             self.in_memory.give_up()
             self._record.event("in_memory_snapshot_failed", step=step, reason=str(error))
             logging.getLogger("samestep").warning("no more in-memory snapshots: %s", error)
         self.stall_seconds += time.monotonic() - started
 
-    def _info(self, shared: Mapping[str, Any]) -> dict[str, Any]:
+    def _add_tracked(self, shared: States, own: States) -> tuple[States, States]:
+        tracked_shared, tracked_own = self.tracked.states()
+        return {**tracked_shared, **shared}, {**tracked_own, **own}
+
+    def _info(self, shared: States) -> dict[str, Any]:
         run = shared["run"]
         return {"lanes": run["lanes"], "seed": self._config.seed, "epoch": run["epoch"]}
 

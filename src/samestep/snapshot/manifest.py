@@ -1,7 +1,6 @@
-"""The manifest of a snapshot: its content, and which files hold it. A manifest commits a snapshot.
+"""The manifest of a snapshot: its content, and the files that hold it. It commits the snapshot.
 
-A manifest is the canonical JSON of its content and of that content's checksum. A file in which any
-byte was changed, added or lost is not a manifest.
+A manifest is canonical JSON with a checksum, so that any damaged byte makes it invalid.
 """
 
 from __future__ import annotations
@@ -55,10 +54,8 @@ class TensorSpec:
     def from_json(cls, plain: Any) -> TensorSpec:
         """Read a specification. Raises `ValueError`, `TypeError` or `KeyError` if it is invalid."""
         dtype, shape, order = plain
-        if (
-            not all(type(size) is int and 0 <= size < 2**63 for size in shape)
-            or len(shape) > MOST_DIMS
-        ):
+        are_sizes = all(type(size) is int and 0 <= size < 2**63 for size in shape)
+        if not are_sizes or len(shape) > MOST_DIMS:
             raise ValueError(f"expected a shape of at most {MOST_DIMS} dims, got {shape}")
         if any(type(dim) is not int for dim in order) or sorted(order) != list(range(len(shape))):
             raise ValueError(f"expected an order of {len(shape)} dims, got {order}")
@@ -169,16 +166,14 @@ class Manifest:
             for piece in pieces:
                 if not 0 <= piece.file < len(stored):
                     raise SnapshotError(
-                        f"tensor {name}: expected a file index below {len(stored)}, "
-                        f"got {piece.file}"
+                        f"tensor {name}: file must be below {len(stored)}, got {piece.file}"
                     )
                 nbytes = (piece.stop - piece.start) * spec.dtype.itemsize
                 stored[piece.file].append((piece.offset, piece.offset + nbytes))
         for file, extents in zip(self.files, stored, strict=True):
             if any(start < 0 or stop > file.size for start, stop in extents):
                 raise SnapshotError(
-                    f"{NAME} places pieces of tensors outside of the {file.size} bytes of "
-                    f"{file.name}"
+                    f"{NAME} places pieces outside of the {file.size} bytes of {file.name}"
                 )
             if any(before > after for (_, before), (after, _) in pairwise(sorted(extents))):
                 raise SnapshotError(f"{NAME} places overlapping pieces of tensors in {file.name}")

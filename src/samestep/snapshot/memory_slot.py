@@ -4,9 +4,8 @@ The file holds, in this order: a header with the range and checksum of the text;
 the bytes of the worker's pieces of tensors; then the text: a line of JSON, the label, and the
 `Part`, which has the checksums of the pieces.
 
-The header is zeroed first and written last. The kernel keeps everything that a process wrote before
-it was killed. So a part that was being written has no header, and a part with a valid header was
-complete. Checksums show whether it still is.
+The header is zeroed first and written last, and the kernel keeps everything that a process wrote
+before it was killed. So an incomplete part has no header. Checksums detect later damage.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from samestep.errors import SnapshotError
-from samestep.snapshot.files import DataFile, checksum
+from samestep.snapshot.files import DataFile, checksum, write_at
 from samestep.snapshot.part import Contribution, Part, describe
 from samestep.snapshot.state import canonical
 
@@ -71,7 +70,7 @@ class MemorySlot:
     ) -> None:
         """Replace the content by a worker's part, with `tensors` as the values of its pieces."""
         self.reserve(mine.nbytes)
-        _write(self._file, bytes(_HEADER.size), 0)
+        write_at(self._file, bytes(_HEADER.size), 0)
         contents = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
         end = START + mine.nbytes
         checksums = _copy(contents, self._memory[START:end])
@@ -82,15 +81,15 @@ class MemorySlot:
         file = DataFile("slot", mine.nbytes, SEGMENT_BYTES, tuple(checksums))
         part = describe(mine, digests, file)
         text = canonical(dict(label)).encode() + b"\n" + part.to_bytes()
-        _write(self._file, text, end)
-        _write(self._file, _HEADER.pack(_MAGIC, end, len(text), checksum(text).encode()), 0)
+        write_at(self._file, text, end)
+        write_at(self._file, _HEADER.pack(_MAGIC, end, len(text), checksum(text).encode()), 0)
 
 
 def read(file: int) -> SlotContent | None:
     """Return the content of a slot, None if its part is incomplete.
 
-    Raises `SnapshotError` if the header or text is damaged. The reader of tensors compares their
-    bytes with the checksums.
+    Raises `SnapshotError` if the header or text is damaged. The checksums of tensors are verified
+    when they are read.
     """
     header = os.pread(file, _HEADER.size, 0)
     if not any(header):
@@ -119,10 +118,3 @@ def _copy(contents: Sequence[torch.Tensor], memory: torch.Tensor) -> list[str]:
     if copied % SEGMENT_BYTES:
         checksums.append(checksum(data[copied // SEGMENT_BYTES * SEGMENT_BYTES :]))
     return checksums
-
-
-def _write(file: int, data: bytes, offset: int) -> None:
-    rest = memoryview(data)
-    while rest:
-        count = os.pwrite(file, rest, offset)
-        rest, offset = rest[count:], offset + count

@@ -1,4 +1,4 @@
-"""One worker's part of a snapshot: which pieces of tensors it writes, and its data file of them."""
+"""One worker's part of a snapshot: the pieces of tensors that it writes, and their data file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from samestep.errors import SnapshotError
 from samestep.snapshot.files import DataFile, checksum, write_durably
 from samestep.snapshot.manifest import TensorSpec
-from samestep.snapshot.state import Plain, Tensors, canonical, flatten, merge
+from samestep.snapshot.state import Plain, States, Tensors, canonical, flatten, merge
 from samestep.step.layout import TensorSlice, flattened, storage_order
 
 SEGMENT_BYTES: Final = 2**22
@@ -51,7 +51,7 @@ class LocalPiece:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a worker writes: JSON, and its pieces of tensors with their specifications."""
+    """The state that a worker writes: JSON, and pieces of tensors with their specifications."""
 
     state: Plain
     specs: Mapping[str, TensorSpec]
@@ -61,6 +61,11 @@ class Contribution:
     def nbytes(self) -> int:
         """The bytes of all pieces."""
         return sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the data file."""
+        return len(_header(self)) + self.nbytes
 
     def ranges(self, end: int) -> Iterator[tuple[int, int]]:
         """Yield the [start, stop) bytes of the pieces in a file, where the last ends at `end`."""
@@ -72,8 +77,8 @@ class Contribution:
 class Part:
     """The description of what one worker wrote, for the worker that commits the snapshot.
 
-    Each piece is (tensor, start, stop, offset in the file, checksum or None); only pieces that
-    other workers may have written, too, have a checksum.
+    Each piece is (tensor, start, stop, offset in the file, checksum or None). Only pieces that
+    other workers may also have written have a checksum.
     """
 
     state: Plain
@@ -99,16 +104,13 @@ class Part:
         return cls(
             state=body["state"],
             specs={name: TensorSpec.from_json(spec) for name, spec in body["specs"].items()},
-            pieces=[
-                (name, start, stop, offset, digest)
-                for name, start, stop, offset, digest in body["pieces"]
-            ],
+            pieces=[tuple(piece) for piece in body["pieces"]],
             file=DataFile.from_json(body["file"]),
         )
 
 
 def contribution(
-    shared: Mapping[str, Any], own: Mapping[str, Any], rank: int, workers: int
+    shared: States, own: States, rank: int, workers: int
 ) -> tuple[Contribution, list[torch.Tensor]]:
     """Return what a worker writes, and the values of its pieces: 1-D, in storage order, not copied.
 
@@ -122,16 +124,12 @@ def contribution(
             f"tensor {both[0]} must be either shared by all workers or this worker's own, got both"
         )
     pairs = [*_shared_pieces(shared_tensors, rank, workers), *_own_pieces(own_tensors)]
-    # Larger elements first: safetensors wants each piece at a multiple of its element size, and no
-    # gaps.
+    # safetensors requires each piece at a multiple of its element size, without gaps
     pairs.sort(key=lambda pair: -pair[0].dtype.itemsize)
     pieces = [piece for piece, _ in pairs]
-    described = shared_tensors if rank == 0 else {piece.tensor for piece in pieces}
-    specs = {
-        name: _spec(tensor)
-        for name, tensor in {**shared_tensors, **own_tensors}.items()
-        if name in described or name in own_tensors
-    }
+    described = {piece.tensor for piece in pieces} if rank else shared_tensors.keys()
+    tensors = {name: tensor for name, tensor in shared_tensors.items() if name in described}
+    specs = {name: _spec(tensor) for name, tensor in (tensors | own_tensors).items()}
     state = merge(shared_state, own_state) if rank == 0 else own_state
     return Contribution(state, specs, pieces), [values for _, values in pairs]
 
@@ -139,9 +137,9 @@ def contribution(
 def share(sizes: Sequence[tuple[int, int]], rank: int, workers: int) -> list[range]:
     """Return the elements of each tensor that worker `rank` writes.
 
-    `sizes` are (elements, bytes per element). The bytes of all tensors in a row are cut evenly, and
-    each cut moves down to a multiple of 64 elements of its tensor. The ranges of all workers hold
-    every element exactly once.
+    `sizes` are (elements, bytes per element). The concatenated bytes of all tensors are cut evenly,
+    and each cut moves down to a multiple of 64 elements of its tensor. The ranges of all workers
+    hold every element exactly once.
     """
     offsets = list(accumulate((count * nbytes for count, nbytes in sizes), initial=0))
     low, high = (offsets[-1] * worker // workers for worker in (rank, rank + 1))
@@ -242,11 +240,6 @@ def describe(mine: Contribution, digests: Sequence[str | None], file: DataFile) 
     pieces = zip(mine.pieces, mine.ranges(file.size), digests, strict=True)
     table = [(one.tensor, one.start, one.stop, first, digest) for one, (first, _), digest in pieces]
     return Part(mine.state, mine.specs, table, file)
-
-
-def data_bytes(mine: Contribution) -> int:
-    """Return the size of the data file of a contribution."""
-    return len(_header(mine)) + mine.nbytes
 
 
 def _header(mine: Contribution) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -58,7 +58,12 @@ def step_of(path: Path) -> int | None:
 
 def list_snapshots(directory: Path) -> list[Path]:
     """Return the paths that are named as snapshots, complete or not, in the order of steps."""
-    steps = {path: step for path in directory.glob("step-*") if (step := step_of(path)) is not None}
+    return sort_snapshots(directory.glob("step-*"))
+
+
+def sort_snapshots(paths: Iterable[Path]) -> list[Path]:
+    """Return those of `paths` that are named as snapshots, in the order of steps."""
+    steps = {path: step for path in paths if (step := step_of(path)) is not None}
     return sorted(steps, key=steps.__getitem__)
 
 
@@ -180,24 +185,20 @@ def export(snapshot: Path, destination: Path, name: str = "model") -> list[str]:
     """
     loaded = load(snapshot, [name])
     leaves = list(_leaves(loaded.state[name], ""))
+    what = f"{name!r} of snapshot {snapshot}"
     tensors = {key: value.contiguous() for key, value in leaves if isinstance(value, torch.Tensor)}
     if not tensors:
-        raise SnapshotError(
-            f"{name!r} of snapshot {snapshot} has no tensors to export; choose another object"
-        )
+        raise SnapshotError(f"{what} has no tensors to export; choose another object")
     if len({key for key, _ in leaves}) < len(leaves):
         raise SnapshotError(
-            f"{name!r} of snapshot {snapshot} has two tensors with the same name once nested names "
-            "are joined by dots"
+            f"{what} has two tensors with the same name once nested names are joined by dots"
         )
     metadata = {"format": "pt", "samestep.step": str(loaded.step), "samestep.object": name}
     try:
         with atomic_path(destination) as temporary:
             save_file(tensors, temporary, metadata)
     except (KeyError, OSError, SafetensorError, ValueError) as error:
-        raise SnapshotError(
-            f"cannot export {name!r} of snapshot {snapshot} to {destination}: {error}"
-        ) from error
+        raise SnapshotError(f"cannot export {what} to {destination}: {error}") from error
     return [key for key, _ in leaves if key not in tensors]
 
 
@@ -217,24 +218,19 @@ class Retention:
     """
 
     def __init__(self, directory: Path, keep_last: int, keep_best: int) -> None:
-        self._directory = directory
-        self._keep_last = keep_last
-        self._keep_best = keep_best
+        self._directory, self._keep_last, self._keep_best = directory, keep_last, keep_best
         self._checked: set[Path] = set()  # this process wrote them or verified their checksums
 
     def apply(self, written: Path) -> list[Path]:
         """Remove and return old snapshots now that `written` is committed.
 
-        Leaves links alone, and steps after `written`, which belong to another history. Removes
-        earlier directories without a manifest. A damaged snapshot does not count, and is removed
-        with the complete ones of its age.
+        Ignores links, and steps after `written`, which belong to another history. Removes earlier
+        directories without a manifest. A damaged snapshot does not count towards `keep_last` and
+        `keep_best`, and is removed like a complete one of its age.
         """
         self._checked.add(written)
-        steps = {
-            path: step
-            for path in list_snapshots(self._directory)
-            if (step := step_of(path)) is not None and not path.is_symlink()
-        }
+        paths = [path for path in list_snapshots(self._directory) if not path.is_symlink()]
+        steps = {path: step_of(path) or 0 for path in paths}
         candidates = [path for path in reversed(steps) if steps[path] <= steps[written]]
         scores = {path: inspect(path).score for path in candidates if fault(path, inspect) is None}
         staying, horizon = choose(scores, self._keep_last, self._keep_best, self._is_complete)

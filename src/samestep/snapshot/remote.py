@@ -1,9 +1,8 @@
 """Snapshots in a remote storage, with the same files as in a run's directory.
 
 The manifest is written last and removed first. A file is uploaded unless one with its name and size
-exists: the names of data files belong to one save of one attempt, and object stores hold a file
-either completely or not at all. The checksums in the manifest detect later damage when a file is
-read.
+exists: every save of every attempt has other names of data files, and an object store holds a file
+either completely or not at all. The checksums in the manifest detect later damage.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 from samestep.errors import SnapshotError
-from samestep.snapshot.files import DataFile, checksum
+from samestep.snapshot.files import DataFile, checksum, damage, write_at
 from samestep.snapshot.manifest import LARGEST_BYTES, NAME, Manifest
-from samestep.snapshot.read import check, fault, inspect, remove, step_of
+from samestep.snapshot.read import check, inspect, remove, sort_snapshots
 from samestep.storage import RETRIES, Retries, Storage, StorageError, sync, write_atomically
 
 _READERS: Final = 4
@@ -35,12 +33,7 @@ class RemoteDirectory:
 
     def names(self) -> list[str]:
         """Return the names of snapshots, complete or not, in the order of steps."""
-        steps = {
-            name: step
-            for name in self.storage.folders()
-            if (step := step_of(Path(name))) is not None
-        }
-        return sorted(steps, key=steps.__getitem__)
+        return [path.name for path in sort_snapshots(map(Path, self.storage.folders()))]
 
     def inspect(self, name: str) -> Manifest:
         """Return the manifest of a snapshot after checking that all files have their full size.
@@ -64,9 +57,8 @@ class RemoteDirectory:
     def _manifest_bytes(self, name: str, sizes: Mapping[str, int]) -> bytes:
         size = sizes.get(NAME)
         if size is None:
-            raise SnapshotError(
-                f"it has no {NAME}: it was never committed" if sizes else "there is none"
-            )
+            fault = f"it has no {NAME}: it was never committed" if sizes else "there is none"
+            raise SnapshotError(fault)
         if size > LARGEST_BYTES:
             raise SnapshotError(f"{NAME} must have at most {LARGEST_BYTES} bytes, got {size}")
         return self.storage.read(f"{name}/{NAME}", 0, size)
@@ -140,38 +132,33 @@ class RemoteDirectory:
 
     def _fetch_file(self, path: str, file: DataFile, destination: Path) -> None:
         descriptor = os.open(destination, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        present = os.fstat(descriptor).st_size  # bytes that an earlier try may have downloaded
+
+        def fetch(segment: tuple[int, int, str]) -> None:
+            start, stop, expected = segment
+            if stop <= present and checksum(os.pread(descriptor, stop - start, start)) == expected:
+                return
+            data = self.storage.read(path, start, stop)
+            if checksum(data) != expected:
+                raise damage(f"{self.url}/{path}", start, stop)
+            write_at(descriptor, data, start)
+
         try:
-            present = os.fstat(descriptor).st_size
             os.ftruncate(descriptor, file.size)
-            fetch = partial(self._fetch_segment, path, descriptor, present)
             with ThreadPoolExecutor(_READERS if self.storage.is_concurrent else 1) as readers:
                 list(readers.map(fetch, file.segments()))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
-    def _fetch_segment(
-        self, path: str, descriptor: int, present: int, segment: tuple[int, int, str]
-    ) -> None:
-        """Download a segment unless an earlier try left it in the first `present` bytes."""
-        start, stop, expected = segment
-        if stop <= present and checksum(os.pread(descriptor, stop - start, start)) == expected:
-            return
-        data = self.storage.read(path, start, stop)
-        if checksum(data) != expected:
-            raise SnapshotError(
-                f"{self.url}/{path} is damaged: bytes {start} to {stop} do not match their checksum"
-            )
-        while data:
-            written = os.pwrite(descriptor, data, start)
-            data, start = data[written:], start + written
-
 
 def _is_local(path: Path, manifest: Manifest) -> bool:
     """Return whether a complete snapshot is local. Raises `SnapshotError` if it is another one."""
-    if not path.exists() or fault(path) is not None:
+    try:
+        attempt = check(path).attempt
+    except SnapshotError:
         return False
-    if check(path).attempt != manifest.attempt:
+    if attempt != manifest.attempt:
         raise SnapshotError(
             f"{path} is another snapshot of this step; use an empty dir, or resume from that one"
         )
@@ -180,10 +167,7 @@ def _is_local(path: Path, manifest: Manifest) -> bool:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Admit one worker of this host at a time.
-
-    If the file system has no locks, all workers download the same bytes.
-    """
+    """Admit one worker of this host at a time, or all if the file system has no locks."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with suppress(OSError):

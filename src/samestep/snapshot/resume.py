@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -59,8 +59,8 @@ class Downloads:
     def load(self, name: str) -> Snapshot:
         """Download a snapshot and load it. Raises `SnapshotError`.
 
-        Rank 0 downloads first. Then the workers that do not see its copy in the directory download,
-        one worker per such host.
+        Rank 0 downloads first. On hosts that do not see its copy in the directory, one worker then
+        downloads another.
         """
 
         def fetch() -> list[str]:
@@ -91,9 +91,8 @@ class Downloads:
         All workers communicate every second, so that no exchange times out during a long job.
         """
         future: Future[_Result] = Future()
-        threading.Thread(
-            target=lambda: future.set_result(_run(job)), name=what, daemon=True
-        ).start()
+        work = threading.Thread(target=lambda: future.set_result(_run(job)), name=what, daemon=True)
+        work.start()
         gathered: list[Any] = [None]
         while None in gathered:
             wait([future], POLL_SECONDS)
@@ -118,7 +117,7 @@ def _run(job: Callable[[], list[str]] | None) -> _Result:
 def load_from(url: str, directory: Path, world: World) -> Snapshot:
     """Download one snapshot by its URL into a run's directory and load it; collective.
 
-    Raises `ConfigError` or `SnapshotError`.
+    Raises `ConfigError` for the URL of anything else, and `SnapshotError`.
     """
     folder, _, name = url.rstrip("/").rpartition("/")
     if step_of(directory / name) is None:
@@ -131,12 +130,11 @@ def load_from(url: str, directory: Path, world: World) -> Snapshot:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A snapshot to resume from, and the event that reports a fault in it."""
+    """A snapshot to resume from; `reject(reason=...)` reports a fault in it."""
 
     step: int
     load: Callable[[], Snapshot]
-    event: str
-    fields: Mapping[str, str]
+    reject: Callable[..., object]
 
 
 def load_newest(
@@ -151,50 +149,34 @@ def load_newest(
     Collective. The snapshot is in a run's directory, in memory or remote. All workers check and
     load it at the same time. Calls `report("snapshot_rejected", path=..., reason=...)` or
     `report("in_memory_snapshot_rejected", reason=...)` for each newer one with a fault. Raises
-    `SnapshotError` if there is none, but the remote storage failed and may have one.
+    `SnapshotError` if there is none, but a remote storage that failed may have one.
     """
-    candidates = _candidates(directory, world, report, in_memory, downloads)
+    candidates: list[_Candidate] = []
+    if in_memory is not None:
+        reject = partial(report, "in_memory_snapshot_rejected")
+        keys = in_memory.find(report)
+        candidates = [_Candidate(key.step, partial(in_memory.load, key), reject) for key in keys]
+    loads: dict[str, Callable[[], Snapshot]] = {}
+    if directory is not None:
+        paths = world.broadcast_object(list_snapshots(directory), "choosing a snapshot")
+        loads = {str(path): partial(load, path) for path in paths}
+    if downloads is not None:
+        for name in downloads.names(report):
+            loads[f"{downloads.url}/{name}"] = partial(downloads.load, name)
+    for location, load_it in loads.items():
+        reject = partial(report, "snapshot_rejected", path=location)
+        candidates.append(_Candidate(step_of(Path(location)) or 0, load_it, reject))
+    # of candidates of the same step, the one that loads fastest stays first
     for candidate in sorted(candidates, key=attrgetter("step"), reverse=True):
-        snapshot, fault = _try_load(candidate.load)
+        snapshot, fault = None, ""
+        try:
+            snapshot = candidate.load()
+        except SnapshotError as error:
+            fault = str(error)
         faults = world.all_gather_json(fault, "loading a snapshot")
         if not any(faults):
             return snapshot
-        report(candidate.event, **candidate.fields, reason=next(filter(None, faults)))
+        candidate.reject(reason=next(filter(None, faults)))
     if downloads is not None:
         downloads.raise_if_unanswered()
     return None
-
-
-def _candidates(
-    directory: Path | None,
-    world: World,
-    report: Callable[..., object],
-    in_memory: InMemorySnapshots | None,
-    downloads: Downloads | None,
-) -> list[_Candidate]:
-    """Return all candidates; of the same step, the first needs the least time to load."""
-    candidates: list[_Candidate] = []
-    if in_memory is not None:
-        for key in in_memory.find(report):
-            load_key = partial(in_memory.load, key)
-            candidates.append(_Candidate(key.step, load_key, "in_memory_snapshot_rejected", {}))
-
-    def add(path: Path, location: str, load_it: Callable[[], Snapshot]) -> None:
-        fields = {"path": location}
-        candidates.append(_Candidate(step_of(path) or 0, load_it, "snapshot_rejected", fields))
-
-    if directory is not None:
-        paths = world.broadcast_object(list_snapshots(directory), "choosing a snapshot")
-        for path in paths:
-            add(path, str(path), partial(load, path))
-    if downloads is not None:
-        for name in downloads.names(report):
-            add(Path(name), f"{downloads.url}/{name}", partial(downloads.load, name))
-    return candidates
-
-
-def _try_load(load_it: Callable[[], Snapshot]) -> tuple[Snapshot | None, str | None]:
-    try:
-        return load_it(), None
-    except SnapshotError as error:
-        return None, str(error)

@@ -1,6 +1,6 @@
 """Conversion of nested state to plain JSON and named tensors, and back, without pickle.
 
-Types and bits stay the same. JSON values represent themselves. Any other value is an object with
+Types and bits are preserved. JSON values represent themselves. Any other value is an object with
 one tag: `{"tuple": [1, 2]}`, `{"tensor": "model/weight"}`, `{"dict": [[key, value], ...]}` (pairs,
 since keys may be numbers and have an order). A tensor is named by its path in the state. Workers
 convert their parts of a state separately; `merge` combines the JSON.
@@ -13,7 +13,7 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -25,6 +25,7 @@ from samestep.step.layout import TensorSlice
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 Tensors: TypeAlias = dict[str, torch.Tensor | TensorSlice]
+States: TypeAlias = Mapping[str, Any]  # of objects, by name
 Keys: TypeAlias = tuple[str, ...]
 
 DEEPEST: Final = 100  # levels; Python's JSON raises RecursionError at about three times as many
@@ -117,8 +118,8 @@ def canonical(plain: Plain) -> str:
 def flatten(state: object) -> tuple[Plain, Tensors]:
     """Split nested state into JSON and tensors by name; `restore` is its inverse.
 
-    Tensors are not copied. Tied tensors have a name each, so that names depend on the structure
-    only. Raises `SnapshotError` with the path of an unsupported value.
+    Tensors are not copied. Each tied tensor has its own name, so that names depend only on the
+    structure. Raises `SnapshotError` with the path of an unsupported value.
     """
     tensors: Tensors = {}
     return _encode(state, (), tensors), tensors
@@ -135,7 +136,7 @@ def copy_plain(state: Any, what: str) -> Any:
 
 
 def no_tensor(name: str) -> torch.Tensor:
-    """Reject the tensors in plain state: raises `SnapshotError`."""
+    """Raise `SnapshotError`; passed to `restore` for states without tensors."""
     raise SnapshotError(f"expected plain values only, got tensor {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""Write snapshots in the background: training only waits until its tensors are in host memory."""
+"""Write snapshots in the background; training only waits for a copy in host memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -16,16 +16,9 @@ from typing import Any, Final
 from samestep.errors import SamestepError, SnapshotError
 from samestep.snapshot.commit import CommitProtocol, PeerFailedError, combine
 from samestep.snapshot.manifest import NAME, Manifest
-from samestep.snapshot.part import (
-    Contribution,
-    Part,
-    StagingBuffer,
-    contribution,
-    data_bytes,
-    write_part,
-)
+from samestep.snapshot.part import Contribution, Part, StagingBuffer, contribution, write_part
 from samestep.snapshot.read import Retention, directory_name, fault, inspect, list_snapshots
-from samestep.snapshot.state import copy_plain
+from samestep.snapshot.state import States, copy_plain
 from samestep.storage import sync, write_atomically
 
 Event = tuple[str, dict[str, Any]]
@@ -69,13 +62,9 @@ class SnapshotWriter:
             raise SnapshotError(
                 f"attempt must have letters, digits, dots, dashes and underscores, got {attempt!r}"
             )
-        self._directory = directory
-        self._rank = rank
-        self._workers = workers
-        self._attempt = attempt
-        self._report = report
-        self._on_commit = on_commit
-        self._timeout_seconds = timeout_seconds
+        self._directory, self._attempt, self._timeout_seconds = directory, attempt, timeout_seconds
+        self._rank, self._workers = rank, workers
+        self._report, self._on_commit = report, on_commit
         self._retention = Retention(directory, keep_last, keep_best)
         self._staging = StagingBuffer()
         self._preparation: threading.Thread | None = None
@@ -84,7 +73,7 @@ class SnapshotWriter:
         self._thread: threading.Thread | None = None
         self._given_up = threading.Event()
 
-    def prepare(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def prepare(self, shared: States, own: States) -> None:
         """Allocate memory in the background, so that the first `save` need not wait for it.
 
         Raises `SnapshotError` for an unsupported state.
@@ -94,59 +83,45 @@ class SnapshotWriter:
 
         def reserve() -> None:
             with suppress(RuntimeError):  # the save reports that there is not enough memory
-                self._staging.reserve(data_bytes(mine), pinned=pinned)
+                self._staging.reserve(mine.file_bytes, pinned=pinned)
 
         self._preparation = threading.Thread(target=reserve, name="prepare snapshots", daemon=True)
         self._preparation.start()
 
     def save(
-        self,
-        step: int,
-        shared: Mapping[str, Any],
-        own: Mapping[str, Any],
-        info: Mapping[str, Any],
-        score: float | None = None,
+        self, step: int, shared: States, own: States, info: States, score: float | None = None
     ) -> None:
         """Copy the state and start to write it, after the previous save finished.
 
         `shared` maps names to states that are equal on all workers: each worker writes its share of
-        the tensors, and rank 0 the plain values. `own` maps names to states of which this worker
-        has a part: slices (`TensorSlice`), or tensors and plain values under keys that only it has.
-        Values that several workers have there must be equal. `info` is plain. The snapshots with
-        the highest `score` stay. Raises `SnapshotError` for an unsupported state, or if the
-        previous save failed.
+        the tensors, and rank 0 writes the plain values. `own` maps names to states of which this
+        worker has a part: slices (`TensorSlice`), or tensors and plain values under keys that only
+        it has. Values that several workers have there must be equal. `info` has plain values. The
+        snapshots with the highest `score` stay. Raises `SnapshotError` for an unsupported state, or
+        if the previous save failed.
         """
         self.wait()
         started = time.perf_counter()
-        self._join_preparation()
+        if self._preparation is not None:
+            self._preparation.join()
         mine, values = contribution(shared, own, self._rank, self._workers)
         data = self._staging.copy(mine, values)
         stall_seconds = time.perf_counter() - started
         self._saves += 1  # saving a step again writes other files
         path = self._directory / directory_name(step)
+        attempt = f"{self._attempt}.{self._saves}"
         protocol = CommitProtocol(
-            directory=path,
-            attempt=f"{self._attempt}.{self._saves}",
-            rank=self._rank,
-            workers=self._workers,
-            timeout_seconds=self._timeout_seconds,
-            given_up=self._given_up,
+            path, attempt, self._rank, self._workers, self._timeout_seconds, self._given_up
         )
         score = None if score is None else float(score)
         info = copy_plain(dict(info), "info")
-        merge = partial(combine, step=step, attempt=protocol.attempt, info=info, score=score)
+        merge = partial(combine, step=step, attempt=attempt, info=info, score=score)
         event = {"step": step, "path": str(path), "score": score, "stall_seconds": stall_seconds}
         self._pending = Future()
         work = partial(self._write, protocol, mine, data, merge, event)
-        self._thread = threading.Thread(
-            target=_run, args=(work, self._pending), name=f"write {path.name}", daemon=True
-        )
+        write = partial(_run, work, self._pending)
+        self._thread = threading.Thread(target=write, name=f"write {path.name}", daemon=True)
         self._thread.start()
-
-    def _join_preparation(self) -> None:
-        if self._preparation is not None:
-            self._preparation.join()
-            self._preparation = None
 
     def wait(self) -> None:
         """Wait until the last save is committed. Raises `SnapshotError`, once, if it failed."""
@@ -170,9 +145,10 @@ class SnapshotWriter:
         """Wait `grace_seconds` for a pending save to be committed, then give it up.
 
         No save may follow. If the file system does not respond, the writer's thread ends with the
-        process, and no snapshot is harmed.
+        process, which damages no snapshot.
         """
-        self._join_preparation()
+        if self._preparation is not None:
+            self._preparation.join()
         if self._thread is not None:
             self._thread.join(grace_seconds)
             self._given_up.set()
@@ -193,8 +169,8 @@ class SnapshotWriter:
         directory = protocol.directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            part = write_part(protocol.data_path, mine, data, protocol.raise_if_given_up)
-            protocol.send_part(part)
+            path = protocol.data_path(self._rank)
+            protocol.send_part(write_part(path, mine, data, protocol.raise_if_given_up))
             if self._rank == 0:
                 manifest = merge(protocol.receive_parts())
                 write_atomically(directory / NAME, manifest.to_bytes())

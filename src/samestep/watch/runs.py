@@ -80,9 +80,9 @@ class Views(Mapping[str, View]):
 def open_views(*locations: str | Path) -> Views:
     """Return the runs at or below folders or URLs.
 
-    The ids are those of `samestep.record.source.find_runs`; with several locations, the location's
-    name precedes them. Raises `RecordError` if a location cannot be read, `ConfigError` for a bad
-    URL.
+    The ids are those of `samestep.record.source.RunLocation`; with several locations, the name of
+    the location precedes them. Raises `RecordError` if a location cannot be read, `ConfigError` for
+    a bad URL.
     """
     views = Views(*locations)
     for location in views.locations:

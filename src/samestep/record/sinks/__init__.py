@@ -1,4 +1,4 @@
-"""Sinks: destinations of a run's record besides its directory, and what they must implement."""
+"""The protocol of sinks, which receive a run's record outside of its directory."""
 
 from __future__ import annotations
 
@@ -91,10 +91,8 @@ def _import(option: str, form: str, description: str, name: str) -> Callable[...
     try:
         found: Any = reduce(getattr, path.split("."), import_module(module))
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"{option} must name an importable {form}, got {name!r}: {reason}"
-        ) from error
+        expected = f"{option} must name an importable {form}"
+        raise ConfigError(f"{expected}, got {name!r}: {type(error).__name__}: {error}") from error
     if not callable(found):
         kind = type(found).__name__
         raise ConfigError(f"{option} must name {description}, got {name!r}, which is a {kind}")
@@ -109,7 +107,7 @@ class SinkAdapter(Destination):
     def __init__(self, name: str, directory: Path, source: Source, cursor: Cursor) -> None:
         super().__init__(name, directory, source, cursor)
         self._sink: Sink
-        self._completed = 0  # calls that succeeded before the current lines failed
+        self._completed = 0  # successful calls for the current lines
 
     def open(self) -> int:
         """Open the sink, and return the offset after the last flushed event."""
@@ -144,10 +142,9 @@ class SinkAdapter(Destination):
 
     def _drop(self, error: Exception) -> None:
         if not self.dropped:
-            logging.getLogger("samestep").warning(
-                "sink %s cannot store an event (%s: %s); such events are skipped and counted",
-                *(self.name, type(error).__name__, error),
-            )
+            message = "sink %s cannot store an event (%s: %s); such events are skipped and counted"
+            kind = type(error).__name__
+            logging.getLogger("samestep").warning(message, self.name, kind, error)
         self.dropped += 1
 
     def close(self) -> None:

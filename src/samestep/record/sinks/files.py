@@ -59,9 +59,9 @@ class StorageDestination(_FileDestination):
         self._small: list[EventChunk] = []  # the newest chunks
 
     def open(self) -> int:
-        """Find out how much the storage already has."""
+        """List the chunks at the URL, and return the offset after them."""
         chunks = find_chunks(self._storage.sizes(FOLDER))
-        # left by a process that was killed after it had written their replacement
+        # left by a process that was killed after it wrote their replacement
         for chunk in (redundant := redundant_chunks(chunks)):
             self._storage.remove(chunk.path)
         end, base = covered_end(chunks), self._cursor.get(self.name)

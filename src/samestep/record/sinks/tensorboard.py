@@ -48,7 +48,7 @@ class TensorBoardSink:
         self._in_session = False
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Write an event's scalars or configuration; others have no equivalent in TensorBoard."""
+        """Write an event's scalars or configuration; TensorBoard cannot show other events."""
         kind = event["event"]
         if kind in STARTS or (kind in STEP_EVENTS and not self._in_session):
             self._start_session(event)
@@ -69,7 +69,7 @@ class TensorBoardSink:
         self._writer.close()
 
     def _start_session(self, event: Mapping[str, Any]) -> None:
-        """Make readers discard everything from the event's step on; rewrite what is valid of it."""
+        """Make readers discard everything from the event's step on; rewrite its valid events."""
         step = 0 if event["event"] == "started" else event["step"]
         log = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(event["time"], step, session_log=log)

@@ -102,7 +102,6 @@ class WandbSink:
 
 
 def _run_id(file: Path) -> str:
-    """Return the run ID saved in a file, or save a new one."""
     if file.exists() and (known := file.read_text()):
         return known
     new = secrets.token_hex(8)
