@@ -19,7 +19,6 @@ from typing import Final
 Read = Callable[[str], str | None]
 
 _REFUSED: Final = {errno.EACCES, errno.ENOSYS, errno.EPERM}  # by seccomp profiles
-_STANDARD_FILES: Final = 3  # stdin, stdout and stderr
 
 
 def anonymous_memory(name: str) -> int | None:
@@ -45,24 +44,18 @@ def anonymous_file(name: str) -> int:
 
 def missing_system_calls() -> list[str]:
     """Return the system calls that shared memory needs and that do not work here."""
-    needed: dict[str, Callable[[], int]] = {
-        "memfd_create": lambda: os.memfd_create("samestep"),
-        "pidfd_open": lambda: os.pidfd_open(os.getpid()),
-    }
-    return [name for name, call in needed.items() if not _opens(call)]
-
-
-def _opens(call: Callable[[], int]) -> bool:
-    try:
-        os.close(call())
-    except (AttributeError, OSError):
-        return False
-    return True
+    missing = []
+    for name, argument in (("memfd_create", "samestep"), ("pidfd_open", os.getpid())):
+        try:
+            os.close(getattr(os, name)(argument))
+        except (AttributeError, OSError):
+            missing.append(name)
+    return missing
 
 
 def open_standard_files() -> None:
     """Open closed standard files to /dev/null: output would go to files opened later."""
-    while (file := os.open(os.devnull, os.O_RDWR)) < _STANDARD_FILES:
+    while (file := os.open(os.devnull, os.O_RDWR)) < 3:  # stdin, stdout, stderr
         os.set_inheritable(file, True)
     os.close(file)
 
@@ -131,7 +124,7 @@ def available_bytes(read: Read = read_file) -> int | None:
 
 
 def memory_left(read: Read = read_file) -> int | None:
-    """Return the bytes left until the memory limit, without file caches; None if unlimited."""
+    """Return the bytes left below the memory limit (file caches are free), None if unlimited."""
     left = []
     for group in _groups(read, "memory"):
         # the totals of version 1 include the groups below

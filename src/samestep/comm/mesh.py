@@ -156,7 +156,6 @@ class Mesh:
                 raise TimeoutError(f"timed out after {self._timeout_seconds:g} s waiting for {who}")
 
     def _gone(self) -> str:
-        """Return the names of all peers that have exited or left."""
         ready = _ready(self._peers, 0, 0)
         gone = (p for p in self._peers if not ready.isdisjoint({p.socket.fileno(), p.pidfd}))
         return " and ".join(map(str, gone))

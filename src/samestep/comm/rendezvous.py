@@ -147,7 +147,6 @@ def _connect(member: PeerInfo, exits: ExitStack) -> socket.socket:
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """Return the ids of the process and user at the other end."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(data)
     return pid, user

@@ -21,9 +21,9 @@ FORMING: Final = "forming the world"
 class WorkerStatus:
     """The current activity of a worker, in plain attributes because a step sets them many times.
 
-    `activity` belongs to `step`. `collective` is the call in which the worker waits for the others,
-    "" if it does not wait. `since` is when that started, in seconds of the monotonic clock. This
-    base class reports nothing: a worker that runs alone uses it.
+    `step` is the current step and `activity` the part of it that runs now. `collective` is the call
+    in which the worker waits for the others, "" if it does not wait. `since` is when that started,
+    in seconds of the monotonic clock. This base class, for a worker alone, reports nothing.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -221,12 +221,11 @@ def report_hang(
     waiting = [own, *(beat for beat in beats if beat not in late)]
     missing = sorted([*unseen, *(beat.rank for beat in late)])
     arrived = sorted(beat.rank for beat in waiting)
-    were = f"{list_workers(arrived)} {'were' if len(arrived) > 1 else 'was'} {what}"
-    headline = f"timed out after {timeout_seconds:g} s"
-    if missing:
-        headline += f" waiting for {list_workers(missing)}: {were} at step {own.step}"
-    else:
-        headline += f": {were} at step {own.step} and waited for each other"
+    target = f" waiting for {list_workers(missing)}" if missing else ""
+    verb = "were" if len(arrived) > 1 else "was"
+    where = f"{list_workers(arrived)} {verb} {what} at step {own.step}"
+    headline = f"timed out after {timeout_seconds:g} s{target}: {where}"
+    headline += "" if missing else " and waited for each other"
     lines = [beat.describe(machine) for beat in late[:MAX_LISTED]]
     lines += [f"worker {rank}: never reported its status" for rank in unseen[:MAX_LISTED]]
     lines += [f"{beat.name}: waiting" for beat in waiting[:MAX_LISTED]]

@@ -274,7 +274,7 @@ def _connect(process: ProcessInfo, deadline: float) -> socket.socket:
             if time.monotonic() > deadline:
                 raise OSError(
                     f"nothing listens at MASTER_ADDR={process.address} MASTER_PORT={process.port} "
-                    f"({error}): worker 0 did not start, or the address is not its own"
+                    f"({error}): worker 0 did not start, or this is not its address"
                 ) from error
             time.sleep(PAUSE_SECONDS)
 

@@ -202,9 +202,8 @@ class Watchdog(WorkerStatus):
             self._publish()
             if is_reporter:
                 beats = self._other_heartbeats()
-                if len(beats) == self._size - 1 and all(
-                    beat.stack is not None or self._is_gone(beat) for beat in beats
-                ):
+                known = [beat for beat in beats if beat.stack is not None or self._is_gone(beat)]
+                if len(known) == self._size - 1:
                     break
             time.sleep(ALARM_POLL_SECONDS)
         if self._failure is not None or not is_reporter:
@@ -225,7 +224,6 @@ class Watchdog(WorkerStatus):
         return "; ".join([*workers, *causes])
 
     def _other_heartbeats(self) -> list[Heartbeat]:
-        """Return the last heartbeat of each other worker that published one."""
         others = [rank for rank in range(self._size) if rank != self.rank]
         found = [self._client.get(f"heartbeat/{rank}") for rank in others]
         return [Heartbeat(**beat) for beat in found if beat is not None]
