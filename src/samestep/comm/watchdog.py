@@ -92,8 +92,8 @@ class Watchdog(WorkerStatus):
         return found or HangError(str(unknown), is_retryable=True)
 
     def report_failure(self, error: BaseException) -> None:
-        name, summary = self._heartbeat().name, f"{type(error).__name__}: {error}".partition("\n")
-        failure = f"{name} failed first, at step {self.step}: {summary[0]}"
+        summary = f"{type(error).__name__}: {error}".partition("\n")[0]
+        failure = f"{self._heartbeat().name} failed first, at step {self.step}: {summary}"
         self._call(partial(self._publish_failure, failure), EXIT_SECONDS)
 
     def finish(self) -> None:
