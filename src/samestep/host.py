@@ -124,7 +124,7 @@ def available_bytes(read: Read = read_file) -> int | None:
 
 
 def memory_left(read: Read = read_file) -> int | None:
-    """Return the bytes left below the memory limit (file caches are free), None if unlimited."""
+    """Return the bytes left below the memory limit (file caches count as free), or None."""
     left = []
     for group in _groups(read, "memory"):
         # the totals of version 1 include the groups below
@@ -211,7 +211,7 @@ def keep_freed_memory() -> None:
     Otherwise large tensors are mapped again in every step and the kernel clears all their pages,
     which for a network of 25 million parameters takes longer than its forward pass. Only glibc has
     these settings, and only its main heap keeps tensors above 64 MiB, so nothing changes with other
-    libraries or if a run trains outside the main thread.
+    C libraries or if a run trains outside the main thread.
     """
     _set_malloc(_KEEPING)
 

@@ -101,7 +101,7 @@ def _take_cached_normal(bits: np.random.BitGenerator) -> float | None:
 ROUNDS: Final = 8
 # Up to this size a table costs little, and a network would not make all orders equally likely.
 SMALL: Final = 1024
-# Positions that `span` evaluates together, so many that NumPy's arithmetic outweighs its calls.
+# Positions that `span` evaluates together: enough that NumPy's arithmetic outweighs its calls.
 BLOCK: Final = 8192
 CACHED_BLOCKS: Final = 4
 TABULATED: Final = 2**32  # up to this size, the tables of all rounds fit in 4 MiB
