@@ -29,8 +29,8 @@ _MAX_MODULES: Final = 1 << 20  # bytes of their names
 class LauncherState:
     """Anonymous files of a launcher, open in all workers that it forks.
 
-    The kernel frees them however the processes end. `slots[r]` are those of the host's r-th worker
-    for copies of its state; empty if the system has no anonymous memory.
+    The kernel frees them however the processes exit. `slots[r]` hold copies of the state of the
+    host's r-th worker; `slots` is empty if the system has no anonymous memory.
     """
 
     board: int
@@ -39,35 +39,35 @@ class LauncherState:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> LauncherState | None:
-        """Return the state that this process's launcher keeps, None if it keeps none."""
+        """Return the state of this process's launcher, None if it has none."""
         if LAUNCHER_STATE not in environment:
             return None
         return cls.from_files(*map(int, environment[LAUNCHER_STATE].split(",")))
 
     @classmethod
     def from_files(cls, board: int, modules: int, *slots: int) -> LauncherState:
-        """Return the state of these files, with the slots assigned to workers."""
+        """Return the state in these files, with the slots assigned to workers."""
         starts = range(0, len(slots), SLOTS)
         return cls(board, modules, [slots[start : start + SLOTS] for start in starts])
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variable by which workers find it."""
+        """The variable through which workers find it."""
         files = [self.board, self.modules, *chain.from_iterable(self.slots)]
         return {LAUNCHER_STATE: ",".join(map(str, files))}
 
     def report_start(self, directory: str, step: int) -> None:
-        """Record that a run began in a directory (its full path, "" for none): it can resume."""
+        """Record that a run began in a directory (full path, "" for none), so it can be resumed."""
         path = os.fsencode(directory) + b"\0"
         os.pwrite(self.board, _STEP.pack(step) + _UNDER_WAY.pack(True) + path, 0)
 
     def report_step(self, step: int) -> None:
-        """Record how many steps are complete."""
+        """Record the number of completed steps."""
         os.pwrite(self.board, _STEP.pack(step), 0)
 
     @property
     def step(self) -> int | None:
-        """How many steps are complete, None before the run began."""
+        """The number of completed steps, None before the run began."""
         (step,) = _STEP.unpack(os.pread(self.board, _STEP.size, 0))
         return None if step == _NO_RUN else step
 
@@ -78,7 +78,7 @@ class LauncherState:
         return os.fsdecode(path.partition(b"\0")[0])
 
     def begin_attempt(self) -> None:
-        """Record that workers are being started, which have not begun the run yet."""
+        """Record that workers are being started and have not begun the run."""
         os.pwrite(self.board, _UNDER_WAY.pack(False), _STEP.size)
 
     @property
@@ -88,7 +88,7 @@ class LauncherState:
         return bool(under_way)
 
     def report_modules(self) -> None:
-        """Record this process's modules from installed packages, in the order of their imports."""
+        """Record this process's modules from installed packages, in import order."""
         names = [
             name
             for name, module in list(sys.modules.items())
@@ -98,7 +98,7 @@ class LauncherState:
 
     @property
     def modules_reported(self) -> list[str] | None:
-        """The modules of `report_modules`, None before that."""
+        """The modules recorded by `report_modules`, None before that."""
         try:
             names: list[str] = json.loads(os.pread(self.modules, _MAX_MODULES, 0))
         except ValueError:  # not written yet, or being written
@@ -108,7 +108,7 @@ class LauncherState:
 
 @contextmanager
 def open_launcher_state(workers: int) -> Iterator[LauncherState]:
-    """Yield the state for that many workers of this host."""
+    """Yield the state for a number of workers on this host."""
     name = "samestep-state"
     slots = [anonymous_memory(name) for _ in range(SLOTS * workers)]
     files = [anonymous_file(name), anonymous_file(name), *(f for f in slots if f is not None)]

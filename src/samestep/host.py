@@ -1,4 +1,4 @@
-"""Linux: anonymous memory, processes, limits of control groups, and malloc."""
+"""Linux: anonymous memory, processes, control-group limits, and malloc."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from typing import Final
 Read = Callable[[str], str | None]
 
 _REFUSED: Final = {errno.EACCES, errno.ENOSYS, errno.EPERM}  # by seccomp profiles
-_STANDARD_FILES: Final = 3  # stdin, stdout and stderr
 
 
 def anonymous_memory(name: str) -> int | None:
-    """Open memory that the kernel frees with its users; None if unsupported or refused."""
+    """Open memory that is freed with its last user; return None if unsupported or refused."""
     try:
         return os.memfd_create(name)
     except AttributeError:
@@ -35,7 +34,7 @@ def anonymous_memory(name: str) -> int | None:
 
 
 def anonymous_file(name: str) -> int:
-    """Open anonymous memory or, if there is none, a temporary file without a directory entry."""
+    """Open anonymous memory or, if unavailable, a temporary file without a directory entry."""
     file = anonymous_memory(name)
     if file is None:
         with tempfile.TemporaryFile() as temporary:
@@ -44,31 +43,25 @@ def anonymous_file(name: str) -> int:
 
 
 def missing_system_calls() -> list[str]:
-    """Return which system calls that workers need to share memory do not work here."""
-    needed: dict[str, Callable[[], int]] = {
-        "memfd_create": lambda: os.memfd_create("samestep"),
-        "pidfd_open": lambda: os.pidfd_open(os.getpid()),
-    }
-    return [name for name, call in needed.items() if not _opens(call)]
-
-
-def _opens(call: Callable[[], int]) -> bool:
-    try:
-        os.close(call())
-    except (AttributeError, OSError):
-        return False
-    return True
+    """Return the system calls that shared memory needs and that do not work here."""
+    missing = []
+    for name, argument in (("memfd_create", "samestep"), ("pidfd_open", os.getpid())):
+        try:
+            os.close(getattr(os, name)(argument))
+        except (AttributeError, OSError):
+            missing.append(name)
+    return missing
 
 
 def open_standard_files() -> None:
-    """Open closed standard files to /dev/null: workers would print into the next opened files."""
-    while (file := os.open(os.devnull, os.O_RDWR)) < _STANDARD_FILES:
+    """Open closed standard files to /dev/null: output would go to files opened later."""
+    while (file := os.open(os.devnull, os.O_RDWR)) < 3:  # stdin, stdout, stderr
         os.set_inheritable(file, True)
     os.close(file)
 
 
 FOLDER: Final = "SAMESTEP_INTERNAL_FOLDER"
-# bytes of the folder's path: a socket's address in it is limited to the 107 of unix(7)
+# of the folder's path in bytes: the address of a socket in it has at most 107 (unix(7))
 _MAX_PATH: Final = 70
 # safe: the folder's name cannot be guessed, and only its owner may access it
 _SHORT: Final = "/tmp"  # noqa: S108
@@ -76,7 +69,7 @@ _SHORT: Final = "/tmp"  # noqa: S108
 
 @contextmanager
 def socket_folder() -> Iterator[Mapping[str, str]]:
-    """Yield the variable that names a folder for workers' sockets, which is removed at the end."""
+    """Yield the variable that names a temporary folder for workers' sockets."""
     name = f"samestep-{secrets.token_hex(8)}"
     folder = Path(tempfile.gettempdir()) / name
     if len(os.fsencode(folder)) > _MAX_PATH:
@@ -88,7 +81,7 @@ def socket_folder() -> Iterator[Mapping[str, str]]:
 
 
 def use_socket_folder() -> None:
-    """Use the launcher's folder, if any, for the sockets of this process and those it starts.
+    """Use the launcher's folder, if any, for the sockets of this process and its children.
 
     Otherwise multiprocessing makes one folder per process, and killed processes leave theirs.
     """
@@ -103,15 +96,15 @@ PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>
 
 
 def end_with_parent(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when its parent `pid` exits, or has exited already."""
+    """Have the kernel signal this process when its parent `pid` exits or has already exited."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != pid:
         os.kill(os.getpid(), number)
 
 
 ROOT: Final = "/sys/fs/cgroup"
-HYBRID: Final = f"{ROOT}/unified"  # of version 2, if version 1 has the root
-UNLIMITED: Final = 1 << 60  # version 1 writes the largest number of whole pages instead
+HYBRID: Final = f"{ROOT}/unified"  # version 2, if version 1 uses the root
+UNLIMITED: Final = 1 << 60  # or more: version 1 writes the largest number of whole pages
 MEMORY_LIMITS: Final = ("memory.max", "memory.limit_in_bytes")
 
 
@@ -124,14 +117,14 @@ def read_file(path: str | Path) -> str | None:
 
 
 def available_bytes(read: Read = read_file) -> int | None:
-    """Return the memory that is available without swapping and within all limits, if known."""
+    """Return the bytes available without swapping and within all limits, None if unknown."""
     kilobytes = parse_numbers(read("/proc/meminfo")).get("MemAvailable")
     found = [None if kilobytes is None else 1024 * kilobytes, memory_left(read)]
     return min((count for count in found if count is not None), default=None)
 
 
 def memory_left(read: Read = read_file) -> int | None:
-    """Return the bytes left of the memory limit, not counting file caches; None without a limit."""
+    """Return the bytes left below the memory limit (file caches count as free), or None."""
     left = []
     for group in _groups(read, "memory"):
         # the totals of version 1 include the groups below
@@ -143,17 +136,17 @@ def memory_left(read: Read = read_file) -> int | None:
 
 
 def memory_limit(read: Read = read_file) -> int | None:
-    """Return the memory limit in bytes, None if there is none."""
+    """Return the memory limit in bytes, None if unlimited."""
     return _lowest_limit(read, "memory", *MEMORY_LIMITS)
 
 
 def process_limit(read: Read = read_file) -> int | None:
-    """Return the largest number of processes and threads, None if there is no limit."""
+    """Return the maximum number of processes and threads, None if unlimited."""
     return _lowest_limit(read, "pids", "pids.max")
 
 
 def cpu_quota(read: Read = read_file) -> float | None:
-    """Return how many cores' time this process may use, None if there is no quota."""
+    """Return the CPU quota in cores, None if unlimited."""
     quotas = []
     for group in _groups(read, "cpu"):
         # "150000 100000", or "max 100000"
@@ -165,13 +158,13 @@ def cpu_quota(read: Read = read_file) -> float | None:
 
 
 def parse_numbers(text: str | None) -> dict[str, int]:
-    """Return the numbers of a text with a name and a number in each line, such as /proc/meminfo."""
+    """Parse text with a name and a number in each line, such as /proc/meminfo."""
     words = (line.replace(":", " ").split() for line in (text or "").splitlines())
     return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdecimal()}
 
 
 def _number(text: str | None) -> int | None:
-    """Return a number; None for a word such as max, and for the -1 of no limit."""
+    """Parse a number; None for max and -1, which mean no limit."""
     return int(text) if text and text.isdecimal() else None
 
 
@@ -188,17 +181,17 @@ def _limits(read: Read, group: str, *names: str) -> Iterator[int]:
 
 
 def _groups(read: Read, controller: str) -> Iterator[str]:
-    """Yield the directories of this process's groups for a controller, each with all above it.
+    """Yield the directories of this process's groups for a controller, and their parents.
 
-    A container may see its own group as the root, and a path of another namespace, so some
-    directories may not exist.
+    Some may not exist: a container may see its group as the root, with a path from another
+    namespace.
     """
     for line in (read("/proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers and controller not in controllers.split(","):
             continue
-        # one is a link to the other
+        # one may be a link to the other
         trees = {f"{ROOT}/{controllers}", f"{ROOT}/{controller}"} if controllers else {ROOT, HYBRID}
         parts = [part for part in path.split("/") if part]
         for tree in trees:
@@ -213,24 +206,24 @@ _KEEPING: Final = {_TRIM_THRESHOLD: 1 << 30, _MMAP_MAX: 0}  # up to 1 GiB per wo
 
 
 def keep_freed_memory() -> None:
-    """Let `free` keep what a step freed and `malloc` reuse it, until `release_freed_memory`.
+    """Make malloc reuse freed memory instead of returning it, until `release_freed_memory`.
 
-    Otherwise large tensors are mapped again in every step, and the kernel clears each of their
-    pages: for a network of 25 million parameters that takes longer than its forward pass. Only
-    glibc has these settings, and only its main heap keeps tensors above 64 MiB: nothing changes
-    elsewhere, nor for a run that trains in a thread other than the first.
+    Otherwise large tensors are mapped again in every step and the kernel clears all their pages,
+    which for a network of 25 million parameters takes longer than its forward pass. Only glibc has
+    these settings, and only its main heap keeps tensors above 64 MiB, so nothing changes with other
+    C libraries or if a run trains outside the main thread.
     """
     _set_malloc(_KEEPING)
 
 
 def release_freed_memory() -> None:
-    """Restore the defaults of malloc, and return free memory to the kernel."""
+    """Restore malloc's defaults, and return free memory to the kernel."""
     _set_malloc(_DEFAULTS)
     trim_memory()
 
 
 def trim_memory() -> None:
-    """Return memory to the kernel that is free now, such as that of parameters that moved."""
+    """Return free memory to the kernel, such as that of parameters that moved."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)

@@ -144,7 +144,7 @@ def answering(*answers):
         ([frame(b'{"nonce":"' + 64 * b"z" + b'"}')], "not a samestep coordinator"),
         (
             [frame(encode({"nonce": 64 * "0"})), frame(encode({"refused": "token"}))],
-            "the coordinator there has another token",
+            "the coordinator there has a different token",
         ),
         (
             [frame(encode({"nonce": 64 * "0"})), frame(encode({"proof": 64 * "0"}))],

@@ -46,7 +46,7 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32):
         present = [parameter.grad is not None for parameter in in_buffer]
         gradients = [parameter.grad for parameter in in_buffer]
         flat_buffer = FlatBuffer(in_buffer, LANES, world, torch.optim.SGD(in_buffer, lr=0.1))
-        flat = flat_buffer.exchange.storage()
+        flat = flat_buffer.own.new_zeros(flat_buffer.exchange.layout.flat_size)
         copy_gradients(flat_buffer.exchange.views(flat), gradients)
         size = flat_buffer.exchange.layout.slice_size
         flat_buffer.set_gradients(flat[world.rank * size : (world.rank + 1) * size], present)

@@ -234,7 +234,7 @@ DIFFERENCES = {
         linear,
         lambda: linear().requires_grad_(requires_grad=False),
     ),
-    r"worker 1 has its parameters in another order than worker 0": (in_order, in_another_order),
+    r"worker 1 has its parameters in a different order than worker 0": (in_order, in_another_order),
 }
 
 

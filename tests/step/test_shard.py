@@ -122,7 +122,7 @@ class Job:
 
 def give(flat_buffer, gradients, rank):
     """Set a flat buffer's gradients as the exchange does, from complete ones."""
-    flat = flat_buffer.exchange.storage()
+    flat = flat_buffer.own.new_zeros(flat_buffer.exchange.layout.flat_size)
     copy_gradients(flat_buffer.exchange.views(flat), gradients)
     size = flat_buffer.exchange.layout.slice_size
     flat_buffer.set_gradients(

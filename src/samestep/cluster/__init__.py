@@ -25,7 +25,7 @@ from samestep.errors import ConfigError
 
 GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 LOOPBACK_INTERFACE: Final = "lo"
-# an address of documentation (RFC 5737), which only the default route leads to
+# an address for documentation (RFC 5737), reached only by the default route
 OUTSIDE_ADDRESS: Final = "198.51.100.1"
 _DISCARD_PORT: Final = 9
 
@@ -33,9 +33,9 @@ _DISCARD_PORT: Final = 9
 def interface_towards(host: str) -> str | None:
     """Return the network interface that reaches `host`, for GLOO_SOCKET_IFNAME; sends nothing.
 
-    A loopback address is reached by the loopback interface. If a name stands for the loopback, as a
-    machine's own name does in Debian's /etc/hosts, it is the interface of the default route. None
-    if unknown.
+    That is the loopback interface for a loopback address. For a name that resolves to one, such as
+    a machine's own name in Debian's /etc/hosts, it is the interface of the default route. None if
+    unknown.
     """
     if _is_loopback(host):
         return LOOPBACK_INTERFACE
@@ -72,7 +72,7 @@ def _own_address_towards(host: str) -> str | None:
             host, _DISCARD_PORT, type=socket.SOCK_DGRAM
         ):
             with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # of a datagram socket: only looks up the route
+                probe.connect(address)  # a datagram socket only looks up the route
                 return str(probe.getsockname()[0]).partition("%")[0]
     return None
 
@@ -94,8 +94,8 @@ NUMBERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 class ProcessInfo:
     """One worker: `rank` of `world_size`, and `local_rank` of `local_world_size` on its host.
 
-    `address` and `port` are where rank 0's store listens. `source` says for error messages which
-    variables the rank is from, such as SLURM_PROCID=1 of SLURM_STEP_NUM_TASKS=4.
+    Rank 0's store listens at `address` and `port`. For error messages, `source` names the variables
+    that set the rank, such as SLURM_PROCID=1 of SLURM_STEP_NUM_TASKS=4.
     """
 
     rank: int
@@ -111,7 +111,7 @@ class ProcessInfo:
 def find_process(environment: Mapping[str, str]) -> ProcessInfo:
     """Return this worker's position from the variables of torchrun, MPI, Slurm or Kubernetes.
 
-    Without any of them the process is alone. The innermost launcher wins: `samestep run` and
+    Without any of them, the process is alone. The innermost launcher wins: `samestep run` and
     torchrun over mpirun, and mpirun over Slurm. MASTER_ADDR and MASTER_PORT override the launcher's
     address and port.
 
@@ -139,18 +139,16 @@ def _read_launcher(environment: Mapping[str, str]) -> tuple[StartedBy, LauncherV
     if "TORCHELASTIC_RUN_ID" in environment:
         return "torchrun", read_torchrun(environment)
     if found := read_mpi(environment):
-        return "mpi", _without_conflict(found, environment)
+        return "mpi", _consistent(found, environment)
     if found := read_slurm(environment):
-        return "slurm", _without_conflict(found, environment)
+        return "slurm", _consistent(found, environment)
     if found := read_pod(environment):
         return "kubernetes", found
     return "variables", read_torchrun(environment)
 
 
-def _without_conflict(
-    found: LauncherVariables, environment: Mapping[str, str]
-) -> LauncherVariables:
-    """Return `found`. Raises `ConfigError` if torchrun's variables, left set, contradict it."""
+def _consistent(found: LauncherVariables, environment: Mapping[str, str]) -> LauncherVariables:
+    """Return `found`. Raises `ConfigError` if leftover torchrun variables contradict it."""
     variables = Variables(environment, "unset it")
     for name, number in zip(NUMBERS, found.numbers, strict=True):
         if name in environment and variables.number(name).value != number.value:
@@ -163,7 +161,7 @@ def _without_conflict(
 
 
 def _address(found: LauncherVariables, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return rank 0's address and port: those that are set, or those that the launcher implies."""
+    """Return rank 0's address and port, as set or as implied by the launcher."""
     variables = Variables(environment, "set rank 0's host, and a port that is free there, for all")
     address = variables.host("MASTER_ADDR") if "MASTER_ADDR" in environment else found.address
     port = variables.port("MASTER_PORT") if "MASTER_PORT" in environment else found.port

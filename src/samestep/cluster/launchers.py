@@ -1,4 +1,4 @@
-"""The variables by which launchers give a worker its position: torchrun, MPI, Kubernetes, Slurm."""
+"""The variables by which torchrun, MPI, Kubernetes and Slurm give a worker its rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zlib import crc32
 from samestep.errors import ConfigError
 
 LOOPBACK: Final = "127.0.0.1"
-# of derived ports: below those that Linux gives to outgoing connections, and torchrun's 29500
+# derived ports: below those that Linux assigns to outgoing connections, and torchrun's 29500
 PORTS: Final = range(20_000, 29_000)
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,18}")
 
@@ -26,7 +26,7 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """What a launcher says of a worker: rank, world size, local rank and local world size.
+    """A worker's rank, world size, local rank and local world size, in `numbers`.
 
     `address` and `port` of rank 0 are None if unknown. `advice` ends the error message if the
     numbers contradict each other.
@@ -39,19 +39,19 @@ class LauncherVariables:
 
     @property
     def source(self) -> str:
-        """The variables that the rank is from."""
+        """The variables that set the rank."""
         return f"{self.numbers[0].source} of {self.numbers[1].source}"
 
 
 @dataclass(frozen=True)
 class Variables:
-    """The environment, read with errors that show a variable's value and end with `advice`."""
+    """The environment; errors show a variable's value and end with `advice`."""
 
     environment: Mapping[str, str]
     advice: str
 
     def require(self, *names: str, related: Sequence[str] = ()) -> None:
-        """Raise `ConfigError` if some are not set; it shows those that are, and `related` ones."""
+        """Raise `ConfigError` if some are not set; it shows the others and the `related` ones."""
         missing = [name for name in names if name not in self.environment]
         if missing:
             present = [name for name in (*names, *related) if name in self.environment]
@@ -84,10 +84,9 @@ class Variables:
         return port
 
     def error(self, name: str, expected: str) -> ConfigError:
-        """Return the error of a variable with another value than expected."""
-        return ConfigError(
-            f"{name} must be {expected}, got {self.environment[name]!r}; {self.advice}"
-        )
+        """Return the error of a variable with an unexpected value."""
+        value = self.environment[name]
+        return ConfigError(f"{name} must be {expected}, got {value!r}; {self.advice}")
 
 
 def is_host(text: str) -> bool:
@@ -99,7 +98,7 @@ def is_host(text: str) -> bool:
 
 
 NEEDED: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# if not set, all workers are on one host
+# defaults to use if not set: all workers are on one host
 LOCAL: Final = {"LOCAL_RANK": "RANK", "LOCAL_WORLD_SIZE": "WORLD_SIZE"}
 VARIABLES: Final = (*NEEDED, *LOCAL)
 TORCHRUN_ADVICE: Final = (
@@ -126,7 +125,7 @@ MPI_ADVICE: Final = f"start workers with mpirun, or unset its variables and {TOR
 
 
 def read_mpi(environment: Mapping[str, str]) -> LauncherVariables | None:
-    """Read the variables of `mpirun`, a port from PMIX_NAMESPACE; None for a single process."""
+    """Read `mpirun`'s variables, with a port from PMIX_NAMESPACE; None for a single process."""
     if any(name in environment for name in OPEN_MPI):
         names = OPEN_MPI
     elif "PMI_RANK" in environment and (
@@ -145,13 +144,13 @@ def read_mpi(environment: Mapping[str, str]) -> LauncherVariables | None:
     return LauncherVariables(numbers, MPI_ADVICE, address, port)
 
 
-# a TrainJob's, from which torchrun reads options
+# of a TrainJob: torchrun reads options from them
 TRAIN_JOB: Final = ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 POD_ADVICE: Final = f"start workers with torchrun, or {TORCHRUN_ADVICE}"
 
 
 def read_pod(environment: Mapping[str, str]) -> LauncherVariables | None:
-    """Read a pod of one worker, of an Indexed Job, PyTorchJob or TrainJob; None elsewhere."""
+    """Read a one-worker pod of an Indexed Job, PyTorchJob or TrainJob; None elsewhere."""
     in_pod = "KUBERNETES_SERVICE_HOST" in environment or "JOB_COMPLETION_INDEX" in environment
     if not in_pod or any(name in environment for name in LOCAL):
         return None
@@ -166,7 +165,7 @@ def _read_pod(
 ) -> LauncherVariables:
     variables = Variables(environment, POD_ADVICE)
     variables.require(rank, world_size, address, port)
-    # a number, or a word if torchrun is to choose one
+    # a number, or a word such as auto if torchrun chooses one
     processes = environment.get("PET_NPROC_PER_NODE", "1")
     if processes.isdigit() and processes != "1":
         raise variables.error("PET_NPROC_PER_NODE", "1 if a pod runs one worker")
@@ -188,7 +187,7 @@ _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def read_slurm(environment: Mapping[str, str]) -> LauncherVariables | None:
-    """Read the variables of `srun`; None outside a step of several tasks, as in a batch script."""
+    """Read `srun`'s variables; None outside a step of several tasks, as in a batch script."""
     if environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return None
     variables = Variables(environment, SLURM_ADVICE)
@@ -203,7 +202,7 @@ def read_slurm(environment: Mapping[str, str]) -> LauncherVariables | None:
     local_tasks = Number(_tasks_on(node.value, tasks.value, variables), on_node)
     address: str | None = LOOPBACK
     if local_tasks.value != tasks.value:
-        address = _host_of_rank_0(rank, node, local_rank, variables)
+        address = _first_host(rank, node, local_rank, variables)
     numbers, port = [rank, tasks, local_rank, local_tasks], port_of(job.value, step.value)
     return LauncherVariables(numbers, SLURM_ADVICE, address, port)
 
@@ -214,10 +213,7 @@ def port_of(job: int, step: int) -> int:
 
 
 def expand_hosts(text: str) -> Iterator[str]:
-    """Yield the hosts of a Slurm list one by one.
-
-    `n[1-3,07-09],m5` is n1, n2, n3, n07, n08, n09, m5. Raises `ValueError` if it is no such list.
-    """
+    """Yield the hosts of a list such as n[1-3,07],m5. Raises `ValueError` if it is not a list."""
     hosts = _HOST.findall(text)
     if not hosts or ",".join(hosts) != text or any(host.count("[") > MAX_RANGES for host in hosts):
         raise ValueError(f"expected a list of hosts, got {text!r}")
@@ -240,7 +236,7 @@ def _expand(host: str) -> Iterator[str]:
 
 
 def _tasks_on(node: int, tasks: int, variables: Variables) -> int:
-    """Return how many of `tasks` run on a node, from a text such as 3,1 or 2(x3),1."""
+    """Return how many of `tasks` run on a node, from text such as 3,1 or 2(x3),1."""
     text = variables.environment[TASKS_PER_NODE]
     counts = [_COUNT.fullmatch(part) for part in text.split(",")]
     runs = [(int(count[1]), int(count[2] or 1)) for count in counts if count]
@@ -253,10 +249,8 @@ def _tasks_on(node: int, tasks: int, variables: Variables) -> int:
     raise variables.error("SLURM_NODEID", f"a node of {TASKS_PER_NODE}={text}")
 
 
-def _host_of_rank_0(
-    rank: Number, node: Number, local_rank: Number, variables: Variables
-) -> str | None:
-    """Return the first node; None if the user ordered the tasks so that rank 0 is elsewhere."""
+def _first_host(rank: Number, node: Number, local_rank: Number, variables: Variables) -> str | None:
+    """Return the first node; None if a custom order of tasks puts rank 0 elsewhere."""
     if (rank.value == 0) != (node.value == local_rank.value == 0):
         return None
     with suppress(ValueError):

@@ -24,10 +24,10 @@ Value = TypeVar("Value")
 class World(ABC):
     """The workers of a run and how they communicate; this worker is `rank` of `size`.
 
-    `hosts` has one range of ranks per host, in order of ranks: the workers of a host see each
-    other's memory. If nothing is shared, each worker is a host. `barriers` counts the calls in
-    which every worker waited for all others: barriers and all gathering calls. `what` describes the
-    purpose of a call for error messages. Raises `WorldError` if a worker has exited or times out.
+    `hosts` has one range of ranks per host, in rank order. Workers of one host share memory; a
+    worker that shares none counts as a separate host. `barriers` counts the calls in which every
+    worker waited for all others: barriers and all gathering calls. `what` describes the purpose of
+    a call in error messages. Calls raise `WorldError` if a worker has exited or times out.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class World(ABC):
 
     @cached_property
     def status(self) -> WorkerStatus:
-        """The status of this worker, which a watchdog may publish to the others."""
+        """This worker's status, which a watchdog may publish to the others."""
         return WorkerStatus()
 
     @property
@@ -47,7 +47,7 @@ class World(ABC):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether any workers share memory, on any host; the value is the same for all workers."""
+        """Whether any workers share memory, on any host: the same value on all workers."""
         return any(len(host) > 1 for host in self.hosts)
 
     @abstractmethod
@@ -66,22 +66,22 @@ class World(ABC):
     def all_to_all(
         self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
     ) -> None:
-        """Send consecutive parts of `own` [n], `own_sizes[r]` to rank r; receive so into `out`."""
+        """Send consecutive `own_sizes[r]` elements of `own` to rank r; fill `out` likewise."""
 
     def begin_all_to_all(
         self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
     ) -> Callable[[], None]:
-        """Start an `all_to_all`; return its completion. Until then `out` and `own` are in use."""
+        """Start an `all_to_all`; return a call that completes it and frees `out` and `own`."""
         self.all_to_all(out, out_sizes, own, own_sizes, what)
         return lambda: None
 
     def shared(self, nbytes: int) -> list[Tensor]:
-        """Return zeros, uint8 [nbytes], per worker of this host by rank; all see all of them."""
-        return [torch.zeros(nbytes, dtype=torch.uint8)]  # this worker shares memory with no other
+        """Return zeros, uint8 [nbytes], for each worker of this host by rank, shared among them."""
+        return [torch.zeros(nbytes, dtype=torch.uint8)]
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, what: str) -> None:
-        """Overwrite `tensor` with rank 0's."""
+        """Overwrite `tensor` with that of rank 0."""
 
     @abstractmethod
     def barrier(self, what: str) -> None:
@@ -145,8 +145,7 @@ class Alone(World):
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
         return self._after_barrier([data])
 
-    def gather_bytes(self, data: bytes, what: str) -> list[bytes] | None:
-        return self._after_barrier([data])
+    gather_bytes = all_gather_bytes
 
     def all_gather(self, out: Tensor, own: Tensor, what: str) -> None:
         self.all_to_all(out, [len(out)], own, [len(own)], what)
@@ -170,11 +169,7 @@ class Alone(World):
     def all_gather_json(self, value: Any, what: str) -> list[Any]:
         return self._after_barrier([value])
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        return self._after_barrier([value])
-
-    def gather_object(self, value: Any, what: str) -> list[Any] | None:
-        return self._after_barrier([value])
+    all_gather_object = gather_object = all_gather_json
 
     def broadcast_object(self, value: Any, what: str) -> Any:
         return self._after_barrier(value)

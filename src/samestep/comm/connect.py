@@ -1,4 +1,4 @@
-"""The choice of a world that fits a process and its devices."""
+"""Connect a process to the other workers, in the kind of world that fits their devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def connect(
 ) -> World:
     """Return the world of the worker `process`; all workers must make the same call.
 
-    CPU workers that all share memory need nothing else; others communicate through
+    CPU workers that all share memory need nothing else. Others communicate through
     torch.distributed. With `cuda`, GPUs exchange through NCCL unless several workers share one.
     Raises `ConfigError` if there are fewer lanes than workers, `WorldError` if workers are missing.
     """

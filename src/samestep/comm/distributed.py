@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -16,13 +16,13 @@ from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.shared_memory import share
 from samestep.comm.status import FORMING, mismatched_calls, no_response
 
-# A row is a message to all other workers: the length of the data, `what`, and the data.
+# A row is a message to all other workers: the length of its data, `what`, and the data.
 LENGTH_BYTES = 8
 WHAT_BYTES = 200
 HEAD_BYTES = LENGTH_BYTES + WHAT_BYTES
-ROW_BYTES = 1024  # of the first row for a purpose; later rows are as long as needed
+ROW_BYTES = 1024  # of the first row for each `what`; later rows are as long as needed
 KEPT_ROW_BYTES = 64 << 10  # the longest row whose length and tables are kept for the next one
-LATE = 0.95  # of the timeout: an error after that is the backend's own timeout
+LATE = 0.95  # of the timeout: a later error is the backend's timeout
 # renamed in torch 2.13
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -34,8 +34,8 @@ class Distributed(World):
         self.rank, self.size, self.hosts = rendezvous.rank, rendezvous.size, rendezvous.hosts
         self.status = rendezvous.status
         self._mesh = rendezvous.mesh
-        self._row_bytes: dict[str, int] = {}  # by purpose, if not `ROW_BYTES`
-        self._tables: dict[int, Tensor] = {}  # by the bytes of a row
+        self._row_bytes: dict[str, int] = {}  # by `what`, if not `ROW_BYTES`
+        self._tables: dict[int, Tensor] = {}  # by row size
         self._turn = 0
         self._failure = ""
         self._timeout_seconds = rendezvous.timeout_seconds
@@ -50,7 +50,7 @@ class Distributed(World):
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
-        """Explain a backend's error; after it all further calls fail immediately, as in a mesh."""
+        """Explain a backend error; all further calls fail immediately, as in a mesh."""
         if self._failure:
             raise no_response(self.rank, what, self._failure)
         self._failure = f"an earlier call failed, while {what}"
@@ -68,11 +68,15 @@ class Distributed(World):
         self._failure = ""
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
-        """Exchange rows as long as the last ones for this purpose; if too short, exchange again."""
+        """Exchange rows as long as the last ones for `what`; if too short, exchange again."""
         size = self._row_bytes.get(what, ROW_BYTES)
         while True:
             rows = self._all_gather_rows(_row(data, what, size), what).numpy()
-            self._check_call([row[LENGTH_BYTES:HEAD_BYTES].tobytes() for row in rows], what)
+            calls = [row[LENGTH_BYTES:HEAD_BYTES].tobytes() for row in rows]
+            for rank, call in enumerate(calls):
+                if call != calls[self.rank]:
+                    other_what = call.rstrip(b"\0").decode(errors="replace")
+                    raise mismatched_calls(self.rank, what, rank, other_what)
             ends = [HEAD_BYTES + _length(row[:LENGTH_BYTES].tobytes()) for row in rows]
             if max(ends) <= size:
                 self.barriers += 1
@@ -84,9 +88,9 @@ class Distributed(World):
     def _all_gather_rows(self, own: Tensor, what: str) -> Tensor:
         """Return every worker's row by rank, to be read before the next call.
 
-        They are in a table that the workers of a host share; its first worker fetches the rows of
-        other hosts. Two tables are used in turn: a worker that writes to one has passed the
-        barriers of the other, and so have all that read this one before.
+        The workers of a host share a table of rows; the first of them fetches those of other hosts.
+        Two tables are used in turn: a worker that writes to one has passed the barriers of the
+        other, and so have all workers that read this one before.
         """
         tables = self._tables.get(len(own))
         if tables is None:
@@ -106,8 +110,8 @@ class Distributed(World):
     def _fetch_rows(self, table: Tensor) -> None:
         """Fetch the rows of other hosts in ceil(log2(hosts)) rounds (Bruck et al. 1997).
 
-        gloo's ring takes one round per host. Here each host sends another one all rows that it has,
-        so that after a round each has the rows of twice as many hosts.
+        gloo's ring takes one round per host. Here each host sends all rows that it has to one other
+        host, so each round doubles the number of hosts whose rows a host has.
         """
         hosts, own, have = self.hosts, self.hosts.index(self.host), 1
         while have < len(hosts):
@@ -120,15 +124,9 @@ class Distributed(World):
             dist.recv(rows, right.start)
             for target, received in zip(targets, rows.split(list(map(len, targets))), strict=True):
                 target.copy_(received)
-            # None only for workers outside of the group, of which there are none
+            # None only for workers outside of the group: there are none
             sending.wait()  # type: ignore[union-attr]
             have += new
-
-    def _check_call(self, calls: Sequence[bytes], what: str) -> None:
-        for rank, other in enumerate(calls):
-            if other != calls[self.rank]:
-                other_what = other.rstrip(b"\0").decode(errors="replace")
-                raise mismatched_calls(self.rank, what, rank, other_what)
 
     def gather_bytes(self, data: bytes, what: str) -> list[bytes] | None:
         """Gather lengths on all ranks, then the bytes on rank 0."""
@@ -159,7 +157,7 @@ class Distributed(World):
             work = dist.all_to_all_single(out, own, list(out_sizes), list(own_sizes), async_op=True)
         self.barriers += 1
 
-        # the sent memory must stay alive until all is sent
+        # keeps the memory alive until everything is sent
         def end(kept: Tensor = own) -> None:
             with self._waiting(what):
                 work.wait()
@@ -183,14 +181,14 @@ class Distributed(World):
                 self._mesh.barrier(what)
 
     def close(self) -> None:
-        self.status.close()  # first: workers that find this one gone then know why
+        self.status.close()  # first, so that workers that find this one gone know why
         if self._mesh is not None:
             self._mesh.close()
         dist.destroy_process_group()
 
 
 def _row(data: bytes, what: str, size: int) -> Tensor:
-    """Return a worker's row, uint8 [size], with as much of the data as fits."""
+    """Return a worker's row, uint8 [size], with as much data as fits."""
     what_bytes = what.encode()[:WHAT_BYTES].ljust(WHAT_BYTES, b"\0")
     head = len(data).to_bytes(LENGTH_BYTES, "little") + what_bytes
     return _padded(head + data[: size - HEAD_BYTES], size)

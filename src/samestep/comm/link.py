@@ -3,8 +3,8 @@
 A frame is its length (4 bytes, big endian) and a body. Both ends start with a fresh nonce and prove
 by HMAC-SHA256 (RFC 2104) that they hold the run's token, which is never sent. Later bodies begin
 with a MAC over the frame's sequence number and text, with one key per direction of this connection.
-So frames cannot be forged, repeated, reordered or reflected. They are not encrypted. What is
-received is JSON of limited size; nothing is unpickled.
+So frames cannot be forged, repeated, reordered or reflected. They are not encrypted. Received data
+is parsed as JSON of limited size; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ class Frames:
 def frame(body: bytes) -> bytes:
     """Return a body preceded by its length. Raises `ValueError` if it is too long."""
     if len(body) > MAX_BYTES:
-        raise ValueError(
-            f"messages between hosts must have at most {MAX_BYTES} bytes, got {len(body)}"
-        )
+        raise ValueError(f"messages must have at most {MAX_BYTES} bytes, got {len(body)}")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -76,13 +74,13 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Return the message of JSON text. Raises `ValueError` for anything but a JSON object."""
+    """Parse a message. Raises `ValueError` unless it is a JSON object."""
     try:
         message = json.loads(body)
     except RecursionError:
         raise ValueError("a message is nested too deeply") from None
     if not isinstance(message, dict):
-        # a wrong value of the peer's, no wrong type of the caller's
+        # a wrong value from the peer, not a wrong type from the caller
         raise ValueError(f"expected a JSON object, got {type(message).__name__}")  # noqa: TRY004
     return message
 
@@ -92,12 +90,12 @@ class Seal:
 
     def __init__(self, token: str, nonces: bytes, *, coordinator: bool) -> None:
         directions = (b"from coordinator", b"to coordinator")
-        own, others = directions if coordinator else directions[::-1]
-        self._own_key, self._others_key = prove(token, own, nonces), prove(token, others, nonces)
+        own, peer = directions if coordinator else directions[::-1]
+        self._own_key, self._peer_key = prove(token, own, nonces), prove(token, peer, nonces)
         self._sent = self._received = 0
 
     def seal(self, message: Message) -> bytes:
-        """Return a message's frame; send them in this order. Raises `ValueError` if too long."""
+        """Return a message's frame, to be sent in this order. Raises `ValueError` if too long."""
         text = encode(message)
         mac = hmac.digest(self._own_key, _SEQUENCE.pack(self._sent) + text, "sha256")
         sealed = frame(mac + text)
@@ -105,9 +103,9 @@ class Seal:
         return sealed
 
     def open(self, body: bytes) -> dict[str, Any]:
-        """Return a body's message. Raises `ValueError` if it is not the other end's next one."""
+        """Return a body's message. Raises `ValueError` if it is not the peer's next one."""
         mac, text = body[:MAC_BYTES], body[MAC_BYTES:]
-        expected = hmac.digest(self._others_key, _SEQUENCE.pack(self._received) + text, "sha256")
+        expected = hmac.digest(self._peer_key, _SEQUENCE.pack(self._received) + text, "sha256")
         if not hmac.compare_digest(mac, expected):
             raise ValueError("a frame has a wrong MAC")
         self._received += 1
@@ -137,7 +135,7 @@ def is_proof(message: Message, token: str, purpose: bytes, nonces: bytes) -> boo
 
 
 class Link:
-    """The end of a launcher or worker of an authenticated connection to the coordinator."""
+    """A launcher's or worker's authenticated connection to the coordinator."""
 
     def __init__(self, address: tuple[str, int], token: str, seconds: float) -> None:
         """Connect. Raises `OSError` if nothing responds, `WorldError` if the tokens differ."""
@@ -145,7 +143,7 @@ class Link:
         self._deadline = time.monotonic() + seconds
         self._socket = socket.create_connection(address, seconds)
         try:
-            # the coordinator's, without a name to look up
+            # the coordinator's IP address, which needs no name lookup
             self.address: tuple[str, int] = self._socket.getpeername()[:2]
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._seal = self._authenticate(token)
@@ -157,7 +155,7 @@ class Link:
             raise
 
     def fileno(self) -> int:
-        """Return the file that becomes readable if data arrives."""
+        """Return the file descriptor, which becomes readable when data arrives."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
@@ -193,7 +191,7 @@ class Link:
         except BlockingIOError:
             return messages
         except ConnectionError:
-            if messages:  # they may say why; the next call raises again
+            if messages:  # they may explain it; the next call raises again
                 return messages
             raise
         finally:
@@ -210,7 +208,7 @@ class Link:
         self._socket.sendall(frame(encode(hello)))
         response = decode(self._next_body())
         if "refused" in response:
-            raise WorldError("the coordinator there has another token")
+            raise WorldError("the coordinator there has a different token")
         if not is_proof(response, token, b"coordinator", nonces):
             raise WorldError("the server there does not know the token")
         return Seal(token, nonces, coordinator=False)
@@ -256,10 +254,10 @@ def write_address(host: str, port: int) -> str:
 
 
 def to_text(value: bytes) -> str:
-    """Return bytes as text for JSON."""
+    """Encode bytes as text for JSON."""
     return b64encode(value).decode()
 
 
 def to_bytes(text: str) -> bytes:
-    """Return the bytes of `to_text`. Raises `ValueError`."""
+    """Decode the text of `to_text`. Raises `ValueError` if it is invalid."""
     return b64decode(text, validate=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from samestep.comm.status import FORMING, WorkerStatus, mismatched_calls, no_response, process_state
 
-# the largest message: a socket buffers several, so that sending never blocks
+# of the largest message: a socket buffers several, so sending never blocks
 MESSAGE_BYTES = 16 * 1024
 WHAT_CHARACTERS = 200  # of `what`, at the start of every message
 BUFFER_BYTES = MESSAGE_BYTES + 4 * WHAT_CHARACTERS + 1
@@ -22,7 +22,7 @@ Message = tuple[bytes, list[int]]  # with the files that it carried
 
 @dataclass(frozen=True)
 class Peer:
-    """Another worker; `pidfd` reports its exit: a process that it forked may keep `socket` open."""
+    """Another worker. `pidfd` reports its exit: a process that it forked may keep `socket` open."""
 
     rank: int
     pid: int
@@ -55,7 +55,7 @@ class Peer:
         return data, received
 
     def close(self) -> None:
-        """Disconnect, also if a forked process still holds the socket: the peer notices."""
+        """Disconnect; the peer notices even if a forked process still holds the socket."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
@@ -67,8 +67,8 @@ class Mesh:
 
     In a call each worker sends one message to every other and waits for theirs, so no worker is
     ever more than one call ahead. It sleeps in the kernel: a busy wait would take the core from the
-    worker it waits for. After a failure every further call fails immediately, because messages of
-    the failed call may be left. Calls raise `WorldError` if a worker has exited, does not arrive in
+    worker it waits for. After a failure, all further calls fail immediately, because messages of
+    the failed call may remain. Calls raise `WorldError` if a worker has exited, does not arrive in
     time, or makes another call.
     """
 
@@ -86,7 +86,7 @@ class Mesh:
         self._peers = peers
         self._timeout_seconds = timeout_seconds
         self._status = status or WorkerStatus(rank)
-        self._last = FORMING  # the last call that all completed
+        self._last = FORMING  # the last completed call
         self._failure = ""
 
     def exchange(self, messages: Mapping[int, bytes], what: str) -> dict[int, bytes]:
@@ -152,13 +152,10 @@ class Mesh:
                 return received
             ready = _ready(missing.values(), select.POLLIN, max(0.0, deadline - time.monotonic()))
             if not ready:
-                peers = " and ".join(map(str, missing.values()))
-                raise TimeoutError(
-                    f"timed out after {self._timeout_seconds:g} s waiting for {peers}"
-                )
+                who = " and ".join(map(str, missing.values()))
+                raise TimeoutError(f"timed out after {self._timeout_seconds:g} s waiting for {who}")
 
     def _gone(self) -> str:
-        """Return the names of all peers that have exited or left."""
         ready = _ready(self._peers, 0, 0)
         gone = (p for p in self._peers if not ready.isdisjoint({p.socket.fileno(), p.pidfd}))
         return " and ".join(map(str, gone))

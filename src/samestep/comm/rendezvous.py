@@ -1,4 +1,4 @@
-"""The rendezvous of workers: how they find each other, and connect if they share memory."""
+"""Rendezvous: workers find each other, and connect to each other if they share memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import count, groupby
 from pathlib import Path
-from types import NoneType
 from typing import Any, Final
 
 from torch.distributed.distributed_c10d import Store
@@ -26,15 +25,15 @@ from samestep.errors import WorldError
 from samestep.host import missing_system_calls
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# within which abstract sockets, process ids and user ids have the same meaning
+# in which abstract sockets, process ids and user ids have the same meaning
 NAMESPACES = ("net", "pid", "user")
-# the part of the timeout in which all must arrive: workers are started at the same time
+# of the timeout, in which all must arrive: workers are started at the same time
 START_SHARE: Final = 0.25
 MIN_START_SECONDS: Final = 30.0  # unless that is more than the timeout
 LINGER_SECONDS: Final = 3.0
 PAUSE_SECONDS: Final = 0.0005  # between checks for other workers
-FAILED: Final = "failed"  # key: why no world forms, and how many workers should learn it
-INFORMED: Final = "informed"  # key: how many have learned it
+FAILED: Final = "failed"  # key: the reason for a failure, and how many workers to inform
+INFORMED: Final = "informed"  # key: how many were informed
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
 _worlds_formed = count()  # gives each world of this process its own store prefix
 
@@ -43,8 +42,8 @@ _worlds_formed = count()  # gives each world of this process its own store prefi
 class PeerInfo:
     """A worker's entry in the store.
 
-    Workers with the same `home` can share memory and listen at `address`; both are None if this
-    worker shares nothing.
+    Workers with the same `home` can share memory, and listen at `address`. Both are None if this
+    worker shares no memory.
     """
 
     host: str
@@ -55,12 +54,8 @@ class PeerInfo:
     @classmethod
     def read(cls, rank: int, value: Any) -> PeerInfo:
         """Return the entry of worker `rank`. Raises `WorldError` if another program wrote it."""
-        kinds: dict[str, Any] = {
-            "host": str,
-            "pid": int,
-            "home": (str, NoneType),
-            "address": (str, NoneType),
-        }
+        text: Any = str | None
+        kinds: dict[str, Any] = {"host": str, "pid": int, "home": text, "address": text}
         if (
             isinstance(value, dict)
             and value.keys() == kinds.keys()
@@ -102,9 +97,8 @@ class PeerListener:
     ) -> Mesh:
         """Return the mesh of `members` by rank, including this worker.
 
-        Each worker connects to those before it and accepts those after it, which may take
-        `start_timeout_seconds`; later the mesh uses `timeout_seconds`. Raises `WorldError` if some
-        are missing.
+        Each worker connects to lower ranks and accepts higher ones within `start_timeout_seconds`.
+        Calls of the mesh then use `timeout_seconds`. Raises `WorldError` if workers are missing.
         """
         deadline = time.monotonic() + start_timeout_seconds
         earlier = {other: member for other, member in members.items() if other < rank}
@@ -113,9 +107,11 @@ class PeerListener:
             try:
                 sockets = {other: _connect(member, exits) for other, member in earlier.items()}
                 sockets |= self._accept(later, deadline, exits)
-                peers = [
-                    _peer(other, members[other], sockets[other], exits) for other in sorted(sockets)
-                ]
+                peers = []
+                for other, connection in sorted(sockets.items()):
+                    pidfd = os.pidfd_open(members[other].pid)
+                    exits.callback(os.close, pidfd)
+                    peers.append(Peer(other, members[other].pid, connection, pidfd))
             except OSError as error:
                 raise no_response(rank, FORMING, str(error)) from error
             exits.pop_all()
@@ -150,14 +146,7 @@ def _connect(member: PeerInfo, exits: ExitStack) -> socket.socket:
     return connection
 
 
-def _peer(rank: int, member: PeerInfo, connection: socket.socket, exits: ExitStack) -> Peer:
-    pidfd = os.pidfd_open(member.pid)
-    exits.callback(os.close, pidfd)
-    return Peer(rank, member.pid, connection, pidfd)
-
-
 def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """Return process and user at the other end."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(data)
     return pid, user
@@ -165,9 +154,9 @@ def _credentials(connection: socket.socket) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """All that a worker knows before its world exists.
+    """The result of `rendezvous`, from which a world is made.
 
-    `hosts` as in `World`; `mesh` connects the workers of this host, None if there is only one.
+    `hosts` is as in `World`. `mesh` connects the workers of this host, None if there is only one.
     """
 
     rank: int
@@ -242,7 +231,7 @@ def _exchange_infos(
 
 
 def _wait_for_informed(client: StoreClient, expected: int) -> None:
-    """Let the store's host wait until the expected workers know why no world forms."""
+    """Count this worker; on the store's host, wait until all expected workers are informed."""
     informed = client.count(INFORMED)
     deadline = time.monotonic() + LINGER_SECONDS
     while client.hosts_store and informed < expected and time.monotonic() < deadline:
@@ -257,10 +246,10 @@ def _foreign_store(found: str) -> WorldError:
 
 
 def _home(process: ProcessInfo) -> str | None:
-    """Return what is equal for workers that can share memory.
+    """Return text that is equal for workers that can share memory; None if this one cannot.
 
-    That is a kernel, its namespaces, a user, and a launcher that started them as one host's. None
-    if the system or this Python lacks a system call, or refuses it.
+    They have the same kernel, namespaces, user, and first rank on their host. A worker cannot if
+    the system or this Python lacks a system call, or refuses it.
     """
     if missing_system_calls():
         return None
@@ -274,7 +263,7 @@ def _home(process: ProcessInfo) -> str | None:
 
 
 def _hosts(homes: Sequence[str | None]) -> list[range]:
-    """Return the runs of ranks with the same home; a worker without one is a separate host."""
+    """Return ranges of ranks with the same home; a worker without one is a separate host."""
     runs = groupby(range(len(homes)), key=lambda rank: homes[rank] or rank)
     ranks = [list(run) for _, run in runs]
     return [range(run[0], run[-1] + 1) for run in ranks]

@@ -1,4 +1,4 @@
-"""A world over memory that all workers of a host see, so that large data passes no socket."""
+"""A world over memory that the workers of a host share, so that large data bypasses sockets."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from samestep.errors import WorldError
 Bytes = NDArray[np.uint8]
 Range = tuple[int, int]
 
-# per box: large enough for few barriers, small enough to be in the cache when others read it
+# per box: large enough for few barriers, small enough to be still cached when others read it
 BOX_BYTES = 2 << 20
-# how many bytes a worker sends in total, and where those for the receiver start and stop in them
+# the total bytes that a worker sends, and where those for the receiver start and stop
 _HEAD = struct.Struct("<QQQ")
 INLINE_BYTES = MESSAGE_BYTES - _HEAD.size
 
 
 def share(mesh: Mesh, nbytes: int, what: str = "sharing memory") -> list[Tensor]:
-    """Return one buffer for each worker of the mesh by rank, which all of them see. Collective.
+    """Return one buffer for each worker of the mesh by rank, shared by all. Collective.
 
-    Each is uint8 [nbytes] and starts as zeros. They are anonymous files, which the kernel frees
-    however the workers end. Raises `WorldError` if workers ask for different sizes.
+    Each is uint8 [nbytes] of zeros. They are anonymous files, which the kernel frees however the
+    workers exit. Raises `WorldError` if workers ask for different sizes.
     """
     with ExitStack() as exits:
         own = os.memfd_create("samestep")
@@ -59,9 +59,9 @@ def _map(file: int, nbytes: int, rank: int) -> Tensor:
 class Shared(World):
     """The world of CPU workers on one host, over their mesh.
 
-    Small data travels in the sockets. The sender copies larger data piece by piece into a shared
-    box; after a barrier each receiver copies its part. A worker alternates between two boxes: all
-    that arrive at a barrier have read the boxes of the barrier before.
+    Small data is sent through sockets. Larger data is copied piece by piece into the sender's
+    shared box; after a barrier each receiver copies its part. A worker alternates between two
+    boxes: workers that arrive at a barrier have read the boxes of the previous barrier.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
@@ -74,10 +74,8 @@ class Shared(World):
         self._turn = 0
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
-        received = self._exchange(np.frombuffer(data, np.uint8), [(0, len(data))] * self.size, what)
-        return [
-            data if rank == self.rank else received[rank].tobytes() for rank in range(self.size)
-        ]
+        others = self._exchange(np.frombuffer(data, np.uint8), [(0, len(data))] * self.size, what)
+        return [data if rank == self.rank else others[rank].tobytes() for rank in range(self.size)]
 
     def gather_bytes(self, data: bytes, what: str) -> list[bytes] | None:
         ranges = [(0, len(data))] + [(0, 0)] * (self.size - 1)
@@ -117,7 +115,7 @@ class Shared(World):
         return share(self._mesh, nbytes)
 
     def close(self) -> None:
-        self.status.close()  # first: workers that find this one gone then know why
+        self.status.close()  # first, so that workers that find this one gone know why
         self._mesh.close()
         self._boxes = []
 

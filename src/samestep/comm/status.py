@@ -1,4 +1,4 @@
-"""What each worker is doing, and the report about those that do not respond."""
+"""The status of each worker, and the report on workers that do not respond."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FORMING: Final = "forming the world"
 
 
 class WorkerStatus:
-    """What a worker is doing. Plain attributes, because a step sets them many times.
+    """The current activity of a worker, in plain attributes because a step sets them many times.
 
-    `step` and the current `activity` in it; `collective` is the call in which the worker waits for
-    the others, "" if it does not wait; `since` is when that started, in seconds of the monotonic
-    clock. This base class reports nothing: it serves a worker that runs alone.
+    `step` is the current step and `activity` the part of it that runs now. `collective` is the call
+    in which the worker waits for the others, "" if it does not wait. `since` is when that started,
+    in seconds of the monotonic clock. This base class, for a worker alone, reports nothing.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -34,12 +34,12 @@ class WorkerStatus:
         self.since = time.monotonic()
 
     def set_activity(self, activity: str) -> None:
-        """Record what the worker does from now on."""
+        """Record the start of an activity."""
         self.activity, self.since = activity, time.monotonic()
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
-        """Record an activity for the block, then the previous one again."""
+        """Record an activity for the block, then restore the previous one."""
         before = self.activity
         self.set_activity(activity)
         yield
@@ -57,11 +57,11 @@ class WorkerStatus:
         self.collective, self.since = "", time.monotonic()
 
     def explain(self, what: str, reason: str, *, timed_out: bool) -> WorldError:
-        """Return the error of a call that timed out, or failed because others have exited."""
+        """Return the error of a call that timed out or lost its peers."""
         return no_response(self.rank, what, reason)
 
     def report_failure(self, error: BaseException) -> None:
-        """Report to the other workers that this one fails, so that all of them exit."""
+        """Report to the other workers that this one failed, so that all of them exit."""
 
     def finish(self) -> None:
         """Record that all workers have reached the end of the run: each may exit at any time."""
@@ -71,7 +71,7 @@ class WorkerStatus:
 
 
 def no_response(rank: int, what: str, reason: str, details: str | None = None) -> WorldError:
-    """Return the error of worker `rank` whose call `what` failed for `reason`."""
+    """Return the error of a call `what` on worker `rank` that failed for `reason`."""
     details = details or "usually another worker failed: look for the first error of the run"
     return WorldError(
         f"worker {rank} got no response from other workers while {what}; {details} ({reason})"
@@ -104,7 +104,7 @@ STOPPED: Final = "its process is stopped (state T)"
 EXITED: Final = "its process has exited"
 SILENT: Final = "it does not respond"
 LEFT: Final = "it has left the run"
-RETRYABLE: Final = (STOPPED, EXITED, SILENT)  # the program is not to blame
+RETRYABLE: Final = (STOPPED, EXITED, SILENT)  # not caused by the program
 ENDINGS: Final = ("ending a loop", "ending the run")
 
 CAUSES: Final = {
@@ -147,11 +147,10 @@ NETWORK: Final = (
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The status that a worker published at clock time `at`: it was unchanged for `seconds`.
+    """The status that a worker published at clock time `at`, unchanged for `seconds` until then.
 
-    Plain data. `machine` is equal for workers that see each other's processes. A worker that has
-    `left` or knows of a failure (`failed`) needs the store no longer. `stack` is present once an
-    alarm was raised.
+    `machine` is equal for workers that see each other's processes. A worker that has `left` or
+    knows of a failure (`failed`) no longer needs the store. `stack` is present after an alarm.
     """
 
     rank: int
@@ -169,7 +168,7 @@ class Heartbeat:
 
     @property
     def name(self) -> str:
-        """The worker with its host and process."""
+        """The worker, its host and its process."""
         return f"worker {self.rank} (host {self.host}, process {self.pid})"
 
     def trouble(self, machine: str) -> str:
@@ -193,21 +192,19 @@ class Heartbeat:
         return ACTIVITIES.get(activity, ONE_WORKER_ONLY)
 
     def describe(self, machine: str) -> str:
-        """Return where the worker is, with its stack."""
+        """Return the worker's step, activity and stack."""
         age = max(0.0, time.time() - self.at)
         does = f"waiting for others while {self.collective}" if self.collective else self.activity
         if trouble := self.trouble(machine):
             return f"{self.name}: {trouble}; last seen {age:.1f} s ago, at step {self.step}: {does}"
         stack = "".join(self.stack or ()).rstrip().replace("\n", "\n  ")
-        seconds = age + self.seconds
-        return (
-            f"{self.name}: at step {self.step} for {seconds:.1f} s: {does}; its stack:\n  {stack}"
-        )
+        total = age + self.seconds
+        return f"{self.name}: at step {self.step} for {total:.1f} s: {does}; its stack:\n  {stack}"
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """A hang in one line and in full; `is_retryable` if the program is not to blame."""
+    """A hang in one line and in full; `is_retryable` if the program did not cause it."""
 
     headline: str
     text: str
@@ -217,19 +214,18 @@ class HangReport:
 def report_hang(
     own: Heartbeat, beats: Sequence[Heartbeat], size: int, timeout_seconds: float
 ) -> HangReport:
-    """Report why worker `own` of `size` timed out, from the heartbeats of the others by rank."""
+    """Report why worker `own` of `size` timed out, given the others' heartbeats by rank."""
     what, machine = own.collective, own.machine
     unseen = sorted(set(range(size)).difference(beat.rank for beat in [own, *beats]))
     late = [beat for beat in beats if beat.trouble(machine) or beat.collective != what]
     waiting = [own, *(beat for beat in beats if beat not in late)]
     missing = sorted([*unseen, *(beat.rank for beat in late)])
     arrived = sorted(beat.rank for beat in waiting)
-    were = f"{list_workers(arrived)} {'were' if len(arrived) > 1 else 'was'} {what}"
-    headline = f"timed out after {timeout_seconds:g} s"
-    if missing:
-        headline += f" waiting for {list_workers(missing)}: {were} at step {own.step}"
-    else:
-        headline += f": {were} at step {own.step} and waited for each other"
+    target = f" waiting for {list_workers(missing)}" if missing else ""
+    verb = "were" if len(arrived) > 1 else "was"
+    where = f"{list_workers(arrived)} {verb} {what} at step {own.step}"
+    headline = f"timed out after {timeout_seconds:g} s{target}: {where}"
+    headline += "" if missing else " and waited for each other"
     lines = [beat.describe(machine) for beat in late[:MAX_LISTED]]
     lines += [f"worker {rank}: never reported its status" for rank in unseen[:MAX_LISTED]]
     lines += [f"{beat.name}: waiting" for beat in waiting[:MAX_LISTED]]
@@ -242,7 +238,7 @@ def report_hang(
 
 
 def mismatched_calls(rank: int, what: str, other: int, other_what: str) -> WorldError:
-    """Return the error of worker `rank` in the call `what` while worker `other` made another."""
+    """Return the error of worker `rank` in the call `what` if worker `other` made another call."""
     cause = FEWER_STEPS if {what, other_what}.intersection(ENDINGS) else OTHER_CALL
     return WorldError(
         "all workers must make the same calls: "

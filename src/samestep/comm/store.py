@@ -1,7 +1,7 @@
 """The key-value store of a run, through which its workers find each other and publish their status.
 
-The coordinator of several hosts serves it to those who hold the run's token (`TokenStore`); else it
-is a TCPStore of the launcher or of rank 0. `StoreClient` uses either from a thread of its own.
+The coordinator of several hosts serves it to holders of the run's token (`TokenStore`). Otherwise
+it is a TCPStore of the launcher or of rank 0. `StoreClient` uses either from its own thread.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from samestep.errors import WorldError
 
 STORE: Final = "SAMESTEP_INTERNAL_STORE"
 CALL_SECONDS: Final = 10.0  # for a reachable store to respond
-SLACK_SECONDS: Final = 30.0  # for a response, in addition to the time the coordinator may wait
+SLACK_SECONDS: Final = 30.0  # for a response, after the time that the coordinator may wait
 PAUSE_SECONDS: Final = 0.01
-GONE_SECONDS: Final = 0.1  # between the ends of both connections to a store that exits
-LOOPBACK: Final = ("localhost", "127.", "::1")  # starts of addresses that only this host reaches
+GONE_SECONDS: Final = 0.1  # between the disconnects of both connections to a store that exits
+LOOPBACK: Final = ("localhost", "127.", "::1")  # prefixes of addresses that only this host reaches
 # torch keeps only the C++ half of a store alive, which is useless without the other half
 _open: list[TokenStore] = []
 
@@ -64,7 +64,7 @@ class TokenStore(Store):
         _open.append(self)
 
     def fileno(self) -> int:
-        """Return the file that becomes readable if a response arrives or the coordinator exits."""
+        """Return the file descriptor: readable when a response arrives or the coordinator exits."""
         return self._link.fileno()
 
     def clone(self) -> TokenStore:
@@ -120,7 +120,7 @@ class TokenStore(Store):
                 self._link.send({"do": what, **fields})
                 response = self._link.receive(timeout + SLACK_SECONDS)
             except BaseException as error:
-                self._link.close()  # a late response would be taken for that of the next request
+                self._link.close()  # a late response would be taken as that of the next request
                 if isinstance(error, OSError):
                     raise dist.DistNetworkError(f"the store does not respond: {error}") from error
                 raise
@@ -136,12 +136,12 @@ def _text(value: str | bytes) -> str:
 
 
 def store_variables(address: tuple[str, int], attempt: int) -> dict[str, str]:
-    """Return the variable by which the workers of an attempt find the coordinator's store."""
+    """Return the variable through which an attempt's workers find the coordinator's store."""
     return {STORE: f"{attempt}@{write_address(*address)}"}
 
 
 def join_store(environment: Mapping[str, str], timeout: timedelta) -> TokenStore | None:
-    """Connect to the attempt's store; None without a coordinator. Raises `WorldError`."""
+    """Connect to the attempt's store; return None without a coordinator. Raises `WorldError`."""
     if STORE not in environment:
         return None
     attempt, _, address = environment[STORE].partition("@")
@@ -161,8 +161,8 @@ class StoreClient:
     """A connection to the store that prints nothing if the store's process exits.
 
     torch would print a C++ stack each time, so each call checks a liveness socket first. Values are
-    JSON. Calls raise `OSError` if the store is gone, `ValueError` for invalid JSON. A store whose
-    process is stopped, or whose host is down, never responds: make these calls in a thread.
+    JSON. Calls raise `OSError` if the store is gone, `ValueError` for invalid JSON. If the store's
+    process is stopped or its host is down, calls never return: make them in a separate thread.
     """
 
     def __init__(self, store: Store, liveness: Liveness, *, hosts_store: bool) -> None:
@@ -171,7 +171,7 @@ class StoreClient:
         self._liveness = liveness
 
     def get(self, key: str) -> Any:
-        """Return the value of a key, None if there is none."""
+        """Return the value of a key, None if it has none."""
         return json.loads(self._request("get", key)) if self._request("check", [key]) else None
 
     def put(self, key: str, value: Any) -> None:
@@ -179,7 +179,7 @@ class StoreClient:
         self._request("set", key, json.dumps(value))
 
     def put_first(self, key: str, value: Any) -> Any:
-        """Set a value if there is none yet; return the current one."""
+        """Set a value unless the key has one; return the current value."""
         return json.loads(self._request("compare_set", key, "", json.dumps(value)))
 
     def count(self, key: str) -> int:
@@ -195,7 +195,7 @@ class StoreClient:
         self._store = None
 
     def _request(self, method: str, *arguments: Any) -> Any:
-        """Call the store. The error is the same if it exits before the call or during it."""
+        """Call the store. The error is the same whether it exits before or during the call."""
         store = self._connected(0.0)
         try:
             return _call(getattr(store, method), *arguments)
@@ -204,14 +204,14 @@ class StoreClient:
             raise
 
     def _connected(self, seconds: float) -> Store:
-        """Return the store. Raises `ConnectionResetError` if it exits within some seconds."""
+        """Return the store. Raises `ConnectionResetError` if it exits within `seconds`."""
         if self._store is None or wait([self._liveness.fileno()], seconds):
             raise ConnectionResetError("lost connection to the store")
         return self._store
 
 
 def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store, StoreClient]:
-    """Return the store, and its client, with keys under `prefix`. Raises `OSError` if late."""
+    """Return the store and its client, with keys under `prefix`. Raises `OSError` on timeout."""
     store, liveness, hosts_store = _store(process, seconds)
     prefixed = PrefixStore(prefix, store)
     own: Store = prefixed.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -222,7 +222,7 @@ def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store
 def _store(process: ProcessInfo, seconds: float) -> tuple[Store, Liveness, bool]:
     """Return the store, its liveness socket, and whether this process hosts it.
 
-    It stays open: workers of the process's next world may connect before it could be reopened.
+    It stays open, because the workers of the next world may connect before it could be reopened.
     """
     timeout = timedelta(seconds=max(seconds, CALL_SECONDS))
     joined = join_store(os.environ, timeout)
@@ -246,13 +246,13 @@ def _store(process: ProcessInfo, seconds: float) -> tuple[Store, Liveness, bool]
     )
     if listener is not None:
         liveness = _connect(process, deadline)
-    # torchrun's store outlives an attempt; without it, its count may differ between hosts
+    # torchrun's store outlives an attempt; without that store, the count may differ between hosts
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if launcher_has_store else "0"
     return PrefixStore(f"attempt/{attempt}", store), liveness, listener is not None
 
 
 def _listen(process: ProcessInfo) -> socket.socket | None:
-    """Return rank 0's listening socket; None if the port is taken, perhaps by another rank 0."""
+    """Return rank 0's listening socket, None if the port is taken, perhaps by another rank 0."""
     try:
         local = process.address if process.address.startswith(LOOPBACK) else ""
         both = not local and socket.has_dualstack_ipv6()
@@ -274,7 +274,7 @@ def _connect(process: ProcessInfo, deadline: float) -> socket.socket:
             if time.monotonic() > deadline:
                 raise OSError(
                     f"nothing listens at MASTER_ADDR={process.address} MASTER_PORT={process.port} "
-                    f"({error}): worker 0 did not start, or the address is not its own"
+                    f"({error}): worker 0 did not start, or this is not its address"
                 ) from error
             time.sleep(PAUSE_SECONDS)
 

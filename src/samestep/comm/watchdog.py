@@ -1,4 +1,4 @@
-"""The watchdog thread of a worker: publishes its status and finds out why others are missing."""
+"""The watchdog thread of a worker, which publishes its status and diagnoses missing workers."""
 
 from __future__ import annotations
 
@@ -44,27 +44,26 @@ ALARM_POLL_SECONDS: Final = 0.05  # between checks after an alarm
 RESPONSE_SECONDS: Final = 2.0  # for others to publish their stacks
 DIAGNOSIS_SECONDS: Final = 3.0  # for one worker's report to reach all
 EXIT_SECONDS: Final = 2.0  # for a worker to exit normally after the first failure
-# for others to learn of a failure before the store ends with this process
-LINGER_SECONDS: Final = 1.5
+LINGER_SECONDS: Final = 1.5  # for others to read a failure before the store ends with this process
 CLOSE_SECONDS: Final = 0.2
 MAX_FRAMES: Final = 12
 OWN: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<frozen")
 # site-packages may be below the standard library
 STANDARD, INSTALLED = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
-LOADER: Final = "dataloader.py"  # torch's, shown: then loader processes keep the worker waiting
+LOADER: Final = "dataloader.py"  # torch's: shown, because the worker waits for loader processes
 
-GARBAGE: Final = (TypeError, ValueError)  # raised by what another program wrote into the store
+GARBAGE: Final = (TypeError, ValueError)  # caused by another program's values in the store
 
 # keys: whether something is wrong, the rank that reports on it, the first failure
 ALARM, REPORTER, FAILURE = "alarm", "reporter", "failure"
 
 
 class Watchdog(WorkerStatus):
-    """A worker's status, published in the store by a thread, which alone uses the `client`.
+    """A worker's status, published in the store by a thread; only this thread uses the `client`.
 
     The first worker that waits for more than `timeout_seconds` raises the alarm: all publish their
-    stacks, and it reports on them. Once a failure is known, a hang or an exception elsewhere, a
-    worker that does not exit soon is terminated here, whatever it is doing.
+    stacks, and it reports on them. Once a failure is known (a hang, or an exception on another
+    worker), the thread terminates its worker unless that exits soon, whatever it is doing.
     """
 
     def __init__(self, client: StoreClient, rank: int, size: int, timeout_seconds: float) -> None:
@@ -93,8 +92,8 @@ class Watchdog(WorkerStatus):
         return found or HangError(str(unknown), is_retryable=True)
 
     def report_failure(self, error: BaseException) -> None:
-        name, summary = self._heartbeat().name, f"{type(error).__name__}: {error}".partition("\n")
-        failure = f"{name} failed first, at step {self.step}: {summary[0]}"
+        summary = f"{type(error).__name__}: {error}".partition("\n")[0]
+        failure = f"{self._heartbeat().name} failed first, at step {self.step}: {summary}"
         self._call(partial(self._publish_failure, failure), EXIT_SECONDS)
 
     def finish(self) -> None:
@@ -108,7 +107,7 @@ class Watchdog(WorkerStatus):
             self._thread.join(CLOSE_SECONDS)
 
     def _call(self, function: Callable[[], Value], seconds: float) -> Value | None:
-        """Return what the thread returns for a function; None if the store fails or is too slow."""
+        """Run a function in the thread; return None if the store fails or is too slow."""
         result: Future[Value] = Future()
 
         def job() -> None:
@@ -182,7 +181,7 @@ class Watchdog(WorkerStatus):
         )
 
     def _record_failure(self, failure: object) -> None:
-        """Give the process time to exit. From now on the store is not read: its host may exit."""
+        """Set a deadline for exiting, and stop reading the store: its host may exit."""
         if failure is not None and self._failure is None:
             self._failure, self._exit_by = str(failure), time.monotonic() + EXIT_SECONDS
             self._put_heartbeat()
@@ -193,7 +192,7 @@ class Watchdog(WorkerStatus):
             self._record_failure(self._client.put_first(FAILURE, failure))
 
     def _diagnose(self) -> HangError | str | None:
-        """Raise the alarm and return a report, or wait for that of a worker that did so first."""
+        """Raise the alarm and return a report, or wait for the worker that raised it first."""
         self._client.put(ALARM, value=True)
         self._alarmed = True
         is_reporter = self._client.put_first(REPORTER, self.rank) == self.rank
@@ -203,9 +202,8 @@ class Watchdog(WorkerStatus):
             self._publish()
             if is_reporter:
                 beats = self._other_heartbeats()
-                if len(beats) == self._size - 1 and all(
-                    beat.stack is not None or self._is_gone(beat) for beat in beats
-                ):
+                known = [beat for beat in beats if beat.stack is not None or self._is_gone(beat)]
+                if len(known) == self._size - 1:
                     break
             time.sleep(ALARM_POLL_SECONDS)
         if self._failure is not None or not is_reporter:
@@ -226,7 +224,6 @@ class Watchdog(WorkerStatus):
         return "; ".join([*workers, *causes])
 
     def _other_heartbeats(self) -> list[Heartbeat]:
-        """Return the last heartbeats of the others that published one."""
         others = [rank for rank in range(self._size) if rank != self.rank]
         found = [self._client.get(f"heartbeat/{rank}") for rank in others]
         return [Heartbeat(**beat) for beat in found if beat is not None]
@@ -235,7 +232,7 @@ class Watchdog(WorkerStatus):
         return beat.trouble(self._machine) in {LEFT, EXITED, STOPPED}
 
     def _leave(self) -> None:
-        """Report that this worker leaves. After a failure the store's host waits until all know."""
+        """Report that this worker leaves; after a failure, the store's host waits for all."""
         self._exit_by = math.inf
         if self._failure is None and not self._finished:
             self._put_heartbeat(left=True)

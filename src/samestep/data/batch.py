@@ -22,9 +22,9 @@ from samestep.errors import DataError
 class Batch:
     """A step's global batch from `run.batches` or `run.streams`; iterates over lane batches.
 
-    Those are the batches of this worker's lanes, in lane order, as returned by `collate_fn` or the
-    stream. Lanes without samples are skipped. A batch may be iterated more than once. `counts`
-    holds the number of samples of each of the run's lanes, if a plan knows them.
+    It yields the batches of this worker's lanes, in lane order, as returned by `collate_fn` or the
+    stream, without lanes that have no samples. It may be iterated more than once. `counts` holds
+    the number of samples of each lane of the run, None for streams.
     """
 
     epoch: int
@@ -38,7 +38,7 @@ class Batch:
         return (data for _, data in self.lane_batches())
 
     def lane_batches(self) -> Iterator[tuple[int, Any]]:
-        """Yield (lane, lane batch), loading those that were not loaded before."""
+        """Yield (lane, lane batch); load those that are not loaded yet."""
         with_samples = [lane for lane in self.lanes if self.counts is None or self.counts[lane]]
         for number, lane in enumerate(with_samples):
             if number == len(self._loaded):
@@ -48,13 +48,13 @@ class Batch:
             yield self._loaded[number]
 
     def load(self) -> None:
-        """Load the lane batches that were not iterated, so that the source is at the next step."""
+        """Load the remaining lane batches, so that the source is at the next step."""
         for _ in self.lane_batches():
             pass
 
 
 def items_in(batch: Any) -> int:
-    """Return the length of the first tensor or sequence in a collated batch, 1 if there is none."""
+    """Return the length of the first tensor or sequence in a collated batch, 1 if it has none."""
     if hasattr(batch, "shape"):
         return int(batch.shape[0]) if len(batch.shape) else 1
     if isinstance(batch, dict):
@@ -78,11 +78,11 @@ def to_device(batch: Any, device: Any) -> Any:
     return batch
 
 
-class LaneStream:
-    """The source of one lane: counts its items, and seeds every generator before each item.
+class LaneStream(Iterator[Any]):
+    """The source of one lane: counts its items, and seeds all generators before each item.
 
-    A source with `state_dict` and `load_state_dict` is restored by them. Any other is created again
-    and read up to its position.
+    A source with `state_dict` and `load_state_dict` is restored by them. Others are created again
+    and read up to the saved position.
     """
 
     def __init__(self, make_stream: Callable[[int], Any], name: str, lane: int, seed: int) -> None:
@@ -91,9 +91,6 @@ class LaneStream:
         with keyed(key(seed, f"stream {name}", lane)):
             self._source = make_stream(lane)
             self._items = iter(self._source)
-
-    def __iter__(self) -> LaneStream:
-        return self
 
     def __next__(self) -> Any:
         with keyed(key(self._seed, f"stream {self._name}", self._lane, self._given)):
@@ -134,7 +131,7 @@ def stream_batches(
 
 
 def steps_left(steps: int | None, done: int) -> int | None:
-    """Return how many of a loop's `steps` are left after `done`, None if it has no end."""
+    """Return how many of `steps` are left after `done`, None if the loop is endless."""
     check_end("steps", steps)
     return None if steps is None else max(0, steps - done)
 
@@ -149,7 +146,7 @@ class PackedList(Sequence[Item]):
 
     Reading a Python object writes to its reference count, so each loader process ends up with its
     own copy of all memory pages that hold objects. The block stays shared, and is smaller than the
-    objects were.
+    objects.
 
     Args:
         items: Plain values, small objects or arrays that can be pickled.
@@ -200,7 +197,7 @@ class PackedList(Sequence[Item]):
 
 
 def pack_small_items(dataset: Any) -> Any:
-    """Return a plain list or tuple of small objects as a `PackedList`, any other data set as it is.
+    """Return a plain list or tuple of small objects as a `PackedList`, other data sets unchanged.
 
     An item larger than a page is not packed: buffers have no reference count, so loader processes
     share most of its memory.

@@ -58,7 +58,7 @@ class Fetcher(torch.utils.data.Dataset[Any]):
         except Exception as error:
             shown = ", ".join(map(str, request.indices[:SHOWN_INDICES]))
             more = ", …" if len(request.indices) > SHOWN_INDICES else ""
-            # only text can be sent back from a loader process, so the message contains the cause
+            # a loader process can send back only text, so the message contains the cause
             raise LoaderError(
                 f"loading {request.where} failed: {type(error).__name__}: {error}\n"
                 f"sample indices [{shown}{more}]\n{traceback.format_exc()}"
@@ -77,7 +77,7 @@ class Fetcher(torch.utils.data.Dataset[Any]):
 
 
 def _is_tensors(dataset: Any) -> bool:
-    """Return whether indexing the tensors equals default_collate, in bits and strides."""
+    """Return whether indexing the tensors gives the bits and strides of default_collate."""
     return type(dataset) is TensorDataset and all(
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
@@ -137,10 +137,10 @@ def load(
 
 
 def _iter(loader: DataLoader[Any]) -> Any:
-    """Start iterating, without torch's SIGCHLD handler, and with processes only SIGKILL can end.
+    """Start iterating, without torch's SIGCHLD handler, and with `terminate` replaced by `kill`.
 
     The handler raises in whatever code runs when a loader process dies, for example an exchange.
-    Without it the iterator detects a dead process within five seconds.
+    Without it, the iterator detects a dead process within five seconds.
     """
     former = signal.getsignal(signal.SIGCHLD)
     with _blocked(STOP_SIGNALS):  # loader processes inherit this until they ignore the signals
@@ -180,8 +180,8 @@ def _init_process(parent: int, _: int, *, on_main_thread: bool) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    # Torch checks only every five seconds whether the parent is alive. On another thread, the
-    # process would exit with the thread that started it.
+    # torch checks only every five seconds whether the parent is alive; a process started by another
+    # thread would exit with that thread
     if on_main_thread:
         end_with_parent(parent)
     gc.freeze()  # a garbage collection writes to every existing object, which copies its page

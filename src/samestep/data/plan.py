@@ -1,4 +1,4 @@
-"""The assignment of samples to lanes: a pure (seed, epoch, step, lane) → sample indices."""
+"""The assignment of samples to lanes, as a pure function of seed, epoch, step and lane."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GroupBy = Callable[[int], Hashable] | Sequence[Hashable] | NDArray[np.generic]
 
 @dataclass
 class Plan(ABC):
-    """The assignment of every sample to one step and one lane per epoch."""
+    """The assignment of each sample to one step and lane per epoch."""
 
     size: int
     batch_size: int
@@ -93,14 +93,14 @@ class ShuffledPlan(Plan):
         start, stop = first + lane * batch // self.lanes, first + (lane + 1) * batch // self.lanes
         if not self.shuffle:
             return np.arange(start, stop)
-        return _epoch_order(self.size, self.seed, epoch).span(start, stop)
+        return _order(self.size, self.seed, "epoch", epoch).span(start, stop)
 
 
 @dataclass(kw_only=True)
 class GroupedPlan(Plan):
-    """Lane batches with samples of one group only, every sample once, in O(size) memory.
+    """Lane batches with samples of one group each, and each sample once, in O(size) memory.
 
-    Each group is cut into chunks of ceil(batch_size / lanes) samples; its last one may be shorter.
+    Groups are cut into chunks of ceil(batch_size / lanes) samples; the last one may be shorter.
     A step takes the next floor(batch_size / chunk) chunks in the epoch's order, one per lane.
     """
 
@@ -112,7 +112,7 @@ class GroupedPlan(Plan):
         self._chunk = -(-self.batch_size // self.lanes)
         self._chunks_per_step = self.batch_size // self._chunk
         self._sizes = np.asarray([len(members) for members in self._members])
-        # of each group, followed by the total
+        # the number of each group's first chunk, followed by the total
         self._first_chunk = np.concatenate([[0], np.cumsum(-(-self._sizes // self._chunk))])
 
     @cached_property
@@ -140,7 +140,7 @@ class GroupedPlan(Plan):
         chunks = int(self._first_chunk[-1])
         start, stop = step * self._chunks_per_step, min((step + 1) * self._chunks_per_step, chunks)
         if self.shuffle:
-            taken = _chunk_order(chunks, self.seed, epoch).span(start, stop)
+            taken = _order(chunks, self.seed, "chunks", epoch).span(start, stop)
         else:
             taken = np.arange(start, stop)
         groups = np.searchsorted(self._first_chunk, taken, side="right") - 1
@@ -150,14 +150,9 @@ class GroupedPlan(Plan):
         return {**super().describe(), "groups": len(self._members)}
 
 
-@lru_cache(maxsize=4)  # an order in use holds tables and blocks of a few MiB
-def _epoch_order(size: int, seed: int, epoch: int) -> Permutation:
-    return Permutation(size, key(seed, "epoch", epoch))
-
-
-@lru_cache(maxsize=4)
-def _chunk_order(size: int, seed: int, epoch: int) -> Permutation:
-    return Permutation(size, key(seed, "chunks", epoch))
+@lru_cache(maxsize=8)  # an order in use holds tables and blocks of a few MiB
+def _order(size: int, seed: int, scope: str, epoch: int) -> Permutation:
+    return Permutation(size, key(seed, scope, epoch))
 
 
 @lru_cache(maxsize=64)
@@ -178,7 +173,7 @@ def _members(groups: GroupBy, size: int) -> list[Indices]:
         )
     members: dict[Hashable, list[int]] = {}
     for index, label in enumerate(labels):
-        # tensors compare by identity, so each would be its own group
+        # tensors compare by identity: each would be a separate group
         group = label.tolist() if hasattr(label, "tolist") else label
         try:
             members.setdefault(group, []).append(index)

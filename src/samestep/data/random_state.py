@@ -1,4 +1,4 @@
-"""Keyed randomness: seeds, generators and permutations as functions of seed, step and lane."""
+"""Keyed randomness: seeds, generators and permutations that depend only on a key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from samestep.errors import DataError
 
-_UNUSED: Final[list[np.random.MT19937]] = []  # bit generators that no block uses now
+_UNUSED: Final[list[np.random.MT19937]] = []  # bit generators not in use
 _STATE_BYTES: Final = 4 * (624 + 1)  # of MT19937 in NumPy: 624 words and a position
 
 
@@ -40,7 +40,7 @@ def set_generators(value: int) -> None:
 
 @contextmanager
 def keyed(value: int) -> Iterator[None]:
-    """Seed every generator for a block, and restore their states after it."""
+    """Seed every generator for the block, then restore their states."""
     with generators_restored():
         set_generators(value)
         yield
@@ -48,7 +48,7 @@ def keyed(value: int) -> Iterator[None]:
 
 @contextmanager
 def generators_restored() -> Iterator[None]:
-    """Restore every generator's state after a block, which must call `set_generators` first."""
+    """Restore every generator's state after the block, which must call `set_generators` first."""
     generators = [
         torch.default_generator,
         *(torch.cuda.default_generators if torch.cuda.is_initialized() else ()),
@@ -66,7 +66,7 @@ def generators_restored() -> Iterator[None]:
 
 @contextmanager
 def _numpy_restored() -> Iterator[None]:
-    """Replace the bits of NumPy's global generator, which is far faster than setting its state."""
+    """Replace the bits of NumPy's global generator: far faster than setting its state."""
     bits, temporary = mtrand.get_bit_generator(), _UNUSED.pop() if _UNUSED else np.random.MT19937(0)
     cached = _take_cached_normal(bits)
     mtrand.set_bit_generator(temporary)
@@ -83,8 +83,8 @@ def _numpy_restored() -> Iterator[None]:
 def _take_cached_normal(bits: np.random.BitGenerator) -> float | None:
     """Return the second of a pair of normal variates, if NumPy's global generator has cached it.
 
-    Replacing the bits would discard it. Drawing shows whether there is one, because only a cached
-    variate uses no bits; reading the state takes thirty times as long.
+    Replacing the bits would discard it. Drawing detects it, because only a cached variate uses no
+    bits; reading the state takes thirty times as long.
     """
     if not isinstance(bits, np.random.MT19937):
         state = np.random.get_state(legacy=False)

@@ -1,8 +1,8 @@
-"""Module buffers under lanes: every lane starts a step from the same values and all workers agree.
+"""Module buffers: every lane starts a step from the same values, and all workers agree after it.
 
 A floating-point buffer (BatchNorm's running statistics) becomes the tree mean of the values of the
 lanes that had samples. Any other buffer takes the value of the first such lane. A buffer that no
-lane wrote is left alone.
+lane wrote stays unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Buffers:
         self._written: dict[int, dict[int, Tensor]] = {}
 
     def add(self, module: Module) -> None:
-        """Manage the buffers of a module, each only once."""
+        """Manage the buffers of a module; shared ones are added once."""
         known = {id(buffer) for buffer in self._current()}
         for owner in module.modules():
             for name, buffer in owner.named_buffers(recurse=False):
@@ -45,17 +45,17 @@ class Buffers:
                         start.append(buffer.detach().to(device, copy=True))
 
     def begin_step(self) -> None:
-        """Save the current values of the buffers, from which every lane starts."""
+        """Save the current values, from which every lane starts."""
         self._written = {}
         current = self._current()
         for _, starts in self._starts if current else ():
             torch._foreach_copy_(starts, [buffer.detach() for buffer in current])
 
     def end_lane(self, lane: int, device: int = 0) -> None:
-        """Save what a lane wrote on device number `device`, and restore the start values.
+        """Save the values that a lane wrote on device number `device`; restore the start values.
 
         Bits are compared, because BatchNorm's kernels do not increase the tensor's version.
-        On a GPU the comparison is postponed until all lanes are enqueued.
+        On a GPU, the comparison is postponed until all lanes are enqueued.
         """
         written = self._written[lane] = {}
         pairs = zip(self._starts[device][1], self._current(), strict=True)
@@ -102,7 +102,7 @@ class Buffers:
     def _gather(
         self, averaged: Sequence[int], taken: Sequence[int], lanes_with_items: Sequence[int]
     ) -> Tensor:
-        """Return one row of bytes per worker: its subtrees' sums, then its first lane's values."""
+        """Return a row of bytes per worker: sums of its subtrees, values of its first lane."""
         rank = self._world.rank
         own_lanes = [lane for lane in lanes_with_items if lane in self._lanes_by_rank[rank]]
 

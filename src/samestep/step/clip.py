@@ -1,7 +1,7 @@
 """Gradient clipping by the global norm, with the same bits at any number of workers.
 
-Squares are summed over rows of 64 elements of a parameter, which no cut between workers divides.
-The rows of all parameters are then added in one order, whether gradients are sharded or not.
+Squares are summed over rows of 64 elements of a parameter, which are never divided between workers.
+The rows of all parameters are then added in the same order, whether gradients are sharded or not.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from samestep.step.layout import ALIGNMENT, flattened
 from samestep.step.shard import FlatBuffer
 
 
-def gradient_norm(
-    parameters: Parameters, flat_buffers: Sequence[FlatBuffer], world: World
-) -> Tensor:
-    """Return the float64 2-norm of the parameters' gradients, which are sharded in `flat_buffers`.
+def gradient_norm(parameters: Parameters, buffers: Sequence[FlatBuffer], world: World) -> Tensor:
+    """Return the float64 2-norm of the parameters' gradients, some of them sharded in `buffers`.
 
-    Collective for each flat buffer.
+    Collective for each buffer.
     """
-    rows: dict[int, Tensor] = {}  # id of a parameter → sums of squares of its rows, float64
-    for flat_buffer in flat_buffers:
-        rows.update(_sharded_rows(flat_buffer, world))
+    rows: dict[int, Tensor] = {}  # float64 sums of squares of each row, by the parameter's id
+    for buffer in buffers:
+        rows.update(_sharded_rows(buffer, world))
     for parameter in parameters:
         if id(parameter) not in rows:
             rows[id(parameter)] = _rows(parameter)
@@ -53,12 +51,11 @@ def _rows(parameter: Parameter) -> Tensor:
     return _row_squares(values)
 
 
-def _sharded_rows(flat_buffer: FlatBuffer, world: World) -> dict[int, Tensor]:
-    own = torch.zeros_like(flat_buffer.own)
-    for segment in flat_buffer.segments:
+def _sharded_rows(buffer: FlatBuffer, world: World) -> dict[int, Tensor]:
+    own, exchange = torch.zeros_like(buffer.own), buffer.exchange
+    for segment in buffer.segments:
         if segment.parameter.grad is not None:
             segment.view_in(own).copy_(segment.parameter.grad)
-    exchange = flat_buffer.exchange
     rows = own.new_empty(exchange.layout.flat_size // ALIGNMENT, dtype=torch.float64)
     world.all_gather(rows, _row_squares(own), "adding up the gradient norm")
     bounds = pairwise(offset // ALIGNMENT for offset in exchange.layout.offsets)

@@ -1,8 +1,8 @@
 """The sum of gradients over all workers, in flat storage, along the tree over lanes.
 
 Every worker owns a slice of the flat gradient and sums it for all workers. Workers on one host read
-each other's gradients in shared memory. A host sums what its own workers have before it sends sums
-of its subtrees to the owners on other hosts, once for the whole host.
+each other's gradients in shared memory. A host first adds the gradients of its workers, then sends
+the sums of its subtrees to the slices' owners on other hosts.
 """
 
 from __future__ import annotations
@@ -20,37 +20,35 @@ from samestep.step.gradients import Gradients, Parameters, copy_gradients
 from samestep.step.layout import Layout, flattened
 from samestep.step.tree import Span, halves, lanes_of, subtrees, tree_sum
 
-# Gradients that are sent together. Smaller buckets keep the network busy during backward.
+# Gradients that are exchanged together. Smaller buckets keep the network busy during backward.
 BUCKET_BYTES: Final = 8 << 20
 
 
 def buckets(parameters: Parameters, world: World) -> list[list[Parameter]]:
-    """Group parameters that are exchanged together: of one dtype, and at most `BUCKET_BYTES`.
+    """Group parameters by dtype, in buckets of at most `BUCKET_BYTES` unless one is larger.
 
-    If workers share memory there is one bucket per dtype, because exchanging early gains nothing
-    while all cores compute.
+    Workers that share memory use one bucket per dtype: early exchanges gain nothing while all cores
+    compute.
     """
     most = math.inf if world.shares_memory else BUCKET_BYTES
-    groups = []
+    groups: list[list[Parameter]] = []
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-        bucket: list[Parameter] = []
+        groups.append([])
         size = 0
-        for parameter in parameters:
-            if parameter.dtype == dtype:
-                if bucket and size + parameter.nbytes > most:
-                    groups.append(bucket)
-                    bucket, size = [], 0
-                bucket.append(parameter)
-                size += parameter.nbytes
-        groups.append(bucket)
+        for parameter in (one for one in parameters if one.dtype == dtype):
+            if groups[-1] and size + parameter.nbytes > most:
+                groups.append([])
+                size = 0
+            groups[-1].append(parameter)
+            size += parameter.nbytes
     return groups
 
 
 class Exchange:
     """Sums gradients of parameters of one dtype over all workers.
 
-    Call `put`, wait for all workers, call `sum` and, for the complete gradients, `gather`. The
-    tensors returned by `sum` and `gather` are in memory that the next `put` reuses.
+    Call `put`, wait for all workers, then call `sum`, and `gather` for the complete gradients. The
+    next `put` reuses the memory of the tensors that `sum` and `gather` return.
     """
 
     def __init__(self, parameters: Sequence[Tensor], lanes: int, world: World) -> None:
@@ -62,21 +60,16 @@ class Exchange:
         self._spans = [self._spans_of(range(rank, rank + 1)) for rank in self._route.host]
         self._sums = self.shared_storage(max(map(len, self._spans)))
         self._own = self._sums[self.local_rank]
-        # The gradients of this worker's subtrees, by parameter; `put` skips those already here.
+        # The gradients of this worker's subtrees by parameter; `put` skips those already in place.
         self.own_views = list(map(self.views, self._own[: len(self._spans[self.local_rank])]))
-        self._summed_at = -1
-        # completes an exchange that was started
-        self._receive: Callable[[], dict[Span, Tensor]] | None = None
-
-    def storage(self) -> Tensor:
-        """Return flat storage of zeros for this layout."""
-        return self.parameters[0].new_zeros(self.layout.flat_size)
+        self._summed_at = -1  # the world's number of barriers then
+        self._receive: Callable[[], dict[Span, Tensor]] | None = None  # of a started exchange
 
     def shared_storage(self, rows: int) -> list[list[Tensor]]:
         """Return `rows` flat storages of zeros per worker of this host, shared among them."""
         like, size = self.parameters[0], self.layout.flat_size
-        if like.device.type != "cpu":  # GPUs share no memory: such a worker is a host of its own
-            return [[self.storage() for _ in range(rows)]]
+        if like.device.type != "cpu":  # GPUs share no memory: each worker is a separate host
+            return [[like.new_zeros(size) for _ in range(rows)]]
         shared = self._world.shared(rows * size * like.element_size())
         return [list(one.view(like.dtype).view(rows, size).unbind()) for one in shared]
 
@@ -93,7 +86,7 @@ class Exchange:
         return flat[rank * size : (rank + 1) * size]
 
     def wait_until_free(self) -> None:
-        """Wait until no worker reads the previous gradients, if there was no update since."""
+        """Wait until no worker reads the previous gradients, unless a barrier since ensured it."""
         if self._world.shares_memory and self._world.barriers == self._summed_at:
             self._barrier("waiting for the previous gradient sum")
 
@@ -115,7 +108,7 @@ class Exchange:
         return torch.add(left, right, out=self.slice_of(self._own[0], rank))
 
     def _host_sums(self, rank: int) -> dict[Span, Tensor]:
-        """Return a worker's slice of every sum on this host, in memory that its sum may reuse."""
+        """Return a worker's slice of every sum on this host; adding them may reuse their memory."""
         return {
             span: self.slice_of(flat, rank)
             for spans, flats in zip(self._spans, self._sums, strict=True)
@@ -123,17 +116,15 @@ class Exchange:
         }
 
     def start(self) -> Callable[[], dict[Span, Tensor]]:
-        """Send partners this host's sums of their slices; return a call that receives theirs.
+        """Send sums of this host to its partners; return a call that receives theirs.
 
-        All workers of this host must have called `put`. Without this call, `sum` starts first.
+        All workers of this host must have called `put`. `sum` calls this if nothing was started.
         """
         if not self._route.others:
             return dict
         size, own_spans = self.layout.slice_size, self._spans_of(self._route.host)
         served = self._route.served[self._world.rank]
-        parts = [
-            _add_up(span, known) for known in map(self._host_sums, served) for span in own_spans
-        ]
+        parts = [_add_up(span, sums) for sums in map(self._host_sums, served) for span in own_spans]
         spans_from = {
             partner: self._spans_of(host)
             for partner, host in zip(self._route.partners, self._route.others, strict=True)
@@ -166,7 +157,7 @@ class Exchange:
         return self.own_views[0]
 
     def all_gather(self, flats: Sequence[Tensor], what: str) -> None:
-        """Fill the storages of this host's workers, each with its own slice, with all slices."""
+        """Complete the storages of this host's workers, each of which has its worker's slice."""
         rank, own = self._world.rank, flats[self.local_rank]
         if not self._world.shares_memory:
             self._world.all_gather(own, self.slice_of(own, rank), what)
@@ -177,7 +168,7 @@ class Exchange:
         for worker, flat in zip(self._route.host, flats, strict=True):
             for owner in () if worker == rank else (worker, *self._route.served[worker]):
                 self.slice_of(own, owner).copy_(self.slice_of(flat, owner))
-        self._barrier(what)  # no worker reads this storage from here on
+        self._barrier(what)  # no worker reads this storage after this
 
     def _barrier(self, what: str) -> None:
         self._world.barrier_on_host(what)
@@ -200,10 +191,10 @@ class Exchange:
 
 
 class Route:
-    """The communication partners of a worker, one per other host, which handle its slice there.
+    """The communication partners of a worker: one per other host, which handles its slice there.
 
-    Pure: ranks only. `served` lists, for each worker of this host, the remote ranks it is the
-    partner of. `partners` is in rank order.
+    Pure: ranks only. `partners` is in rank order. `served` lists, for each worker of this host, the
+    remote ranks whose partner it is.
     """
 
     def __init__(self, hosts: Sequence[range], rank: int) -> None:
@@ -218,7 +209,7 @@ class Route:
 
 
 def _add_up(span: Span, known: Mapping[Span, Tensor]) -> Tensor:
-    """Add known sums along the tree, in the leftmost one's memory, which no one else reads."""
+    """Add known sums along the tree, in the memory of the first, which no other worker reads."""
     return tree_sum(span, known.get, Tensor.add_)
 
 

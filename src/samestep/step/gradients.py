@@ -1,7 +1,7 @@
-"""Gradients of a list of parameters: taken from autograd, added, copied.
+"""Gradients of a list of parameters: take them from autograd, add and copy them.
 
-A parameter that a lane did not use has no gradient there (None), which counts as zeros. A parameter
-that no lane used has no gradient at all, so the optimizer skips it as in plain PyTorch.
+If a lane did not use a parameter, its gradient there is None and counts as zeros. If no lane used
+it, it gets no gradient, so the optimizer skips it as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def take_gradients(parameters: Sequence[Tensor]) -> Gradients:
 
 
 def stash_gradients(parameters: Sequence[Tensor]) -> Gradients:
-    """Return copies of the gradients, whose memory an exchange may reuse, and clear `.grad`."""
+    """Return copies of the gradients, because exchanges reuse their memory, and clear `.grad`."""
     if all(parameter.grad is None for parameter in parameters):
         return [None] * len(parameters)
     return [None if one is None else one.clone() for one in take_gradients(parameters)]
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """Return left + right, in the memory of `left` if it has any."""
+    """Return left + right, in the memory of `left` if it has gradients."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
@@ -70,10 +70,10 @@ def copy_gradients(views: Sequence[Tensor], gradients: Gradients) -> None:
 
 
 class ModuleParameters:
-    """A cache of a module's parameters, refreshed only when something in the module was replaced.
+    """A cache of a module's parameters, refreshed if a parameter or submodule was replaced.
 
-    Walking through a module of 200 layers takes too long to do at every step. The module itself is
-    not kept alive.
+    Walking through a module of 200 layers at every step takes too long. The cache does not keep the
+    module alive.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class ModuleParameters:
         self._parameters: list[Parameter] = []
 
     def trainable(self, module: Module) -> list[Parameter]:
-        """Return the parameters of `module`, always the same one, that now require a gradient."""
+        """Return the parameters that now require a gradient; `module` is the same in all calls."""
         if not self._registries or self._ids() != self._content:
             self._registries = [
                 registry

@@ -1,4 +1,4 @@
-"""The gradient of a global batch: every lane's passes, and the sum over all workers."""
+"""The gradient of a global batch: the passes of all lanes, and the sum over all workers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from samestep.step.shard import FlatBuffer, Shard
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of each lane of a global batch, and the note that each worker attached."""
+    """The results of all lanes of a global batch, and the notes that the workers attached."""
 
     results: list[LaneResult]
     notes: list[Any]
 
 
 class LaneEngine(LaneContext):
-    """Computes gradients over all lanes, and holds what is shared between steps."""
+    """Computes gradients over all lanes, and holds the state shared between steps."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,15 +48,15 @@ class LaneEngine(LaneContext):
         self.buffers.add(module)
 
     def flat_buffers(self) -> list[FlatBuffer]:
-        """Return the flat storage of every sharded optimizer."""
+        """Return the flat buffers of every sharded optimizer."""
         return [flat_buffer for shard in self.shards for flat_buffer in shard.flat_buffers]
 
     def backward(
         self, loss: LossSpec, batch: Batch, update: Module, seed: tuple[int, ...], note: Any
     ) -> StepResult:
-        """Leave the gradient of the mean loss over the global batch in `.grad` of `update`.
+        """Set `.grad` in `update` to the gradient of the mean loss over the global batch.
 
-        `seed` numbers this call in the run. `note` is JSON, sent to every worker with the losses.
+        `seed` numbers this call in the run. `note` is JSON that is sent to all workers.
         """
         started = time.perf_counter()
         data_before = batch.data_seconds
@@ -64,7 +64,8 @@ class LaneEngine(LaneContext):
         overlap = self._overlap_of(parameters)
         earlier = stash_gradients(parameters)
         for bucket in overlap.buckets:
-            bucket.stash()
+            if bucket.flat_buffer is not None:
+                bucket.flat_buffer.stash_gradients()
         lane_pass = LanePass(self, loss, batch, parameters, seed, overlap.active)
         own = lane_pass.run()
         report = lane_pass.report(own)  # reads losses, so it waits until a GPU has computed them
@@ -94,16 +95,13 @@ class LaneEngine(LaneContext):
 
     def _trainable(self, update: Module) -> list[Parameter]:
         parameters = self._parameters.setdefault(update, ModuleParameters()).trainable(update)
-        problem = ""
         if not parameters:
-            problem = (
-                "no parameter that requires a gradient; call requires_grad_() or change update="
-            )
+            issue = "no parameter that requires a gradient; call requires_grad_() or change update="
         elif not self._replicated.issuperset(map(id, parameters)):
-            problem = "parameters that are not replicated; pass it to run.replicate first"
-        if problem:
-            raise ModelError(f"{type(update).__name__} has {problem}")
-        return parameters
+            issue = "parameters that are not replicated; pass it to run.replicate first"
+        else:
+            return parameters
+        raise ModelError(f"{type(update).__name__} has {issue}")
 
     def _check_finite(self, results: Iterable[LaneResult], step: int) -> None:
         if self.config.nonfinite_loss == "continue":
@@ -117,7 +115,7 @@ class LaneEngine(LaneContext):
                 )
 
     def _overlap_of(self, parameters: Parameters) -> Overlap:
-        """Return the exchanges of these parameters, made once; a single worker has none."""
+        """Return the exchanges of these parameters, created once; a single worker has none."""
         cache_key = (len(self.shards), *map(id, parameters)) if self.world.size > 1 else ()
         if cache_key not in self._overlaps:
             own_buckets = self._buckets_of(parameters) if self.world.size > 1 else []
@@ -129,7 +127,7 @@ class LaneEngine(LaneContext):
         return self._overlaps[cache_key]
 
     def _buckets_of(self, parameters: Parameters) -> list[Bucket]:
-        """Group parameters by sharded flat buffer, and the others by dtype and size."""
+        """Group sharded parameters by flat buffer, and the others by dtype and size."""
         number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
         found = []
         for flat_buffer in self.flat_buffers():
@@ -148,7 +146,7 @@ def _set_gradients(parameters: Parameters, gradients: Gradients, scale: float) -
 
 
 def _add_earlier(parameters: Parameters, earlier: Gradients) -> None:
-    """Accumulate onto gradients that were there before, as backward does in plain PyTorch."""
+    """Accumulate onto earlier gradients, as backward does in plain PyTorch."""
     for parameter, gradient in zip(parameters, earlier, strict=True):
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

@@ -29,10 +29,8 @@ LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
 Reduction = Literal["mean", "sum"]
 
-# messages of the CPU allocator and of GPU libraries, which have no exception class for this
-NO_MEMORY: Final = re.compile(
-    r"can't allocate memory|not enough memory|out of memory|_ALLOC_FAILED"
-)
+# in messages of the CPU allocator and of GPU libraries, which have no exception class for this
+NO_MEMORY: Final = re.compile(r"(can't allocate|not enough|out of) memory|_ALLOC_FAILED")
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class LanePass:
         sums: dict[Span, Gradients] = {}
         with generators_restored():
             for _ in zip_longest(*(self._run_on(replica, sums) for replica in replicas.all)):
-                pass  # devices take turns, one lane each, so that all of them get work early
+                pass  # devices take turns, one lane each, so that all get work early
         if len(replicas.all) > 1:
             first = replicas.all[0].device
             for span, some in sums.items():
@@ -122,7 +120,7 @@ class LanePass:
         return 1.0 / max(1, sum(result.count for result in results))
 
     def report(self, own: Sequence[Gradients]) -> dict[str, Any]:
-        """Return JSON: lane results, parameters without a gradient, and buffers written."""
+        """Return JSON: lane results, parameters without a gradient, and written buffers."""
         scalars = [value for _, _, metrics in self._results for value in metrics.values()]
         numbers = iter(_numbers(scalars))
         results = [
@@ -186,7 +184,7 @@ class LanePass:
 
 
 def split_loss(returned: Any, lane: int) -> tuple[Tensor, dict[str, Any]]:
-    """Return (loss, metrics) from what a loss function returned for a lane.
+    """Return (loss, metrics) from the result of a loss function for a lane.
 
     Raises `LossError` unless the loss is a scalar with a gradient, and metrics a dict of scalars.
     """

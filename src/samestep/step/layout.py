@@ -15,7 +15,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, stop) of tensor `index`, which are at `offset` in one worker's slice."""
+    """Elements [start, stop) of tensor `index`, stored at `offset` of one worker's slice."""
 
     index: int
     start: int
@@ -25,7 +25,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors of `sizes` elements, aligned to 64 elements and cut into `workers` equal slices.
+    """Tensors with `sizes` elements each, aligned to 64 and cut into `workers` equal slices.
 
     Slices start and end on multiples of 64 elements; the last ones may contain padding only.
     """
@@ -36,9 +36,7 @@ class Layout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """The start of each tensor, followed by the end of the last one, in elements."""
-        return tuple(
-            accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in self.sizes), initial=0)
-        )
+        return tuple(accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in self.sizes), initial=0))
 
     @cached_property
     def slice_size(self) -> int:
@@ -47,7 +45,7 @@ class Layout:
 
     @property
     def flat_size(self) -> int:
-        """Elements of the complete storage, including padding."""
+        """Elements in total, including padding."""
         return self.slice_size * self.workers
 
     def fragments(self, rank: int) -> list[Fragment]:
@@ -77,7 +75,7 @@ class TensorSlice:
 
 
 def storage_order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dims from the slowest to the fastest, or in plain order if `tensor` has gaps."""
+    """Return the dims from slowest to fastest, or in normal order if `tensor` has gaps."""
     if tensor.is_contiguous():
         return tuple(range(tensor.ndim))
     order = tuple(sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True))

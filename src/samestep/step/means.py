@@ -13,14 +13,14 @@ from samestep.errors import EvaluationError
 
 @dataclass(frozen=True)
 class Mean:
-    """A float64 sum and its number of items; merging is addition, the empty sum is the identity."""
+    """A float64 sum over a number of items."""
 
     total: float
     count: int
 
     @classmethod
     def of(cls, means: Sequence[tuple[float, int]]) -> Mean:
-        """Merge (mean, count) pairs; the order does not matter, since the sum is rounded once."""
+        """Merge (mean, count) pairs, in any order, because the sum is rounded once."""
         total = _exact_sum([mean * count for mean, count in means])
         return cls(total, sum(count for _, count in means))
 
@@ -45,8 +45,8 @@ class LaneResult:
 class Means(Mapping[str, float]):
     """Means by name over all items of a global batch, `"loss"` first; a read-only mapping.
 
-    They have the same bits at any number of workers, and are computed when they are read. A sum is
-    exact before its one rounding to float64.
+    They have the same bits at any number of workers. They are computed when read: each sum is exact
+    and rounded once to float64.
 
     Example:
         >>> for batch in run.batches(train_set, 32, steps=1):

@@ -1,4 +1,4 @@
-"""Exchange of the gradients of a worker's only lane while backward still runs."""
+"""Exchange of gradients during the backward pass, for workers with only one lane."""
 
 from __future__ import annotations
 
@@ -14,25 +14,20 @@ from samestep.step.exchange import Exchange
 from samestep.step.gradients import Gradients, Parameters
 from samestep.step.shard import FlatBuffer
 
-# The smallest gradient whose early copy saves more time than its hook costs.
+# Above this size, copying a gradient early saves more time than the hook costs.
 EARLY_BYTES: Final = 1 << 18
 
 
 @dataclass
 class Bucket:
-    """Parameters whose gradients are exchanged together, by their numbers in the updated list."""
+    """Parameters whose gradients are exchanged together, by number in the updated list."""
 
     exchange: Exchange
     numbers: list[int | None]  # None: a parameter of a sharded optimizer that is not updated now
     flat_buffer: FlatBuffer | None
 
-    def stash(self) -> None:
-        """Move unused gradients of an earlier call out of the exchange's memory."""
-        if self.flat_buffer is not None:
-            self.flat_buffer.stash_gradients()
-
     def put(self, own: Sequence[Gradients]) -> None:
-        """Give the gradients of this worker's subtrees to the exchange."""
+        """Put the gradients of this worker's subtrees into the exchange."""
         self.exchange.put(
             [[None if n is None else gradients[n] for n in self.numbers] for gradients in own]
         )
@@ -40,7 +35,7 @@ class Bucket:
     def finish(self, parameters: Parameters, missing: Collection[int], scale: float) -> None:
         """Set `.grad` of all parameters not in `missing` to the global gradient times `scale`.
 
-        With a sharded optimizer, its segments get the gradient instead.
+        With a sharded optimizer, its segments get the gradients instead.
         """
         total = self.exchange.sum()
         if scale != 1.0:
@@ -83,9 +78,9 @@ class Overlap:
 class EarlyExchange(Overlap):
     """Exchanges each bucket between hosts as soon as autograd has computed its gradients.
 
-    Autograd reaches parameters roughly in reverse order, and every worker must start its exchanges
-    in the same order. So buckets start from the last to the first, and those that a lane does not
-    reach wait for `finish`.
+    Autograd reaches parameters roughly in reverse order, and all workers must start exchanges in
+    the same order. So buckets start from last to first; those that a lane does not reach wait for
+    `finish`.
     """
 
     def __init__(self, buckets: Sequence[Bucket], parameters: Parameters) -> None:
@@ -126,7 +121,7 @@ class EarlyExchange(Overlap):
 class EarlyCopies(Overlap):
     """Copies each large gradient into the exchange as soon as autograd has computed it.
 
-    It is then still in the cache, and only one gradient at a time is in memory twice.
+    It is then still in the CPU cache, and only one gradient at a time is in memory twice.
     """
 
     def __init__(self, buckets: Sequence[Bucket], parameters: Parameters) -> None:

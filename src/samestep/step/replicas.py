@@ -1,8 +1,8 @@
 """Equal copies of a module: on all workers, and on all devices of one worker.
 
 Module objects stay the same: while a device computes, its copies replace the module's own tensors.
-So user code that holds a module, a submodule or a dict of them finds the tensors of the device it
-runs on.
+So user code that holds a module, a submodule or a dict of them uses the tensors of the current
+device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from samestep.comm.base import World
 from samestep.errors import ModelError
 from samestep.step.tree import lanes_of
 
-# Larger tensors are sent one by one: concatenating them would copy them twice, and use memory.
+# Larger tensors are sent separately: concatenating them would use memory and copy them twice.
 LARGE_BYTES: Final = 1 << 20
 WHAT: Final = "replicating a model"
 
@@ -70,7 +70,7 @@ def _compare(specs: dict[str, list[object]], world: World) -> None:
                     " the same configuration and data on every worker"
                 )
         if list(first) != list(other):
-            order = f"worker {rank} has its parameters in another order than worker 0"
+            order = f"worker {rank} has its parameters in a different order than worker 0"
             raise ModelError(f"models differ between workers: {order}")
 
 
@@ -101,7 +101,7 @@ class Replica:
 
     def __init__(self, number: int, device: torch.device, lanes: range) -> None:
         self.number, self.device, self.lanes = number, device, lanes
-        # One per home, none on device 0. While this device computes: the tensors it replaced.
+        # One per home, none on device 0. While this device computes, the tensors that it replaced.
         self.tensors: list[Tensor] = []
         self.twins: dict[int, Tensor] = {}  # by the ids of the modules' own tensors
 
@@ -142,7 +142,7 @@ class Replicas:
                     replica.add(home.registry[home.name])
 
     def holding(self, model: Any) -> list[Replica]:
-        """Return the devices that can run a model: only the first for a module not replicated."""
+        """Return the devices that can run a model: only the first for an unreplicated module."""
         everywhere = not isinstance(model, Module) or _homes(model).keys() <= self._homes.keys()
         return self.all if everywhere else self.all[:1]
 
@@ -163,7 +163,7 @@ class Replicas:
 
     @contextmanager
     def on(self, replica: Replica) -> Iterator[None]:
-        """Make a device current and put its tensors into the modules, for the length of a block."""
+        """Make a device current, with its tensors in the modules, for the block."""
         with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
             self._swap(replica)
             try:

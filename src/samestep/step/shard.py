@@ -1,8 +1,8 @@
 """Sharded optimizers: each worker updates its slice, in less time and memory, with the same bits.
 
-Parameters move into flat storage and the optimizer gets this worker's slice of it, cut so that
-vectorized kernels treat every element as they do in the complete parameter. After each step the
-slices are gathered (Rajbhandari et al. 2020, "ZeRO", stage 1).
+Parameters move into flat storage, and the optimizer gets this worker's slice of it. Slices are cut
+so that vectorized kernels treat every element as in the complete parameter. After each step, they
+are gathered (Rajbhandari et al. 2020, "ZeRO", stage 1).
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class Segment:
         return own_slice[self.start : self.start + self.parameter.numel()]
 
     def part(self, values: Tensor, fragment: Fragment) -> Tensor:
-        """Return a fragment's elements of a tensor that has one element per segment element."""
+        """Return a fragment's elements of `values`, which has one per element of the segment."""
         start = fragment.offset - self.start
         return values[start : start + fragment.stop - fragment.start]
 
 
 class FlatBuffer:
-    """An optimizer's parameters of one dtype in flat storage; the optimizer updates segments of it.
+    """Parameters of one dtype in flat storage; the optimizer updates segments of a worker's slice.
 
-    Adjacent fragments share a segment while their sizes are multiples of 64 elements (so that no
-    kernel's tail moves), they belong to one parameter group, and all or none had a gradient.
+    Adjacent fragments share a segment if their sizes are multiples of 64 elements (so that no
+    kernel's tail moves), they are in one parameter group, and all or none had a gradient.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FlatBuffer:
         self.segments = [self._segment(group) for group in self._adjacent()]
 
     def parameter_of(self, fragment: Fragment) -> Tensor:
-        """Return the complete parameter that a fragment is a part of."""
+        """Return the complete parameter of a fragment."""
         return self.exchange.parameters[fragment.index]
 
     def _segment(self, fragments: list[Fragment]) -> Segment:
@@ -124,7 +124,7 @@ class FlatBuffer:
                 }
 
     def stash_gradients(self) -> None:
-        """Move existing gradients out of the exchange's memory."""
+        """Move unused gradients of an earlier call out of the exchange's memory."""
         for segment in self.segments:
             if segment.parameter.grad is not None:
                 segment.parameter.grad = segment.parameter.grad.clone()
@@ -149,7 +149,7 @@ class FlatBuffer:
         ]
 
     def gather(self) -> None:
-        """Gather all workers' slices of the parameters, and clear the gradients after their use."""
+        """Gather all workers' slices of the parameters, and clear the used gradients."""
         self.exchange.all_gather(self._flats, "gathering parameters")
         for segment in self.segments:
             segment.parameter.grad = None  # model.zero_grad() would not reach it
@@ -191,7 +191,7 @@ class Shard:
             buffer.gather()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the unsharded `state_dict`, with `TensorSlice` leaves for this worker's parts."""
+        """Return the unsharded `state_dict`, with this worker's parts as `TensorSlice` leaves."""
         state: dict[int, dict[str, Any]] = {}
         for buffer in self.flat_buffers:
             for segment in buffer.segments:
@@ -239,7 +239,7 @@ def _fragment_state(
 
 
 def _joined(name: str, segment: Segment, of: Mapping[Fragment, Any], buffer: FlatBuffer) -> Any:
-    """Return a segment's value of one name from the state of complete parameters."""
+    """Return the value `name` of a segment's state from that of complete parameters."""
     value = of[segment.fragments[0]][name]
     if not _is_elementwise(name, value):
         return value
@@ -252,7 +252,7 @@ def _joined(name: str, segment: Segment, of: Mapping[Fragment, Any], buffer: Fla
 
 
 def _scalar_state(values: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """Return the state that is one value per parameter, as text for comparison."""
+    """Return the values that are not elementwise, as text for comparison."""
     if values is None:
         return None
     return {name: str(value) for name, value in values.items() if not _is_elementwise(name, value)}
@@ -267,7 +267,7 @@ def _is_elementwise(name: str, value: Any) -> bool:
 
 
 def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a `state_dict` with the dtypes of its scalars, which torch casts to the parameter's."""
+    """Load a `state_dict`; keep the dtypes of scalars, which torch casts to the parameter's."""
     optimizer.load_state_dict(dict(state))
     for group, loaded in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, number in zip(group["params"], loaded["params"], strict=True):

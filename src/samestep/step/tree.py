@@ -9,7 +9,7 @@ The tree over lanes [lo, hi) splits at the largest power of two below its length
     3 workers       w0 w0 | w1  w1  w1 | w2 w2  w2
 
 A worker adds the maximal subtrees inside its own lanes (w1: [2,4) and 4); the exchange finishes the
-tree. So the order of additions never depends on the number of workers.
+tree. So the order of additions does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Span = tuple[int, int]
 
 
 def lanes_of(rank: int, workers: int, lanes: int) -> range:
-    """Return the contiguous lanes of a worker; their number differs by at most one."""
+    """Return the contiguous lanes of a worker; workers' numbers of lanes differ by at most one."""
     return range(rank * lanes // workers, (rank + 1) * lanes // workers)
 
 
