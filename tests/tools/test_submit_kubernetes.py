@@ -257,7 +257,7 @@ def test_a_pod_with_remote_snapshots_needs_no_claim(written):
         (["--dir", "/runs-of-others/one"], "got /runs-of-others/one, which is lost with its pod"),
         (["--claim", "data:data"], "--claim must be CLAIM or CLAIM:PATH with an absolute path"),
         (["--claim", "other:/"], "got other:/"),
-        (["--claim", "other:/runs"], "of its own, got other:/runs"),
+        (["--claim", "other:/runs"], "a unique absolute path, got other:/runs"),
     ],
 )
 def test_values_that_kubernetes_refuses_are_reported(arguments, words, capsys):

@@ -1,4 +1,4 @@
-"""Helpers of several commands: run a script, read its record, sum gradients, format bytes."""
+"""Helpers of several commands: run a script, read its record, sum gradients, format numbers."""
 
 from __future__ import annotations
 
@@ -64,6 +64,14 @@ def make_all_reduce(world: World, gradient: torch.Tensor, activity: str) -> Call
         exchange.gather()
 
     return all_reduce
+
+
+def whole_number(text: str | None) -> int | None:
+    """Return the integer that a text holds, or None."""
+    try:
+        return int(text or "")
+    except ValueError:
+        return None
 
 
 def format_bytes(count: float) -> str:

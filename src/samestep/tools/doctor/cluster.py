@@ -1,4 +1,4 @@
-"""Checks of what matters for several hosts: launchers, network links and the run's directory."""
+"""Checks for runs on several hosts: launchers, network links and the run's directory."""
 
 from __future__ import annotations
 
@@ -51,11 +51,9 @@ def examine_launchers(case: Case) -> Section:
     facts: dict[str, Any] = {
         "commands": [name for name in COMMANDS if system.has_command(name)],
         "this_process": str(place) if isinstance(place, ConfigError) else _process(place),
-        "variables": {
-            name: value
-            for name, value in sorted(system.environment.items())
-            if SHOWN.fullmatch(name)
-        },
+        "variables": dict(
+            item for item in sorted(system.environment.items()) if SHOWN.fullmatch(item[0])
+        ),
     }
     if system.in_pod():
         facts["pod"] = {
@@ -103,8 +101,7 @@ def _check_launchers(system: System, place: ProcessInfo | ConfigError) -> Iterat
             )
         elif not system.has_command("srun"):
             yield note(
-                f"this is {job}, but srun is not in PATH, so the job cannot start workers on its "
-                "nodes.",
+                f"this is {job}, but srun is not in PATH, so the job cannot start workers.",
                 "load Slurm's module, or add srun to PATH",
             )
         else:
@@ -117,7 +114,7 @@ def _check_launchers(system: System, place: ProcessInfo | ConfigError) -> Iterat
 
 
 def examine_links(case: Case) -> Section:
-    """Report network interfaces, and which of them lead to other hosts."""
+    """Report network interfaces, and the ones that lead to other hosts."""
     system, interfaces = case.system, case.system.interfaces()
     facts = {
         "interfaces": [asdict(interface) for interface in interfaces],
@@ -151,18 +148,16 @@ def nccl_interfaces(system: System, names: Sequence[str]) -> list[str]:
 
 def _gloo_interface(system: System) -> str | None:
     """Return the interface that samestep lets gloo use towards other hosts."""
-    return (
-        system.environment.get(GLOO)
-        or system.interface_towards(system.environment.get("MASTER_ADDR", OUTSIDE_ADDRESS))
-        or system.interface_towards(OUTSIDE_ADDRESS)
-    )
+    chosen, master = system.environment.get(GLOO), system.environment.get("MASTER_ADDR")
+    towards = system.interface_towards
+    return chosen or (master and towards(master)) or towards(OUTSIDE_ADDRESS)
 
 
 def _check_variables(system: System, interfaces: Sequence[Interface]) -> Iterator[Finding]:
     names = [interface.name for interface in interfaces]
     default = system.interface_towards(OUTSIDE_ADDRESS)
     example = default if default in names else "".join(names[:1])
-    wanted = [name for name in system.environment.get(GLOO, "").split(",") if name]
+    wanted = list(filter(None, system.environment.get(GLOO, "").split(",")))
     missing = [name for name in wanted if name not in names]
     if missing and names:
         yield problem(
@@ -228,13 +223,10 @@ def examine_directory(case: Case) -> Section:
 
 
 def _mount_of(system: System, path: str) -> tuple[str, str] | None:
-    """Return the mount point and kind of a path's file system: the last mounted of the nearest."""
-    found = None
-    for point, kind in system.mounts():
-        is_nearer = found is None or len(point) >= len(found[0])
-        if is_nearer and PurePosixPath(path).is_relative_to(point):
-            found = point, kind
-    return found
+    """Return the nearest mount point of a path, the last if there are several, and its kind."""
+    mounts = [mount for mount in system.mounts() if PurePosixPath(path).is_relative_to(mount[0])]
+    # max returns the first of several
+    return max(reversed(mounts), key=lambda mount: len(mount[0]), default=None)
 
 
 def _check_space(system: System, folder: Folder) -> Iterator[Finding]:
@@ -251,14 +243,13 @@ def _check_space(system: System, folder: Folder) -> Iterator[Finding]:
         )
     if space is not None and space.free_bytes < LEAST_BYTES:
         yield problem(
-            f"{path} has {format_bytes(space.free_bytes)} free. A run stops when its disk is full; it "
-            "retains 4 snapshots, each of 3 times the parameters' bytes with Adam.",
+            f"{path} has {format_bytes(space.free_bytes)} free. A run stops when its disk is full; "
+            "it retains 4 snapshots, each of 3 times the parameters' bytes with Adam.",
             "free some space, pass another --dir, or --keep-last 1 --keep-best 0",
         )
     if space is not None and space.free_files is not None and space.free_files < LEAST_FILES:
         yield problem(
-            f"the file system of {path} can hold only {space.free_files} more files, however many "
-            "bytes are free.",
+            f"the file system of {path} has room for only {space.free_files} more files.",
             "remove small files, or pass another --dir (df -i shows free inodes)",
         )
 

@@ -17,12 +17,9 @@ SIZE_INCHES: Final = (10, 4.4)
 
 def report_lines(study: Study) -> Iterator[str]:
     """Yield the lines of the report: measurements, bottleneck, predictions, and advice."""
-    yield from _measurements(study)
-    yield ""
-    yield from _bottleneck(study)
-    yield ""
-    yield from _predictions(study)
-    yield ""
+    for section in (_measurements, _bottleneck, _predictions):
+        yield from section(study)
+        yield ""
     yield from _lane_batch_advice(study)
     yield from _lanes_and_learning_rate_advice(study)
 
@@ -45,10 +42,7 @@ def _measurements(study: Study) -> Iterator[str]:
         rows.append([str(workers), *parts, step, _factor(speedup), efficiency])
     yield from table(rows)
     if machine.load > BUSY * machine.capacity:
-        yield (
-            f"Other programs were using this machine (load {machine.load:.1f}): "
-            "measure again when it is idle."
-        )
+        yield f"This machine was busy (load {machine.load:.1f}): measure again when it is idle."
     if oversubscribed := [str(n) for n in study.timings if n > machine.capacity]:
         counts = ", ".join(oversubscribed)
         yield (
@@ -83,11 +77,9 @@ def _bottleneck(study: Study) -> Iterator[str]:
 
 def _predictions(study: Study) -> Iterator[str]:
     network = study.network
-    hint = "this machine's loopback; describe your network with --latency and --bandwidth"
-    yield (
-        "Predictions for steps computed as fast as here, by latency x messages + bytes / bandwidth "
-        "(lowest to highest):"
-    )
+    hint = "this machine's loopback; set your network's --latency and --bandwidth"
+    formula = "latency x messages + bytes / bandwidth"
+    yield f"Predictions for this machine's computing speed, by {formula} (lowest to highest):"
     per_host = _count(network.workers_per_host, "worker")
     yield f"  within a host: {_link(network.memory)}; {per_host} per host"
     source = "as given" if study.network_is_given else hint
@@ -95,9 +87,8 @@ def _predictions(study: Study) -> Iterator[str]:
     if check := study.check():
         workers, expected = check
         measured = study.step(workers)
-        error = abs(measured.middle / expected.middle - 1)
-        within = measured.middle in expected
-        verdict = "within the range" if within else f"{error:.0%} off the middle"
+        error = f"{abs(measured.middle / expected.middle - 1):.0%} off the middle"
+        verdict = "within the range" if measured.middle in expected else error
         yield (
             f"  check: fewer workers alone predict {_time_range(expected)} ms at {workers} "
             f"workers; measured {_time_range(measured)}, {verdict}"
@@ -117,10 +108,7 @@ def _predictions(study: Study) -> Iterator[str]:
             else "  use larger lane batches, fewer bytes of parameters, or more bandwidth."
         )
     if lanes < most:
-        yield (
-            f"With the same batch, workers beyond {_count(lanes, 'lane')} have nothing to do, and "
-            "samestep does not start them."
-        )
+        yield f"With the same batch, samestep starts at most one worker per lane ({lanes})."
 
 
 def _prediction_table(study: Study) -> Iterator[str]:
@@ -131,9 +119,8 @@ def _prediction_table(study: Study) -> Iterator[str]:
     rows = [["workers", *strong, *weak]]
     for workers in PREDICTED_WORKERS:
         same, larger = study.same_batch(workers), study.same_lane_batch(workers)
-        strong = (
-            [f"(only {_count(lanes, 'lane')})", "", ""] if same is None else _cells(study, same)
-        )
+        missing = [f"(only {_count(lanes, 'lane')})", "", ""]
+        strong = missing if same is None else _cells(study, same)
         step, speedup, part = _cells(study, larger)
         efficiency = f"{study.predicted_speedup(larger).middle / workers:.0%}"
         rows.append([str(workers), *strong, step, speedup, efficiency, part])
@@ -251,7 +238,7 @@ def draw(study: Study, path: Path) -> None:
     _draw_model(left, study, [p for workers in DRAWN_WORKERS if (p := study.same_batch(workers))])
     counts = sorted(study.timings)
     ranges = [study.speedup(workers) for workers in counts]
-    middles = [one.middle for one in ranges]
+    middles = [m.middle for m in ranges]
     errors = [[m.middle - m.lowest for m in ranges], [m.highest - m.middle for m in ranges]]
     left.errorbar(counts, middles, errors, fmt="o", color="tab:orange", capsize=3, label="measured")
     left.axvline(lanes, color="0.6", linestyle=":", label=f"{lanes} lanes")
@@ -259,9 +246,7 @@ def draw(study: Study, path: Path) -> None:
     _draw_model(right, study, [study.same_lane_batch(workers) for workers in DRAWN_WORKERS])
     right.set(title="same lane batch, one lane per worker")
     for axes in (left, right):
-        axes.plot(DRAWN_WORKERS, DRAWN_WORKERS, color="0.6", linestyle="--", label="ideal")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
+        axes.loglog(DRAWN_WORKERS, DRAWN_WORKERS, "--", base=2, color="0.6", label="ideal")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("workers")
