@@ -57,9 +57,9 @@ class StepTrace:
 
 
 class ScriptTracer:
-    """Runs a script for some steps, each time in a new directory, and traces each step.
+    """Runs a script in new directories, and traces each step.
 
-    If `lanes` is None, the first run determines the lanes of all runs.
+    If `lanes` is None, the first run sets the lanes of all runs.
     """
 
     def __init__(self, command: Sequence[str], steps: int, lanes: int | None) -> None:

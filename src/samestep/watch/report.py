@@ -154,10 +154,7 @@ def _rounded(value: Any) -> Any:
 
 
 def one_file(data: dict[str, Any]) -> str:
-    """Return the page with its styles, scripts and `data` embedded.
-
-    A content policy permits these scripts and styles and embedded images only.
-    """
+    """Return the page with its styles, scripts and `data`; a policy permits nothing else."""
     page = _read("index.html")
     scripts = [_script(name) for name in _SCRIPT.findall(page)]
     hashes = [" ".join(map(_hash, group)) for group in (scripts, map(_read, _STYLE.findall(page)))]

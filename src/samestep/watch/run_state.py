@@ -193,7 +193,9 @@ def describe(event: Event, kind: str, before: Event) -> tuple[str, str]:
         text, tone = _describe_start(event, kind, before), INFO
     elif kind in DESCRIPTIONS:
         usual, template = DESCRIPTIONS[kind]
-        fields = defaultdict(lambda: None, {**event, "worker": _worker(event)})
+        rank, host = event.get("rank"), event.get("host")
+        worker = f"worker {rank} on {host}" if host else f"worker {rank}"
+        fields = defaultdict(lambda: None, {**event, "worker": worker})
         text = template.format_map(fields) if isinstance(template, str) else template(event)
         tone = BAD if event.get("error") else usual
     else:
@@ -204,10 +206,9 @@ def describe(event: Event, kind: str, before: Event) -> tuple[str, str]:
 
 def _describe_start(event: Event, kind: str, before: Event) -> str:
     workers, workers_before = len(started_workers(event)), len(started_workers(before))
-    count = counted(workers, "worker")
+    count, lanes = counted(workers, "worker"), event.get("lanes")
     if kind == "started":
-        lanes = f", {event['lanes']} lanes" if isinstance(event.get("lanes"), int) else ""
-        return f"started with {count}{lanes}"
+        return f"started with {count}" + (f", {lanes} lanes" if isinstance(lanes, int) else "")
     text = f"resumed at step {event.get('step')} with {count}"
     if before and workers_before != workers:
         text += f": resized from {workers_before} to {count}"
@@ -228,11 +229,6 @@ def _describe_stop(event: Event) -> str:
     except ValueError:
         name = f"signal {number}"
     return f"stopped at step {event.get('step')} by {name}"
-
-
-def _worker(event: Event) -> str:
-    host = event.get("host")
-    return f"worker {event.get('rank')}" + (f" on {host}" if host else "")
 
 
 def _describe_loop(event: Event) -> str:

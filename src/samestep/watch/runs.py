@@ -61,10 +61,7 @@ class Views(Mapping[str, View]):
         return list(self._views[location].values())
 
     def scan(self, location: str) -> bool:
-        """Look for new and removed runs at a location, and return whether there were any.
-
-        Raises `RecordError` if the location cannot be read now.
-        """
+        """Update the runs at a location; return whether that changed any. Raises `RecordError`."""
         prefix, before = self._prefixes[location], self._views[location]
         views = {}
         for path in self._places[location].find():
@@ -117,7 +114,7 @@ def _name(location: str) -> str:
 
 @dataclass(frozen=True)
 class PollInterval:
-    """Seconds between polls: `shortest` while there is news, rising to `longest` without."""
+    """Seconds between polls: `shortest` while there is news, increasing to `longest` without."""
 
     shortest: float
     longest: float

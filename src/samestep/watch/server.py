@@ -54,8 +54,6 @@ MOST_POINTS: Final = 20_000
 MOST_SPANS: Final = 5_000
 MOST_IMAGES: Final = 10**9
 LARGEST_SMOOTHING: Final = 0.999
-MOST_CONNECTIONS: Final = 500
-GRACE_SECONDS: Final = 1  # for responses that are being sent when the server stops
 
 
 class Server(uvicorn.Server):
@@ -71,16 +69,16 @@ class Server(uvicorn.Server):
 
 
 def serve(views: Views, listener: socket.socket, host: str, token: str | None) -> None:
-    """Serve the page on an open socket until SIGINT or SIGTERM, then let the signal take effect."""
+    """Serve the page on an open socket until SIGINT or SIGTERM."""
     changes = Changes(views)
     config = uvicorn.Config(
         make_app(views, changes, token=token, host=host, port=listener.getsockname()[1]),
         access_log=False,
         http="h11",
-        limit_concurrency=MOST_CONNECTIONS,
+        limit_concurrency=500,
         log_level="warning",
         server_header=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_graceful_shutdown=1,
         ws="none",
     )
     Server(config, changes).run(sockets=[listener])
@@ -138,8 +136,7 @@ class Api:
         return _json({"runs": [view.row() for view in self._views.values()], "faults": faults})
 
     def run(self, request: Request) -> Response:
-        query = Query(request.query_params, "id")
-        return _json(self._view(query).summary())
+        return _json(self._view(Query(request.query_params, "id")).summary())
 
     def curve(self, request: Request) -> Response:
         query = Query(request.query_params, "id", "name", "from", "to", "points", "smooth", "x")

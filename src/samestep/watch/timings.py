@@ -62,10 +62,9 @@ class Timings:
         return {name: _mean(column[-RECENT:]) for name, column in self._recent().by_part().items()}
 
     def workers(self) -> list[dict[str, Any]]:
-        """Return seconds, parts and slowest of each worker in rank order, over the newest steps.
+        """Return each worker's median own seconds and mean seconds by part, over the newest steps.
 
-        `seconds` is the median of its own seconds, `parts` the mean by part. At most one worker is
-        marked slowest: the one that is clearly slower than the median worker.
+        `slowest` marks at most one worker, which is clearly slower than the median worker.
         """
         if not self._newest:
             return []
@@ -95,10 +94,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps as arrays of shape [N]: `parts` are means over a step's `workers`.
-
-    `own` has the own seconds of all workers, step by step.
-    """
+    """Steps [N]: `parts` are means over `workers`; `own` has each worker's seconds, by step."""
 
     step: NDArray[Any]
     time: NDArray[Any]

@@ -271,9 +271,9 @@ def _images(run: RunState) -> list[dict[str, Any]]:
 
 
 def thin(items: Sequence[Item], most: int) -> list[Item]:
-    """Return every first, second, fourth, eighth, … item and the last: at most `most` + 1.
+    """Return every first, second, fourth, … item and the last: at most `most` + 1.
 
-    Most of them stay the same as items are added.
+    Most results stay the same as items are added.
     """
     stride = 1
     while len(items) > most * stride:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from samestep.config import PREFIX
 from samestep.errors import ConfigError
-from samestep.tools.common import format_bytes
+from samestep.tools.common import format_bytes, some
 from samestep.tools.doctor.cluster import examine_directory, examine_launchers, examine_links
 from samestep.tools.doctor.resources import (
     examine_limits,
@@ -24,7 +24,7 @@ from samestep.tools.doctor.resources import (
     usable_cores,
 )
 from samestep.tools.doctor.software import examine_gpus, examine_software, find_gpus
-from samestep.tools.doctor.system import Case, Finding, Section, System, good, note, problem, some
+from samestep.tools.doctor.system import Case, Finding, Section, System, good, note, problem
 
 MEGABYTE: Final = 1_000_000  # smaller messages measure latency, not bandwidth
 PROBE_SECONDS: Final = 60.0  # for all measurements, which usually take a tenth of it
@@ -118,10 +118,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 def examine_measurements(case: Case) -> Section:
-    """Report medians, each with the lowest and the highest value.
-
-    A slow figure is only a note, because this machine may be busy at the moment.
-    """
+    """Report medians with their spread. Slow ones are only notes: this machine may be busy."""
     rows = [row for row in case.torch.get("measured", ()) if row["seconds"]]
     facts = {
         f"{row['name']}, {_decimal_size(row['bytes'])}" if row["bytes"] else row["name"]: {
@@ -162,11 +159,8 @@ def _check_measurements(case: Case, medians: Mapping[str, tuple[float, int]]) ->
         else:
             yield good(speed)
     if SYNC in medians and medians[SYNC][0] > SLOW_SYNC_SECONDS:
-        yield note(
-            f"writing and syncing a small file takes {medians[SYNC][0] * 1e3:.0f} ms on that disk, "
-            "and each snapshot waits for several of them.",
-            local,
-        )
+        duration = f"{medians[SYNC][0] * 1e3:.0f} ms"
+        yield note(f"syncing a small file takes {duration}; a snapshot waits for several.", local)
     if IMPORT in medians and medians[IMPORT][0] > SLOW_IMPORT_SECONDS:
         yield note(
             f"importing torch took {medians[IMPORT][0]:.0f} s, and every start of a run waits for "
@@ -175,10 +169,8 @@ def _check_measurements(case: Case, medians: Mapping[str, tuple[float, int]]) ->
         )
     if EXCHANGE in medians and ALL_REDUCE in medians:
         (own, nbytes), (gloo, _) = medians[EXCHANGE], medians[ALL_REDUCE]
-        yield good(
-            f"two workers sum {_decimal_size(nbytes)} of gradients in {own * 1e3:.1f} ms; gloo's "
-            f"all-reduce takes {gloo * 1e3:.1f} ms"
-        )
+        ours, theirs = f"{own * 1e3:.1f} ms", f"gloo's all-reduce takes {gloo * 1e3:.1f} ms"
+        yield good(f"two workers sum {_decimal_size(nbytes)} of gradients in {ours}; {theirs}")
 
 
 def as_text(sections: Sequence[Section]) -> str:

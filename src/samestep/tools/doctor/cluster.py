@@ -78,10 +78,8 @@ def _place(system: System) -> ProcessInfo | ConfigError:
 def _process(place: ProcessInfo) -> str:
     if place.started_by == "alone":
         return "not started by a launcher"
-    return (
-        f"rank {place.rank} of {place.world_size} workers, started by {place.started_by}, "
-        f"rendezvous at {place.address}:{place.port}"
-    )
+    rank = f"rank {place.rank} of {place.world_size} workers"
+    return f"{rank}, started by {place.started_by}, rendezvous at {place.address}:{place.port}"
 
 
 def _check_launchers(system: System, place: ProcessInfo | ConfigError) -> Iterator[Finding]:
@@ -94,11 +92,8 @@ def _check_launchers(system: System, place: ProcessInfo | ConfigError) -> Iterat
         job = f"Slurm job {environment['SLURM_JOB_ID']}"
         tasks = environment.get("SLURM_NTASKS", "1")
         if "SLURM_STEP_ID" not in environment and tasks != "1":
-            yield note(
-                f"this is the batch script or a shell of {job} with {tasks} tasks; a script "
-                "started here is a single worker.",
-                "srun python train.py",
-            )
+            shell = f"this is the batch script or a shell of {job} with {tasks} tasks"
+            yield note(f"{shell}; a script started here is one worker.", "srun python train.py")
         elif not system.has_command("srun"):
             yield note(
                 f"this is {job}, but srun is not in PATH, so the job cannot start workers.",
@@ -210,11 +205,11 @@ def examine_directory(case: Case) -> Section:
     facts = {
         "directory": str(case.directory),
         "nearest_existing": str(folder.path),
-        "file_system": mount[1] if mount else None,
-        "mounted_at": mount[0] if mount else None,
-        "total_bytes": space.total_bytes if space else None,
-        "free_bytes": space.free_bytes if space else None,
-        "free_files": space.free_files if space else None,
+        "file_system": mount and mount[1],
+        "mounted_at": mount and mount[0],
+        "total_bytes": space and space.total_bytes,
+        "free_bytes": space and space.free_bytes,
+        "free_files": space and space.free_files,
         "writable": folder.writable,
         "locks": folder.locks,
     }
@@ -233,7 +228,7 @@ def _check_space(system: System, folder: Folder) -> Iterator[Finding]:
     path, space = folder.path, system.space(str(folder.path))
     if not folder.writable:
         yield problem(
-            f"{path} cannot be written, so a run with this --dir would stop when it starts.",
+            f"{path} cannot be written, so a run with this --dir would fail at its start.",
             "pass --dir with a directory that you can write",
         )
     elif not folder.locks:
@@ -262,17 +257,14 @@ def _check_kind(case: Case, kind: str) -> Iterator[Finding]:
             "when the machine restarts.",
             "pass --dir with a directory on a disk",
         )
-    elif kind in OF_CONTAINER and case.system.in_pod():
-        yield problem(
-            f"{directory} is in the container's own file system ({kind}), and is lost with it.",
-            "mount a PersistentVolumeClaim and pass a --dir in it "
-            "(samestep submit kubernetes --claim NAME:/runs --dir /runs/one)",
-        )
     elif kind in OF_CONTAINER:
-        yield note(
-            f"{directory} is in the container's own file system ({kind}), and is lost with it.",
-            "docker run -v /data/runs:/runs, and a --dir in it",
+        text = f"{directory} is in the container's own file system ({kind}), and is lost with it."
+        pod_fix = (
+            "mount a PersistentVolumeClaim and pass a --dir in it "
+            "(samestep submit kubernetes --claim NAME:/runs --dir /runs/one)"
         )
+        docker_fix = "docker run -v /data/runs:/runs, and a --dir in it"
+        yield problem(text, pod_fix) if case.system.in_pod() else note(text, docker_fix)
     elif OVER_NETWORK.match(kind):
         if not _has_several_hosts(case.system):
             yield note(

@@ -1,7 +1,7 @@
 """Measurements in a separate process, because importing torch may fail or hang.
 
 `python -m samestep.tools.doctor.probe DIRECTORY [--quick] [--gpus]` prints one line of JSON.
-Functions import torch and what depends on it, so that the import of torch can be timed.
+Functions import torch and its dependents, so that the import of torch can be timed.
 """
 
 from __future__ import annotations
@@ -177,10 +177,7 @@ def _write_small(path: Path) -> None:
 
 
 def measure_workers(*, quick: bool) -> list[Timed]:
-    """Return the time for two workers of this host to start and to communicate.
-
-    Raises `LaunchError` if they cannot.
-    """
+    """Return the times of two workers to start and communicate. Raises `LaunchError`."""
     began = time.perf_counter()
     if not quick:  # otherwise these workers do not train
         preload()
@@ -238,17 +235,14 @@ def _copying(rank: int) -> Callable[[], object]:
 
 
 def _timed(world: World, action: Callable[[], object], times: int) -> list[float]:
-    """Return this worker's seconds of each repetition, without the first one, which allocates.
-
-    All workers begin each repetition together.
-    """
+    """Return this worker's seconds of each repetition, which all workers begin together."""
     found = []
     for _ in range(times + 1):
         world.barrier(LABEL)
         began = time.perf_counter()
         action()
         found.append(time.perf_counter() - began)
-    return found[1:]
+    return found[1:]  # the first one allocates memory
 
 
 if __name__ == "__main__":

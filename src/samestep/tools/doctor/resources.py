@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from samestep.host import available_bytes, cpu_quota, memory_limit, process_limit
-from samestep.tools.common import format_bytes, whole_number
-from samestep.tools.doctor.system import Case, Finding, Section, System, good, note, problem, some
+from samestep.tools.common import format_bytes, some, whole_number
+from samestep.tools.doctor.system import Case, Finding, Section, System, good, note, problem
 
 SHARED: Final = "/dev/shm"  # noqa: S108  a mount point, not a temporary file
 # for the batches that loader processes prefetch; containers get 64 MiB by default

@@ -13,17 +13,14 @@ from typing import Any, Final
 
 from samestep.config import PREFIX, TOKEN, is_url, merge
 from samestep.errors import ConfigError
-from samestep.tools.common import whole_number
-from samestep.tools.doctor.system import Case, Finding, Section, System, good, note, problem, some
+from samestep.tools.common import some, whole_number
+from samestep.tools.doctor.system import Case, Finding, Section, System, good, note, problem
 
 INTERNAL: Final = f"{PREFIX}INTERNAL_"
 CORE_EXTRAS: Final = ("images", "metrics", "remote", "s3", "kubernetes", "watch", "plot")
 EXTRAS: Final = (*CORE_EXTRAS, "tensorboard", "mlflow", "wandb")
-GPU_QUERY: Final = (
-    "nvidia-smi",
-    "--query-gpu=index,name,memory.total,memory.used,driver_version",
-    "--format=csv,noheader,nounits",
-)
+_FIELDS: Final = "index,name,memory.total,memory.used,driver_version"
+GPU_QUERY: Final = ("nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits")
 MEBIBYTE: Final = 1 << 20
 _REQUIREMENT: Final = re.compile(r"""([\w.-]+)(?:\[([^\]]*)\])?.*?extra\s*==\s*["']([^"']+)["']""")
 _CONTROL: Final = re.compile(r"\x1b\[[0-9;]*m")
@@ -66,15 +63,11 @@ def missing_by_extra() -> dict[str, list[str]]:
         if (match := _REQUIREMENT.match(line)) and match[3] in needed:
             package, extras, extra = match.groups()
             needed[extra] += extras.split(",") if package == "samestep" and extras else [package]
-    return {
-        extra: [
-            package
-            for name in names
-            for package in needed.get(name, [name])
-            if _version(package) is None
-        ]
-        for extra, names in needed.items()
-    }
+    missing = {}
+    for extra, names in needed.items():
+        packages = [package for name in names for package in needed.get(name, [name])]
+        missing[extra] = [package for package in packages if _version(package) is None]
+    return missing
 
 
 @cache
@@ -136,10 +129,8 @@ class Gpu:
 
 def find_gpus(system: System) -> list[Gpu]:
     """Return the GPUs that nvidia-smi reports, without initializing CUDA in this process."""
-    rows = [
-        [cell.strip() for cell in line.split(",")]
-        for line in (system.run(*GPU_QUERY) or "").splitlines()
-    ]
+    lines = (system.run(*GPU_QUERY) or "").splitlines()
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
     return [
         Gpu(int(row[0]), row[1], _mebibytes(row[2]), _mebibytes(row[3]), row[4])
         for row in rows

@@ -71,11 +71,6 @@ def problem(text: str, fix: str) -> Finding:
     return Finding("problem", text, fix)
 
 
-def some(count: float, noun: str) -> str:
-    """Return a count with its noun, such as "1 worker" or "2 workers"."""
-    return f"{count:g} {noun}" if count == 1 else f"{count:g} {noun}s"
-
-
 @dataclass(frozen=True)
 class Memory:
     """Memory and swap of this host in bytes."""

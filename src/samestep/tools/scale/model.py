@@ -90,8 +90,8 @@ def read_timing(events: Iterable[Mapping[str, Any]]) -> StepTiming:
     seconds, used = seconds[WARM_UP:-1], steps[WARM_UP + 1 : -1]
     if len(used) < FEWEST:
         raise RecordError(
-            f"expected the timing of at least {FEWEST_RECORDED} steps, including {WARM_UP} of "
-            f"warm-up, got {len(steps)}; increase --steps or use more data"
+            f"expected the timing of at least {FEWEST_RECORDED} steps (with {WARM_UP} of warm-up), "
+            f"got {len(steps)}; increase --steps or use more data"
         )
     parts = {
         name: median(fmean(worker.get(name, 0.0) for worker in step["workers"]) for step in used)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from samestep.tools.common import some
 from samestep.tools.scale.model import PARTS, Prediction, Range
 from samestep.tools.scale.network import Link
 from samestep.tools.scale.study import PREDICTED_WORKERS, WARM_UP_EPOCHS, Study, learning_rates
@@ -29,10 +30,10 @@ def _measurements(study: Study) -> Iterator[str]:
     batch = "" if workload.batch_size is None else f", batches of {workload.batch_size}"
     optimizer = {None: "", True: ", sharded optimizer", False: ", unsharded optimizer"}
     yield (
-        f"{_count(workload.lanes, 'lane')}{batch}, {workload.nbytes / 1e6:.3g} MB of parameters"
+        f"{some(workload.lanes, 'lane')}{batch}, {workload.nbytes / 1e6:.3g} MB of parameters"
         f"{optimizer[workload.sharded]}, on {workload.device}"
     )
-    runs = _count(max(map(len, study.timings.values())), "interleaved run")
+    runs = some(max(map(len, study.timings.values())), "interleaved run")
     yield f"Milliseconds per step, median of {runs} per worker count (lowest to highest):"
     rows = [["workers", *PARTS, "step", "speedup", "efficiency"]]
     for workers in sorted(study.timings):
@@ -46,7 +47,7 @@ def _measurements(study: Study) -> Iterator[str]:
     if oversubscribed := [str(n) for n in study.timings if n > machine.capacity]:
         counts = ", ".join(oversubscribed)
         yield (
-            f"This machine has capacity for {_count(machine.capacity, 'worker')}. Measurements "
+            f"This machine has capacity for {some(machine.capacity, 'worker')}. Measurements "
             f"with {counts} workers, which share cores or GPUs, are excluded from the model."
         )
 
@@ -80,7 +81,7 @@ def _predictions(study: Study) -> Iterator[str]:
     hint = "this machine's loopback; set your network's --latency and --bandwidth"
     formula = "latency x messages + bytes / bandwidth"
     yield f"Predictions for this machine's computing speed, by {formula} (lowest to highest):"
-    per_host = _count(network.workers_per_host, "worker")
+    per_host = some(network.workers_per_host, "worker")
     yield f"  within a host: {_link(network.memory)}; {per_host} per host"
     source = "as given" if study.network_is_given else hint
     yield f"  between hosts: {_link(network.between)} ({source})"
@@ -119,7 +120,7 @@ def _prediction_table(study: Study) -> Iterator[str]:
     rows = [["workers", *strong, *weak]]
     for workers in PREDICTED_WORKERS:
         same, larger = study.same_batch(workers), study.same_lane_batch(workers)
-        missing = [f"(only {_count(lanes, 'lane')})", "", ""]
+        missing = [f"(only {some(lanes, 'lane')})", "", ""]
         strong = missing if same is None else _cells(study, same)
         step, speedup, part = _cells(study, larger)
         efficiency = f"{study.predicted_speedup(larger).middle / workers:.0%}"
@@ -142,7 +143,7 @@ def _lane_batch_advice(study: Study) -> Iterator[str]:
     else:
         available = f"{study.machine.available_bytes / 1e9:.3g} GB of free memory"
         yield (
-            f"Largest lane batch: about {largest} samples with {_count(workers, 'worker')} in "
+            f"Largest lane batch: about {largest} samples with {some(workers, 'worker')} in "
             f"{available}:"
         )
         yield (
@@ -206,10 +207,6 @@ def milliseconds(seconds: float) -> str:
 
 def _digits(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number > 1)}"
 
 
 def _factor(factor: Range) -> str:

@@ -200,10 +200,7 @@ class Study:
         return find_bottleneck(before, after, waiting, self.most / self.fewest, sharded=sharded)
 
     def check(self) -> tuple[int, Range] | None:
-        """Return the most modeled workers and their step as predicted from fewer workers alone.
-
-        Returns None without fewer workers.
-        """
+        """Return the most modeled workers, and their step as predicted from fewer, else None."""
         most = max(self.modeled)
         fewer = {workers: runs for workers, runs in self.modeled.items() if workers < most}
         prediction = predict(self._fit(fewer), self.network, most) if fewer else None

@@ -21,7 +21,7 @@ from samestep.snapshot.manifest import Manifest
 from samestep.snapshot.read import inspect
 from samestep.snapshot.state import no_tensor, restore
 from samestep.step.layout import Layout
-from samestep.tools.common import OUTPUT, read_run, start_script
+from samestep.tools.common import OUTPUT, read_run, some, start_script
 from samestep.tools.scale.model import StepTiming, max_lanes_per_worker, read_timing
 
 SHOWN_LINES: Final = 30
@@ -59,10 +59,7 @@ class Trial:
 
 
 class TrialRunner:
-    """Runs a script for some steps, each time in a new directory.
-
-    If `lanes` is None, the first run determines the lanes of all runs.
-    """
+    """Runs a script in new directories. The first run sets the lanes of all if `lanes` is None."""
 
     def __init__(self, command: Sequence[str], steps: int, lanes: int | None) -> None:
         self.lanes = lanes
@@ -88,7 +85,7 @@ class TrialRunner:
     def _run(self, workers: int, directory: Path, lanes: int | None) -> int:
         flags = ["--resume=never", f"--stop-after={self._steps}"]
         flags += [] if lanes is None else [f"--lanes={lanes}"]
-        size = f"{workers} worker{'s' * (workers > 1)}"
+        size = some(workers, "worker")
         with_lanes = "" if lanes is None else f" with {lanes} lanes"
         sys.stderr.write(f"running {size}{with_lanes} …\n")
         process = start_script(self._command, workers, directory, flags)

@@ -133,7 +133,7 @@ def main(arguments: argparse.Namespace) -> int:
     training = training_of(arguments)
     script = batch_script(training, arguments)
     if arguments.output != PRINTED:
-        try:  # Slurm writes the job's output there, but does not create the directory
+        try:  # Slurm writes the job's output to this directory, but does not create it
             Path(training.directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot create --dir {training.directory}: {error}") from error
@@ -209,7 +209,7 @@ def batch_script(training: Training, arguments: argparse.Namespace) -> str:
 
 
 def _directive(option: str) -> str:
-    """Return the line for an option; sbatch takes a backslash as an escape, even in quotes."""
+    """Return the line for an option. In sbatch, a backslash is an escape, even in quotes."""
     if "\\" in option or not option.isprintable():
         raise ConfigError(f"sbatch accepts no backslash or control character, got {option!r}")
     return f"#SBATCH {shlex.quote(option)}"
