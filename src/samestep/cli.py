@@ -23,22 +23,16 @@ class Command(NamedTuple):
 
 COMMANDS: Final = {
     "run": Command("samestep.launch.command", "run a script with one or more workers"),
-    "verify": Command(
-        "samestep.tools.verify", "check that a script takes the same steps at any worker count"
-    ),
+    "verify": Command("samestep.tools.verify", "check that any worker count gives the same steps"),
     "watch": Command("samestep.watch.command", "serve a web page that shows live runs"),
-    "report": Command(
-        "samestep.watch.report", "write a run's curves, tables and images to one HTML file"
-    ),
+    "report": Command("samestep.watch.report", "write curves, tables and images to one HTML file"),
     "plot": Command("samestep.watch.plot", "draw the curves of runs as an image"),
     "scale": Command(
-        "samestep.tools.scale.cli", "measure scaling of a script and predict larger runs"
+        "samestep.tools.scale.cli", "measure a script's scaling and predict larger runs"
     ),
     "doctor": Command("samestep.tools.doctor", "check this machine and recommend changes"),
     "submit": Command("samestep.tools.submit", "submit a run to Slurm or Kubernetes"),
-    "snapshots": Command(
-        "samestep.tools.snapshots", "list, check and export the snapshots of a run"
-    ),
+    "snapshots": Command("samestep.tools.snapshots", "list, check and export a run's snapshots"),
 }
 EXIT_FAILURE: Final = 1
 EXIT_WRONG_USE: Final = 2  # like argparse

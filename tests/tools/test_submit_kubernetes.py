@@ -255,9 +255,12 @@ def test_a_pod_with_remote_snapshots_needs_no_claim(written):
         (["--resume", "never"], "--resume must be auto, got never"),
         (["--dir", "runs/one"], "--dir must be an absolute path in the pods, got 'runs/one'"),
         (["--dir", "/runs-of-others/one"], "got /runs-of-others/one, which is lost with its pod"),
-        (["--claim", "data:data"], "--claim must be CLAIM or CLAIM:PATH with an absolute path"),
+        (
+            ["--claim", "data:data"],
+            "--claim must be CLAIM or CLAIM:PATH with a unique absolute path",
+        ),
         (["--claim", "other:/"], "got other:/"),
-        (["--claim", "other:/runs"], "of its own, got other:/runs"),
+        (["--claim", "other:/runs"], "a unique absolute path, got other:/runs"),
     ],
 )
 def test_values_that_kubernetes_refuses_are_reported(arguments, words, capsys):

@@ -30,7 +30,7 @@ from tests.jobs import image_job
 def wait_for_signal(step):
     if step == 2 and "SLURM_RESTART_COUNT" not in os.environ:
         (pathlib.Path(sys.argv[1]) / f"ready-{{os.environ['SLURM_PROCID']}}").touch()
-        while not signal.getsignal(signal.SIGTERM).__self__.received:
+        while not signal.getsignal(signal.SIGTERM).__self__.signal:
             time.sleep(0.01)
 
 with samestep.init() as run:

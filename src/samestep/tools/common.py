@@ -1,10 +1,11 @@
-"""Helpers of several commands: run a script, read its record, sum gradients, format bytes."""
+"""Helpers of several commands: run a script, read its record, sum gradients, format numbers."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,17 +38,14 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], Path]:
     """Return the events and the newest snapshot of a run. Raises `RecordError` without either."""
     from samestep.snapshot.read import list_snapshots
 
-    try:
-        events = list(read_events(directory))
-    except RecordError:
-        events = []
+    events: list[dict[str, Any]] = []
+    with suppress(RecordError):
+        events += read_events(directory)
     if not any(event["event"] in {"started", "resumed"} for event in events):
         raise RecordError("the script did not start a run; it must call samestep.init")
     if not (snapshots := list_snapshots(directory)):
-        raise RecordError(
-            "the script wrote no snapshot; it must track its model and optimizer (run.track) "
-            "and train for at least one step"
-        )
+        needed = "track its model and optimizer (run.track) and train for at least one step"
+        raise RecordError(f"the script wrote no snapshot; it must {needed}")
     return events, snapshots[-1]
 
 
@@ -64,6 +62,19 @@ def make_all_reduce(world: World, gradient: torch.Tensor, activity: str) -> Call
         exchange.gather()
 
     return all_reduce
+
+
+def some(count: float, noun: str) -> str:
+    """Return a count with its noun, such as "1 worker" or "2 workers"."""
+    return f"{count:g} {noun}{'s' * (count != 1)}"
+
+
+def whole_number(text: str | None) -> int | None:
+    """Return the integer that a text holds, or None."""
+    try:
+        return int(text or "")
+    except ValueError:
+        return None
 
 
 def format_bytes(count: float) -> str:

@@ -15,36 +15,26 @@ from samestep.config import is_url
 from samestep.errors import ConfigError, SnapshotError
 from samestep.tools.common import format_bytes
 
-# Modules that import torch are imported where they are used, so that --help is fast.
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # --help must not load torch
     from samestep.snapshot.manifest import Manifest
-
-_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `samestep snapshots` to its parser."""
-    parser.add_argument(
-        "action",
-        nargs="?",
-        choices=("list", "check", "export"),
-        default="list",
-        help="list (default): show snapshots by manifests and sizes; check: verify every byte; "
-        "export: write one safetensors file",
+    add, actions = parser.add_argument, ("list", "check", "export")
+    action = (
+        "list (default): show snapshots by manifests and sizes; check: verify every byte; "
+        "export: write one safetensors file"
     )
-    parser.add_argument(
-        "directory",
-        help="directory of a run, or the URL of its copy; check and export also take one snapshot",
-    )
-    parser.add_argument("file", type=Path, nargs="?", help="file that export writes")
-    parser.add_argument("--object", default="model", help="object to export (default: model)")
+    add("action", nargs="?", choices=actions, default="list", help=action)
+    directory = "directory of a run, or the URL of its copy; check and export also take a snapshot"
+    add("directory", help=directory)
+    add("file", type=Path, nargs="?", help="file that export writes")
+    add("--object", default="model", help="object to export (default: model)")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run `samestep snapshots` and return its exit status.
-
-    Raises `SnapshotError`, and `ConfigError` for wrong use.
-    """
+    """Run the action and return the exit status. Raises `SnapshotError` and `ConfigError`."""
     if (options.file is None) == (options.action == "export"):
         needed = "requires a file to write" if options.action == "export" else "accepts no file"
         raise ConfigError(f"samestep snapshots {options.action} {needed}")
@@ -74,8 +64,7 @@ class LocalSnapshots:
         paths = [directory] if is_snapshot else list_snapshots(directory)
         self._paths = {path.name: path for path in paths}
         self._inspect, self._check = inspect, check
-        self.location = str(directory)
-        self.names = list(self._paths)
+        self.location, self.names = str(directory), list(self._paths)
 
     def location_of(self, name: str) -> str:
         """Return the path of a snapshot."""
@@ -93,7 +82,7 @@ class LocalSnapshots:
 
 
 class RemoteSnapshots:
-    """The same in remote storage. Raises `SnapshotError` if the storage does not respond."""
+    """Snapshots in remote storage. Raises `SnapshotError` if the storage does not respond."""
 
     def __init__(self, url: str) -> None:
         from samestep.snapshot.read import step_of
@@ -171,7 +160,7 @@ def _export(snapshots: LocalSnapshots | RemoteSnapshots, file: Path, name: str) 
 
 
 def _age(seconds: float) -> str:
-    for unit, length in _UNITS:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"

@@ -57,9 +57,9 @@ class StepTrace:
 
 
 class ScriptTracer:
-    """Runs a script for some steps, each time in a new directory, and traces each step.
+    """Runs a script in new directories, and traces each step.
 
-    If `lanes` is None, the first run determines the lanes of all runs.
+    If `lanes` is None, the first run sets the lanes of all runs.
     """
 
     def __init__(self, command: Sequence[str], steps: int, lanes: int | None) -> None:
@@ -72,10 +72,8 @@ class ScriptTracer:
             directory = Path(name)
             lanes = self._finish(size, directory, "never")["lanes"]
             if self.lanes not in {None, lanes}:
-                raise VerifyError(
-                    "all runs must have the same number of lanes, "
-                    f"got {self.lanes} and {lanes}; set it in the script or with --lanes"
-                )
+                counts = f"{self.lanes} and {lanes}; set it in the script or with --lanes"
+                raise VerifyError(f"all runs must have the same number of lanes, got {counts}")
             self.lanes = lanes
             return read_traces(directory)
 
@@ -84,18 +82,16 @@ class ScriptTracer:
     ) -> tuple[str, list[StepTrace]]:
         """Kill a random worker after a random step, resume at `size_after`; return title, trace."""
         for _ in range(KILL_ATTEMPTS):
+            step, rank = draw.randint(1, self._steps - 1), draw.randrange(size.workers)
             with TemporaryDirectory(prefix="samestep-verify-") as name:
                 directory = Path(name)
-                step, rank = draw.randint(1, self._steps - 1), draw.randrange(size.workers)
                 if not self._run_until_killed(size, directory, step, rank):
                     continue
                 resumed_at = self._finish(size_after, directory, "auto")["step"]
                 title = f"n={size}, worker {rank} killed, n={size_after} from step {resumed_at}"
                 return title, read_traces(directory)
-        raise VerifyError(
-            f"the run ended before a worker could be killed, {KILL_ATTEMPTS} times; "
-            "increase --steps"
-        )
+        times = f"{KILL_ATTEMPTS} times"
+        raise VerifyError(f"the run ended {times} before a worker was killed; increase --steps")
 
     def _run_until_killed(self, size: RunSize, directory: Path, step: int, rank: int) -> bool:
         """Kill a worker once the snapshot of `step` exists; return whether the run then failed."""
@@ -138,10 +134,9 @@ def read_traces(directory: Path) -> list[StepTrace]:
     metrics: dict[int, dict[str, str]] = {}
     for event in read_run(directory)[0]:
         if event["event"] == "scalars":
-            metrics.setdefault(event["step"] + 1, {}).update(
-                (f"metric {name}", _hash(repr(value).encode()))
-                for name, value in event["values"].items()
-            )
+            of_step = metrics.setdefault(event["step"] + 1, {})
+            for name, value in event["values"].items():
+                of_step[f"metric {name}"] = _hash(repr(value).encode())
     traces = []
     for path in list_snapshots(directory):
         snapshot = load(path)

@@ -13,7 +13,7 @@ from samestep.errors import VerifyError
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.tools.trace import StepTrace
 
-# for the first pattern that occurs in the name that differs
+# by the first pattern that matches the name of the difference
 CAUSES: Final = {
     "^metric ": "the forward pass: a random generator created by the script (samestep seeds those "
     "of Python, NumPy and torch), data that depends on the rank, or a different number of threads "
@@ -94,9 +94,9 @@ def print_report(traces: Mapping[str, list[StepTrace]], lanes: int) -> int:
 
 def find_difference(step: int, row: Mapping[str, StepTrace | None]) -> str | None:
     """Return the first difference after a step with its usual cause, None if there is none."""
-    if missing := [title for title, trace in row.items() if trace is None]:
+    if missing := ", ".join(title for title, trace in row.items() if trace is None):
         cause = "a number of steps that depends on the number of workers"
-        return f"step {step}: {', '.join(missing)} did not reach it\nUsual cause: {cause}"
+        return f"step {step}: {missing} did not reach it\nUsual cause: {cause}"
     (first_title, first), *others = row.items()
     for title, trace in others:
         if first and trace and (name := first.first_difference(trace)):

@@ -15,7 +15,6 @@ from samestep.errors import ConfigError
 from samestep.watch.run_state import counted
 from samestep.watch.runs import LOCATIONS, check_locations, open_views
 
-DEFAULT_PORT: Final = 7007
 LARGEST_PORT: Final = 65535
 SHORTEST_TOKEN: Final = 16
 
@@ -23,33 +22,21 @@ SHORTEST_TOKEN: Final = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `samestep watch` to its parser."""
     parser.add_argument("locations", **LOCATIONS)
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: %(default)s); any but loopback requires a token",
-    )
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=DEFAULT_PORT,
-        help="port to listen on (default: %(default)s); 0 picks a free one",
-    )
-    parser.add_argument(
-        "--token-file", type=Path, help="a file with one line: the secret that the page requires"
-    )
+    host = "address to listen on (default: %(default)s); any but loopback requires a token"
+    parser.add_argument("--host", default="127.0.0.1", help=host)
+    port = "port to listen on (default: %(default)s); 0 picks a free one"
+    parser.add_argument("--port", type=int, default=7007, help=port)
+    file = "file with one line: the token that the page requires"
+    parser.add_argument("--token-file", type=Path, help=file)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run `samestep watch` until it is stopped.
-
-    Raises `ConfigError` for wrong options, `RecordError` if a location cannot be read.
-    """
+    """Serve until stopped. Raises `ConfigError`, or `RecordError` for an unreadable location."""
     try:
         from samestep.watch.server import serve
     except ImportError as error:
-        raise ConfigError(
-            f'samestep watch requires its server ({error}): pip install "samestep[watch]"'
-        ) from error
+        text = f'samestep watch requires its server ({error}): pip install "samestep[watch]"'
+        raise ConfigError(text) from error
     token = None if options.token_file is None else read_token(options.token_file)
     if token is None and not is_loopback(options.host):
         raise ConfigError(
@@ -73,9 +60,8 @@ def read_token(file: Path) -> str:
     try:
         token = file.read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--token-file {file} cannot be read: {error}; expected one line of ASCII"
-        ) from error
+        text = f"--token-file {file} cannot be read: {error}; expected one line of ASCII"
+        raise ConfigError(text) from error
     if len(token) < SHORTEST_TOKEN or not token.isprintable() or " " in token:
         raise ConfigError(
             f"--token-file {file} must have one line of at least {SHORTEST_TOKEN} characters "
@@ -97,8 +83,8 @@ def _listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= LARGEST_PORT:
         raise ConfigError(f"--port must be from 0 to {LARGEST_PORT}, got {port}")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = found
         with ExitStack() as exits:
             # asyncio sets TCP_NODELAY only on sockets with a protocol; without it, response bodies
             # would wait until the headers are acknowledged

@@ -1,4 +1,4 @@
-"""Curves of scalars: their points, moving averages, and the few points that draw like all."""
+"""Curves of scalars: points, moving averages, and downsampling that preserves the picture."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Table:
         return tuple(array[: self._rows] for array in self._arrays)
 
     def filter(self, rows: NDArray[np.bool_]) -> None:
-        """Remove all rows but those marked true."""
+        """Remove the rows that are not marked true."""
         self._arrays = [column[rows] for column in self.columns()]
         self._rows = int(np.count_nonzero(rows))
 
@@ -155,8 +155,7 @@ class Points:
 
     def at(self, rows: NDArray[np.intp] | slice) -> Points:
         """Return some of the points."""
-        columns = vars(self).values()
-        some: list[Any] = [None if column is None else column[rows] for column in columns]
+        some: list[Any] = [None if each is None else each[rows] for each in vars(self).values()]
         return Points(*some)
 
     def to_json(
@@ -166,7 +165,7 @@ class Points:
         x = getattr(self, axis)
         if (x[1:] < x[:-1]).any():  # a clock was set back, or no run wrote this record
             return self.at(np.argsort(x, kind="stable")).to_json(start, end, points, axis)
-        inside = self.at(rows_between(x, start, end))
+        inside = self.at(row_range(x, start, end))
         x = getattr(inside, axis)
         lows = [column for column in (inside.value, inside.low) if column is not None]
         highs = [column for column in (inside.value, inside.high) if column is not None]
@@ -211,7 +210,7 @@ def equal_spans(x: NDArray[Any], count: int) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in pairwise(bounds) if start < stop]
 
 
-def rows_between(x: NDArray[Any], start: float | None, end: float | None) -> slice:
+def row_range(x: NDArray[Any], start: float | None, end: float | None) -> slice:
     """Return the rows of ascending `x` from `start` to `end` inclusive; None means no limit."""
     first = 0 if start is None else int(np.searchsorted(x, start, side="left"))
     stop = len(x) if end is None else int(np.searchsorted(x, end, side="right"))
@@ -220,11 +219,8 @@ def rows_between(x: NDArray[Any], start: float | None, end: float | None) -> sli
 
 def to_list(values: NDArray[Any]) -> list[float | None]:
     """Return values for JSON: those that are not finite become None."""
-    finite = np.isfinite(values)
-    return [
-        value if known else None
-        for value, known in zip(values.tolist(), finite.tolist(), strict=True)
-    ]
+    pairs = zip(values.tolist(), np.isfinite(values).tolist(), strict=True)
+    return [value if finite else None for value, finite in pairs]
 
 
 def to_number(value: object) -> float | None:

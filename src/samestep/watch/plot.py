@@ -45,64 +45,40 @@ STYLE: Final[dict[Any, Any]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `samestep plot` to its parser."""
-    parser.add_argument("locations", **LOCATIONS)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="the picture to write: a .png, .pdf or .svg file",
-    )
-    parser.add_argument(
-        "--scalars",
-        metavar="NAMES",
-        help="scalars to draw, comma-separated, one panel each (default: all)",
-    )
-    parser.add_argument(
-        "--x",
-        choices=AXES,
-        default="step",
-        help="x axis: step (default), or time since the start of the run",
-    )
-    parser.add_argument("--log", action="store_true", help="use a logarithmic y axis")
-    parser.add_argument(
-        "--smooth",
-        type=float,
-        default=0.0,
-        metavar="WEIGHT",
-        help="draw a moving average with this weight on earlier values, such as 0.9",
-    )
-    parser.add_argument(
-        "--size",
-        metavar="WIDTHxHEIGHT",
-        help="size of the picture in inches (default: 6x4, larger for several panels)",
-    )
+    add = parser.add_argument
+    add("locations", **LOCATIONS)
+    out = "picture to write: a .png, .pdf or .svg file"
+    add("--out", type=Path, required=True, metavar="FILE", help=out)
+    scalars = "scalars to draw, comma-separated, one panel each (default: all)"
+    add("--scalars", metavar="NAMES", help=scalars)
+    x = "x axis: step (default), or time since the start of the run"
+    add("--x", choices=AXES, default="step", help=x)
+    add("--log", action="store_true", help="use a logarithmic y axis")
+    smooth = "draw a moving average with this weight on earlier values, such as 0.9"
+    add("--smooth", type=float, default=0.0, metavar="WEIGHT", help=smooth)
+    size = "size of the picture in inches (default: 6x4, larger for several panels)"
+    add("--size", metavar="WIDTHxHEIGHT", help=size)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run `samestep plot` and return its exit status.
-
-    Raises `ConfigError` for wrong options, `RecordError` if there is nothing to plot.
-    """
+    """Draw the picture and return 0. Raises `ConfigError`, or `RecordError` if nothing is found."""
     if options.out.suffix not in FORMATS:
         raise ConfigError(f"--out must end in {', '.join(FORMATS)}, got {options.out}")
     if not 0 <= options.smooth < 1:
         raise ConfigError(f"--smooth must be at least 0 and below 1, got {options.smooth}")
-    size = None if options.size is None else _size(options.size)
+    if options.size is not None:
+        options.size = _size(options.size)
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ConfigError(
-            'samestep plot requires matplotlib: pip install "samestep[plot]"'
-        ) from error
+        text = 'samestep plot requires matplotlib: pip install "samestep[plot]"'
+        raise ConfigError(text) from error
     views = _read(options.locations)
     names = _choose(views, options.scalars)
     with mpl.rc_context():
-        # the user's own settings must not change the picture
-        mpl.rcdefaults()
+        mpl.rcdefaults()  # the user's own settings must not change the picture
         mpl.rcParams.update(STYLE)
-        figure = _draw(views, names, size, axis=options.x, log=options.log, smooth=options.smooth)
-        _save(figure, options.out)
+        _save(_draw(views, names, options), options.out)
     return 0
 
 
@@ -110,10 +86,8 @@ def _size(text: str) -> tuple[float, float]:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)x(\d+(?:\.\d+)?)", text)
     width, height = map(float, found.groups()) if found else (0.0, 0.0)
     if not (1 <= width <= LARGEST and 1 <= height <= LARGEST):
-        raise ConfigError(
-            f"--size must be a width and a height from 1 to {LARGEST:g} inches, such as 6x4, "
-            f"got {text}"
-        )
+        expected = f"a width and a height from 1 to {LARGEST:g} inches, such as 6x4"
+        raise ConfigError(f"--size must be {expected}, got {text}")
     return width, height
 
 
@@ -121,10 +95,8 @@ def _read(locations: Sequence[str]) -> list[View]:
     views = open_views(*locations)
     for location in views.locations:
         if not views.at(location):
-            raise RecordError(
-                f"no record at {location}; "
-                "pass a run's folder, a folder of runs, or the URL of either"
-            )
+            expected = "a run's folder, a folder of runs, or the URL of either"
+            raise RecordError(f"no record at {location}; pass {expected}")
     for view in views.values():
         view.refresh()
     return list(views.values())
@@ -132,8 +104,7 @@ def _read(locations: Sequence[str]) -> list[View]:
 
 def _choose(views: Iterable[View], wanted: str | None) -> list[str]:
     """Return the names of the scalars to draw."""
-    found = [scalar["name"] for view in views for scalar in view.summary()["scalars"]]
-    known = list(dict.fromkeys(found))
+    known = list(dict.fromkeys(name for view in views for name in view.scalars()))
     if not known:
         raise RecordError("nothing to plot: no run has a scalar yet; log one with run.log")
     if wanted is None:
@@ -147,45 +118,39 @@ def _choose(views: Iterable[View], wanted: str | None) -> list[str]:
     return names
 
 
-def _draw(
-    views: Sequence[View],
-    names: Sequence[str],
-    size: tuple[float, float] | None,
-    *,
-    axis: str,
-    log: bool,
-    smooth: float,
-) -> Figure:
+def _draw(views: Sequence[View], names: Sequence[str], options: argparse.Namespace) -> Figure:
     """Draw one panel per scalar, with one curve per run."""
     from matplotlib.figure import Figure
 
     columns = math.ceil(math.sqrt(len(names)))
     rows = math.ceil(len(names) / columns)
     panel = PANEL if len(names) == 1 else SMALL_PANEL
-    figure = Figure(figsize=size or (panel[0] * columns, panel[1] * rows), layout="constrained")
-    panels = [figure.add_subplot(rows, columns, number) for number in range(1, len(names) + 1)]
-    starts = [(view.row()["started"] or 0.0) if axis == "time" else 0.0 for view in views]
+    size = options.size or (panel[0] * columns, panel[1] * rows)
+    figure = Figure(figsize=size, layout="constrained")
+    is_time = options.x == "time"
+    starts = [(view.row()["started"] or 0.0) if is_time else 0.0 for view in views]
     curves = {
-        (name, number): view.curve(name, points=POINTS, smooth=smooth, axis=axis)
+        (name, number): view.curve(name, points=POINTS, smooth=options.smooth, axis=options.x)
         for name in names
         for number, view in enumerate(views)
-        if view.has_curve(name)
+        if name in view.scalars()
     }
     longest = max(
         (curve["x"][-1] - starts[number] for (_, number), curve in curves.items() if curve["x"]),
         default=0.0,
     )
-    units = [unit for unit in UNITS if longest >= 2 * unit[0]] or [UNITS[-1]]
-    unit, label = units[0] if axis == "time" else (1.0, "step")
-    for panel_axes, name in zip(panels, names, strict=True):
-        panel_axes.set_title(name, parse_math=False)
-        panel_axes.set_xlabel(label)
-        if log:
-            panel_axes.set_yscale("log", nonpositive="clip")
+    of_time = next((unit for unit in UNITS if longest >= 2 * unit[0]), UNITS[-1])
+    unit, label = of_time if is_time else (1.0, "step")
+    for place, name in enumerate(names, 1):
+        axes = figure.add_subplot(rows, columns, place)
+        axes.set_title(name, parse_math=False)
+        axes.set_xlabel(label)
+        if options.log:
+            axes.set_yscale("log", nonpositive="clip")
         for number in range(len(views)):
             if curve := curves.get((name, number)):
                 x = [(x - starts[number]) / unit for x in curve["x"]]
-                _draw_curve(panel_axes, curve, x, number)
+                _draw_curve(axes, curve, x, number)
     if len(views) > 1:
         _add_legend(figure, views)
     return figure
@@ -227,11 +192,9 @@ def _floats(values: Sequence[float | None] | None) -> list[float]:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    dates = {".svg": "Date", ".pdf": "CreationDate"}
-    metadata = {dates[path.suffix]: None} if path.suffix in dates else None
+    date = {".svg": "Date", ".pdf": "CreationDate"}.get(path.suffix)
     try:
-        figure.savefig(path, metadata=metadata)
+        figure.savefig(path, metadata={date: None} if date else None)
     except OSError as error:
-        raise ConfigError(
-            f"--out {path} cannot be written: {error.strerror}; use a writable folder"
-        ) from error
+        text = f"--out {path} cannot be written: {error.strerror}; use a writable folder"
+        raise ConfigError(text) from error

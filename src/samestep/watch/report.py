@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from itertools import zip_longest
 from pathlib import Path
@@ -28,7 +28,6 @@ FEWEST_POINTS: Final = 60
 ALL_POINTS: Final = 400_000  # of all curves, about 15 MB
 SPANS: Final = 500
 DIGITS: Final = 6  # of a value, more than a screen shows
-DEFAULT_MEGABYTES: Final = 20
 
 PAGE: Final = Path(__file__).parent / "page"
 MAIN: Final = "main.js"
@@ -42,26 +41,14 @@ _ICON: Final = re.compile(r'(?<=<link rel="icon" href=")page/([\w.]+)')
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `samestep report` to its parser."""
     parser.add_argument("locations", **LOCATIONS)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("report.html"),
-        help="the file to write (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--images",
-        type=float,
-        metavar="MB",
-        default=DEFAULT_MEGABYTES,
-        help="megabytes of images to include, newest first (default: %(default)s)",
-    )
+    out = "file to write (default: %(default)s)"
+    parser.add_argument("--out", type=Path, default=Path("report.html"), help=out)
+    images = "megabytes of images to include, newest first (default: %(default)s)"
+    parser.add_argument("--images", type=float, metavar="MB", default=20, help=images)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run `samestep report` and return its exit status.
-
-    Raises `ConfigError` for wrong options, `RecordError` if there is no run.
-    """
+    """Write the report and return 0. Raises `ConfigError`, or `RecordError` if there is no run."""
     if not options.images >= 0:
         raise ConfigError(f"--images must be at least 0 megabytes, got {options.images}")
     check_locations(options.locations)
@@ -69,16 +56,15 @@ def main(options: argparse.Namespace) -> int:
     try:
         options.out.write_text(report.page, encoding="utf-8", newline="")
     except OSError as error:
-        raise ConfigError(
-            f"--out {options.out} cannot be written: {error.strerror}; use an existing folder"
-        ) from error
+        text = f"--out {options.out} cannot be written: {error.strerror}; use an existing folder"
+        raise ConfigError(text) from error
     sys.stdout.write(f"{options.out}: {report.text}\n")
     return 0
 
 
 @dataclass(frozen=True)
 class Report:
-    """A report: the text of its file, and a sentence on what it contains and leaves out."""
+    """A report: the HTML of its file, and a summary of its content as text."""
 
     page: str
     text: str
@@ -109,43 +95,36 @@ def make_report(locations: Iterable[str], *, image_bytes: int) -> Report:
             for axis in AXES:
                 curve = view.curve(scalar["name"], points=points, axis=axis)
                 responses[_path("curve", id=view.id, name=scalar["name"], x=axis)] = _rounded(curve)
-    images = _Images(image_bytes)
+    images: dict[str, str] = {}
+    room, left_out = image_bytes, 0
     for view, number in _newest_first(summaries):
-        images.add(view, number)
+        if image := _read_image(view, number, room):
+            kind, data = image
+            url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+            images[_path("image", id=view.id, number=number)] = url
+            room -= len(data)
+        else:
+            left_out += 1
     now = time.time()
     text = (
         f"Report of {counted(len(views), 'run')}, "
         f"written {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(now))}; "
         f"at most {points} points per curve, including its extremes"
     )
-    if images.left_out:
-        total = images.left_out + len(images.included)
-        text += f"; {images.left_out} of {total} images left out: over --images, missing or damaged"
+    if left_out:
+        total = left_out + len(images)
+        text += f"; {left_out} of {total} images left out: over --images, missing or damaged"
     report = {"text": text, "written": now}
-    return Report(one_file({"answers": responses | images.included, "report": report}), text)
+    return Report(one_file({"answers": responses | images, "report": report}), text)
 
 
-@dataclass
-class _Images:
-    """Images as data URLs, up to `room` bytes of files."""
-
-    room: int
-    included: dict[str, str] = field(default_factory=dict)
-    left_out: int = 0
-
-    def add(self, view: View, number: int) -> None:
-        """Include an image if it fits and can be read."""
-        try:
-            kind, size, chunks = view.open_image(number)
-            data = b"".join(chunks) if kind and size <= self.room else None
-        except RecordError:
-            data = None
-        if data is None:
-            self.left_out += 1
-            return
-        self.room -= len(data)
-        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
-        self.included[_path("image", id=view.id, number=number)] = url
+def _read_image(view: View, number: int, room: int) -> tuple[str, bytes] | None:
+    """Return an image's media type and bytes, None if it has more than `room` or is damaged."""
+    try:
+        kind, size, chunks = view.open_image(number)
+        return (kind, b"".join(chunks)) if kind and size <= room else None
+    except RecordError:
+        return None
 
 
 def _newest_first(summaries: dict[View, dict[str, Any]]) -> Iterable[tuple[View, int]]:
@@ -167,20 +146,15 @@ def _path(endpoint: str, **query: str | int) -> str:
 def _rounded(value: Any) -> Any:
     """Return JSON with `DIGITS` digits; x values, which may be times, to microseconds."""
     if isinstance(value, dict):
-        return {
-            key: [round(x, 6) for x in inner] if key == "x" else _rounded(inner)
-            for key, inner in value.items()
-        }
+        rounded = {key: _rounded(inner) for key, inner in value.items() if key != "x"}
+        return {"x": [round(x, 6) for x in value["x"]], **rounded} if "x" in value else rounded
     if isinstance(value, list):
         return [_rounded(inner) for inner in value]
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
 def one_file(data: dict[str, Any]) -> str:
-    """Return the page with its styles, scripts and `data` embedded.
-
-    A content policy permits these scripts and styles and embedded images only.
-    """
+    """Return the page with its styles, scripts and `data`; a policy permits nothing else."""
     page = _read("index.html")
     scripts = [_script(name) for name in _SCRIPT.findall(page)]
     hashes = [" ".join(map(_hash, group)) for group in (scripts, map(_read, _STYLE.findall(page)))]
@@ -210,24 +184,19 @@ def _script(name: str) -> str:
     """Return a script, or the main module bundled with all its imports into one script."""
     if name != MAIN:
         return _read(name)
-    sources: dict[str, str] = {}
+    imports: dict[str, list[str]] = {}
     found = [MAIN]
     while found:
-        module = found.pop()
-        if module not in sources:
-            sources[module] = _read(module)
-            found += _imports(sources[module])
-    order = TopologicalSorter({module: _imports(source) for module, source in sources.items()})
-    modules = "".join(_module(name, sources[name]) for name in order.static_order())
+        if (module := found.pop()) not in imports:
+            imports[module] = [other for _, other in _IMPORT.findall(_read(module))]
+            found += imports[module]
+    modules = "".join(map(_module, TopologicalSorter(imports).static_order()))
     return f'(() => {{\n"use strict";\n{modules}}})();\n'
 
 
-def _imports(source: str) -> list[str]:
-    return [module for _, module in _IMPORT.findall(source)]
-
-
-def _module(name: str, source: str) -> str:
+def _module(name: str) -> str:
     """Return a module as a call that returns its exports, which no module reassigns."""
+    source = _read(name)
     exports = ", ".join(export for _, export in _EXPORT.findall(source))
     body = _EXPORT.sub(r"\1 \2", source)
     body = _IMPORT.sub(

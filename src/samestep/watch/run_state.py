@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 
 from samestep.record.record import PARTS
 from samestep.record.source import STARTS, StepPosition, step_position, valid_until
-from samestep.watch.curves import Curve, to_float, to_int, to_number
+from samestep.watch.curves import Curve, to_float, to_int, to_number, to_text
 from samestep.watch.timings import RECENT, Timings, started_workers
 
 Event: TypeAlias = Mapping[str, Any]
@@ -40,7 +40,6 @@ class Image:
 
     @property
     def step(self) -> int:
-        """The step in which it was logged."""
         return int(self.place[0])
 
 
@@ -59,8 +58,7 @@ class TimelineEvent:
 class RunState:
     """The state of a run after some of its events, with its curves, timings, images and timeline.
 
-    A start removes the events that it makes void, so that the state always equals what
-    `samestep.record.read_history` gives for the events so far.
+    A start removes the events that it makes void, as `samestep.record.read_history` does.
     """
 
     def __init__(self) -> None:
@@ -172,7 +170,7 @@ class RunState:
         self._image_count += 1
 
     def _reach(self, step: float | None, time: float | None = None) -> None:
-        """Note that `step` steps are done, and at which time if it is known."""
+        """Record that `step` steps are done, and the time if it is known."""
         if step is None or step <= self.step:
             return
         self.step = step
@@ -181,8 +179,7 @@ class RunState:
 
     def _add_to_timeline(self, event: Event, kind: str, time: float) -> None:
         text, tone = describe(event, kind, self.start)
-        detail = event.get("traceback") if isinstance(event.get("traceback"), str) else None
-        step = to_int(event.get("step"))
+        step, detail = to_int(event.get("step")), to_text(event.get("traceback"))
         self.timeline.append(TimelineEvent(time, kind, step, text, tone, detail))
 
 
@@ -196,7 +193,9 @@ def describe(event: Event, kind: str, before: Event) -> tuple[str, str]:
         text, tone = _describe_start(event, kind, before), INFO
     elif kind in DESCRIPTIONS:
         usual, template = DESCRIPTIONS[kind]
-        fields = defaultdict(lambda: None, {**event, "worker": _worker(event)})
+        rank, host = event.get("rank"), event.get("host")
+        worker = f"worker {rank} on {host}" if host else f"worker {rank}"
+        fields = defaultdict(lambda: None, {**event, "worker": worker})
         text = template.format_map(fields) if isinstance(template, str) else template(event)
         tone = BAD if event.get("error") else usual
     else:
@@ -207,10 +206,9 @@ def describe(event: Event, kind: str, before: Event) -> tuple[str, str]:
 
 def _describe_start(event: Event, kind: str, before: Event) -> str:
     workers, workers_before = len(started_workers(event)), len(started_workers(before))
-    count = counted(workers, "worker")
+    count, lanes = counted(workers, "worker"), event.get("lanes")
     if kind == "started":
-        lanes = f", {event['lanes']} lanes" if isinstance(event.get("lanes"), int) else ""
-        return f"started with {count}{lanes}"
+        return f"started with {count}" + (f", {lanes} lanes" if isinstance(lanes, int) else "")
     text = f"resumed at step {event.get('step')} with {count}"
     if before and workers_before != workers:
         text += f": resized from {workers_before} to {count}"
@@ -231,11 +229,6 @@ def _describe_stop(event: Event) -> str:
     except ValueError:
         name = f"signal {number}"
     return f"stopped at step {event.get('step')} by {name}"
-
-
-def _worker(event: Event) -> str:
-    host = event.get("host")
-    return f"worker {event.get('rank')}" + (f" on {host}" if host else "")
 
 
 def _describe_loop(event: Event) -> str:

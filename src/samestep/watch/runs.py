@@ -1,4 +1,4 @@
-"""The runs at some locations: finding them, following their records, and announcing changes."""
+"""The runs at some locations: find them, follow their records, and announce changes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import time
+from collections import ChainMap
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ LOCATIONS: Final[dict[str, Any]] = {
     "nargs": "+",
     "help": "a run's folder, a folder of runs, or the URL of either",
 }
-MESSAGE_SECONDS: Final = 0.75  # between two messages, so that news arrive within a second
+MESSAGE_SECONDS: Final = 0.75  # between two messages: news arrives within a second
 KEEP_ALIVE_SECONDS: Final = 15.0
 JOIN_SECONDS: Final = 1.0
 MOST_SUBSCRIBERS: Final = 100
@@ -42,10 +43,7 @@ class Views(Mapping[str, View]):
         self._places = {location: RunLocation(location) for location in self._prefixes}
 
     def __getitem__(self, id: str) -> View:  # noqa: A002
-        for views in self._views.values():
-            if id in views:
-                return views[id]
-        raise KeyError(id)
+        return ChainMap(*self._views.values())[id]
 
     def __iter__(self) -> Iterator[str]:
         return iter([run for views in self._views.values() for run in views])
@@ -63,10 +61,7 @@ class Views(Mapping[str, View]):
         return list(self._views[location].values())
 
     def scan(self, location: str) -> bool:
-        """Look for new and removed runs at a location, and return whether there were any.
-
-        Raises `RecordError` if the location cannot be read now.
-        """
+        """Update the runs at a location; return whether that changed any. Raises `RecordError`."""
         prefix, before = self._prefixes[location], self._views[location]
         views = {}
         for path in self._places[location].find():
@@ -80,9 +75,8 @@ class Views(Mapping[str, View]):
 def open_views(*locations: str | Path) -> Views:
     """Return the runs at or below folders or URLs.
 
-    The ids are those of `samestep.record.source.RunLocation`; with several locations, the name of
-    the location precedes them. Raises `RecordError` if a location cannot be read, `ConfigError` for
-    a bad URL.
+    An id is the path of a run below its location, after the location's name if there are several.
+    Raises `RecordError` if a location cannot be read, `ConfigError` for an invalid URL.
     """
     views = Views(*locations)
     for location in views.locations:
@@ -120,7 +114,7 @@ def _name(location: str) -> str:
 
 @dataclass(frozen=True)
 class PollInterval:
-    """Seconds between polls: `shortest` while there is news, rising to `longest` without."""
+    """Seconds between polls: `shortest` while there is news, increasing to `longest` without."""
 
     shortest: float
     longest: float
@@ -138,7 +132,7 @@ REMOTE_SCAN: Final = PollInterval(shortest=1.0, longest=10.0)
 
 
 class Follower(threading.Thread):
-    """Reads what is new of the runs at one location, a few MB of each in turn.
+    """Reads new events of the runs at one location, a few MB of each in turn.
 
     Calls `notify` with the ids of runs that changed, and with an empty set when `faults` changed.
     """
@@ -154,7 +148,7 @@ class Follower(threading.Thread):
         self._due: dict[str, tuple[float, float]] = {}  # by run: next poll, last news
 
     def stop(self) -> None:
-        """Stop soon."""
+        """Stop before the next poll."""
         self._stopped.set()
 
     def run(self) -> None:
@@ -178,7 +172,6 @@ class Follower(threading.Thread):
         return is_new
 
     def _poll(self, view: View) -> bool:
-        """Read the next part of a run's record if it is due, and return whether there was news."""
         read = partial(self._try, view.source.location, view.advance)
         return self._poll_if_due(view.id, self._interval, read)
 
@@ -209,7 +202,7 @@ class Follower(threading.Thread):
 
 
 class Changes:
-    """Announces which runs changed: a message names a run once, however often it changed."""
+    """Announces changed runs: a message names a run once, even if it changed several times."""
 
     def __init__(self, views: Views) -> None:
         self._views = views

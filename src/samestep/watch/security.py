@@ -1,4 +1,4 @@
-"""Checks of requests: who may read, what a browser may do with it, and valid query parameters.
+"""Checks of requests: authorization, headers for browsers, and query parameters.
 
 Without a token the server listens on loopback only, and answers only requests for a loopback name.
 A page of another site whose name resolves to this machine (DNS rebinding) sends that name as Host.
@@ -49,7 +49,6 @@ class Guard:
         self._pass = hashlib.sha256(f"samestep watch {token}".encode()).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or pass it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -100,10 +99,9 @@ def _equal(given: str, expected: str) -> bool:
 
 
 class Query:
-    """The query parameters of a request, of which only `names` are valid.
+    """The query parameters of a request. Only `names` are valid, and no value is used as a path.
 
-    Raises `HTTPException` with status 400 for any other and for invalid values. No parameter is
-    ever used as a path.
+    Raises `HTTPException` with status 400 for any other parameter and for invalid values.
     """
 
     def __init__(self, params: QueryParams, *names: str) -> None:

@@ -2,10 +2,8 @@
 
 GET /, /page/NAME          the page and its files
 GET /api/runs              {"runs": [{id, name, state, started, updated, step, epoch, workers,
-                           lanes}], "faults": [{location, text}]}; faults are the locations that
-                           cannot be read now
-GET /api/run?id=           everything about a run except its curves: progress, scalars, images,
-                           workers, parts, events, config, sinks
+                           lanes}], "faults": [{location, text}]}; faults: unreadable locations
+GET /api/run?id=           progress, scalars, images, workers, parts, events, config, sinks
 GET /api/curve?id=&name=   {x, value, low, high, smooth, points, exact}; optional: from=, to=,
                            points=1000, smooth=0, x=step|time
 GET /api/timing?id=        {x, parts, workers}: seconds per step; optional: from=, to=, points=500
@@ -13,9 +11,8 @@ GET /api/image?id=&number= an image; its first bytes determine its media type
 GET /api/changes           server-sent events: {"ids": [...]} of the runs that changed, empty if
                            faults changed, at most one per 0.75 s
 
-States are running, stopped, finished, failed and silent. Times are Unix seconds. Numbers that are
-not finite are null. The response is 400 for an invalid parameter, and 404 for an unknown run,
-curve or image, both as plain text.
+States are running, stopped, finished, failed and silent. Times are Unix seconds. Nonfinite numbers
+are null. The status is 400 for an invalid parameter, and 404 for an unknown run, curve or image.
 """
 
 from __future__ import annotations
@@ -57,8 +54,6 @@ MOST_POINTS: Final = 20_000
 MOST_SPANS: Final = 5_000
 MOST_IMAGES: Final = 10**9
 LARGEST_SMOOTHING: Final = 0.999
-MOST_CONNECTIONS: Final = 500
-GRACE_SECONDS: Final = 1  # for responses that are being sent when the server stops
 
 
 class Server(uvicorn.Server):
@@ -74,16 +69,16 @@ class Server(uvicorn.Server):
 
 
 def serve(views: Views, listener: socket.socket, host: str, token: str | None) -> None:
-    """Serve the page on an open socket until SIGINT or SIGTERM, then let the signal take effect."""
+    """Serve the page on an open socket until SIGINT or SIGTERM."""
     changes = Changes(views)
     config = uvicorn.Config(
         make_app(views, changes, token=token, host=host, port=listener.getsockname()[1]),
         access_log=False,
         http="h11",
-        limit_concurrency=MOST_CONNECTIONS,
+        limit_concurrency=500,
         log_level="warning",
         server_header=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_graceful_shutdown=1,
         ws="none",
     )
     Server(config, changes).run(sockets=[listener])
@@ -97,10 +92,7 @@ def make_app(
     host: str = "127.0.0.1",
     port: int = 0,
 ) -> Starlette:
-    """Return the application that serves `views` as `host` and `port`.
-
-    With a `token`, it answers only requests that have it.
-    """
+    """Return the application that serves `views`, with a `token` only to requests that have it."""
     files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in MEDIA_TYPES}
 
     def page(request: Request) -> Response:
@@ -144,8 +136,7 @@ class Api:
         return _json({"runs": [view.row() for view in self._views.values()], "faults": faults})
 
     def run(self, request: Request) -> Response:
-        query = Query(request.query_params, "id")
-        return _json(self._view(query).summary())
+        return _json(self._view(Query(request.query_params, "id")).summary())
 
     def curve(self, request: Request) -> Response:
         query = Query(request.query_params, "id", "name", "from", "to", "points", "smooth", "x")

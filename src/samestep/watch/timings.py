@@ -13,15 +13,7 @@ from numpy.typing import NDArray
 
 from samestep.record.record import PARTS
 from samestep.record.source import StepPosition
-from samestep.watch.curves import (
-    Table,
-    equal_spans,
-    rows_between,
-    to_int,
-    to_list,
-    to_text,
-    to_texts,
-)
+from samestep.watch.curves import Table, equal_spans, row_range, to_int, to_list, to_text, to_texts
 
 EXCHANGE: Final = PARTS.index("exchange")
 OTHER: Final = "other"
@@ -32,8 +24,7 @@ CLEARLY_SLOWER: Final = 1.1  # than the median of all workers
 class Timings:
     """Seconds of each step: 44 bytes per step, and 4 more per worker.
 
-    A worker's own seconds are those of its parts without `exchange`, in which it waits for the
-    slowest worker: including it, all workers would take the same time.
+    A worker's own seconds exclude `exchange`, which includes the wait for the slowest worker.
     """
 
     def __init__(self) -> None:
@@ -71,10 +62,9 @@ class Timings:
         return {name: _mean(column[-RECENT:]) for name, column in self._recent().by_part().items()}
 
     def workers(self) -> list[dict[str, Any]]:
-        """Return seconds, parts and slowest of each worker in rank order, over the newest steps.
+        """Return each worker's median own seconds and mean seconds by part, over the newest steps.
 
-        `seconds` is the median of its own seconds, `parts` the mean by part. At most one worker is
-        marked slowest: the one that is clearly slower than the median worker.
+        `slowest` marks at most one worker, which is clearly slower than the median worker.
         """
         if not self._newest:
             return []
@@ -104,11 +94,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Steps:
-    """Some steps, arrays of shape [N].
-
-    `parts` are means over a step's `workers`; `own` lists the own seconds of all workers, step by
-    step.
-    """
+    """Steps [N]: `parts` are means over `workers`; `own` has each worker's seconds, by step."""
 
     step: NDArray[Any]
     time: NDArray[Any]
@@ -118,7 +104,6 @@ class Steps:
     own: NDArray[Any]
 
     def at(self, rows: slice) -> Steps:
-        """Return consecutive steps."""
         first, count = int(self.workers[: rows.start].sum()), int(self.workers[rows].sum())
         return self._take(rows, slice(first, first + count))
 
@@ -130,7 +115,7 @@ class Steps:
         """
         if (self.step[1:] < self.step[:-1]).any():  # no run wrote this record
             return self._sorted().to_json(start, end, points)
-        steps = self.at(rows_between(self.step, start, end))
+        steps = self.at(row_range(self.step, start, end))
         if not len(steps.step):
             return {"x": [], "parts": {name: [] for name in (*PARTS, OTHER)}, "workers": []}
         bounds = equal_spans(steps.step, max(1, points))
@@ -181,7 +166,7 @@ class Steps:
 
 
 def worker_rows(start: Mapping[str, Any], timings: Timings) -> list[dict[str, Any]]:
-    """Return each worker of a start event: place, devices, lanes and timings."""
+    """Return the rank, host, devices, lanes and timings of each worker of a start event."""
     workers, timed = started_workers(start), timings.workers()
     lanes = to_int(start.get("lanes")) or 0
     unknown = {"seconds": None, "parts": dict.fromkeys((*PARTS, OTHER)), "slowest": False}

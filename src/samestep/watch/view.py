@@ -1,4 +1,4 @@
-"""The view of one run: what its record says, as JSON for the page, the report and the plot."""
+"""The view of one run: its record as JSON for the page, the report and the plot."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice, pairwise
 from pathlib import Path
+from statistics import median_high
 from threading import Lock
 from typing import Any, Final, TypeVar
 
@@ -66,7 +67,7 @@ class View:
         return is_new
 
     def advance(self) -> bool:
-        """Read the next few MB of what is new, and return whether there was any.
+        """Read the next few MB, and return whether there was anything new.
 
         Reads from the start if the record was replaced or truncated. Raises `RecordError` if the
         record cannot be read now.
@@ -169,9 +170,10 @@ class View:
                 "dropped_images": run.dropped_images,
             }
 
-    def has_curve(self, name: str) -> bool:
-        """Return whether a scalar has points."""
-        return name in self._run.curves
+    def scalars(self) -> list[str]:
+        """Return the names of the scalars that have points."""
+        with self._lock:
+            return list(self._run.curves)
 
     def curve(
         self,
@@ -182,11 +184,11 @@ class View:
         smooth: float = 0.0,
         axis: str = AXES[0],
     ) -> dict[str, Any]:
-        """Return what to draw of a scalar: x, value, low, high, smooth, points, exact.
+        """Return the points to draw of a scalar: x, value, low, high, smooth, points, exact.
 
-        That is at most `points` points from `start` to `end` of the axis, both included; None means
-        no limit. `smooth` is the weight of earlier values in a moving average, 0 for none. Raises
-        `KeyError` if there is no such scalar.
+        At most `points` points from `start` to `end` of the axis, inclusive; None means no limit.
+        `smooth` is the weight of earlier values in a moving average, 0 for none. Raises `KeyError`
+        if there is no such scalar.
         """
         with self._lock:
             curve = self._run.curves[name].points(smooth)
@@ -201,10 +203,9 @@ class View:
         return steps.to_json(start, end, points)
 
     def open_image(self, number: int) -> tuple[str | None, int, Iterator[bytes]]:
-        """Return an image's media type, size in bytes, and content in chunks.
+        """Return an image's media type (see `media_type`), size in bytes, and content in chunks.
 
-        The media type is that of its first bytes, None if the file is not a PNG, JPEG, WebP or
-        GIF. Raises `KeyError` if there is no such image, `RecordError` if it cannot be read.
+        Raises `KeyError` if there is no such image, `RecordError` if it cannot be read.
         """
         size, chunks = self.source.open_image(self._run.images[number].path)
         first = next(chunks, b"")
@@ -221,9 +222,8 @@ def media_type(data: bytes) -> str | None:
 def _state(run: RunState, now: float, seen: float | None) -> str:
     if run.state != "running":
         return run.state
-    times = [time for _, time in run.paces]
-    gaps = sorted(later - time for time, later in pairwise(times))
-    usual = gaps[len(gaps) // 2] if gaps else 0.0
+    gaps = [later - time for (_, time), (_, later) in pairwise(run.paces)]
+    usual = median_high(gaps) if gaps else 0.0
     newest = max(run.updated or 0.0, seen or 0.0)  # the clock of another machine may differ
     is_silent = now - newest > max(SILENT_SECONDS, SILENT_STEPS * usual)
     return "silent" if is_silent else "running"
@@ -252,7 +252,7 @@ def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:
 
 
 def _samples(loop: Mapping[str, Any], done: int | None, batch: int | None) -> int | None:
-    """Return how many samples a loop has used: the last batch of an epoch may be short."""
+    """Return the number of samples that a loop has used. An epoch's last batch may be short."""
     if done is None or batch is None:
         return None
     size, steps = to_int(loop.get("samples")), to_int(loop.get("steps_per_epoch"))
@@ -271,9 +271,9 @@ def _images(run: RunState) -> list[dict[str, Any]]:
 
 
 def thin(items: Sequence[Item], most: int) -> list[Item]:
-    """Return every first, second, fourth, eighth, … item and the last: at most `most` + 1.
+    """Return every first, second, fourth, … item and the last: at most `most` + 1.
 
-    Most of them stay the same as items are added.
+    Most results stay the same as items are added.
     """
     stride = 1
     while len(items) > most * stride:

@@ -141,7 +141,7 @@ def test_a_kernel_without_shared_files_is_a_problem(tmp_path):
     assert "In-memory snapshots" not in findings(section, "problem")
     assert "seccomp" in findings(section, "problem")
     section = examine_memory(case_of(tmp_path, lacking=["memfd_create"]))
-    assert "In-memory snapshots are not possible" in findings(section, "problem")
+    assert "In-memory snapshots do not work" in findings(section, "problem")
 
 
 def examine_files(tmp_path, soft, hard=4096, **others):

@@ -54,7 +54,7 @@ def test_a_script_is_measured_and_larger_runs_are_predicted(scale, tmp_path):
         r"2 lanes, batches of 8, 0\.0026 MB of parameters, unsharded optimizer, on cpu", printed
     )
     assert "between hosts: 20 us per message, 12.5 GB/s (as given)" in printed
-    assert "workers beyond 2 lanes have nothing to do" in printed
+    assert "samestep starts at most one worker per lane (2)" in printed
     assert picture.read_text().startswith("<?xml")
 
     results = json.loads(file.read_text())

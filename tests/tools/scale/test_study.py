@@ -141,10 +141,10 @@ def test_workers_share_the_memory_for_the_largest_lane_batch():
 
 
 def test_a_busy_machine_is_reported():
-    assert "Other programs were using this machine (load 1.5)" in _text(
+    assert "This machine was busy (load 1.5)" in _text(
         _study({1: [_timing(8.0)]}, capacity=2, load=1.5)
     )
-    assert "Other programs" not in _text(_study({1: [_timing(8.0)]}))
+    assert "busy" not in _text(_study({1: [_timing(8.0)]}))
 
 
 def test_the_study_is_json():

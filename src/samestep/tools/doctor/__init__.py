@@ -1,4 +1,4 @@
-"""`samestep doctor`: report what this machine has, measure it, and say what should be fixed."""
+"""`samestep doctor`: describe this machine, measure it, and list problems with their fixes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from samestep.config import PREFIX
 from samestep.errors import ConfigError
-from samestep.tools.common import format_bytes
+from samestep.tools.common import format_bytes, some
 from samestep.tools.doctor.cluster import examine_directory, examine_launchers, examine_links
 from samestep.tools.doctor.resources import (
     examine_limits,
@@ -24,7 +24,7 @@ from samestep.tools.doctor.resources import (
     usable_cores,
 )
 from samestep.tools.doctor.software import examine_gpus, examine_software, find_gpus
-from samestep.tools.doctor.system import Case, Finding, Section, System, good, note, problem, some
+from samestep.tools.doctor.system import Case, Finding, Section, System, good, note, problem
 
 MEGABYTE: Final = 1_000_000  # smaller messages measure latency, not bandwidth
 PROBE_SECONDS: Final = 60.0  # for all measurements, which usually take a tenth of it
@@ -40,17 +40,12 @@ SEVERITIES: Final = ("problem", "note", "good")  # the most urgent first
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `samestep doctor` to its parser."""
     parser.epilog = "Exit status: 0 if no problem was found, 1 otherwise."
-    parser.add_argument(
-        "--dir", type=Path, help="directory of the run (default: SAMESTEP_DIR, or this directory)"
-    )
+    directory = "directory of the run (default: SAMESTEP_DIR, or the current directory)"
+    parser.add_argument("--dir", type=Path, help=directory)
     parser.add_argument("--quick", action="store_true", help="repeat measurements less often")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument(
-        "-n",
-        "--workers",
-        type=int,
-        help="workers of the run on this machine (default: one per GPU, or one per core)",
-    )
+    workers = "workers of the run on this machine (default: one per GPU, or one per core)"
+    parser.add_argument("-n", "--workers", type=int, help=workers)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -81,33 +76,21 @@ def default_workers(system: System) -> int:
 
 def examine(case: Case) -> list[Section]:
     """Return the results of all checks in the order in which they are printed."""
-    return [
-        examine_software(case),
-        examine_processors(case),
-        examine_gpus(case),
-        examine_memory(case),
-        examine_limits(case),
-        examine_links(case),
-        examine_launchers(case),
-        examine_directory(case),
-        examine_measurements(case),
-    ]
+    machine = (examine_software, examine_processors, examine_gpus, examine_memory, examine_limits)
+    cluster = (examine_links, examine_launchers, examine_directory)
+    return [check(case) for check in (*machine, *cluster, examine_measurements)]
 
 
 def measure(directory: Path, *, quick: bool, gpus: bool) -> tuple[dict[str, Any], str]:
     """Return the report of the probe process, and the reason if there is none."""
-    command = [
-        *(sys.executable, "-m", "samestep.tools.doctor.probe", str(directory)),
-        *["--quick"] * quick,
-        *["--gpus"] * gpus,
-    ]
+    command = [sys.executable, "-m", "samestep.tools.doctor.probe", str(directory)]
+    command += ["--quick"] * quick + ["--gpus"] * gpus
     # another check reports wrong variables
     environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     pipe = subprocess.PIPE
     try:
-        with subprocess.Popen(
-            command, stdout=pipe, stderr=pipe, text=True, env=environment
-        ) as process:
+        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+        with process:
             try:
                 output, errors = process.communicate(timeout=PROBE_SECONDS)
             except BaseException as error:
@@ -135,10 +118,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 def examine_measurements(case: Case) -> Section:
-    """Report medians, each with the lowest and the highest value.
-
-    A slow figure is only a note, because this machine may be busy at the moment.
-    """
+    """Report medians with their spread. Slow ones are only notes: this machine may be busy."""
     rows = [row for row in case.torch.get("measured", ()) if row["seconds"]]
     facts = {
         f"{row['name']}, {_decimal_size(row['bytes'])}" if row["bytes"] else row["name"]: {
@@ -165,28 +145,22 @@ def _decimal_size(nbytes: int) -> str:
 def _check_measurements(case: Case, medians: Mapping[str, tuple[float, int]]) -> Iterator[Finding]:
     if "workers_error" in case.torch:
         yield problem(
-            "two workers on this host could not start or communicate: "
-            f"{case.torch['workers_error']}.",
+            f"two workers of this host could not start or connect: {case.torch['workers_error']}.",
             "fix the problems above first; then samestep run -n 2 with any script shows more",
         )
     local = "--dir on a local disk, with --remote for a second copy"
     if WRITE in medians:
         seconds, nbytes = medians[WRITE]
         rate = nbytes / seconds
+        speed = f"{format_bytes(rate)} per second can be written to {case.directory}"
         if rate < SLOW_WRITE:
-            yield note(
-                f"{format_bytes(rate)} per second can be written to {case.directory}: a snapshot of 1 GB "
-                f"takes {1e9 / rate:.0f} s, while training continues.",
-                local,
-            )
+            duration = f"a snapshot of 1 GB takes {1e9 / rate:.0f} s, while training continues."
+            yield note(f"{speed}: {duration}", local)
         else:
-            yield good(f"{format_bytes(rate)} per second can be written to {case.directory}")
+            yield good(speed)
     if SYNC in medians and medians[SYNC][0] > SLOW_SYNC_SECONDS:
-        yield note(
-            f"writing and syncing a small file takes {medians[SYNC][0] * 1e3:.0f} ms on that disk, "
-            "and each snapshot waits for several of them.",
-            local,
-        )
+        duration = f"{medians[SYNC][0] * 1e3:.0f} ms"
+        yield note(f"syncing a small file takes {duration}; a snapshot waits for several.", local)
     if IMPORT in medians and medians[IMPORT][0] > SLOW_IMPORT_SECONDS:
         yield note(
             f"importing torch took {medians[IMPORT][0]:.0f} s, and every start of a run waits for "
@@ -195,10 +169,8 @@ def _check_measurements(case: Case, medians: Mapping[str, tuple[float, int]]) ->
         )
     if EXCHANGE in medians and ALL_REDUCE in medians:
         (own, nbytes), (gloo, _) = medians[EXCHANGE], medians[ALL_REDUCE]
-        yield good(
-            f"two workers sum {_decimal_size(nbytes)} of gradients in {own * 1e3:.1f} ms; gloo's "
-            f"all-reduce takes {gloo * 1e3:.1f} ms"
-        )
+        ours, theirs = f"{own * 1e3:.1f} ms", f"gloo's all-reduce takes {gloo * 1e3:.1f} ms"
+        yield good(f"two workers sum {_decimal_size(nbytes)} of gradients in {ours}; {theirs}")
 
 
 def as_text(sections: Sequence[Section]) -> str:
@@ -225,7 +197,7 @@ def _label(name: str) -> str:
 
 
 def _value_lines(name: str, value: Any) -> list[str]:
-    """Return a value in one line for each of its parts."""
+    """Return the lines of a value: one for each of its parts."""
     if isinstance(value, (list, dict)) and not value:
         return ["none"]
     if isinstance(value, dict) and "median_seconds" in value:
@@ -257,9 +229,8 @@ def _text(name: str, value: Any) -> str:
 
 def _time(figure: Mapping[str, Any]) -> str:
     """Return a median with its spread, and the rate if there are enough bytes."""
-    median, low, high = (
-        1e3 * figure[f"{name}_seconds"] for name in ("median", "lowest", "highest")
-    )
+    names = ("median", "lowest", "highest")
+    median, low, high = (1e3 * figure[f"{name}_seconds"] for name in names)
     spread = f" ({low:.4g} to {high:.4g}, {figure['times']} times)" if figure["times"] > 1 else ""
     nbytes = figure["bytes"] or 0
     rate = f", {nbytes / median / 1e6:.3g} GB/s" if nbytes > MEGABYTE else ""

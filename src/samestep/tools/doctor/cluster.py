@@ -1,4 +1,4 @@
-"""Checks of what matters for several hosts: launchers, network links and the run's directory."""
+"""Checks for runs on several hosts: launchers, network links and the run's directory."""
 
 from __future__ import annotations
 
@@ -51,11 +51,9 @@ def examine_launchers(case: Case) -> Section:
     facts: dict[str, Any] = {
         "commands": [name for name in COMMANDS if system.has_command(name)],
         "this_process": str(place) if isinstance(place, ConfigError) else _process(place),
-        "variables": {
-            name: value
-            for name, value in sorted(system.environment.items())
-            if SHOWN.fullmatch(name)
-        },
+        "variables": dict(
+            item for item in sorted(system.environment.items()) if SHOWN.fullmatch(item[0])
+        ),
     }
     if system.in_pod():
         facts["pod"] = {
@@ -80,10 +78,8 @@ def _place(system: System) -> ProcessInfo | ConfigError:
 def _process(place: ProcessInfo) -> str:
     if place.started_by == "alone":
         return "not started by a launcher"
-    return (
-        f"rank {place.rank} of {place.world_size} workers, started by {place.started_by}, "
-        f"rendezvous at {place.address}:{place.port}"
-    )
+    rank = f"rank {place.rank} of {place.world_size} workers"
+    return f"{rank}, started by {place.started_by}, rendezvous at {place.address}:{place.port}"
 
 
 def _check_launchers(system: System, place: ProcessInfo | ConfigError) -> Iterator[Finding]:
@@ -96,15 +92,11 @@ def _check_launchers(system: System, place: ProcessInfo | ConfigError) -> Iterat
         job = f"Slurm job {environment['SLURM_JOB_ID']}"
         tasks = environment.get("SLURM_NTASKS", "1")
         if "SLURM_STEP_ID" not in environment and tasks != "1":
-            yield note(
-                f"this is the batch script or a shell of {job} with {tasks} tasks; a script "
-                "started here is a single worker.",
-                "srun python train.py",
-            )
+            shell = f"this is the batch script or a shell of {job} with {tasks} tasks"
+            yield note(f"{shell}; a script started here is one worker.", "srun python train.py")
         elif not system.has_command("srun"):
             yield note(
-                f"this is {job}, but srun is not in PATH, so the job cannot start workers on its "
-                "nodes.",
+                f"this is {job}, but srun is not in PATH, so the job cannot start workers.",
                 "load Slurm's module, or add srun to PATH",
             )
         else:
@@ -117,7 +109,7 @@ def _check_launchers(system: System, place: ProcessInfo | ConfigError) -> Iterat
 
 
 def examine_links(case: Case) -> Section:
-    """Report network interfaces, and which of them lead to other hosts."""
+    """Report network interfaces, and the ones that lead to other hosts."""
     system, interfaces = case.system, case.system.interfaces()
     facts = {
         "interfaces": [asdict(interface) for interface in interfaces],
@@ -151,18 +143,16 @@ def nccl_interfaces(system: System, names: Sequence[str]) -> list[str]:
 
 def _gloo_interface(system: System) -> str | None:
     """Return the interface that samestep lets gloo use towards other hosts."""
-    return (
-        system.environment.get(GLOO)
-        or system.interface_towards(system.environment.get("MASTER_ADDR", OUTSIDE_ADDRESS))
-        or system.interface_towards(OUTSIDE_ADDRESS)
-    )
+    chosen, master = system.environment.get(GLOO), system.environment.get("MASTER_ADDR")
+    towards = system.interface_towards
+    return chosen or (master and towards(master)) or towards(OUTSIDE_ADDRESS)
 
 
 def _check_variables(system: System, interfaces: Sequence[Interface]) -> Iterator[Finding]:
     names = [interface.name for interface in interfaces]
     default = system.interface_towards(OUTSIDE_ADDRESS)
     example = default if default in names else "".join(names[:1])
-    wanted = [name for name in system.environment.get(GLOO, "").split(",") if name]
+    wanted = list(filter(None, system.environment.get(GLOO, "").split(",")))
     missing = [name for name in wanted if name not in names]
     if missing and names:
         yield problem(
@@ -215,11 +205,11 @@ def examine_directory(case: Case) -> Section:
     facts = {
         "directory": str(case.directory),
         "nearest_existing": str(folder.path),
-        "file_system": mount[1] if mount else None,
-        "mounted_at": mount[0] if mount else None,
-        "total_bytes": space.total_bytes if space else None,
-        "free_bytes": space.free_bytes if space else None,
-        "free_files": space.free_files if space else None,
+        "file_system": mount and mount[1],
+        "mounted_at": mount and mount[0],
+        "total_bytes": space and space.total_bytes,
+        "free_bytes": space and space.free_bytes,
+        "free_files": space and space.free_files,
         "writable": folder.writable,
         "locks": folder.locks,
     }
@@ -228,20 +218,17 @@ def examine_directory(case: Case) -> Section:
 
 
 def _mount_of(system: System, path: str) -> tuple[str, str] | None:
-    """Return the mount point and kind of a path's file system: the last mounted of the nearest."""
-    found = None
-    for point, kind in system.mounts():
-        is_nearer = found is None or len(point) >= len(found[0])
-        if is_nearer and PurePosixPath(path).is_relative_to(point):
-            found = point, kind
-    return found
+    """Return the nearest mount point of a path, the last if there are several, and its kind."""
+    mounts = [mount for mount in system.mounts() if PurePosixPath(path).is_relative_to(mount[0])]
+    # max returns the first of several
+    return max(reversed(mounts), key=lambda mount: len(mount[0]), default=None)
 
 
 def _check_space(system: System, folder: Folder) -> Iterator[Finding]:
     path, space = folder.path, system.space(str(folder.path))
     if not folder.writable:
         yield problem(
-            f"{path} cannot be written, so a run with this --dir would stop when it starts.",
+            f"{path} cannot be written, so a run with this --dir would fail at its start.",
             "pass --dir with a directory that you can write",
         )
     elif not folder.locks:
@@ -251,14 +238,13 @@ def _check_space(system: System, folder: Folder) -> Iterator[Finding]:
         )
     if space is not None and space.free_bytes < LEAST_BYTES:
         yield problem(
-            f"{path} has {format_bytes(space.free_bytes)} free. A run stops when its disk is full; it "
-            "retains 4 snapshots, each of 3 times the parameters' bytes with Adam.",
+            f"{path} has {format_bytes(space.free_bytes)} free. A run stops when its disk is full; "
+            "it retains 4 snapshots, each of 3 times the parameters' bytes with Adam.",
             "free some space, pass another --dir, or --keep-last 1 --keep-best 0",
         )
     if space is not None and space.free_files is not None and space.free_files < LEAST_FILES:
         yield problem(
-            f"the file system of {path} can hold only {space.free_files} more files, however many "
-            "bytes are free.",
+            f"the file system of {path} has room for only {space.free_files} more files.",
             "remove small files, or pass another --dir (df -i shows free inodes)",
         )
 
@@ -271,17 +257,14 @@ def _check_kind(case: Case, kind: str) -> Iterator[Finding]:
             "when the machine restarts.",
             "pass --dir with a directory on a disk",
         )
-    elif kind in OF_CONTAINER and case.system.in_pod():
-        yield problem(
-            f"{directory} is in the container's own file system ({kind}), and is lost with it.",
-            "mount a PersistentVolumeClaim and pass a --dir in it "
-            "(samestep submit kubernetes --claim NAME:/runs --dir /runs/one)",
-        )
     elif kind in OF_CONTAINER:
-        yield note(
-            f"{directory} is in the container's own file system ({kind}), and is lost with it.",
-            "docker run -v /data/runs:/runs, and a --dir in it",
+        text = f"{directory} is in the container's own file system ({kind}), and is lost with it."
+        pod_fix = (
+            "mount a PersistentVolumeClaim and pass a --dir in it "
+            "(samestep submit kubernetes --claim NAME:/runs --dir /runs/one)"
         )
+        docker_fix = "docker run -v /data/runs:/runs, and a --dir in it"
+        yield problem(text, pod_fix) if case.system.in_pod() else note(text, docker_fix)
     elif OVER_NETWORK.match(kind):
         if not _has_several_hosts(case.system):
             yield note(

@@ -1,7 +1,7 @@
 """Measurements in a separate process, because importing torch may fail or hang.
 
 `python -m samestep.tools.doctor.probe DIRECTORY [--quick] [--gpus]` prints one line of JSON.
-Functions import torch and what depends on it, so that the import of torch can be timed.
+Functions import torch and its dependents, so that the import of torch can be timed.
 """
 
 from __future__ import annotations
@@ -81,15 +81,11 @@ def describe_torch() -> dict[str, Any]:
     """Return the version and the backends of torch, without using a GPU."""
     import torch
 
-    distributed = torch.distributed
+    checks = {name: f"is_{name}_available" for name in BACKENDS if torch.distributed.is_available()}
     return {
         "version": torch.__version__,
         "cuda_build": torch.version.cuda,
-        "backends": [
-            name
-            for name in BACKENDS
-            if distributed.is_available() and getattr(distributed, f"is_{name}_available", bool)()
-        ],
+        "backends": [name for name in checks if getattr(torch.distributed, checks[name], bool)()],
         "threads": torch.get_num_threads(),
     }
 
@@ -100,9 +96,8 @@ def query_cuda() -> dict[str, Any] | None:
     A child process queries them, because a process that has used CUDA cannot fork workers.
     """
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(
-        target=_send_cuda, args=(theirs,), daemon=True
-    )
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_send_cuda, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     report: dict[str, Any] | None = None
@@ -149,19 +144,16 @@ def _measure_files(folder: Path, *, quick: bool) -> list[Timed]:
     write = partial(write_durably, path, memoryview(buffer), SEGMENT_BYTES, lambda: None)
     large, small = (QUICK_LARGE_FILES, QUICK_SMALL_FILES) if quick else (LARGE_FILES, SMALL_FILES)
     seconds = QUICK_DISK_SECONDS if quick else DISK_SECONDS
+    write_small = partial(_write_small, folder / "small")
     return [
         ("file written and synced", _repeat(write, large, seconds), LARGE_FILE),
         ("file read, not cached", _repeat(partial(_read, path), large, seconds), LARGE_FILE),
-        (
-            "small file written and synced",
-            _repeat(partial(_write_small, folder / "small"), small, seconds),
-            SMALL_FILE,
-        ),
+        ("small file written and synced", _repeat(write_small, small, seconds), SMALL_FILE),
     ]
 
 
 def _repeat(action: Callable[[], object], times: int, most_seconds: float) -> list[float]:
-    """Return the seconds of each repetition: at least one, and no more than fit the limit."""
+    """Return the seconds of each repetition: at least one, and no new one after the limit."""
     begun = time.perf_counter()
     found: list[float] = []
     while len(found) < times and (not found or time.perf_counter() - begun < most_seconds):
@@ -185,10 +177,7 @@ def _write_small(path: Path) -> None:
 
 
 def measure_workers(*, quick: bool) -> list[Timed]:
-    """Return the time for two workers of this host to start and to communicate.
-
-    Raises `LaunchError` if they cannot.
-    """
+    """Return the times of two workers to start and communicate. Raises `LaunchError`."""
     began = time.perf_counter()
     if not quick:  # otherwise these workers do not train
         preload()
@@ -217,14 +206,13 @@ def _work(begun: float, folder: Path, *, quick: bool) -> list[Timed]:
 
     measure("memory copied by one worker", _copying(world.rank), COPIED)
     for nbytes in (SMALL, LARGE):
-        measure(
-            "exchange of gradients", make_all_reduce(world, torch.ones(nbytes // 4), LABEL), nbytes
-        )
+        exchange = make_all_reduce(world, torch.ones(nbytes // 4), LABEL)
+        measure("exchange of gradients", exchange, nbytes)
     for nbytes in (SMALL, LARGE):
         sizes = [nbytes // world.size] * world.size
         own = torch.ones(sum(sizes), dtype=torch.uint8)
-        exchange = partial(world.all_to_all, torch.empty_like(own), sizes, own, sizes, LABEL)
-        measure("all-to-all", exchange, nbytes)
+        send = partial(world.all_to_all, torch.empty_like(own), sizes, own, sizes, LABEL)
+        measure("all-to-all", send, nbytes)
     os.environ[GLOO_INTERFACE] = LOOPBACK_INTERFACE  # both workers are on this host
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=world.rank, world_size=world.size
@@ -247,17 +235,14 @@ def _copying(rank: int) -> Callable[[], object]:
 
 
 def _timed(world: World, action: Callable[[], object], times: int) -> list[float]:
-    """Return this worker's seconds of each repetition, without the first one, which allocates.
-
-    All workers begin each repetition together.
-    """
+    """Return this worker's seconds of each repetition, which all workers begin together."""
     found = []
     for _ in range(times + 1):
         world.barrier(LABEL)
         began = time.perf_counter()
         action()
         found.append(time.perf_counter() - began)
-    return found[1:]
+    return found[1:]  # the first one allocates memory
 
 
 if __name__ == "__main__":

@@ -7,26 +7,15 @@ from collections.abc import Iterator
 from typing import Final
 
 from samestep.host import available_bytes, cpu_quota, memory_limit, process_limit
-from samestep.tools.common import format_bytes
-from samestep.tools.doctor.system import (
-    UNLIMITED,
-    Case,
-    Finding,
-    Section,
-    System,
-    good,
-    note,
-    problem,
-    some,
-    whole_number,
-)
+from samestep.tools.common import format_bytes, some, whole_number
+from samestep.tools.doctor.system import Case, Finding, Section, System, good, note, problem
 
 SHARED: Final = "/dev/shm"  # noqa: S108  a mount point, not a temporary file
 # for the batches that loader processes prefetch; containers get 64 MiB by default
 LEAST_SHARED_BYTES: Final = 512 << 20
 LEAST_WORKER_BYTES: Final = 512 << 20  # torch and a small model
 BUS_ERROR: Final = (
-    "loader processes pass batches through it, and die with a bus error when it is full."
+    "loader processes pass batches through it; if it is full, a bus error kills them."
 )
 PAGES: Final = "/sys/kernel/mm/transparent_hugepage"
 INFINIBAND: Final = "/sys/class/infiniband"
@@ -43,8 +32,10 @@ def examine_processors(case: Case) -> Section:
     """Report processors and threads."""
     system = case.system
     cores, allowed = system.cores()
+    lines = (line.partition(":") for line in (system.text("/proc/cpuinfo") or "").splitlines())
+    models = (value.strip() for name, _, value in lines if name.strip() == "model name")
     facts = {
-        "model": _model(system),
+        "model": next(models, None),
         "cores": cores,
         "cores_allowed": allowed,
         "cores_quota": system.group_limit(cpu_quota),
@@ -66,14 +57,6 @@ def _threads(system: System) -> int:
     return max(1, whole_number(system.environment.get("SAMESTEP_THREADS")) or 1)
 
 
-def _model(system: System) -> str | None:
-    for line in (system.text("/proc/cpuinfo") or "").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return None
-
-
 def _check_processors(case: Case) -> Iterator[Finding]:
     system = case.system
     usable, allowed, quota = usable_cores(system), system.cores()[1], cpu_quota(system.text)
@@ -81,8 +64,7 @@ def _check_processors(case: Case) -> Iterator[Finding]:
     run = f"{some(case.workers, 'worker')} with {some(threads, 'thread')} each"
     if usable is not None and case.workers * threads > max(1.0, usable):
         yield problem(
-            f"{run} exceed the {some(usable, 'core')} of this process, so workers wait for each "
-            "other to get a core.",
+            f"{run} exceed the {some(usable, 'core')} of this process and wait for each other.",
             f"samestep run -n {max(1, int(usable / threads))}, or give this process more cores "
             "(docker run --cpus, resources.limits.cpu, srun --cpus-per-task)",
         )
@@ -92,7 +74,7 @@ def _check_processors(case: Case) -> Iterator[Finding]:
         yield note(
             f"a CPU quota limits this process to the time of {quota:g} of the {allowed} cores that "
             "it sees. Code that starts one thread per core, such as a script's own thread pools, "
-            "is throttled again and again.",
+            "is throttled repeatedly.",
             f"size thread pools and loader_workers for {some(max(1, int(quota)), 'core')}, or "
             "raise the quota",
         )
@@ -135,9 +117,9 @@ def _check_memory(case: Case) -> Iterator[Finding]:
     if free is not None and free < needed:
         within = f" (container limit: {format_bytes(limit)})" if limit else ""
         yield problem(
-            f"{format_bytes(free)} of memory is available{within}; {some(case.workers, 'worker')} need at "
-            f"least {format_bytes(needed)}, even for a small model. The kernel kills workers when memory "
-            "runs out.",
+            f"{format_bytes(free)} of memory is available{within}; {some(case.workers, 'worker')} "
+            f"need at least {format_bytes(needed)}, even for a small model. The kernel kills "
+            "workers when memory runs out.",
             "samestep run with fewer workers, or give more memory (docker run --memory, "
             "resources.limits.memory, sbatch --mem)",
         )
@@ -145,8 +127,8 @@ def _check_memory(case: Case) -> Iterator[Finding]:
         yield good(f"{format_bytes(free)} of memory is available")
     if memory and memory.swap_used > LEAST_WORKER_BYTES:
         yield note(
-            f"{format_bytes(memory.swap_used)} is swapped out: this machine ran short of memory, and a "
-            "step that reads swapped memory delays all workers.",
+            f"{format_bytes(memory.swap_used)} is swapped out: this machine ran short of memory, "
+            "and a step that reads swapped memory delays all workers.",
             "stop other programs (ps aux --sort=-rss shows them), then swapoff -a && swapon -a",
         )
 
@@ -155,7 +137,7 @@ def _check_shared(system: System) -> Iterator[Finding]:
     shared = system.space(SHARED)
     if shared is None:
         yield note(
-            f"{SHARED} does not exist; loader processes pass batches through it, and fail without.",
+            f"{SHARED} does not exist; loader processes need it to pass batches to workers.",
             f"mount -t tmpfs tmpfs {SHARED}, or loader_workers=0",
         )
     elif shared.total_bytes < LEAST_SHARED_BYTES:
@@ -169,18 +151,17 @@ def _check_shared(system: System) -> Iterator[Finding]:
         )
     elif shared.free_bytes < LEAST_SHARED_BYTES:
         yield problem(
-            f"{SHARED} has only {format_bytes(shared.free_bytes)} free of {format_bytes(shared.total_bytes)}; "
-            f"{BUS_ERROR}",
+            f"{SHARED} has only {format_bytes(shared.free_bytes)} free of "
+            f"{format_bytes(shared.total_bytes)}; {BUS_ERROR}",
             f"remove files that ended programs left there (ls -l {SHARED})",
         )
     else:
-        yield good(
-            f"{SHARED} has {format_bytes(shared.free_bytes)} free for batches of loader processes"
-        )
+        free = format_bytes(shared.free_bytes)
+        yield good(f"{SHARED} has {free} free for batches of loader processes")
     if lacking := system.lacking_calls():
         copies = (
-            " In-memory snapshots are not possible either: after a worker is killed, the run "
-            "resumes from its newest snapshot."
+            " In-memory snapshots do not work either: after a worker is killed, the run resumes "
+            "from its newest snapshot."
         )
         yield problem(
             f"{' and '.join(lacking)} cannot be used, so workers of one host communicate over the "
@@ -200,7 +181,7 @@ def examine_limits(case: Case) -> Section:
     facts = {
         "open_files": soft,
         "open_files_hard_limit": hard,
-        "open_files_needed": _files_needed(case.workers),
+        "open_files_needed": FILES + FILES_PER_WORKER * case.workers,
         "processes": system.process_limits(resource.RLIMIT_NPROC)[0],
         "container_processes": system.group_limit(process_limit),
         "locked_memory_bytes": system.process_limits(resource.RLIMIT_MEMLOCK)[0],
@@ -210,14 +191,9 @@ def examine_limits(case: Case) -> Section:
     return Section("limits", facts, findings)
 
 
-def _files_needed(workers: int) -> int:
-    """Return how many files one process of a run may have open at the same time."""
-    return FILES + FILES_PER_WORKER * workers
-
-
 def _check_files(case: Case) -> Iterator[Finding]:
     soft, hard = case.system.process_limits(resource.RLIMIT_NOFILE)
-    needed = _files_needed(case.workers)
+    needed = FILES + FILES_PER_WORKER * case.workers
     if isinstance(soft, int) and soft < needed:
         most = min(ENOUGH, hard) if isinstance(hard, int) else ENOUGH
         yield problem(
@@ -225,7 +201,7 @@ def _check_files(case: Case) -> Iterator[Finding]:
             f"about {needed} for sockets, shared memory and prefetched batches; it would fail with "
             '"Too many open files".',
             f"ulimit -n {most}"
-            if hard == UNLIMITED or (isinstance(hard, int) and hard >= needed)
+            if not isinstance(hard, int) or hard >= needed
             else f"docker run --ulimit nofile={ENOUGH}; without a container, add "
             f"`* - nofile {ENOUGH}` to /etc/security/limits.conf and log in again",
         )
@@ -234,10 +210,8 @@ def _check_files(case: Case) -> Iterator[Finding]:
 
 
 def _check_processes(case: Case) -> Iterator[Finding]:
-    limits = (
-        case.system.process_limits(resource.RLIMIT_NPROC)[0],
-        process_limit(case.system.text),
-    )
+    system = case.system
+    limits = (system.process_limits(resource.RLIMIT_NPROC)[0], process_limit(system.text))
     allowed = min((limit for limit in limits if isinstance(limit, int)), default=None)
     needed = PROCESSES + PROCESSES_PER_WORKER * case.workers
     if allowed is not None and allowed < needed:

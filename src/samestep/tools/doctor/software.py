@@ -8,36 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import combinations
 from typing import Any, Final
 
 from samestep.config import PREFIX, TOKEN, is_url, merge
 from samestep.errors import ConfigError
-from samestep.tools.doctor.system import (
-    Case,
-    Finding,
-    Section,
-    System,
-    good,
-    note,
-    problem,
-    some,
-    whole_number,
-)
+from samestep.tools.common import some, whole_number
+from samestep.tools.doctor.system import Case, Finding, Section, System, good, note, problem
 
 INTERNAL: Final = f"{PREFIX}INTERNAL_"
-EXTRAS: Final = (
-    *("images", "metrics", "remote", "s3", "kubernetes"),
-    *("watch", "plot", "tensorboard", "mlflow", "wandb"),
-)
-GPU_QUERY: Final = (
-    "nvidia-smi",
-    "--query-gpu=index,name,memory.total,memory.used,driver_version",
-    "--format=csv,noheader,nounits",
-)
+CORE_EXTRAS: Final = ("images", "metrics", "remote", "s3", "kubernetes", "watch", "plot")
+EXTRAS: Final = (*CORE_EXTRAS, "tensorboard", "mlflow", "wandb")
+_FIELDS: Final = "index,name,memory.total,memory.used,driver_version"
+GPU_QUERY: Final = ("nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits")
 MEBIBYTE: Final = 1 << 20
-_REQUIREMENT: Final = re.compile(
-    r"""([A-Za-z0-9._-]+)(?:\[([^\]]*)\])?.*?extra\s*==\s*["']([^"']+)["']"""
-)
+_REQUIREMENT: Final = re.compile(r"""([\w.-]+)(?:\[([^\]]*)\])?.*?extra\s*==\s*["']([^"']+)["']""")
 _CONTROL: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -78,15 +63,11 @@ def missing_by_extra() -> dict[str, list[str]]:
         if (match := _REQUIREMENT.match(line)) and match[3] in needed:
             package, extras, extra = match.groups()
             needed[extra] += extras.split(",") if package == "samestep" and extras else [package]
-    return {
-        extra: [
-            package
-            for name in names
-            for package in needed.get(name, [name])
-            if _version(package) is None
-        ]
-        for extra, names in needed.items()
-    }
+    missing = {}
+    for extra, names in needed.items():
+        packages = [package for name in names for package in needed.get(name, [name])]
+        missing[extra] = [package for package in packages if _version(package) is None]
+    return missing
 
 
 @cache
@@ -106,8 +87,7 @@ def _check_torch(case: Case) -> Iterator[Finding]:
         )
     elif case.torch and "gloo" not in backends:
         yield problem(
-            "this torch has no gloo backend, which workers on several hosts use for small "
-            "messages.",
+            "this torch has no gloo backend, which workers on several hosts need.",
             "pip install torch, from PyPI or pytorch.org",
         )
     elif case.torch:
@@ -149,10 +129,8 @@ class Gpu:
 
 def find_gpus(system: System) -> list[Gpu]:
     """Return the GPUs that nvidia-smi reports, without initializing CUDA in this process."""
-    rows = [
-        [cell.strip() for cell in line.split(",")]
-        for line in (system.run(*GPU_QUERY) or "").splitlines()
-    ]
+    lines = (system.run(*GPU_QUERY) or "").splitlines()
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
     return [
         Gpu(int(row[0]), row[1], _mebibytes(row[2]), _mebibytes(row[3]), row[4])
         for row in rows
@@ -161,8 +139,7 @@ def find_gpus(system: System) -> list[Gpu]:
 
 
 def _mebibytes(text: str) -> int | None:
-    count = whole_number(text)
-    return None if count is None else MEBIBYTE * count
+    return None if (count := whole_number(text)) is None else MEBIBYTE * count
 
 
 def examine_gpus(case: Case) -> Section:
@@ -170,15 +147,11 @@ def examine_gpus(case: Case) -> Section:
     gpus, cuda, system = find_gpus(case.system), case.torch.get("cuda"), case.system
     facts: dict[str, Any] = {"gpus": [asdict(gpu) for gpu in gpus]}
     if not gpus:
-        findings = []
-        if "nvidia0" in system.names("/dev"):
-            findings.append(
-                note(
-                    "this host has a GPU, but nvidia-smi does not respond.",
-                    "nvidia-smi shows the reason; containers need docker run --gpus all",
-                )
-            )
-        return Section("GPUs", facts, findings)
+        silent = note(
+            "this host has a GPU, but nvidia-smi does not respond.",
+            "nvidia-smi shows the reason; containers need docker run --gpus all",
+        )
+        return Section("GPUs", facts, [silent] if "nvidia0" in system.names("/dev") else [])
     facts |= {
         "driver_cuda": _driver_cuda(system),
         "links": _links(system),
@@ -264,12 +237,8 @@ def _check_visible(case: Case, present: int, seen: int) -> Iterator[Finding]:
 
 
 def _check_peers(devices: int, peers: Sequence[Sequence[bool]]) -> Iterator[Finding]:
-    without = [
-        f"{one}-{other}"
-        for one in range(len(peers))
-        for other in range(one + 1, len(peers))
-        if not peers[one][other]
-    ]
+    pairs = combinations(range(len(peers)), 2)
+    without = [f"{one}-{other}" for one, other in pairs if not peers[one][other]]
     if without:
         yield note(
             f"GPUs {', '.join(without)} cannot access each other's memory, so NCCL copies their "

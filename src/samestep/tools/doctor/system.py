@@ -25,6 +25,7 @@ from samestep.host import missing_system_calls, read_file
 
 UNLIMITED: Final = "unlimited"
 COMMAND_SECONDS: Final = 3.0  # a command that queries hardware may hang
+FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 SERVICE_ACCOUNT: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 Limit = int | str  # a number, or UNLIMITED
@@ -35,7 +36,7 @@ Number = TypeVar("Number", int, float)
 class Finding:
     """One sentence, and the command or option that fixes it.
 
-    With a "problem" a run would fail or be very slow; a "note" is something that may slow it down.
+    A "problem" would make a run fail or very slow; a "note" may slow it down.
     """
 
     severity: Literal["problem", "note", "good"]
@@ -68,11 +69,6 @@ def note(text: str, fix: str = "") -> Finding:
 def problem(text: str, fix: str) -> Finding:
     """Return a finding that must be fixed."""
     return Finding("problem", text, fix)
-
-
-def some(count: float, noun: str) -> str:
-    """Return a count with its noun, such as "1 worker" or "2 workers"."""
-    return f"{count:g} {noun}" if count == 1 else f"{count:g} {noun}s"
 
 
 @dataclass(frozen=True)
@@ -127,10 +123,9 @@ class System:
 
     def names(self, path: str) -> list[str]:
         """Return the sorted names in a directory."""
-        try:
+        with suppress(OSError):
             return sorted(entry.name for entry in (self._root / path.lstrip("/")).iterdir())
-        except OSError:
-            return []
+        return []
 
     def run(self, *command: str) -> str | None:
         """Return the output of a command, or None if it fails."""
@@ -167,10 +162,8 @@ class System:
 
     def process_limits(self, kind: int) -> tuple[Limit, Limit]:
         """Return the soft and the hard limit that `resource` defines for `kind`."""
-        soft, hard = (
-            UNLIMITED if limit == resource.RLIM_INFINITY else limit
-            for limit in resource.getrlimit(kind)
-        )
+        limits = resource.getrlimit(kind)
+        soft, hard = (UNLIMITED if limit == resource.RLIM_INFINITY else limit for limit in limits)
         return soft, hard
 
     def lacking_calls(self) -> list[str]:
@@ -179,22 +172,14 @@ class System:
 
     def interfaces(self) -> list[Interface]:
         """Return the network interfaces of this host, sorted by name."""
+        found: list[Interface] = []
         with suppress(OSError):
-            addresses, families = psutil.net_if_addrs(), (socket.AF_INET, socket.AF_INET6)
-            return [
-                Interface(
-                    name,
-                    state.isup,
-                    state.speed or None,
-                    [
-                        entry.address.partition("%")[0]
-                        for entry in addresses.get(name, ())
-                        if entry.family in families
-                    ],
-                )
-                for name, state in sorted(psutil.net_if_stats().items())
-            ]
-        return []
+            addresses = psutil.net_if_addrs()
+            for name, state in sorted(psutil.net_if_stats().items()):
+                entries = [each for each in addresses.get(name, ()) if each.family in FAMILIES]
+                own = [entry.address.partition("%")[0] for entry in entries]
+                found.append(Interface(name, state.isup, state.speed or None, own))
+        return found
 
     def interface_towards(self, host: str) -> str | None:
         """Return the network interface through which a host is reached."""
@@ -212,11 +197,8 @@ class System:
             counts = os.statvfs(self._root / path.lstrip("/"))
         except OSError:
             return None
-        return Space(
-            counts.f_frsize * counts.f_blocks,
-            counts.f_frsize * counts.f_bavail,
-            counts.f_favail if counts.f_files else None,
-        )
+        files = counts.f_favail if counts.f_files else None
+        return Space(counts.f_frsize * counts.f_blocks, counts.f_frsize * counts.f_bavail, files)
 
     def folder(self, path: Path) -> Folder:
         """Return the nearest existing directory of a path, and what can be done in it."""
@@ -233,8 +215,7 @@ class System:
 class Case:
     """A run with `workers` on this `system` and its files in `directory`.
 
-    `torch` is the report of the process that imported torch and measured; `failure` is the reason
-    if there is no report.
+    `torch` is the report of the probe process; `failure` is the reason if there is none.
     """
 
     system: System
@@ -244,25 +225,12 @@ class Case:
     failure: str = ""
 
 
-def whole_number(text: str | None) -> int | None:
-    """Return the integer that a text holds, or None."""
-    try:
-        return int(text or "")
-    except ValueError:
-        return None
-
-
 @cache
 def _run(command: Sequence[str]) -> str | None:
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            timeout=COMMAND_SECONDS,
-            check=True,
-            stdin=subprocess.DEVNULL,
-        )
-        return done.stdout.decode(errors="replace").strip()
+        null, limit = subprocess.DEVNULL, COMMAND_SECONDS
+        output = subprocess.check_output(command, stdin=null, stderr=null, timeout=limit)
+        return output.decode(errors="replace").strip()
     return None
 
 

@@ -1,4 +1,4 @@
-"""The command `samestep scale`: its arguments, and the trials that they ask for."""
+"""The command `samestep scale`: its arguments, and the trials that it runs."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def _check(options: argparse.Namespace, most_workers: int) -> None:
             f"--steps must be at least {FEWEST_RECORDED}, because the first and last are left out, "
             f"got {options.steps}"
         )
-    counts = ("repeats", "lanes", "workers_per_host", "batch_size_now")
-    for name in (*counts, "latency", "bandwidth", "learning_rate"):
+    numbers = ("repeats", "lanes", "workers_per_host", "batch_size_now", "latency", "bandwidth")
+    for name in (*numbers, "learning_rate"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} must be a positive number, got {value}")
@@ -88,10 +88,7 @@ def _check(options: argparse.Namespace, most_workers: int) -> None:
             f"--lanes must be at least the number of workers ({most_workers}), got {options.lanes}"
         )
     if (options.latency is None) != (options.bandwidth is None):
-        raise ConfigError(
-            "expected both --latency and --bandwidth, or neither for this machine's loopback, "
-            "got one of them"
-        )
+        raise ConfigError("expected both --latency and --bandwidth, or neither, got one of them")
     if options.out is not None:
         check_can_draw(options.out)
     for flag, path in (("--json", options.json), ("--out", options.out)):
@@ -121,26 +118,17 @@ def _measure(options: argparse.Namespace, sizes: list[int]) -> Study:
     # largest first: if the script sets no lanes, its worker count sets them for all runs
     rounds = [[runner.run(workers) for workers in reversed(sizes)] for _ in range(options.repeats)]
     workload = rounds[0][0].workload
-    timings = {
-        trials[0].workers: [trial.timing for trial in trials]
-        for trials in zip(*rounds, strict=True)
-    }
+    by_size = [[trial.timing for trial in trials] for trials in zip(*rounds, strict=True)]
+    timings = dict(zip(reversed(sizes), by_size, strict=True))
     memory = _measure_memory(runner, rounds[0][-1])
     machine = Machine(_capacity(workload.device, workload.threads), load, available_bytes() or 0)
     sys.stderr.write("measuring links …\n")
     memory_link, between = measure_links(workload.nbytes)
-    if options.latency is not None:
+    if is_given := options.latency is not None:
         between = Link(options.latency, options.bandwidth)
-    return Study(
-        workload,
-        timings,
-        Network(memory_link, between, options.workers_per_host or max(sizes)),
-        network_is_given=options.latency is not None,
-        memory=memory,
-        machine=machine,
-        learning_rate=options.learning_rate,
-        batch_size_now=options.batch_size_now,
-    )
+    network = Network(memory_link, between, options.workers_per_host or max(sizes))
+    rate, batch_size = options.learning_rate, options.batch_size_now
+    return Study(workload, timings, network, is_given, memory, machine, rate, batch_size)
 
 
 def _measure_memory(runner: TrialRunner, trial: Trial) -> MemoryModel | None:

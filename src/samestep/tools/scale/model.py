@@ -9,7 +9,7 @@ communication operations in MPICH".
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean, median
@@ -45,19 +45,17 @@ class Range:
         return cls(ordered[0], median(ordered), ordered[-1])
 
     def __add__(self, other: Range) -> Range:
-        return Range(
-            self.lowest + other.lowest, self.middle + other.middle, self.highest + other.highest
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Range(*(one + another for one, another in pairs))
 
     def times(self, factor: float) -> Range:
         """Return the range multiplied by a factor of at least 0."""
-        return Range(self.lowest * factor, self.middle * factor, self.highest * factor)
+        return Range(*(value * factor for value in astuple(self)))
 
     def over(self, other: Range) -> Range:
         """Return the range divided by a range above 0."""
-        return Range(
-            self.lowest / other.highest, self.middle / other.middle, self.highest / other.lowest
-        )
+        pairs = zip(astuple(self), reversed(astuple(other)), strict=True)
+        return Range(*(one / another for one, another in pairs))
 
     def __contains__(self, value: float) -> bool:
         return self.lowest <= value <= self.highest
@@ -92,9 +90,8 @@ def read_timing(events: Iterable[Mapping[str, Any]]) -> StepTiming:
     seconds, used = seconds[WARM_UP:-1], steps[WARM_UP + 1 : -1]
     if len(used) < FEWEST:
         raise RecordError(
-            f"expected the timing of at least {FEWEST_RECORDED} steps ({WARM_UP} of warm-up, "
-            f"{FEWEST} for a median, and one at each end), got {len(steps)}; increase --steps or "
-            "use more data"
+            f"expected the timing of at least {FEWEST_RECORDED} steps (with {WARM_UP} of warm-up), "
+            f"got {len(steps)}; increase --steps or use more data"
         )
     parts = {
         name: median(fmean(worker.get(name, 0.0) for worker in step["workers"]) for step in used)
@@ -149,8 +146,8 @@ def fit_costs(
 ) -> Costs:
     """Return the costs that explain the timings measured at each worker count.
 
-    The costs of a lane range over all measurements, and their middle is that of the most workers,
-    which share memory as even more would. The optimizer and the constant are those of the fewest.
+    The costs of a lane range over all measurements. Their middle is from the most workers, which
+    share memory as even more would; the optimizer and the constant are from the fewest.
     """
     fewest, most = min(timings), max(timings)
 
@@ -206,7 +203,7 @@ def predict(
 def exchange_seconds(
     traffic: Traffic, network: Network, on_host: int, overlap: float = 0.0
 ) -> Range:
-    """Return the time of an exchange of which `overlap` seconds of computing may hide a part.
+    """Return the time of an exchange. `overlap` seconds of computing may hide a part of it.
 
     The middle is latency * messages + bytes / bandwidth. The lowest lets messages that leave
     together share one latency, and hides the exchange during backward. In the highest, the workers

@@ -1,7 +1,4 @@
-"""The network of a run: the traffic of a step, and the latency and bandwidth of links.
-
-`count_traffic` counts, from sizes alone, what `samestep.step.exchange` sends.
-"""
+"""The network of a run: the traffic of a step, and the latency and bandwidth of links."""
 
 from __future__ import annotations
 
@@ -83,9 +80,9 @@ class Traffic:
 
 @cache
 def count_traffic(workers: int, per_host: int, lanes: int, nbytes: int) -> Traffic:
-    """Return the traffic of a step with `nbytes` of float32 parameters in one tensor.
+    """Return the traffic of `samestep.step.exchange` with `nbytes` of parameters in one tensor.
 
-    Workers of a host share memory. All hosts count as full, even if the last has fewer workers.
+    Parameters are float32. Workers of a host share memory. All hosts count as full.
     """
     if workers == 1:
         return Traffic()
@@ -129,10 +126,8 @@ def _count_sums(workers: int, on_host: int, lanes: int) -> tuple[int, int, int]:
     of_host = []
     for first in range(0, workers, on_host):
         last = min(first + on_host, workers) - 1
-        host_lanes = range(
-            lanes_of(first, workers, lanes).start, lanes_of(last, workers, lanes).stop
-        )
-        of_host.append(len(subtrees(host_lanes, lanes)))
+        start, stop = lanes_of(first, workers, lanes).start, lanes_of(last, workers, lanes).stop
+        of_host.append(len(subtrees(range(start, stop), lanes)))
     return max(own), max(of_host), sum(own)
 
 
@@ -154,9 +149,9 @@ def fit_links(rounds: Sequence[Sequence[float]], nbytes: int) -> tuple[Link, Lin
     barrier, exchange, small, large = map(median, zip(*rounds, strict=True))
     moved = count_traffic(MEASURED_WORKERS, MEASURED_WORKERS, MEASURED_WORKERS, nbytes).moved_bytes
     moving, sending = exchange - HOST_BARRIERS * barrier, large - small
-    shortest = 1e-9  # if noise in the latency hides the transfer, it is practically free
-    memory = Link(barrier, moved / max(moving, shortest))
-    return memory, Link(small, nbytes / max(sending, shortest))
+    # a nanosecond, if noise in the latency hides the transfer
+    memory = Link(barrier, moved / max(moving, 1e-9))
+    return memory, Link(small, nbytes / max(sending, 1e-9))
 
 
 def _measure(nbytes: int) -> list[list[float]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from samestep.tools.common import some
 from samestep.tools.scale.model import PARTS, Prediction, Range
 from samestep.tools.scale.network import Link
 from samestep.tools.scale.study import PREDICTED_WORKERS, WARM_UP_EPOCHS, Study, learning_rates
@@ -17,12 +18,9 @@ SIZE_INCHES: Final = (10, 4.4)
 
 def report_lines(study: Study) -> Iterator[str]:
     """Yield the lines of the report: measurements, bottleneck, predictions, and advice."""
-    yield from _measurements(study)
-    yield ""
-    yield from _bottleneck(study)
-    yield ""
-    yield from _predictions(study)
-    yield ""
+    for section in (_measurements, _bottleneck, _predictions):
+        yield from section(study)
+        yield ""
     yield from _lane_batch_advice(study)
     yield from _lanes_and_learning_rate_advice(study)
 
@@ -32,10 +30,10 @@ def _measurements(study: Study) -> Iterator[str]:
     batch = "" if workload.batch_size is None else f", batches of {workload.batch_size}"
     optimizer = {None: "", True: ", sharded optimizer", False: ", unsharded optimizer"}
     yield (
-        f"{_count(workload.lanes, 'lane')}{batch}, {workload.nbytes / 1e6:.3g} MB of parameters"
+        f"{some(workload.lanes, 'lane')}{batch}, {workload.nbytes / 1e6:.3g} MB of parameters"
         f"{optimizer[workload.sharded]}, on {workload.device}"
     )
-    runs = _count(max(map(len, study.timings.values())), "interleaved run")
+    runs = some(max(map(len, study.timings.values())), "interleaved run")
     yield f"Milliseconds per step, median of {runs} per worker count (lowest to highest):"
     rows = [["workers", *PARTS, "step", "speedup", "efficiency"]]
     for workers in sorted(study.timings):
@@ -45,14 +43,11 @@ def _measurements(study: Study) -> Iterator[str]:
         rows.append([str(workers), *parts, step, _factor(speedup), efficiency])
     yield from table(rows)
     if machine.load > BUSY * machine.capacity:
-        yield (
-            f"Other programs were using this machine (load {machine.load:.1f}): "
-            "measure again when it is idle."
-        )
+        yield f"This machine was busy (load {machine.load:.1f}): measure again when it is idle."
     if oversubscribed := [str(n) for n in study.timings if n > machine.capacity]:
         counts = ", ".join(oversubscribed)
         yield (
-            f"This machine has capacity for {_count(machine.capacity, 'worker')}. Measurements "
+            f"This machine has capacity for {some(machine.capacity, 'worker')}. Measurements "
             f"with {counts} workers, which share cores or GPUs, are excluded from the model."
         )
 
@@ -83,21 +78,18 @@ def _bottleneck(study: Study) -> Iterator[str]:
 
 def _predictions(study: Study) -> Iterator[str]:
     network = study.network
-    hint = "this machine's loopback; describe your network with --latency and --bandwidth"
-    yield (
-        "Predictions for steps computed as fast as here, by latency x messages + bytes / bandwidth "
-        "(lowest to highest):"
-    )
-    per_host = _count(network.workers_per_host, "worker")
+    hint = "this machine's loopback; set your network's --latency and --bandwidth"
+    formula = "latency x messages + bytes / bandwidth"
+    yield f"Predictions for this machine's computing speed, by {formula} (lowest to highest):"
+    per_host = some(network.workers_per_host, "worker")
     yield f"  within a host: {_link(network.memory)}; {per_host} per host"
     source = "as given" if study.network_is_given else hint
     yield f"  between hosts: {_link(network.between)} ({source})"
     if check := study.check():
         workers, expected = check
         measured = study.step(workers)
-        error = abs(measured.middle / expected.middle - 1)
-        within = measured.middle in expected
-        verdict = "within the range" if within else f"{error:.0%} off the middle"
+        error = f"{abs(measured.middle / expected.middle - 1):.0%} off the middle"
+        verdict = "within the range" if measured.middle in expected else error
         yield (
             f"  check: fewer workers alone predict {_time_range(expected)} ms at {workers} "
             f"workers; measured {_time_range(measured)}, {verdict}"
@@ -117,10 +109,7 @@ def _predictions(study: Study) -> Iterator[str]:
             else "  use larger lane batches, fewer bytes of parameters, or more bandwidth."
         )
     if lanes < most:
-        yield (
-            f"With the same batch, workers beyond {_count(lanes, 'lane')} have nothing to do, and "
-            "samestep does not start them."
-        )
+        yield f"With the same batch, samestep starts at most one worker per lane ({lanes})."
 
 
 def _prediction_table(study: Study) -> Iterator[str]:
@@ -131,9 +120,8 @@ def _prediction_table(study: Study) -> Iterator[str]:
     rows = [["workers", *strong, *weak]]
     for workers in PREDICTED_WORKERS:
         same, larger = study.same_batch(workers), study.same_lane_batch(workers)
-        strong = (
-            [f"(only {_count(lanes, 'lane')})", "", ""] if same is None else _cells(study, same)
-        )
+        missing = [f"(only {some(lanes, 'lane')})", "", ""]
+        strong = missing if same is None else _cells(study, same)
         step, speedup, part = _cells(study, larger)
         efficiency = f"{study.predicted_speedup(larger).middle / workers:.0%}"
         rows.append([str(workers), *strong, step, speedup, efficiency, part])
@@ -155,7 +143,7 @@ def _lane_batch_advice(study: Study) -> Iterator[str]:
     else:
         available = f"{study.machine.available_bytes / 1e9:.3g} GB of free memory"
         yield (
-            f"Largest lane batch: about {largest} samples with {_count(workers, 'worker')} in "
+            f"Largest lane batch: about {largest} samples with {some(workers, 'worker')} in "
             f"{available}:"
         )
         yield (
@@ -221,10 +209,6 @@ def _digits(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number > 1)}"
-
-
 def _factor(factor: Range) -> str:
     middle, lowest, highest = map(_digits, (factor.middle, factor.lowest, factor.highest))
     return middle if factor.lowest == factor.highest else f"{middle} ({lowest} to {highest})"
@@ -251,7 +235,7 @@ def draw(study: Study, path: Path) -> None:
     _draw_model(left, study, [p for workers in DRAWN_WORKERS if (p := study.same_batch(workers))])
     counts = sorted(study.timings)
     ranges = [study.speedup(workers) for workers in counts]
-    middles = [one.middle for one in ranges]
+    middles = [m.middle for m in ranges]
     errors = [[m.middle - m.lowest for m in ranges], [m.highest - m.middle for m in ranges]]
     left.errorbar(counts, middles, errors, fmt="o", color="tab:orange", capsize=3, label="measured")
     left.axvline(lanes, color="0.6", linestyle=":", label=f"{lanes} lanes")
@@ -259,9 +243,7 @@ def draw(study: Study, path: Path) -> None:
     _draw_model(right, study, [study.same_lane_batch(workers) for workers in DRAWN_WORKERS])
     right.set(title="same lane batch, one lane per worker")
     for axes in (left, right):
-        axes.plot(DRAWN_WORKERS, DRAWN_WORKERS, color="0.6", linestyle="--", label="ideal")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
+        axes.loglog(DRAWN_WORKERS, DRAWN_WORKERS, "--", base=2, color="0.6", label="ideal")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("workers")

@@ -76,7 +76,7 @@ def find_bottleneck(
 def recommend_lanes(
     batch_size: int, most_workers: int, compute: float, overhead: Callable[[int], float]
 ) -> int:
-    """Return the largest power of two of lanes that compute longer than the rest of a step takes.
+    """Return the most lanes, a power of two, for which computing takes longer than the overhead.
 
     Each lane has its own worker and an equal share of `compute`, the seconds for the complete
     batch; `overhead(lanes)` is the rest of a step. The result is at most the batch size, and at
@@ -194,17 +194,13 @@ class Study:
 
     def bottleneck(self) -> Bottleneck | None:
         """Return what limits the most workers."""
-        before, after = (
-            {name: self.part(n, name).middle for name in PARTS} for n in (self.fewest, self.most)
-        )
+        ends = (self.fewest, self.most)
+        before, after = ({name: self.part(n, name).middle for name in PARTS} for n in ends)
         waiting, sharded = self.waiting(self.most).middle, bool(self.workload.sharded)
         return find_bottleneck(before, after, waiting, self.most / self.fewest, sharded=sharded)
 
     def check(self) -> tuple[int, Range] | None:
-        """Return the most modeled workers and their step as predicted from fewer workers alone.
-
-        Returns None without fewer workers.
-        """
+        """Return the most modeled workers, and their step as predicted from fewer, else None."""
         most = max(self.modeled)
         fewer = {workers: runs for workers, runs in self.modeled.items() if workers < most}
         prediction = predict(self._fit(fewer), self.network, most) if fewer else None
@@ -252,7 +248,10 @@ class Study:
 
     def to_json(self) -> dict[str, Any]:
         """Return all measurements and results as JSON values."""
-        bottleneck, check = self.bottleneck(), self.check()
+        bottleneck, checked = self.bottleneck(), None
+        if check := self.check():
+            measured = self.step(check[0])
+            checked = {"workers": check[0], "step": asdict(check[1]), "measured": asdict(measured)}
         return {
             "job": asdict(self.workload),
             "measured": {
@@ -263,12 +262,7 @@ class Study:
             "limit": bottleneck and asdict(bottleneck),
             "network": {**asdict(self.network), "given": self.network_is_given},
             "costs": asdict(self.costs),
-            "check": check
-            and {
-                "workers": check[0],
-                "step": asdict(check[1]),
-                "measured": asdict(self.step(check[0])),
-            },
+            "check": checked,
             "same_global_batch": [_to_json(self.same_batch(n)) for n in PREDICTED_WORKERS],
             "same_lane_batch": [_to_json(self.same_lane_batch(n)) for n in PREDICTED_WORKERS],
             "memory": self.memory and asdict(self.memory),

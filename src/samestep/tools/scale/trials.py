@@ -9,6 +9,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,17 +21,15 @@ from samestep.snapshot.manifest import Manifest
 from samestep.snapshot.read import inspect
 from samestep.snapshot.state import no_tensor, restore
 from samestep.step.layout import Layout
-from samestep.tools.common import OUTPUT, read_run, start_script
+from samestep.tools.common import OUTPUT, read_run, some, start_script
 from samestep.tools.scale.model import StepTiming, max_lanes_per_worker, read_timing
 
 SHOWN_LINES: Final = 30
 POLL_SECONDS: Final = 0.02
 VISIBLE_GROWTH: Final = 0.02  # of a worker's memory: less may be noise of the allocator
 _OPTIMIZER_TENSOR: Final = re.compile(r"(?P<optimizer>.+)/state/(?P<index>\d+)/[^/]+")
-_WORKER_FAILURE: Final = re.compile(
-    r"^(samestep: error: )?(?=worker \d+ failed first: )", re.MULTILINE
-)
-_PEAK_MEMORY: Final = re.compile(r"^VmHWM:\s*(\d+) kB", re.MULTILINE)  # resident, since the fork
+_WORKER_FAILURE: Final = re.compile(r"(?m)^(samestep: error: )?(?=worker \d+ failed first: )")
+_PEAK_MEMORY: Final = re.compile(r"(?m)^VmHWM:\s*(\d+) kB")  # resident, since the fork
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,7 @@ class Trial:
 
 
 class TrialRunner:
-    """Runs a script for some steps, each time in a new directory.
-
-    If `lanes` is None, the first run determines the lanes of all runs.
-    """
+    """Runs a script in new directories. The first run sets the lanes of all if `lanes` is None."""
 
     def __init__(self, command: Sequence[str], steps: int, lanes: int | None) -> None:
         self.lanes = lanes
@@ -82,16 +78,14 @@ class TrialRunner:
             if self.lanes is None:
                 self.lanes = workload.lanes
             if workload.lanes != (lanes or self.lanes):
-                raise LaunchError(
-                    "all runs must have the same number of lanes, got "
-                    f"{self.lanes} and {workload.lanes}; set it in the script or with --lanes"
-                )
+                counts = f"{self.lanes} and {workload.lanes}; set it in the script or with --lanes"
+                raise LaunchError(f"all runs must have the same number of lanes, got {counts}")
             return Trial(workers, read_timing(events), peak_bytes, workload)
 
     def _run(self, workers: int, directory: Path, lanes: int | None) -> int:
         flags = ["--resume=never", f"--stop-after={self._steps}"]
         flags += [] if lanes is None else [f"--lanes={lanes}"]
-        size = f"{workers} worker{'s' * (workers > 1)}"
+        size = some(workers, "worker")
         with_lanes = "" if lanes is None else f" with {lanes} lanes"
         sys.stderr.write(f"running {size}{with_lanes} …\n")
         process = start_script(self._command, workers, directory, flags)
@@ -101,11 +95,9 @@ class TrialRunner:
             process.terminate()
             process.wait()
             raise
-        if process.returncode != 0:
+        if status := process.returncode:
             failure = _first_failure((directory / OUTPUT).read_text(errors="replace"))
-            raise LaunchError(
-                f"the script failed with {size}, status {process.returncode}:\n{failure}"
-            )
+            raise LaunchError(f"the script failed with {size}, status {status}:\n{failure}")
         return peak_bytes
 
 
@@ -124,12 +116,10 @@ def _wait_and_measure(process: subprocess.Popen[bytes], directory: Path) -> int:
 
 
 def _worker_pids(directory: Path) -> list[int]:
-    try:
-        events = list(read_events(directory))
-    except RecordError:  # the run has not started yet
-        return []
-    starts = [event for event in events if event["event"] == "started"]
-    return [worker["pid"] for start in starts for worker in start["workers"]]
+    with suppress(RecordError):  # the run has not started yet
+        starts = [event for event in read_events(directory) if event["event"] == "started"]
+        return [worker["pid"] for start in starts for worker in start["workers"]]
+    return []
 
 
 def _peak_bytes(pid: int) -> int:
@@ -167,19 +157,19 @@ def parameters_of(manifest: Manifest) -> tuple[int, bool]:
     Trained parameters are those with optimizer state; if there are none, all floating-point tensors
     of the first tracked object that has tensors.
     """
-    forms = manifest.specs
+    specs = manifest.specs
     optimizers: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name, form in forms.items():
-        if (match := _OPTIMIZER_TENSOR.fullmatch(name)) and form.shape:
+    for name, spec in specs.items():
+        if (match := _OPTIMIZER_TENSOR.fullmatch(name)) and spec.shape:
             optimizers[match["optimizer"]][int(match["index"])].append(name)
     if not optimizers:
         tracked = [f"{name}/" for name, _ in manifest.state["dict"]]
-        groups = [[form for name, form in forms.items() if name.startswith(s)] for s in tracked]
+        groups = [[spec for name, spec in specs.items() if name.startswith(s)] for s in tracked]
         first = next(filter(None, groups), [])
-        return sum(form.nbytes for form in first if form.dtype.is_floating_point), False
+        return sum(spec.nbytes for spec in first if spec.dtype.is_floating_point), False
     # one tensor for each parameter of each optimizer
     tensors = [[min(names) for _, names in sorted(state.items())] for state in optimizers.values()]
-    nbytes = sum(forms[name].nbytes for names in tensors for name in names)
+    nbytes = sum(specs[name].nbytes for names in tensors for name in names)
     return nbytes, any(_is_sharded(manifest, names) for names in tensors)
 
 
@@ -220,8 +210,7 @@ class MemoryModel:
 def fit_memory(trial: Trial, with_more_lanes: Trial) -> MemoryModel | None:
     """Return the line through two runs with the same batch size, None if noise hides the growth.
 
-    With more lanes, a single worker holds more partial sums of gradients while it computes the last
-    lane: one for each level of the tree.
+    Partial sums of gradients, one for each level of a worker's tree, are subtracted.
     """
     batch_size = trial.workload.batch_size
     if batch_size is None:

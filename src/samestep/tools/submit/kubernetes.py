@@ -42,23 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Without --apply and --output, the manifests are printed. Pods get --grace-period seconds "
         f"(default here: {GRACE_SECONDS}) to exit."
     )
-    parser.add_argument("--image", required=True, help="image with samestep and the script")
-    parser.add_argument(
-        "--kind",
-        choices=KINDS,
-        default="job",
-        help="job: an Indexed Job, for any cluster (default); the others need Kubeflow",
+    add = parser.add_argument
+    add("--image", required=True, help="image with samestep and the script")
+    kind = "job: an Indexed Job, for any cluster (default); the others need Kubeflow"
+    add("--kind", choices=KINDS, default="job", help=kind)
+    add("--namespace", help="namespace of the job (default: that of kubectl)")
+    claim = (
+        "PersistentVolumeClaim that all pods mount at a path (default: the run's directory); "
+        "may be repeated, for example for a data set"
     )
-    parser.add_argument("--namespace", help="namespace of the job (default: that of kubectl)")
-    parser.add_argument(
-        "--claim",
-        action="append",
-        default=[],
-        metavar="CLAIM[:PATH]",
-        help="PersistentVolumeClaim that all pods mount at a path (default: the run's directory); "
-        "may be repeated, for example for a data set",
-    )
-    parser.add_argument("--apply", action="store_true", help="pass the manifests to kubectl")
+    add("--claim", action="append", default=[], metavar="CLAIM[:PATH]", help=claim)
+    add("--apply", action="store_true", help="pass the manifests to kubectl")
     add_training_arguments(parser, "pod")
 
 
@@ -74,9 +68,8 @@ def as_yaml(documents: Sequence[Manifest]) -> str:
     try:
         yaml: Any = import_module("yaml")
     except ImportError:
-        raise LaunchError(
-            "writing manifests requires PyYAML: pip install 'samestep[kubernetes]'"
-        ) from None
+        text = "writing manifests requires PyYAML: pip install 'samestep[kubernetes]'"
+        raise LaunchError(text) from None
     return str(yaml.safe_dump_all(documents, sort_keys=False, width=120))
 
 
@@ -113,25 +106,23 @@ class Pods:
             secret = {"name": self.token_name, "key": "token"}
             variables.append({"name": TOKEN, "valueFrom": {"secretKeyRef": secret}})
         # loader processes share more than the default of 64 MiB
-        volumes: dict[str, Manifest] = {
-            SHARED_MEMORY: {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}
-        }
+        shared: Manifest = {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}
+        volumes = {SHARED_MEMORY: shared}
         for number, (path, claim) in enumerate(self.claims.items()):
             source = {"persistentVolumeClaim": {"claimName": claim}}
             volumes[path] = {"name": f"claim-{number}", **source}
         mounts = [{"name": each["name"], "mountPath": path} for path, each in volumes.items()]
+        worker = {
+            "name": container,
+            "image": self.image,
+            "command": self._command(master),
+            "env": variables,
+            **self._resources(),
+            "volumeMounts": mounts,
+        }
         return {
             "terminationGracePeriodSeconds": training.grace_seconds,
-            "containers": [
-                {
-                    "name": container,
-                    "image": self.image,
-                    "command": self._command(master),
-                    "env": variables,
-                    **self._resources(),
-                    "volumeMounts": mounts,
-                }
-            ],
+            "containers": [worker],
             "volumes": list(volumes.values()),
         }
 
@@ -164,9 +155,8 @@ def manifests(arguments: argparse.Namespace) -> list[Manifest]:
     last_pod = f"{name}-master-0" if is_pytorch else f"{name}-node-0-{training.nodes - 1}"
     check_matches("--name", name, LABEL, "a DNS label of a-z, 0-9 and -, with a letter first")
     if len(last_pod) > MOST_LABEL:
-        raise ConfigError(
-            f"--name must be shorter, got {name}: {last_pod} has more than {MOST_LABEL} characters"
-        )
+        too_long = f"{last_pod} has more than {MOST_LABEL} characters"
+        raise ConfigError(f"--name must be shorter, got {name}: {too_long}")
     check_matches("--namespace", arguments.namespace, NAMESPACE, "a DNS label of a-z, 0-9 and -")
     check_matches("--memory", training.memory, QUANTITY, "a quantity such as 64Gi")
     check_matches("--gpus", arguments.gpus, r"[1-9]\d*", "a number")
@@ -193,9 +183,8 @@ def claims_of(texts: Sequence[str], training: Training) -> dict[str, str]:
         claim, colon, path = text.partition(":")
         path = (path if colon else training.directory).rstrip("/")
         if not claim or not path.startswith("/") or path in claims:
-            raise ConfigError(
-                f"--claim must be CLAIM or CLAIM:PATH with an absolute path of its own, got {text}"
-            )
+            expected = "CLAIM or CLAIM:PATH with a unique absolute path"
+            raise ConfigError(f"--claim must be {expected}, got {text}")
         claims[path] = claim
     outlives_pods = any(f"{training.directory}/".startswith(f"{path}/") for path in claims)
     if not outlives_pods and (training.nodes > 1 or "SAMESTEP_REMOTE" not in training.environment):
@@ -220,11 +209,8 @@ def indexed_job(pods: Pods) -> list[Manifest]:
         {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"onExitCodes": {"containerName": "worker", "operator": "In", "values": [STOPPED]}},
     )
-    pod = {
-        **pods.spec("worker", address, **(process if nodes > 1 else {})),
-        "restartPolicy": "Never",
-        "subdomain": name,
-    }
+    spec = pods.spec("worker", address, **(process if nodes > 1 else {}))
+    pod = {**spec, "restartPolicy": "Never", "subdomain": name}
     job = {
         "completionMode": "Indexed",
         "completions": nodes,

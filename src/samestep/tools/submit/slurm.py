@@ -1,7 +1,4 @@
-"""`samestep submit slurm`, and the options and the job description that Kubernetes shares.
-
-The job of the batch script returns to the queue if it was stopped and took a snapshot.
-"""
+"""`samestep submit slurm`: an sbatch script; and the arguments that Kubernetes shares."""
 
 from __future__ import annotations
 
@@ -47,19 +44,19 @@ class Training:
 
 def add_training_arguments(parser: argparse.ArgumentParser, node: str) -> None:
     """Add the arguments that Slurm and Kubernetes share; `node` is "node" or "pod"."""
-    parser.add_argument("--name", help="name of the job (default: the name of the script)")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help=f"{node}s (default: 1)")
-    parser.add_argument(
-        "-n", "--workers", type=int, default=1, metavar="N", help=f"workers per {node} (default: 1)"
-    )
-    parser.add_argument("--gpus", metavar="N", help=f"GPUs per {node}")
-    parser.add_argument("--cpus", type=int, metavar="N", help="CPUs per worker and its loaders")
-    parser.add_argument("--memory", metavar="SIZE", help=f"memory per {node}")
-    parser.add_argument("--output", metavar="FILE", help="write the job to FILE, do not submit it")
-    parser.add_argument("-m", "--module", action="store_true", help="script is a module's name")
+    add = parser.add_argument
+    add("--name", help="name of the job (default: the name of the script)")
+    add("--nodes", type=int, default=1, metavar="N", help=f"{node}s (default: 1)")
+    workers = f"workers per {node} (default: 1)"
+    add("-n", "--workers", type=int, default=1, metavar="N", help=workers)
+    add("--gpus", metavar="N", help=f"GPUs per {node}")
+    add("--cpus", type=int, metavar="N", help="CPUs per worker and its loader processes")
+    add("--memory", metavar="SIZE", help=f"memory per {node}")
+    add("--output", metavar="FILE", help="write the job to FILE, do not submit it")
+    add("-m", "--module", action="store_true", help="script is a module's name")
     add_options(parser)
-    parser.add_argument("script", help="a Python script, or a module with -m")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    add("script", help="a Python script, or a module with -m")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def training_of(arguments: argparse.Namespace) -> Training:
@@ -73,10 +70,8 @@ def training_of(arguments: argparse.Namespace) -> Training:
         raise ConfigError("--dir is required: a directory that all nodes share, to resume from")
     grace = merge({"grace_period": GRACE_SECONDS, **options}, {}).grace_period
     if not 0 < grace <= MOST_GRACE_SECONDS:
-        raise ConfigError(
-            f"--grace-period must be above 0 and at most {MOST_GRACE_SECONDS} seconds, "
-            f"got {arguments.grace_period}"
-        )
+        expected = f"above 0 and at most {MOST_GRACE_SECONDS} seconds"
+        raise ConfigError(f"--grace-period must be {expected}, got {arguments.grace_period}")
     texts = {f"{PREFIX}{name.upper()}": str(getattr(arguments, name)) for name in options}
     stem = arguments.script.rpartition(".")[2] if arguments.module else Path(arguments.script).stem
     return Training(
@@ -116,34 +111,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Workers start in the current directory. They get SIGTERM --grace-period seconds "
         f"(default here: {GRACE_SECONDS}) before the time limit."
     )
-    parser.add_argument(
-        "--time", metavar="LIMIT", help="time limit: minutes, 8:00:00 or 2-12:00:00"
+    add = parser.add_argument
+    add("--time", metavar="LIMIT", help="time limit: minutes, 8:00:00 or 2-12:00:00")
+    add("--partition", help="partition in which the job runs")
+    add("--account", help="account that the job is charged to")
+    sbatch = "any other option of sbatch, as in --sbatch=--qos=high; may be repeated"
+    add("--sbatch", action="append", default=[], metavar="OPTION", help=sbatch)
+    setup = (
+        "shell command to run before the workers start, as in --setup 'source venv/bin/activate'; "
+        "may be repeated. Workers then use the python in PATH (default: the Python that runs this "
+        "command)"
     )
-    parser.add_argument("--partition", help="partition in which the job runs")
-    parser.add_argument("--account", help="account that the job is charged to")
-    parser.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="any other option of sbatch, as in --sbatch=--qos=high; may be repeated",
-    )
-    parser.add_argument(
-        "--setup",
-        action="append",
-        default=[],
-        metavar="LINE",
-        help="shell command to run before the workers start, as in --setup 'source "
-        "venv/bin/activate'; may be repeated. Workers then use the python in PATH (default: the "
-        "Python that runs this command)",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_const",
-        const=PRINTED,
-        dest="output",
-        help="print the script instead of submitting it",
-    )
+    add("--setup", action="append", default=[], metavar="LINE", help=setup)
+    dry_run = "print the script instead of submitting it"
+    add("--dry-run", action="store_const", const=PRINTED, dest="output", help=dry_run)
     add_training_arguments(parser, "node")
 
 
@@ -152,7 +133,7 @@ def main(arguments: argparse.Namespace) -> int:
     training = training_of(arguments)
     script = batch_script(training, arguments)
     if arguments.output != PRINTED:
-        try:  # Slurm writes the job's output there, but does not create the directory
+        try:  # Slurm writes the job's output to this directory, but does not create it
             Path(training.directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot create --dir {training.directory}: {error}") from error
@@ -165,11 +146,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 def find_program(name: str) -> str:
     """Return the path of the program that submits jobs. Raises `LaunchError` if it is missing."""
-    if (path := shutil.which(name)) is None:
-        raise LaunchError(
-            f"{name} not found in PATH; pass --output FILE, and submit the file where {name} is"
-        )
-    return path
+    if path := shutil.which(name):
+        return path
+    remedy = f"pass --output FILE, and submit the file where {name} is"
+    raise LaunchError(f"{name} not found in PATH; {remedy}")
 
 
 def submit(script: str) -> str:
@@ -229,7 +209,7 @@ def batch_script(training: Training, arguments: argparse.Namespace) -> str:
 
 
 def _directive(option: str) -> str:
-    """Return the line for an option; sbatch takes a backslash as an escape, even in quotes."""
+    """Return the line for an option. In sbatch, a backslash is an escape, even in quotes."""
     if "\\" in option or not option.isprintable():
         raise ConfigError(f"sbatch accepts no backslash or control character, got {option!r}")
     return f"#SBATCH {shlex.quote(option)}"
