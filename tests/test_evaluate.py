@@ -269,6 +269,28 @@ def test_metrics_of_users_have_the_same_bits_at_any_number_of_workers():
         assert in_processes(workers, body) == [expected] * workers
 
 
+def test_a_metric_without_weak_references_is_refused():
+    class Slotted:
+        __slots__ = ("total",)
+
+        def update(self, value):
+            self.total = value
+
+        def merge(self, other):
+            self.total += other.total
+
+        def compute(self):
+            return self.total
+
+    def fn(model, batch):
+        metric = Slotted()
+        metric.update(1.0)
+        return {"slotted": metric}
+
+    with pytest.raises(EvaluationError, match="Slotted must support weak references"):
+        means_of(fn, Scores(3))
+
+
 def test_a_metric_that_is_returned_twice_is_refused():
     extremes = Extremes()
 

@@ -131,7 +131,13 @@ class Evaluation:
                 raise EvaluationError(
                     f"{name!r} was returned before; create a new {type(metric).__name__} per call"
                 )
-            _RETURNED[id(metric)] = metrics[name] = metric
+            try:
+                _RETURNED[id(metric)] = metrics[name] = metric
+            except TypeError:
+                raise EvaluationError(
+                    f"{type(metric).__name__} must support weak references; "
+                    'add "__weakref__" to its __slots__'
+                ) from None
         for name, each in metrics.items():
             if isinstance(each, TorchMetrics):
                 each.metric.reset()  # not earlier: accuracy and 1 - accuracy share a state

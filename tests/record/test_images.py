@@ -215,3 +215,14 @@ def test_an_error_is_raised_once_by_the_next_call():
     images.close()  # it was tried now
     with pytest.raises(RecordError, match="no room for 2"):
         images.add(picture(3), between=False)
+
+
+def test_any_error_of_the_writer_is_raised_and_nothing_waits_for_ever():
+    def fail(picture, between):
+        raise MemoryError("too large")
+
+    images = AsyncImageWriter(fail)
+    images.add(picture(1), between=False)
+    with pytest.raises(MemoryError, match="too large"):
+        images.flush()
+    images.close()

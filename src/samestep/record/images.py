@@ -101,7 +101,7 @@ class AsyncImageWriter:
         self._changed = threading.Condition()
         self._queue: deque[tuple[Picture, bool]] = deque()  # the first one is being written
         self._bytes = 0
-        self._error: RecordError | None = None
+        self._error: Exception | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -148,7 +148,7 @@ class AsyncImageWriter:
                 picture, between = self._queue[0]
             try:
                 self._write(picture, between)
-            except RecordError as error:
+            except Exception as error:  # noqa: BLE001  raised by the next call, not lost here
                 self._error = error
             with self._changed:
                 self._queue.popleft()

@@ -6,6 +6,7 @@ import argparse
 import base64
 import hashlib
 import json
+import math
 import re
 import sys
 import time
@@ -49,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Write the report and return 0. Raises `ConfigError`, or `RecordError` if there is no run."""
-    if not options.images >= 0:
-        raise ConfigError(f"--images must be at least 0 megabytes, got {options.images}")
+    if not 0 <= options.images < math.inf:
+        raise ConfigError(f"--images must be a number of megabytes from 0, got {options.images}")
     check_locations(options.locations)
     report = make_report(options.locations, image_bytes=round(options.images * 1e6))
     try:
