@@ -238,8 +238,12 @@ def _known(name: str, given_as: str) -> str:
 
 
 @cache
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(Config)
+
+
 def _types(name: str) -> tuple[type, ...]:
-    hint = typing.get_type_hints(Config)[name]
+    hint = _hints()[name]
     types = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return tuple(typing.get_origin(kind) or kind for kind in types)
 

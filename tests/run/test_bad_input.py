@@ -302,7 +302,7 @@ def test_more_workers_than_lanes_is_an_error_on_every_worker():
         ),
         (
             lambda rank: nn.ModuleDict({name: nn.Linear(2, 2) for name in ["ab", "ba"][rank]}),
-            "in another order",
+            "in a different order",
         ),
     ],
 )

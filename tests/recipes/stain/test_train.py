@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -261,8 +262,9 @@ def files_written(command, arguments, directory):
 def test_only_the_main_worker_writes(data, tmp_path):
     arguments = [*SMALL, data, "--dir", str(tmp_path)]
     first, second = run_workers(files_written, 2, train.main, arguments, tmp_path)
-    images = {f"images/val-row032-column000-{step:08}.png.unfinished" for step in (1, 3)}
-    assert {name for name in first if not name.startswith("step-")} == {
+    images = {f"images/.val-row032-column000-{step:08}.png" for step in (1, 3)}
+    names = {re.sub(r"\.\d+\.tmp$", "", name) for name in first}  # written atomically
+    assert {name for name in names if not name.startswith("step-")} == {
         SETTINGS_FILE,
         "events.jsonl",
         *images,
