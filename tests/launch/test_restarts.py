@@ -13,7 +13,7 @@ import pytest
 from samestep.errors import LoaderError, WorkerError, WorldError
 from samestep.handoff import LauncherState
 from samestep.launch import launch, worker_group
-from samestep.launch.supervisor import POLL_SECONDS
+from samestep.launch.supervisor import POLL_SECONDS, LocalCoordinator
 from samestep.record.events import read_events
 from tests.launch.processes import end_soon, for_ever, rank
 
@@ -86,6 +86,27 @@ def test_a_stopped_worker_is_replaced_when_others_time_out():
         raise WorldError("timed out waiting for worker 1")
 
     assert launch(body) == "continued"
+
+
+def test_workers_that_the_launcher_kills_are_not_named(monkeypatch, capfd):
+    report, seen = LocalCoordinator.report, []
+
+    def slow_report(self, what, **fields):
+        if what == "failed":
+            seen.append(fields["failure"]["summary"])
+            time.sleep(0.1)  # as on a busy machine
+        report(self, what, **fields)
+
+    def body():
+        if attempt() > 0:
+            return "continued"
+        begin()
+        return end_by(signal.SIGSTOP) if rank() == 2 else for_ever()
+
+    monkeypatch.setattr(LocalCoordinator, "report", slow_report)
+    assert launch(body, workers=3, timeout=0.3) == "continued"
+    assert seen == ["stopped by SIGSTOP", "killed by SIGKILL", "killed by SIGKILL"]
+    assert "worker 2: stopped by SIGSTOP" in capfd.readouterr().err
 
 
 def test_a_stopped_worker_is_replaced_after_the_timeout():

@@ -80,13 +80,17 @@ class WorkerGroup:
         A worker that exited without a report gets the time at which it was last seen running, so
         that its failure precedes all failures that it caused.
         """
-        now = time.monotonic()
         for rank, process in list(self.running.items()):
             if process.exitcode is not None:
                 self._handle_exit(rank, process.exitcode)
-            elif not int(_stat(process.pid)[6]) & PF_EXITING:
+        self._note_alive()
+        self._kill_stopped()
+
+    def _note_alive(self) -> None:
+        now = time.monotonic()
+        for rank, process in self.running.items():
+            if not int(_stat(process.pid)[6]) & PF_EXITING:
                 self._alive_at[rank] = now
-        self._kill_stopped(now)
 
     def _handle_exit(self, rank: int, code: int) -> None:
         self.running.pop(rank).close()
@@ -102,9 +106,10 @@ class WorkerGroup:
             host = "" if step is None else socket.gethostname()
             self.failures[rank] = replace(failure, step=step, host=host)
 
-    def _kill_stopped(self, now: float) -> None:
+    def _kill_stopped(self) -> None:
         """Kill SIGSTOPped workers once other workers time out waiting for them, or would have."""
         failures = self.failures.values()
+        now = time.monotonic()
         timed_out = bool(failures) and all(failure.is_secondary for failure in failures)
         for rank, process in list(self.running.items()):
             if _stat(process.pid)[0] not in {"T", "t"}:
@@ -125,6 +130,7 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """Kill all workers immediately, and everything that they started."""
+        self._note_alive()  # these deaths must not precede the failures that caused them
         self.send(signal.SIGKILL)
         for process in self.running.values():
             process.join()
