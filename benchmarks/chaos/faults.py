@@ -71,7 +71,9 @@ def damage_hot_copies(target: Target, chance: random.Random) -> float:
     for pid in target.pids():
         os.kill(pid, signal.SIGSTOP)  # so that they make no new copy
     for file in hot_copies(target.launcher.pid):
-        flip_byte(file, file.stat().st_size // 2)
+        size = file.stat().st_size
+        # another byte each time: a second flip would repair a copy that was not replaced since
+        flip_byte(file, size // 2 + chance.randrange(size // 4))
     seconds = _strike(target, chance, signal.SIGKILL)
     target.wait_for({"in_memory_snapshot_rejected"}, since)
     return seconds
