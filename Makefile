@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test check docs bench bench-more clean
+.PHONY: help demo test models check docs bench bench-more clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo        train a ViT on two workers, evaluate it, and prove that one worker does the same'
 	@echo 'make test        run all tests'
+	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
 	@echo 'make check       run all checks of style, types, imports, links and public names'
 	@echo 'make docs        build the site of the documentation in docs/_build/html'
 	@echo 'make bench       measure four jobs beside seven ways to train them: about fifteen minutes on two cores'
@@ -20,6 +21,10 @@ demo: .venv/ready-vit
 
 test: .venv/ready-dev
 	$(BIN)/pytest --numprocesses 2 --dist worksteal
+
+models: .venv/ready-dev
+	@$(PIP) --requirement tests/models/requirements.txt
+	$(BIN)/python -m tests.models
 
 check: .venv/ready-dev
 	$(BIN)/ruff check
@@ -37,7 +42,7 @@ bench: .venv/ready-bench
 	$(BIN)/python -m benchmarks.table --picture docs/benchmarks.svg
 
 bench-more: .venv/ready-bench
-	for part in floor start recovery surviving evaluation growth data snapshots modes record watching; do $(BIN)/python -m benchmarks.$$part; done
+	for part in floor start recovery surviving checks evaluation growth data snapshots modes record watching; do $(BIN)/python -m benchmarks.$$part; done
 
 clean:
 	rm -rf .venv build dist docs/_build runs .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -8,7 +8,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Sequence
 
-LIMIT_SECONDS = 300  # for one run, which may hang
+LIMIT_SECONDS = 500  # for one run, which may hang
 
 
 def values_in(text: str) -> dict[str, list[float]]:

@@ -20,9 +20,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.utils.data import TensorDataset
 
 import samestep as ss
+from benchmarks.contenders.stopwatch import memory
 from benchmarks.jobs import JOBS
 from samestep.record import read_events
 from samestep.snapshot import list_snapshots, load
+from samestep.snapshot.read import inspect, load_together
+from samestep.step.shard import Shard
 
 WIDTH, DEPTH, BATCH_SIZE = 2048, 20, 64
 WARMUP_STEPS, SAVES, STEPS_BETWEEN = 3, 3, 6
@@ -160,6 +163,58 @@ def restore(directory: Path, kind: str) -> None:
     print_figures(load_s=loaded - loading, restored_s=time.perf_counter() - started)
 
 
+def resume(directory: Path, kind: str) -> None:
+    """Load a save on all workers of a host; print the time, and the memory of a worker.
+
+    "loaded" is when the worker can read the state, "in place" when its job has it. The peer loads
+    into the job's own tensors; "in place" includes the time in which it makes the optimizer's.
+    """
+    model, optimizer = mlp()
+    path = newest(directory)
+    if kind == "dcp":
+        dist.init_process_group("gloo")
+        dist.barrier()
+        started = time.perf_counter()
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dist.barrier()
+        loading = time.perf_counter()
+        dcp.load(state, checkpoint_id=path)
+        dist.barrier()
+        now, megabytes = time.perf_counter(), memory()
+        print_figures(
+            load_s=now - loading,
+            in_place_s=now - started,
+            loaded_mb=megabytes,
+            in_place_mb=megabytes,
+        )
+        dist.barrier()
+        dist.destroy_process_group()
+        return
+    with ss.init(hot_every=None, lanes=8) as run:
+        world = run._world  # noqa: SLF001  only its own part of `ss.init` is measured
+        model = run.replicate(model)
+        shard = Shard(optimizer, 8, world)
+        world.barrier("starting")
+        started = time.perf_counter()
+        snapshot = load_together(path, world)
+        load_seconds = time.perf_counter() - started
+        world.barrier("measuring")
+        state_bytes = sum(file.size for file in inspect(path).files)
+        # of memory that this worker has not touched yet
+        loaded = memory() + (state_bytes / world.size / 2**20 if snapshot.shared else 0)
+        world.barrier("restoring")
+        started = time.perf_counter()
+        model.load_state_dict(snapshot.state.pop("model"))
+        shard.load_state_dict(snapshot.state.pop("optimizer"))
+        del snapshot
+        world.barrier("restored")
+        seconds = load_seconds + time.perf_counter() - started
+        print_figures(
+            load_s=load_seconds, in_place_s=seconds, loaded_mb=loaded, in_place_mb=memory()
+        )
+        world.barrier("measured")
+
+
 def print_figures(**values: float) -> None:
     """Print figures for the parent process."""
     print(*(f"{name}={value:.4f}" for name, value in values.items()))
@@ -178,13 +233,15 @@ def remove(path: Path) -> None:
 def main() -> None:
     """Run one job."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("job", choices=["save", "load", "vit"])
+    parser.add_argument("job", choices=["save", "load", "resume", "vit"])
     parser.add_argument("--kind", default="samestep", help="who saves or loads")
     parser.add_argument("--directory", type=Path, required=True, help="where saves are")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.job == "load":
         restore(options.directory, options.kind)
+    elif options.job == "resume":
+        resume(options.directory, options.kind)
     elif options.job == "vit":
         train(options.directory, *vit(), JOBS["vit"].build().dataset)
     elif options.kind == "samestep":

@@ -1,12 +1,13 @@
 """Snapshots compared to torch.save and torch.distributed.checkpoint: stall, save and load time.
 
-usage: python -m benchmarks.snapshots [--rounds 5] [--workers 1 2] [--directory DIR]
+usage: python -m benchmarks.snapshots [--rounds 5] [--workers 1 2] [--resume 1 2 4]
+       [--directory DIR]
 
 The state has 1.0 GB: an MLP of 84 million float32 parameters and AdamW's state. Jobs take turns,
 and every ratio compares two jobs of one round. The save time lasts until the save is durable. Each
 load is a new process, with the files in the page cache (warm) or not (cold); "restored" is the time
-until a new model and optimizer have made a step. The last part is the stall of the ViT job of
-benchmarks.jobs.
+until a new model and optimizer have made a step. After that, all workers of a host resume from one
+save; the last part is the stall of the ViT job of benchmarks.jobs.
 """
 
 from __future__ import annotations
@@ -102,6 +103,25 @@ def report(
             )
 
 
+def measure_resume(root: Path, numbers: Iterable[int], rounds: int) -> None:
+    """Resume on several workers of a host, and print the time and the memory of the host."""
+    kinds = {"samestep": "samestep", "checkpoint.load": "dcp"}
+    for kind in kinds.values():
+        shutil.rmtree(root / kind, ignore_errors=True)
+        (root / kind).mkdir()
+        figures(command(kind, "save", root / kind, 1))
+    for workers in numbers:
+        found: dict[str, list[dict[str, float]]] = {}
+        for number in range(rounds):
+            for name, kind in list(kinds.items())[:: 1 if number % 2 == 0 else -1]:
+                cache(newest(root / kind), warm=True)
+                one = figures(command(kind, "resume", root / kind, workers))
+                host = {key: workers * one[key] for key in ("loaded_mb", "in_place_mb")}
+                found.setdefault(name, []).append({**one, **host})
+        print(f"1.0 GB, resume on {workers} workers of a host, {rounds} rounds")
+        report(found, kinds, ("load_s", "in_place_s", "loaded_mb", "in_place_mb"))
+
+
 def measure_vit(root: Path, rounds: int) -> None:
     """Print the stall of the ViT job as a share of its time."""
     found = []
@@ -126,13 +146,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5, help="jobs of each kind (default: 5)")
     workers_help = "numbers of workers to save with (default: 1 2)"
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help=workers_help)
+    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2], help=workers_help)
+    resume_help = "numbers of workers of a host that resume (default: 1 2 4)"
+    parser.add_argument("--resume", type=int, nargs="*", default=[1, 2, 4], help=resume_help)
     directory_help = "where to save, with 5 GB free (default: a temporary directory)"
     parser.add_argument("--directory", type=Path, help=directory_help)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as root:
         for workers in options.workers:
             measure(Path(root), workers, options.rounds)
+        measure_resume(Path(root), options.resume, options.rounds)
         measure_vit(Path(root), options.rounds)
 
 

@@ -57,8 +57,8 @@ def arguments() -> argparse.Namespace:
         "--contenders",
         nargs="+",
         choices=CONTENDERS,
-        default=list(CONTENDERS),
-        help="in addition to the plain loop (default: all)",
+        default=[name for name, contender in CONTENDERS.items() if contender.role != "16-bit"],
+        help="in addition to the plain loop (default: all that exchange at full precision)",
     )
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="also draw the table, as .svg, .png or .pdf"

@@ -26,6 +26,7 @@ import samestep as ss
 S = TypeVar("S")
 SETTINGS_FILE = "settings.yaml"
 LARGEST_BYTES = 2**20  # of a file
+DEEPEST = 100  # levels in a file or value
 TEXT_TYPES = ("str", "Path", "one of")  # their values are not parsed as YAML
 
 
@@ -91,6 +92,14 @@ class Parser(argparse.ArgumentParser):
         if os.environ.get("RANK", "0") == "0":
             super()._print_message(message, file)
 
+    def parse_intermixed_args(self, *given: Any) -> argparse.Namespace:  # type: ignore[override]
+        """Parse; a `--dir` of `samestep run`, before the script, counts wherever flags do."""
+        flags = super().parse_intermixed_args(*given)
+        directory = os.environ.get("SAMESTEP_DIR", "")
+        if directory.lower() not in {"", "none"}:
+            flags.dir = Path(directory)
+        return flags
+
 
 def parser(kind: type, description: str) -> Parser:
     """Make a parser with `settings` and `--dir`, whose `--help` lists every setting of `kind`."""
@@ -103,6 +112,8 @@ def parser(kind: type, description: str) -> Parser:
     files = "files and settings; settings override files, later ones override earlier ones"
     made.add_argument("settings", nargs="*", metavar="FILE.yaml|key=value", help=files)
     made.add_argument("--dir", type=Path, help="directory of the run; a run in it is continued")
+    # torch.distributed.launch and DeepSpeed's launcher pass it, and also set LOCAL_RANK
+    made.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     return made
 
 
@@ -180,7 +191,18 @@ def _text_of(path: Path) -> str:
         raise ValueError("it is not a regular file")
     if path.stat().st_size > LARGEST_BYTES:
         raise ValueError(f"it has more than {LARGEST_BYTES} bytes")
-    return path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    _check_depth(text)
+    return text
+
+
+def _check_depth(text: str) -> None:
+    """Raise `ValueError` for text so deeply nested that the YAML parser would crash Python."""
+    depth = 0
+    for mark in re.findall(rf"[\[\]{{}}]|(?:[-?:]\s+){{{DEEPEST}}}", text):
+        depth += {"]": -1, "}": -1, "[": 1, "{": 1}.get(mark, DEEPEST + 1)
+        if depth > DEEPEST:
+            raise ValueError(f"it is nested more than {DEEPEST} levels deep")
 
 
 def _short(value: Any) -> str:
@@ -210,6 +232,7 @@ def _update(
         if value == "none" and expected.endswith("None"):
             changed = None
         elif isinstance(value, str) and not expected.startswith(TEXT_TYPES):
+            _check_depth(value)
             changed = OmegaConf.create(f"value: {value}").value
         OmegaConf.update(config, key, changed)
     except Exception as error:  # OmegaConf and its YAML parser raise errors of many types

@@ -1,4 +1,4 @@
-"""Faults that tests inject: killed workers, damaged files, a full disk."""
+"""Faults that tests inject: killed workers, damaged files, a full or stalled disk."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import os
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tests.needs import needs
 
 
-def kill_at(step: int, rank: int) -> Callable[[int], None]:
-    """Return a function of the step number that kills worker `rank` with SIGKILL at `step`."""
+def kill_at(step: int, rank: int, after: Path | None = None) -> Callable[[int], None]:
+    """Return a function of the step number that kills worker `rank` with SIGKILL at `step`.
+
+    It waits for the file `after`, such as the manifest of a snapshot.
+    """
 
     def hook(now: int) -> None:
         if now == step and int(os.environ.get("RANK", "0")) == rank:
+            while after is not None and not after.exists():
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
     return hook
@@ -35,6 +42,30 @@ def cut(path: Path, size: int) -> None:
     if size >= path.stat().st_size:
         raise ValueError(f"expected more than {size} bytes in {path}, got {path.stat().st_size}")
     os.truncate(path, size)
+
+
+@contextmanager
+def stalling_disk() -> Iterator[tuple[Path, Callable[[], None], Callable[[], None]]]:
+    """Yield a folder on a new file system, and functions that stall its disk and end that.
+
+    Writers then wait in the kernel, where SIGKILL does not end them.
+    """
+    needs("fsfreeze")
+    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as image:
+        image.truncate(1 << 26)
+        subprocess.run(["mkfs.ext4", "-q", "-F", image.name], check=True)
+        mount = ["mount", "-o", "loop", image.name, folder]
+        mounted = subprocess.run(mount, check=False, capture_output=True)
+        needs("permission to mount a file system", found=mounted.returncode == 0)
+
+        def freeze(option: str) -> None:
+            subprocess.run(["fsfreeze", option, folder], check=True)
+
+        try:
+            yield Path(folder), partial(freeze, "--freeze"), partial(freeze, "--unfreeze")
+        finally:
+            subprocess.run(["fsfreeze", "--unfreeze", folder], check=False, capture_output=True)
+            subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @contextmanager

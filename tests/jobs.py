@@ -72,6 +72,7 @@ def fit(
     epochs: int = 2,
     max_norm: float | None = None,
     count: Callable[[Any], int] | None = None,
+    embed: Callable[[Any, Any], Any] | None = None,
     after_step: Callable[[ss.Means], object] = lambda means: None,
     tracked: dict[str, Any] | None = None,
     **batches: Any,
@@ -80,7 +81,7 @@ def fit(
     tracked = {"model": model, "optimizer": optimizer, **(tracked or {})}
     run.track(**tracked)
     for batch in run.batches(dataset, batch_size, epochs=epochs, **batches):
-        means = run.backward(loss_fn, model, batch, count=count)
+        means = run.backward(loss_fn, model, batch, count=count, embed=embed)
         if max_norm is not None:
             means = {**means, "norm": float(run.clip_grad_norm(model, max_norm))}
         optimizer.step()

@@ -44,14 +44,14 @@ def nothing_left(grace_seconds: float = GRACE_SECONDS) -> Iterator[None]:
     Processes, threads and files in shared memory may disappear within `grace_seconds`. Processes
     that remain are killed.
     """
-    children, threads, files, variables = _children(), _threads(), _shared_files(), _variables()
+    children, threads, files, variables = _children(), _threads(), shared_files(), _variables()
     yield
     deadline = time.monotonic() + grace_seconds
     while True:
         new_children = {pid: name for pid, name in _children().items() if pid not in children}
         left = [f"process {pid}: {command}" for pid, command in new_children.items()]
         left += [f"thread {thread.name}" for thread in _threads() - threads]
-        new_files = _shared_files() - files
+        new_files = shared_files() - files
         left += [f"file {file}" for file in new_files if not _is_mapped_elsewhere(file)]
         if not left or time.monotonic() > deadline:
             break
@@ -82,14 +82,17 @@ def _threads() -> set[threading.Thread]:
     return set(threading.enumerate())
 
 
-def _shared_files() -> set[Path]:
+def shared_files() -> set[Path]:
     """Return the files in shared memory that belong to this user.
 
     torch unlinks its files as soon as it has opened them. A process that is killed in between
-    leaves one, which no code of ours can prevent: such files are deleted.
+    leaves one, which no code of ours can prevent: such files are deleted. Temporary files are those
+    of other programs.
     """
     files = set()
     for path in SHARED_MEMORY.glob("*"):
+        if path.name.startswith("tmp"):
+            continue
         with suppress(FileNotFoundError):
             creator = re.match(r"torch_(\d+)_", path.name)
             if path.stat().st_uid == os.getuid():

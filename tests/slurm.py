@@ -60,7 +60,7 @@ class Slurm:
     directory: Path
 
     def run(
-        self, *command: object, timeout: float = 60.0, check: bool = True, **environment: str
+        self, *command: object, timeout: float = 300.0, check: bool = True, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a client such as srun and return its output.
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ import pytest
 from samestep import cli
 from samestep.config import Config
 from samestep.errors import SnapshotError
-from samestep.launch import command
+from samestep.launch import local as command
+from samestep.record.events import samestep_version
 
 HELP_WITHOUT_TORCH = """
 import sys
@@ -103,11 +106,10 @@ def test_a_module_can_be_run(runs):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "arguments are required"),
-        (["rum"], "invalid choice: 'rum'"),
+        (["rum"], "unknown command 'rum'"),
         (["run"], "arguments are required: script"),
         (["run", "--lane", "8", "train.py"], "unrecognized arguments: --lane"),
-        (["run", "-n", "two", "train.py"], "invalid int value: 'two'"),
+        (["run", "-n", "two", "train.py"], "expected a number or auto, got 'two'"),
     ],
 )
 def test_wrong_use_is_an_error(arguments, message, capsys):
@@ -155,8 +157,10 @@ def test_every_command_has_the_same_exit_statuses(monkeypatch, error, status):
 
 
 def test_an_installed_version_is_printed(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "version", lambda name: f"1.2.3 of {name}")
+    monkeypatch.setattr(metadata, "version", lambda name: f"1.2.3 of {name}")
+    samestep_version.cache_clear()
     assert exit_status("--version") == 0
+    samestep_version.cache_clear()
     assert capsys.readouterr().out == "samestep 1.2.3 of samestep\n"
 
 
@@ -174,3 +178,52 @@ def test_an_exit_status_needs_no_streams():
     )
     arguments = [sys.executable, "-c", program, "snapshots", "/nowhere"]
     assert subprocess.run(arguments, check=False).returncode == cli.EXIT_WRONG_USE
+
+
+@pytest.mark.parametrize("given", [None, "7"])
+def test_hashes_of_strings_are_the_same_in_every_run(given, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("print(hash('samestep'))")
+    others = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    environment = others if given is None else {**others, "PYTHONHASHSEED": given}
+
+    def printed(*arguments, **environment):
+        return subprocess.run(
+            [sys.executable, *arguments, script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    expected = printed(**{**others, "PYTHONHASHSEED": given or "0"})
+    assert expected in printed("-m", "samestep", "run", **environment)
+
+
+def test_samestep_alone_prints_help(capsys):
+    assert cli.main([]) == 0
+    alone = capsys.readouterr().out
+    assert cli.main(["help"]) == 0
+    assert alone == capsys.readouterr().out
+    assert "commands:\n  run " in alone
+
+
+def test_help_of_a_command(capsys):
+    assert exit_status("help", "watch") == 0
+    assert capsys.readouterr().out.startswith("usage: samestep watch")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"),
+    [
+        (["rum"], "unknown command 'rum'; did you mean run?"),
+        (["help", "snapshot"], "did you mean snapshots?"),
+        (["xyz"], "unknown command 'xyz'\n"),
+        (["run", "--max-restart", "3", "train.py"], "did you mean --max-restarts?"),
+        (["watch", "--prot", "1"], "did you mean --port?"),
+        (["doctor", "--xyz"], "unrecognized arguments: --xyz\n"),
+    ],
+)
+def test_misspelled_commands_and_flags_get_a_suggestion(arguments, suggestion, capsys):
+    assert exit_status(*arguments) == 2
+    assert suggestion in capsys.readouterr().err

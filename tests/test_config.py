@@ -59,9 +59,10 @@ def is_usable(config):
     assert isinstance(config.timeout, (int, float))
     assert 0 < config.timeout <= 10**9
     assert config.remote is None or (is_url(config.remote) and config.dir is not None)
-    assert config.transfer is None or (":" in config.transfer and config.dir is not None)
+    assert config.transfer is None or ({":", "."} & set(config.transfer) and config.dir is not None)
     assert not config.sinks or config.dir is not None
-    assert config.precision in {"float32", "bfloat16"}
+    assert config.precision in {"float32", "bfloat16", "float16"}
+    assert config.exchange_dtype in {None, "bfloat16"}
     assert config.device in {"auto", "cpu", "cuda"}
     assert config.nonfinite_loss in {"stop", "continue"}
     assert config.snapshot_steps is None or config.snapshot_steps >= 1
@@ -112,6 +113,32 @@ def test_the_environment_overrides_arguments_and_arguments_override_defaults():
     assert merge({"stop_after": 3}, {"SAMESTEP_STOP_AFTER": "none"}) == Config(stop_after=None)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hot_every", "none"),
+        ("snapshot_every", "none"),
+        ("lanes", "8"),
+        ("lanes", "none"),
+        ("deterministic", "false"),
+        ("timeout", "1.5"),
+        ("check_every", "none"),
+        ("devices", "2"),
+        ("devices", "cpu,cpu"),
+        ("dir", "runs/one"),
+    ],
+)
+def test_texts_mean_the_same_from_code_and_from_the_environment(name, text):
+    assert merge({name: text}, {}) == merge({}, {PREFIX + name.upper(): text})
+
+
+def test_a_launcher_s_options_may_need_a_dir_that_the_script_sets():
+    options = {"remote": "s3://bucket/run", "sinks": "wandb", "transfer": "my.module:send"}
+    assert merge(options, {}, is_complete=False).remote == "s3://bucket/run"
+    variables = {PREFIX + name.upper(): text for name, text in options.items()}
+    assert merge({"dir": "runs"}, variables).sinks == ("wandb",)
+
+
 def test_variables_of_this_process_are_read(monkeypatch):
     monkeypatch.setenv("SAMESTEP_SEED", "12")
     assert merge({"seed": 1}).seed == 12
@@ -156,8 +183,14 @@ def test_snapshot_every_is_in_steps_or_minutes():
         (
             {"precision": "bfloat"},
             {},
-            "precision must be one of float32, bfloat16, got 'bfloat'; did you mean bfloat16?",
+            "precision must be one of float32, bfloat16, float16, got 'bfloat'; did you mean bfloat16?",
         ),
+        (
+            {"exchange_dtype": "float16"},
+            {},
+            "exchange_dtype must be bfloat16 or none, got 'float16'; did you mean bfloat16?",
+        ),
+        ({"exchange_dtype": 16}, {}, "exchange_dtype must be text or none, got 16"),
         ({"device": "gpu"}, {}, "device must be one of auto, cpu, cuda, got 'gpu'"),
         ({"lanes": True}, {}, "lanes must be an integer or none, got True"),
         ({"lanes": 0}, {}, "lanes must be at least 1, got 0"),
@@ -212,9 +245,9 @@ def test_snapshot_every_is_in_steps_or_minutes():
             "resume='s3://bucket/run/step-00000100' requires dir, where snapshots are saved first",
         ),
         (
-            {"transfer": "my.module", "dir": "runs"},
+            {"transfer": "send", "dir": "runs"},
             {},
-            "transfer must be module:function, got 'my.module'",
+            "transfer must be module:function, got 'send'",
         ),
         (
             {"transfer": "my.module:send"},

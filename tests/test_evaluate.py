@@ -8,13 +8,15 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
-from torchmetrics import classification, regression
+from torchmetrics import classification, regression, wrappers
 
 from samestep import check_metric
 from samestep.comm.base import Alone
 from samestep.config import Config
+from samestep.data.agreement import DataCheck
 from samestep.errors import ConfigError, DataError, EvaluationError
 from samestep.evaluate import Evaluation, evaluating
+from samestep.metrics import _plain
 from samestep.step.lane_engine import LaneEngine
 from tests.bits import bits
 from tests.worlds import in_processes
@@ -57,8 +59,9 @@ class Model(nn.Module):
 
 def evaluation(world, dataset, batch_size=8, *, collate_fn=None, loader_workers=0, **options):
     lanes = LaneEngine(world, Config(**options), LANES, [torch.device("cpu")])
+    check = DataCheck(0, world.rank, world.size, world.all_gather_json)
     return Evaluation(
-        lanes, dataset, batch_size, collate_fn=collate_fn, loader_workers=loader_workers
+        lanes, dataset, batch_size, check, collate_fn=collate_fn, loader_workers=loader_workers
     )
 
 
@@ -68,6 +71,12 @@ def means_of(fn, dataset, *, model=None, count=None, batch_size=8):
 
 def outputs_of(fn, dataset, batch_size=8):
     return evaluation(Alone(), dataset, batch_size).outputs(fn, None)
+
+
+@pytest.mark.parametrize("returned", [(1.0, {}, {}), (1.0, 2.0), (1.0,)])
+def test_results_are_a_loss_and_a_dict(returned):
+    with pytest.raises(EvaluationError, match=r"got \(float.*\); put all values into the dict"):
+        means_of(lambda model, batch: returned, Scores(3))
 
 
 def losses(model, batch):
@@ -220,6 +229,47 @@ def test_torchmetrics_are_merged_as_one_pass_in_one_process():
     assert torch.equal(first["counts"], expected["counts"])
     for workers, found in everyone.items():
         assert [comparable(values) for values in found] == [comparable(first)] * workers
+
+
+def composed():
+    def accuracy(average="micro"):
+        return classification.MulticlassAccuracy(CLASSES, average=average)
+
+    twice = accuracy()
+    return {
+        "error": 1 - accuracy(),
+        "twice": twice + twice,
+        "classes": wrappers.ClasswiseWrapper(accuracy(None)),
+        "transformed": wrappers.LambdaInputTransformer(accuracy(), lambda scores: -scores),
+        "several": torchmetrics.MetricCollection({"rest": 1 - accuracy(), "right": accuracy()}),
+    }
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_composed_torchmetrics_are_merged_as_one_pass_in_one_process(workers):
+    dataset, single = Scores(37), composed()
+    for metric in single.values():
+        metric.update(dataset.logits, dataset.labels)
+    expected = _plain({name: metric.compute() for name, metric in single.items()})
+    expected |= expected.pop("several")
+    right = (dataset.logits.argmax(1) == dataset.labels).float().mean().item()
+    assert expected["error"] == pytest.approx(1 - right)
+    assert expected["twice"] == pytest.approx(2 * right)
+
+    def body(world):
+        mine = composed()
+
+        def fn(model, batch):
+            for metric in mine.values():
+                metric.update(*batch[:2])
+            return mine
+
+        return [evaluation(world, dataset).means(fn, None, None) for _ in range(2)]
+
+    for found in in_processes(workers, body):
+        for values in found:
+            assert values.keys() == expected.keys()
+            torch.testing.assert_close(values, expected, rtol=0, atol=1e-6)
 
 
 class Extremes:

@@ -2,13 +2,22 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+import stat
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from samestep import host
+from samestep.errors import ConfigError
 from samestep.handoff import LauncherState, open_launcher_state
-from samestep.host import anonymous_file, anonymous_memory, missing_system_calls
+from samestep.host import (
+    anonymous_file,
+    anonymous_memory,
+    missing_system_calls,
+    raise_file_limit,
+)
 from tests.seccomp import refuse
 from tests.workers import run_workers
 
@@ -68,3 +77,54 @@ def test_refused_system_calls_are_found(refused):
         return missing_system_calls()
 
     assert run_workers(body, 1) == [refused]
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "fault"),
+    [
+        ("own", 0o600, None),
+        ("own", 0o400, None),
+        ("own", 0o640, "must be readable only by you; run chmod 600"),
+        ("own", 0o604, "must be readable only by you"),
+        ("root", 0o440, None),  # a Secret that Kubernetes mounts with an fsGroup
+        ("root", 0o644, "must be readable only by you"),
+        ("root", 0o660, "must be readable only by you"),
+        ("other", 0o600, r"belongs to another user \(4321\)"),
+    ],
+)
+def test_a_secret_is_read_only_from_a_private_file(tmp_path, monkeypatch, owner, mode, fault):
+    file = tmp_path / "token"
+    file.write_text("a secret\n")
+    user = {"own": 1234, "root": 0, "other": 4321}[owner]
+
+    def fstat(number, fstat=os.fstat):
+        found = list(fstat(number))[:10]
+        found[0], found[4] = stat.S_IFREG | mode, user
+        return os.stat_result(found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fstat)
+        patch.setattr(os, "geteuid", lambda: 1234)
+        if fault is None:
+            assert host.read_secret(file, "the file") == "a secret"
+            return
+        with pytest.raises(ConfigError, match=f"the file {fault}"):
+            host.read_secret(file, "the file")
+
+
+def test_a_secret_may_come_from_a_pipe():
+    reading, writing = os.pipe()
+    os.write(writing, b"a secret\n")
+    os.close(writing)
+    assert host.read_secret(Path(f"/dev/fd/{reading}"), "the pipe") == "a secret"
+    os.close(reading)
+
+
+def test_the_soft_limit_of_files_is_raised_and_never_lowered():
+    def body(limits):
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        raise_file_limit()
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    assert run_workers(body, 1, (256, 4096)) == [(4096, 4096)]
+    assert run_workers(body, 1, (4096, 4096)) == [(4096, 4096)]

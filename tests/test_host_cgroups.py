@@ -13,6 +13,7 @@ from samestep.host import (
     memory_limit,
     process_limit,
     read_file,
+    usable_cores,
 )
 from tests.needs import needs
 
@@ -21,6 +22,13 @@ NO_LIMIT = "9223372036854771712"  # as version 1 writes it
 USED = "anon 1000\nfile 9000\nshmem 500\n"
 USED_1 = "cache 9000\nrss 7\nshmem 0\ntotal_cache 9000\ntotal_rss 1000\ntotal_shmem 500\n"
 VERSION_1 = "9:name=systemd:/\n8:pids:/job/step\n4:memory:/job/step\n2:cpu,cpuacct:/job/step\n"
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("150000 100000", 1), ("max 100000", 3)])
+def test_usable_cores_are_those_that_a_container_grants(quota, cores, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    files = {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": quota}
+    assert usable_cores(reader(tmp_path, files)) == cores
 
 
 def reader(root, files):

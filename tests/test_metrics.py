@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import pytest
@@ -138,6 +139,85 @@ class Shared(Total):
         pass
 
 
+class Both(torchmetrics.Metric):
+    """A metric that holds others, and whose `reset` leaves them out, as torchmetrics' own does."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = classification.MulticlassAccuracy(CLASSES, average="micro")
+        self.recall = classification.MulticlassRecall(CLASSES)
+        self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, *batch):
+        self.samples += len(batch[1])
+        for metric in self.parts():
+            metric.update(*batch)
+
+    def compute(self):
+        return self.samples + sum(metric.compute() for metric in self.parts())
+
+    def parts(self):
+        return [self.accuracy, self.recall]
+
+
+class InList(Both):
+    """Torch does not see the metrics that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = {"all": [self.accuracy, 1 - self.recall]}
+        del self.accuracy, self.recall
+
+    def parts(self):
+        return self.held["all"][:1]
+
+    def compute(self):
+        return super().compute() + self.held["all"][1].compute()
+
+    def update(self, *batch):
+        super().update(*batch)
+        self.held["all"][1].update(*batch)
+
+
+class Wrapper(wrappers.abstract.WrapperMetric):
+    def __init__(self, metric):
+        super().__init__()
+        self.metric = metric
+
+    def update(self, *batch):
+        self.metric.update(*batch)
+
+    def compute(self):
+        return self.metric.compute()
+
+
+class Counts(torchmetrics.Metric):
+    """A metric that counts in an attribute that is not a state."""
+
+    def __init__(self, start=0):
+        super().__init__()
+        self.samples = start
+
+    def update(self, *batch):
+        self.samples = self.samples + len(batch[1])
+
+    def compute(self):
+        return self.samples
+
+
+class Recounts(Counts):
+    def reset(self):
+        super().reset()
+        self.samples = 0
+
+
+class CountsInBuffer(Counts):
+    def __init__(self):
+        super().__init__()
+        del self.samples
+        self.register_buffer("samples", torch.tensor(0))
+
+
 NUMBERS = [(3, 5, 2), (7,), (11, 13), (1, 1, 4, 9)]
 
 
@@ -202,6 +282,20 @@ def test_a_metric_that_cannot_be_pickled_is_refused():
             classification.MulticlassAccuracy(CLASSES) + classification.MulticlassRecall(CLASSES)
         ),
         lambda: classification.MulticlassAccuracy(CLASSES, average=None)[1],
+        Both,
+        InList,
+        lambda: 1 - Wrapper(classification.MulticlassAccuracy(CLASSES)),
+        lambda: Wrapper(
+            torchmetrics.MetricCollection(
+                [
+                    classification.MulticlassAccuracy(CLASSES),
+                    classification.MulticlassF1Score(CLASSES),
+                ]
+            )
+        ),
+        lambda: wrappers.LambdaInputTransformer(
+            classification.MulticlassAccuracy(CLASSES), transform_pred=lambda scores: -scores
+        ),
         lambda: wrappers.ClasswiseWrapper(classification.MulticlassRecall(CLASSES, average=None)),
         lambda: torchmetrics.MetricCollection(
             [
@@ -253,12 +347,42 @@ def test_torchmetrics_of_numbers_follow_the_laws(make):
         lambda accuracy: wrappers.Running(accuracy, window=2),
         lambda accuracy: 1 - wrappers.MinMaxMetric(accuracy),
         lambda accuracy: torchmetrics.MetricCollection([wrappers.MinMaxMetric(accuracy)]),
+        lambda accuracy: torchmetrics.aggregation.RunningMean(window=2),
+        lambda accuracy: Wrapper(wrappers.MetricTracker(accuracy)),
     ],
 )
 def test_wrappers_that_cannot_be_merged_are_refused(make):
     metric = make(classification.MulticlassAccuracy(CLASSES))
     with pytest.raises(EvaluationError, match=r"'x' contains .*; return the metric that it wraps"):
         as_metric("x", metric)
+
+
+def merge_updated(metrics):
+    for metric, part in zip(metrics, classified(), strict=False):
+        metric.update(*part)
+    metrics[0].merge(metrics[1])
+
+
+@pytest.mark.parametrize("make", [Counts, Recounts, CountsInBuffer])
+def test_attributes_that_are_not_merged_are_refused(make):
+    metrics = [as_metric("x", make()) for _ in range(2)]
+    message = rf"'x' cannot be merged, because update changes {make.__name__}\.samples, which is"
+    with pytest.raises(EvaluationError, match=message):
+        merge_updated(metrics)
+
+
+def test_an_attribute_that_reset_clears_is_refused_even_with_one_part():
+    metric = Recounts()
+    metric.update(*classified()[0])
+    only = as_metric("x", metric)
+    with pytest.raises(EvaluationError, match=r"update changes Recounts\.samples"):
+        only.compute()
+
+
+def test_attributes_that_updates_do_not_change_are_allowed():
+    metrics = [as_metric("x", Counts(math.nan)) for _ in range(2)]
+    merge_updated(metrics)
+    assert math.isnan(metrics[0].compute())
 
 
 def test_other_objects_with_compute_are_refused():

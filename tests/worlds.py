@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 import torch._dynamo  # optimizers import it at their first step: once here, not in every worker
+from torch.distributed import TCPStore
 
 from samestep.cluster import find_process
 from samestep.comm.base import Alone, Sizes, World
@@ -21,7 +25,8 @@ from samestep.comm.shared_memory import Shared
 from samestep.errors import WorldError
 from tests.workers import run_workers
 
-TIMEOUT_SECONDS = 60.0
+FORK = get_context("fork")
+TIMEOUT_SECONDS = 300.0
 
 
 def in_processes(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -72,6 +77,31 @@ def distributed_world(timeout: float = TIMEOUT_SECONDS, hosts: int = 1) -> Distr
     workers = process.world_size // hosts
     process = replace(process, local_rank=process.rank % workers, local_world_size=workers)
     return Distributed(rendezvous(process, timeout, share=True), cuda=False)
+
+
+@contextmanager
+def launcher_store() -> Iterator[tuple[TCPStore, dict[str, str]]]:
+    """Yield a store such as a launcher's, and the variables by which workers find it.
+
+    It runs in a process of its own. Its thread looks up names, and a worker that is forked meanwhile
+    would wait for glibc's lock in its own lookups forever.
+    """
+    own, other = FORK.Pipe()
+
+    def serve() -> None:
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        other.send(server.port)
+        signal.pause()
+
+    process = FORK.Process(target=serve)
+    process.start()
+    try:
+        port = own.recv()
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        yield store, {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    finally:
+        process.kill()
+        process.join()
 
 
 def _run_in_world(join: Callable[[], World], body: Callable[..., Any], *args: Any) -> Any:

@@ -1,94 +1,214 @@
-"""Train a ViT twice, undisturbed and under faults, and compare: same bits, each sample used once.
+"""Train a ViT undisturbed and under faults, and compare: same bits, each sample used once.
 
-usage: python -m benchmarks.chaos [--seed 0] [--faults 32] [--epochs N]
+usage: python -m benchmarks.chaos [--hosts 1 2] [--faults 1000] [--seed 0] [--log FILE]
+
+Faults come in independent rounds, each a run of its own, of which `--parallel` run at a time. The
+rounds take turns in their number of hosts; two hosts are network namespaces with a link between
+them. They and faults of a disk need root. With `--log`, complete rounds are recorded in FILE, and a later command continues after
+them. If a round fails, the others go on; its output and record stay next to FILE.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
+import shutil
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.faults import FAULTS
-from benchmarks.chaos.target import STALL_SECONDS, ChaosError, Target
+from benchmarks.chaos.faults import LONGEST_CUT_SECONDS, MOST_WORKERS, Fault, Scene, faults_for
+from benchmarks.chaos.machines import disk, hosts
+from benchmarks.chaos.target import ABORTED, STALL_SECONDS, ChaosError, Resources, Target
 from samestep.record import read_history
 
-Fault = Callable[[Target, random.Random], float]
 MOST_STEPS_BETWEEN = 10
 STEPS_PER_EPOCH = 23
-STEPS_PER_FAULT = 20  # more than a run makes between two faults on average
+STEPS_PER_FAULT = 30  # more than a run makes between two faults on average
+SETTLED = 4  # faults after which a launcher has what it needs
+SPARE = Resources(
+    memory=8 << 20, threads=0, files=2
+)  # of a launcher, between two halves of its life
+
+Log = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One run under faults: its number of hosts, its seed, its faults, and limits."""
+
+    hosts: int
+    seed: int
+    faults: int
+    epochs: int
+    most_workers: int = MOST_WORKERS
+    longest: float = LONGEST_CUT_SECONDS
+    only: Sequence[str] = ()  # kinds of faults
+
+    @property
+    def name(self) -> str:
+        """What a log calls this round."""
+        return f"hosts {self.hosts}, seed {self.seed}, faults {self.faults}"
 
 
 def main() -> int:
-    """Run the test and print how long each kind of fault took; return 1 if anything was lost."""
+    """Run all rounds and print how long each kind of fault took; return 1 if anything was lost."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0] if __doc__ else None,
-        epilog=f"The run has failed if it makes no new step for {STALL_SECONDS} s.",
+        epilog=f"A round has failed if its run makes no new step for {STALL_SECONDS} s.",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the choice of faults (default: 0)"
-    )
-    parser.add_argument(
-        "--faults", type=int, default=sum(FAULTS.values()), help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--epochs", type=int, help=f"of {STEPS_PER_EPOCH} steps each (default: enough)"
-    )
+    add = parser.add_argument
+    choices = "of a round; with both, rounds take turns (default: 1)"
+    add("--hosts", type=int, nargs="+", choices=(1, 2), default=[1], help=choices)
+    add("--seed", type=int, default=0, help="of the first round (default: 0)")
+    add("--faults", type=int, default=32, help="in all rounds (default: %(default)s)")
+    add("--round", type=int, default=50, help="faults of a round (default: %(default)s)")
+    add("--parallel", type=int, choices=(1, 2), default=1, help="rounds at a time (default: 1)")
+    add("--only", nargs="+", default=[], metavar="KIND", help="kinds of faults (default: all)")
+    add("--log", type=Path, help="file of complete rounds, to continue after them")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    # so that namespaces and disks are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    given.round = min(given.round, given.faults)
+    epochs = 1 + given.round * STEPS_PER_FAULT // STEPS_PER_EPOCH
+    rounds = [
+        Round(
+            given.hosts[number % len(given.hosts)],
+            given.seed + number,
+            min(given.round, given.faults - number * given.round),
+            epochs,
+            MOST_WORKERS // given.parallel,
+            only=given.only,
+        )
+        for number in range(-(-given.faults // given.round))
+    ]
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        return campaign(rounds, Path(folder), given.parallel, given.log)
+
+
+def campaign(rounds: Sequence[Round], folder: Path, parallel: int, path: Path | None) -> int:
+    """Run rounds that the log does not have; print the results of all; return the exit status."""
+    done = {line["round"]: line for line in _read(path)}
+    started, failed = time.monotonic(), []
+    left = [one for one in rounds if one.name not in done]
+    with ThreadPoolExecutor(parallel) as pool:
+        expected = undisturbed(folder, rounds[0].epochs)
+        futures = {}
+        for one in left:
+            log = _printer(f"[{one.seed}] " if len(rounds) > 1 else "")
+            futures[pool.submit(chaos, folder, one, expected, log=log, keep=path)] = one
         try:
-            seconds = chaos(Path(folder), given.seed, given.faults, given.epochs, log=print)
-        except ChaosError as error:
-            print(f"FAILED: {error}")
-            return 1
-    print(report(seconds))
-    return 0
+            for future in as_completed(futures):
+                one = futures[future]
+                try:
+                    result = {"round": one.name, **future.result()}
+                except Exception as error:  # noqa: BLE001  other rounds go on
+                    failed.append(one)
+                    print(f"FAILED with seed {one.seed}: {type(error).__name__}: {error}")
+                    print(f"to repeat it: {_command(one, parallel)}", flush=True)
+                    continue
+                line = json.dumps(result)
+                done[one.name] = json.loads(line)
+                if path is not None:
+                    with path.open("a") as file:
+                        file.write(line + "\n")
+                print(_progress(rounds, done, failed, started), flush=True)
+        except BaseException:
+            ABORTED.set()  # rounds that still run
+            pool.shutdown(cancel_futures=True)
+            raise
+    results = [(one, done[one.name]) for one in rounds if one.name in done]
+    for number in sorted({one.hosts for one, _ in results}):
+        seconds = _merged(result["seconds"] for one, result in results if one.hosts == number)
+        print(f"\n{number} host{'s' * (number > 1)}:\n\n{report(seconds)}")
+    print(f"\n{resources_report(result for _, result in results)}")
+    return 1 if failed else 0
+
+
+def undisturbed(folder: Path, epochs: int) -> Target:
+    """Return a run of two workers without faults, which has ended."""
+    target = Target(folder / "undisturbed", epochs)
+    try:
+        target.start([2])
+        target.end()
+    finally:
+        target.close()
+    return target
 
 
 def chaos(
-    folder: Path, seed: int, faults: int, epochs: int | None = None, *, log: Callable[[str], object]
-) -> Mapping[str, Sequence[float]]:
-    """Return the seconds until the run continued after each fault, by kind.
+    folder: Path, one: Round, expected: Target, *, log: Log, keep: Path | None = None
+) -> dict[str, Any]:
+    """Return the `seconds` until the run continued after each fault, by kind, and `resources`.
 
-    Raises `ChaosError` if the run differs from an undisturbed one.
+    Raises `ChaosError` if the run differs from the undisturbed one that is `expected`, or a
+    launcher's memory, threads or open files grow.
     """
-    chance = random.Random(seed)
-    epochs = epochs or 1 + faults * STEPS_PER_FAULT // STEPS_PER_EPOCH
-    undisturbed, target = (Target(folder / name, epochs) for name in ("undisturbed", "faults"))
+    chance = random.Random(one.seed)
+    folder = Path(tempfile.mkdtemp(prefix=f"round-{one.seed}-", dir=folder))
     seconds = defaultdict(list)
-    try:
-        undisturbed.start(2)
-        undisturbed.end()
-        target.start(2)
-        for number, fault in enumerate(chosen(chance, faults), 1):
+    with ExitStack() as exits:
+        found = exits.enter_context(disk(folder)) if os.geteuid() == 0 else None
+        run = (folder if found is None else found.folder) / "run"
+        target = Target(run, one.epochs, exits.enter_context(hosts(one.hosts)), folder)
+        exits.callback(_keep, target, folder, keep, one)
+        exits.callback(target.close)
+        scene = Scene(target, found, chance, one.most_workers, one.longest)
+        target.start(scene.workers())
+        for number, fault in enumerate(_choose(chance, one, disk=found is not None), 1):
             _pause(target, chance)
             name = fault.__name__
-            seconds[name].append(fault(target, chance))
+            try:
+                seconds[name].append(fault(scene))
+            except ChaosError as error:
+                raise ChaosError(f"fault {number}, {name}: {error}") from error
+            target.sample()
             log(f"{number:3} {name:18} {seconds[name][-1]:5.2f} s, {target.workers} workers")
         target.end()
-    finally:
-        undisturbed.close()
-        target.close()
-    if target.hash() != undisturbed.hash():
-        raise ChaosError(f"expected hash {undisturbed.hash()} as undisturbed, got {target.hash()}")
-    _check_samples(target, undisturbed)
-    log(f"same bits after {faults} faults ({target.hash()[:16]}); each sample once per epoch")
-    return seconds
+        if target.hash() != expected.hash():
+            raise ChaosError(f"expected hash {expected.hash()} as undisturbed, got {target.hash()}")
+        _check_samples(target, expected)
+        growth = check_resources(target.samples)
+    shutil.rmtree(folder)
+    log(f"same bits after {one.faults} faults ({expected.hash()[:16]}); each sample once per epoch")
+    return {"seconds": seconds, "resources": growth}
 
 
-def chosen(chance: random.Random, faults: int) -> list[Fault]:
+def _choose(chance: random.Random, one: Round, *, disk: bool) -> list[Fault]:
+    """Return faults in random order; in the first half, only those that launchers survive."""
+    survived, ending = (
+        {
+            fault: share
+            for fault, share in faults.items()
+            if not one.only or fault.__name__ in one.only
+        }
+        for faults in faults_for(one.hosts, disk=disk)
+    )
+    some = chosen(chance, {**survived, **ending}, one.faults)
+    lasting = [fault for fault in some if fault in survived][: one.faults // 2]
+    mixed = list(some)
+    for fault in lasting:
+        mixed.remove(fault)
+    return [*lasting, *mixed]
+
+
+def chosen(chance: random.Random, shares: Mapping[Fault, int], faults: int) -> list[Fault]:
     """Return faults in random order: of each kind its share, and at least one if possible."""
-    more = [fault for fault, share in FAULTS.items() for _ in range(share - 1)]
+    more = [fault for fault, share in shares.items() for _ in range(share - 1)]
     chance.shuffle(more)
-    some = list(islice(cycle([*FAULTS, *more]), faults))
+    some = list(islice(cycle([*shares, *more]), faults))
     chance.shuffle(some)
     return some
 
@@ -99,7 +219,22 @@ def report(seconds: Mapping[str, Sequence[float]]) -> str:
         f"| {name} | {len(some)} | {statistics.median(some):.2f} s | {max(some):.2f} s |"
         for name, some in sorted(seconds.items())
     ]
-    return "\n".join(["| fault | times | median | worst |", "|---|---|---|---|", *rows])
+    total = f"| all | {sum(map(len, seconds.values()))} | | |"
+    return "\n".join(["| fault | times | median | worst |", "|---|---|---|---|", *rows, total])
+
+
+def resources_report(results: Iterable[Mapping[str, Any]]) -> str:
+    """Return what the process that lived through most faults had in both halves of its life."""
+    lives = [life for result in results for life in result["resources"]]
+    if not lives:
+        return "no launcher lived long enough to compare its resources"
+    faults, before, after = max(lives)
+    pairs = [
+        f"{name} {a} -> {b}" for name, a, b in zip(Resources._fields, before, after, strict=True)
+    ]
+    return (
+        f"resources of {len(lives)} processes are flat; after {faults} faults: {', '.join(pairs)}"
+    )
 
 
 def _pause(target: Target, chance: random.Random) -> None:
@@ -110,7 +245,30 @@ def _pause(target: Target, chance: random.Random) -> None:
     )
     time.sleep(chance.uniform(0.0, 0.1))
     if not target.is_running():
-        raise ChaosError("the run ended before all faults had happened; increase --epochs")
+        raise ChaosError(f"the run ended before all faults had happened; {target.last_output()}")
+
+
+def check_resources(
+    lives: Mapping[int, Sequence[Resources]],
+) -> list[tuple[int, Resources, Resources]]:
+    """Compare the halves of each launcher's life; return its faults, and the most of both halves.
+
+    Raises `ChaosError` if something grows.
+    """
+    compared = []
+    for samples in lives.values():
+        settled = samples[SETTLED:]
+        if len(settled) < 2:
+            continue
+        half = len(settled) // 2
+        before, after = (
+            Resources(*map(max, zip(*some, strict=True)))
+            for some in (settled[:half], settled[half:])
+        )
+        compared.append((len(samples), before, after))
+        if any(b - a > spare for a, b, spare in zip(before, after, SPARE, strict=True)):
+            raise ChaosError(f"a launcher had {before} first and {after} later: {samples}")
+    return compared
 
 
 def _check_samples(target: Target, undisturbed: Target) -> None:
@@ -140,6 +298,50 @@ def _samples(target: Target) -> dict[int, tuple[int, list[float]]]:
             samples = [value for name, value in values if name.startswith("sample ")]
             found[event["step"]] = event["epoch"], samples
     return found
+
+
+def _keep(target: Target, folder: Path, path: Path | None, one: Round) -> None:
+    """Keep the output and the record of a round that fails next to the log."""
+    if path is None or sys.exc_info()[0] is None:
+        return
+    kept = path.with_name(f"{path.name}.failed-{one.hosts}-{one.seed}")
+    kept.mkdir(exist_ok=True)
+    for file in [*folder.glob("output-*"), *target.directory.glob("*.jsonl")]:
+        with suppress(OSError):
+            shutil.copy(file, kept)
+    print(f"the output and record of seed {one.seed} are in {kept}")
+
+
+def _command(one: Round, parallel: int) -> str:
+    hosts, faults = f"--hosts {one.hosts}", f"--faults {one.faults} --round {one.faults}"
+    return f"python -m benchmarks.chaos {hosts} --seed {one.seed} {faults} --parallel {parallel}"
+
+
+def _progress(
+    rounds: Sequence[Round], done: Mapping[str, Any], failed: Sequence[Round], started: float
+) -> str:
+    complete = [one for one in rounds if one.name in done]
+    faults, total = sum(one.faults for one in complete), sum(one.faults for one in rounds)
+    minutes = (time.monotonic() - started) / 60
+    return f"{faults} of {total} faults, {len(failed)} rounds failed, after {minutes:.1f} minutes"
+
+
+def _printer(prefix: str) -> Log:
+    return lambda text: print(f"{prefix}{text}", flush=True)
+
+
+def _read(path: Path | None) -> list[dict[str, Any]]:
+    if path is None or not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _merged(results: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    merged: dict[str, list[float]] = {}
+    for result in results:
+        for name, seconds in result.items():
+            merged.setdefault(name, []).extend(seconds)
+    return merged
 
 
 if __name__ == "__main__":

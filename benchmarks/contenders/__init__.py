@@ -22,12 +22,13 @@ WORKERS = 2
 class Contender:
     """A way to train a job: `train` in `module` with `options`.
 
-    A tuned peer has options beyond the first pages of its documentation.
+    A tuned peer has options beyond the first pages of its documentation. Those with 16 bits exchange
+    rounded gradients, so they are compared to each other only.
     """
 
     title: str
     module: str
-    role: Literal["reference", "peer", "tuned peer", "ours"] = "peer"
+    role: Literal["reference", "peer", "tuned peer", "ours", "16-bit"] = "peer"
     options: dict[str, Any] = field(default_factory=dict)
 
     def train(self, job: Job) -> dict[str, float]:
@@ -51,19 +52,29 @@ CONTENDERS = {
         "tuned peer",
         {"fused": True, "gradient_as_bucket_view": True},
     ),
+    "ddp-fp16": Contender(
+        "DDP, fused AdamW, fp16 hook",
+        "with_ddp",
+        "16-bit",
+        {"fused": True, "gradient_as_bucket_view": True, "fp16": True},
+    ),
     "accelerate": Contender("Accelerate", "with_accelerate"),
     "fabric": Contender("Fabric", "with_fabric"),
     "ignite": Contender("Ignite", "with_ignite"),
     "zero1": Contender("ZeRO-1 (torch)", "with_ddp", options={"zero": True}),
     "all-reduce": Contender("all-reduce per parameter", "with_all_reduce"),
     "samestep": Contender("samestep", "with_samestep", "ours"),
+    "samestep-16": Contender(
+        "samestep, bfloat16 exchange", "with_samestep", "16-bit", {"exchange_dtype": "bfloat16"}
+    ),
 }
 
 
 def command(name: str, job: str) -> list[str]:
     """Return the command that trains a job with all workers of a contender."""
     module = [__name__, name, job]
-    role = CONTENDERS[name].role
-    if role == "reference":
+    contender = CONTENDERS[name]
+    if contender.role == "reference":
         return [sys.executable, "-m", *module]
-    return turns.samestep(WORKERS, *module) if role == "ours" else turns.torchrun(WORKERS, *module)
+    launcher = turns.samestep if contender.module == "with_samestep" else turns.torchrun
+    return launcher(WORKERS, *module)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.jobs import Job
 
-_GROUPS: list[dist.ProcessGroup | None] = []  # alive until the process exits
+_KEPT: list[object] = []
 
 
 class Stopwatch:
@@ -60,10 +60,17 @@ def memory() -> float:
     return int(found[1]) / 1024 if found else math.nan
 
 
+def keep(used: object) -> None:
+    """Keep an object of torch.distributed until the process exits.
+
+    torch 2.13 can deadlock if it is destroyed while gloo's thread releases a tensor.
+    """
+    _KEPT.append(used)
+
+
 def over_workers(figures: dict[str, float]) -> dict[str, float]:
     """Return the means of all workers' figures, over torch.distributed's default group."""
-    # torch 2.13 can deadlock if a group is destroyed while gloo's thread releases a tensor.
-    _GROUPS.append(dist.group.WORLD)
+    keep(dist.group.WORLD)
     values = torch.tensor(list(figures.values()), dtype=torch.float64)
     dist.all_reduce(values)
     return dict(zip(figures, (values / dist.get_world_size()).tolist(), strict=True))

@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from benchmarks.contenders.stopwatch import Stopwatch
+from benchmarks.contenders.stopwatch import Stopwatch, keep
 from benchmarks.jobs import Job
 from benchmarks.jobs.job import LEARNING_RATE
 
@@ -20,6 +20,7 @@ def train(job: Job) -> dict[str, float]:
         dataset, batch_size=job.batch_size // accelerator.num_processes, shuffle=True
     )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    keep(model)
     watch = Stopwatch(job)
     for _ in watch.epochs():
         for batch in loader:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from lightning_fabric import Fabric
 from torch.utils.data import DataLoader
 
-from benchmarks.contenders.stopwatch import Stopwatch
+from benchmarks.contenders.stopwatch import Stopwatch, keep
 from benchmarks.jobs import Job
 from benchmarks.jobs.job import LEARNING_RATE
 
@@ -19,6 +19,7 @@ def train(job: Job) -> dict[str, float]:
     model, dataset, loss_fn = job.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     model, optimizer = fabric.setup(model, optimizer)
+    keep(model)
     loader = fabric.setup_dataloaders(
         DataLoader(dataset, batch_size=job.batch_size // fabric.world_size, shuffle=True)
     )

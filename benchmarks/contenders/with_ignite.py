@@ -8,7 +8,7 @@ import ignite.distributed as idist
 import torch
 from ignite.engine import Engine, Events
 
-from benchmarks.contenders.stopwatch import Stopwatch
+from benchmarks.contenders.stopwatch import Stopwatch, keep
 from benchmarks.jobs import Job
 from benchmarks.jobs.job import LEARNING_RATE
 
@@ -25,6 +25,7 @@ def _train(_local_rank: int, job: Job, figures: dict[str, float]) -> None:
     model, dataset, loss_fn = job.build()
     loader = idist.auto_dataloader(dataset, batch_size=job.batch_size, shuffle=True)
     model = idist.auto_model(model)
+    keep(model)
     optimizer = idist.auto_optim(torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
     watch = Stopwatch(job)
 

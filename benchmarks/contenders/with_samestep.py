@@ -10,9 +10,11 @@ from benchmarks.jobs import Job
 from benchmarks.jobs.job import LEARNING_RATE
 
 
-def train(job: Job) -> dict[str, float]:
+def train(job: Job, *, exchange_dtype: str | None = None) -> dict[str, float]:
     """Train, and return figures."""
-    with ss.init() as run:  # one lane per worker, as the others compute
+    with ss.init(
+        exchange_dtype=exchange_dtype
+    ) as run:  # one lane per worker, as the others compute
         model, dataset, loss_fn = job.build()
         model = run.replicate(model)
         optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))

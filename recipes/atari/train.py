@@ -27,7 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train or evaluate; return the scores of the last evaluation."""
     flags, settings = read_arguments(Settings, __doc__, arguments)
     with ss.init(
-        dir=flags.dir, lanes=settings.lanes, seed=settings.seed, precision=settings.precision
+        dir=flags.dir,
+        lanes=settings.lanes,
+        seed=settings.seed,
+        precision=settings.precision,
+        settings=settings,
     ) as run:
         check(settings, run.lanes)
         actions = Game(settings.game).actions

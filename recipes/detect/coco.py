@@ -14,7 +14,12 @@ from faster_coco_eval import COCO
 from faster_coco_eval.core import mask as rle
 from numpy.typing import NDArray
 
+from recipes.settings import SettingsError
+
 LEAST_POLYGON = 6  # numbers: three points
+LARGEST_SIDE = 2**16  # pixels of an image; masks of larger ones would need much memory
+LARGEST_PLACE = 1e6  # of a polygon's corner
+LARGEST = 1e15  # of any number; NaN is not less
 FIELDS: dict[str, dict[str, type]] = {
     "categories": {"id": int, "name": str},
     "images": {"id": int, "file_name": str, "width": int, "height": int},
@@ -22,7 +27,7 @@ FIELDS: dict[str, dict[str, type]] = {
 }
 
 
-class AnnotationError(ValueError):
+class AnnotationError(SettingsError):
     """An annotation file cannot be read, or one of its entries is invalid."""
 
 
@@ -34,15 +39,15 @@ def read_annotations(path: Path) -> COCO:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise AnnotationError(f"{path} cannot be read as JSON: {error}") from None
     entries = {kind: list(_entries(path, content, kind)) for kind in FIELDS}
     for kind in ("categories", "images"):
         _check_unique(path, kind, [entry["id"] for _, entry in entries[kind]])
     for where, image in entries["images"]:
-        if min(image["width"], image["height"]) < 1:
+        if not all(0 < image[side] <= LARGEST_SIDE for side in ("width", "height")):
             size = f"width {image['width']} and height {image['height']}"
-            raise AnnotationError(f"{where}: expected at least one pixel, got {size}")
+            raise AnnotationError(f"{where}: expected 1 to {LARGEST_SIDE} pixels, got {size:.100}")
     images = {image["id"]: image for _, image in entries["images"]}
     categories = sorted(category["id"] for _, category in entries["categories"])
     for number, (where, annotation) in enumerate(entries["annotations"], start=1):
@@ -92,8 +97,14 @@ def _checked(
         raise AnnotationError(f"{where}: expected one of {categories}, got category_id {category}")
     if not _are_numbers(box) or len(box) != 4 or min(box[2:]) < 0:
         raise AnnotationError(f"{where}: expected x, y, width and height, got bbox {box!r}")
-    mask = _runs(where, entry.get("segmentation"), [image["height"], image["width"]])
-    area = entry.get("area", float(rle.area(mask)))
+    try:
+        mask = _runs(where, entry.get("segmentation"), [image["height"], image["width"]])
+        pixels = float(rle.area(mask))
+    except (RuntimeError, TypeError, ValueError) as error:  # of the library
+        if isinstance(error, AnnotationError):
+            raise
+        raise AnnotationError(f"{where}: expected valid run lengths: {error}") from None
+    area = entry.get("area", pixels)
     if not _are_numbers([area]):
         raise AnnotationError(f"{where}: expected a number of pixels, got area {area!r}")
     return {"segmentation": mask, "area": area, "iscrowd": int(bool(entry.get("iscrowd")))}
@@ -117,10 +128,15 @@ def _runs(where: str, segmentation: Any, size: list[int]) -> dict[str, Any]:
 
 
 def _is_polygon(part: Any) -> bool:
-    return _are_numbers(part) and len(part) >= LEAST_POLYGON and len(part) % 2 == 0
+    return (
+        _are_numbers(part)
+        and len(part) >= LEAST_POLYGON
+        and len(part) % 2 == 0
+        and max(map(abs, part)) <= LARGEST_PLACE
+    )
 
 
 def _are_numbers(values: Any) -> bool:
     return isinstance(values, list) and all(
-        type(value) in {int, float} and math.isfinite(value) for value in values
+        type(value) in {int, float} and -LARGEST <= value <= LARGEST for value in values
     )

@@ -27,7 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train or evaluate; return the scores on the held-out images."""
     flags, settings = read_arguments(Settings, __doc__, arguments)
     with ss.init(
-        dir=flags.dir, lanes=settings.lanes, seed=settings.seed, precision=settings.precision
+        dir=flags.dir,
+        lanes=settings.lanes,
+        seed=settings.seed,
+        precision=settings.precision,
+        settings=settings,
     ) as run:
         images = open_images(settings.data)
         model = run.replicate(Detector(settings.model, classes=len(images.train.names)))

@@ -40,12 +40,11 @@ def main(run: ss.Run) -> None:
     model = run.replicate(nn.Sequential(*layers))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     run.track(model=model, optimizer=optimizer)
-    for _ in range(run.epoch, EPOCHS):
-        for batch in run.batches(train_set, BATCH_SIZE):
-            means = run.backward(loss_fn, model, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            run.log(means)
+    for batch in run.batches(train_set, BATCH_SIZE, epochs=EPOCHS):
+        means = run.backward(loss_fn, model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.log(means)
 
     scores = run.evaluate(loss_fn, model, test_set, BATCH_SIZE)
     run.print(f"accuracy {scores['accuracy']:.2%}")

@@ -22,7 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train; return the scores on the held-out strips."""
     flags, settings = read_arguments(arguments)
     with ss.init(
-        dir=flags.dir, lanes=settings.lanes, seed=settings.seed, precision=settings.precision
+        dir=flags.dir,
+        lanes=settings.lanes,
+        seed=settings.seed,
+        precision=settings.precision,
+        settings=settings,
     ) as run:
         if flags.resume and run.step == 0:  # no snapshot was found
             raise SettingsError(f"--continue needs a snapshot, and {flags.dir} has none")

@@ -22,13 +22,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.digits import read_digits
+from recipes.settings import SettingsError
 from recipes.vit.config import DataSettings, ModelSettings
 
 SUFFIXES = {".jpeg", ".jpg", ".png", ".webp"}
 MODES = {1: "L", 3: "RGB"}
 
 
-class ImageError(ValueError):
+class ImageError(SettingsError):
     """Images are missing, cannot be read, or do not fit the model."""
 
 

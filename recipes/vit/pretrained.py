@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from recipes.settings import SettingsError
+
 HEAD = ("head.weight", "head.bias")
 POSITIONS = "pos_embed"
 WRAPPERS = ("state_dict", "model")  # keys of a state dict in a training script's file
@@ -41,7 +43,7 @@ PADDLE_NAMES = (  # in both generations of PaddleViT's ViT
 )
 
 
-class PretrainedError(ValueError):
+class PretrainedError(SettingsError):
     """A file cannot be read, contains more than tensors, or does not fit the model."""
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import atexit
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Final, NamedTuple, NoReturn
 
 from samestep.errors import ConfigError, SamestepError, WorkerError
@@ -22,14 +23,12 @@ class Command(NamedTuple):
 
 
 COMMANDS: Final = {
-    "run": Command("samestep.launch.command", "run a script with one or more workers"),
+    "run": Command("samestep.launch.local", "run a script with one or more workers"),
     "verify": Command("samestep.tools.verify", "check that any worker count gives the same steps"),
-    "watch": Command("samestep.watch.command", "serve a web page that shows live runs"),
+    "watch": Command("samestep.watch", "serve a web page that shows live runs"),
     "report": Command("samestep.watch.report", "write curves, tables and images to one HTML file"),
     "plot": Command("samestep.watch.plot", "draw the curves of runs as an image"),
-    "scale": Command(
-        "samestep.tools.scale.cli", "measure a script's scaling and predict larger runs"
-    ),
+    "scale": Command("samestep.tools.scale", "measure a script's scaling and predict larger runs"),
     "doctor": Command("samestep.tools.doctor", "check this machine and recommend changes"),
     "submit": Command("samestep.tools.submit", "submit a run to Slurm or Kubernetes"),
     "snapshots": Command("samestep.tools.snapshots", "list, check and export a run's snapshots"),
@@ -42,17 +41,28 @@ EXIT_BROKEN_PIPE: Final = 141  # like a shell after SIGPIPE: the reader closed t
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: the process's arguments) and return its exit status."""
-    given = _parser().parse_args(argv)
+    overview = _overview()
+    given = overview.parse_args(argv)
+    if given.command == "help":  # `samestep help`, `samestep help COMMAND`
+        given.command, given.arguments = next(iter(given.arguments), None), ["--help"]
+    if given.command is None:
+        overview.print_help()
+        return 0
+    if given.command not in COMMANDS:
+        overview.error(f"unknown command {given.command!r}{_meant(given.command, COMMANDS)}")
     command = COMMANDS[given.command]
     module = import_module(command.module)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"samestep {given.command}",
         description=f"{command.summary[0].upper()}{command.summary[1:]}.",
         allow_abbrev=False,
     )
     module.add_arguments(parser)
+    # flags between positional arguments; commands that run a script leave the rest to it
+    is_mixed = given.command == "snapshots"
+    parse = parser.parse_intermixed_args if is_mixed else parser.parse_args
     try:
-        status: int = module.main(parser.parse_args(given.arguments))
+        status: int = module.main(parse(given.arguments))
     except SamestepError as error:
         print(f"samestep: error: {error}", file=sys.stderr)  # noqa: T201  stderr may be None
         if isinstance(error, WorkerError):
@@ -65,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def main_and_exit() -> NoReturn:
     """Run the command and exit without unloading torch, which takes Python half a second."""
+    _fix_hashes()
     try:
         status = main()
         atexit._run_exitfuncs()  # noqa: SLF001  os._exit skips them
@@ -75,7 +86,38 @@ def main_and_exit() -> NoReturn:
     os._exit(status)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _fix_hashes() -> None:
+    """Start `samestep run` again with PYTHONHASHSEED=0, which Python reads only when it starts.
+
+    Strings then have the same hashes, and sets the same order, in the workers of all hosts and
+    after a resume. A PYTHONHASHSEED that is set remains.
+    """
+    given = sys.argv[1:]
+    is_this_process = sys.orig_argv[len(sys.orig_argv) - len(given) :] == given
+    if given[:1] == ["run"] and is_this_process and "PYTHONHASHSEED" not in os.environ:
+        os.environ["PYTHONHASHSEED"] = "0"
+        with suppress(OSError):
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  no shell
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that suggests an option for one that is misspelled."""
+
+    def error(self, message: str) -> NoReturn:
+        flags = re.findall(r"--[\w-]+", message)
+        known = set(re.findall(r"--[\w-]+", self.format_help()))
+        unknown = [flag for flag in flags if flag not in known]
+        super().error(message + (_meant(unknown[0], known) if unknown else ""))
+
+
+def _meant(text: str, known: Iterable[str]) -> str:
+    from difflib import get_close_matches  # only for errors: importing it takes 2 ms
+
+    found = get_close_matches(text, known, 1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _overview() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:{width}}  {COMMANDS[name].summary}" for name in COMMANDS)
     parser = argparse.ArgumentParser(
@@ -87,15 +129,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"samestep {_version()}")
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="show the version")
     hidden = argparse.SUPPRESS  # listed in the description
-    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=hidden)
+    parser.add_argument("command", metavar="COMMAND", nargs="?", help=hidden)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=hidden)
     return parser
 
 
-def _version() -> str:
-    try:
-        return version("samestep")
-    except PackageNotFoundError:
-        return "(not installed)"
+class _PrintVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from samestep.record.events import samestep_version
+
+        print(f"samestep {samestep_version()}")  # noqa: T201
+        parser.exit()

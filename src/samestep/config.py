@@ -52,7 +52,17 @@ class Config:
         "auto",
         "auto (newest complete snapshot in dir or remote), never, or the path or URL of a snapshot",
     )
-    precision: str = option("float32", "float32, or bfloat16 for autocast in forward passes")
+    resume_strict: bool = option(
+        False, "refuse to resume if results may differ: other versions, threads, devices, ..."
+    )
+    precision: str = option(
+        "float32", "float32, or bfloat16 or float16 for autocast in forward passes"
+    )
+    exchange_dtype: str | None = option(
+        None,
+        "bfloat16 rounds gradients and each of their sums, and sends half the bytes (default: the "
+        "dtype of the parameters)",
+    )
     device: str = option("auto", "auto (one GPU per worker if there are any), cpu or cuda")
     devices: int | tuple[str, ...] = option(
         1, "devices per worker: a number, or names such as cuda:0,cuda:1"
@@ -79,6 +89,11 @@ class Config:
         1000, "steps between checks that replicated state is equal on all workers, or none"
     )
     deterministic: bool = option(True, "use deterministic torch kernels")
+    process_group: bool = option(
+        False,
+        "make torch.distributed's default process group for libraries that use it (default: only "
+        "runs on several hosts or GPUs have one)",
+    )
     timeout: float = option(
         120.0, "seconds to wait for another worker before all stop and report where each one was"
     )
@@ -91,7 +106,9 @@ class Config:
     def __post_init__(self) -> None:
         self._check_minimum(1, "lanes", "threads", "keep_last", "stop_after", "check_every")
         self._check_minimum(0, "seed", "keep_best", "max_restarts")
-        self._check_choice("precision", "float32", "bfloat16")
+        self._check_choice("precision", "float32", "bfloat16", "float16")
+        if self.exchange_dtype not in {None, "bfloat16"}:
+            raise _error("exchange_dtype", "bfloat16 or none", self.exchange_dtype, ["bfloat16"])
         self._check_choice("device", "auto", "cpu", "cuda")
         self._check_choice("nonfinite_loss", "stop", "continue")
         if self.seed >= 2**63:
@@ -127,17 +144,22 @@ class Config:
             raise _error("remote", "a URL such as s3://bucket/runs/one", self.remote)
         if self.transfer is not None and not _is_entry_point(self.transfer):
             raise _error("transfer", "module:function", self.transfer)
-        resume = self.resume if is_url(self.resume) else None
-        given = {"remote": self.remote, "transfer": self.transfer, "resume": resume}
-        for name, value in given.items():
-            if value is not None and self.dir is None:
-                raise ConfigError(f"{name}={value!r} requires dir, where snapshots are saved first")
 
     def _check_sinks(self) -> None:
         for sink in self.sinks or ():
             if sink not in SINKS and not is_url(sink) and not _is_entry_point(sink):
                 raise _error("sinks", f"a URL, {', '.join(SINKS)} or module:Class", sink, SINKS)
-        if self.sinks and self.dir is None:
+
+    def check_dir(self) -> None:
+        """Raise `ConfigError` if an option needs `dir`, once all options are known."""
+        if self.dir is not None:
+            return
+        resume = self.resume if is_url(self.resume) else None
+        given = {"remote": self.remote, "transfer": self.transfer, "resume": resume}
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(f"{name}={value!r} requires dir, where snapshots are saved first")
+        if self.sinks:
             sinks = ",".join(self.sinks)
             raise ConfigError(f"sinks={sinks!r} requires dir, where the record is written first")
 
@@ -175,8 +197,8 @@ def is_url(text: str) -> bool:
 
 
 def _is_entry_point(text: str) -> bool:
-    """Return whether a text names an object in a module, as in `module:name`."""
-    return re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", text) is not None
+    """Return whether a text names an object in a module, as in `module:name` or `module.name`."""
+    return re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*|\w+(\.\w+)+", text) is not None
 
 
 def flag_name(option_name: str) -> str:
@@ -184,14 +206,25 @@ def flag_name(option_name: str) -> str:
     return f"--{option_name.replace('_', '-')}"
 
 
-def merge(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Config:
-    """Merge defaults, arguments and environment (default `os.environ`), which has precedence."""
+def merge(
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    *,
+    is_complete: bool = True,
+) -> Config:
+    """Merge defaults, arguments and environment (default `os.environ`), which has precedence.
+
+    A launcher's options are not complete: the script may set `dir`, which others need.
+    """
     values = {name: _converted(name, value) for name, value in arguments.items()}
     for name, text in (os.environ if environment is None else environment).items():
         if name.startswith(PREFIX) and not name.startswith(PREFIX + "INTERNAL_") and name != TOKEN:
             option_name = _known(name.removeprefix(PREFIX).lower(), name)
             values[option_name] = parse(option_name, text, name)
-    return Config(**values)
+    config = Config(**values)
+    if is_complete:
+        config.check_dir()
+    return config
 
 
 def parse(option_name: str, text: str, given_as: str) -> Any:
@@ -212,10 +245,10 @@ def parse(option_name: str, text: str, given_as: str) -> Any:
 
 def _converted(name: str, value: Any) -> Any:
     types = _types(_known(name, name))
-    if Path in types and isinstance(value, (str, os.PathLike)):
-        return Path(value)
-    if tuple in types and int not in types and isinstance(value, str):
+    if isinstance(value, str):
         return parse(name, value, name)
+    if Path in types and isinstance(value, os.PathLike):
+        return Path(value)
     if tuple in types and isinstance(value, (list, tuple)):
         return tuple(map(str, value))  # also torch.device
     if not isinstance(value, bool):

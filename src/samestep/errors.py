@@ -42,11 +42,14 @@ class LaunchError(SamestepError):
 class WorkerError(LaunchError):
     """A worker failed; raised by the launcher for the first one.
 
+    Its `__cause__` is the worker's exception, if that can be pickled and comes from this host.
     Attributes: `rank` (int), `traceback` (str, of the worker), `status` (int, an exit status).
     """
 
     def __init__(self, rank: int, summary: str, traceback: str, status: int = 1) -> None:
-        super().__init__(f"worker {rank} failed first: {summary}\n{traceback}".rstrip())
+        # a hang is reported by a worker that waited, and names the one that did not respond
+        who = "" if summary.startswith(HangError.__name__) else f"worker {rank} failed first: "
+        super().__init__(f"{who}{summary}\n{traceback}".rstrip())
         self.rank = rank
         self.traceback = traceback
         self.status = status
@@ -105,7 +108,7 @@ class DivergenceError(SamestepError):
 
 
 class OptimizerError(SamestepError):
-    """An optimizer cannot be sharded."""
+    """An optimizer cannot be sharded, or has gradients that `run.backward` did not make."""
 
 
 class EvaluationError(SamestepError):

@@ -8,25 +8,41 @@ an exact sum over all blocks; metric objects are merged along a fixed tree over 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain, cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 
-from samestep.data.batch import to_device
-from samestep.data.loader import Request, load
+from samestep.data.agreement import DataCheck
+from samestep.data.batch import Incomplete, samples_in, to_device
+from samestep.data.loader import Request, compared, load, load_again, size_of
 from samestep.data.random_state import key, keyed
 from samestep.errors import ConfigError, DataError, EvaluationError
 from samestep.metrics import Metric, as_metric, merged_values, unique
 from samestep.step.lane_engine import LaneEngine
-from samestep.step.lane_pass import Count, LossFn
+from samestep.step.lane_pass import Count, LossFn, read_together
 from samestep.step.means import LaneResult, Means
 from samestep.torchmetrics import TorchMetrics
 
 # Metrics that were returned before. A metric that is returned twice holds samples of two blocks.
 _RETURNED: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+class Block(NamedTuple):
+    """The collated batch of a block, and the number of samples that it was made of."""
+
+    number: int
+    batch: Any
+    planned: int
+    is_exact: bool
+
+    def samples(self) -> int:
+        """Return the number of samples. Raises `DataError` as `samples_in` does."""
+        where = f"block {self.number} of the evaluation"
+        return samples_in(self.batch, self.planned, where, is_exact=self.is_exact)
 
 
 class Evaluation:
@@ -37,18 +53,22 @@ class Evaluation:
         lanes: LaneEngine,
         dataset: Any,
         batch_size: int,
+        check: DataCheck,
         *,
         collate_fn: Callable[[list[Any]], Any] | None,
         loader_workers: int,
     ) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
-        if len(dataset) == 0:
+        size = size_of(dataset)
+        if size == 0:
             raise DataError("the data set to evaluate has no samples; check its path and filters")
         self._lanes, self._world, self._dataset = lanes, lanes.world, dataset
+        self._check = check
         self._collate_fn, self._loader_workers = collate_fn, loader_workers
+        self._size, self._is_exact = size, collate_fn is None
         self._block_size = batch_size  # not divided by lanes, so that results do not depend on them
-        self._blocks = blocks = -(-len(dataset) // batch_size)
+        self._blocks = blocks = -(-size // batch_size)
         rank, size = self._world.rank, self._world.size
         # Rounded up, so that rank 0 always has block 0.
         self._own = range(-(-rank * blocks // size), -(-(rank + 1) * blocks // size))
@@ -58,14 +78,20 @@ class Evaluation:
         """Return means over all samples (or items that `count` counts) and values of metrics."""
         # scalars stay on the device until every block has been started
         blocks = [
-            (samples if count is None else int(count(batch)), *self._results(returned))
-            for samples, batch, returned in self._outputs(fn, model)
+            (int(count(block.batch)) if count else block.samples(), *self._results(returned))
+            for block, returned in self._outputs(fn, model)
         ]
+        values = [value for _, scalars, _ in blocks for value in scalars.values()]
+        read = chain.from_iterable(read_together([one for one in values if _is_tensor(one)]))
         own = [
-            (items, {name: float(value) for name, value in scalars.items()}, sorted(metrics))
+            (
+                items,
+                {name: next(read) if _is_tensor(one) else one for name, one in scalars.items()},
+                sorted(metrics),
+            )
             for items, scalars, metrics in blocks
         ]
-        gathered = self._world.all_gather_json(own, "gathering results of an evaluation")
+        gathered = self._check.exchange(own, "gathering results of an evaluation")
         everyone = list(chain.from_iterable(gathered))
         results = [LaneResult(0, 0, items, scalars) for items, scalars, _ in everyone if items]
         if not results:
@@ -86,19 +112,24 @@ class Evaluation:
         own, outputs = [], self._outputs(fn, model)
         # Start a block on each device before waiting for one.
         while started := list(islice(outputs, len(self._lanes.devices))):
-            own += [_checked(to_device(output, "cpu"), samples) for samples, _, output in started]
+            own += [_checked(to_device(output, "cpu"), block) for block, output in started]
+        self._check.exchange(None, "comparing the data of an evaluation")
         gathered = self._world.gather_object(own, "gathering outputs of an evaluation")
         return None if gathered is None else _joined(list(chain.from_iterable(gathered)))
 
-    def _outputs(self, fn: LossFn, model: Any) -> Iterator[tuple[int, Any, Any]]:
-        """Yield (number of samples, batch, what `fn` returned) for each of this worker's blocks."""
+    def _outputs(self, fn: LossFn, model: Any) -> Iterator[tuple[Block, Any]]:
+        """Yield (block, what `fn` returned) for each of this worker's blocks."""
         lanes, replicas, size = self._lanes, self._lanes.replicas, self._block_size
-        seed, samples = lanes.config.seed, range(len(self._dataset))
+        seed, samples = lanes.config.seed, range(self._size)
         spans = {number: samples[number * size : (number + 1) * size] for number in self._own}
         requests = [
             Request(f"block {number} of an evaluation", span, key(seed, "evaluate fetch", number))
             for number, span in spans.items()
         ]
+        use = self._check.begin(self._dataset, len(samples), "an evaluation")
+        is_due = use.is_due(use.earlier)
+        if is_due:
+            requests.insert(0, compared(use, use.earlier))
         batches = load(
             self._dataset,
             requests,
@@ -106,19 +137,30 @@ class Evaluation:
             loader_workers=self._loader_workers,
             pin_memory=lanes.devices[0].type == "cuda",
         )
+        if is_due:
+            workers = self._loader_workers
+            again = partial(load_again, self._dataset, compared(use, use.earlier), workers)
+            self._check.add(use, use.earlier, next(batches)[0], again)
         replicas.refresh()
         with evaluating(model), torch.no_grad():
             turns = cycle(replicas.holding(model))
             for (number, span), loaded in zip(spans.items(), batches, strict=True):
                 replica = next(turns)
-                batch = to_device(loaded, replica.device)
+                data, planned = loaded if isinstance(loaded, Incomplete) else (loaded, len(span))
+                batch = to_device(data, replica.device)
+                block = Block(number, batch, planned, self._is_exact)
+                if batch is None:
+                    raise EvaluationError(
+                        f"block {number} of the evaluation has no samples, because collate_fn"
+                        " returned None; increase batch_size or leave out broken samples beforehand"
+                    )
                 if len(replicas.all) > 1:
                     for metric in self._torchmetrics.values():
                         metric.to(replica.device)
                 block_key = key(seed, "evaluate", number)
                 with replicas.on(replica), keyed(block_key), lanes.autocast():
                     returned = fn(model, batch)
-                yield len(span), batch, returned
+                yield block, returned
 
     def _results(self, returned: Any) -> tuple[dict[str, Any], dict[str, Metric]]:
         """Return the scalars and metrics of one block by name."""
@@ -140,7 +182,7 @@ class Evaluation:
                 ) from None
         for name, each in metrics.items():
             if isinstance(each, TorchMetrics):
-                each.metric.reset()  # not earlier: accuracy and 1 - accuracy share a state
+                each.reset()  # not earlier: accuracy and 1 - accuracy share a state
                 self._torchmetrics[name] = each.metric
         return scalars, metrics
 
@@ -163,9 +205,19 @@ def _named(returned: Any) -> dict[str, Any]:
     """Return results by name from a loss, (loss, dict), or dict."""
     if isinstance(returned, dict):
         return returned
-    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):
+    if isinstance(returned, tuple):
+        if len(returned) != 2 or not isinstance(returned[1], dict):
+            kinds = ", ".join(type(value).__name__ for value in returned)
+            raise EvaluationError(
+                "fn must return a loss, (loss, dict of scalars and metrics by name) or such a dict,"
+                f" got ({kinds}); put all values into the dict, or use gather=True for outputs"
+            )
         return unique({"loss": returned[0]}, returned[1])
     return {"loss": returned}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _scalar(name: str, value: Any) -> Any:
@@ -181,8 +233,11 @@ def _scalar(name: str, value: Any) -> Any:
         ) from None
 
 
-def _checked(output: Any, samples: int) -> Any:
+def _checked(output: Any, block: Block) -> Any:
     """Return the output of a block if each part of it has one entry per sample."""
+    samples = block.planned
+    with suppress(DataError):
+        samples = block.samples()
     parts = output.values() if isinstance(output, dict) else output
     for part in parts if isinstance(output, (dict, tuple)) else [output]:
         is_scalar = isinstance(part, torch.Tensor) and part.ndim == 0

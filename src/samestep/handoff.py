@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import socket
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
@@ -20,7 +21,10 @@ LAUNCHER_STATE: Final = "SAMESTEP_INTERNAL_LAUNCHER_STATE"
 SLOTS: Final = 2  # per worker: while one is being written, the other is valid
 _BOARD_BYTES: Final = mmap.PAGESIZE
 _STEP: Final = struct.Struct("<q")  # first on the board
-_UNDER_WAY: Final = struct.Struct("<?")  # second; third is the path of the run's directory
+_UNDER_WAY: Final = struct.Struct("<?")  # second
+_NCCL: Final = struct.Struct("<?")  # third; fourth is the path of the run's directory
+_NCCL_AT: Final = _STEP.size + _UNDER_WAY.size
+_PATH_AT: Final = _NCCL_AT + _NCCL.size
 _NO_RUN: Final = -1
 _MAX_MODULES: Final = 1 << 20  # bytes of their names
 
@@ -35,6 +39,7 @@ class LauncherState:
 
     board: int
     modules: int
+    locks: tuple[int, int]  # a socket pair
     slots: Sequence[Sequence[int]]
 
     @classmethod
@@ -45,21 +50,25 @@ class LauncherState:
         return cls.from_files(*map(int, environment[LAUNCHER_STATE].split(",")))
 
     @classmethod
-    def from_files(cls, board: int, modules: int, *slots: int) -> LauncherState:
+    def from_files(
+        cls, board: int, modules: int, send: int, receive: int, *slots: int
+    ) -> LauncherState:
         """Return the state in these files, with the slots assigned to workers."""
         starts = range(0, len(slots), SLOTS)
-        return cls(board, modules, [slots[start : start + SLOTS] for start in starts])
+        assigned = [slots[start : start + SLOTS] for start in starts]
+        return cls(board, modules, (send, receive), assigned)
 
     @property
     def environment(self) -> dict[str, str]:
         """The variable through which workers find it."""
-        files = [self.board, self.modules, *chain.from_iterable(self.slots)]
+        files = [self.board, self.modules, *self.locks, *chain.from_iterable(self.slots)]
         return {LAUNCHER_STATE: ",".join(map(str, files))}
 
     def report_start(self, directory: str, step: int) -> None:
         """Record that a run began in a directory (full path, "" for none), so it can be resumed."""
         path = os.fsencode(directory) + b"\0"
-        os.pwrite(self.board, _STEP.pack(step) + _UNDER_WAY.pack(True) + path, 0)
+        os.pwrite(self.board, path, _PATH_AT)
+        os.pwrite(self.board, _STEP.pack(step) + _UNDER_WAY.pack(True), 0)
 
     def report_step(self, step: int) -> None:
         """Record the number of completed steps."""
@@ -74,12 +83,52 @@ class LauncherState:
     @property
     def directory(self) -> str:
         """The run's directory, "" for none or before the run began."""
-        path = os.pread(self.board, _BOARD_BYTES, _STEP.size + _UNDER_WAY.size)
+        path = os.pread(self.board, _BOARD_BYTES, _PATH_AT)
         return os.fsdecode(path.partition(b"\0")[0])
+
+    def keep_open(self, file: int, name: str) -> None:
+        """Keep a file of this worker open, with its lock, until the launcher and all workers exit.
+
+        It stays in the buffer of a socket until `close_kept` reads it.
+        """
+        with self._socket(self.locks[0]) as sender:
+            socket.send_fds(sender, [name.encode()], [file])
+
+    def is_open(self, name: str) -> bool:
+        """Return whether `keep_open` keeps a file of this name open."""
+        with self._socket(self.locks[1]) as receiver, suppress(BlockingIOError):
+            return receiver.recv(_BOARD_BYTES, socket.MSG_PEEK) == name.encode()
+        return False
+
+    def close_kept(self) -> None:
+        """Close the file that is kept open."""
+        with self._socket(self.locks[1]) as receiver, suppress(BlockingIOError):
+            receiver.recv(_BOARD_BYTES)
+
+    @contextmanager
+    def _socket(self, file: int) -> Iterator[socket.socket]:
+        with socket.socket(fileno=os.dup(file)) as opened:
+            opened.setblocking(False)
+            yield opened
+
+    def leave_run(self) -> None:
+        """Record that this host has no part in a run any more; copies of state stay."""
+        os.pwrite(self.board, _STEP.pack(_NO_RUN), 0)
+        self.begin_attempt()
 
     def begin_attempt(self) -> None:
         """Record that workers are being started and have not begun the run."""
-        os.pwrite(self.board, _UNDER_WAY.pack(False), _STEP.size)
+        os.pwrite(self.board, _UNDER_WAY.pack(False) + _NCCL.pack(False), _STEP.size)
+
+    def report_nccl(self) -> None:
+        """Record that the workers of this attempt exchange through NCCL."""
+        os.pwrite(self.board, _NCCL.pack(True), _NCCL_AT)
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether the workers of the current attempt exchange through NCCL."""
+        (uses,) = _NCCL.unpack(os.pread(self.board, _NCCL.size, _NCCL_AT))
+        return bool(uses)
 
     @property
     def is_under_way(self) -> bool:
@@ -100,10 +149,11 @@ class LauncherState:
     def modules_reported(self) -> list[str] | None:
         """The modules recorded by `report_modules`, None before that."""
         try:
-            names: list[str] = json.loads(os.pread(self.modules, _MAX_MODULES, 0))
-        except ValueError:  # not written yet, or being written
+            names = json.loads(os.pread(self.modules, _MAX_MODULES, 0))
+        except (ValueError, RecursionError):  # not written yet, or being written
             return None
-        return names
+        is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        return names if is_list else None
 
 
 @contextmanager
@@ -111,11 +161,12 @@ def open_launcher_state(workers: int) -> Iterator[LauncherState]:
     """Yield the state for a number of workers on this host."""
     name = "samestep-state"
     slots = [anonymous_memory(name) for _ in range(SLOTS * workers)]
-    files = [anonymous_file(name), anonymous_file(name), *(f for f in slots if f is not None)]
+    locks = [end.detach() for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)]
+    opened = [slot for slot in slots if slot is not None]
+    files = [anonymous_file(name), anonymous_file(name), *locks, *opened]
     try:
         state = LauncherState.from_files(*files)
-        os.pwrite(state.board, _STEP.pack(_NO_RUN), 0)
-        state.begin_attempt()
+        state.leave_run()
         yield state
     finally:
         for file in files:

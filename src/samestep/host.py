@@ -6,15 +6,22 @@ import ctypes
 import errno
 import gc
 import os
+import resource
 import secrets
 import shutil
 import signal
+import socket
+import stat
+import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from ipaddress import ip_address
 from multiprocessing import process
 from pathlib import Path
 from typing import Final
+
+from samestep.errors import ConfigError
 
 Read = Callable[[str], str | None]
 
@@ -58,6 +65,68 @@ def open_standard_files() -> None:
     while (file := os.open(os.devnull, os.O_RDWR)) < 3:  # stdin, stdout, stderr
         os.set_inheritable(file, True)
     os.close(file)
+
+
+_CREDENTIALS: Final = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
+
+
+MAX_FILES: Final = 1 << 16
+
+
+def raise_file_limit() -> None:
+    """Let this process and its children open as many files as the hard limit allows, up to 65,536.
+
+    The usual soft limit of 1,024 is for programs that call select(2), which Python's own modules
+    avoid. A worker has a connection to every other worker.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end of a Unix socket, as the kernel reports."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(data)
+    return pid, user
+
+
+MAX_SECRET: Final = 4096  # bytes
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address can be reached from this machine only."""
+    try:
+        return ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def read_secret(path: Path, name: str) -> str:
+    """Return the text of a file with a secret, without surrounding white space.
+
+    Only its owner may read it, who must be this user or root. A file of root may also be readable
+    by a group, as a Secret that Kubernetes mounts with an `fsGroup`. Raises `ConfigError`, in which
+    `name` is the file.
+    """
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            text = file.read(MAX_SECRET).decode("ascii").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name} cannot be read: {error}; expected one line of ASCII") from error
+    if not stat.S_ISREG(status.st_mode):  # a pipe, as in --token-file <(command)
+        return text
+    if status.st_uid not in {os.geteuid(), 0}:
+        raise ConfigError(
+            f"{name} belongs to another user ({status.st_uid}), who can read and change it; "
+            "use a file of yours"
+        )
+    others = stat.S_IRWXG | stat.S_IRWXO
+    if status.st_mode & (others if status.st_uid == os.geteuid() else others & ~stat.S_IRGRP):
+        raise ConfigError(f"{name} must be readable only by you; run chmod 600 {path}")
+    return text
 
 
 FOLDER: Final = "SAMESTEP_INTERNAL_FOLDER"
@@ -155,6 +224,12 @@ def cpu_quota(read: Read = read_file) -> float | None:
         quotas.append([read(f"{group}/{name}") or "" for name in names])
     pairs = [[_number(text) for text in quota] for quota in quotas if len(quota) == 2]
     return min((quota / period for quota, period in pairs if quota and period), default=None)
+
+
+def usable_cores(read: Read = read_file) -> int:
+    """Return the number of cores that this process may use, within its affinity and CPU quota."""
+    allowed = len(os.sched_getaffinity(0))
+    return max(1, min(allowed, int(cpu_quota(read) or allowed)))
 
 
 def parse_numbers(text: str | None) -> dict[str, int]:

@@ -92,16 +92,23 @@ def merged_values(
             return None
         return {name: copied(metric) for name, metric in metrics[span[0] - own.start].items()}
 
-    parts = {span: tree_sum(span, block, _merge) for span in subtrees(own, blocks)}
+    parts: Any
+    try:
+        parts = {span: tree_sum(span, block, _merge) for span in subtrees(own, blocks)}
+    except EvaluationError as error:  # raised on every worker
+        parts = error
     data = _to_bytes({} if world.rank == 0 else parts)
-    gathered = world.gather_bytes(data, "gathering metrics of an evaluation")
+    gathered = world.gather_signed(data, "gathering metrics of an evaluation")
     values: Any = None
     if gathered is not None:
-        for other in gathered[1:]:
-            parts |= _from_bytes(other)
         try:
-            values = _values(tree_sum((0, blocks), parts.get, _merge))
-        except EvaluationError as error:  # raised on every worker
+            spans: dict[Span, dict[str, Metric]] = {}
+            for some in (parts, *map(_from_bytes, gathered[1:])):
+                if isinstance(some, EvaluationError):
+                    raise some
+                spans |= some
+            values = _values(tree_sum((0, blocks), spans.get, _merge))
+        except EvaluationError as error:
             values = error
     values = world.broadcast_object(values, "sharing metrics of an evaluation")
     if isinstance(values, EvaluationError):
@@ -152,7 +159,7 @@ def _to_bytes(value: Any) -> bytes:
 
 
 def _from_bytes(data: bytes) -> Any:
-    # Metrics are objects of user classes, sent between the workers of one run.
+    # Metrics are objects of user classes; `World.gather_signed` has verified those of others.
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 

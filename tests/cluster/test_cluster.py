@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.cluster import STARTED_BY, ProcessInfo, find_process
-from samestep.cluster.launchers import HYDRA, NEEDED, OPEN_MPI, TRAIN_JOB, VARIABLES
+from samestep.cluster.launchers import HYDRA, NEEDED, OPEN_MPI, SUBMITIT, TRAIN_JOB, VARIABLES
 from samestep.errors import ConfigError
 
 SECOND_OF_FOUR = {
@@ -220,6 +220,7 @@ NAMES = (
     "JOB_COMPLETION_INDEX",
     "PET_NPROC_PER_NODE",
     "PMIX_NAMESPACE",
+    *SUBMITIT,
     STARTED_BY,
 )
 TEXTS = (
@@ -250,6 +251,7 @@ WHOLE = (
     dict(zip(HYDRA, ("1", "2", "1", "2"), strict=True)),
     {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "4", **ADDRESS},
     dict(zip(TRAIN_JOB, ("1", "4", "10.0.0.7", "29500"), strict=True)) | POD,
+    dict(zip(SUBMITIT, ("1", "2", "1", "7"), strict=True)),
 )
 
 
@@ -283,7 +285,16 @@ def test_any_environment_gives_a_valid_process_or_an_error_with_advice():
             assert process.local_rank <= process.rank < process.world_size
             assert process.started_by == "alone" or 0 < process.port < 2**16
             found[process.started_by] += 1
-    assert found.keys() == {"error", "alone", "samestep", "variables", "mpi", "slurm", "kubernetes"}
+    assert found.keys() == {
+        "error",
+        "alone",
+        "samestep",
+        "variables",
+        "mpi",
+        "slurm",
+        "submitit",
+        "kubernetes",
+    }
     assert min(found.values()) > 100
 
 
@@ -291,3 +302,99 @@ def test_any_environment_gives_a_valid_process_or_an_error_with_advice():
 def test_any_text_is_read_or_named(environment):
     process, error = process_or_error(environment)
     assert process or any(name in error for name in environment)
+
+
+@pytest.mark.parametrize(
+    "variable",
+    ["AWS_BATCH_JOB_NUM_NODES=4", "FLUX_JOB_SIZE=4", 'SM_HOSTS=["algo-1","algo-2"]'],
+)
+def test_processes_of_other_launchers_do_not_train_alone(variable):
+    name, _, value = variable.partition("=")
+    with pytest.raises(ConfigError, match=rf"^{re.escape(variable)} .* would train alone. Add"):
+        find_process({name: value})
+    assert find_process({name: value, **SECOND_OF_FOUR}).world_size == 4
+    assert find_process({name: '["algo-1"]' if name == "SM_HOSTS" else "1"}).started_by == "alone"
+
+
+MASTER = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
+SPEC = '{"cluster": {"workerpool0": ["a:2222"], "workerpool1": ["b:2222", "c:2222"]}, "task": {}}'
+ROWS = {  # the table of docs/launch.md: variables of the second of two workers of one host
+    "torch.distributed.launch": (
+        {**MASTER, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        | {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        "torchrun",
+    ),
+    "accelerate launch": (
+        {**MASTER, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        | {"TORCHELASTIC_RUN_ID": "none", "ACCELERATE_MIXED_PRECISION": "no"},
+        "torchrun",
+    ),
+    "DeepSpeed": (
+        {**MASTER, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+        | {"CROSS_RANK": "0", "CROSS_SIZE": "1"},
+        "variables",
+    ),
+    "Azure ML": (
+        {**MASTER, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"},
+        "variables",
+    ),
+    "Azure ML, MPI": (
+        dict(zip(OPEN_MPI, ("1", "2", "1", "2"), strict=True))
+        | {"PMIX_NAMESPACE": "7", "AZ_BATCH_MASTER_NODE": "10.0.0.7:6000"},
+        "mpi",
+    ),
+    "Vertex AI": ({**MASTER, "RANK": "1", "WORLD_SIZE": "2", "CLUSTER_SPEC": SPEC}, "variables"),
+    "SageMaker": (
+        {**MASTER, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        | {"TORCHELASTIC_RUN_ID": "none", "SM_HOSTS": '["algo-1", "algo-2"]'},
+        "torchrun",
+    ),
+    "submitit, local": (dict(zip(SUBMITIT, ("1", "2", "1", "7"), strict=True)), "submitit"),
+    "Ray Train": (
+        {**MASTER, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        | {"NODE_RANK": "0"},
+        "variables",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_workers_of_each_launcher_join(row):
+    variables, started_by = ROWS[row]
+    process = find_process(variables)
+    assert (process.rank, process.world_size, process.started_by) == (1, 2, started_by)
+    # others compare their hosts (`locate`), so that no host is taken for another
+    assert process.knows_host == ("LOCAL_WORLD_SIZE" in variables or started_by != "variables")
+    assert process.port == (29500 if "MASTER_PORT" in variables else process.port)
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"CLUSTER_SPEC": SPEC}, r"Add before the command: torchrun .* --nnodes HOSTS"),
+        (
+            {"SM_HOSTS": '["a", "b"]'},
+            r"Add to the estimator's arguments: distribution=.*torch_dist",
+        ),
+        ({"FLUX_JOB_SIZE": "4"}, r"command: env RANK=\$FLUX_TASK_RANK WORLD_SIZE=\$FLUX_JOB_SIZE "),
+        ({"JSM_NAMESPACE_SIZE": "4"}, r"command: env RANK=\$JSM_NAMESPACE_RANK "),
+        ({"MV2_COMM_WORLD_SIZE": "4"}, r"command: env RANK=\$MV2_COMM_WORLD_RANK "),
+        ({"AWS_BATCH_JOB_NUM_NODES": "2"}, r"torchrun .* --node-rank \$AWS_BATCH_JOB_NODE_INDEX "),
+        (  # Lightning's, before it has made its group
+            {**MASTER, "NODE_RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "2"},
+            r"RANK is not; .* or make torch.distributed's process group before samestep.init",
+        ),
+        (
+            dict(zip(OPEN_MPI, ("1", "4", "1", "2"), strict=True)),
+            r"does not say where rank 0 listens, and MASTER_ADDR and MASTER_PORT is not set; set",
+        ),
+    ],
+)
+def test_other_launchers_are_refused_with_the_line_to_add(variables, line):
+    with pytest.raises(ConfigError, match=line):
+        find_process(variables)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "\u00b2", '{"cluster": {"a": 3}}', "x"])
+def test_a_variable_of_something_else_is_no_cluster(text):
+    assert find_process({"CLUSTER_SPEC": text}).started_by == "alone"

@@ -92,7 +92,7 @@ def test_mpirun_trains_what_one_worker_trains(tmp_path):
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -112,7 +112,11 @@ def test_the_network_is_the_likely_cause_if_all_make_the_same_call():
     )
 
 
-@given(st.lists(st.sampled_from([WAITING, BUSY, replace(BUSY, left=True), None]), min_size=1))
+@given(
+    st.lists(
+        st.sampled_from([WAITING, BUSY, replace(BUSY, left=True), None]), min_size=1, max_size=15
+    )
+)
 def test_every_worker_is_in_the_headline_once(others):
     beats = [
         replace(beat, rank=rank) for rank, beat in enumerate(others, start=1) if beat is not None
@@ -130,3 +134,12 @@ def test_workers_are_listed_in_words():
         "workers 0 and 2",
         "workers 0, 1 and 5",
     ]
+    assert list_workers(range(17)) == "workers 0 to 16"
+    assert list_workers([*range(20), 30, 40, 41]) == "workers 0 to 19, 30 and 40 to 41"
+
+
+@given(st.sets(st.integers(0, 60), min_size=17))
+def test_many_workers_are_listed_as_ranges(ranks):
+    ends = re.findall(r"(\d+)(?: to (\d+))?", list_workers(sorted(ranks)))
+    runs = [range(int(first), int(last or first) + 1) for first, last in ends]
+    assert [rank for run in runs for rank in run] == sorted(ranks)

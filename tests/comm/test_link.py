@@ -11,6 +11,7 @@ import pytest
 from samestep.comm.link import (
     HELLO_BYTES,
     NONCE_BYTES,
+    Delivery,
     Frames,
     Link,
     Seal,
@@ -105,6 +106,48 @@ def complete_body(data):
     with suppress(ValueError):
         return body_of(data)
     return None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_messages_arrive_once_and_in_order_over_connections_that_break(seed):
+    random = Random(seed)
+    ends = Delivery(), Delivery()
+    sent, arrived = ([], []), ([], [])
+    on_the_way = ([], [])  # over the current connection
+
+    def transmit():
+        for end, messages in zip(ends, on_the_way, strict=True):
+            messages.extend(end.due())
+
+    for number in range(2000):
+        side = random.randrange(2)
+        ends[side].add({"number": number})
+        sent[side].append({"number": number})
+        transmit()
+        for receiver in range(2):
+            messages = on_the_way[1 - receiver]
+            for _ in range(random.randrange(len(messages) + 1)):
+                arrived[receiver].append(ends[receiver].accept(messages.pop(0)))
+        if random.random() < 0.1:  # the rest is lost
+            received = [end.received for end in ends]
+            for side in range(2):
+                ends[side].resume(received[1 - side])
+                on_the_way[side].clear()
+            transmit()
+    for receiver in range(2):
+        arrived[receiver].extend(map(ends[receiver].accept, on_the_way[1 - receiver]))
+    assert arrived == (sent[1], sent[0])
+    assert max(len(end._unconfirmed) for end in ends) < 200  # confirmed ones are forgotten
+
+
+@pytest.mark.parametrize("received", [None, "1", -1, 2, 0.5])
+def test_a_confirmation_of_messages_that_were_not_sent_is_an_error(received):
+    delivery = Delivery()
+    delivery.add({"number": 1})
+    with pytest.raises(ValueError, match="expected a confirmation of"):
+        delivery.resume(received)
+    with pytest.raises(ValueError, match="expected a confirmation of"):
+        delivery.accept({"received": received})
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,17 @@ import os
 import re
 import signal
 import socket
+import time
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 
+from samestep.comm.mesh import SLOT_BYTES, StatusBoard, boards, create_boards
 from samestep.comm.rendezvous import PeerInfo, PeerListener
 from samestep.errors import WorldError
+from tests.leaks import shared_files
 from tests.workers import run_workers, try_workers
 from tests.worlds import in_processes, shared_world
 
@@ -239,11 +242,11 @@ def test_a_worker_that_does_not_connect_is_named():
 def test_no_file_stays_open():
     def body():
         shared_world().close()  # the store stays open for later worlds
-        files, named = open_files(), set(Path("/dev/shm").iterdir())
+        files, named = open_files(), shared_files()
         world = shared_world()
         world.shared(1000)
         world.broadcast(torch.zeros(5_000_000), "copying")
-        assert set(Path("/dev/shm").iterdir()) == named
+        assert shared_files() <= named
         world.close()
         assert "memfd:samestep" not in Path("/proc/self/maps").read_text()
         # rank 0's store closes its ends of the others' connections with some delay
@@ -255,3 +258,69 @@ def test_no_file_stays_open():
 
 def open_files():
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def board_of(rank, host, file, pid=None):
+    return StatusBoard.open(rank, host, pid or os.getpid(), file, file if rank == 0 else None)
+
+
+def test_workers_of_a_board_see_each_other_s_status_and_news():
+    team = [board_of(rank, range(3), 0) for rank in range(3)]
+    assert [board.ranks for board in team] == [range(rank, rank + 1) for rank in range(3)]
+    file = create_boards(3)
+    team = [board_of(rank, range(3), file) for rank in range(3)]
+    team[2].write({"rank": 2})
+    team[1].write_news({"alarm": True})
+    team[0].write_news({"failure": "é"})
+    assert team[0].statuses() == [{"rank": 2}]
+    assert team[2].news() == {"alarm": True, "failure": "é"}
+    for board in team:
+        board.close()
+
+
+def test_the_first_worker_with_a_recent_status_publishes():
+    file = create_boards(3)
+    team = [board_of(rank, range(3), file) for rank in range(3)]
+
+    def publishers(seconds):
+        return [rank for rank, board in enumerate(team) if board.publishes(seconds)]
+
+    assert publishers(60) == [0]  # no worker has started
+    for board in team:
+        board.write({})
+    assert publishers(60) == [0]
+    team[0].write({}, left=True)
+    assert publishers(60) == [0, 1]  # the last status of the first worker is published by both
+    time.sleep(0.05)
+    team[2].write({})
+    assert publishers(0.05) == [0, 1, 2]
+    for board in team:
+        board.close()
+
+
+def test_a_board_has_at_most_64_workers():
+    assert boards([range(3), range(3, 133), range(133, 134)]) == [
+        range(3),
+        range(3, 67),
+        range(67, 131),
+        range(131, 133),
+        range(133, 134),
+    ]
+    file = create_boards(130)
+    made = {rank: board_of(rank, range(130), file) for rank in (0, 63, 64, 129)}
+    for rank, board in made.items():
+        board.write({"rank": rank})
+    seen = [[status["rank"] for status in board.statuses()] for board in made.values()]
+    assert seen == [[0, 63], [0, 63], [64], [129]]
+    for board in made.values():
+        board.close()
+
+
+def test_a_status_that_is_being_written_is_the_previous_one():
+    board = StatusBoard(0, range(1))
+    board.write({"step": 1})
+    assert board.statuses() == [{"step": 1}]
+    board._memory[SLOT_BYTES + 20] ^= 1
+    assert board.statuses() == [{"step": 1}]
+    board.write({"text": "x" * SLOT_BYTES})  # too long
+    assert board.statuses() == [{"step": 1}]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import contextmanager
+import time
 from dataclasses import replace
 from itertools import pairwise
 from multiprocessing import get_context
@@ -10,7 +10,6 @@ from multiprocessing import get_context
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import TCPStore
 
 from samestep.cluster import find_process
 from samestep.comm import rendezvous, store
@@ -22,12 +21,12 @@ from samestep.config import Config
 from samestep.errors import ConfigError, WorldError
 from tests.seccomp import refuse
 from tests.workers import run_workers
-from tests.worlds import shared_world
+from tests.worlds import launcher_store, shared_world
 
 
 def connected():
     """Return the kind of world that `connect` chooses, and its hosts, after a barrier."""
-    world = connect(find_process(os.environ), Config(), cuda=False)
+    world = connect(find_process(os.environ), Config())
     world.barrier("waiting")
     world.close()
     return type(world), [list(host) for host in world.hosts]
@@ -39,11 +38,11 @@ def test_workers_of_one_host_share_memory():
 
 def test_one_worker_is_alone_and_every_worker_needs_a_lane():
     process = find_process({})
-    assert isinstance(connect(process, Config(), cuda=False), Alone)
+    assert isinstance(connect(process, Config()), Alone)
     with pytest.raises(
         ConfigError, match=r"lanes must be at least the number of workers \(3\), got 2"
     ):
-        connect(replace(process, world_size=3), Config(lanes=2), cuda=False)
+        connect(replace(process, world_size=3), Config(lanes=2))
 
 
 def test_workers_that_are_started_as_two_hosts_share_memory_within_each():
@@ -156,7 +155,8 @@ def test_two_workers_with_one_rank_are_found_immediately(rank):
 
 
 @pytest.mark.parametrize(
-    "garbage", ["", "{", "[]", "{}", '{"host": "a", "pid": "b", "home": null, "address": null}']
+    "garbage",
+    ["", "{", "[]", "{}", '{"host": "a", "pid": "b", "home": null, "address": null, "nonce": ""}'],
 )
 def test_another_program_in_the_store_is_an_error(garbage):
     def body():
@@ -166,13 +166,6 @@ def test_another_program_in_the_store_is_an_error(garbage):
     with launcher_store() as (server, environment):
         server.set("attempt/0/samestep/0/worker/1", garbage or " ")
         run_workers(body, 2, environment=environment)
-
-
-@contextmanager
-def launcher_store():
-    """Yield a store such as a launcher's, and the variables by which workers find it."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield server, {"MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def test_a_launcher_s_store_serves_one_world_after_another():
@@ -187,3 +180,29 @@ def test_a_launcher_s_store_serves_one_world_after_another():
 
     with launcher_store() as (_, environment):
         run_workers(body, 2, environment=environment)
+
+
+def test_workers_of_torchrun_ignore_what_earlier_attempts_left_in_its_store():
+    def body(attempt):
+        # torchrun counts a failure, but not that it restarts workers for another host's sake
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt * int(os.environ["RANK"]))
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if attempt == 1 and rank == 2:
+            return None  # killed before it could join
+        if rank == 0 and attempt > 0:
+            time.sleep(0.5)  # the others find the last attempt's round
+        if attempt == 1:
+            names = r"worker 2" if rank == 0 else "worker 0"
+            with pytest.raises(WorldError, match=rf"for {names} to join .*SHARE_RDZV_TCP_STORE=1"):
+                shared_world(timeout=1)
+            return None
+        world = shared_world(timeout=20)
+        world.barrier("waiting")
+        world.close()
+        return size
+
+    with launcher_store() as (_, environment):
+        environment["TORCHELASTIC_RUN_ID"] = "7"
+        for attempt, workers in enumerate([3, 3, 2, 3]):
+            expected = [None if attempt == 1 else workers] * workers
+            assert run_workers(body, workers, attempt, environment=environment) == expected

@@ -2,27 +2,73 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore
 
-from samestep.cluster import find_process
-from samestep.comm.store import _listen, join_store, store_variables
+from samestep.cluster import find_process, listen_at_master
+from samestep.comm import token_store
+from samestep.comm.store import StoreClient
+from samestep.comm.token_store import TokenStore, join_store, store_variables
 from samestep.config import TOKEN
 from samestep.errors import WorldError
 from tests.launch.coordinators import SECRET, coordinator
+from tests.ports import free_port
 from tests.workers import run_workers
 
 SOON = timedelta(seconds=60)
 
 
+OPEN = """
+import os
+from samestep.cluster import find_process
+from samestep.comm.store import open_store
+open_store(find_process(os.environ), "samestep/0", 20)[1].close()
+"""
+
+
+def test_a_process_that_exits_has_no_unclosed_sockets():
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, "-W", "always::ResourceWarning", "-c", OPEN],
+        env={**os.environ, **place, "MASTER_ADDR": "127.0.0.1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "unclosed" not in done.stderr
+
+
+def own_addresses():
+    """Return this host's IPv4 addresses that others can reach."""
+    entries = [entry for found in psutil.net_if_addrs().values() for entry in found]
+    return [
+        entry.address
+        for entry in entries
+        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
+    ]
+
+
 def variables(member, rank=0, attempt=0):
     return {"RANK": str(rank), TOKEN: SECRET, **store_variables(member.address, attempt)}
+
+
+@pytest.fixture(autouse=True)
+def _close_stores():
+    """Close the stores of a test, which stay open in a worker until it exits."""
+    yield
+    while token_store._open:
+        token_store._open.pop()._link.close()
 
 
 @pytest.fixture
@@ -184,12 +230,79 @@ def interrupt(_):
 
 @pytest.mark.parametrize(
     ("address", "listens"),
-    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("10.1.2.3", "::")],
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+        ("::1", "::1"),
+        ("10.1.2.3", "::"),
+        *((address, address) for address in own_addresses()),
+    ],
 )
-def test_a_store_at_a_loopback_address_listens_only_there(address, listens):
-    """Otherwise it listens on all addresses: a host may not have the one that others use."""
+def test_a_store_listens_at_the_master_s_address(address, listens):
+    """It listens on all addresses only if this host does not have that one."""
     process = replace(find_process({}), address=address)
-    with _listen(process) as listener:
+    with listen_at_master(process) as listener:
         assert listener.getsockname()[0] == listens
         # taken
-        assert _listen(replace(process, port=listener.getsockname()[1])) is None
+        assert listen_at_master(replace(process, port=listener.getsockname()[1])) is None
+
+
+def test_many_values_come_in_as_many_answers_as_they_need(member, monkeypatch):
+    store = join_store(variables(member), SOON)
+    values = [bytes([number]) * 300_000 for number in range(9)]
+    keys = [str(number) for number in range(len(values))]
+    store.multi_set(keys, values)
+    requests = []
+    request = TokenStore._request
+    monkeypatch.setattr(
+        TokenStore,
+        "_request",
+        lambda self, what, *args, **fields: (
+            requests.append(what) or request(self, what, *args, **fields)
+        ),
+    )
+    assert store.multi_get(keys) == values
+    assert 2 <= len(requests) <= 5
+    assert store.multi_get([]) == []
+
+
+@pytest.fixture(params=[False, True])
+def clients(request, store):
+    """Return a client of each store, with and without signed values."""
+    is_own = isinstance(store, TokenStore)
+    silent = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    key = b"key" if request.param and not is_own else None
+    yield StoreClient(store, silent, hosts_store=False, seconds=60, key=key, is_own=is_own)
+    silent.close()
+
+
+def test_values_of_many_keys_are_read_in_two_requests_plus_some_for_each_missing_one(
+    clients, monkeypatch
+):
+    requests = []
+    request = StoreClient._request
+    monkeypatch.setattr(
+        StoreClient,
+        "_request",
+        lambda self, method, *args: requests.append(method) or request(self, method, *args),
+    )
+    keys = [f"many/{number}" for number in range(64)]
+    for number, key in enumerate(keys):
+        clients.put(key, number)
+    requests.clear()
+    assert clients.get_many(keys) == list(range(64))
+    assert requests == ["check", "multi_get"]
+    requests.clear()
+    assert clients.get_many([*keys, "missing"]) == [*range(64), None]
+    assert len(requests) < 25
+    assert clients.get_many([]) == []
+
+
+def test_a_client_waits_for_a_key(clients, store):
+    assert clients.wait_for("late", 0.05, 0.01) is None
+    silent = clients._liveness
+    other = StoreClient(store.clone(), silent, hosts_store=False, seconds=60, key=clients.key)
+    timer = threading.Timer(0.1, other.put, ["late", {"a": 1}])
+    timer.start()
+    assert clients.wait_for("late", 60, 0.01) == {"a": 1}
+    timer.join()

@@ -2,16 +2,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from multiprocessing import get_context
 
 import pytest
 
-from samestep.comm import watchdog
+from samestep.comm import rendezvous, watchdog
 from samestep.errors import HangError, WorldError
 from tests.workers import run_workers, try_workers
-from tests.worlds import in_processes, shared_world
+from tests.worlds import distributed_world, in_processes, on_hosts, shared_world
 
 
 def names_of_threads():
@@ -83,7 +84,7 @@ def test_garbage_in_the_store_is_harmless(garbage, monkeypatch):
         status._call(status._publish, 5)  # the next heartbeat is a minute away
         world.barrier("publishing")
         status._client._store.set(f"heartbeat/{1 - world.rank}", garbage)
-        assert not status._call(status._other_heartbeats, 5)
+        assert not status._call(status._heartbeats, 5)
         world.barrier("reading")
         status._client._store.set("alarm", garbage)
         status._call(status._publish, 5)
@@ -92,7 +93,7 @@ def test_garbage_in_the_store_is_harmless(garbage, monkeypatch):
         return names_of_threads()
 
     monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 60.0)
-    assert in_processes(2, body) == [["MainThread", "samestep watchdog"]] * 2
+    assert on_hosts(2, 2, body) == [["MainThread", "samestep watchdog"]] * 2
 
 
 def test_one_worker_reports_and_the_others_name_it(monkeypatch):
@@ -123,13 +124,69 @@ def test_one_worker_reports_and_the_others_name_it(monkeypatch):
 
 def test_heartbeats_are_plain_data():
     def body():
-        world = shared_world()
+        world = distributed_world(hosts=2)
         world.status.set_activity("counting")
+        world.status._write_at = world.status._publish_at = 0.0
         world.status._call(world.status._publish, 5)
         world.barrier("publishing")
-        beat = json.loads(world.status._client._store.get(f"heartbeat/{1 - world.rank}"))
+        (beat,) = json.loads(world.status._client._store.get(f"heartbeat/{1 - world.rank}"))
         world.barrier("reading")
         world.close()
         return beat["rank"], beat["activity"], beat["pid"] != os.getpid(), beat["stack"]
 
     assert run_workers(body, 2) == [(1, "counting", True, None), (0, "counting", True, None)]
+
+
+def test_workers_of_a_host_publish_one_heartbeat(monkeypatch):
+    def body(world):
+        status = world.status
+        world.barrier("starting")
+        status._call(status._publish, 5)
+        status._write_at = status._publish_at = 0.0
+        world.barrier("writing")
+        status._call(status._publish, 5)
+        world.barrier("publishing")
+        keys = [status._client.get(f"heartbeat/{rank}") for rank in range(world.size)]
+        world.barrier("reading")
+        return [None if beats is None else [beat["rank"] for beat in beats] for beats in keys]
+
+    monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 60.0)
+    (first, *others), *_ = in_processes(3, body)
+    assert first == [0, 1, 2]
+    assert others == [None, None]
+
+
+def test_workers_that_cannot_open_their_board_publish_their_own_status(monkeypatch):
+    def body(world):
+        status = world.status
+        status._write_at = status._publish_at = 0.0
+        status._call(status._publish, 5)
+        world.barrier("publishing")
+        seen = status._call(status._heartbeats, 5)
+        world.barrier("reading")
+        return status._board.ranks, sorted(seen)
+
+    monkeypatch.setattr(rendezvous, "create_boards", lambda _: None)
+    assert in_processes(3, body) == [
+        (range(rank, rank + 1), [other for other in range(3) if other != rank]) for rank in range(3)
+    ]
+
+
+def test_another_worker_publishes_for_a_host_s_first_one_that_is_stopped():
+    def body():
+        world = distributed_world(timeout=2, hosts=2)
+        pids = world.all_gather_json(os.getpid(), "sharing pids")
+        if world.rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return ""
+        with pytest.raises(WorldError) as caught:
+            world.barrier("waiting")
+        world.status.close()  # which would end this process soon
+        if world.rank == 0:
+            time.sleep(watchdog.DIAGNOSIS_SECONDS)
+            os.kill(pids[2], signal.SIGKILL)
+        return str(caught.value)
+
+    messages = [end.value or "" for end in try_workers(body, 4)]
+    (report,) = [text for text in messages if "likely cause: SIGSTOP" in text]
+    assert report.startswith("timed out after 2 s waiting for worker 2: workers 0, 1 and 3 were ")

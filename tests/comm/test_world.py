@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from samestep.comm import rendezvous
 from samestep.comm.connect import Staged
-from samestep.comm.distributed import HEAD_BYTES, ROW_BYTES
+from samestep.comm.distributed import HEAD_BYTES, PIECE_BYTES, ROW_BYTES
 from samestep.comm.shared_memory import INLINE_BYTES
 from samestep.errors import WorldError
 from tests.workers import run_workers, try_workers
@@ -53,6 +53,7 @@ def conforms(world):
         # these calls need not wait for all workers
         assert world.barriers > before or check in {
             rank_zero_is_copied,
+            bytes_are_transferred,
             workers_of_a_host_wait_for_each_other,
         }
     barriers = world.barriers
@@ -102,6 +103,21 @@ def objects(world):
         world.broadcast_object("x" * 5000 if world.rank == 0 else None, "sharing an object")
         == "x" * 5000
     )
+
+
+def bytes_are_transferred(world):
+    """Every worker but the last sends to all higher ranks; the sizes differ."""
+    for size in (0, 1, PIECE_BYTES + 1):
+        own = torch.full((size * (world.rank + 1),), world.rank, dtype=torch.uint8)
+        received = {
+            rank: torch.full((size * (rank + 1),), 77, dtype=torch.uint8)
+            for rank in range(world.rank)
+        }
+        world.transfer(
+            dict.fromkeys(range(world.rank + 1, world.size), own), received, "transferring bytes"
+        )
+        for rank, part in received.items():
+            assert torch.equal(part, torch.full((size * (rank + 1),), rank, dtype=torch.uint8))
 
 
 def tensors_are_gathered(world):
@@ -179,6 +195,7 @@ CHECKS = (
     tensors_are_gathered,
     parts_go_to_their_ranks,
     rank_zero_is_copied,
+    bytes_are_transferred,
     memory_is_shared_inside_hosts,
     workers_of_a_host_wait_for_each_other,
 )
@@ -221,6 +238,59 @@ def test_each_host_sends_few_rows_in_few_rounds(monkeypatch):
     assert on_hosts(2, 4, body) == [[(2, 1024)], [], [(2, 1024)], []]
     assert on_hosts(3, 3, body) == [[(1, 1024), (1, 1024)]] * 3
     assert on_hosts(4, 4, body) == [[(1, 1024), (2, 1024)]] * 4
+
+
+def large_exchanges_may_overlap(world):
+    """Start exchanges of different sizes, then complete them in reverse order."""
+    started = []
+    for number in range(3):
+        sizes = [PIECE_BYTES // 4 + 7 * rank * number for rank in range(world.size)]
+        # values differ between pieces, exchanges and workers
+        every = torch.arange(sum(sizes)) // 1000 + 1000.0 * number
+        own = every + 10_000 * world.rank
+        first = sum(sizes[: world.rank])
+        part = every[first : first + sizes[world.rank]]
+        expected = torch.cat([part + 10_000 * rank for rank in range(world.size)])
+        out, out_sizes = torch.empty_like(expected), [len(part)] * world.size
+        end = world.begin_all_to_all(out, out_sizes, own, sizes, "exchanging much")
+        started.append((end, out, expected))
+    gathered = torch.empty(world.size, PIECE_BYTES)
+    own = torch.full((PIECE_BYTES,), float(world.rank))
+    world.all_gather(gathered.view(-1), own, "gathering much")
+    assert torch.equal(gathered, torch.arange(world.size).view(-1, 1).expand_as(gathered).float())
+    for end, out, expected in reversed(started):
+        end()
+        assert torch.equal(out, expected)
+
+
+def test_large_exchanges_may_overlap():
+    on_hosts(3, 3, large_exchanges_may_overlap)
+
+
+def test_large_messages_are_sent_in_pieces(monkeypatch):
+    """One large message in each direction takes gloo twice as long as pieces in flight."""
+    sent = []
+    send = dist.isend
+    monkeypatch.setattr(
+        dist,
+        "isend",
+        lambda piece, *args, **kwargs: (sent.append(piece.nbytes), send(piece, *args, **kwargs))[1],
+    )
+
+    def body(world):
+        sent.clear()
+        sizes = [0, 2 * PIECE_BYTES + 4] if world.rank == 0 else [PIECE_BYTES, 0]
+        out = torch.empty(PIECE_BYTES if world.rank == 0 else 2 * PIECE_BYTES + 4)
+        own = torch.ones(sum(sizes))
+        world.all_to_all(
+            out, [len(out) * (rank != world.rank) for rank in range(2)], own, sizes, ""
+        )
+        world.all_gather(torch.empty(2 * PIECE_BYTES), own[:PIECE_BYTES], "gathering")
+        return sent
+
+    # a small rest is divided among the pieces
+    sizes = [7 * [PIECE_BYTES + 4] + [PIECE_BYTES - 12], 4 * [PIECE_BYTES]]
+    assert on_hosts(2, 2, body) == [found + 4 * [PIECE_BYTES] for found in sizes]
 
 
 def calls(world):

@@ -2,20 +2,40 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from samestep.data.batch import Batch, LaneStream, items_in, steps_left, stream_batches, to_device
+from samestep.data.batch import (
+    Batch,
+    Incomplete,
+    LaneStream,
+    samples_in,
+    steps_left,
+    stream_batches,
+    to_device,
+)
 from samestep.errors import ConfigError, DataError
 
 
 class Pair(NamedTuple):
     x: object
     y: object
+
+
+@dataclass
+class Columns:
+    x: object
+    y: object
+
+
+def images(*widths):
+    """Return a list of RGB images."""
+    return [torch.zeros(3, 4, width) for width in widths]
 
 
 def batch_of(counts):
@@ -63,23 +83,94 @@ def test_every_lane_has_items_without_a_plan():
 
 
 @pytest.mark.parametrize(
-    ("batch", "items"),
+    ("batch", "samples"),
     [
         (torch.zeros(5, 2), 5),
         (np.zeros((4, 2)), 4),
-        (torch.tensor(1.0), 1),
         ((torch.zeros(3), torch.zeros(3, 7)), 3),
-        ({"a": torch.zeros(6), "b": 1}, 6),
+        ((torch.zeros(3, 2), torch.zeros(3, 7)), 3),
+        ([torch.zeros(3, 2), torch.zeros(3)], 3),
+        ({"a": torch.zeros(6), "b": 1, "c": "text", "d": ["one"] * 6}, 6),
+        ({"epoch": torch.tensor(1), "x": [torch.zeros(6, 2), (torch.zeros(6), ["w"] * 6)]}, 6),
         (Pair(torch.zeros(2), None), 2),
+        (Pair(torch.zeros(2, 3), torch.zeros(2, 4)), 2),
+        (Columns(torch.zeros(2, 3), [1, 2.5]), 2),
         ([torch.zeros(9, 9), torch.zeros(8, 8)], 2),
-        (["word", "another", "third"], 3),
-        ({}, 0),
-        (7, 1),
+        ((images(5, 6), [{"boxes": torch.zeros(9, 4)}, {"boxes": torch.zeros(8, 4)}]), 2),
+        ([{"x": torch.zeros(3)}, {"x": torch.zeros(4)}, {"x": torch.zeros(3)}], 3),
+        (["word", None, "third"], 3),
+        ([torch.tensor(1), torch.tensor(2)], 2),
+        (deque([1, 2, 3]), 3),
+        ([], 0),
     ],
     ids=str,
 )
-def test_items_are_counted(batch, items):
-    assert items_in(batch) == items
+def test_samples_are_counted(batch, samples):
+    for planned in (None, 8):
+        assert samples_in(batch, planned, "lane 0") == samples
+
+
+@pytest.mark.parametrize("batch", [{}, 7, "text", torch.tensor(1.0), (1, "text"), object()])
+def test_a_batch_without_a_length_counts_as_planned(batch):
+    assert samples_in(batch, None, "lane 0") == 1
+    assert samples_in(batch, 8, "lane 0") == 8
+
+
+def test_a_batch_of_nothing_has_no_samples_if_some_were_planned():
+    assert samples_in(None, 8, "lane 0") == 0
+    assert samples_in(None, None, "lane 0") == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "planned", "words"),
+    [
+        (
+            {"epoch": [1], "x": torch.zeros(32, 2)},
+            None,
+            r"its parts have different lengths \('epoch': 1, 'x': 32\)",
+        ),
+        ({"epoch": [1], "x": torch.zeros(32, 2)}, 32, "different lengths"),
+        ((torch.zeros(4), torch.zeros(3)), 4, r"\(0: 4, 1: 3\)"),
+        ([torch.zeros(32, 2), torch.zeros(32, 1)], None, "it can be read as 2 or 32 samples"),
+        (images(5, 5, 5, 5), 5, "it can be read as 3 or 4 samples"),
+    ],
+)
+def test_a_batch_that_cannot_be_counted_is_an_error(batch, planned, words):
+    with pytest.raises(
+        DataError, match=f"the samples in lane 7 cannot be counted: .*{words}.*pass count="
+    ):
+        samples_in(batch, planned, "lane 7")
+
+
+@pytest.mark.parametrize(
+    ("batch", "planned"),
+    [
+        ([torch.zeros(32, 2), torch.zeros(32, 1)], 32),
+        (images(5, 5, 5, 5), 4),
+        (((torch.zeros(2), torch.zeros(2)), (torch.zeros(2), torch.zeros(2))), 2),
+    ],
+)
+def test_the_plan_decides_between_two_readings(batch, planned):
+    assert samples_in(batch, planned, "lane 0") == planned
+
+
+def test_samples_are_those_that_are_there_unless_they_are_exact():
+    three, two = torch.zeros(3), [torch.zeros(2, 1), torch.zeros(2, 1)]
+    batch = Batch(0, range(3), [4, 4, 4], iter([three, Incomplete(two, 2), None]), is_exact=False)
+    assert [batch.samples(lane, data) for lane, data in batch.lane_batches()] == [3, 2, 0]
+    batch = Batch(0, range(2), [4, 4], iter([three, torch.zeros(2)]))
+    assert [batch.samples(lane, data) for lane, data in batch.lane_batches()] == [4, 4]
+
+
+def test_a_batch_is_not_taken_for_a_lane_batch():
+    batch, _ = batch_of([1, 1])
+    with pytest.raises(DataError, match=r"cannot be unpacked: .*one lane batch.*run.backward"):
+        _, _ = batch
+    with pytest.raises(DataError, match=r"no item 'x': .*one lane batch.*run.backward"):
+        batch["x"]
+    assert [*batch] == list(batch) == [data for data in batch]  # noqa: C416  three ways
+    (only,) = batch_of([1])[0]
+    assert only == "lane 0"
 
 
 def test_to_device_keeps_containers():

@@ -5,6 +5,8 @@ from collections import deque
 
 import pytest
 
+from samestep.comm.base import Alone
+from samestep.data.agreement import DataCheck
 from samestep.data.loader import plan_batches
 from samestep.data.plan import GroupedPlan, ShuffledPlan
 from samestep.errors import LoaderError
@@ -42,6 +44,8 @@ def batches_of(plan, lanes, positions, *, dataset=None, loader_workers=0):
         dataset or Augmented(),
         lanes,
         lambda: iter(positions),
+        DataCheck(0, 0, 1, Alone().all_gather_json),
+        "train",
         seed=3,
         collate_fn=list,
         loader_workers=loader_workers,

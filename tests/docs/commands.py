@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 from samestep import cli
 from samestep.config import TOKEN, merge
 from samestep.launch.cluster_spec import cluster_spec
-from samestep.launch.command import given_options
+from samestep.launch.local import given_options
 from tests.docs.blocks import ROOT
 
 # Other programs, whose arguments are not checked.

@@ -21,6 +21,7 @@ CODECS = ("idna", "punycode", "raw-unicode-escape", "unicode-escape", "utf-8-sig
 MODULES = ("anyio._backends._asyncio", "numpy.ma")
 # unchecked inputs of each target, so that readers import what they need
 WARM_UP = 5
+FAST_TURNS = 4  # inputs of a fast target for each one of a slow target
 SHOWN = 600  # characters of an input
 
 
@@ -51,8 +52,9 @@ def run(
         for target in chosen:
             for number in range(WARM_UP):
                 _violation(sandbox, target, f"warm up {number}")
+        turns = [target for target in chosen for _ in range(1 if target.is_slow else FAST_TURNS)]
         for number in numbers:
-            target = chosen[number % len(chosen)]
+            target = turns[number % len(turns)]
             yield number, target.name, None
             if violation := _violation(sandbox, target, f"{seed} {target.name} {number}"):
                 yield number, target.name, violation
@@ -61,6 +63,9 @@ def run(
 def _violation(sandbox: Sandbox, target: Target, seed: str) -> str | None:
     given = target.make(Random(seed))
     found = sandbox.violation(
-        lambda: target.read(given), target.allowed, reads_elsewhere=target.reads_elsewhere
+        lambda: target.read(given),
+        target.allowed,
+        reads_elsewhere=target.reads_elsewhere,
+        writes=target.writes,
     )
     return f"{found}\ngiven {repr(given)[:SHOWN]}" if found else None

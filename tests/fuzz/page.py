@@ -32,7 +32,7 @@ METHODS = ("GET",) * 30 + ("HEAD", "HEAD", "POST", "PUT", "get", "TRACE", "")
 API = ("/api/run", "/api/curve", "/api/timing", "/api/image")
 PATHS = (
     *API * 3, "/", "/api/runs", "/api/changes", "/page/main.js", "/page/../server.py",
-    "/page//etc/passwd", "/api/runs/", "/none",
+    "/page//etc/passwd", "/api/runs/", "/none", "/login",
 )  # fmt: skip
 PARAMETERS = {
     "id": (*["one"] * 30, ".", "../one", "two", ""),
@@ -81,6 +81,7 @@ class Asked:
     path: str
     query: bytes
     headers: list[tuple[bytes, bytes]]
+    form: bytes  # the body
 
     def scope(self) -> dict[str, Any]:
         """Return the request as uvicorn passes it to an application."""
@@ -116,7 +117,7 @@ def targets(folder: Path) -> list[Target]:
                 "an unauthorized request was answered"
             )
 
-        return Target("page" if token is None else "token", make, read, ())
+        return Target("page" if token is None else "token", make, read, (), is_slow=True)
 
     return [served(None), served(TOKEN)]
 
@@ -151,7 +152,8 @@ def _request(random: Random) -> Asked:
         (name.encode(), re.sub(rb"[\0\r\n]", b"", value.encode(errors="surrogatepass")))
         for name, value in headers
     ]
-    return Asked(random.choice(METHODS), path, re.sub(rb"[^\x21-\x7e]", b"", query), whole)
+    form = mutate.of_bytes(random, b"token=wrong") if random.random() < 0.5 else b"token=wrong"
+    return Asked(random.choice(METHODS), path, re.sub(rb"[^\x21-\x7e]", b"", query), whole, form)
 
 
 def _likely(random: Random, values: tuple[str, ...]) -> str:
@@ -163,7 +165,11 @@ async def _answer(app: Starlette, asked: Asked) -> tuple[int, Mapping[str, str],
     messages: list[Any] = []
     is_gone = asyncio.Event()
 
+    form = iter([{"type": "http.request", "body": asked.form}])
+
     async def receive() -> dict[str, Any]:
+        if message := next(form, None):
+            return message
         await is_gone.wait()
         return {"type": "http.disconnect"}
 
@@ -194,6 +200,11 @@ def _check(
         return
     kind = headers["content-type"].partition(";")[0]
     if status != 200:
+        if kind == "text/html":
+            assert status == 401
+            assert body.startswith(b"<!doctype html>")
+            assert b'<form method="post" action="login">' in body
+            return
         assert kind == "text/plain"
         assert len(body) < 300, "it repeats much of the request"
     elif kind == "application/json":
@@ -215,7 +226,5 @@ def _may_pass(asked: Asked, token: str | None) -> bool:
     if token is None:
         hosts = [value for name, value in given if name == "host"]
         return len(hosts) == 1 and LOOPBACK.fullmatch(hosts[0]) is not None
-    places = [asked.query.decode(), *(value for name, value in given if name == "authorization")]
-    return any(token in place for place in places) or any(
-        PASS in value for name, value in given if name == "cookie"
-    )
+    secrets = {"authorization": token, "cookie": PASS}
+    return any(name in secrets and secrets[name] in value for name, value in given)

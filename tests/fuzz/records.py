@@ -176,7 +176,10 @@ def _views(folder: Path) -> list[Target]:
         tag
         for tag, _ in Markup(make_report([str(folder / "plain")], image_bytes=1000).page).elements
     ]
-    return [Target("view", run, view, ()), Target("report", run, report, (), reads_elsewhere=True)]
+    return [
+        Target("view", run, view, (), is_slow=True),
+        Target("report", run, report, (), reads_elsewhere=True, is_slow=True),
+    ]
 
 
 def _shown(view: View, asked: dict[str, Any]) -> str:

@@ -17,3 +17,5 @@ class Target:
     read: Callable[[Any], object]
     allowed: tuple[type[Exception], ...]
     reads_elsewhere: bool = False  # if its input may name any other file
+    is_slow: bool = False  # more than 5 ms per input
+    writes: bool = False  # if it writes files, in its folder only

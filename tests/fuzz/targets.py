@@ -32,7 +32,7 @@ from samestep.launch.attempt import ElasticPolicy, Node
 from samestep.launch.cluster_spec import Nodes, read_hosts
 from samestep.launch.membership import Membership
 from samestep.launch.store_server import KeyValueStore
-from tests.fuzz import mutate, page, records, snapshots
+from tests.fuzz import handed, mutate, network, page, records, snapshots
 from tests.fuzz.target import Target
 
 OPTIONS = (
@@ -61,7 +61,8 @@ def targets(folder: Path) -> list[Target]:
     """Return all targets; their files are under `folder`."""
     readers = (_launching, snapshots.targets, records.targets, page.targets, _settings)
     groups = [group(folder) for group in (*readers, _parameters)]
-    return [*_options(), *_messages(), *chain.from_iterable(groups)]
+    groups.append(handed.targets(folder / "handed"))
+    return [*_options(), *_messages(), *network.targets(), *chain.from_iterable(groups)]
 
 
 def _options() -> list[Target]:
@@ -233,8 +234,8 @@ def _settings(folder: Path) -> list[Target]:
     read([])  # evaluates the annotations of the dataclasses, once
 
     return [
-        Target("settings", file, read, (settings.SettingsError,), reads_elsewhere=True),
-        Target("setting", argument, read, (settings.SettingsError,), reads_elsewhere=True),
+        Target(name, make, read, (settings.SettingsError,), reads_elsewhere=True, is_slow=True)
+        for name, make in (("settings", file), ("setting", argument))
     ]
 
 

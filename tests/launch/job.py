@@ -12,10 +12,15 @@ from dataclasses import dataclass
 import samestep as ss
 from tests.jobs import image_job
 
+PAUSE_SECONDS = 0.5  # for a test to cause something meanwhile
+
 
 @dataclass
 class Fault:
-    """An action of a rank at a step with a number of workers; writes a file `fault` first."""
+    """An action of a rank at a step with a number of workers; writes a file `fault` first.
+
+    The rank -1 is all of them.
+    """
 
     workers: int
     rank: int
@@ -24,12 +29,19 @@ class Fault:
 
     def happen(self, run: ss.Run) -> None:
         """Act if the run is at that step."""
-        if (run.world_size, run.rank, run.step) != (self.workers, self.rank, self.step):
+        if (run.world_size, run.step) != (self.workers, self.step):
             return
-        (run.dir / "fault").write_text(str(os.getpid()))
-        while self.does == "wait" and not run._session.stop.signal:
+        if self.rank not in {run.rank, -1}:
+            return
+        (run.dir / f"fault-{run.rank}").write_text(str(os.getpid()))
+        (run.dir / f"fault-{run.rank}").rename(run.dir / "fault")
+        is_first = os.environ["SAMESTEP_INTERNAL_ATTEMPT"] == "0"
+        waits = self.does == "wait" or (self.does == "wait once" and is_first)
+        while waits and not run._session.stop.signal:
             time.sleep(0.01)
-        if self.does == "kill" and os.environ["SAMESTEP_INTERNAL_ATTEMPT"] == "0":
+        if self.does == "pause":
+            time.sleep(PAUSE_SECONDS)
+        if self.does == "kill" and is_first:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.does == "raise":
             raise ValueError("the data is wrong")
@@ -38,7 +50,12 @@ class Fault:
 def main(directory, fault='{"workers": 0, "rank": 0, "step": 0, "does": ""}'):
     with ss.init(dir=directory, lanes=8, snapshot_every=1) as run:
         hook = Fault(**json.loads(fault)).happen
-        image_job(run, hook=lambda _: hook(run))
+
+        def after_step(_):
+            hook(run)
+            sys.stdout.write(f"made step {run.step}\n")
+
+        image_job(run, hook=after_step)
         sys.stdout.write(f"trained at {run.world_size} workers\n")
 
 

@@ -70,6 +70,9 @@ class Launcher:
         assert self._process.exitcode is not None, self.output()
         return self._process.exitcode
 
+    def wait_for_exit(self):
+        self._process.join(WAIT_SECONDS)
+
     def send(self, number):
         os.kill(self.pid, number)
 

@@ -8,7 +8,7 @@ import pytest
 from samestep import cli
 from samestep.config import TOKEN
 from samestep.errors import ConfigError
-from samestep.launch import command
+from samestep.launch import local as command
 from samestep.launch.cluster_spec import ClusterSpec, Host, Nodes, parse_hosts, read_hosts
 
 SECRET = "a secret of the tests"
@@ -56,6 +56,19 @@ def test_an_invalid_number_of_nodes_is_an_error(spec_of, capsys, nodes):
         printed := capsys.readouterr().err
     )
     assert f"got {nodes}" in printed
+
+
+@pytest.mark.parametrize("nodes", ["257", "1:257"])
+def test_more_nodes_than_one_host_can_coordinate_are_refused(spec_of, monkeypatch, capsys, nodes):
+    monkeypatch.setenv(TOKEN, SECRET)
+    assert spec_of("--nodes", "256", "--master", "node1:1").nodes == Nodes(256, 256)
+    assert spec_of("--nodes", nodes, "--master", "node1:1") == 2
+    printed = capsys.readouterr().err
+    assert (
+        f"--nodes must be at most 256, because one host coordinates all others, got {nodes}; "
+        in (printed)
+    )
+    assert "torchrun, Slurm's srun or one Kubernetes pod each" in printed
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from multiprocessing import active_children
@@ -15,16 +17,18 @@ import pytest
 from torch.distributed import TCPStore
 
 from samestep.comm.link import HELLO_SECONDS, Link, encode, frame
-from samestep.comm.store import join_store, store_variables
+from samestep.comm.token_store import join_store, store_variables
 from samestep.config import TOKEN, Config
 from samestep.errors import ConfigError, LaunchError
 from samestep.launch import coordinator as coordinator_module
 from samestep.launch import coordinator_client as client_module
+from samestep.launch import store_server
 from samestep.launch.cluster_spec import ClusterSpec, Nodes
 from samestep.launch.coordinator_client import join_cluster
 from tests.launch.coordinators import SECRET, coordinator
 from tests.launch.launchers import wait_until
 from tests.launch.processes import end_soon, listening
+from tests.ports import free_port
 
 
 @pytest.fixture
@@ -37,7 +41,8 @@ def terminal(tmp_path, monkeypatch):
         with log.open("a") as file:
             file.write(f"{text}\n")
 
-    monkeypatch.setattr(coordinator_module, "_log", print_)
+    for module in (coordinator_module, store_server):
+        monkeypatch.setattr(module, "log", print_)
     return log.read_text
 
 
@@ -107,7 +112,7 @@ def test_an_address_is_logged_once(leader, terminal):
 
 
 def test_the_log_of_refused_connections_is_bounded(monkeypatch, terminal):
-    monkeypatch.setattr(coordinator_module, "MAX_LOGGED_ADDRESSES", 3)
+    monkeypatch.setattr(store_server, "MAX_LOGGED_ADDRESSES", 3)
     with coordinator() as leader:
         leader.start()
         for number in range(2, 10):
@@ -119,17 +124,44 @@ def test_the_log_of_refused_connections_is_bounded(monkeypatch, terminal):
     assert "connections from further addresses are refused silently" in terminal()
 
 
-def test_incomplete_hellos_do_not_keep_others_out(leader):
-    with ExitStack() as exits:
+def test_incomplete_hellos_do_not_keep_others_out(monkeypatch):
+    monkeypatch.setattr(store_server.StoreServer.__init__, "__defaults__", (64, None))
+    with coordinator() as leader, ExitStack() as exits:
+        leader.start()
         first = exits.enter_context(unauthenticated(leader))
-        for _ in range(coordinator_module.MAX_UNAUTHENTICATED):
+        other = exits.enter_context(unauthenticated(leader, 3))
+        # the host's worker may have some as well
+        for _ in range(63 + coordinator_module.CONNECTIONS):
             exits.enter_context(unauthenticated(leader)).sendall(b"\0\0")
         assert is_closed(first)
         assert still_serves(leader)
+        other.settimeout(0.1)
+        other.recv(4096)  # a nonce
+        with pytest.raises(TimeoutError):  # only addresses with many connections lose them
+            other.recv(4096)
+        leader.end()
+
+
+def test_512_workers_that_arrive_at_once_are_served(leader):
+    workers = 512
+    first = threading.Barrier(workers)
+
+    def join(rank):
+        variables = store_variables(leader.address, leader.attempt)
+        first.wait()
+        variables = {"RANK": str(rank), TOKEN: SECRET, **variables}
+        store = join_store(variables, timedelta(seconds=60))
+        count = store.add("arrived", 1)
+        store._link.close()
+        return count
+
+    with ThreadPoolExecutor(workers) as pool:
+        counts = list(pool.map(join, range(workers)))
+    assert sorted(counts) == list(range(1, workers + 1))
 
 
 def test_a_hello_times_out(monkeypatch, terminal):
-    monkeypatch.setattr(coordinator_module.link, "HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(store_server.link, "HELLO_SECONDS", 0.2)
     with coordinator() as leader:
         leader.start()
         with unauthenticated(leader) as connection:
@@ -299,3 +331,19 @@ def test_it_exits_with_its_launcher():
     for file in (reading, writing):
         os.close(file)
     assert end_soon([pid])
+
+
+def test_all_workers_of_a_host_may_connect_at_once():
+    """Two connections each, more than strangers may have in a handshake."""
+    spec = ClusterSpec(("127.0.0.1", free_port()), SECRET, Nodes(1, 1))
+    with ExitStack() as exits:
+        client = exits.enter_context(join_cluster(spec, store_server.MAX_UNAUTHENTICATED, Config()))
+        first = exits.enter_context(socket.create_connection(client.address[:2]))
+        for _ in range(2 * store_server.MAX_UNAUTHENTICATED):
+            exits.enter_context(socket.create_connection(client.address[:2]))
+        first.settimeout(20)
+        hello = first.recv(1000)
+        assert hello
+        first.settimeout(0.2)
+        with pytest.raises(TimeoutError):  # the connection stays open
+            first.recv(1)

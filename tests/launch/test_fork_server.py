@@ -21,11 +21,17 @@ from tests.launch.processes import SOON_SECONDS, children, end_soon, for_ever, k
 
 FORK = get_context("fork")
 FOLDER = "FOLDER_OF_THE_MODULE"
+EARLIER = "EARLIER_CHILDREN_OF_THE_LAUNCHER"
 NOISY = """
 import pathlib
 print("imported")
 pathlib.Path(__file__).with_suffix(".imported").touch()
 """
+
+
+@pytest.fixture(autouse=True)
+def note_children_of_other_tests(monkeypatch):
+    monkeypatch.setenv(EARLIER, json.dumps(sorted(children(os.getpid()))))
 
 
 @pytest.fixture
@@ -47,7 +53,8 @@ def begin(*modules):
     state.report_start("", 0)
     os.pwrite(state.modules, json.dumps(modules).encode(), 0)
     deadline = time.monotonic() + SOON_SECONDS
-    while not (others := children(os.getppid()) - {os.getpid()}):
+    known = {os.getpid(), *json.loads(os.environ[EARLIER])}
+    while not (others := children(os.getppid()) - known):
         if time.monotonic() > deadline:
             return None
     return others.pop()

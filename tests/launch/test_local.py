@@ -5,7 +5,9 @@ import errno
 import gc
 import multiprocessing
 import os
+import random
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -13,19 +15,21 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from samestep import host as files
 from samestep.cluster import find_process
 from samestep.data.loader import Request, load
 from samestep.errors import ConfigError, LaunchError, WorkerError, WorldError
 from samestep.handoff import LAUNCHER_STATE
-from samestep.launch import launch
+from samestep.launch import launch, supervisor
 from samestep.launch.local import preload
 from samestep.snapshot.commit import PeerFailedError
-from tests.launch.processes import SOON_SECONDS, end_soon, for_ever, listening, rank
+from tests.launch.processes import SOON_SECONDS, children, end_soon, for_ever, listening, rank
 
 FORK = multiprocessing.get_context("fork")
 
@@ -87,6 +91,40 @@ def test_workers_find_each_other():
     assert (process.address, process.started_by) == ("127.0.0.1", "samestep")
 
 
+def test_a_model_that_outlives_its_process_group_does_not_stop_its_worker():
+    def body():
+        dist.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
+        model(torch.ones(1, 64)).sum().backward()
+        sys.setswitchinterval(60)  # gloo's thread waits for Python's lock while `model` is freed
+        dist.all_reduce(torch.ones(64))
+        dist.destroy_process_group()
+        return model is not None
+
+    assert launch(body) is True
+
+
+def test_the_store_of_process_groups_is_served_once_all_workers_are_forked(monkeypatch):
+    at, known = [], children(os.getpid())  # of other tests
+    serve = supervisor.TCPStore
+    monkeypatch.setattr(
+        supervisor, "TCPStore", lambda *a, **k: at.append(children(os.getpid())) or serve(*a, **k)
+    )
+    launch(wait_in_a_collective, workers=3)
+    assert [len(pids - known) >= 3 for pids in at] == [True]
+
+
+def test_a_worker_that_does_not_exit_is_ended_with_its_result(capfd):
+    def body():
+        threading.Thread(target=for_ever, name="uploads").start()
+        return rank()
+
+    assert launch(body, timeout=0.5) == 0
+    printed = capfd.readouterr().err
+    assert "worker 1 was ended, because its body has returned" in printed
+    assert "within timeout=0.5 s; it still ran uploads\n" in printed
+
+
 def test_one_worker_is_a_process_of_its_own():
     assert launch(os.getpid, workers=1) != os.getpid()
 
@@ -113,7 +151,7 @@ def test_threads_are_set_whatever_the_launcher_has(options, threads):
     ("options", "message"),
     [
         ({"lane": 8}, "lane is not an option of samestep; did you mean lanes"),
-        ({"lanes": "8"}, "lanes must be an integer or none, got '8'"),
+        ({"lanes": "many"}, "lanes must be an integer or none, got 'many'"),
         ({"lanes": 0}, "lanes must be at least 1, got 0"),
     ],
 )
@@ -169,6 +207,24 @@ def test_the_first_failure_is_raised_with_the_workers_own_traceback():
     assert first.startswith("Traceback")
     assert frame.endswith("in <lambda>")  # the traceback starts with the user's code
     assert last == "ValueError: lost"
+
+
+@pytest.mark.parametrize("error", [ValueError("lost"), OSError(28, "full", "a.pt")])
+def test_the_workers_exception_is_the_cause(error):
+    with pytest.raises(WorkerError) as caught:
+        launch(lambda: raise_(error))
+    cause = caught.value.__cause__
+    assert (type(cause), cause.args, str(cause)) == (type(error), error.args, str(error))
+
+
+def test_an_exception_that_cannot_be_rebuilt_is_no_cause():
+    class LocalError(Exception):
+        pass
+
+    for error in (LocalError("lost"), ValueError(torch.ones(1))):
+        with pytest.raises(WorkerError, match="failed first: ") as caught:
+            launch(lambda error=error: raise_(error), workers=1)
+        assert caught.value.__cause__ is None
 
 
 def test_the_earliest_of_several_failures_is_raised():
@@ -391,12 +447,11 @@ def test_a_closed_standard_file_is_not_reused():
         for number in range(3):
             os.close(number)
         sys.stdin = sys.stdout = sys.stderr = sys.__stdin__ = sys.__stdout__ = sys.__stderr__ = None
-        links = launch(
-            lambda: [
-                os.fstat(int(number)).st_nlink for number in os.environ[LAUNCHER_STATE].split(",")
-            ]
+        files = launch(
+            lambda: [os.fstat(int(number)) for number in os.environ[LAUNCHER_STATE].split(",")]
         )
-        os._exit(any(links))  # memory that has no name has none
+        memory = [file for file in files if not stat.S_ISSOCK(file.st_mode)]
+        os._exit(any(file.st_nlink for file in memory))  # memory has no name
 
     process = FORK.Process(target=launcher)
     process.start()
@@ -431,3 +486,18 @@ def test_sockets_of_killed_loader_processes_are_removed(name, monkeypatch):
             launch(body)
         assert list(folder.iterdir()) == []
         assert list(Path(other).iterdir()) == [folder]
+
+
+def test_workers_draw_the_same_before_init_at_every_start(tmp_path):
+    def draws(start, seed):
+        def body():
+            values = [random.random(), np.random.rand(), float(torch.rand(()))]
+            (tmp_path / f"{start}-{rank()}").write_text(repr(values))
+
+        launch(body, workers=2, seed=seed)
+        return [(tmp_path / f"{start}-{number}").read_text() for number in range(2)]
+
+    first = draws("first", 0)
+    assert first[0] == first[1]
+    assert draws("again", 0) == first
+    assert draws("other", 1) != first

@@ -16,6 +16,7 @@ from samestep.launch.membership import (
     KILL_SECONDS,
     LOAD_SECONDS,
     LOST_SECONDS,
+    PROBATION_SECONDS,
     Membership,
 )
 
@@ -206,6 +207,43 @@ def test_a_silent_host_is_lost(two):
     two.wait(LOST_SECONDS + 1)
     assert two.orders("a") == [{"order": "stop", "kill": True}]
     assert silent not in two.membership._nodes
+
+
+def test_a_host_that_flaps_stops_the_others_less_and_less():
+    """It is lost every 20 seconds for an hour; each time it is used again, all restart twice."""
+    hosts = Hosts(max_nodes=2)
+    hosts.join("a", leads=True)
+    hosts.join("b")
+    hosts.wait(0)
+    for step in range(180):
+        hosts.report("a", "heartbeat", step=step)
+        hosts.lose("b")
+        hosts.wait(0.5)
+        hosts.join("b")
+        for _ in range(39):
+            hosts.wait(0.5)
+            if "signal" in [order["order"] for order in hosts.orders("a")]:
+                hosts.fail("a", status=143)
+            if hosts.membership.phase is Phase.STOPPING:
+                hosts.end(*(name for name, node in hosts.nodes.items() if node.busy))
+    assert len(hosts.attempts) <= 6
+    hosts.wait(PROBATION_SECONDS * 2**9)  # it is used once it stays
+    assert "signal" in [order["order"] for order in hosts.orders("a")]
+
+
+def test_a_host_that_flaps_is_used_at_once_if_it_is_needed():
+    hosts = Hosts(min_nodes=2, max_nodes=2)
+    hosts.join("a", leads=True)
+    hosts.join("b")
+    hosts.wait(0)
+    for step in range(5):
+        hosts.report("a", "heartbeat", step=step)
+        hosts.lose("b")
+        hosts.wait(0.5)
+        hosts.end("a")
+        hosts.join("b")
+        hosts.wait(0)
+        assert hosts.orders("a")[-1] == start_of(0, 1, 2)
 
 
 def test_a_run_that_needs_all_hosts_waits_for_a_replacement():

@@ -9,6 +9,7 @@ import pytest
 from samestep.host import no_garbage_collection
 
 LOADED_BEFORE_THE_FORK = """
+import gc
 import sys
 import samestep
 
@@ -16,6 +17,7 @@ assert "torch" not in sys.modules
 names = ("torch", "torch._dynamo", "samestep.run")
 found = samestep.launch(lambda: [name in sys.modules for name in names], workers=1)
 assert found == [True, True, True], found
+assert gc.get_freeze_count() == 0  # what is garbage by now can be collected
 """
 # The functions by which imports could query GPUs in a torch with CUDA.
 ASKS_NO_GPU_AND_STARTS_NO_THREAD = """

@@ -1,21 +1,29 @@
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
+import re
 import signal
+import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
+from samestep.config import Config
 from samestep.errors import LoaderError, WorkerError, WorldError
 from samestep.handoff import LauncherState
 from samestep.launch import launch, worker_group
 from samestep.launch.supervisor import POLL_SECONDS, LocalCoordinator
 from samestep.record.events import read_events
-from tests.launch.processes import end_soon, for_ever, rank
+from tests.launch.processes import end_soon, for_ever, kernel_state, rank
 
 FORK = get_context("fork")
 
@@ -235,3 +243,71 @@ def test_a_killed_loader_process_is_replaced_with_its_worker():
         raise LoaderError("a loader process died", is_retryable=True)
 
     assert launch(failing(lose_a_loader)) == 1
+
+
+def test_a_group_is_killed_unless_another_process_has_its_leader_s_id(tmp_path):
+    pids = tmp_path / "pids"
+    leave_one = f"sleep 600 & echo $! > {pids}.new; mv {pids}.new {pids}; read line"
+    leader = subprocess.Popen(
+        ["sh", "-c", leave_one], stdin=subprocess.PIPE, start_new_session=True
+    )
+    while not pids.exists():
+        time.sleep(0.01)
+    member, started = int(pids.read_text()), worker_group._started(leader.pid)
+    worker_group.kill_group(leader.pid, str(int(started) - 1))  # of an earlier process with this id
+    assert leader.poll() is None
+    assert kernel_state(member) in {"R", "S"}
+    leader.communicate(b"\n")
+    assert kernel_state(leader.pid) is None  # only a member is left
+    worker_group.kill_group(leader.pid, started)
+    assert end_soon([member])
+
+
+PTRACE_SEIZE = 0x4206
+
+
+def test_a_worker_that_the_kernel_does_not_end_is_left_behind(monkeypatch, capfd):
+    monkeypatch.setattr(worker_group, "KILL_SECONDS", 0.5)
+    tracer = FORK.Value("i", 0)
+
+    def ready():
+        """Have another process trace worker 0, so that its parent does not see its exit."""
+        if rank() == 1:
+            return
+        traced, (reading, writing) = os.getpid(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            if ctypes.CDLL(None).ptrace(PTRACE_SEIZE, traced, None, None) != 0:
+                os._exit(1)
+            os.write(writing, b"x")
+            os.close(writing)
+            for_ever()
+        os.close(writing)
+        if os.read(reading, 1):
+            tracer.value = child
+
+    try:
+        assert launch(failing(lambda: end_by(signal.SIGKILL), ready)) == 1
+        if not tracer.value:
+            pytest.skip("this system does not allow ptrace")
+        text = r"worker 0 \(process \d+\) did not exit within 0.5 s of SIGKILL: it waits in the"
+        assert re.search(text, capfd.readouterr().err)
+    finally:
+        if tracer.value:
+            os.kill(tracer.value, signal.SIGKILL)
+
+
+def test_the_store_for_process_groups_starts_once_a_worker_connects():
+    with closing(LocalCoordinator(1, Config(), "token")) as coordinator:
+        variables = coordinator.environment(0)
+        coordinator.orders(None)
+        assert coordinator.files  # nobody has connected
+        address = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+        with ThreadPoolExecutor() as threads:
+            client = threads.submit(TCPStore, *address, is_master=False, wait_for_workers=False)
+            while coordinator.files:
+                wait(coordinator.files)
+                coordinator.orders(None)
+            client.result().set("key", "value")
+            assert client.result().get("key") == b"value"

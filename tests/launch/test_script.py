@@ -1,10 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+import torch
 
+from samestep import cli
 from samestep.errors import ConfigError, WorkerError
+from samestep.launch import local
 from samestep.launch.local import run_script
 
 WRITE = """
@@ -69,6 +75,39 @@ def test_a_traceback_starts_in_the_script_and_workers_print_none(folder, capfd):
     assert printed.err == ""
 
 
+LOSS = """
+import samestep, torch
+
+def train(run, model):
+    for batch in run.batches(list(range(8)), 4, epochs=1):
+        run.backward(lambda model, batch: 3, model, batch)
+
+with samestep.init(lanes=2) as run:
+    train(run, run.replicate(torch.nn.Linear(1, 1)))
+"""
+
+
+def test_the_traceback_of_an_error_of_samestep_ends_in_the_script(folder):
+    (folder / "loss.py").write_text(LOSS)
+    with pytest.raises(WorkerError) as caught:
+        run_script(str(folder / "loss.py"), [], 1, {})
+    first, _, *frames, last = str(caught.value).splitlines()
+    assert first.startswith("worker 0 failed first: LossError: ")
+    assert [line.strip() for line in frames if "File" not in line] == [
+        "train(run, run.replicate(torch.nn.Linear(1, 1)))",
+        "run.backward(lambda model, batch: 3, model, batch)",
+    ]
+    assert last.startswith("samestep.errors.LossError: ")
+
+
+def test_an_invalid_option_is_one_line(folder):
+    (folder / "option.py").write_text("import samestep\nsamestep.init(lane=2)")
+    with pytest.raises(WorkerError) as caught:
+        run_script(str(folder / "option.py"), [], 1, {})
+    (line,) = str(caught.value).splitlines()
+    assert line.endswith("lane is not an option of samestep; did you mean lanes?")
+
+
 def test_a_missing_script_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"script .*train\.py' does not exist"):
         run_script(str(tmp_path / "train.py"), [], 2, {})
@@ -77,3 +116,85 @@ def test_a_missing_script_is_an_error(tmp_path):
 def test_a_missing_module_is_the_workers_error():
     with pytest.raises(WorkerError, match="No module named"):
         run_script("nowhere.to.be.found", [], 1, {}, as_module=True)
+
+
+def test_a_script_without_a_run_warns_that_workers_are_alone(folder):
+    (folder / "joined.py").write_text("import samestep\nwith samestep.init(): pass")
+    (folder / "alone.py").write_text("raise SystemExit(0)")
+    for script, count in (("alone.py", 1), ("joined.py", 0)):
+        command = [sys.executable, "-m", "samestep", "run", "-n", "2", str(folder / script)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        warning = "alone.py ended without a call of samestep.init: each of the 2 workers ran all"
+        assert done.stderr.count(warning) == count
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Return what `samestep run` starts on a host with 4 cores and some GPUs."""
+
+    def start(gpus, *flags):
+        found = []
+        monkeypatch.setattr(local, "count_gpus", lambda: gpus)
+        monkeypatch.setattr(local, "usable_cores", lambda: 4)
+        monkeypatch.setattr(
+            local, "run_script", lambda *given, **_: found.append((given[2], given[3]))
+        )
+        assert cli.main(["run", *flags, "train.py"]) == 0
+        return found[0][0]
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "workers"),
+    [
+        (0, [], 1),
+        (0, ["-n", "auto"], 4),
+        (0, ["-n", "auto", "--threads", "2"], 2),
+        (0, ["-n", "auto", "--threads", "8"], 1),
+        (0, ["-n", "auto", "--lanes", "3"], 3),
+        (8, ["-n", "auto"], 8),
+        (8, ["-n", "auto", "--devices", "2"], 4),
+        (8, ["-n", "auto", "--device", "cpu"], 4),
+        (2, ["--gpus", "2,3"], 2),
+        (2, ["--gpus", "2,3", "-n", "4"], 4),
+        (2, ["--gpus", "2,3", "-n", "auto", "--mode", "dp"], 1),
+    ],
+)
+def test_workers_are_as_many_as_devices(gpus, flags, workers, counted, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert counted(gpus, *flags) == workers
+    expected = "6,7" if "--gpus" in flags else "4,5,6,7"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+
+
+@pytest.mark.parametrize("text", ["4", "1,1", "one", "1,", "0,1"])
+def test_gpus_that_do_not_exist_are_an_error(text, counted, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr(local, "count_gpus", lambda: 1)
+    with pytest.raises(ConfigError, match="--gpus must be different numbers of GPUs of this host"):
+        local.choose_gpus(text)
+
+
+def test_gpus_are_counted_in_another_process(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", os.getppid)
+    assert local.count_gpus() == os.getpid()
+
+
+def test_the_dir_of_a_script_serves_options_before_it(tmp_path, capfd):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import samestep as ss, sys\nwith ss.init(dir=sys.argv[1]) as run:\n"
+        "    run.print(run.config.remote, run.dir)"
+    )
+    flags = ["--remote", "memory://one", str(script), str(tmp_path / "run")]
+    assert cli.main(["run", *flags]) == 0
+    assert f"memory://one {tmp_path / 'run'}" in capfd.readouterr().out
+
+
+def test_flags_stand_anywhere_among_the_words_of_snapshots(tmp_path, capsys):
+    words = ["export", "--object", "ema", str(tmp_path), str(tmp_path / "x.safetensors")]
+    assert cli.main(["snapshots", *words]) == 1
+    assert "no valid snapshot" in capsys.readouterr().err

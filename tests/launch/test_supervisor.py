@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import time
+from functools import partial
 
 import pytest
 
+from samestep.launch import coordinator, coordinator_client, membership
+from tests.faults import stalling_disk
 from tests.jobs import events, image_job, left_by, left_in
 from tests.launch.launchers import JOB, PORT, launchers
 from tests.launch.processes import end_soon
@@ -27,18 +31,24 @@ def nodes():
 
 
 @pytest.fixture
-def start(nodes, tmp_path):
+def start(start_in, tmp_path):
     """Start a launcher on a host by its number, with the job in the folder `run`."""
+    return partial(start_in, tmp_path)
+
+
+@pytest.fixture
+def start_in(nodes, tmp_path):
+    """Start a launcher with the folder `run` in another folder."""
     with launchers() as start_on:
 
-        def start_launcher(number, *flags, fault=None):
+        def start_launcher(folder, number, *flags, fault=None):
             flags = [
                 "run",
                 "--master",
                 f"{nodes[0].address}:{PORT}",
                 *flags,
                 str(JOB),
-                str(tmp_path / "run"),
+                str(folder / "run"),
             ]
             return start_on(
                 nodes[number],
@@ -48,6 +58,17 @@ def start(nodes, tmp_path):
             )
 
         yield start_launcher
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Hosts are lost after three seconds of silence, and then try to join for one."""
+    for module in (coordinator, membership):
+        monkeypatch.setattr(module, "LOST_SECONDS", 3.0)
+    monkeypatch.setattr(coordinator_client, "SILENCE_SECONDS", 2.5)
+    monkeypatch.setattr(coordinator_client, "QUIET_SECONDS", 1.5)
+    monkeypatch.setattr(coordinator_client, "JOIN_SECONDS", 1.0)
+    monkeypatch.setattr(membership, "PROBATION_SECONDS", 0.1)
 
 
 def at(workers, rank, step, does):
@@ -148,16 +169,21 @@ def test_a_preempted_host_leaves_and_the_run_continues(start, alone, tmp_path):
     assert left_by_nodes(tmp_path / "run") == alone
 
 
-def test_nothing_is_left_when_the_first_host_is_killed(start, tmp_path):
+@pytest.mark.usefixtures("impatient")
+def test_nothing_is_left_when_the_first_host_is_killed_and_another_one_is_stopped(start, tmp_path):
     fault = at(2, 1, 3, "wait")
+    coordinator_client.JOIN_SECONDS = 1e6  # `impatient` restores it
     one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
     one.wait_until((tmp_path / "run" / "fault").exists)
     one.send(signal.SIGKILL)
+    other.wait_for("trying to join again")
+    other.send(signal.SIGTERM)
     assert other.end() == 1
-    assert "lost the connection to the first host" in other.output()
+    assert "stopped by a signal" in other.output()
     assert end_soon([int((tmp_path / "run" / "fault").read_text())])
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_disconnected_host_is_left_out_and_stops(start, nodes, alone, tmp_path):
     fault = at(2, 1, 3, "wait")
     one, other = (
@@ -168,5 +194,63 @@ def test_a_disconnected_host_is_left_out_and_stops(start, nodes, alone, tmp_path
     nodes[1].plug(into=False)
     assert one.end() == 0, one.output()
     assert other.end() == 1
-    assert "no message for" in other.output()
+    assert "lost the connection to the first host" in other.output()
     assert left_by_nodes(tmp_path / "run") == alone
+
+
+def test_a_cut_network_stops_nothing(start, nodes, alone, tmp_path):
+    fault = at(2, -1, 3, "pause")
+    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
+    one.wait_until((tmp_path / "run" / "fault").exists)
+    nodes[0].plug(into=False)
+    time.sleep(5.5)  # more than a host once had to respond
+    nodes[0].plug(into=True)
+    assert one.end() == other.end() == 0, one.output() + other.output()
+    assert not events(tmp_path / "run", "restarting")
+    assert "lost" not in one.output() + other.output()
+    assert left_by_nodes(tmp_path / "run") == alone
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_host_that_was_lost_joins_again(start, nodes, alone, tmp_path):
+    fault = at(2, 1, 3, "wait once")
+    coordinator_client.JOIN_SECONDS = 60.0
+    one = start(0, "--nodes", "2", fault=fault)
+    other = start(1, "--nodes", "2", fault=fault)
+    one.wait_until((tmp_path / "run" / "fault").exists)
+    nodes[1].plug(into=False)
+    one.wait_for("was lost (no message for 3 s)")
+    nodes[1].plug(into=True)
+    # the workers of the next attempt are not told to wait
+    other.wait_for("trying to join again")
+    one.wait_until(lambda: events(tmp_path / "run", "resumed"))
+    assert (one.end(), other.end()) == (0, 0), one.output() + other.output()
+    assert left_by_nodes(tmp_path / "run") == alone
+
+
+def test_a_first_host_that_is_killed_and_started_again_finds_the_others(start, alone, tmp_path):
+    fault = at(2, 0, 3, "wait")
+    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
+    one.wait_until((tmp_path / "run" / "fault").exists)
+    one.send(signal.SIGKILL)
+    one.wait_for_exit()
+    again = start(0, "--nodes", "2")
+    assert again.end() == other.end() == 0, again.output() + other.output()
+    assert len(events(tmp_path / "run", "resumed")) == 1
+    assert left_by_nodes(tmp_path / "run") == alone
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_disk_that_stalls_loses_no_host(start_in, alone):
+    with stalling_disk() as (folder, stall, recover):
+        fault = at(2, -1, 3, "pause")
+        one, other = (start_in(folder, number, "--nodes", "2", fault=fault) for number in range(2))
+        one.wait_until((folder / "run" / "fault").exists)
+        stall()
+        time.sleep(4.5)  # more than a host has to respond
+        assert "made step 4" not in one.output()
+        recover()
+        assert one.end() == other.end() == 0, one.output() + other.output()
+        assert not events(folder / "run", "restarting")
+        assert "lost" not in one.output() + other.output()
+        assert left_by_nodes(folder / "run") == alone

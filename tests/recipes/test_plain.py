@@ -45,11 +45,9 @@ def test_every_line_that_comes_is_explained():
         for row in re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE)
         for part in re.findall(r"`(.*?)`", row)
     ]
-    came = [
-        line[1:].strip()
-        for line in blocks("diff")[0].splitlines()
-        if re.match(r"\+(?!\+\+)\s*\S", line)
-    ]
+    diff = [(line[:1], line[1:].strip()) for line in blocks("diff")[0].splitlines()[2:]]
+    gone = {line for mark, line in diff if mark == "-"}  # or only indented
+    came = [line for mark, line in diff if mark == "+" and line and line not in gone]
     unexplained = [
         line for line in came if not any(part.partition("…")[0] in line for part in explained)
     ]

@@ -10,7 +10,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipes.detect.coco import AnnotationError
 from recipes.settings import SettingsError, parser, read, run_script, setting, to_yaml
+from recipes.stain.data import StripError
+from recipes.vit.data import ImageError
+from recipes.vit.pretrained import PretrainedError
 
 
 @dataclass(frozen=True)
@@ -259,6 +263,28 @@ def test_help_and_argument_errors_are_printed_by_rank_0_only(rank, printed, monk
         with pytest.raises(SystemExit):
             parser(Outer, "Do something.").parse_args(arguments)
         assert any(capsys.readouterr()) is printed
+
+
+@pytest.mark.parametrize("given", [["--dir", "runs/two"], []])
+def test_a_dir_of_samestep_run_is_the_recipe_s(given, monkeypatch):
+    monkeypatch.setenv("SAMESTEP_DIR", "runs/one")
+    parsed = parser(Outer, "Do something.").parse_intermixed_args(["steps=3", *given])
+    assert (parsed.dir, parsed.settings) == (Path("runs/one"), ["steps=3"])
+
+
+@pytest.mark.parametrize("flag", ["--local-rank=1", "--local_rank=1"])
+def test_the_rank_that_older_launchers_pass_is_accepted(flag):
+    parsed = parser(Outer, "Do something.").parse_intermixed_args([flag, "steps=3"])
+    assert (parsed.dir, parsed.settings) == (None, ["steps=3"])
+
+
+@pytest.mark.parametrize("error", [AnnotationError, ImageError, PretrainedError, StripError])
+def test_errors_of_data_and_pretrained_files_are_one_line(error):
+    def fail():
+        raise error("a.json: no images")
+
+    with pytest.raises(SystemExit, match=r"^a.json: no images$"):
+        run_script(fail)
 
 
 def test_a_wrong_setting_ends_a_script_with_its_message_only():

@@ -160,9 +160,26 @@ def test_failures_are_retried_and_reported(run, caplog):
     assert "ConnectionError" not in caplog.text  # part of the same outage
 
 
-def test_a_destination_that_always_fails_is_abandoned_at_the_end(run):
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_destination_that_exits_is_retried_and_reported(run, caplog, error):
     remote = Remote()
-    remote.outcomes = [OSError("no")] * 100
+    remote.outcomes = [None, error, None]
+    remote.allowed.release(2)
+    with caplog.at_level(logging.WARNING, "samestep"):
+        sender = Sender(open_source(run), remote)
+        for _ in range(2):
+            remote.calls.acquire()
+        remote.allowed.release(10)
+        sender.finish()
+        assert sender.wait(None)
+    assert remote.taken == [(0, b"".join(LINES))]
+    assert f"cannot be sent to remote ({type(error).__name__}: {error}); retrying" in caplog.text
+
+
+@pytest.mark.parametrize("error", [OSError("no"), SystemExit("no"), KeyboardInterrupt("no")])
+def test_a_destination_that_always_fails_is_abandoned_at_the_end(run, error):
+    remote = Remote()
+    remote.outcomes = [error] * 100
     remote.allowed.release(100)
     sender = Sender(open_source(run), remote)
     sender.finish()
@@ -171,7 +188,7 @@ def test_a_destination_that_always_fails_is_abandoned_at_the_end(run):
         "name": "remote",
         "behind_bytes": size(run),
         "dropped": 0,
-        "error": "OSError: no",
+        "error": f"{type(error).__name__}: no",
     }
 
 

@@ -2,17 +2,17 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
 import resource
 import shutil
+from importlib import metadata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import samestep as ss
 from samestep.errors import RecordError
-from samestep.record.events import EventFile, read_events
+from samestep.record.events import FILE_NAME, EventFile, read_events
 from tests.faults import full_disk
 
 TEXTS_LIKE_NUMBERS = st.sampled_from(
@@ -189,22 +189,15 @@ def test_a_removed_moved_or_replaced_file_raises(fault, tmp_path):
     )
 
 
-def test_one_process_claims_a_file_until_it_closes_it(tmp_path):
-    def claims_too():
-        with pytest.raises(RecordError, match=f"another run, process {os.getppid()}, writes to"):
-            EventFile(tmp_path / "events.jsonl").claim()
-
-    def claims():
-        EventFile(tmp_path / "events.jsonl").claim()
-
-    def exit_status(body):
-        process = multiprocessing.get_context("fork").Process(target=body)
-        process.start()
-        process.join()
-        return process.exitcode
-
-    opened = EventFile(tmp_path / "events.jsonl")
-    opened.claim()
-    assert exit_status(claims_too) == 0
-    opened.close()
-    assert exit_status(claims) == 0
+def test_a_newer_format_is_refused_with_the_version_to_install(tmp_path):
+    with ss.init(dir=tmp_path):
+        pass
+    file = tmp_path / FILE_NAME
+    version = metadata.version("samestep")
+    mark = f'"format":1,"samestep":"{version}"'
+    assert mark in file.read_text()
+    file.write_text(file.read_text().replace(mark, '"format":2,"samestep":"7.5"'))
+    with pytest.raises(
+        RecordError, match=r"format 1 or less, got 2; install samestep 7\.5 or newer"
+    ):
+        list(read_events(tmp_path))

@@ -157,3 +157,20 @@ def test_both_records_have_the_same_methods():
         return {name for name in dir(kind) if not name.startswith("_")}
 
     assert calls(NoRecord) == calls(FileRecord)
+
+
+def test_timing_of_more_than_64_workers_is_summarized(record, tmp_path):
+    workers = [
+        {"compute": float(rank), "exchange": 100.0, "own": float(rank)} for rank in range(101)
+    ]
+    record.timing(7, workers[:64])
+    record.timing(8, workers)
+    few, many = events_of(tmp_path)
+    assert len(few["workers"]) == 64
+    assert "workers" not in many  # older versions of samestep skip the event
+    assert many["count"] == 101
+    assert many["slowest"] == 100
+    assert many["mean"]["compute"] == 50
+    assert many["quantiles"]["compute"] == many["quantiles"]["own"] == [0, 25, 50, 75, 100]
+    assert many["quantiles"]["exchange"] == [100] * 5
+    assert many["quantiles"]["snapshot"] == [0] * 5

@@ -53,6 +53,36 @@ def augmented_job(run, loader_workers):
     return fit(run, model, optimizer, Augmented(), batch_size=16, loader_workers=loader_workers)
 
 
+class Rotated(torch.utils.data.Dataset):
+    """Images that are augmented with a generator of their own."""
+
+    def __init__(self):
+        self.images, self.rng = images(37), np.random.default_rng()
+
+    def __getitem__(self, index):
+        picture, label = self.images[index]
+        return torch.rot90(picture, int(self.rng.integers(4)), (1, 2)), label
+
+    def __len__(self):
+        return len(self.images)
+
+
+def private_generators_job(run, loader_workers=0):
+    """Data and loss draw from generators that only the script knows."""
+    noise = torch.Generator()
+    run.on_lane_seed(noise.manual_seed)
+
+    def loss_fn(model, batch):
+        pictures, labels = batch
+        pictures = pictures + torch.randn(pictures.shape, generator=noise)
+        return F.cross_entropy(model(pictures), labels)
+
+    model, data = run.replicate(Net()), Rotated()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    options = {"loss_fn": loss_fn, "loader_workers": loader_workers}
+    return fit(run, model, optimizer, data, batch_size=16, **options)
+
+
 class ViT(nn.Module):
     def __init__(self, width=24):
         super().__init__()
@@ -111,6 +141,47 @@ def vit_job(*, sharded):
             max_norm=0.5,
             tracked=tracked,
             after_step=after_step,
+        )
+
+    return job
+
+
+class Contrastive(nn.Module):
+    """An encoder, and a predictor and a temperature that only the loss uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Net().features
+        self.project = nn.Linear(36, 16)
+        self.predictor = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.1))
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+
+def two_views(model, batch):
+    pictures, labels = batch
+    views = [pictures + 0.1 * torch.randn_like(pictures) for _ in range(2)]
+    one, two = (F.normalize(model.project(model.encoder(view)), dim=1) for view in views)
+    return {"one": one, "two": two, "labels": labels}
+
+
+def contrast(model, embeddings):
+    one, two = model.predictor(embeddings["one"]), embeddings["two"]
+    logits = model.temperature.exp() * one @ two.T  # [batch, batch]
+    targets = torch.arange(len(logits))
+    same = embeddings["labels"][:, None] == embeddings["labels"]
+    loss = F.cross_entropy(logits, targets) + 0.1 * logits[~same].square().mean()
+    return loss, {"accuracy": (logits.argmax(1) == targets).float().mean()}
+
+
+def contrastive_job(*, sharded):
+    def job(run):
+        model = run.replicate(Contrastive())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        if sharded:
+            optimizer = run.shard(optimizer)
+        # The last batch of an epoch has fewer samples than lanes.
+        return fit(
+            run, model, optimizer, images(101), loss_fn=contrast, embed=two_views, max_norm=0.5
         )
 
     return job

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import samestep as ss
@@ -70,7 +72,10 @@ class Endless(IterableDataset):
         (lambda loss: loss.item(), "got float in lane 0"),
         (lambda loss: None, "got NoneType in lane 0"),
         (lambda loss: (loss, 3), "dict of scalars by name.*got int"),
-        (lambda loss: (loss, {}, {}), "got tuple in lane 0"),
+        (
+            lambda loss: (loss, {}, {}),
+            r"returned 3 values in lane 0, but must return a loss or \(loss, dict of scalars",
+        ),
         (
             lambda loss: (loss, {"scores": torch.zeros(2)}),
             r"metric 'scores' must be a scalar, got a tensor of shape \(2,\)",
@@ -98,7 +103,7 @@ def test_batch_size_must_be_a_positive_integer(batch_size):
     [
         (images(0), "has no samples"),
         (Endless(), "Endless.*use run.streams"),
-        (DataLoader(images(8)), "must have __len__ and __getitem__, got DataLoader"),
+        (DataLoader(images(8)), "expected a data set, got a DataLoader; pass the data set"),
         (iter([]), "must have __len__ and __getitem__, got list_iterator"),
     ],
 )
@@ -146,6 +151,113 @@ def test_invalid_argument_is_named(options, error, words):
     step_fails_with(error, words, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sampler", r"use shuffle=, group_by= or, .*Subset\(dataset, indices\)"),
+        ("batch_sampler", "use shuffle="),
+        ("num_workers", "use loader_workers="),
+        ("pin_memory", "are pinned automatically"),
+    ],
+)
+@pytest.mark.parametrize("method", ["batches", "evaluate"])
+def test_option_of_a_data_loader_is_answered_with_the_one_to_use(method, name, words):
+    def body(run):
+        start = [] if method == "batches" else [classify, Net()]
+        getattr(run, method)(*start, images(8), 4, **{name: 1})
+
+    fails_with(ss.ConfigError, f"run.{method} has no option {name}: .*{words}", body)
+
+
+@pytest.mark.parametrize("dataset", [DataLoader(images(8)), Endless()])
+def test_evaluation_needs_a_map_style_data_set(dataset):
+    fails_with(
+        ss.DataError,
+        "expected a data set, got a DataLoader|Endless.*use run.streams",
+        lambda run: run.evaluate(classify, run.replicate(Net()), dataset, 4),
+    )
+
+
+@pytest.mark.parametrize("batch", [DataLoader(images(8)), torch.zeros(4), [torch.zeros(4)]])
+def test_backward_needs_a_batch_of_a_loop(batch):
+    fails_with(
+        ss.DataError,
+        f"expected a batch of a loop over run.batches or run.streams, got {type(batch).__name__};"
+        " write `for batch in run.batches",
+        lambda run: run.backward(classify, run.replicate(Net()), batch),
+    )
+
+
+def test_a_loader_is_not_a_stream():
+    fails_with(
+        ss.DataError,
+        "expected a function of the lane's number .* got DataLoader; .* use run.batches",
+        lambda run: run.streams(DataLoader(images(8)), name="loader"),
+    )
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_batch_is_not_one_lane_batch(lanes):
+    with ss.init(lanes=lanes) as run:
+        for batch in run.batches(images(4), 4):
+            with pytest.raises(ss.DataError, match=r"cannot be unpacked.* run\.backward"):
+                _, _ = batch
+            with pytest.raises(ss.DataError, match=r"no item 'x'.* run\.backward"):
+                batch["x"]
+
+
+def test_lane_of_one_sample_with_batch_norm_names_lane_and_cures():
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
+    step_fails_with(
+        ss.DataError,
+        "lane 0 of 2, with 1 sample, has only one at step 0; use drop_last=True .*fewer lanes",
+        model=model,
+        batch_size=2,
+    )
+
+
+def checkpointed(model, batch, *, use_reentrant):
+    inputs = batch[0].flatten(1).requires_grad_()  # a frozen embedding, in an adapted model
+    hidden = checkpoint.checkpoint(model[1], inputs, use_reentrant=use_reentrant)
+    return hidden.square().mean()
+
+
+def test_reentrant_checkpointing_is_named():
+    def with_gradient(model, batch):
+        return checkpointed(model, batch, use_reentrant=True)
+
+    def without_gradient(model, batch):
+        with torch.no_grad():
+            teacher = checkpointed(model, batch, use_reentrant=True)
+        return checkpointed(model, batch, use_reentrant=False) - teacher
+
+    step_fails_with(ss.errors.LossError, "pass use_reentrant=False", with_gradient)
+    with ss.init(lanes=2) as run:
+        one_step(run, without_gradient)
+    inputs = torch.ones(2, 64, requires_grad=True)  # torch's own function is back
+    checkpoint.checkpoint(nn.Linear(64, 1), inputs, use_reentrant=True).sum().backward()
+    assert inputs.grad is not None
+
+
+@pytest.mark.parametrize("where", ["embed", "loss"])
+def test_reentrant_checkpointing_is_named_in_losses_of_a_whole_batch(where):
+    def embed(model, batch):
+        if where == "embed":
+            return checkpointed(model, batch, use_reentrant=True).view(1)
+        return model(batch[0])
+
+    def loss_fn(_, embeddings):
+        if where == "embed":
+            return embeddings.mean()
+        return checkpoint.checkpoint(torch.square, embeddings, use_reentrant=True).mean()
+
+    with ss.init(lanes=2) as run:
+        model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        for batch in run.batches(images(4), 4):
+            with pytest.raises(ss.errors.LossError, match="pass use_reentrant=False"):
+                run.backward(loss_fn, model, batch, embed=embed)
+
+
 def test_sparse_gradient_is_rejected():
     def loss_fn(model, batch):
         return model(batch[0]).sum()
@@ -169,6 +281,59 @@ def test_model_that_is_not_replicated_is_rejected():
         "Net has parameters that are not replicated; pass it to run.replicate first",
         body,
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (
+            lambda run, net: net.double(),
+            ss.errors.ModelError,
+            "Net was changed after run.replicate: '.*' had torch.float32 on cpu, got torch.float64",
+        ),
+        (
+            lambda run, net: setattr(net, "head", nn.Linear(3, 3)),
+            ss.errors.ModelError,
+            r"Net got the parameter 'head.weight' after run.replicate, so its values may differ",
+        ),
+        (
+            lambda run, net: torch.optim.SGD(net.parameters(), lr=0.1).step(),
+            ss.errors.OptimizerError,
+            r"this SGD is not tracked, but updates parameters of the Adam that is",
+        ),
+    ],
+)
+@pytest.mark.parametrize("when", ["backward", "snapshot"])
+def test_a_model_or_optimizer_that_changes_later_is_rejected(tmp_path, change, error, words, when):
+    with closing(ss.init(lanes=2, dir=tmp_path)) as run:
+        model = run.replicate(Net())
+        optimizer = torch.optim.Adam(model.parameters())
+        run.track(model=model, optimizer=optimizer)
+        batch = next(iter(run.batches(images(8), 8)))
+        run.backward(classify, model, batch)
+        optimizer.step()
+        with pytest.raises(error, match=words):  # noqa: PT012
+            change(run, model)
+            if when == "backward":
+                run.backward(classify, model, batch)
+            else:
+                run.snapshot()
+
+
+def test_a_parameter_that_leaves_a_sharded_optimizer_is_rejected():
+    def body(run):
+        model = run.replicate(Net())
+        optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
+        for number, batch in enumerate(run.batches(images(8), 4, epochs=2)):
+            run.backward(classify, model, batch)
+            optimizer.step()
+            if number == 1:
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+
+    for error in errors_of(2, body):
+        assert isinstance(error, ss.errors.OptimizerError)
+        assert "a parameter of a sharded SGD was moved or converted after run.shard" in str(error)
 
 
 def test_nested_loops_are_rejected():
@@ -202,7 +367,7 @@ def test_optimizer_that_is_not_elementwise_cannot_be_sharded(make, words):
 
 def test_optimizer_with_state_cannot_be_sharded():
     def body(run):
-        model = run.replicate(nn.Linear(64, 10))
+        model = nn.Linear(64, 10)
         optimizer = torch.optim.Adam(model.parameters())
         model(torch.zeros(64)).sum().backward()
         optimizer.step()
@@ -233,7 +398,7 @@ def test_parameter_cannot_be_sharded_twice(again):
         ({"lane": 8}, "lane is not an option of samestep; did you mean lanes"),
         ({"lanes": 0}, "lanes must be at least 1, got 0"),
         ({"check_every": 0}, "check_every must be at least 1, got 0"),
-        ({"lanes": "8"}, "lanes must be an integer or none, got '8'"),
+        ({"lanes": "eight"}, "lanes must be an integer or none, got 'eight'"),
         ({"precision": "bfloat"}, "precision must be.*did you mean bfloat16"),
         ({"device": "cuda"}, "device='cuda' needs a GPU, but torch finds no GPU"),
         (

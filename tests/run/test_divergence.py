@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import samestep as ss
-from samestep.run.divergence import checksums
+from samestep.run import divergence
+from samestep.run.divergence import checksums, digest, hash_of
 from tests.jobs import Net, events, fit, image_job, images, snapshots, train
 from tests.run import kinds
 from tests.workers import run_workers, try_workers
@@ -32,6 +33,35 @@ def job(run, flipped, ranks, at=3):
             flip(flipped(model, optimizer))
 
     return fit(run, model, optimizer, images(32), batch_size=8, after_step=after_step)
+
+
+def test_states_are_read_once_per_snapshot(tmp_path):
+    """They are compared, and the same ones are saved."""
+
+    class Counted:
+        def __init__(self):
+            self.reads = []
+
+        def state_dict(self):
+            self.reads.append(self.run.step)
+            return {"number": 1}
+
+        def load_state_dict(self, state):
+            pass
+
+    def body(directory):
+        with ss.init(dir=directory, lanes=2, snapshot_every=1, check_every=None) as run:
+            counted = Counted()
+            counted.run = run
+            model = run.replicate(Net())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            tracked = {"counted": counted}
+            fit(run, model, optimizer, images(32), batch_size=8, epochs=2, tracked=tracked)
+            return counted.reads
+
+    first = 1  # memory for the first snapshot is allocated before it
+    for reads in run_workers(body, 2, tmp_path):
+        assert reads == [first, *range(1, 9)]
 
 
 def weight(model, _):
@@ -80,7 +110,7 @@ def test_workers_that_differ_from_the_majority_are_named(tmp_path):
         first,
     )
     assert {
-        event["rank"]: event["error"].partition("(")[0] for event in events(tmp_path, "failed")
+        event["rank"]: event["error"].partition(":")[0] for event in events(tmp_path, "failed")
     } == dict.fromkeys(range(3), "DivergenceError")
 
 
@@ -96,21 +126,32 @@ def test_both_sides_are_named_without_a_majority():
 def test_difference_is_reported_at_a_later_check():
     first, _ = messages(2, weight, [1], check_every=6)
     assert "workers differ after step 6 in 'model/first.weight': " in first
-    assert (
-        "nothing was compared earlier in this attempt: resume from a snapshot that you trust"
-        in first
-    )
+    assert "all workers were equal after step 1: resume from a snapshot of that step" in first
 
 
-def test_difference_after_the_last_step_is_reported_at_the_end_of_the_loop(tmp_path):
+@pytest.mark.parametrize(("at", "snapshot_every"), [(0, None), (7, None), (5, "3")])
+def test_workers_are_compared_after_the_first_step_before_snapshots_and_at_the_end(
+    at, snapshot_every, tmp_path
+):
+    step = 6 if snapshot_every else at + 1
+    options = {"lanes": 4, "check_every": 1000, "snapshot_every": snapshot_every}
     ends = try_workers(
-        train, 2, lambda run: job(run, weight, [0], at=7), tmp_path, {"lanes": 4, "check_every": 8}
+        train, 2, lambda run: job(run, weight, [0], at=at), tmp_path / "runs", options
     )
-    assert [
-        "workers differ after step 8 in 'model/first.weight': " in str(end.error) for end in ends
-    ] == [True, True]
-    assert snapshots(tmp_path)[-1] == "step-00000008"
-    assert not events(tmp_path, "finished")
+    words = f"workers differ after step {step} in 'model/first.weight': "
+    assert [words in str(end.error) for end in ends] == [True, True]
+    assert snapshots(tmp_path / "runs") == (["step-00000003"] if snapshot_every else [])
+    assert not events(tmp_path / "runs", "finished")
+    nothing = "nothing was compared earlier in this attempt: resume from a snapshot that you trust"
+    assert (nothing in str(ends[0].error)) == (at == 0)
+
+
+def test_no_snapshot_in_memory_is_made_of_workers_that_differ():
+    options = {"lanes": 4, "check_every": None, "hot_every": "5", "snapshot_every": None}
+    with pytest.raises(
+        ss.WorkerError, match=r"workers differ after step 5 in 'model/first.weight'"
+    ):
+        ss.launch(train, lambda run: job(run, weight, [1]), None, options)
 
 
 def test_replicated_module_that_is_not_tracked_is_compared():
@@ -137,22 +178,24 @@ def test_first_of_several_tensors_is_named():
     assert "after step 4 in 'model/head.bias' (the first of 2 tensors that differ): " in first
 
 
-def test_check_every_none_disables_the_check():
-    assert run_workers(
-        train, 2, lambda run: job(run, weight, [1]), None, {"lanes": 4, "check_every": None}
-    ) == [None, None]
+def test_without_check_every_only_snapshots_are_checked(tmp_path):
+    options = {"lanes": 4, "check_every": None}
+    assert run_workers(train, 2, lambda run: job(run, weight, [1]), None, options) == [None, None]
+    ends = try_workers(train, 2, lambda run: job(run, weight, [1]), tmp_path, options)
+    assert ["workers differ after step 4" in str(end.error) for end in ends] == [True, True]
+    assert snapshots(tmp_path)[-1] == "step-00000003"
 
 
 def counted(job, options):
-    """Run a job and return the number of steps at which digests were compared."""
+    """Run a job and return the number of steps, and of the steps at which workers compared."""
     with ss.init(**{"lanes": 8, "check_every": 1, **options}) as run:
-        compare, compared = run._session.divergence.compare, []
+        gather, compared = run._world.all_gather_json, []
 
-        def watched(digests):
-            compared.extend(digest for digest in digests[:1] if digest)
-            compare(digests)
+        def watched(value, what):
+            compared.extend([run.step] * (what == divergence.COMPARING))
+            return gather(value, what)
 
-        run._session.divergence.compare = watched
+        run._world.all_gather_json = watched
         job(run)
         steps = run.step
     return steps, len(compared)
@@ -183,6 +226,36 @@ def test_ordinary_runs_raise_no_error(job, options):
     first, second = run_workers(counted, 2, job, options)
     assert first == second == (first[0], first[0])
     assert first[0] > 0
+
+
+def test_hash_on_a_device_depends_on_every_byte_and_its_place(monkeypatch):
+    values = [torch.arange(size).to(torch.uint8) for size in (3, 0, 40, 8)]
+    expected = hash_of(values)
+    monkeypatch.setattr(divergence, "CHUNK_BYTES", 16)
+    assert hash_of([value.clone() for value in values]) == expected
+    found = {int(expected)}
+    for value in values:
+        for index in range(len(value)):
+            for bit in (1, 128):
+                value[index] ^= bit
+                found.add(int(hash_of(values)))
+                value[index] ^= bit
+    assert len(found) == 1 + 2 * 51
+    floats = torch.randn(8, generator=torch.Generator().manual_seed(1))
+    signs = {int(hash_of([(floats * sign).view(torch.uint8)])) for sign in (1, -1)}
+    assert len({*signs, int(hash_of([floats.roll(2).view(torch.uint8)]))}) == 3
+
+
+def test_state_that_moved_to_another_device_does_not_differ():
+    def body(run):
+        model = run.replicate(torch.nn.Linear(2, 1))
+        digests = iter([digest({}), "of the same values on a GPU"][run.rank :])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(divergence, "digest", lambda _: next(digests))
+            run._session.divergence.compare(1)
+        return model
+
+    run_workers(train, 2, body, None, {"lanes": 2})
 
 
 def test_one_worker_computes_no_checksums():

@@ -128,7 +128,7 @@ def test_out_of_memory_error_suggests_lanes(use, in_backward):
     assert isinstance(first.error, ss.WorldError)
     assert isinstance(second.error, ss.OutOfMemoryError)
     assert str(second.error).startswith(
-        "lane 2 of 4, with 2 samples, does not fit the memory of cpu on worker 1 at step 2; lanes=8 would halve it."
+        "lane 2 of 4, with 2 samples, does not fit in the memory of cpu on worker 1 at step 2; lanes=8 would halve it."
         " The number of lanes affects the result"
     )
     assert re.search(
@@ -142,7 +142,7 @@ def test_out_of_memory_error_of_one_sample_suggests_no_lanes():
         1, lambda run: fit_numbers(run, lambda model, numbers: allocate(2**60)), lanes=8
     )
     assert (
-        "with 1 sample, does not fit the memory of cpu on worker 0 at step 0; more lanes would not make it smaller"
+        "with 1 sample, does not fit in the memory of cpu on worker 0 at step 0; more lanes would not make it smaller"
         in str(end.error)
     )
 
@@ -306,9 +306,9 @@ def test_moved_directory_stops_the_run_which_can_resume_there(workers, snapshot_
 
 def test_history_of_a_killed_run_has_each_step_once(tmp_path):
     for attempt, step in enumerate((3, 6)):
-        ends = ends_of(
-            2, partial(image_job, hook=kill_at(step, rank=1)), tmp_path, lanes=8, snapshot_every=2
-        )
+        saved = tmp_path / f"step-{2 * ((step - 1) // 2):08d}" / "manifest.json"
+        job = partial(image_job, hook=kill_at(step, 1, after=saved))
+        ends = ends_of(2, job, tmp_path, lanes=8, snapshot_every=2)
         assert ends[1].exitcode == -signal.SIGKILL, attempt
     train(image_job, tmp_path, {"snapshot_every": 2})
     assert [event["step"] for event in events(tmp_path, "scalars")] != list(range(STEPS))

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 import samestep as ss
-from tests.workers import run_workers
+from tests.bits import bits
+from tests.workers import run_workers, try_workers
 
 
 def regress(model, batch):
@@ -41,7 +42,7 @@ def check(run, batch, inputs, targets, count):
     loss.backward()
     model = run.replicate(make_model())
     means = run.backward(regress, model, batch, count=count)
-    assert math.isclose(means["loss"], loss.item(), rel_tol=1e-5)
+    assert math.isclose(means["loss"], loss.item(), rel_tol=1e-5, abs_tol=1e-6)
     found, expected = (
         torch.cat([parameter.grad.double().flatten() for parameter in some.parameters()])
         for some in (model, reference)
@@ -94,6 +95,172 @@ def test_count_works_across_workers():
     run_workers(body, 3)
 
 
+class WithBroken:
+    """Regression samples, some of which cannot be read."""
+
+    def __init__(self, broken):
+        self.inputs, self.targets = (
+            torch.cat(some) for some in zip(items(0, 8), items(4, 8), strict=True)
+        )
+        self.broken = broken
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return None if index in self.broken else (self.inputs[index], self.targets[index])
+
+
+def collate_present(samples):
+    """Return a list of inputs and targets, or None without any sample."""
+    present = [sample for sample in samples if sample is not None]
+    return default_collate(present) if present else None
+
+
+def collate_positive(samples):
+    """Return a dict of the samples with a positive target."""
+    inputs, targets = default_collate(samples)
+    kept = targets[:, 0] > 0
+    return {"inputs": inputs[kept], "targets": targets[kept]}
+
+
+def regress_dict(model, batch):
+    return regress(model, (batch["inputs"], batch["targets"]))
+
+
+@pytest.mark.parametrize("broken", [{0, 2, 3, 5, 13}, {0, 1, 2, 3}, set()], ids=str)
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_samples_dropped_by_collate_fn_have_no_weight(broken, loader_workers):
+    dataset = WithBroken(broken)
+    kept = [index for index in range(16) if index not in broken]
+    filtered = TensorDataset(dataset.inputs[kept], dataset.targets[kept])
+
+    def body():
+        with ss.init(lanes=8) as run:
+            (batch,) = run.batches(
+                dataset,
+                16,
+                shuffle=False,
+                collate_fn=collate_present,
+                loader_workers=loader_workers,
+            )
+            check(run, batch, dataset.inputs[kept], dataset.targets[kept], None)
+            model = run.replicate(make_model())
+            means = run.backward(regress, model, batch)
+            scores = run.evaluate(regress, model, dataset, 5, collate_fn=collate_present)
+            expected = run.evaluate(regress, model, filtered, 16)
+            assert math.isclose(scores["loss"], expected["loss"], rel_tol=1e-6)
+            return [means["loss"], *(bits(parameter.grad) for parameter in model.parameters())]
+
+    (alone,) = run_workers(body, 1)
+    assert run_workers(body, 2) == [alone, alone]
+
+
+def test_samples_dropped_for_other_reasons_have_no_weight():
+    inputs, targets = items(0, 24)
+    targets = targets + 0.2
+    kept = targets[:, 0] > 0
+
+    def body():
+        with ss.init(lanes=3) as run:
+            model = run.replicate(make_model())
+            (batch,) = run.batches(
+                TensorDataset(inputs, targets), 24, shuffle=False, collate_fn=collate_positive
+            )
+            means = run.backward(regress_dict, model, batch)
+            expected = regress(make_model(), (inputs[kept], targets[kept])).item()
+            assert math.isclose(means["loss"], expected, rel_tol=1e-5)
+            dataset = TensorDataset(inputs, targets)
+            scores = run.evaluate(regress_dict, model, dataset, 8, collate_fn=collate_positive)
+            assert math.isclose(scores["loss"], expected, rel_tol=1e-5)
+            outputs = run.evaluate(
+                lambda model, batch: batch["targets"],
+                model,
+                dataset,
+                8,
+                collate_fn=collate_positive,
+                gather=True,
+            )
+            assert outputs is None or torch.equal(outputs, targets[kept])
+            return means["loss"]
+
+    (alone,) = run_workers(body, 1)
+    assert run_workers(body, 2) == [alone, alone]
+
+
+def test_a_stream_whose_samples_cannot_be_counted_needs_count():
+    lanes = [{"epoch": [1], "inputs": x, "targets": y} for x, y in (items(0, 2), items(1, 5))]
+
+    def body(*, count):
+        with ss.init(lanes=2) as run:
+            batch = next(iter(run.streams(lambda lane: iter([lanes[lane]]), name="epochs")))
+            model = run.replicate(make_model())
+            return run.backward(regress_dict, model, batch, count=count)["loss"]
+
+    def counted():
+        return body(count=lambda batch: len(batch["inputs"]))
+
+    whole = [torch.cat([lane[name] for lane in lanes]) for name in ("inputs", "targets")]
+    expected = regress(make_model(), whole).item()
+    for workers in (1, 2):
+        for loss in run_workers(counted, workers):
+            assert math.isclose(loss, expected, rel_tol=1e-5)
+        for rank, outcome in enumerate(try_workers(lambda: body(count=None), workers)):
+            assert isinstance(outcome.error, ss.DataError)
+            assert f"lane {rank} cannot be counted" in str(outcome.error)
+            assert "('epoch': 1, 'inputs': " in str(outcome.error)
+            assert "pass count=" in str(outcome.error)
+
+
+def test_a_block_without_samples_is_an_error():
+    with (
+        ss.init(lanes=2) as run,
+        pytest.raises(ss.errors.EvaluationError, match="block 1 of the evaluation has no samples"),
+    ):
+        run.evaluate(
+            regress,
+            run.replicate(make_model()),
+            WithBroken({4, 5, 6, 7}),
+            4,
+            collate_fn=collate_present,
+        )
+
+
+class Streaming(IterableDataset):
+    """Iterates over a worker's share, but has every sample, as data sets of mosaicml-streaming."""
+
+    def __init__(self, workers):
+        self.samples, self.workers = list(zip(*items(3, 10), strict=True)), workers
+
+    @property
+    def size(self):
+        return len(self.samples)
+
+    def __len__(self):
+        return math.ceil(self.size / self.workers)
+
+    def __getitem__(self, index):
+        return self.samples[index]
+
+    def __iter__(self):
+        raise AssertionError("__getitem__ is to be used")
+
+
+def test_an_iterable_data_set_with_items_is_map_style():
+    def body():
+        with ss.init(lanes=2) as run:
+            model, dataset = run.replicate(make_model()), Streaming(run.world_size)
+            (batch,) = run.batches(dataset, 10, loader_workers=1)
+            assert sum(batch.counts) == 10
+            means = run.backward(regress, model, batch)
+            scores = run.evaluate(regress, model, dataset, 5)
+            assert math.isclose(means["loss"], scores["loss"], rel_tol=1e-5)
+            return means["loss"], scores["loss"]
+
+    (alone,) = run_workers(body, 1)
+    assert run_workers(body, 2) == [alone, alone]
+
+
 def weigh(model, batch):
     """Return the sum of a loss over the lane's boxes and of one over its background."""
     inputs, boxes = batch
@@ -124,7 +291,7 @@ def test_sum_is_divided_by_the_items_of_all_lanes(boxes):
         means = run.backward(
             weigh, model, batch, count=lambda batch: int(batch[1].sum()), reduction="sum"
         )
-    assert math.isclose(means["loss"], loss.item(), rel_tol=1e-5)
+    assert math.isclose(means["loss"], loss.item(), rel_tol=1e-5, abs_tol=1e-6)
     assert means["boxes"] == (1.0 if any(map(sum, boxes)) else 0.0)
     found, expected = (
         torch.cat([parameter.grad.double().flatten() for parameter in some.parameters()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 import samestep as ss
 from samestep.comm import watchdog as watch
@@ -64,10 +65,9 @@ def train(run, dataset=None, at_step_two=lambda: None, **options):
         dataset or Numbers(),
         loss_fn=loss_fn,
         batch_size=8,
-        epochs=1,
         shuffle=False,
         after_step=after_step,
-        **options,
+        **{"epochs": 1, **options},
     )
 
 
@@ -155,10 +155,9 @@ def test_worker_that_exits_early(leave, printed, alone_on_hosts):
         lambda run: train(run, at_step_two=leave), alone_on_hosts=alone_on_hosts
     )
     assert isinstance(first.error, ss.WorldError)
-    assert (
-        "worker 0 got no response from other workers while exchanging losses; worker 1 (host "
-        in str(first.error)
-    )
+    # a slow worker 0 notices in backward that the connection is lost
+    start = "worker 0 got no response from other workers while exchanging (losses|gradients); "
+    assert re.match(f"{start}worker 1 \\(host ", str(first.error))
     assert printed in str(first.error)
     assert second.exitcode == 0
 
@@ -168,7 +167,7 @@ def test_worker_that_exits_early(leave, printed, alone_on_hosts):
     ("job", "call", "cause"),
     [
         (
-            lambda run: train(run, Subset(Numbers(), range(32 - 16 * run.rank))),
+            lambda run: train(run, epochs=2 - run.rank),
             "ending a loop",
             "a worker has fewer batches",
         ),

@@ -15,6 +15,7 @@ import samestep as ss
 from samestep.handoff import open_launcher_state
 from samestep.launch import launch
 from samestep.snapshot import in_memory
+from samestep.snapshot.part import StagingBuffer
 from tests.faults import kill_at
 from tests.jobs import (
     STEPS,
@@ -34,13 +35,17 @@ from tests.workers import run_workers, try_workers
 AGAIN = {"SAMESTEP_INTERNAL_ATTEMPT": "1"}
 
 
-def kill(state, workers, job, directory, step, rank=0, **options):
-    """Run a job with only in-memory snapshots, one per step, until a worker is killed in `step`."""
+def kill(state, workers, job, directory, step, rank=0, *, committed=None, **options):
+    """Run a job with only in-memory snapshots, one per step, until a worker is killed in `step`.
+
+    It is not killed before the snapshot on disk of the step `committed` is complete.
+    """
     options = {"snapshot_every": None, "hot_every": 1, **options}
+    after = committed and directory / f"step-{committed:08d}" / "manifest.json"
     outcomes = try_workers(
         train,
         workers,
-        partial(job, hook=kill_at(step, rank)),
+        partial(job, hook=kill_at(step, rank, after)),
         directory,
         options,
         environment=state.environment,
@@ -103,7 +108,7 @@ def test_damaged_copies_are_skipped_for_older_ones_and_then_for_a_snapshot_on_di
     ):
         directory = tmp_path / str(number)
         with open_launcher_state(2) as state:
-            kill(state, 2, image_job, directory, 5, snapshot_every=3)
+            kill(state, 2, image_job, directory, 5, committed=3, snapshot_every=3)
             # Step 1 is in slot 0, step 2 in slot 1, step 3 in slot 0, and so on.
             for slot in slots:
                 damage(state, slot)
@@ -116,16 +121,25 @@ def test_damaged_copies_are_skipped_for_older_ones_and_then_for_a_snapshot_on_di
         assert left_in(image_job, directory, lanes=8) == undisturbed
 
 
-def test_newer_snapshot_on_disk_is_preferred(tmp_path):
+def test_snapshots_on_disk_are_also_in_memory(tmp_path):
     with open_launcher_state(1) as state:
-        kill(state, 1, image_job, tmp_path, 5, snapshot_every=2, hot_every=100)
-        assert resume(state, 1, image_job, tmp_path).startswith(str(tmp_path / "step-"))
+        kill(state, 1, image_job, tmp_path, 5, committed=2, snapshot_every=2, hot_every=100)
+        assert resume(state, 1, image_job, tmp_path) == "in-memory-snapshot-of-step-4"
+
+
+def test_snapshot_on_disk_is_used_if_none_is_in_memory(tmp_path):
+    with open_launcher_state(1) as state:
+        options = {"snapshot_every": 2, "hot_every": 1}
+        kill(state, 1, image_job, tmp_path, 5, committed=4, **options)
+        for slot in state.slots[0]:
+            os.ftruncate(slot, 0)
+        assert resume(state, 1, image_job, tmp_path) == str(tmp_path / "step-00000004")
 
 
 def test_run_that_has_begun_ignores_resume_never(tmp_path):
     run_workers(train, 1, image_job, tmp_path, {"keep_last": 1})
     with open_launcher_state(1) as state:
-        kill(state, 1, image_job, tmp_path, 5, resume="never", snapshot_every=2)
+        kill(state, 1, image_job, tmp_path, 5, committed=2, resume="never", snapshot_every=2)
         assert (
             resume(state, 1, image_job, tmp_path, resume="never", hot_every=None)
             == "in-memory-snapshot-of-step-5"
@@ -202,6 +216,17 @@ def test_training_continues_without_copies_if_memory_is_short(tmp_path, monkeypa
     (failed,) = events(tmp_path, "in_memory_snapshot_failed")
     assert "at most half of the 0.0 GB of memory that this host has left" in failed["reason"]
     assert snapshots(tmp_path)[-1:] == steps_of(STEPS)
+
+
+def test_snapshots_on_disk_need_no_copy_of_their_own(tmp_path, monkeypatch):
+    undisturbed = left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
+    monkeypatch.setattr(StagingBuffer, "copy", None)
+    monkeypatch.setattr(StagingBuffer, "reserve", None)
+    options = {"hot_every": 1, "snapshot_every": 2, "keep_last": 10}
+    with open_launcher_state(2) as state:
+        run_workers(train, 2, image_job, tmp_path / "run", options, environment=state.environment)
+    assert snapshots(tmp_path / "run") == steps_of(*range(2, STEPS + 1, 2))
+    assert left_in(image_job, tmp_path / "run", lanes=8) == undisturbed
 
 
 @pytest.mark.parametrize("calls", [["memfd_create"], ["memfd_create", "pidfd_open"]], ids=",".join)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import samestep as ss
+from samestep.errors import RecordError
 from samestep.run.mixins import scalars_of
 from samestep.step.means import LaneResult, Means
 from tests.jobs import Net, classify, images
@@ -83,3 +84,19 @@ def test_run_logs_several_means_per_step_and_values_between_steps(tmp_path):
         (1, False, named),
         (2, True, ["score"]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("means", "others", "words"),
+    [
+        ({}, {"a": "x"}, "a number for 'a', got str 'x'"),
+        ({"rate": None}, {}, "a number for 'rate', got NoneType None"),
+        ({}, {"inner": {"a": torch.zeros(2)}}, r"for 'inner/a', got Tensor of shape \(2,\)"),
+        ("loss", {}, "a number without a name, got str 'loss'"),
+    ],
+)
+def test_a_value_that_is_not_a_number_is_named(means, others, words):
+    with pytest.raises(RecordError, match=words):
+        scalars_of(means, others)
+    with ss.init() as run, pytest.raises(RecordError, match=words):
+        run.log(means, **others)

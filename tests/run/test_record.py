@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
+import re
+import shlex
 import socket
+import subprocess
+import sys
+import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -16,7 +23,10 @@ from torch.utils.data import TensorDataset
 
 import samestep as ss
 from samestep.errors import RecordError
+from samestep.record import read_events
 from tests.jobs import events, train
+from tests.needs import needs
+from tests.watch.writing import view_of
 from tests.workers import run_workers, try_workers
 
 PARTS = {"data", "compute", "exchange", "optimizer", "snapshot"}
@@ -84,7 +94,14 @@ def test_resumed_run_appends_to_the_record(directory):
 
 
 def test_loop_event_has_the_length_and_the_position(tmp_path):
-    plan = {"steps": 6, "epochs": 2, "steps_per_epoch": 3, "samples": 10, "batch_size": 4}
+    plan = {
+        "steps": 6,
+        "epochs": 2,
+        "steps_per_epoch": 3,
+        "samples": 10,
+        "batch_size": 4,
+        "ends_with_epoch": False,
+    }
     run_workers(train, 1, job, tmp_path, {"lanes": 4, "stop_after": 4})
     train(job, tmp_path, {"lanes": 4})
     recorded = [
@@ -154,13 +171,63 @@ def test_timing_of_every_step_is_recorded_per_worker(directory):
     timings = events(directory, "timing")
     assert [event["step"] for event in timings] == list(range(6))
     for worker in (worker for event in timings for worker in event["workers"]):
-        assert worker.keys() == PARTS
+        assert worker.keys() == PARTS | {"own"}
         assert all(0 <= seconds < 10 for seconds in worker.values())
         assert min(worker["compute"], worker["exchange"], worker["optimizer"]) > 0
     assert [len(event["workers"]) for event in timings] == [2] * 6
     stalled = [event["step"] for event in timings if event["workers"][0]["snapshot"] > 0]
     # the steps after those snapshots; the last snapshot is taken after the last timing
     assert stalled == [2, 4]
+
+
+def sleepy(run):
+    """Train five steps; user code of worker 1 takes long, but nothing that samestep measures."""
+    model = run.replicate(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    run.track(model=model, optimizer=optimizer)
+    for batch in run.batches(TensorDataset(torch.arange(20.0).view(20, 1)), 4, epochs=1):
+        run.backward(lambda model, batch: model(batch[0]).mean(), model, batch)
+        optimizer.step()
+        time.sleep(0.5 * run.rank)
+
+
+def test_a_worker_that_is_slow_in_user_code_is_the_slowest(tmp_path):
+    run_workers(train, 2, sleepy, tmp_path, {"lanes": 2})
+    first, second = view_of(tmp_path).summary()["workers"]
+    assert second["slowest"]
+    assert second["seconds"] > first["seconds"] + 0.25
+
+
+def stalling(run):
+    """Train three steps; worker 1 arrives late at the second one."""
+    logging.getLogger().handlers.clear()  # pytest's
+    model = run.replicate(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    run.track(model=model, optimizer=optimizer)
+    for batch in run.batches(TensorDataset(torch.arange(12.0).view(12, 1)), 4, epochs=1):
+        if run.step == 1 and run.rank == 1:
+            while "stalled" not in kinds_of(run.dir):
+                time.sleep(0.1)
+        run.backward(lambda model, batch: model(batch[0]).mean(), model, batch)
+        optimizer.step()
+
+
+def kinds_of(directory):
+    return [event["event"] for event in read_events(directory)]
+
+
+def test_a_worker_that_keeps_others_waiting_is_named(tmp_path, capfd):
+    run_workers(train, 2, stalling, tmp_path, {"lanes": 2, "timeout": 8})
+    (stall,) = events(tmp_path, "stalled")
+    assert stall["step"] == 1
+    assert re.match(
+        r"worker 0 has waited [2-7] s at step 1 while exchanging losses, for worker 1 \(host .*,"
+        r" process \d+\), which is at step 1 \(in the body of a loop\); the run ends after"
+        r" timeout=8 s$",
+        stall["reason"],
+    )
+    assert f"samestep: stalled: {stall['reason']}\n" in capfd.readouterr().err
+    assert view_of(tmp_path).summary()["state"] == "finished"
 
 
 def test_images_are_recorded_once(directory):
@@ -243,7 +310,7 @@ def test_reduce_dict_needs_the_same_names_on_all_workers():
 
 def test_second_run_in_a_directory_is_an_error_while_the_first_one_runs(tmp_path):
     def second():
-        with pytest.raises(RecordError, match="another run, process"):
+        with pytest.raises(RecordError, match=r"another run \(process"):
             ss.init(dir=tmp_path)
 
     with ss.init(dir=tmp_path):
@@ -251,3 +318,44 @@ def test_second_run_in_a_directory_is_an_error_while_the_first_one_runs(tmp_path
     with ss.init(dir=tmp_path):
         pass
     assert [event["event"] for event in events(tmp_path)] == ["started", "finished"] * 2
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    rate: float
+    kind: type
+
+
+def test_a_start_has_the_job_s_settings_and_its_command(tmp_path):
+    given = Optimizer(0.1, torch.optim.SGD)
+    settings = {"optimizer": given, "sizes": (1, 2), 3: None}
+    with ss.init(dir=tmp_path, settings=settings):
+        pass
+    (start,) = (event for event in read_events(tmp_path) if event["event"] == "started")
+    optimizer = {"rate": 0.1, "kind": "<class 'torch.optim.sgd.SGD'>"}
+    assert start["settings"] == {"optimizer": optimizer, "sizes": [1, 2], "3": None}
+    assert shlex.split(start["command"]) == sys.argv
+
+
+@pytest.mark.parametrize("settings", [3, [("lr", 0.1)], "lr=0.1"])
+def test_settings_that_are_no_dict_are_refused(settings):
+    with pytest.raises(ss.ConfigError, match="settings must be a dict or dataclass"):
+        ss.init(settings=settings)
+
+
+def test_the_commit_of_the_script_is_recorded(tmp_path, monkeypatch):
+    needs("git")
+    script = tmp_path / "code" / "train.py"
+    script.parent.mkdir()
+    script.write_text("")
+    git = ["git", "-C", str(script.parent), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    for directory, text in (("clean", ""), ("dirty", "pass")):
+        script.write_text(text)
+        with ss.init(dir=tmp_path / directory):
+            pass
+        (start,) = (one for one in read_events(tmp_path / directory) if one["event"] == "started")
+        assert (start["commit"], start["dirty"]) == (commit.stdout.strip(), bool(text))

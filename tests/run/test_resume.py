@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging.handlers
 import random
 import signal
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import samestep as ss
+from samestep.config import Config
+from samestep.run.process import differences, environment_of_results
 from tests.faults import cut, flip_byte, kill_at
 from tests.jobs import (
     STEPS,
@@ -307,3 +311,167 @@ def test_snapshot_after_the_loop_has_a_score(tmp_path):
     assert [(event["step"], event["score"]) for event in events(tmp_path, "snapshot")] == [
         (STEPS, 0.5)
     ]
+
+
+def one_more_step(directory, steps, **options):
+    with ss.init(dir=directory, **options) as run:
+        model = run.replicate(nn.Linear(2, 1))
+        run.track(model=model)
+        for _ in run.batches([1, 2], 2, steps=steps):
+            pass
+
+
+def test_resuming_in_another_environment_warns(tmp_path, caplog, monkeypatch):
+    one_more_step(tmp_path, 1)
+    one_more_step(tmp_path, 2)
+    assert not caplog.records
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    with pytest.raises(ss.ConfigError, match=r"resume_strict .*\n  matmul precision: .* -> medium"):
+        one_more_step(tmp_path, 3, resume_strict=True)
+    one_more_step(tmp_path, 3)
+    difference = "  matmul precision: highest -> medium"
+    assert difference in caplog.text
+    (event,) = [event for event in events(tmp_path) if event["event"] == "environment_changed"]
+    assert (event["step"], event["differences"]) == (2, difference)
+
+
+def test_the_exchange_dtype_and_the_hash_seed_are_part_of_the_environment(monkeypatch):
+    found = [
+        environment_of_results(Config(exchange_dtype=dtype), [torch.device("cpu")])
+        for dtype in (None, "bfloat16")
+    ]
+    assert differences(*found) == "  exchange dtype: None -> bfloat16"
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    again = environment_of_results(Config(), [torch.device("cpu")])
+    assert again["hash seed"] in {"7", "0"}  # Python's own setting wins, if it disabled hashing
+
+
+def drawn():
+    """Return the sum of a draw from each global generator."""
+    return random.random() + np.random.rand() + float(torch.rand(()))
+
+
+def noisy(model, batch, share=1.0):
+    loss, metrics = classify(model, batch)
+    return share * loss + drawn(), metrics
+
+
+def drawing_job(run):
+    """Draw in the body, between epochs, in evaluations, and the data of a second loop."""
+    model = run.replicate(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    run.track(model=model, optimizer=optimizer)
+
+    def train_on(dataset, **options):
+        for batch in run.batches(dataset, 16, **options):
+            share = drawn()
+            means = run.backward(partial(noisy, share=share), model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(means, share=share, drawn=drawn())
+
+    for _ in range(run.epoch, 2) if run.step < 8 else ():
+        train_on(images(50))
+        run.log(between=drawn(), score=run.evaluate(noisy, model, images(20), 8)["loss"])
+    train_on(images(50), epochs=2)
+    split = torch.randperm(50)[:32].tolist()
+    train_on(torch.utils.data.Subset(images(50), split), name="second", epochs=2)
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_draws_continue_after_a_resume(tmp_path):
+    whole = left_by(drawing_job, tmp_path / "whole", 1, lanes=8)
+    values = [whole[f"share at step {step}"] for step in range(12)]
+    values += [whole[f"drawn at step {step}"] for step in range(12)]
+    assert len(set(values)) == len(values)
+    for workers, step in ((2, 3), (1, 6), (2, 9)):  # in both epochs, and in the second loop
+        run_workers(train, workers, drawing_job, tmp_path / "parts", {"stop_after": step})
+    assert left_by(drawing_job, tmp_path / "parts", 3) == whole
+
+
+def test_body_draws_although_the_user_replaced_numpys_generator():
+    own = np.random.get_bit_generator()
+
+    def draws():
+        with ss.init() as run:
+            np.random.set_bit_generator(np.random.PCG64())
+            return [drawn() for _ in run.batches(range(4), 2, epochs=1)]
+
+    try:
+        assert draws() == draws()
+        assert isinstance(np.random.get_bit_generator(), np.random.PCG64)
+    finally:
+        np.random.set_bit_generator(own)
+
+
+def counts_from_zero(run, epochs):
+    for _ in range(epochs):
+        yield run.batches(images(8), 4)
+
+
+def counts_on(run, epochs):
+    for _ in range(run.epoch, epochs):
+        yield run.batches(images(8), 4)
+
+
+def one_loop(run, epochs):
+    yield run.batches(images(8), 4, epochs=epochs)
+
+
+def up_to_a_step(run, epochs):
+    while run.step < 2 * epochs:
+        yield run.batches(images(8), 4)
+
+
+def start_with(loops, directory, *, tracked=True, **options):
+    """Run the loops of 3 epochs of 2 steps; return the number of steps, over all starts."""
+    with ss.init(dir=directory, lanes=2, **options) as run:
+        model = run.replicate(nn.Linear(2, 2))
+        if tracked:
+            run.track(model=model)
+        if run.step == 0:
+            run.print("a new run")
+        for loop in loops(run, 3):
+            for batch in loop:
+                batch.load()
+        return run.step
+
+
+@pytest.mark.parametrize(
+    ("loops", "steps"), [(counts_from_zero, 12), (counts_on, 6), (one_loop, 6), (up_to_a_step, 6)]
+)
+def test_a_loop_over_epochs_that_starts_over_is_reported_once(loops, steps, tmp_path, caplog):
+    assert start_with(loops, tmp_path) == 6
+    messages = [record.getMessage() for record in caplog.records]
+    if steps == 6:
+        assert messages == []
+    else:
+        (message,) = messages
+        assert message.startswith("loop 'train' trains a second epoch, and nothing shows where")
+        assert "Write for epoch in range(run.epoch, 3), or one loop" in message
+    assert start_with(loops, tmp_path) == steps
+
+
+def test_a_loop_over_epochs_of_a_run_that_cannot_resume_is_not_reported(tmp_path, caplog):
+    start_with(counts_from_zero, None)
+    start_with(counts_from_zero, tmp_path, tracked=False, snapshot_every=None)
+    assert caplog.records == []
+
+
+def test_a_directory_without_tracked_objects_is_reported_once(tmp_path, caplog):
+    start_with(one_loop, tmp_path, tracked=False)
+    (record,) = caplog.records
+    message = f"no snapshots are saved in {tmp_path}, because nothing is tracked: call run.track("
+    assert record.getMessage().startswith(message)
+    assert snapshots(tmp_path) == []
+
+
+def test_warnings_are_logged_by_rank_0(tmp_path):
+    def warnings(*arguments, **options):
+        handler = logging.handlers.BufferingHandler(capacity=100)
+        logging.getLogger("samestep").addHandler(handler)
+        start_with(*arguments, **options)
+        return len(handler.buffer)
+
+    assert run_workers(partial(warnings, counts_from_zero, tmp_path / "a"), 2) == [1, 0]
+    assert run_workers(partial(warnings, one_loop, tmp_path / "b", tracked=False), 2) == [1, 0]

@@ -73,6 +73,15 @@ def test_sharding_gives_the_same_bits_for_a_vit_with_mixup_clipping_and_ema(tmp_
     assert sharded == whole
 
 
+def test_a_loss_of_the_whole_batch_gives_the_same_bits(tmp_path):
+    sizes = ((1, 1), (2, 1), (3, 1), (2, 2))
+    whole, sharded = (
+        fingerprint_of(kinds.contrastive_job(sharded=sharded), tmp_path / str(sharded), sizes=sizes)
+        for sharded in (False, True)
+    )
+    assert sharded == whole
+
+
 def test_lanes_need_not_be_a_power_of_two(tmp_path):
     assert fingerprint_of(
         image_job, tmp_path / "7", sizes=((1, 1), (3, 1), (2, 3)), lanes=7
@@ -85,6 +94,18 @@ def test_another_seed_gives_different_bits(tmp_path):
     )
     same = {name for name in one if one[name] == other[name]}
     assert not any(name.startswith(("/model/head", "loss")) for name in same)
+
+
+def test_private_generators_give_the_same_bits(tmp_path):
+    without, with_two = (
+        fingerprint_of(
+            partial(kinds.private_generators_job, loader_workers=n),
+            tmp_path / f"{n}-loaders",
+            sizes=((1, 1), (2, 1), (1, 3)),
+        )
+        for n in (0, 2)
+    )
+    assert with_two == without
 
 
 def test_loader_processes_give_the_same_bits(tmp_path):

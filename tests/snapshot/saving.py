@@ -61,11 +61,11 @@ def save(
     info: Mapping[str, Any] = NO_INFO,
     score: float | None = None,
 ) -> None:
-    """Save with all workers, and return when the snapshot is committed."""
+    """Save with all workers, and return when old snapshots are removed."""
     for rank, writer in enumerate(writers):
         writer.save(step, shared, own[rank] if own else {}, info, score)
     for writer in writers:
-        writer.wait()
+        writer.wait(tidy_seconds=20.0)
 
 
 def save_once(

@@ -54,6 +54,23 @@ def test_tensors_are_exported_exactly(tmp_path_factory, tensor):
     assert exact(load_file(directory / "x.safetensors")) == exact({"weight": tensor})
 
 
+def test_exports_of_the_same_state_have_the_same_bytes(tmp_path):
+    names = ["b", "a", "ü", 'a "name"', "line\n\x7f"]
+    state = {name: torch.arange(3 * number) for number, name in enumerate(names)}
+    for workers, step in ((1, 1), (3, 1), (1, 2)):
+        save_once(tmp_path / f"run-{workers}-{step}", step, {"model": state}, workers)
+    files = [tmp_path / f"{number}.safetensors" for number in range(12)]
+    for number, file in enumerate(files):
+        export(tmp_path / f"run-{1 + 2 * (number % 2)}-1" / "step-00000001", file)
+    # the library writes three entries of metadata in one of six orders
+    assert len({file.read_bytes() for file in files}) == 1
+    assert exact(load_file(files[0])) == exact(dict(sorted(state.items())))
+    other = tmp_path / "other.safetensors"
+    export(tmp_path / "run-1-2" / "step-00000002", other)
+    assert other.stat().st_size == files[0].stat().st_size
+    assert other.read_bytes() != files[0].read_bytes()  # the step is part of the metadata
+
+
 def test_nested_states_are_joined_by_dots_and_the_rest_is_left_out(tmp_path):
     state = {
         "state": {0: {"step": torch.ones(()), "note": "x"}},

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from samestep.config import merge
 from samestep.errors import ConfigError, SnapshotError
 from samestep.record.sinks import find_function
 from samestep.snapshot import hooks, load
@@ -32,13 +34,13 @@ def test_requests_during_a_pass_cause_one_more():
 
     def make_pass():
         begun.release()
-        assert may_end.acquire(timeout=60)
+        assert may_end.acquire(timeout=300)
         passes.append(None)
 
     background = Passes(make_pass)
     background.finish()
     background.on_commit(Path())
-    assert begun.acquire(timeout=60)
+    assert begun.acquire(timeout=300)
     for _ in range(3):
         background.on_commit(Path())
     may_end.release(2)
@@ -60,7 +62,7 @@ def test_closing_waits_only_for_the_grace_period_and_starts_no_pass(monkeypatch)
 
     background = Passes(make_pass)
     background.on_commit(Path())
-    assert begun.acquire(timeout=60)
+    assert begun.acquire(timeout=300)
     background.on_commit(Path())
     background.close()
     may_end.set()
@@ -138,6 +140,16 @@ def test_training_does_not_wait_for_the_function(directory):
 def test_a_function_is_found_by_its_name():
     assert find_function("shutil:rmtree").__name__ == "rmtree"
     assert find_function("pathlib:Path.unlink").__name__ == "unlink"
+
+
+@pytest.mark.parametrize("name", ["sender_of_mine:send", "sender_of_mine.send"])
+def test_a_function_in_the_working_directory_is_found(name, tmp_path, monkeypatch):
+    (tmp_path / "sender_of_mine.py").write_text("def send(path): return 7")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["/elsewhere", *filter(None, sys.path)])  # a script's folder
+    monkeypatch.delitem(sys.modules, "sender_of_mine", raising=False)
+    assert find_function(name)(tmp_path) == 7
+    assert merge({"transfer": name, "dir": "runs"}, {}).transfer == name
 
 
 @pytest.mark.parametrize(

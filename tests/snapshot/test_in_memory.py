@@ -15,19 +15,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep import host as files
+from samestep import host
 from samestep.cluster import find_process
-from samestep.comm.base import Alone
+from samestep.comm.base import Alone, World
 from samestep.config import merge
 from samestep.errors import SnapshotError
 from samestep.handoff import SLOTS, open_launcher_state
 from samestep.record import open_record
-from samestep.snapshot import in_memory, load_newest, memory_slot
+from samestep.snapshot import files, in_memory, load_newest, memory_slot
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager
+from samestep.snapshot.part import StagingBuffer, contribution
 from tests.snapshot.exact import exact
 from tests.snapshot.saving import save_once, sliced, small_state
-from tests.worlds import in_threads
+from tests.worlds import Threaded, in_threads
 
 INFO = {"lanes": 8, "seed": 0, "epoch": 3}
 
@@ -39,7 +40,7 @@ class KilledError(Exception):
 @pytest.fixture(autouse=True)
 def _small_segments(monkeypatch):
     monkeypatch.setattr(memory_slot, "SEGMENT_BYTES", 200)
-    monkeypatch.setattr(in_memory, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(files, "TRANSFER_BYTES", 1000)
 
 
 def process(rank, workers, on_host):
@@ -160,7 +161,8 @@ def test_killed_workers_leave_the_last_snapshot_that_all_of_them_finished(data):
         for attempt in "abcde":
             snapshots = team([launcher_state], data.draw(st.integers(1, 4), label="workers"))
             for one in snapshots:  # each one sees all parts
-                load_newest(None, Alone(), refuse, one)
+                with mock.patch.object(one, "_world", Alone()):
+                    load_newest(None, Alone(), refuse, one)
             for _ in range(data.draw(st.integers(0, 3), label="snapshots")):
                 step += 1
                 save_all(snapshots, step, attempt)
@@ -220,22 +222,64 @@ def test_a_in_memory_snapshot_wins_over_a_snapshot_of_its_step_and_older_ones_on
             assert snapshot.path.name == (expected or "in-memory-snapshot-of-step-2")
 
 
+def load_on(hosts, after, world, report=refuse):
+    """Return the snapshots of a worker of these hosts, and what it loads."""
+    number = world.rank // (after // len(hosts))
+    world.local_ranks = range(number, number + 1)  # threads of one process, as if on these hosts
+    place = process(world.rank, after, after // len(hosts))
+    mine = InMemorySnapshots(hosts[number], place, world, Path("run"), "1")
+    return load_newest(None, world, report, mine)
+
+
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (2, 4), (4, 2)])
-def test_hosts_send_parts_that_others_lack(before, after):
+def test_hosts_send_parts_that_others_lack_to_one_receiver(before, after, monkeypatch):
+    received = []
+
+    def transfer(world, sent, incoming, what):
+        received.extend((world.rank, len(part)) for part in incoming.values())
+        World.transfer(world, sent, incoming, what)
+
+    monkeypatch.setattr(Threaded, "transfer", transfer, raising=False)
     with open_launcher_state(2) as here, open_launcher_state(2) as there:
         snapshots = team([here, there], before)
         save_all(snapshots, 1)
         save_all(snapshots, 2)
 
         def body(world):
-            host = (here, there)[world.rank // (after // 2)]
-            mine = InMemorySnapshots(
-                host, process(world.rank, after, after // 2), world, Path("run"), "1"
-            )
-            snapshot = load_newest(None, world, refuse, mine)
+            snapshot = load_on([here, there], after, world)
             return snapshot.step, ordered(snapshot.state)
 
         assert in_threads(after, body) == [(2, ordered(state(2)))] * after
+        slots = [pair[1] for host in (here, there) for pair in host.slots]
+        contents = [memory_slot.read(slot) for slot in slots]
+        sizes = [content.part.file.size for content in contents if content is not None]
+    assert {rank for rank, _ in received} == {0, after // 2}
+    # each host receives every file of the other one once, in pieces of 1,000 / 2 bytes at most
+    assert sum(size for _, size in received) == sum(sizes)
+    assert len(received) <= 2 * (sum(sizes) // 2 // 400 + 2)
+
+
+def test_a_part_that_is_damaged_on_one_host_is_rejected_on_all():
+    with open_launcher_state(2) as here, open_launcher_state(2) as there:
+        snapshots = team([here, there], 4)
+        save_all(snapshots, 1)
+        save_all(snapshots, 2)
+        file = there.slots[1][1]
+        byte = os.pread(file, 1, memory_slot.START + 20)[0]
+        os.pwrite(file, bytes([byte ^ 1]), memory_slot.START + 20)
+
+        def body(world):
+            reported = []
+            snapshot = load_on(
+                [here, there], 4, world, lambda kind, reason: reported.append((kind, reason))
+            )
+            return snapshot.step, ordered(snapshot.state), reported
+
+        ((step, loaded, ((kind, reason),)), *others) = in_threads(4, body)
+        assert others == [(step, loaded, [(kind, reason)])] * 3
+    assert (step, kind) == (1, "in_memory_snapshot_rejected")
+    assert loaded == ordered(state(1))
+    assert "damaged" in reason
 
 
 def test_the_parts_of_a_lost_host_are_lost():
@@ -291,6 +335,63 @@ def test_auto_saves_immediately_and_then_as_rank_0_decides(monkeypatch):
         assert [snapshots.is_due(2, agreed=agreed) for agreed in (False, True)] == [False, True]
 
 
+def stage(snapshots, worker, step):
+    """Save a worker's part for a snapshot on disk, too; return the data file."""
+    mine, values = contribution(small_state(step), {}, worker, len(snapshots))
+    data = snapshots[worker].stage(step, "a", INFO, time.monotonic(), mine, values)
+    assert bytes(data) == bytes(StagingBuffer().copy(mine, values))
+    return data
+
+
+def test_snapshots_on_disk_are_written_from_a_slot_that_stays_until_all_workers_did():
+    with open_launcher_state(2) as launcher_state:
+        snapshots = team([launcher_state], 2)
+
+        def newest():
+            found = InMemorySnapshots(
+                launcher_state, process(0, 1, 1), Alone(), Path("run"), "1"
+            ).find(refuse)
+            return [(key.step, key.slot) for key in found]
+
+        save_all(snapshots, 1)
+        staged = [(stage(snapshots, worker, 2)) for worker in range(2)]
+        contents = list(map(bytes, staged))
+        assert newest() == [(1, 0), (2, 1)]
+        for step in (3, 4, 5):
+            for worker, one in enumerate(snapshots):
+                own = {"streams": {worker: torch.full((2,), step)}}
+                one.save(step, "a", small_state(step), own, INFO, time.monotonic(), writing=True)
+            assert newest() == [(2, 1), (step, 0)]
+        assert list(map(bytes, staged)) == contents
+        save_all(snapshots, 6)
+        save_all(snapshots, 7)
+        assert newest() == [(6, 1), (7, 0)]
+
+
+def test_a_step_that_was_saved_for_disk_is_not_saved_again():
+    with open_launcher_state(1) as launcher_state:
+        (snapshots,) = team([launcher_state], 1)
+        stage([snapshots], 0, 1)
+        with mock.patch.object(memory_slot.MemorySlot, "write", side_effect=AssertionError):
+            snapshots.save(1, "a", small_state(1), {}, INFO, time.monotonic(), writing=False)
+
+
+@pytest.mark.parametrize(("available", "fits"), [(12, True), (11, False)])
+def test_the_room_for_all_copies_and_for_a_resume_is_checked(available, fits, monkeypatch):
+    monkeypatch.setattr(in_memory, "available_bytes", lambda: available * 2**20)
+    with open_launcher_state(1) as here, open_launcher_state(1) as there:
+        one, _ = team([here, there], 2)
+        # per worker 2 slots of 2 MiB; on resume 4 MiB, and 2 MiB from the other host
+        monkeypatch.setattr(one, "_stages", False)  # and 2 MiB for snapshots on disk
+        nbytes = 2 * 2**20 - memory_slot.START
+        monkeypatch.setattr(in_memory, "TRANSFER_BYTES", 2**31)
+        if fits:
+            one._check_memory(nbytes)
+        else:
+            with pytest.raises(SnapshotError, match="GB into which replacement"):
+                one._check_memory(nbytes)
+
+
 def test_a_failed_save_is_reported_and_is_the_last(tmp_path, caplog):
     events = []
     with (
@@ -304,7 +405,7 @@ def test_a_failed_save_is_reported_and_is_the_last(tmp_path, caplog):
             wraps=open_record(tmp_path, writes=False),
             event=lambda kind, **fields: events.append((kind, fields)),
         )
-        manager = SnapshotManager(merge({}, {}), Alone(), record, "a", None, snapshots)
+        manager = SnapshotManager(merge({}, {}), Alone(), record, "a", {}, None, snapshots)
         manager.tracked.add("model", torch.nn.Linear(2, 2), None)
         manager.save_in_memory(1, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))
         manager.save_in_memory(2, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))
@@ -319,7 +420,7 @@ def test_a_failed_save_is_reported_and_is_the_last(tmp_path, caplog):
 def test_one_worker_reports_once_that_no_memory_outlives_workers(is_new, reporting):
     with (
         mock.patch.object(
-            files.os, "memfd_create", side_effect=PermissionError(1, "Operation not permitted")
+            host.os, "memfd_create", side_effect=PermissionError(1, "Operation not permitted")
         ),
         open_launcher_state(2) as launcher_state,
     ):

@@ -70,7 +70,7 @@ def _wait_or_give_up(writer: SnapshotWriter, sign: Path) -> None:
         if sign.exists():
             writer._given_up.set()
         time.sleep(0.001)
-    writer.wait()
+    writer.wait(tidy_seconds=20.0)
 
 
 def _save_twice(
@@ -88,7 +88,7 @@ def _save_twice(
         report=lambda *_, **__: None,
     )
     writer.save(1, small_state(1), {}, NO_INFO)
-    writer.wait()
+    writer.wait(tidy_seconds=20.0)
     sign = directory.with_suffix(".dead")
     if rank != victim:
         writer.save(2, small_state(2), {}, NO_INFO)
@@ -96,7 +96,7 @@ def _save_twice(
         return 0
     death = Death(point, sign)
     writer.save(2, small_state(2), {}, NO_INFO)
-    writer.wait()
+    writer.wait(tidy_seconds=20.0)
     return death.count
 
 

@@ -28,7 +28,7 @@ def test_memory_is_allocated_once_the_optimizer_has_its_state(
     in_memory = InMemorySnapshots(None, find_process({}), Alone(), tmp_path, config.hot_every)
     with (
         closing(open_record(tmp_path, writes=True)) as record,
-        closing(SnapshotManager(config, Alone(), record, "a", None, in_memory)) as manager,
+        closing(SnapshotManager(config, Alone(), record, "a", {}, None, in_memory)) as manager,
     ):
         assert not manager.is_due(1)
         assert prepared == []

@@ -129,11 +129,12 @@ def test_a_manifest_that_is_too_large_is_not_read(snapshot):
     assert f"must have at most {LARGEST_BYTES} bytes" in rejected_by(inspect, snapshot)
 
 
-def test_another_format_is_rejected(snapshot, complete):
-    put(snapshot, {NAME: signed({**json.loads(complete[NAME]), "format": 1})})
+def test_a_newer_format_is_rejected_with_the_version_to_install(snapshot, complete):
+    newer = {**json.loads(complete[NAME]), "format": 3, "samestep": "7.5"}
+    put(snapshot, {NAME: signed(newer)})
     assert (
-        "expected format 2 of manifest.json, got 1; "
-        "read it with the version of samestep that wrote it" in rejected_by(check, snapshot)
+        "manifest.json must have format 2, got 3; install samestep 7.5 to read it"
+        in rejected_by(check, snapshot)
     )
 
 

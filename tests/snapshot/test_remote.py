@@ -139,7 +139,7 @@ def test_one_of_two_concurrent_uploads_of_a_step_wins_completely(far, tmp_path):
     runs = [tmp_path / name for name in ("first", "second")]
     for number, run in enumerate(runs):
         save_once(run, 1, small_state(number), attempt=run.name)
-    both_have_data = threading.Barrier(2, timeout=60)
+    both_have_data = threading.Barrier(2, timeout=300)
     far.before = staticmethod(
         lambda operation, path: both_have_data.wait() if operation == "pipe_file" else None
     )

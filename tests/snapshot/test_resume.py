@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
+from samestep.comm import shared_memory
 from samestep.errors import ConfigError, SnapshotError
-from samestep.snapshot import load, load_newest, resume
+from samestep.snapshot import files, load_newest, part, read
+from samestep.snapshot.read import inspect
 from samestep.snapshot.remote import RemoteDirectory
 from samestep.snapshot.resume import Downloads, load_from
 from tests.faults import flip_byte
@@ -11,7 +15,11 @@ from tests.jobs import steps_of
 from tests.snapshot.exact import exact
 from tests.snapshot.faulty import HASTY, URL, failing, faulty_storage
 from tests.snapshot.saving import save, save_once, small_state, team
-from tests.worlds import in_threads
+from tests.worlds import in_processes, in_threads, on_hosts
+
+
+def refuse(kind, **fields):
+    raise AssertionError(kind, fields)
 
 
 def newest_of_all(workers, directory):
@@ -48,15 +56,79 @@ def test_all_workers_load_the_newest_complete_snapshot(directory, workers):
 def test_a_snapshot_that_one_worker_cannot_read_is_skipped_by_all(directory, monkeypatch):
     refused = []
 
-    def load_or_refuse(path):
+    find = read._manifest
+
+    def find_or_refuse(path):
         if path.name == "step-00000003" and not refused:
             refused.append(path)
             raise SnapshotError("a bad cable")
-        return load(path)
+        return find(path)
 
-    monkeypatch.setattr(resume, "load", load_or_refuse)
-    rejected = ("snapshot_rejected", str(directory / "step-00000003"), "a bad cable")
+    monkeypatch.setattr(read, "_manifest", find_or_refuse)
+    path = directory / "step-00000003"
+    rejected = ("snapshot_rejected", str(path), f"snapshot {path}: a bad cable")
     assert newest_of_all(3, directory) == [(exact(small_state(2)), [rejected])] * 3
+
+
+def test_workers_of_a_host_read_every_byte_once_and_keep_changes_to_themselves(
+    directory, monkeypatch
+):
+    monkeypatch.setattr(part, "SEGMENT_BYTES", 100)
+    save_once(directory, 4, small_state(4), workers=2)
+    counts = []
+    monkeypatch.setattr(files, "read_into", partial(_count, files.read_into, counts))
+
+    def body(world):
+        snapshot = load_newest(directory, world, refuse)
+        world.barrier("reading")
+        weight = snapshot.state["model"]["weight"]
+        weight += world.rank
+        world.barrier("changing")
+        return snapshot.shared, exact(snapshot.state["model"])
+
+    expected = [small_state(4)["model"] for _ in range(3)]
+    for rank, model in enumerate(expected):
+        model["weight"] += rank
+    assert in_threads(3, body) == [(True, exact(model)) for model in expected]
+    path = directory / "step-00000004"
+    assert sum(counts) == sum(file.size for file in inspect(path).files)
+
+
+def _count(read_into, counts, descriptor, offset, buffers):
+    buffers = list(buffers)
+    counts.append(sum(map(len, buffers)))
+    return read_into(descriptor, offset, buffers)
+
+
+@pytest.mark.parametrize("refusing", [0, 2])
+def test_workers_of_a_host_read_for_themselves_if_one_of_them_lacks_memory(
+    directory, monkeypatch, refusing
+):
+    reserve = shared_memory._reserve
+
+    def refuse_one(files, sizes, number, workers):
+        if number == refusing:
+            raise OSError(28, "No space left on device")
+        reserve(files, sizes, number, workers)
+
+    monkeypatch.setattr(shared_memory, "_reserve", refuse_one)
+
+    def body(world):
+        snapshot = load_newest(directory, world, refuse)
+        return snapshot.shared, exact(snapshot.state)
+
+    assert in_threads(3, body) == [(False, exact(small_state(3)))] * 3
+
+
+def test_processes_share_what_they_read(directory):
+    expected = exact(small_state(3)), True
+    assert in_processes(3, _shared_state, directory) == [expected] * 3
+    assert on_hosts(2, 4, _shared_state, directory) == [expected] * 4
+
+
+def _shared_state(world, directory):
+    snapshot = load_newest(directory, world, refuse)
+    return exact(snapshot.state), snapshot.shared
 
 
 def test_without_snapshots_none_is_loaded(tmp_path):

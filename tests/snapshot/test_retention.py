@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import math
+import threading
+from functools import partial
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.snapshot import list_snapshots
+import samestep as ss
+from samestep.snapshot import check, list_snapshots
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import fault, remove, step_of
 from tests.faults import cut, flip_byte
@@ -83,7 +87,7 @@ def test_a_failed_removal_is_reported_and_the_new_snapshot_is_complete(tmp_path,
 
     with team(tmp_path, keep_last=1) as (writers, reports):
         save(writers, 1, small_state(1))
-        monkeypatch.setattr("samestep.snapshot.read.remove", busy)
+        monkeypatch.setattr("samestep.snapshot.commit.remove", busy)
         save(writers, 2, small_state(2))
     assert [kind for kind, _ in reports] == ["snapshot", "snapshot", "snapshot_not_removed"]
     assert "busy" in reports[-1][1]["reason"]
@@ -99,3 +103,43 @@ def test_a_half_removed_snapshot_is_not_a_snapshot(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         remove(tmp_path / "step-00000001")
     assert "never committed" in fault(tmp_path / "step-00000001")
+
+
+def test_a_save_does_not_wait_until_older_snapshots_are_verified(tmp_path, monkeypatch):
+    for step in range(1, 4):
+        save_once(tmp_path, step, small_state(step))
+    blocked, free = threading.Event(), threading.Event()
+
+    def read_slowly(path, examine=check):
+        if examine is check:
+            blocked.set()
+            assert free.wait(20)
+        return fault(path, examine)
+
+    monkeypatch.setattr("samestep.snapshot.commit.fault", read_slowly)
+    with team(tmp_path, keep_last=2) as ((writer,), _):
+        for step in (4, 5):
+            writer.save(step, small_state(step), {}, {})
+            writer.wait()
+            assert blocked.wait(20)
+            assert steps_in(tmp_path) == list(range(1, step + 1))
+        free.set()
+        writer.wait(tidy_seconds=20.0)
+        assert steps_in(tmp_path) == [4, 5]
+
+
+def test_a_snapshot_that_the_run_resumed_from_is_not_read_again(tmp_path, monkeypatch):
+    train = partial(_train, tmp_path)
+    train(2)
+    read = []
+    monkeypatch.setattr("samestep.snapshot.commit.fault", lambda *given: read.append(given))
+    train(4)
+    assert steps_in(tmp_path) == [2, 4]
+    assert all(len(given) == 2 for given in read)  # with `inspect`, which reads no data
+
+
+def _train(directory, steps):
+    with ss.init(dir=directory, snapshot_every=None, keep_last=2) as run:
+        run.track(model=torch.nn.Linear(2, 1))
+        for _ in run.batches([1, 2], 2, steps=steps):
+            pass

@@ -5,7 +5,8 @@ import mmap
 import os
 import shutil
 import threading
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import samestep as ss
 from samestep.errors import RecordError, SnapshotError
 from samestep.snapshot import SnapshotWriter, check, find_newest, list_snapshots, load, part
 from samestep.snapshot.commit import CommitProtocol
@@ -22,9 +24,6 @@ from tests.faults import full_disk
 from tests.snapshot.exact import exact, states, tensors
 from tests.snapshot.saving import NO_INFO, save, save_once, sliced, small_state, team
 from tests.workers import run_workers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MEBIBYTE = 2**20
 
@@ -511,3 +510,34 @@ def test_a_partial_snapshot_on_a_full_disk_is_never_complete(cut):
             assert exact(load(disk / "step-00000001").state) == exact(
                 {"weight": torch.arange(10_000.0)}
             )
+
+
+def test_an_error_after_the_commit_leaves_the_snapshot(tmp_path, monkeypatch):
+    def fail(path: Path) -> None:
+        assert (path / "step-00000001" / NAME).exists()
+        raise OSError(errno.EIO, "injected")
+
+    monkeypatch.setattr("samestep.snapshot.write.sync", fail)
+    with team(tmp_path, workers=2) as ((first, second), _):
+        for rank, writer in enumerate((first, second)):
+            writer.save(1, small_state(1), {"own": {rank: torch.ones(3)}}, NO_INFO)
+        second.wait()
+        with pytest.raises(SnapshotError, match=r"injected.*newest complete .* step-00000001"):
+            first.wait()
+    check(tmp_path / "step-00000001")
+
+
+def test_nothing_is_committed_before_the_record_is_durable(tmp_path, monkeypatch):
+    synced = []
+
+    def fdatasync(descriptor: int) -> None:
+        events = Path(f"/proc/self/fd/{descriptor}").readlink().read_text(encoding="utf-8")
+        synced.append((any(tmp_path.glob(f"step-*/{NAME}")), '"loss":3.0' in events))
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    with ss.init(dir=tmp_path, snapshot_every=None) as run:
+        run.track(model=torch.nn.Linear(2, 1))
+        for _ in run.batches([1, 2], 2, steps=1):
+            run.log(loss=3.0)
+    assert synced == [(False, True)]
+    check(tmp_path / "step-00000001")

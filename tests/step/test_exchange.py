@@ -54,12 +54,12 @@ def subtree_sums(parameters, own, lanes, seed):
     return [tree_sum(span, leaf, add_gradients) for span in subtrees(own, lanes)]
 
 
-def exchanged(world, lanes, dtypes, seeds):
+def exchanged(world, lanes, dtypes, seeds, across="host"):
     """Return the bits of every gradient for each dtype and seed, from one exchange per dtype."""
     found = []
     for dtype in dtypes:
         parameters = parameters_of(dtype)
-        exchange = Exchange(parameters, lanes, world)
+        exchange = Exchange(parameters, lanes, world, across=across)
         for seed in seeds:
             exchange.put(
                 subtree_sums(parameters, lanes_of(world.rank, world.size, lanes), lanes, seed)
@@ -114,18 +114,40 @@ def divided(world, sizes, *arguments):
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     more_lanes=st.integers(0, 9),
     seed=st.integers(0, 1000),
+    across=st.sampled_from(["host", "world"]),
 )
-def test_hosts_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed):
-    arguments = (sum(sizes) + more_lanes, [torch.float32], [seed, seed + 1])
-    assert in_threads(sum(sizes), divided, sizes, *arguments) == [expected_of(*arguments)] * sum(
-        sizes
-    )
+def test_hosts_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed, across):
+    workers = sum(sizes)
+    arguments = (workers + more_lanes, [torch.float32], [seed, seed + 1])
+    found = in_threads(workers, divided, sizes, *arguments, across)
+    assert found == [expected_of(*arguments)] * workers
 
 
-@pytest.mark.parametrize(("hosts", "workers"), [(2, 4), (3, 3)])
-def test_the_exchange_over_a_network_is_the_local_tree_sum(hosts, workers):
+@pytest.mark.parametrize(
+    ("hosts", "workers", "across"), [(2, 4, "host"), (2, 4, "world"), (3, 3, "host")]
+)
+def test_the_exchange_over_a_network_is_the_local_tree_sum(hosts, workers, across):
     arguments = (LANES, [torch.float32, torch.bfloat16], range(2))
-    assert on_hosts(hosts, workers, exchanged, *arguments) == [expected_of(*arguments)] * workers
+    found = on_hosts(hosts, workers, exchanged, *arguments, across)
+    assert found == [expected_of(*arguments)] * workers
+
+
+def test_the_workers_of_each_host_hold_all_slices_across_host():
+    def body(world):
+        found = []
+        for across in ("host", "world"):
+            exchange = Exchange([torch.nn.Parameter(torch.zeros(640))], LANES, world, across=across)
+            exchange.put([[torch.ones(640)] for _ in exchange.own_spans])
+            world.barrier("exchanging losses")
+            found.append((list(exchange.held), exchange.sum().sum().item()))
+        return found
+
+    assert on_hosts(2, 4, body) == [
+        [([0, 1], 1536.0), ([0], 768.0)],  # with padding: 4 slices of 192 elements
+        [([2, 3], 1024.0), ([2], 768.0)],
+        [([0, 1], 1536.0), ([1], 768.0)],
+        [([2, 3], 1024.0), ([3], 256.0)],
+    ]
 
 
 def test_gradients_are_overwritten_only_after_a_barrier():

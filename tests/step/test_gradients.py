@@ -8,7 +8,12 @@ import torch
 from torch import nn
 
 from samestep.errors import LossError
-from samestep.step.gradients import ModuleParameters, add_gradients, take_gradients
+from samestep.step.gradients import (
+    ManualGradients,
+    ModuleParameters,
+    add_gradients,
+    take_gradients,
+)
 from tests.bits import bits
 
 
@@ -67,6 +72,11 @@ def test_a_frozen_added_shared_or_replaced_parameter_is_noticed():
     module.scale = nn.Parameter(module[0].weight.detach().clone())
     assert agrees()
     assert len(cached.trainable(module)) == 4
+    assert cached.trainable(module) is cached.trainable(module)
+    module.scale = None
+    del module[:]
+    assert agrees()
+    assert cached.trainable(module) == []
 
 
 def test_a_module_is_not_kept_alive():
@@ -76,3 +86,16 @@ def test_a_module_is_not_kept_alive():
     del module
     gc.collect()
     assert gone() is None
+
+
+def test_parameters_of_a_sharded_optimizer_never_have_a_hook():
+    sharded, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    manual = ManualGradients()
+    for module in (sharded, other):
+        manual.watch(module)
+    manual.unwatch(sharded.parameters())
+    manual.collect()
+    manual.close()
+    hooks = [one._post_accumulate_grad_hooks for one in (sharded.weight, other.weight)]
+    assert hooks[0] is None  # autograd would call Python for it even after the hook's removal
+    assert hooks[1] is not None

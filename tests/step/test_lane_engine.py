@@ -129,10 +129,94 @@ def test_gradients_are_the_same_at_any_number_of_workers():
         assert on_hosts(workers, workers, everything, 300) == [expected] * workers
 
 
-def test_gradients_are_sent_to_other_hosts_during_backward():
+def rounded(world, bucket_bytes=None, lanes=LANES, exchange_dtype="bfloat16", across="host"):
+    """Return the gradients of each step, and the parameters after steps of a sharded optimizer."""
+    if bucket_bytes is not None:
+        exchange.BUCKET_BYTES = bucket_bytes
+    overlap.EARLY_BYTES = 6 * 70 * 2  # the largest parameter is copied during backward
+    engine = LaneEngine(world, Config(exchange_dtype=exchange_dtype), lanes, [CPU])
+    model = model_of(engine)
+    found = []
+    for step in range(2):  # the second adds to the gradients of the first
+        backward(engine, model, step=step, count=(lambda batch: 7 * len(batch)) if step else None)
+        found.append(gradients(model))
+    model.zero_grad()
+    backward(engine, model, step=1, update=model["head"])
+    found.append(gradients(model))
+    model.zero_grad()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if world.size > 1:
+        engine.shards.append(Shard(optimizer, lanes, world, engine.round_to, across))
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(engine, model, step=step)
+        optimizer.step()
+        found.append([bits(parameter) for parameter in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("lanes", [3, LANES])
+def test_rounded_gradients_are_the_same_at_any_number_of_workers(lanes):
+    (expected,) = in_processes(1, rounded, None, lanes)
+    assert in_processes(1, rounded, None, lanes, None) != [expected]
+    for workers in (2, 3):
+        assert in_processes(workers, rounded, None, lanes) == [expected] * workers
+    assert on_hosts(3, 3, rounded, 300, lanes) == [expected] * 3
+    if lanes > 3:
+        assert on_hosts(2, 4, rounded, 300, lanes) == [expected] * 4
+        assert on_hosts(2, 2, rounded, 300, lanes, "bfloat16", "world") == [expected] * 2
+
+
+def test_each_leaf_and_each_sum_is_rounded_once():
+    def loss_fn(model, batch):
+        return model(batch).square().sum()
+
+    def leaf(lane):
+        (gradient,) = torch.autograd.grad(loss_fn(model, lane_batch(lane)), model.weight)
+        return rounded_once(gradient)
+
+    def rounded_once(tensor):
+        return tensor.bfloat16().float()
+
+    lanes, model = alone(exchange_dtype="bfloat16"), nn.Linear(6, 40)
+    lanes.add(model)
+    spec = LossSpec(loss_fn, model, len, "sum")
+    lanes.backward(spec, batch_of(lanes), model, (0, 0), None)
+    left = rounded_once(leaf(0) + rounded_once(leaf(2) + leaf(3)))
+    assert torch.equal(model.weight.grad, rounded_once(left + leaf(4)) * (1 / sum(COUNTS)))
+
+
+def test_rounded_gradients_are_sent_and_stored_in_half_the_bytes():
+    def body(world, exchange_dtype):
+        nbytes = []
+        begin, share = world.begin_all_to_all, world.shared
+        world.begin_all_to_all = lambda out, out_sizes, own, *rest: (
+            nbytes.append(own.nbytes),
+            begin(out, out_sizes, own, *rest),
+        )[1]
+        # 8 bytes count what was put
+        world.shared = lambda size: (nbytes.append(size) if size > 8 else None, share(size))[1]
+        lanes = LaneEngine(world, Config(exchange_dtype=exchange_dtype), LANES, [CPU])
+        model = model_of(lanes)
+        world.all_gather_json(None, "starting")  # allocates memory of its own
+        nbytes.clear()
+        backward(lanes, model)
+        return nbytes
+
+    for sent, half in zip(
+        on_hosts(2, 2, body, None), on_hosts(2, 2, body, "bfloat16"), strict=True
+    ):
+        assert len(sent) >= 2
+        assert [size // 2 for size in sent] == half
+
+
+@pytest.mark.parametrize("exchange_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("each", [1, 2, 3])  # lanes per worker
+def test_gradients_are_sent_to_other_hosts_during_backward_of_the_last_lane(each, exchange_dtype):
     def body(world, bucket_bytes):
         exchange.BUCKET_BYTES = bucket_bytes
-        lanes = LaneEngine(world, Config(), world.size, [CPU])
+        config = Config(exchange_dtype=exchange_dtype)
+        lanes = LaneEngine(world, config, each * world.size, [CPU])
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 8))
         replicate(model, CPU, world)
         lanes.add(model)
@@ -148,10 +232,13 @@ def test_gradients_are_sent_to_other_hosts_during_backward():
             return used(batch).square().mean()
 
         for _ in range(2):
-            samples = torch.randn(3, 8, generator=torch.Generator().manual_seed(world.rank))
+            samples = [
+                torch.randn(3, 8, generator=torch.Generator().manual_seed(lane))
+                for lane in lanes.own
+            ]
             lanes.backward(
                 LossSpec(loss_fn, model),
-                Batch(0, lanes.own, [3] * world.size, iter([samples])),
+                Batch(0, lanes.own, [3] * lanes.lanes, iter(samples)),
                 model,
                 (0, 0),
                 None,
@@ -160,10 +247,53 @@ def test_gradients_are_sent_to_other_hosts_during_backward():
 
     (first, whole), (second, same) = on_hosts(2, 2, body, 2 * 9 * 8 * 4 + 1)
     assert whole == same
-    assert first == [4, "exchange", 3, 2, "exchange", 1, 0, "exchange"] * 2
-    assert second == [3, 2, 1, 0, "exchange", "exchange", "exchange"] * 2
+    earlier = [4, 3, 2, 1, 0] * (each - 1)
+    # hosts with several sums send the total on, after backward
+    more = ["exchange"] * (3 if each == 3 else 0)
+    assert first == [*earlier, 4, "exchange", 3, 2, "exchange", 1, 0, "exchange", *more] * 2
+    earlier = [3, 2, 1, 0] * (each - 1)
+    assert second == [*earlier, 3, 2, 1, 0, "exchange", "exchange", "exchange", *more] * 2
     (_, expected), _ = in_processes(2, body, 2 * 9 * 8 * 4 + 1)
     assert whole == expected
+
+
+def test_hosts_with_several_workers_send_gradients_during_backward():
+    def body(world, bucket_bytes):
+        exchange.BUCKET_BYTES = bucket_bytes
+        lanes = LaneEngine(world, Config(), 8, [CPU])
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+        replicate(model, CPU, world)
+        lanes.add(model)
+        order = []
+
+        def arrives(number):
+            order.append(number)
+            world.barrier_on_host("letting all workers of this host compute this layer")
+
+        for number, layer in enumerate(model):
+            layer.bias.register_hook(lambda _, number=number: arrives(number))
+        begin = world.begin_all_to_all
+        world.begin_all_to_all = lambda *arguments: (order.append("exchange"), begin(*arguments))[1]
+        for step in range(2):
+            samples = [
+                torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + lane))
+                for lane in lanes.own
+            ]
+            lanes.backward(
+                LossSpec(lambda model, batch: model(batch).square().mean(), model),
+                Batch(0, lanes.own, [3] * 8, iter(samples)),
+                model,
+                (step, 0),
+                None,
+            )
+        return order, gradients(model)
+
+    found = on_hosts(2, 4, body, 9 * 8 * 4)
+    orders = [order for order, _ in found]
+    assert all(order.index("exchange") < order.index(0, 5) for order in orders), orders
+    assert [order.count("exchange") for order in orders] == [10] * 4
+    ((_, expected),) = in_processes(1, body, 9 * 8 * 4)
+    assert [gradients for _, gradients in found] == [expected] * 4
 
 
 def test_large_gradients_are_copied_into_the_exchange_during_backward():
@@ -174,18 +304,11 @@ def test_large_gradients_are_copied_into_the_exchange_during_backward():
         model = nn.Sequential(nn.Linear(3, 40), nn.Linear(40, 40), nn.Linear(40, 2))
         replicate(model, CPU, world)
         lanes.add(model)
-        storages = []
+        taken = []
 
         def arrives(_):
-            """Note which later layers have a gradient in storage shared with others."""
-            weights = [layer.weight for layer in model[1:]]
-            storages.append(
-                [
-                    weight.grad is not None
-                    and weight.grad.untyped_storage().nbytes() > weight.nbytes
-                    for weight in weights
-                ]
-            )
+            """Note which later layers have no gradient of their own any more."""
+            taken.append([layer.weight.grad is None for layer in model[1:]])
 
         model[0].weight.register_hook(arrives)
         found = []
@@ -205,7 +328,7 @@ def test_large_gradients_are_copied_into_the_exchange_during_backward():
             found.append(gradients(model))
             if step == 0:
                 model.zero_grad()
-        return storages, found
+        return taken, found
 
     limit = 40 * 40 * 4
     ((_, expected),) = in_processes(1, body, limit)

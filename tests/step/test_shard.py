@@ -7,12 +7,20 @@ import pytest
 import torch
 from torch import optim
 
+import samestep as ss
 from samestep.errors import OptimizerError
 from samestep.step.gradients import copy_gradients
 from samestep.step.layout import Layout, TensorSlice
-from samestep.step.shard import ELEMENTWISE, SCALAR_STATE, Shard, check_shardable, load_optimizer
+from samestep.step.shard import (
+    ELEMENTWISE,
+    SCALAR_STATE,
+    Shard,
+    check_shardable,
+    choose_across,
+    load_optimizer,
+)
 from tests.bits import bits, digest
-from tests.worlds import in_processes
+from tests.worlds import in_processes, on_hosts
 
 LANES = 8
 STEPS = 5
@@ -50,7 +58,7 @@ class Job:
     It is sharded if there are several workers.
     """
 
-    def __init__(self, world, kind, options):
+    def __init__(self, world, kind, options, across="world"):
         generator = torch.Generator().manual_seed(1)
         dtypes = [torch.float32] * (len(SHAPES) - 1) + [torch.float64]
         self.parameters = [
@@ -64,7 +72,7 @@ class Job:
         self.optimizer = kind(groups, lr=0.01, **options)
         self.world = world
         check_shardable(self.optimizer)
-        self.shard = Shard(self.optimizer, LANES, world) if world.size > 1 else None
+        self.shard = Shard(self.optimizer, LANES, world, None, across) if world.size > 1 else None
         self.scheduler = optim.lr_scheduler.ExponentialLR(self.optimizer, 0.7)
 
     def lacks(self, index, number):
@@ -94,7 +102,6 @@ class Job:
                 give(
                     flat_buffer,
                     [of[parameter] for parameter in flat_buffer.exchange.parameters],
-                    self.world.rank,
                 )
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -120,21 +127,19 @@ class Job:
         self.scheduler.load_state_dict(state["scheduler"])
 
 
-def give(flat_buffer, gradients, rank):
+def give(flat_buffer, gradients):
     """Set a flat buffer's gradients as the exchange does, from complete ones."""
     flat = flat_buffer.own.new_zeros(flat_buffer.exchange.layout.flat_size)
     copy_gradients(flat_buffer.exchange.views(flat), gradients)
-    size = flat_buffer.exchange.layout.slice_size
-    flat_buffer.set_gradients(
-        flat[rank * size : (rank + 1) * size], [gradient is not None for gradient in gradients]
-    )
+    held = flat_buffer.exchange.slices(flat, flat_buffer.exchange.held)
+    flat_buffer.set_gradients(held, [gradient is not None for gradient in gradients])
 
 
-def trained(world, kept=None):
+def trained(world, kept=None, variants=VARIANTS, across="world"):
     """Return for each variant its results, its state in the middle, and results from that state."""
     found = []
-    for number, (kind, options) in enumerate(VARIANTS):
-        job = Job(world, kind, options)
+    for number, (kind, options) in enumerate(variants):
+        job = Job(world, kind, options, across)
         result = {"history": []}
         for step in range(STEPS):
             if step == SAVED_AT:
@@ -142,7 +147,7 @@ def trained(world, kept=None):
             job.step(step)
             result["history"].append(digest(job.parameters))
         if kept is not None:
-            job = Job(world, kind, options)
+            job = Job(world, kind, options, across)
             job.load(kept[number])
             for step in range(SAVED_AT, STEPS):
                 job.step(step)
@@ -166,7 +171,8 @@ def whole(parts):
 
 
 def joined(values):
-    """Return the tensor that slices tile in rank order, or the value one worker has."""
+    """Return the tensor that slices tile, or the value one worker has."""
+    values = sorted(values, key=lambda value: getattr(value, "start", 0))
     first = values[0]
     if not isinstance(first, TensorSlice):
         assert len(values) == 1
@@ -219,6 +225,53 @@ def test_sharded_and_unsharded_optimizers_give_the_same_bits():
             ), variant
 
 
+@pytest.mark.parametrize("across", ["host", "world"])
+def test_hosts_that_update_all_parameters_save_each_part_once(across):
+    variants = [VARIANTS[1], (optim.AdamW, {"amsgrad": True, "fused": True})]
+    (plain,) = in_processes(1, trained, None, variants)
+    kept = [one["middle"] for one in plain]
+    everyone = on_hosts(2, 4, trained, kept, variants, across)
+    for number, variant in enumerate(variants):
+        mine = [worker[number] for worker in everyone]
+        for worker in mine:
+            assert worker["history"] == plain[number]["history"], variant
+            assert worker["continued"] == plain[number]["history"][-1], variant
+        assert comparable(whole([worker["middle"]["part"] for worker in mine])) == comparable(
+            kept[number]["part"]
+        ), variant
+
+
+@pytest.mark.parametrize(
+    ("hosts", "round_to", "free", "expected"),
+    [
+        (2, None, 2000, "host"),
+        (2, None, 1999, "world"),
+        (2, None, None, "host"),
+        (3, None, 10**9, "world"),
+        (3, torch.bfloat16, 10**9, "host"),
+        (1, torch.bfloat16, 10**9, "world"),
+    ],
+)
+def test_hosts_update_all_parameters_where_that_pays_and_fits(hosts, round_to, free, expected):
+    class World:
+        def all_gather_json(self, own, what):
+            return [10**9, free]
+
+    world = World()
+    world.hosts = [range(2 * host, 2 * host + 2) for host in range(hosts)]
+    parameters = [torch.nn.Parameter(torch.zeros(250))]  # 1000 bytes, with 2000 of Adam's state
+    assert choose_across(parameters, world, round_to) == expected
+    world.hosts = [*world.hosts, range(2 * hosts, 2 * hosts + 1)]  # a host with one worker
+    assert choose_across(parameters, world, round_to) == "world"
+
+
+def test_a_choice_that_does_not_exist_is_rejected():
+    with ss.init() as run:
+        model = run.replicate(torch.nn.Linear(2, 1))
+        with pytest.raises(OptimizerError, match='across must be "host", "world" or None'):
+            run.shard(optim.SGD(model.parameters(), lr=0.1), across="hosts")
+
+
 def test_adjacent_fragments_share_a_segment():
     def body(world):
         job = Job(world, optim.AdamW, {"fused": True})
@@ -267,7 +320,7 @@ def test_a_worker_without_fragments_participates():
         parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(0))]
         optimizer = optim.AdamW(parameters, lr=0.1, fused=True)
         shard = Shard(optimizer, LANES, world)
-        give(shard.flat_buffers[0], [torch.ones(3), torch.zeros(0)], world.rank)
+        give(shard.flat_buffers[0], [torch.ones(3), torch.zeros(0)])
         optimizer.step()
         return parameters[0].tolist(), len(shard.state_dict()["state"])
 

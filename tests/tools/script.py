@@ -12,6 +12,25 @@ from torch.utils.data import TensorDataset
 import samestep as ss
 
 
+class Counter(nn.Linear):
+    """A linear layer that scales its inputs by the number of its calls."""
+
+    calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(inputs * self.calls)
+
+
+def build(way: str) -> nn.Module:
+    """Return the model for points [n, 64]."""
+    if way == "counts calls":
+        return Counter(64, 10)
+    if way == "rank 0 goes forward":
+        return nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10))
+    return nn.Linear(64, 10)
+
+
 def train(run: ss.Run, way: str) -> None:
     """Train a linear model on 20 random points in batches of 8."""
     unseeded = torch.Generator()
@@ -23,7 +42,7 @@ def train(run: ss.Run, way: str) -> None:
         return F.cross_entropy(model(points), points.long()[:, 0].clamp(0, 9))
 
     points = TensorDataset(torch.randn(20, 64, generator=torch.Generator().manual_seed(1)))
-    model = run.replicate(nn.Linear(64, 10))
+    model = run.replicate(EARLY or build(way))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if way != "untracked":
         run.track(model=model, optimizer=optimizer)
@@ -34,9 +53,16 @@ def train(run: ss.Run, way: str) -> None:
             model.weight.grad.mul_(2)
         if way == "fails" and run.step == 1:
             raise RuntimeError("no more memory")
+        if way == "rank 0 goes forward" and run.is_main:
+            model(torch.ones(4, 64))
         optimizer.step()
         optimizer.zero_grad()
 
+
+EARLY = None
+if sys.argv[1:] == ["builds early"]:
+    torch.seed()  # as in a script that samestep does not start
+    EARLY = build(sys.argv[1])
 
 if __name__ == "__main__" and sys.argv[1] != "no run":
     with ss.init(seed=5) as run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import stat
 import sys
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import yaml
 from samestep.cli import main
 from samestep.cluster import find_process
 from samestep.config import TOKEN
-from samestep.launch import command
+from samestep.launch import local as command
 from tests.needs import needs
 
 COMMAND = ("submit", "kubernetes", "--image", "here/train:1")
@@ -93,7 +94,7 @@ def test_manifests_fit_the_schemas(kind, nodes, workers, written):
         fits(manifest)
         assert manifest["metadata"]["namespace"] == "team"
     assert ("Service" in manifests) == (kind == "job" and nodes > 1)
-    assert ("Secret" in manifests) == (nodes > 1 and workers > 1)
+    assert ("Secret" in manifests) == (nodes > 1)
     container, pod = container_of(job_of(manifests))
     assert container["image"] == "here/train:1"
     assert {"name": "SAMESTEP_LANES", "value": "8"} in container["env"]
@@ -122,7 +123,7 @@ def test_an_unknown_field_is_found(kind, written):
 
 def environment_of(container, more):
     """Return the variables of a pod's worker: the manifest's and those that the cluster adds."""
-    own = {variable["name"]: variable["value"] for variable in container["env"]}
+    own = {variable["name"]: variable.get("value", 16 * "x") for variable in container["env"]}
     return {**IN_POD, **more, **own}
 
 
@@ -252,6 +253,10 @@ def test_a_pod_with_remote_snapshots_needs_no_claim(written):
         (["--namespace", "Team"], "--namespace must be a DNS label of a-z, 0-9 and -, got 'Team'"),
         (["--memory", "64 GB"], "--memory must be a quantity such as 64Gi, got '64 GB'"),
         (["--gpus", "a100:4"], "--gpus must be a number, got 'a100:4'"),
+        (
+            ["-n", "2", "--nodes", "257"],
+            "--nodes must be at most 256 with several workers in a pod",
+        ),
         (["--resume", "never"], "--resume must be auto, got never"),
         (["--dir", "runs/one"], "--dir must be an absolute path in the pods, got 'runs/one'"),
         (["--dir", "/runs-of-others/one"], "got /runs-of-others/one, which is lost with its pod"),
@@ -298,3 +303,13 @@ def test_missing_kubectl_or_pyyaml_is_reported(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert main([*COMMAND, *CLAIM, "train.py"]) == 1
     assert "pip install 'samestep[kubernetes]'" in capsys.readouterr().err
+
+
+def test_only_the_owner_can_read_the_manifests(tmp_path):
+    file = tmp_path / "job.yaml"
+    for _ in ("new", "a file that others could read"):
+        pods = ("--nodes", "2", "-n", "4")
+        assert main([*COMMAND, *CLAIM, *pods, "--output", str(file), "train.py"]) == 0
+        assert "kind: Secret" in file.read_text()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        file.chmod(0o644)

@@ -27,10 +27,10 @@ def test_a_good_script_passes_even_if_a_worker_is_killed(verify):
     status, printed = verify("-n", "1,2,1x2", "--lanes", "4", "--steps", "4", "--kill", way="good")
     assert status == 0
     table = [line.split() for line in printed.splitlines() if re.match(r" +\d+  ", line)]
-    assert [row[0] for row in table] == ["1", "2", "3", "4"]
-    assert [len({*hashes}) for _, *hashes in table] == [1] * 4
-    assert [len(hashes) for _, *hashes in table] == [4] * 4
-    assert len({hashes[0] for _, *hashes in table}) == 4
+    assert [row[0] for row in table] == ["0", "1", "2", "3", "4"]
+    assert [len({*hashes}) for _, *hashes in table] == [1] * 5
+    assert [len(hashes) for _, *hashes in table] == [4] * 5
+    assert len({hashes[0] for _, *hashes in table}) == 5
     assert "4 lanes" in printed
     runs = "n=1, n=2, n=1x2, n=1x2, worker 0 killed, n=1 from step [0-3]"
     assert re.search(f"the same at every step: {runs}", printed)
@@ -42,12 +42,27 @@ def test_a_good_script_passes_even_if_a_worker_is_killed(verify):
         (
             "unseeded",
             "step 1: 'metric loss' differs between n=1 and n=2",
-            "a random generator created by the script",
+            "Likely cause: a lane draws from the generator loss_fn: unseeded, which samestep does",
         ),
         (
             "depends on the rank",
             "step 2: 'optimizer/state/0/momentum_buffer' differs between n=1 and n=2",
-            "gradients changed by one worker only",
+            "after step 2; code that runs on some workers only has changed it",
+        ),
+        (
+            "counts calls",
+            "step 1: 'metric loss' differs",
+            "Likely cause: a lane changes the attribute Counter.calls, which stays on its worker",
+        ),
+        (
+            "rank 0 goes forward",
+            "step 2: 'model/0.running_mean' differs",
+            "Likely cause: Sequential/0.running_mean differs between workers 0 and 1 of n=2 after",
+        ),
+        (
+            "builds early",
+            "step 0: 'model/weight' differs",
+            "Usual cause: the state before the first step: a model or optimizer built before",
         ),
         ("ends early", "step 3: n=2 did not reach it", "number of steps"),
     ],

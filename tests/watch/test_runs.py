@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 
 import pytest
 
@@ -84,6 +85,14 @@ def test_a_run_that_cannot_be_read_is_reported_once_and_does_not_affect_others(v
     views["bad"].source.version = version
     assert follower._poll(views["bad"]) is True
     assert (changes, follower.faults) == ([set(), set()], {})
+
+
+def test_the_fault_of_a_removed_run_is_forgotten(views, tmp_path):
+    follower = Follower(views, views.locations[0], lambda _: None)
+    follower.faults = {views["bad"].source.location: "RecordError: the storage did not respond"}
+    shutil.rmtree(tmp_path / "bad")
+    follower._scan()
+    assert follower.faults == {}
 
 
 def test_new_and_removed_runs_are_announced(views, tmp_path):

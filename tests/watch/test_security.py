@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 import pytest
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 
+from samestep.watch import security
 from samestep.watch.security import HEADERS, LONGEST_PARAMETER, LOOPBACK_NAMES, Query
 from tests.watch.serving import serving
 from tests.watch.writing import started, write
@@ -29,6 +32,7 @@ def open_server(run):
 def address(run, tmp_path_factory):
     file = tmp_path_factory.mktemp("token") / "token"
     file.write_text(f"{TOKEN}\n")
+    file.chmod(0o600)
     with serving(run, "--token-file", file, "--host", "0.0.0.0") as served:
         yield served.address.replace("0.0.0.0", "127.0.0.1").rstrip("/")
 
@@ -74,7 +78,8 @@ def test_without_a_token_names_of_other_sites_are_rejected(open_server, host):
 
 
 @pytest.mark.parametrize(
-    "host", [*(LOOPBACK_NAMES - {"::1"}), "[::1]", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:80"]
+    "host",
+    [*sorted(LOOPBACK_NAMES - {"::1"}), "[::1]", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:80"],
 )
 def test_loopback_names_are_accepted_with_any_port(open_server, host):
     assert open_server.get("/api/runs", headers={"Host": host}).status_code == 200
@@ -88,8 +93,7 @@ def test_loopback_names_are_accepted_with_any_port(open_server, host):
         "/api/runs",
         "/api/changes",
         "/none",
-        "/?token=wrong",
-        "/?token=",
+        "/login",
         f"/api/runs?token={TOKEN}",
     ],
 )
@@ -125,15 +129,19 @@ def test_the_token_in_a_header(address):
         assert httpx.get(f"{address}/api/runs", headers=headers, trust_env=False).status_code == 200
 
 
-def test_the_token_in_the_url_sets_a_cookie(address):
+def test_the_form_exchanges_the_token_for_a_cookie(address):
     with httpx.Client(base_url=address, trust_env=False) as client:
-        entrance = client.get("/", params={"token": TOKEN})
-        assert (entrance.status_code, entrance.headers["cache-control"]) == (200, "no-store")
+        page = client.get("/")
+        assert (page.status_code, page.headers["cache-control"]) == (401, "no-store")
+        assert '<form method="post" action="login">' in page.text
+        assert "form-action 'self'" in page.headers["content-security-policy"]
+        entrance = client.post("/login", data={"token": f"{TOKEN} "})
+        assert (entrance.status_code, entrance.headers["location"]) == (303, "./")
+        assert entrance.headers["cache-control"] == "no-store"
         cookie = entrance.headers["set-cookie"]
         assert "HttpOnly" in cookie
         assert "SameSite=strict" in cookie
         assert TOKEN not in cookie + entrance.text
-        assert "url=./" in entrance.text
         assert client.get("/").status_code == 200
         assert client.get("/api/runs").status_code == 200
         client.cookies.set(next(iter(client.cookies)), "0" * 64)
@@ -144,6 +152,46 @@ def test_the_token_in_the_url_sets_a_cookie(address):
         ).status_code
         == 401
     )
+
+
+def test_the_token_in_a_url_is_not_accepted(address):
+    response = httpx.get(f"{address}/?token={TOKEN}", trust_env=False)
+    assert response.status_code == 401
+    assert "set-cookie" not in response.headers
+    assert TOKEN not in response.text
+
+
+def test_failed_attempts_are_limited(monkeypatch):
+    monkeypatch.setattr(security, "FAILURE_SECONDS", 1e6)
+    app = security.Guard(None, token=TOKEN, host="0.0.0.0", port=0)
+    transport = httpx.ASGITransport(app, client=("10.0.0.9", 1))
+
+    async def attack():
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            for number in range(security.MOST_FAILURES // 2):
+                wrong = await client.post("/login", data={"token": f"guess {number}"})
+                assert wrong.status_code == 401
+                assert "Wrong token" in wrong.text
+                headers = {"Authorization": f"Bearer guess-{number}"}
+                assert (await client.get("/api/runs", headers=headers)).status_code == 401
+            late = await client.post("/login", data={"token": TOKEN})
+            assert (late.status_code, int(late.headers["retry-after"]) > 1000) == (429, True)
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            assert (await client.get("/api/runs", headers=headers)).status_code == 429
+        other = httpx.ASGITransport(app, client=("10.0.0.10", 1))
+        async with httpx.AsyncClient(transport=other, base_url="http://here") as client:
+            assert (await client.post("/login", data={"token": TOKEN})).status_code == 303
+            assert (await client.post("/login", content=b"x" * 5000)).status_code == 413
+            assert (await client.post("/api/runs", data={"token": TOKEN})).status_code == 405
+
+    asyncio.run(attack())
+
+
+def test_the_memory_of_failed_attempts_is_bounded():
+    failures = security.Failures()
+    for number in range(2 * security.MOST_ADDRESSES):
+        failures.add(str(number))
+    assert len(failures._times) == security.MOST_ADDRESSES
 
 
 def test_with_a_token_any_host_name_is_accepted(address):

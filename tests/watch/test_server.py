@@ -82,6 +82,8 @@ def test_runs(server):
         "state",
         "started",
         "updated",
+        "elapsed",
+        "nonfinite",
         "step",
         "epoch",
         "workers",
@@ -99,6 +101,8 @@ def test_a_run(server):
             "state",
             "started",
             "updated",
+            "elapsed",
+            "nonfinite",
             "now",
             "step",
             "epoch",
@@ -109,6 +113,7 @@ def test_a_run(server):
             "progress",
         ),
         *("scalars", "images", "workers", "parts", "events", "config", "sinks", "dropped_images"),
+        *("skipped_lines", "failure", "stall", "settings", "defaults", "command", "commit"),
     }
     assert [scalar["name"] for scalar in run["scalars"]] == ["loss", "<script>&x=1", "nan"]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from samestep.record.record import PARTS
 from samestep.step import tree
-from samestep.watch.timings import RECENT, Timings, lanes_of
+from samestep.watch.timings import RECENT, Timings, lanes_of, seconds_of
 from tests.watch.writing import started, timing, view_of
 
 EQUAL = (0.1, 0.2, 0.4, 0.0, 0.0)  # data, compute, exchange, optimizer, snapshot
@@ -18,8 +18,13 @@ def timings(*steps):
     """Return timings of steps (step, time, attempt, seconds by worker)."""
     made = Timings()
     for step, time, attempt, workers in steps:
-        made.append(step, time, attempt, workers)
+        append(made, step, time, attempt, workers)
     return made
+
+
+def append(made, step, time, attempt, workers):
+    rows = [seconds_of(dict(zip(PARTS, parts, strict=True))) for parts in workers]
+    made.append(step, time, attempt, rows)
 
 
 def test_means_of_parts_over_workers_and_the_rest_of_the_time():
@@ -54,7 +59,17 @@ def test_time_between_attempts_and_over_missing_steps_does_not_count():
     assert answer["parts"]["other"] == [None, pytest.approx(0.3), None, None]
 
 
-def test_own_seconds_exclude_the_exchange():
+def test_own_seconds_of_a_worker_are_those_recorded():
+    made = Timings()
+    worker = dict(zip(PARTS, EQUAL, strict=True))
+    made.append(0, 0.0, 0, [seconds_of({**worker, "own": own}) for own in (0.3, 0.8)])
+    workers = made.workers()
+    assert [worker["seconds"] for worker in workers] == pytest.approx([0.3, 0.8])
+    assert [worker["slowest"] for worker in workers] == [False, True]
+    assert made.parts()["exchange"] == pytest.approx(0.4)
+
+
+def test_own_seconds_in_earlier_records_exclude_the_exchange():
     workers = timings((0, 0.0, 0, [EQUAL, (0.1, 0.5, 0.1, 0.0, 0.0)])).workers()
     assert [worker["seconds"] for worker in workers] == pytest.approx([0.3, 0.6])
     assert workers[1]["parts"] == {
@@ -78,7 +93,7 @@ def test_workers_are_those_of_the_current_attempt():
     made.discard_after((0, False))
     assert made.workers() == []
     assert made.parts()["data"] is None
-    made.append(0, 0.0, 1, [(1.0, 1.0, 1.0, 1.0, 1.0)] * 3)
+    append(made, 0, 0.0, 1, [(1.0, 1.0, 1.0, 1.0, 1.0)] * 3)
     assert [worker["seconds"] for worker in made.workers()] == [4, 4, 4]
 
 
@@ -95,6 +110,7 @@ def test_seconds_by_worker_are_null_before_it_joined():
         "x": [],
         "parts": {part: [] for part in (*PARTS, "other")},
         "workers": [],
+        "quantiles": [],
     }
 
 
@@ -119,7 +135,7 @@ def test_discarded_steps_are_removed_with_their_workers():
         ]
     )
     made.discard_after((4, False))
-    made.append(4, 9.0, 1, [(7.0, 0.0, 0.0, 0.0, 0.0)])
+    append(made, 4, 9.0, 1, [(7.0, 0.0, 0.0, 0.0, 0.0)])
     assert made.steps().to_json(None, None, 10)["workers"] == [
         [0, 1, 2, 3, 7],
         [None, 1, 2, None, None],
@@ -165,3 +181,61 @@ def test_lanes_equal_those_of_training(lanes, data):
     for rank in range(workers):
         own = tree.lanes_of(rank, workers, lanes)
         assert lanes_of(rank, workers, lanes) == (own.start, own.stop)
+
+
+def summary(step, *, slowest, own, data=0.1, count=100):
+    """Return a timing event of many workers, with quantiles of their own seconds."""
+    means = {"data": data, "compute": 0.2, "exchange": 0.3, "optimizer": 0.0, "snapshot": 0.0}
+    quantiles = {**dict.fromkeys(means, [0.0] * 5), "own": list(own)}
+    return {
+        "event": "timing",
+        "step": step,
+        "count": count,
+        "mean": means,
+        "quantiles": quantiles,
+        "slowest": slowest,
+    }
+
+
+def test_many_workers_have_quantiles_and_the_slowest(tmp_path):
+    own = (0.1, 0.2, 0.3, 0.4, 0.9)
+    events = [summary(step, slowest=70 if step else 3, own=own) for step in range(4)]
+    view = view_of(tmp_path, started(workers=100, lanes=100), *events)
+    workers = view.summary()["workers"]
+    assert [worker["rank"] for worker in workers if worker["slowest"]] == [70]
+    assert workers[70]["seconds"] == 0.9
+    assert {worker["seconds"] for worker in workers} == {None, 0.9}
+    assert view.summary()["parts"]["data"] == pytest.approx(0.1)
+    answer = view.timing()
+    assert answer["x"] == [0, 1, 2, 3]
+    assert answer["workers"] == []
+    assert answer["quantiles"] == [pytest.approx([value] * 4) for value in own]
+
+
+def test_a_run_may_have_few_workers_and_then_many(tmp_path):
+    own = (0.1, 0.2, 0.3, 0.4, 0.5)
+    few = [timing(step, EQUAL, EQUAL) for step in range(2)]
+    many = [summary(step, slowest=1, own=own) for step in (2, 3)]
+    restart = started(2, kind="resumed", workers=100, lanes=100)
+    answer = view_of(tmp_path, started(), *few, restart, *many).timing()
+    assert answer["workers"] == [[pytest.approx(0.3)] * 2 + [None] * 2] * 2
+    assert answer["quantiles"][4] == [None, None, 0.5, 0.5]
+    assert answer["parts"]["exchange"] == pytest.approx([0.4, 0.4, 0.3, 0.3])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mean": None},
+        {"quantiles": {}},
+        {"quantiles": {"own": [1, 2]}},
+        {"quantiles": {"own": ["x"] * 5}},
+        {"slowest": 1e15},
+        {"slowest": "x"},
+    ],
+)
+def test_a_summary_that_no_run_writes_is_harmless(tmp_path, change):
+    event = {**summary(0, slowest=0, own=(0.1,) * 5), **change}
+    view = view_of(tmp_path, started(), event)
+    view.summary()
+    view.timing()

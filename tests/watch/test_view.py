@@ -37,6 +37,16 @@ def test_states(tmp_path, monkeypatch, last, state):
     assert view.row()["state"] == view.summary()["state"] == state
 
 
+def test_a_stalled_run_is_silent_after_its_timeout(tmp_path, monkeypatch):
+    stalled = {"event": "stalled", "step": 1, "reason": "worker 0 has waited"}
+    view = view_of(tmp_path, started(config={"timeout": 100.0}), scalars(0, loss=1.0), stalled)
+    found = []
+    for seconds in (159, 161):
+        monkeypatch.setattr(view_module.time, "time", lambda at=START + 2 + seconds: at)
+        found.append((view.row()["state"], view.summary()["stall"]))
+    assert found == [("stalled", "worker 0 has waited"), ("silent", None)]
+
+
 @pytest.mark.parametrize(
     ("seconds", "idle", "state"),
     [(1, 59, "running"), (1, 61, "silent"), (30, 140, "running"), (30, 160, "silent")],
@@ -62,6 +72,8 @@ def test_progress(tmp_path, monkeypatch):
         "loop": "train",
         "done": 12,
         "steps": 28,
+        "share": pytest.approx(12 / 28),
+        "is_of_epoch": False,
         "epochs": 4,
         "samples": 50 + 5 * 8,
         "samples_per_second": 16,
@@ -74,6 +86,97 @@ def test_progress(tmp_path, monkeypatch):
     progress = view.summary()["progress"]
     assert (progress["done"], progress["samples"]) == (13, 50 + 6 * 8)
     assert progress["seconds_left"] is progress["steps_per_second"] is None
+
+
+def test_a_loop_that_ends_with_its_epoch_does_not_say_when_the_run_ends(tmp_path, monkeypatch):
+    sizes = {"steps": 14, "steps_per_epoch": 7, "samples": 50, "batch_size": 8, "epochs": None}
+    train = loop(7, epoch=1, done=7, ends_with_epoch=True, **sizes)
+    steps = [{**scalars(step, loss=1.0), "epoch": 1} for step in range(7, 12)]
+    view = view_of(tmp_path, started(7, kind="resumed"), train, *steps, seconds=0.5)
+    monkeypatch.setattr(view_module.time, "time", lambda: START + 3)
+    progress = view.summary()["progress"]
+    assert (progress["steps"], progress["is_of_epoch"]) == (None, True)
+    assert progress["share"] == pytest.approx(4 / 7)
+    assert progress["seconds_left"] == pytest.approx(1.5)
+
+
+def test_values_after_the_last_epoch_do_not_count_another(tmp_path):
+    after = {**scalars(8, accuracy=0.9), "epoch": 8, "between": True}
+    view = view_of(tmp_path, started(), {**scalars(7, loss=1.0), "epoch": 7}, after)
+    assert view.row()["epoch"] == 7
+
+
+def test_elapsed_leaves_out_the_time_between_two_starts(tmp_path):
+    view = view_of(tmp_path, started(), scalars(0, loss=1.0), scalars(1, loss=1.0))
+    write(tmp_path, started(1, kind="resumed"), scalars(1, loss=1.0), start=START + 9000)
+    view.refresh()
+    assert view.row()["elapsed"] == 3
+
+
+def test_lines_that_are_skipped_are_counted(tmp_path):
+    view = view_of(tmp_path, started())
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'{"event": "sca\n[]\n')
+    write(tmp_path, scalars(0, loss=1.0))
+    view.refresh()
+    assert view.summary()["skipped_lines"] == 2
+
+
+def test_scalars_that_are_not_finite_now(tmp_path):
+    values = [1.0, "nan", "inf", "nan"]
+    view = view_of(tmp_path, started(), *[scalars(n, loss=v, x=1.0) for n, v in enumerate(values)])
+    assert view.row()["nonfinite"] == [{"name": "loss", "step": 1}]
+    write(tmp_path, scalars(4, loss=2.0))
+    view.refresh()
+    assert view.row()["nonfinite"] == []
+
+
+def failed(rank, error, **fields):
+    trace = f"Traceback of worker {rank}"
+    base = {"event": "failed", "step": 3, "rank": rank, "host": "h", "traceback": trace}
+    return {**base, "error": error, **fields}
+
+
+@pytest.mark.parametrize(
+    ("failures", "text", "rank"),
+    [
+        (
+            [
+                failed(0, "WorldError: worker 1 left", is_secondary=True),
+                failed(1, "KeyError: 'x'", is_secondary=False),
+            ],
+            "KeyError: 'x' (worker 1 on h)",
+            1,
+        ),
+        (
+            [failed(0, "WorldError('worker 1 left')"), failed(1, "KeyError('x')")],
+            "KeyError('x') (worker 1 on h)",
+            1,
+        ),
+        (
+            [
+                failed(1, "LossError: NaN\nmore", is_secondary=False),
+                failed(0, "LossError: NaN\nmore"),
+            ],
+            "LossError: NaN",
+            1,
+        ),
+        (
+            [failed(0, "HangError: worker 1 does not respond\nstack")],
+            "HangError: worker 1 does not respond",
+            0,
+        ),
+        (
+            [failed(0, "WorldError: no network", is_secondary=True)],
+            "WorldError: no network (worker 0 on h)",
+            0,
+        ),
+    ],
+)
+def test_a_failure_is_the_first_that_no_other_caused(tmp_path, failures, text, rank):
+    earlier = [failed(0, "ValueError: before"), started(2, kind="resumed")]
+    view = view_of(tmp_path, started(), *earlier, *failures)
+    assert view.summary()["failure"] == {"text": text, "detail": f"Traceback of worker {rank}"}
 
 
 def test_a_run_that_was_evaluated_later_shows_how_it_was_trained(tmp_path):
@@ -102,7 +205,7 @@ def test_a_run_that_was_evaluated_later_shows_how_it_was_trained(tmp_path):
 def test_progress_without_a_loop(tmp_path):
     view = view_of(tmp_path, started(), scalars(3, loss=1.0))
     progress = view.summary()["progress"]
-    assert progress.pop("done") == 3
+    assert (progress.pop("done"), progress.pop("is_of_epoch")) == (3, False)
     assert set(progress.values()) == {None}
 
 
@@ -223,7 +326,7 @@ def test_the_first_and_the_newest_events_are_listed(tmp_path):
 
 
 def test_torch_is_not_needed():
-    modules = "samestep.watch.command, samestep.watch.report, samestep.watch.server"
+    modules = "samestep.watch, samestep.watch.report, samestep.watch.server"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

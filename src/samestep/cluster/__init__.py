@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Final, Literal
-
-import psutil
+from typing import Any, Final, Literal
 
 from samestep.cluster.launchers import (
     LOOPBACK,
@@ -19,15 +20,21 @@ from samestep.cluster.launchers import (
     read_mpi,
     read_pod,
     read_slurm,
+    read_submitit,
     read_torchrun,
+    refuse_unread,
 )
 from samestep.errors import ConfigError
+from samestep.host import is_loopback, read_file
 
 GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 LOOPBACK_INTERFACE: Final = "lo"
 # an address for documentation (RFC 5737), reached only by the default route
 OUTSIDE_ADDRESS: Final = "198.51.100.1"
 _DISCARD_PORT: Final = 9
+PAUSE_SECONDS: Final = 0.01  # between attempts to connect
+OVERFLOW_USER: Final = 65534  # of another user namespace
+LISTENING: Final = "0A"  # a state in /proc/net/tcp
 
 
 def interface_towards(host: str) -> str | None:
@@ -37,11 +44,11 @@ def interface_towards(host: str) -> str | None:
     a machine's own name in Debian's /etc/hosts, it is the interface of the default route. None if
     unknown.
     """
-    if _is_loopback(host):
+    if is_loopback(host):
         return LOOPBACK_INTERFACE
     for target in (host, OUTSIDE_ADDRESS):
         own = _own_address_towards(target)
-        if own and not _is_loopback(own):
+        if own and not is_loopback(own):
             return _interface_with(own)
     return None
 
@@ -59,32 +66,42 @@ def gloo_interface(host: str) -> Iterator[None]:
             del os.environ[GLOO_INTERFACE]
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _own_address_towards(host: str) -> str | None:
     with suppress(OSError, UnicodeError):  # an unknown host, or no route
         for family, kind, protocol, _, address in socket.getaddrinfo(
             host, _DISCARD_PORT, type=socket.SOCK_DGRAM
         ):
-            with socket.socket(family, kind, protocol) as probe:
+            with socket.socket(family, kind, protocol) as probe, suppress(OSError):
                 probe.connect(address)  # a datagram socket only looks up the route
                 return str(probe.getsockname()[0]).partition("%")[0]
     return None
 
 
 def _interface_with(address: str) -> str | None:
-    for name, found in psutil.net_if_addrs().items():
+    for name, found in _addresses().items():
         if any(entry.address.partition("%")[0] == address for entry in found):
             return name
     return None
 
 
-StartedBy = Literal["alone", "samestep", "torchrun", "mpi", "slurm", "kubernetes", "variables"]
+def _addresses() -> Mapping[str, Sequence[Any]]:
+    """Return the addresses of each network interface."""
+    import psutil  # takes 9 ms, and most runs on a single host do not need it
+
+    return psutil.net_if_addrs()
+
+
+StartedBy = Literal[
+    "alone",
+    "samestep",
+    "torchrun",
+    "mpi",
+    "slurm",
+    "submitit",
+    "kubernetes",
+    "variables",
+    "group",
+]
 
 STARTED_BY: Final = "SAMESTEP_INTERNAL_STARTED_BY"
 NUMBERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -95,7 +112,8 @@ class ProcessInfo:
     """One worker: `rank` of `world_size`, and `local_rank` of `local_world_size` on its host.
 
     Rank 0's store listens at `address` and `port`. For error messages, `source` names the variables
-    that set the rank, such as SLURM_PROCID=1 of SLURM_STEP_NUM_TASKS=4.
+    that set the rank, such as SLURM_PROCID=1 of SLURM_STEP_NUM_TASKS=4. Without `knows_host`, the
+    local numbers assume a single host, and `samestep.comm.rendezvous.locate` finds the right ones.
     """
 
     rank: int
@@ -106,10 +124,14 @@ class ProcessInfo:
     port: int
     started_by: StartedBy
     source: str = ""
+    knows_host: bool = True
+
+
+Reader = Callable[[Mapping[str, str]], LauncherVariables | None]
 
 
 def find_process(environment: Mapping[str, str]) -> ProcessInfo:
-    """Return this worker's position from the variables of torchrun, MPI, Slurm or Kubernetes.
+    """Return this worker's position from the variables of its launcher.
 
     Without any of them, the process is alone. The innermost launcher wins: `samestep run` and
     torchrun over mpirun, and mpirun over Slurm. MASTER_ADDR and MASTER_PORT override the launcher's
@@ -119,6 +141,7 @@ def find_process(environment: Mapping[str, str]) -> ProcessInfo:
     """
     started_by, found = _read_launcher(environment)
     if not found:
+        refuse_unread(environment)
         return ProcessInfo(0, 1, 0, 1, LOOPBACK, 0, "alone")
     address, port = _address(found, environment)
     rank, world_size, local_rank, local_world_size = (number.value for number in found.numbers)
@@ -129,7 +152,15 @@ def find_process(environment: Mapping[str, str]) -> ProcessInfo:
             f"ranks count from 0 to the world size minus 1; {found.advice}"
         )
     return ProcessInfo(
-        rank, world_size, local_rank, local_world_size, address, port, started_by, found.source
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        address=address,
+        port=port,
+        started_by=started_by,
+        source=found.source,
+        knows_host=found.knows_host or world_size == 1,
     )
 
 
@@ -138,10 +169,14 @@ def _read_launcher(environment: Mapping[str, str]) -> tuple[StartedBy, LauncherV
         return "samestep", read_torchrun(environment)
     if "TORCHELASTIC_RUN_ID" in environment:
         return "torchrun", read_torchrun(environment)
-    if found := read_mpi(environment):
-        return "mpi", _consistent(found, environment)
-    if found := read_slurm(environment):
-        return "slurm", _consistent(found, environment)
+    readers: tuple[tuple[StartedBy, Reader], ...] = (
+        ("mpi", read_mpi),
+        ("slurm", read_slurm),
+        ("submitit", read_submitit),
+    )
+    for started_by, read in readers:
+        if found := read(environment):
+            return started_by, _consistent(found, environment)
     if found := read_pod(environment):
         return "kubernetes", found
     return "variables", read_torchrun(environment)
@@ -173,3 +208,81 @@ def _address(found: LauncherVariables, environment: Mapping[str, str]) -> tuple[
             f"{variables.advice}"
         )
     return address, port
+
+
+def listen_at_master(process: ProcessInfo) -> socket.socket | None:
+    """Return rank 0's listening socket, None if the port is taken, perhaps by another rank 0.
+
+    It listens at the master's address, or at all addresses if this host does not have that one:
+    behind address translation, or with a name that only this host resolves to a loopback address.
+    """
+    address = process.address
+    local = address if is_loopback(address) else own_address_of(address)
+    try:
+        both = local is None and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both or ":" in (local or "") else socket.AF_INET
+        place = (local or "", process.port)
+        return socket.create_server(place, family=family, dualstack_ipv6=both)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+
+
+def connect_to_master(process: ProcessInfo, deadline: float) -> socket.socket:
+    """Return a connection to the store's address, once something listens there."""
+    while True:
+        seconds = max(PAUSE_SECONDS, deadline - time.monotonic())
+        try:
+            connection = socket.create_connection((process.address, process.port), timeout=seconds)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise OSError(
+                    f"nothing listens at MASTER_ADDR={process.address} MASTER_PORT={process.port} "
+                    f"({error}): worker 0 did not start, or this is not its address"
+                ) from error
+            time.sleep(PAUSE_SECONDS)
+    rank_zero_is_here = process.rank == process.local_rank
+    user = listening_user(*connection.getpeername()[:2]) if rank_zero_is_here else None
+    if user not in {None, os.geteuid()}:
+        connection.close()
+        raise PermissionError(
+            f"a program of another user ({user}) listens at MASTER_ADDR={process.address} "
+            f"MASTER_PORT={process.port}; choose an unused port"
+        )
+    return connection
+
+
+def own_address_of(host: str) -> str | None:
+    """Return the address of a host name if this host has it and others can reach it, else None."""
+    own = {entry.address for found in _addresses().values() for entry in found}
+    with suppress(OSError, UnicodeError):  # a name that is unknown here
+        for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            if address[0] in own and not is_loopback(str(address[0])):
+                return str(address[0])
+    return None
+
+
+def listening_user(host: str, port: int) -> int | None:
+    """Return the user id of the program that listens at an address of this host, None if unknown.
+
+    The kernel lists the listening sockets of this network namespace in /proc/net/tcp, with
+    addresses in hex, in 4-byte words of its own byte order.
+    """
+    address = ip_address(host.partition("%")[0])
+    found: dict[bool, int] = {}  # by whether the socket listens at all addresses
+    for table, size in (("tcp", 4), ("tcp6", 16)):
+        for line in (read_file(f"/proc/net/{table}") or "").splitlines()[1:]:
+            fields = line.split()
+            local, _, own_port = fields[1].partition(":")
+            if fields[3] != LISTENING or int(own_port, 16) != port:
+                continue
+            words = struct.unpack(f"={size // 4}I", bytes.fromhex(local))
+            listening = ip_address(struct.pack(f"!{size // 4}I", *words))
+            mapped = getattr(listening, "ipv4_mapped", None)
+            is_any = listening.is_unspecified
+            if is_any or address in {listening, mapped}:
+                found[is_any] = int(fields[7])
+    user = found.get(False, found.get(True))
+    return None if user == OVERFLOW_USER else user

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,13 +30,14 @@ class LauncherVariables:
     """A worker's rank, world size, local rank and local world size, in `numbers`.
 
     `address` and `port` of rank 0 are None if unknown. `advice` ends the error message if the
-    numbers contradict each other.
+    numbers contradict each other. Without `knows_host`, the local numbers are guesses.
     """
 
     numbers: Sequence[Number]
     advice: str
     address: str | None = None
     port: int | None = None
+    knows_host: bool = True
 
     @property
     def source(self) -> str:
@@ -98,11 +100,12 @@ def is_host(text: str) -> bool:
 
 
 NEEDED: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# defaults to use if not set: all workers are on one host
+# guesses if not set, until the workers compare their hosts
 LOCAL: Final = {"LOCAL_RANK": "RANK", "LOCAL_WORLD_SIZE": "WORLD_SIZE"}
 VARIABLES: Final = (*NEEDED, *LOCAL)
 TORCHRUN_ADVICE: Final = (
-    f"set all of {', '.join(NEEDED)} as torchrun does, or unset all to run one worker alone"
+    f"set all of {', '.join(NEEDED)} as torchrun does, or unset all to run one worker alone, or "
+    "make torch.distributed's process group before samestep.init (Lightning's launcher does)"
 )
 
 
@@ -113,7 +116,61 @@ def read_torchrun(environment: Mapping[str, str]) -> LauncherVariables | None:
     variables = Variables(environment, TORCHRUN_ADVICE)
     variables.require(*NEEDED, related=tuple(LOCAL))
     local = [name if name in environment else default for name, default in LOCAL.items()]
-    return LauncherVariables(variables.numbers("RANK", "WORLD_SIZE", *local), TORCHRUN_ADVICE)
+    numbers = variables.numbers("RANK", "WORLD_SIZE", *local)
+    knows_host = all(name in environment for name in LOCAL)
+    return LauncherVariables(numbers, TORCHRUN_ADVICE, knows_host=knows_host)
+
+
+# variables with the number of processes or hosts of launchers whose ranks are not read, because
+# they do not say where rank 0 is, and what to add before the command
+_RANK_0: Final = "MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500"
+_ON_EVERY_HOST: Final = "torchrun --nproc-per-node GPUS --nnodes {} --node-rank {} --master-addr {}"
+UNREAD: Final = {
+    "AWS_BATCH_JOB_NUM_NODES": (
+        "AWS Batch",
+        _ON_EVERY_HOST.format(
+            "$AWS_BATCH_JOB_NUM_NODES",
+            "$AWS_BATCH_JOB_NODE_INDEX",
+            "${AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:-$(hostname -i)}",
+        ),
+    ),
+    "CLUSTER_SPEC": ("Vertex AI", _ON_EVERY_HOST.format("HOSTS", "NUMBER", "FIRST_HOST")),
+    "FLUX_JOB_SIZE": ("Flux", f"env RANK=$FLUX_TASK_RANK WORLD_SIZE=$FLUX_JOB_SIZE {_RANK_0}"),
+    "JSM_NAMESPACE_SIZE": (
+        "jsrun",
+        f"env RANK=$JSM_NAMESPACE_RANK WORLD_SIZE=$JSM_NAMESPACE_SIZE {_RANK_0}",
+    ),
+    "MV2_COMM_WORLD_SIZE": (
+        "MVAPICH",
+        f"env RANK=$MV2_COMM_WORLD_RANK WORLD_SIZE=$MV2_COMM_WORLD_SIZE {_RANK_0}",
+    ),
+    "SM_HOSTS": ("SageMaker", 'distribution={"torch_distributed": {"enabled": True}}'),
+}
+
+
+def refuse_unread(environment: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if another launcher started several processes that would train alone."""
+    for name, (launcher, line) in UNREAD.items():
+        text = environment.get(name, "1")
+        if _count(text) > 1:
+            where = "to the estimator's arguments" if name == "SM_HOSTS" else "before the command"
+            raise ConfigError(
+                f"{name}={text} is set by {launcher}, whose ranks samestep does not read: each "
+                f"process would train alone. Add {where}: {line}; or set {', '.join(NEEDED)} for "
+                f"each worker, or unset {name} to run one worker alone"
+            )
+
+
+def _count(text: str) -> int:
+    """Return the number of processes or hosts in a number, a list or Vertex AI's cluster."""
+    if text.isdecimal():
+        return int(text[:9])
+    try:
+        found = json.loads(text)
+        pools = found["cluster"].values() if isinstance(found, dict) else [found]
+        return sum(map(len, pools))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return 1  # a variable of something else
 
 
 OPEN_MPI: Final = tuple(
@@ -142,6 +199,27 @@ def read_mpi(environment: Mapping[str, str]) -> LauncherVariables | None:
     job = environment.get("PMIX_NAMESPACE")
     port = PORTS[crc32(job.encode(errors="replace")) % len(PORTS)] if job else None
     return LauncherVariables(numbers, MPI_ADVICE, address, port)
+
+
+SUBMITIT: Final = (
+    "SUBMITIT_LOCAL_GLOBALID",
+    "SUBMITIT_LOCAL_NTASKS",
+    "SUBMITIT_LOCAL_LOCALID",
+    "SUBMITIT_LOCAL_JOB_ID",
+)
+SUBMITIT_ADVICE: Final = (
+    "use executor.update_parameters(tasks_per_node=1) to run one worker alone, or "
+    f"{TORCHRUN_ADVICE}"
+)
+
+
+def read_submitit(environment: Mapping[str, str]) -> LauncherVariables | None:
+    """Read the variables of submitit's local executor; None for one task, as without it."""
+    if environment.get("SUBMITIT_LOCAL_NTASKS", "1") == "1":
+        return None
+    rank, tasks, local, job = Variables(environment, SUBMITIT_ADVICE).numbers(*SUBMITIT)
+    port = port_of(job.value, 0)
+    return LauncherVariables([rank, tasks, local, tasks], SUBMITIT_ADVICE, LOOPBACK, port)
 
 
 # of a TrainJob: torchrun reads options from them

@@ -5,10 +5,12 @@ Calls are collective: all workers make the same calls in the same order.
 
 from __future__ import annotations
 
+import hmac
+import io
 import json
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -16,6 +18,11 @@ import torch
 from torch import Tensor
 
 from samestep.comm.status import WorkerStatus, mismatched_calls
+from samestep.config import TOKEN
+from samestep.errors import WorldError
+
+MAC_BYTES = 32
+MAX_WHAT = 200  # characters of what another worker calls, in an error
 
 Sizes = Sequence[int]
 Value = TypeVar("Value")
@@ -25,15 +32,27 @@ class World(ABC):
     """The workers of a run and how they communicate; this worker is `rank` of `size`.
 
     `hosts` has one range of ranks per host, in rank order. Workers of one host share memory; a
-    worker that shares none counts as a separate host. `barriers` counts the calls in which every
-    worker waited for all others: barriers and all gathering calls. `what` describes the purpose of
-    a call in error messages. Calls raise `WorldError` if a worker has exited or times out.
+    worker that shares none counts as a separate host. `local_ranks` are the ranks that were started
+    on this host, None for those of `host`. `made_group` is whether torch.distributed's default
+    group exists only for users' code; the caller of `connect` ends it with `end_group`. `barriers`
+    counts the calls in which every worker waited for all others: barriers and all gathering calls.
+    `what` describes the purpose of a call in error messages. Calls raise `WorldError` if a worker
+    has exited or times out. `exchange` names what carries gradients. `abandoned` is set once this
+    worker has failed: the others may not have, so that nothing can be ended together.
+
+    samestep's own messages are JSON and tensors. Only users' objects are pickled; with a
+    `signing_key`, each is signed by its sender and verified before it is unpickled.
     """
 
     rank: int
     size: int
     hosts: Sequence[range]
     barriers: int = 0
+    local_ranks: range | None = None
+    signing_key: bytes | None = None
+    made_group: bool = False
+    exchange: str = "none"
+    abandoned: bool = False
 
     @cached_property
     def status(self) -> WorkerStatus:
@@ -53,6 +72,11 @@ class World(ABC):
     @abstractmethod
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
         """Return every worker's bytes, of any length, by rank."""
+
+    def begin_all_gather_bytes(self, data: bytes, what: str) -> Callable[[], list[bytes]]:
+        """Start an `all_gather_bytes`, perhaps complete it; return a call that returns the result."""
+        gathered = self.all_gather_bytes(data, what)
+        return lambda: gathered
 
     @abstractmethod
     def gather_bytes(self, data: bytes, what: str) -> list[bytes] | None:
@@ -75,6 +99,26 @@ class World(ABC):
         self.all_to_all(out, out_sizes, own, own_sizes, what)
         return lambda: None
 
+    def begin_all_gather(self, out: Tensor, own: Tensor, what: str) -> Callable[[], None]:
+        """Start an `all_gather`; return a call that completes it and frees `out` and `own`."""
+        self.all_gather(out, own, what)
+        return lambda: None
+
+    def transfer(
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], what: str
+    ) -> None:
+        """Send bytes, 1-D CPU tensors by rank, to other workers, and receive theirs.
+
+        Both sides know the sizes. All workers make this call, also those that transfer nothing.
+        """
+        ranks, none = range(self.size), torch.empty(0, dtype=torch.uint8)
+        sizes = [[len(part.get(rank, none)) for rank in ranks] for part in (received, sent)]
+        out = torch.empty(sum(sizes[0]), dtype=torch.uint8)
+        own = torch.cat([none, *(sent.get(rank, none) for rank in ranks)])
+        self.all_to_all(out, sizes[0], own, sizes[1], what)
+        for rank, part in enumerate(out.split(sizes[0])):
+            received.get(rank, none).copy_(part)
+
     def shared(self, nbytes: int) -> list[Tensor]:
         """Return zeros, uint8 [nbytes], for each worker of this host by rank, shared among them."""
         return [torch.zeros(nbytes, dtype=torch.uint8)]
@@ -91,6 +135,9 @@ class World(ABC):
         """Wait at least for the workers of this host; `barriers` may not count it."""
         self.barrier(what)
 
+    def wait_for_gpu(self) -> None:  # noqa: B027  only GPUs complete calls later
+        """Wait until this worker's GPU has completed earlier calls; raises as they would."""
+
     @abstractmethod
     def close(self) -> None:
         """Leave the world; no call may follow."""
@@ -100,35 +147,104 @@ class World(ABC):
 
         Raises `WorldError` if another worker made another call.
         """
-        values = []
-        own = json.dumps([what, value]).encode()
-        for rank, data in enumerate(self.all_gather_bytes(own, what)):
-            try:
-                other_what, other = json.loads(data)
-            except (TypeError, ValueError):
-                other_what, other = "making another call", None
-            if other_what != what:
-                raise mismatched_calls(self.rank, what, rank, other_what)
-            values.append(other)
-        return values
+        return self.begin_all_gather_json(value, what)()
+
+    def begin_all_gather_json(self, value: Any, what: str) -> Callable[[], list[Any]]:
+        """Start an `all_gather_json`, ahead of later transfers; return a call that completes it."""
+        receive = self.begin_all_gather_bytes(json.dumps([what, value]).encode(), what)
+
+        def end() -> list[Any]:
+            values = []
+            for rank, data in enumerate(receive()):
+                try:
+                    other_what, other = json.loads(data)
+                except (TypeError, ValueError, RecursionError):
+                    other_what, other = "making another call", None
+                if other_what != what:
+                    raise mismatched_calls(self.rank, what, rank, str(other_what)[:MAX_WHAT])
+                values.append(other)
+            return values
+
+        return end
+
+    def broadcast_json(self, value: Any, what: str) -> Any:
+        """Return rank 0's JSON value."""
+        return self.all_gather_json(value if self.rank == 0 else None, what)[0]
+
+    def gather_signed(self, data: bytes, what: str) -> list[bytes] | None:
+        """Do as `gather_bytes`. Raises `WorldError` for bytes that no worker of the run signed."""
+        call = self.barriers
+        gathered = self.gather_bytes(self._sign(data, self.rank, call, what), what)
+        if gathered is None:
+            return None
+        return [self._verify(each, rank, call, what) for rank, each in enumerate(gathered)]
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """Return every worker's object by rank."""
-        return list(map(_unpickle, self.all_gather_bytes(pickle.dumps(value), what)))
+        """Return every worker's object by rank. Raises `WorldError` as `gather_signed` does."""
+        call = self.barriers
+        gathered = self.all_gather_bytes(
+            self._sign(pickle.dumps(value), self.rank, call, what), what
+        )
+        verified = [self._verify(data, rank, call, what) for rank, data in enumerate(gathered)]
+        return list(map(_unpickle, verified))
 
     def gather_object(self, value: Any, what: str) -> list[Any] | None:
         """Return every worker's object by rank on rank 0, None elsewhere."""
-        gathered = self.gather_bytes(pickle.dumps(value), what)
+        gathered = self.gather_signed(pickle.dumps(value), what)
         return None if gathered is None else list(map(_unpickle, gathered))
 
     def broadcast_object(self, value: Any, what: str) -> Any:
         """Return rank 0's object."""
-        data = pickle.dumps(value) if self.rank == 0 else b""
-        return _unpickle(self.all_gather_bytes(data, what)[0])
+        call = self.barriers
+        data = self._sign(pickle.dumps(value), 0, call, what) if self.rank == 0 else b""
+        return _unpickle(self._verify(self.all_gather_bytes(data, what)[0], 0, call, what))
+
+    def _sign(self, data: bytes, rank: int, call: int, what: str) -> bytes:
+        return data if self.signing_key is None else self._mac(data, rank, call, what) + data
+
+    def _verify(self, signed: bytes, rank: int, call: int, what: str) -> bytes:
+        """Return the bytes that worker `rank` signed. `call`, their number, prevents replays."""
+        if self.signing_key is None:
+            return signed
+        mac, data = signed[:MAC_BYTES], signed[MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(data, rank, call, what)):
+            raise WorldError(
+                f"worker {self.rank} refused an object from worker {rank} while {what}: it is not "
+                f"signed with this run's token; another process sent it, or {TOKEN} differs "
+                "between hosts"
+            )
+        return data
+
+    def _mac(self, data: bytes, rank: int, call: int, what: str) -> bytes:
+        mac = hmac.new(self.signing_key or b"", json.dumps([rank, call, what]).encode(), "sha256")
+        mac.update(data)
+        return mac.digest()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts tensors of GPUs on this worker's GPU: the index of the sender's belongs to another."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _load_here
+        return super().find_class(module, name)
+
+
+def _load_here(data: bytes) -> Any:
+    here = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu"
+    # as torch.storage does, for bytes that `_unpickle` may trust
+
+    def place(storage: Any, tag: str) -> Any:
+        if here == "cpu" or not tag.startswith("cuda"):
+            return storage
+        return torch.empty(0, dtype=torch.uint8).set_(storage).to(here).untyped_storage()
+
+    return torch.load(io.BytesIO(data), map_location=place, weights_only=False)
 
 
 def _unpickle(data: bytes) -> Any:
-    return pickle.loads(data)  # noqa: S301  from a worker of the same run
+    # signed, or from a trusted network (docs/security.md)
+    return _Unpickler(io.BytesIO(data)).load()
 
 
 class Alone(World):
@@ -169,7 +285,12 @@ class Alone(World):
     def all_gather_json(self, value: Any, what: str) -> list[Any]:
         return self._after_barrier([value])
 
+    def begin_all_gather_json(self, value: Any, what: str) -> Callable[[], list[Any]]:
+        values = self.all_gather_json(value, what)
+        return lambda: values
+
     all_gather_object = gather_object = all_gather_json
+    gather_signed = all_gather_bytes
 
     def broadcast_object(self, value: Any, what: str) -> Any:
         return self._after_barrier(value)

@@ -2,25 +2,70 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import hmac
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
-from samestep.cluster import ProcessInfo, gloo_interface
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed.distributed_c10d import Store
+
+from samestep.cluster import LOOPBACK_INTERFACE, ProcessInfo, find_process, gloo_interface
+from samestep.cluster.launchers import LOOPBACK
 from samestep.comm.base import Alone, Sizes, World
 from samestep.comm.distributed import Distributed
 from samestep.comm.rendezvous import rendezvous
 from samestep.comm.shared_memory import Shared
-from samestep.config import Config
+from samestep.comm.status import FORMING
+from samestep.comm.store import group_store
+from samestep.config import TOKEN, Config
 from samestep.errors import ConfigError
+from samestep.host import raise_file_limit
 
 
-def connect(
-    process: ProcessInfo, config: Config, *, cuda: bool, gpus_are_shared: bool = False
-) -> World:
+def find_worker(environment: Mapping[str, str]) -> ProcessInfo:
+    """Return this worker's position in torch.distributed's default group, if there is one.
+
+    Otherwise it is that of `find_process`. Raises `ConfigError` if the group does not fit its
+    launcher.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return find_process(environment)
+    rank, size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    source = f"rank {rank} of torch.distributed's default group of {size}"
+    try:
+        launched = find_process(environment)
+    except ConfigError:  # such as MASTER_ADDR alone
+        launched = ProcessInfo(0, 1, 0, 1, LOOPBACK, 0, "alone")
+    is_own = launched.started_by == "samestep"
+    if size < launched.world_size or (
+        is_own and (rank, size) != (launched.rank, launched.world_size)
+    ):
+        raise ConfigError(
+            f"torch.distributed's default group ({source}) contradicts {launched.source}; make it "
+            "with all workers of the launcher, or call destroy_process_group before samestep.init"
+        )
+    if is_own:  # its store asks for the run's token
+        return launched
+    if backend in {"fake", "mpi"}:
+        raise ConfigError(
+            f"torch.distributed's default group must use gloo or nccl to be joined, got {backend}; "
+            "make it with one of these, or call destroy_process_group before samestep.init"
+        )
+    _, store = group_store()  # a file has no address
+    address, port = getattr(store, "host", socket.gethostname()), getattr(store, "port", 0)
+    return ProcessInfo(rank, size, rank, size, address, port, "group", source, knows_host=size == 1)
+
+
+def connect(process: ProcessInfo, config: Config, *, gpus: Sequence[str] = ()) -> World:
     """Return the world of the worker `process`; all workers must make the same call.
 
     CPU workers that all share memory need nothing else. Others communicate through
-    torch.distributed. With `cuda`, GPUs exchange through NCCL unless several workers share one.
+    torch.distributed. GPUs, named by `gpus`, exchange through NCCL unless workers share one.
     Raises `ConfigError` if there are fewer lanes than workers, `WorldError` if workers are missing.
     """
     if config.lanes is not None and process.world_size > config.lanes:
@@ -29,23 +74,64 @@ def connect(
             f"got {config.lanes}; increase lanes"
         )
     if process.world_size == 1:
-        return Alone()
-    nccl = cuda and not gpus_are_shared
-    found = rendezvous(process, config.timeout, share=not nccl)
+        return _with_group(Alone(), None, config)
+    raise_file_limit()
+    found = rendezvous(process, config.timeout, share=True, gpus=gpus)
     if found.mesh is not None and len(found.hosts) == 1:
         world: World = Shared(found)
     else:
-        with gloo_interface(process.address):
-            world = Distributed(found, cuda=nccl)
-    return Staged(world) if gpus_are_shared else world
+        is_one_host = process.local_world_size == process.world_size
+        if is_one_host and found.nccl:  # which opens its sockets later
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+        with gloo_interface(LOOPBACK if is_one_host else process.address):
+            world = Distributed(found, cuda=found.nccl)
+    _with_group(world, found.store, config)
+    if process.started_by != "samestep":
+        # Anyone may write to other launchers' stores. The workers' connections exist by now.
+        key = world.all_gather_bytes(os.urandom(32) if world.rank == 0 else b"", FORMING)[0]
+        world.status.set_key(hmac.digest(os.environ.get(TOKEN, "").encode(), key, "sha256"))
+    if gpus and not found.nccl:
+        world = Staged(world)
+    first = process.rank - process.local_rank
+    world.local_ranks = range(first, first + process.local_world_size)
+    return world
+
+
+def _with_group(world: World, store: Store | None, config: Config) -> World:
+    """Return the world; with the option `process_group`, make the default group if none exists.
+
+    Then the world is that of a single host: others communicate through a group.
+    """
+    if config.process_group and not dist.is_initialized():
+        world.made_group = True
+        timeout = timedelta(seconds=config.timeout)
+        with gloo_interface(LOOPBACK):
+            dist.init_process_group(
+                "gloo",
+                # the status of this worker uses the other connection
+                store=store.clone() if store else HashStore(),  # type: ignore[attr-defined]
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timeout,
+            )
+    return world
+
+
+def end_group(world: World) -> None:
+    """Destroy the default group if `connect` made it for users' code."""
+    if world.made_group and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Staged(World):
     """A world that copies GPU tensors to host memory and back; no memory is shared."""
 
+    exchange = "host memory"
+
     def __init__(self, world: World) -> None:
         self.rank, self.size, self.status = world.rank, world.size, world.status
         self.hosts = [range(rank, rank + 1) for rank in range(world.size)]
+        self.signing_key, self.made_group = world.signing_key, world.made_group
         self._world = world
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ from samestep.comm.base import Sizes, World
 from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.shared_memory import share
 from samestep.comm.status import FORMING, mismatched_calls, no_response
+from samestep.comm.store import within
 
 # A row is a message to all other workers: the length of its data, `what`, and the data.
 LENGTH_BYTES = 8
@@ -22,31 +24,71 @@ WHAT_BYTES = 200
 HEAD_BYTES = LENGTH_BYTES + WHAT_BYTES
 ROW_BYTES = 1024  # of the first row for each `what`; later rows are as long as needed
 KEPT_ROW_BYTES = 64 << 10  # the longest row whose length and tables are kept for the next one
+# gloo sends one large message at a time; pieces in flight fill both directions of a link
+PIECE_BYTES = 1 << 20
+TAGS = 1 << 20  # of transfers in turn, from 1: rows have tag 0
+# gloo then reads the addresses of all workers in one request, and each has the same few bytes
+GLOO_FEW_REQUESTS = ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
+SLACK_SECONDS = 1.0  # after the backend's own timeout, if the store does not respond
 LATE = 0.95  # of the timeout: a later error is the backend's timeout
+KEPT: list[object] = []  # groups of users' code that stay until the process exits
+# NCCL ends the process without a report when a call exceeds its own limit: after ours, in seconds
+NCCL_EXTRA_SECONDS = 120.0
+POLL_SECONDS = 1e-4  # between checks of a GPU
 # renamed in torch 2.13
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Distributed(World):
-    """A world over torch.distributed's default process group; hosts share memory over a mesh."""
+    """A world over torch.distributed; hosts share memory over a mesh.
+
+    It makes the default process group, or a new group of it if one exists, which stays as it is.
+    """
 
     def __init__(self, rendezvous: Rendezvous, *, cuda: bool) -> None:
         self.rank, self.size, self.hosts = rendezvous.rank, rendezvous.size, rendezvous.hosts
-        self.status = rendezvous.status
+        self.status, self.signing_key = rendezvous.status, rendezvous.signing_key
         self._mesh = rendezvous.mesh
         self._row_bytes: dict[str, int] = {}  # by `what`, if not `ROW_BYTES`
         self._tables: dict[int, Tensor] = {}  # by row size
         self._turn = 0
+        self._transfers = 0
         self._failure = ""
         self._timeout_seconds = rendezvous.timeout_seconds
+        self.exchange = "NCCL" if cuda else "gloo"
+        self._cuda = cuda
+        self._enqueued = ""  # the last call that the GPU may not have completed
+        self._enqueued_at = 0.0
+        self._event: torch.cuda.Event | None = None  # after it
+        for name in GLOO_FEW_REQUESTS:
+            os.environ.setdefault(name, "1")
+        self._group: dist.ProcessGroup | None = None  # the default group
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        timeout = timedelta(seconds=self._timeout_seconds)
+
+        def form() -> None:
+            if dist.is_initialized():
+                self._group = dist.new_group(backend=backend, timeout=timeout)
+            else:
+                dist.init_process_group(
+                    backend,
+                    # the status of this worker uses the other connection
+                    store=rendezvous.store.clone(),  # type: ignore[attr-defined]  # in no stub
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=timeout,
+                )
+
         with self._waiting(FORMING):
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if cuda else "gloo",
-                store=rendezvous.store,
-                rank=self.rank,
-                world_size=self.size,
-                timeout=timedelta(seconds=self._timeout_seconds),
-            )
+            within(self._timeout_seconds + SLACK_SECONDS, form)
+        own = self._group or dist.group.WORLD
+        # others should notice when this worker leaves
+        KEPT[:] = [group for group in KEPT if group is not own]
+        if cuda:
+            self.status.overdue = self._overdue
+            limit = timedelta(seconds=self._timeout_seconds + NCCL_EXTRA_SECONDS)
+            group = self._group or dist.distributed_c10d._get_default_group()  # noqa: SLF001  no public setter
+            group._get_backend(torch.device("cuda"))._set_default_timeout(limit)  # noqa: SLF001
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
@@ -58,9 +100,11 @@ class Distributed(World):
         with self.status.waiting(what):
             try:
                 yield
-            except RuntimeError as error:
+            except (RuntimeError, TimeoutError) as error:
+                if _is_of_gpu(error):
+                    raise
                 timed_out = time.monotonic() - started >= LATE * self._timeout_seconds
-                reason = str(error).strip().partition("\n")[0]
+                reason = _reason(error)
                 failure = self.status.explain(what, reason, timed_out=timed_out)
                 if self._mesh is not None:
                     self._mesh.close()  # the others of this host may be waiting there
@@ -68,26 +112,38 @@ class Distributed(World):
         self._failure = ""
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
+        return self.begin_all_gather_bytes(data, what)()
+
+    def begin_all_gather_bytes(self, data: bytes, what: str) -> Callable[[], list[bytes]]:
         """Exchange rows as long as the last ones for `what`; if too short, exchange again."""
-        size = self._row_bytes.get(what, ROW_BYTES)
-        while True:
-            rows = self._all_gather_rows(_row(data, what, size), what).numpy()
-            calls = [row[LENGTH_BYTES:HEAD_BYTES].tobytes() for row in rows]
-            for rank, call in enumerate(calls):
-                if call != calls[self.rank]:
-                    other_what = call.rstrip(b"\0").decode(errors="replace")
-                    raise mismatched_calls(self.rank, what, rank, other_what)
-            ends = [HEAD_BYTES + _length(row[:LENGTH_BYTES].tobytes()) for row in rows]
-            if max(ends) <= size:
-                self.barriers += 1
-                return [row[HEAD_BYTES:end].tobytes() for row, end in zip(rows, ends, strict=True)]
-            size = 2 * max(ends)
-            if size <= KEPT_ROW_BYTES:
-                self._row_bytes[what] = size
+        first = self._row_bytes.get(what, ROW_BYTES)
+        receive = self._begin_rows(_row(data, what, first), what)
 
-    def _all_gather_rows(self, own: Tensor, what: str) -> Tensor:
-        """Return every worker's row by rank, to be read before the next call.
+        def end() -> list[bytes]:
+            size, rows = first, receive().numpy()
+            while True:
+                calls = [row[LENGTH_BYTES:HEAD_BYTES].tobytes() for row in rows]
+                for rank, call in enumerate(calls):
+                    if call != calls[self.rank]:
+                        other_what = call.rstrip(b"\0").decode(errors="replace")
+                        raise mismatched_calls(self.rank, what, rank, other_what)
+                ends = [HEAD_BYTES + _length(row[:LENGTH_BYTES].tobytes()) for row in rows]
+                if max(ends) <= size:
+                    self.barriers += 1
+                    return [
+                        row[HEAD_BYTES:end].tobytes() for row, end in zip(rows, ends, strict=True)
+                    ]
+                size = 2 * max(ends)
+                if size <= KEPT_ROW_BYTES:
+                    self._row_bytes[what] = size
+                rows = self._begin_rows(_row(data, what, size), what)().numpy()
 
+        return end
+
+    def _begin_rows(self, own: Tensor, what: str) -> Callable[[], Tensor]:
+        """Begin to exchange rows; return a call that returns every worker's row by rank.
+
+        They must be read before the next call.
         The workers of a host share a table of rows; the first of them fetches those of other hosts.
         Two tables are used in turn: a worker that writes to one has passed the barriers of the
         other, and so have all workers that read this one before.
@@ -101,15 +157,28 @@ class Distributed(World):
         self._turn = 1 - self._turn
         table[self.rank] = own
         self.barrier_on_host(what)
+        rounds = self._fetch_rows(table)
         if self.rank == self.host.start:
             with self._waiting(what):
-                self._fetch_rows(table)
-        self.barrier_on_host(what)
-        return table
+                next(rounds, None)
 
-    def _fetch_rows(self, table: Tensor) -> None:
+        def end() -> Tensor:
+            if self.rank == self.host.start:
+                with self._waiting(what):
+                    for _ in rounds:
+                        pass
+            self.barrier_on_host(what)
+            return table
+
+        if self.shares_memory:  # other workers of this host wait for the rows
+            end()
+            return lambda: table
+        return end
+
+    def _fetch_rows(self, table: Tensor) -> Iterator[None]:
         """Fetch the rows of other hosts in ceil(log2(hosts)) rounds (Bruck et al. 1997).
 
+        Yields when a round's messages are on their way.
         gloo's ring takes one round per host. Here each host sends all rows that it has to one other
         host, so each round doubles the number of hosts whose rows a host has.
         """
@@ -119,12 +188,14 @@ class Distributed(World):
             left, right = hosts[own - have], hosts[(own + have) % len(hosts)]
             sent = torch.cat([_rows(table, hosts[(own + n) % len(hosts)]) for n in range(new)])
             targets = [_rows(table, hosts[(own + have + n) % len(hosts)]) for n in range(new)]
-            sending = dist.isend(sent, left.start)
+            sending = dist.isend(sent, left.start, self._group)
             rows = table.new_empty(sum(map(len, targets)), table.shape[1])
-            dist.recv(rows, right.start)
+            receiving = dist.irecv(rows, right.start, self._group)
+            yield
+            # None only for workers outside of the group: there are none
+            receiving.wait()  # type: ignore[union-attr]
             for target, received in zip(targets, rows.split(list(map(len, targets))), strict=True):
                 target.copy_(received)
-            # None only for workers outside of the group: there are none
             sending.wait()  # type: ignore[union-attr]
             have += new
 
@@ -135,15 +206,27 @@ class Distributed(World):
         own = _padded(data, max(lengths))
         rows = [torch.empty_like(own) for _ in lengths] if self.rank == 0 else None
         with self._waiting(what):
-            dist.gather(own, rows, dst=0)
+            dist.gather(own, rows, dst=0, group=self._group)
         if rows is None:
             return None
         return [row[:n].numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
     def all_gather(self, out: Tensor, own: Tensor, what: str) -> None:
+        self.begin_all_gather(out, own, what)()
+
+    def begin_all_gather(self, out: Tensor, own: Tensor, what: str) -> Callable[[], None]:
+        works = []
         with self._waiting(what):
-            _all_gather_flat(out, own)
+            if own.is_cuda:
+                _all_gather_flat(out, own, self._group)
+                self._note(what)
+            else:
+                parts = dict(enumerate(out.split(len(own)) if len(own) else ()))
+                if parts and parts[self.rank].data_ptr() != own.data_ptr():
+                    parts[self.rank].copy_(own)
+                works = self._transfer(dict.fromkeys(parts, own), parts)
         self.barriers += 1
+        return self._end_of(works, what, own)
 
     def all_to_all(
         self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
@@ -154,23 +237,90 @@ class Distributed(World):
         self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
     ) -> Callable[[], None]:
         with self._waiting(what):
-            work = dist.all_to_all_single(out, own, list(out_sizes), list(own_sizes), async_op=True)
+            if own.is_cuda:
+                sizes = list(out_sizes), list(own_sizes)
+                works = [dist.all_to_all_single(out, own, *sizes, self._group, async_op=True)]
+            else:
+                sent = dict(enumerate(own.split(list(own_sizes))))
+                received = dict(enumerate(out.split(list(out_sizes))))
+                received[self.rank].copy_(sent[self.rank])
+                works = self._transfer(sent, received)
         self.barriers += 1
+        return self._end_of(works, what, own)
 
-        # keeps the memory alive until everything is sent
-        def end(kept: Tensor = own) -> None:
+    def _end_of(self, works: Sequence[dist.Work], what: str, sent: Tensor) -> Callable[[], None]:
+        """Return a call that completes a transfer; `sent` stays in memory until then."""
+
+        def end(kept: Tensor = sent) -> None:
             with self._waiting(what):
-                work.wait()
+                for work in works:
+                    work.wait()
+                if kept.is_cuda:
+                    self._note(what)
             del kept
 
         return end
+
+    def _note(self, what: str) -> None:
+        """Remember a call that only the GPU waits for: it returned at once."""
+        self._event = self._event or torch.cuda.Event()
+        self._event.record()
+        self._enqueued, self._enqueued_at = what, time.monotonic()
+
+    def wait_for_gpu(self) -> None:
+        if not self._enqueued or self._event is None:
+            return
+        with self._waiting(self._enqueued):
+            deadline = time.monotonic() + self._timeout_seconds
+            while not self._event.query():
+                if time.monotonic() > deadline:
+                    raise TimeoutError("the GPU did not complete the call")
+                time.sleep(POLL_SECONDS)
+        self._enqueued = ""
+
+    def _overdue(self) -> str:
+        """Return the call that the GPU has not completed in time, "" if there is none.
+
+        The watchdog calls this, because the program may wait for the GPU anywhere.
+        """
+        what, event = self._enqueued, self._event
+        late = time.monotonic() - self._enqueued_at > self._timeout_seconds
+        return what if what and late and event is not None and not event.query() else ""
+
+    def _transfer(
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]
+    ) -> list[dist.Work]:
+        """Start to send and receive 1-D CPU tensors by rank; return what completes the transfer.
+
+        All workers make the same transfers in the same order. Each transfer has a tag of its own,
+        because several may be in flight; messages with one tag keep their order.
+        """
+        self._transfers = self._transfers % TAGS + 1
+        ranks = [(self.rank + offset) % self.size for offset in range(1, self.size)]
+        calls = [(dist.irecv, received), (dist.isend, sent)]
+        # no work is None: that is so only for workers outside of the group
+        return [
+            call(piece, rank, self._group, self._transfers)  # type: ignore[misc]
+            for call, tensors in calls
+            for rank in ranks
+            for piece in _pieces(tensors.get(rank))
+        ]
+
+    def transfer(
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], what: str
+    ) -> None:
+        with self._waiting(what):
+            for work in self._transfer(sent, received):
+                work.wait()
 
     def shared(self, nbytes: int) -> list[Tensor]:
         return super().shared(nbytes) if self._mesh is None else share(self._mesh, nbytes)
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
         with self._waiting(what):
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, src=0, group=self._group)
+            if tensor.is_cuda:
+                self._note(what)
 
     def barrier(self, what: str) -> None:
         self.all_gather_bytes(b"", what)
@@ -184,7 +334,26 @@ class Distributed(World):
         self.status.close()  # first, so that workers that find this one gone know why
         if self._mesh is not None:
             self._mesh.close()
-        dist.destroy_process_group()
+        # NCCL may wait for ever for workers that have not failed
+        if not (self._cuda and (self._failure or self.abandoned)):
+            dist.destroy_process_group(self._group)
+
+
+def _is_of_gpu(error: Exception) -> bool:
+    """Return whether an error is not of the exchange: a failed assertion, no memory."""
+    kinds = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+    return isinstance(error, kinds) or str(error).startswith("CUDA error")
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of a message, and the last error of NCCL if it has one."""
+    first, *lines = str(error).strip().splitlines() or [type(error).__name__]
+    last = (
+        [line.strip() for line in lines[lines.index("Last error:") + 1 :] if line.strip()]
+        if "Last error:" in lines
+        else []
+    )
+    return f"{first}; NCCL's last error: {' '.join(last)}" if last else first
 
 
 def _row(data: bytes, what: str, size: int) -> Tensor:
@@ -202,6 +371,14 @@ def _padded(data: bytes, size: int) -> Tensor:
 
 def _length(data: bytes) -> int:
     return int.from_bytes(data, "little")
+
+
+def _pieces(tensor: Tensor | None) -> tuple[Tensor, ...]:
+    if tensor is None or not len(tensor):
+        return ()
+    # a small rest is not a piece of its own
+    pieces: tuple[Tensor, ...] = tensor.detach().chunk(max(1, tensor.nbytes // PIECE_BYTES))
+    return pieces
 
 
 def _rows(table: Tensor, host: range) -> Tensor:

@@ -9,19 +9,25 @@ is parsed as JSON of limited size; nothing is unpickled.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
+import os
 import secrets
 import socket
 import struct
 import time
 from base64 import b64decode, b64encode
+from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import islice
 from typing import Any, Final
 
 from samestep.errors import ConfigError, WorldError
 
 Message = Mapping[str, Any]
+Address = tuple[str, int] | str  # host and port, or the abstract name of a Unix socket
 
 VERSION: Final = 1
 HELLO_BYTES: Final = 512  # the longest frame of an unauthenticated peer
@@ -32,7 +38,9 @@ HELLO_SECONDS: Final = 5.0
 RESPONSE_SECONDS: Final = 10.0
 _LENGTH: Final = struct.Struct(">I")
 _SEQUENCE: Final = struct.Struct(">Q")
+_ABORT: Final = struct.pack("ii", 1, 0)  # struct linger of socket(7)
 _READ_BYTES: Final = 1 << 16
+_RETRY_SECONDS: Final = 0.01
 
 
 class Frames:
@@ -112,6 +120,52 @@ class Seal:
         return decode(text)
 
 
+class Delivery:
+    """Messages that arrive once and in order over any number of successive connections.
+
+    Each message also says how many its sender has `received`. Messages are kept until the other end
+    has confirmed them so, and sent again over the next connection.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._confirmed = 0
+        self._unconfirmed: deque[Message] = deque()
+        self._sent = 0  # of the unconfirmed ones, over the current connection
+
+    def add(self, message: Message) -> None:
+        """Add a message that is due."""
+        self._unconfirmed.append(message)
+
+    def due(self) -> list[Message]:
+        """Return the messages that the current connection has to send."""
+        due = list(islice(self._unconfirmed, self._sent, None))
+        self._sent = len(self._unconfirmed)
+        return [{**message, "received": self.received} for message in due]
+
+    def accept(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Count a received message. Raises `ValueError` for an invalid confirmation."""
+        self._confirm(message.pop("received", None))
+        self.received += 1
+        return message
+
+    def resume(self, received: object) -> None:
+        """Continue over a new connection, whose other end has received this many messages."""
+        self._confirm(received)
+        self._sent = 0
+
+    def _confirm(self, received: object) -> None:
+        expected = range(self._confirmed, self._confirmed + len(self._unconfirmed) + 1)
+        if not isinstance(received, int) or received not in expected:
+            raise ValueError(
+                f"expected a confirmation of {expected} messages, got {received!r:.20}"
+            )
+        for _ in range(self._confirmed, received):
+            self._unconfirmed.popleft()
+            self._sent = max(0, self._sent - 1)
+        self._confirmed = received
+
+
 def prove(token: str, purpose: bytes, nonces: bytes) -> bytes:
     """Return the proof of holding the token, from both ends' nonces (the coordinator's first)."""
     return hmac.digest(token.encode(), b"samestep %d %s " % (VERSION, purpose) + nonces, "sha256")
@@ -134,18 +188,40 @@ def is_proof(message: Message, token: str, purpose: bytes, nonces: bytes) -> boo
     )
 
 
+def _connect(address: Address, seconds: float) -> socket.socket:
+    if not isinstance(address, str):
+        connection = socket.create_connection(address, seconds)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+    connection = socket.socket(socket.AF_UNIX)
+    deadline = time.monotonic() + seconds
+    try:
+        connection.settimeout(seconds)
+        # with EAGAIN, too many others are waiting to be accepted
+        while (code := connection.connect_ex(f"\0{address}")) == errno.EAGAIN:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_RETRY_SECONDS)
+    except BaseException:
+        connection.close()
+        raise
+    if code:
+        connection.close()
+        raise OSError(code, os.strerror(code))
+    return connection
+
+
 class Link:
     """A launcher's or worker's authenticated connection to the coordinator."""
 
-    def __init__(self, address: tuple[str, int], token: str, seconds: float) -> None:
+    def __init__(self, address: Address, token: str, seconds: float) -> None:
         """Connect. Raises `OSError` if nothing responds, `WorldError` if the tokens differ."""
         self._frames = Frames(MAX_BYTES)
         self._deadline = time.monotonic() + seconds
-        self._socket = socket.create_connection(address, seconds)
+        self._socket = _connect(address, seconds)
+        # the coordinator's IP address, which needs no name lookup
+        self.address: Any = self._socket.getpeername()[:2]
         try:
-            # the coordinator's IP address, which needs no name lookup
-            self.address: tuple[str, int] = self._socket.getpeername()[:2]
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._seal = self._authenticate(token)
         except ValueError as error:
             self.close()
@@ -162,11 +238,11 @@ class Link:
         """Send a message. Raises `OSError` if disconnected, `ValueError` if it is too long."""
         self._socket.sendall(self._seal.seal(message))
 
-    def hello(self, message: Message) -> dict[str, Any]:
+    def hello(self, message: Message, seconds: float = RESPONSE_SECONDS) -> dict[str, Any]:
         """Send the first message; return the response. Closes if `refused`. Raises `OSError`."""
         try:
             self.send(message)
-            response = self.receive(RESPONSE_SECONDS)
+            response = self.receive(seconds)
         except OSError:
             self.close()
             raise
@@ -177,7 +253,10 @@ class Link:
     def receive(self, seconds: float) -> dict[str, Any]:
         """Wait for a message. Raises `TimeoutError`, or another `OSError` if disconnected."""
         self._deadline = time.monotonic() + seconds
-        return self._open(self._next_body())
+        try:
+            return self._seal.open(self._next_body())
+        except ValueError as error:
+            raise _unauthenticated(error) from error
 
     def poll(self) -> list[dict[str, Any]]:
         """Return the messages received so far. Raises `OSError` if disconnected."""
@@ -186,10 +265,12 @@ class Link:
         try:
             while True:
                 while (body := self._frames.next()) is not None:
-                    messages.append(self._open(body))
+                    messages.append(self._seal.open(body))
                 self._feed(self._socket.recv(_READ_BYTES))
         except BlockingIOError:
             return messages
+        except ValueError as error:
+            raise _unauthenticated(error) from error
         except ConnectionError:
             if messages:  # they may explain it; the next call raises again
                 return messages
@@ -200,6 +281,12 @@ class Link:
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
+
+    def abort(self) -> None:
+        """Close a connection that another one replaces: the process does not end."""
+        with suppress(OSError):  # the other end must not see an orderly end
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
+        self.close()
 
     def _authenticate(self, token: str) -> Seal:
         own = secrets.token_bytes(NONCE_BYTES)
@@ -227,11 +314,9 @@ class Link:
             raise ConnectionResetError("the coordinator closed the connection")
         self._frames.feed(data)
 
-    def _open(self, body: bytes) -> dict[str, Any]:
-        try:
-            return self._seal.open(body)
-        except ValueError as error:
-            raise ConnectionAbortedError(f"unauthenticated data: {error}") from error
+
+def _unauthenticated(error: ValueError) -> ConnectionAbortedError:
+    return ConnectionAbortedError(f"unauthenticated data: {error}")
 
 
 def parse_address(text: str, name: str) -> tuple[str, int]:

@@ -1,16 +1,22 @@
-"""Connections between the workers of one host, for barriers, small messages and open files."""
+"""Connections between the workers of one host, and the statuses that they share."""
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
 import select
 import socket
+import struct
 import time
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, Final
 
 from samestep.comm.status import FORMING, WorkerStatus, mismatched_calls, no_response, process_state
+from samestep.host import anonymous_memory
 
 # of the largest message: a socket buffers several, so sending never blocks
 MESSAGE_BYTES = 16 * 1024
@@ -168,3 +174,120 @@ def _ready(peers: Iterable[Peer], event: int, seconds: float) -> set[int]:
         poll.register(peer.socket, event)
         poll.register(peer.pidfd, select.POLLIN)
     return {file for file, _ in poll.poll(seconds * 1000)}
+
+
+SLOT_BYTES: Final = 16 * 1024
+BOARD_WORKERS: Final = 64  # at most: the statuses of a board are one message to the store
+BOARD_BYTES: Final = (BOARD_WORKERS + 4) * SLOT_BYTES  # whole pages of any size
+LEFT_AT: Final = -1.0  # when a worker that has left wrote its slot; 0 is never
+_SLOT: Final = struct.Struct("<dII")  # monotonic time; bytes and checksum of the JSON that follows
+
+
+class StatusBoard:
+    """The newest status of each worker in `ranks`, of one host, in memory that they share.
+
+    So that a store gets one message per host, only one worker publishes them: the first whose
+    status is recent. Each worker writes its own slot; one more slot is for news from the store.
+    """
+
+    def __init__(
+        self, rank: int, ranks: range, memory: Any = None, file: int | None = None
+    ) -> None:
+        """Without `memory` that others share, the worker is alone on its board.
+
+        `file` is the memory of all boards of the host, to be closed by this worker.
+        """
+        self._file = file
+        self.rank, self.ranks = rank, ranks if memory is not None else range(rank, rank + 1)
+        self._memory = bytearray(2 * SLOT_BYTES) if memory is None else memory
+        self._known: dict[int, dict[str, Any]] = {}  # by slot
+        self._opened_at = time.monotonic()
+
+    @classmethod
+    def open(
+        cls, rank: int, host: range, pid: int, file: int | None, own: int | None
+    ) -> StatusBoard:
+        """Open the board in memory that process `pid`, the first of the host, opened as `file`.
+
+        `own` is that of this process, None unless it is the first.
+        """
+        number = (rank - host.start) // BOARD_WORKERS
+        ranks, memory = boards([host])[number], None
+        if file is not None and len(ranks) > 1:
+            # a process may have exited, or may not be inspected
+            with suppress(OSError, ValueError):
+                other = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
+                try:
+                    memory = mmap.mmap(other, BOARD_BYTES, offset=number * BOARD_BYTES)
+                finally:
+                    os.close(other)
+        return cls(rank, ranks, memory, own)
+
+    def close(self) -> None:
+        """Close the memory, which the others keep."""
+        if isinstance(self._memory, mmap.mmap):
+            self._memory.close()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def write(self, status: Mapping[str, Any], *, left: bool = False) -> None:
+        """Write this worker's status; one that `left` publishes no more."""
+        self._write(1 + self.rank - self.ranks.start, status, LEFT_AT if left else time.monotonic())
+
+    def write_news(self, news: Mapping[str, Any]) -> None:
+        """Add to what the workers of the host know from the store."""
+        self._write(0, {**self.news(), **news}, time.monotonic())
+
+    def news(self) -> dict[str, Any]:
+        """Return what the workers of the host know from the store."""
+        return self._read(0) or {}
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """Return all statuses that were written."""
+        found = (self._read(1 + number) for number in range(len(self.ranks)))
+        return [status for status in found if status is not None]
+
+    def publishes(self, seconds: float) -> bool:
+        """Return whether this worker publishes: no lower rank has written for `seconds`."""
+        now, lower = time.monotonic(), range(self.rank - self.ranks.start)
+        if now - self._opened_at < seconds and not any(map(self._written_at, lower)):
+            return not lower  # the others may not have started
+        return all(now - self._written_at(number) > seconds for number in lower)
+
+    def _written_at(self, number: int) -> float:
+        at: float = _SLOT.unpack_from(self._memory, (1 + number) * SLOT_BYTES)[0]
+        return at
+
+    def _write(self, slot: int, value: Mapping[str, Any], at: float) -> None:
+        data = json.dumps(value).encode()
+        if len(data) <= SLOT_BYTES - _SLOT.size:
+            start = slot * SLOT_BYTES
+            head = _SLOT.pack(at, len(data), zlib.crc32(data))
+            self._memory[start : start + _SLOT.size + len(data)] = head + data
+
+    def _read(self, slot: int) -> dict[str, Any] | None:
+        """Return a slot's value, the previous one while it is being written."""
+        start = slot * SLOT_BYTES
+        _, length, checksum = _SLOT.unpack_from(self._memory, start)
+        data = bytes(self._memory[start + _SLOT.size : start + _SLOT.size + length])
+        if length and zlib.crc32(data) == checksum:
+            self._known[slot] = json.loads(data)
+        return self._known.get(slot)
+
+
+def create_boards(workers: int) -> int | None:
+    """Return a file in memory for the boards of a host's workers, None if it is not possible."""
+    file = anonymous_memory("samestep-status")
+    if file is not None:
+        os.ftruncate(file, -(-workers // BOARD_WORKERS) * BOARD_BYTES)
+    return file
+
+
+def boards(hosts: Iterable[range]) -> list[range]:
+    """Return the ranks of each status board of these hosts."""
+    return [
+        range(start, min(start + BOARD_WORKERS, host.stop))
+        for host in hosts
+        for start in range(host.start, host.stop, BOARD_WORKERS)
+    ]

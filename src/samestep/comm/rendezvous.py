@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hmac
+import json
 import os
 import socket
-import struct
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any, Final
@@ -17,12 +19,14 @@ from torch.distributed.distributed_c10d import Store
 from typing_extensions import Self
 
 from samestep.cluster import ProcessInfo
-from samestep.comm.mesh import Mesh, Peer
+from samestep.comm.link import to_bytes, to_text
+from samestep.comm.mesh import Mesh, Peer, StatusBoard, create_boards
 from samestep.comm.status import FORMING, WorkerStatus, list_workers, no_response
-from samestep.comm.store import StoreClient, open_store
+from samestep.comm.store import PAUSE_SECONDS, StoreClient, open_store
 from samestep.comm.watchdog import Watchdog
-from samestep.errors import WorldError
-from samestep.host import missing_system_calls
+from samestep.config import TOKEN
+from samestep.errors import ConfigError, WorldError
+from samestep.host import missing_system_calls, peer_credentials
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # in which abstract sockets, process ids and user ids have the same meaning
@@ -31,10 +35,11 @@ NAMESPACES = ("net", "pid", "user")
 START_SHARE: Final = 0.25
 MIN_START_SECONDS: Final = 30.0  # unless that is more than the timeout
 LINGER_SECONDS: Final = 3.0
-PAUSE_SECONDS: Final = 0.0005  # between checks for other workers
-FAILED: Final = "failed"  # key: the reason for a failure, and how many workers to inform
+REPORT_SECONDS: Final = 3.0  # for one worker to report which have not started
+MAX_ENTRIES_BYTES: Final = 1 << 28
+OUTCOME: Final = "outcome"  # key: all entries, or a failure and how many workers to inform
+REPORTER: Final = "forming/reporter"  # key: the rank that reports missing workers
 INFORMED: Final = "informed"  # key: how many were informed
-_CREDENTIALS: Final = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
 _worlds_formed = count()  # gives each world of this process its own store prefix
 
 
@@ -42,26 +47,33 @@ _worlds_formed = count()  # gives each world of this process its own store prefi
 class PeerInfo:
     """A worker's entry in the store.
 
-    Workers with the same `home` can share memory, and listen at `address`. Both are None if this
-    worker shares no memory.
+    Workers with the same `home` are on one host, None if unknown. Those that share memory listen at
+    `address`. `nonce` is random text, from which this world's signing key is derived. The first
+    worker of a host opened the memory of its status boards as `statuses`. `gpus` names the worker's
+    GPUs: equal names are the same GPU.
     """
 
     host: str
     pid: int
     home: str | None
     address: str | None
+    nonce: str = ""
+    statuses: int | None = None
+    gpus: Sequence[str] = ()
 
     @classmethod
     def read(cls, rank: int, value: Any) -> PeerInfo:
         """Return the entry of worker `rank`. Raises `WorldError` if another program wrote it."""
         text: Any = str | None
-        kinds: dict[str, Any] = {"host": str, "pid": int, "home": text, "address": text}
+        kinds = {"host": str, "pid": int, "home": text, "address": text, "nonce": str}
+        kinds |= {"statuses": int | None, "gpus": list}
         if (
             isinstance(value, dict)
             and value.keys() == kinds.keys()
             and all(isinstance(value[name], kind) for name, kind in kinds.items())
+            and all(isinstance(name, str) for name in value["gpus"])
         ):
-            return cls(**value)
+            return cls(**{**value, "gpus": tuple(value["gpus"])})
         raise _foreign_store(f"the store has {str(value)[:80]!r} as the entry of worker {rank}")
 
     def __str__(self) -> str:
@@ -129,7 +141,7 @@ class PeerListener:
             except TimeoutError:
                 missing = (f"worker {rank} (process {pid})" for pid, rank in ranks.items())
                 raise TimeoutError(f"timed out waiting for {' and '.join(missing)}") from None
-            pid, user = _credentials(connection)
+            pid, user = peer_credentials(connection)
             if user == os.geteuid() and pid in ranks:
                 sockets[ranks.pop(pid)] = exits.enter_context(connection)
             else:
@@ -140,16 +152,10 @@ class PeerListener:
 def _connect(member: PeerInfo, exits: ExitStack) -> socket.socket:
     connection = exits.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     connection.connect(f"\0{member.address}")
-    pid, user = _credentials(connection)
+    pid, user = peer_credentials(connection)
     if (pid, user) != (member.pid, os.geteuid()):
         raise PermissionError(f"expected process {member.pid} to listen, got process {pid}")
     return connection
-
-
-def _credentials(connection: socket.socket) -> tuple[int, int]:
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, _ = _CREDENTIALS.unpack(data)
-    return pid, user
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,8 @@ class Rendezvous:
     """The result of `rendezvous`, from which a world is made.
 
     `hosts` is as in `World`. `mesh` connects the workers of this host, None if there is only one.
+    `signing_key` is None without a token. With `nccl`, every worker has GPUs of its own: NCCL
+    connects them, so they share no memory and each is a host of its own.
     """
 
     rank: int
@@ -166,68 +174,199 @@ class Rendezvous:
     store: Store
     status: WorkerStatus
     timeout_seconds: float
+    signing_key: bytes | None
+    nccl: bool = False
 
 
-def rendezvous(process: ProcessInfo, timeout_seconds: float, *, share: bool) -> Rendezvous:
-    """Find all workers; with `share`, connect those that share memory. Raises `WorldError`."""
+def rendezvous(
+    process: ProcessInfo, timeout_seconds: float, *, share: bool, gpus: Sequence[str] = ()
+) -> Rendezvous:
+    """Find all workers; with `share`, connect those that share memory. Raises `WorldError`.
+
+    `gpus` are the names of this worker's GPUs. Raises `ConfigError` if only some workers have any.
+    """
     rank, size = process.rank, process.world_size
-    seconds = max(START_SHARE * timeout_seconds, min(timeout_seconds, MIN_START_SECONDS))
-    home = _home(process) if share else None
-    try:
+    seconds = _start_seconds(timeout_seconds)
+    home = _home(process)
+    shares = share and home is not None and not missing_system_calls()
+    with _explained(rank):
         store, client = open_store(process, f"samestep/{next(_worlds_formed)}", seconds)
-        with PeerListener() if home else nullcontext() as listener:
-            address = listener.address if listener else None
-            own = PeerInfo(socket.gethostname(), os.getpid(), home, address)
+        with ExitStack() as exits:
+            listener = exits.enter_context(PeerListener()) if shares else None
+            address, statuses = listener.address if listener else None, None
+            if home is not None and process.local_rank == 0 and process.local_world_size > 1:
+                statuses = create_boards(process.local_world_size)
+            failed = exits.enter_context(ExitStack())
+            if statuses is not None:
+                failed.callback(os.close, statuses)
+            own = PeerInfo(socket.gethostname(), os.getpid(), home, address, os.urandom(16).hex())
+            own = replace(own, statuses=statuses, gpus=tuple(gpus))
             infos = _exchange_infos(client, process, own, seconds)
-            hosts = _hosts([info.home for info in infos])
-            local_ranks = next(ranks for ranks in hosts if rank in ranks)
-            watchdog = Watchdog(client, rank, size, timeout_seconds)
+            nccl = _have_own_gpus(client, [info.gpus for info in infos])
+            sharing = [info.home if info.address and not nccl else None for info in infos]
+            hosts = _hosts(sharing)
+            homes = _hosts([info.home for info in infos])
+            home_ranks = next(ranks for ranks in homes if rank in ranks)
+            first = infos[home_ranks.start]
+            board = StatusBoard.open(rank, home_ranks, first.pid, first.statuses, statuses)
+            failed.pop_all()
+            watchdog = Watchdog(client, timeout_seconds, homes, board)
             mesh = None
-            if listener and len(local_ranks) > 1:
-                members = {other: infos[other] for other in local_ranks}
+            members = {other: infos[other] for other in next(one for one in hosts if rank in one)}
+            if listener and len(members) > 1:
                 try:
                     mesh = listener.connect(rank, members, seconds, timeout_seconds, watchdog)
                 except BaseException:
                     watchdog.close()
                     raise
+    key = _signing_key(infos)
+    return Rendezvous(rank, size, hosts, mesh, store, watchdog, timeout_seconds, key, nccl)
+
+
+def locate(process: ProcessInfo, timeout_seconds: float) -> ProcessInfo:
+    """Return a worker with its local rank and world size, found by comparing hosts if unknown.
+
+    Raises `WorldError` if workers are missing.
+    """
+    if process.knows_host:
+        return process
+    host = " ".join([socket.gethostname(), *_kernel("net")])
+    own = PeerInfo(socket.gethostname(), os.getpid(), host, None, os.urandom(16).hex())
+    seconds = _start_seconds(timeout_seconds)
+    with _explained(process.rank):
+        _, client = open_store(process, f"samestep/{next(_worlds_formed)}", seconds)
+        infos = _exchange_infos(client, process, own, seconds)
+        client.close()
+    ranks = [rank for rank, info in enumerate(infos) if info.home == host]
+    local_rank = ranks.index(process.rank)
+    return replace(process, local_rank=local_rank, local_world_size=len(ranks), knows_host=True)
+
+
+def _start_seconds(timeout_seconds: float) -> float:
+    return max(START_SHARE * timeout_seconds, min(timeout_seconds, MIN_START_SECONDS))
+
+
+@contextmanager
+def _explained(rank: int) -> Iterator[None]:
+    """Raise `WorldError` for a store that does not respond or has values of another program."""
+    try:
+        yield
     except OSError as error:
         raise WorldError(
             f"worker {rank} could not reach other workers while {FORMING}: {error}"
         ) from error
+    except ConfigError:
+        raise
     except ValueError as error:
         raise _foreign_store(f"the store has invalid JSON: {error}") from None
-    return Rendezvous(rank, size, hosts, mesh, store, watchdog, timeout_seconds)
+
+
+def _have_own_gpus(client: StoreClient, gpus: Sequence[Sequence[str]]) -> bool:
+    """Return whether no two workers have the same GPU, which NCCL refuses; False without GPUs."""
+    without = [rank for rank, names in enumerate(gpus) if not names]
+    if without and len(without) < len(gpus):
+        with suppress(OSError):
+            _wait_for_informed(client, len(gpus))
+        raise ConfigError(
+            f"all workers must use GPUs or none, but torch finds no GPU on {list_workers(without)};"
+            " check the driver and CUDA_VISIBLE_DEVICES there, or set device='cpu' on all workers"
+        )
+    names = [name for some in gpus for name in some]
+    return len(set(names)) == len(names) > 0
+
+
+def _signing_key(infos: Sequence[PeerInfo]) -> bytes | None:
+    """Return a key that only this world's workers can derive, None without a token."""
+    if TOKEN not in os.environ:
+        return None
+    nonces = " ".join(info.nonce for info in infos)
+    return hmac.digest(os.environ[TOKEN].encode(), f"samestep objects {nonces}".encode(), "sha256")
 
 
 def _exchange_infos(
     client: StoreClient, process: ProcessInfo, own: PeerInfo, seconds: float
 ) -> list[PeerInfo]:
-    """Return every worker's entry by rank. Raises `WorldError` for missing and duplicate ranks."""
+    """Return every worker's entry by rank. Raises `WorldError` for missing and duplicate ranks.
+
+    Rank 0 reads all entries and publishes them under one key, for which the others wait. So each
+    of them makes a few requests, however many workers there are.
+    """
     rank, size = process.rank, process.world_size
     keys = [f"worker/{other}" for other in range(size)]
+    longest_pause = PAUSE_SECONDS * size  # one store answers all workers
     first = PeerInfo.read(rank, client.put_first(keys[rank], asdict(own)))
+    outcome = None
     if first != own:
         reason = f"two workers have rank {rank}: {first} and {own}; ranks must be unique"
-        client.put_first(FAILED, [reason, size])
+        outcome = client.put_first(OUTCOME, {"failed": reason, "expected": size})
+    elif rank == 0:
+        outcome = _publish_entries(client, keys, seconds)
+    if outcome is None:
+        outcome = client.wait_for(OUTCOME, seconds, longest_pause)
+    if outcome is None:  # worker 0 is missing, or reports now
+        is_first = client.put_first(REPORTER, rank) == rank
+        if not is_first:
+            outcome = client.wait_for(OUTCOME, REPORT_SECONDS, longest_pause)
+        outcome = outcome or _end_wait(client, keys, seconds)
+    kinds = {name: type(value) for name, value in outcome.items()} if type(outcome) is dict else {}
+    if kinds not in ({"workers": str}, {"failed": str, "expected": int}):
+        raise _foreign_store(f"the store has {str(outcome)[:80]!r} as the entries of all workers")
+    if "failed" in outcome:
+        _wait_for_informed(client, outcome["expected"])
+        raise WorldError(
+            f"{outcome['failed']}; check the launcher (worker {rank}, while {FORMING}, "
+            f"was started with {process.source})"
+        )
+    entries = _unpack(outcome["workers"])
+    if len(entries) != size:
+        raise _foreign_store(f"the store has entries of {len(entries)} workers instead of {size}")
+    return [PeerInfo.read(other, entry) for other, entry in enumerate(entries)]
+
+
+def _publish_entries(client: StoreClient, keys: Sequence[str], seconds: float) -> Any:
+    """Wait for all entries; return the outcome: that of this worker, or an earlier failure."""
     deadline, pause = time.monotonic() + seconds, PAUSE_SECONDS
-    while first != own or not client.has(keys):
-        if (failed := client.get(FAILED)) is not None:
-            reason, expected = failed
-            _wait_for_informed(client, expected)
-            raise WorldError(
-                f"{reason}; check the launcher (worker {rank}, while {FORMING}, "
-                f"was started with {process.source})"
-            )
+    while not client.has(keys) or None in (entries := client.get_many(keys)):
+        if (outcome := client.get(OUTCOME)) is not None:
+            return outcome
         if time.monotonic() > deadline:
-            missing = [other for other, key in enumerate(keys) if not client.has([key])]
-            reason = (
-                f"timed out after {seconds:g} s waiting for {list_workers(missing)} to start; "
-                "increase timeout if some start late"
-            )
-            client.put_first(FAILED, [reason, size - len(missing)])
+            return _end_wait(client, keys, seconds)
         time.sleep(pause)
-        pause = min(2 * pause, PAUSE_SECONDS * size)  # one store answers all workers
-    return [PeerInfo.read(other, client.get(key)) for other, key in enumerate(keys)]
+        pause = min(2 * pause, PAUSE_SECONDS * len(keys))
+    return client.put_first(OUTCOME, {"workers": _pack(entries)})
+
+
+def _pack(entries: Sequence[Any]) -> str:
+    """Return entries as compressed JSON, because every worker reads those of all."""
+    return to_text(zlib.compress(json.dumps(entries).encode()))
+
+
+def _unpack(text: Any) -> list[Any]:
+    """Return the entries of `_pack`. Raises `ValueError` for anything else."""
+    try:
+        data = zlib.decompressobj().decompress(to_bytes(text), MAX_ENTRIES_BYTES)
+    except (TypeError, zlib.error) as error:
+        raise ValueError(f"invalid entries: {error}") from error
+    try:
+        entries = json.loads(data)
+    except RecursionError:
+        raise ValueError("entries are nested too deeply") from None
+    return entries if isinstance(entries, list) else []
+
+
+def _end_wait(client: StoreClient, keys: Sequence[str], seconds: float) -> Any:
+    """Publish which workers have not started, or all entries; return the first outcome."""
+    entries = client.get_many(keys)
+    missing = [rank for rank, entry in enumerate(entries) if entry is None]
+    if not missing:
+        return client.put_first(OUTCOME, {"workers": _pack(entries)})
+    same = "" if client.key is None else f" with the same {TOKEN}"
+    reason = (
+        f"timed out after {seconds:g} s waiting for {list_workers(missing)} to start{same}; "
+        "increase timeout if some start late"
+    )
+    expected = len(keys) - len(missing)
+    return client.put_first(OUTCOME, {"failed": reason, "expected": expected})
 
 
 def _wait_for_informed(client: StoreClient, expected: int) -> None:
@@ -236,7 +375,7 @@ def _wait_for_informed(client: StoreClient, expected: int) -> None:
     deadline = time.monotonic() + LINGER_SECONDS
     while client.hosts_store and informed < expected and time.monotonic() < deadline:
         time.sleep(PAUSE_SECONDS)
-        informed = client.get(INFORMED)
+        informed = client.count(INFORMED, 0)
 
 
 def _foreign_store(found: str) -> WorldError:
@@ -246,20 +385,23 @@ def _foreign_store(found: str) -> WorldError:
 
 
 def _home(process: ProcessInfo) -> str | None:
-    """Return text that is equal for workers that can share memory; None if this one cannot.
+    """Return text that is equal for workers of one host, None if unknown.
 
-    They have the same kernel, namespaces, user, and first rank on their host. A worker cannot if
-    the system or this Python lacks a system call, or refuses it.
+    They have the same kernel, namespaces, user, and first rank on their host, and share memory if
+    the system and this Python have the system calls for it, and do not refuse them.
     """
-    if missing_system_calls():
-        return None
-    try:
-        namespaces = [str(Path(f"/proc/self/ns/{name}").readlink()) for name in NAMESPACES]
-        boot_id = BOOT_ID.read_text().strip()
-    except OSError:
-        return None
+    kernel = _kernel(*NAMESPACES)
     first_rank = process.rank - process.local_rank
-    return " ".join([boot_id, *namespaces, str(os.geteuid()), str(first_rank)])
+    return " ".join([*kernel, str(os.geteuid()), str(first_rank)]) if kernel else None
+
+
+def _kernel(*namespaces: str) -> list[str]:
+    """Return what identifies this kernel and these of its namespaces, [] if unknown."""
+    try:
+        links = [str(Path(f"/proc/self/ns/{name}").readlink()) for name in namespaces]
+        return [BOOT_ID.read_text().strip(), *links]
+    except OSError:
+        return []
 
 
 def _hosts(homes: Sequence[str | None]) -> list[range]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +19,9 @@ from torch import Tensor
 
 from samestep.comm.base import Sizes, World
 from samestep.comm.mesh import MESSAGE_BYTES, Mesh
-from samestep.comm.rendezvous import Rendezvous
+from samestep.comm.rendezvous import BOOT_ID, NAMESPACES, Rendezvous
 from samestep.errors import WorldError
+from samestep.host import available_bytes
 
 Bytes = NDArray[np.uint8]
 Range = tuple[int, int]
@@ -56,6 +60,92 @@ def _map(file: int, nbytes: int, rank: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)[:nbytes]
 
 
+@contextmanager
+def share_files(
+    world: World, sizes: Sequence[int], what: str
+) -> Iterator[tuple[list[list[int]], list[int]]]:
+    """Yield the ranks of each host, and anonymous files of `sizes` bytes that this host shares.
+
+    Collective. Unlike `share`, this needs no mesh, so it also serves workers with GPUs of their
+    own. Where a worker cannot share memory, or there is too little, all workers of its host count
+    as hosts of their own; they have no files, like single workers. The files are closed at the end
+    of the block; memory that is mapped from them stays.
+    """
+    with ExitStack() as exits:
+        files: list[int] = []
+        entry: Any = None
+        try:
+            files = _empty_files(sizes, exits)
+            entry = [_home(world), os.getpid(), [_identity(file) for file in files]]
+        except (AttributeError, OSError):  # this system or Python lacks it, or refuses it
+            pass
+        entries = world.all_gather_json(entry, what)
+        hosts: dict[Any, list[int]] = {}
+        for rank, found in enumerate(entries):
+            hosts.setdefault(f"worker {rank}" if found is None else found[0], []).append(rank)
+        ranks = next(host for host in hosts.values() if world.rank in host)
+        fault = ""
+        try:
+            if world.rank != ranks[0]:
+                _, pid, identities = entries[ranks[0]]
+                files = _open_files(pid, identities, exits)
+            if len(ranks) > 1:
+                _reserve(files, sizes, ranks.index(world.rank), len(ranks))
+        except OSError as error:
+            fault = str(error)
+        faults = world.all_gather_json(fault, what)
+        divided = [
+            part
+            for host in hosts.values()
+            for part in ([[one] for one in host] if any(faults[one] for one in host) else [host])
+        ]
+        yield divided, files if ranks in divided and len(ranks) > 1 else []
+
+
+def _home(world: World) -> str:
+    """Return text that is equal for workers that can open each other's files."""
+    first = (world.local_ranks or world.host).start
+    namespaces = [str(Path(f"/proc/self/ns/{name}").readlink()) for name in NAMESPACES]
+    return " ".join([BOOT_ID.read_text().strip(), *namespaces, str(os.geteuid()), str(first)])
+
+
+def _empty_files(sizes: Sequence[int], exits: ExitStack) -> list[int]:
+    """Return anonymous files without any memory yet."""
+    files = []
+    for size in sizes:
+        files.append(file := os.memfd_create("samestep-state"))
+        exits.callback(os.close, file)
+        os.ftruncate(file, size)
+    return files
+
+
+def _identity(file: int) -> list[int]:
+    status = os.fstat(file)
+    return [file, status.st_dev, status.st_ino]
+
+
+def _open_files(pid: int, identities: Sequence[Sequence[int]], exits: ExitStack) -> list[int]:
+    """Open files of another process. Raises `OSError`, also if they are not those files any more."""
+    files = []
+    for number, *expected in identities:
+        files.append(file := os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
+        exits.callback(os.close, file)
+        if _identity(file)[1:] != expected:
+            raise OSError(errno.ESTALE, f"process {pid} has another file {number}")
+    return files
+
+
+def _reserve(files: Sequence[int], sizes: Sequence[int], number: int, workers: int) -> None:
+    """Allocate this worker's share of files: writing to memory that is not there would kill it."""
+    shares = [range(size * number // workers, size * (number + 1) // workers) for size in sizes]
+    available, wanted = available_bytes(), sum(map(len, shares))
+    if available is not None and wanted > available:
+        raise OSError(errno.ENOMEM, f"{wanted} bytes are wanted, {available} are left")
+    for file, share in zip(files, shares, strict=True):
+        if share:
+            os.posix_fallocate(file, share.start, len(share))
+
+
 class Shared(World):
     """The world of CPU workers on one host, over their mesh.
 
@@ -63,6 +153,8 @@ class Shared(World):
     shared box; after a barrier each receiver copies its part. A worker alternates between two
     boxes: workers that arrive at a barrier have read the boxes of the previous barrier.
     """
+
+    exchange = "shared memory"
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rank, self.size, self.hosts = rendezvous.rank, rendezvous.size, rendezvous.hosts

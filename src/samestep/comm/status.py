@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import psutil
 from typing_extensions import Self
 
 from samestep.errors import WorldError
@@ -32,6 +33,11 @@ class WorkerStatus:
         self.activity = "starting"
         self.collective = ""
         self.since = time.monotonic()
+        self.waited = 0.0  # seconds, in all calls so far
+        # the call that this worker's GPU has not completed within the timeout, "" if there is none
+        self.overdue: Callable[[], str] = lambda: ""
+        # called from a thread with one line about workers that keep others waiting
+        self.on_stall: Callable[[str], None] = lambda _: None
 
     def set_activity(self, activity: str) -> None:
         """Record the start of an activity."""
@@ -54,7 +60,9 @@ class WorkerStatus:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.collective, self.since = "", time.monotonic()
+        now = time.monotonic()
+        self.waited += now - self.since
+        self.collective, self.since = "", now
 
     def explain(self, what: str, reason: str, *, timed_out: bool) -> WorldError:
         """Return the error of a call that timed out or lost its peers."""
@@ -62,6 +70,9 @@ class WorkerStatus:
 
     def report_failure(self, error: BaseException) -> None:
         """Report to the other workers that this one failed, so that all of them exit."""
+
+    def set_key(self, key: bytes) -> None:
+        """Sign what this worker publishes, and ignore what is not signed with the same key."""
 
     def finish(self) -> None:
         """Record that all workers have reached the end of the run: each may exit at any time."""
@@ -80,6 +91,8 @@ def no_response(rank: int, what: str, reason: str, details: str | None = None) -
 
 def process_state(pid: int) -> str:
     """Return "running", "stopped" (by a signal or debugger) or "exited" for a local process."""
+    import psutil  # takes 9 ms, and is needed after a failure only
+
     try:
         state = psutil.Process(pid).status()
     except psutil.Error:
@@ -87,6 +100,13 @@ def process_state(pid: int) -> str:
     if state in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}:
         return "stopped"
     return "exited" if state in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD} else "running"
+
+
+def host_name() -> str:
+    """Return a name that is equal for processes of one running kernel, also in containers."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
 
 
 def machine_name() -> str:
@@ -99,6 +119,9 @@ def machine_name() -> str:
 
 
 MAX_LISTED: Final = 8  # missing workers
+MAX_PID: Final = 2**31
+MAX_NUMBER: Final = 1e15  # of steps and seconds, in a heartbeat
+MANY: Final = 16  # workers, of which more are listed as ranges
 
 STOPPED: Final = "its process is stopped (state T)"
 EXITED: Final = "its process has exited"
@@ -165,6 +188,27 @@ class Heartbeat:
     left: bool
     failed: bool
     stack: Sequence[str] | None
+
+    @classmethod
+    def read(cls, value: Any) -> Heartbeat | None:
+        """Return a worker's heartbeat, None if another program wrote it."""
+        text, number = (str,), (int, float)
+        kinds: dict[str, tuple[type, ...]] = {
+            "rank": (int,), "host": text, "pid": (int,), "machine": text, "at": number,
+            "step": (int,), "activity": text, "collective": text, "seconds": number,
+            "left": (bool,), "failed": (bool,), "stack": (list, type(None)),
+        }  # fmt: skip
+        if (
+            isinstance(value, dict)
+            and value.keys() == kinds.keys()
+            and all(type(value[name]) in kind for name, kind in kinds.items())
+            and 0 <= value["rank"] < MAX_PID
+            and 0 < value["pid"] < MAX_PID
+            and all(abs(value[name]) < MAX_NUMBER for name in ("at", "seconds", "step"))
+            and all(isinstance(line, str) for line in value["stack"] or ())
+        ):
+            return cls(**value)
+        return None
 
     @property
     def name(self) -> str:
@@ -237,6 +281,25 @@ def report_hang(
     )
 
 
+def describe_stall(
+    own: Heartbeat, beats: Sequence[Heartbeat], size: int, timeout_seconds: float
+) -> str:
+    """Return one line about the workers for which `own` has waited long, given the others' beats."""
+    late = [beat for beat in beats if beat.collective != own.collective]
+    unseen = sorted(set(range(size)).difference(beat.rank for beat in [own, *beats]))
+    does = [
+        f"{beat.name}, which is at step {beat.step} ({beat.collective or beat.activity})"
+        for beat in late[:MAX_LISTED]
+    ]
+    if missing := [*(beat.rank for beat in late[MAX_LISTED:]), *unseen]:
+        does.append(list_workers(missing))
+    return (
+        f"stalled: worker {own.rank} has waited {own.seconds:.0f} s at step {own.step} while "
+        f"{own.collective}, for {' and '.join(does) or 'data that the network does not deliver'}; "
+        f"the run ends after timeout={timeout_seconds:g} s"
+    )
+
+
 def mismatched_calls(rank: int, what: str, other: int, other_what: str) -> WorldError:
     """Return the error of worker `rank` in the call `what` if worker `other` made another call."""
     cause = FEWER_STEPS if {what, other_what}.intersection(ENDINGS) else OTHER_CALL
@@ -247,6 +310,13 @@ def mismatched_calls(rank: int, what: str, other: int, other_what: str) -> World
 
 
 def list_workers(ranks: Iterable[int]) -> str:
-    """Return "worker 1", or "workers 0, 2 and 3"."""
-    *most, last = map(str, ranks)
-    return f"workers {', '.join(most)} and {last}" if most else f"worker {last}"
+    """Return "worker 1", or "workers 0, 2 and 3"; of many, "workers 0 to 20 and 23"."""
+    numbers = list(ranks)
+    names = list(map(str, numbers))
+    if len(numbers) > MANY:
+        runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+        ends = [(run[0][1], run[-1][1]) for run in (list(pairs) for _, pairs in runs)]
+        names = [f"{first} to {last}" if first < last else str(first) for first, last in ends]
+    *most, last = names
+    several = f"workers {', '.join(most)} and {last}" if most else f"workers {last}"
+    return several if len(numbers) > 1 else f"worker {last}"

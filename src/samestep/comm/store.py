@@ -1,287 +1,361 @@
 """The key-value store of a run, through which its workers find each other and publish their status.
 
-The coordinator of several hosts serves it to holders of the run's token (`TokenStore`). Otherwise
-it is a TCPStore of the launcher or of rank 0. `StoreClient` uses either from its own thread.
+samestep's launchers serve it to holders of the run's token (`TokenStore`). Under other launchers it
+is a TCPStore of the launcher or of rank 0, which has no authentication. `StoreClient` uses either,
+with a limit for each call.
 """
 
 from __future__ import annotations
 
-import errno
+import hmac
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import wait
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from samestep.cluster import ProcessInfo
-from samestep.comm.link import Link, parse_address, to_bytes, to_text, write_address
+from samestep.cluster import ProcessInfo, connect_to_master, listen_at_master
+from samestep.comm.status import list_workers
+from samestep.comm.token_store import STORE, TokenStore, join_store
 from samestep.config import TOKEN
-from samestep.errors import WorldError
 
-STORE: Final = "SAMESTEP_INTERNAL_STORE"
-CALL_SECONDS: Final = 10.0  # for a reachable store to respond
-SLACK_SECONDS: Final = 30.0  # for a response, after the time that the coordinator may wait
-PAUSE_SECONDS: Final = 0.01
+Value = TypeVar("Value")
+
+CALL_SECONDS: Final = 10.0  # for a reachable store to be opened
+MAC_CHARACTERS: Final = 64  # of a signature in the store: HMAC-SHA256 in hex
+ROUND: Final = "round"  # key: the attempt of torchrun that rank 0 started last
+PAUSE_SECONDS: Final = 0.0005  # between checks for other workers
+WAIT_SECONDS: Final = CALL_SECONDS / 2  # for a key, in one request
 GONE_SECONDS: Final = 0.1  # between the disconnects of both connections to a store that exits
-LOOPBACK: Final = ("localhost", "127.", "::1")  # prefixes of addresses that only this host reaches
-# torch keeps only the C++ half of a store alive, which is useless without the other half
-_open: list[TokenStore] = []
+# becomes readable if the store's process exits; a number: a file that stays open in this process
+Liveness = socket.socket | TokenStore | int
 
 
-class TokenStore(Store):
-    """A connection to the store that a run's coordinator serves.
-
-    Threads may share it, but block each other while one waits for a key: `clone` opens another
-    connection. Raises what torch's own stores raise: `DistStoreError` if a key does not appear in
-    time, `DistNetworkError` if the coordinator does not respond.
-    """
-
-    timeout: timedelta  # set by the C++ half
-
-    def __init__(
-        self, address: tuple[str, int], token: str, hello: Mapping[str, Any], timeout: timedelta
-    ) -> None:
-        super().__init__()
-        self.set_timeout(timeout)
-        self._arguments = (address, token, hello)
-        self._lock = threading.Lock()
-        coordinator = f"the coordinator at {write_address(*address)}"
-        try:
-            self._link = Link(address, token, timeout.total_seconds())
-            refused = self._link.hello(hello).get("refused")
-        except OSError as error:
-            raise WorldError(f"{coordinator} does not respond: {error}") from error
-        if refused:
-            raise WorldError(f"{coordinator} refused this worker: {refused}")
-        _open.append(self)
-
-    def fileno(self) -> int:
-        """Return the file descriptor: readable when a response arrives or the coordinator exits."""
-        return self._link.fileno()
-
-    def clone(self) -> TokenStore:
-        return TokenStore(*self._arguments, self.timeout)
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._request("set", key=key, value=_text(value))
-
-    def get(self, key: str) -> bytes:
-        return to_bytes(self._wait_for("get", self.timeout, key=key))
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._wait_for("wait", timeout or self.timeout, keys=list(keys))
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._request("add", key=key, amount=amount))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._request("check", keys=list(keys)))
-
-    def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        fields: dict[str, Any] = {"key": key, "expected": _text(expected), "value": _text(value)}
-        return to_bytes(self._request("compare_set", **fields))
-
-    def append(self, key: str, value: str | bytes) -> None:
-        self._request("append", key=key, value=_text(value))
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        return True
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._request("delete", key=key))
-
-    def num_keys(self) -> int:
-        return int(self._request("count"))
-
-    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  torch's C++ half calls them so
-
-    def _wait_for(self, what: str, timeout: timedelta, **fields: Any) -> Any:
-        seconds = timeout.total_seconds()
-        return self._request(what, seconds, seconds=seconds, **fields)
-
-    def _request(self, what: str, /, timeout: float = 0.0, **fields: Any) -> Any:
-        with self._lock:
-            try:
-                self._link.send({"do": what, **fields})
-                response = self._link.receive(timeout + SLACK_SECONDS)
-            except BaseException as error:
-                self._link.close()  # a late response would be taken as that of the next request
-                if isinstance(error, OSError):
-                    raise dist.DistNetworkError(f"the store does not respond: {error}") from error
-                raise
-        if late := response.get("late"):
-            raise dist.DistStoreError(
-                f"timed out after {timeout:g} s waiting for keys of the store: {', '.join(late)}"
-            )
-        return response.get("value")
-
-
-def _text(value: str | bytes) -> str:
-    return to_text(value.encode() if isinstance(value, str) else value)
-
-
-def store_variables(address: tuple[str, int], attempt: int) -> dict[str, str]:
-    """Return the variable through which an attempt's workers find the coordinator's store."""
-    return {STORE: f"{attempt}@{write_address(*address)}"}
-
-
-def join_store(environment: Mapping[str, str], timeout: timedelta) -> TokenStore | None:
-    """Connect to the attempt's store; return None without a coordinator. Raises `WorldError`."""
-    if STORE not in environment:
-        return None
-    attempt, _, address = environment[STORE].partition("@")
-    hello = {
-        "as": "worker",
-        "attempt": int(attempt),
-        "rank": int(environment["RANK"]),
-        "process": f"{socket.gethostname()}:{os.getpid()}",
-    }
-    return TokenStore(parse_address(address, STORE), environment[TOKEN], hello, timeout)
-
-
-Liveness = socket.socket | TokenStore  # becomes readable if the store's process exits
+class _KeyTimeoutError(TimeoutError):
+    """A key was not set in time; the store responds."""
 
 
 class StoreClient:
     """A connection to the store that prints nothing if the store's process exits.
 
     torch would print a C++ stack each time, so each call checks a liveness socket first. Values are
-    JSON. Calls raise `OSError` if the store is gone, `ValueError` for invalid JSON. If the store's
-    process is stopped or its host is down, calls never return: make them in a separate thread.
+    JSON. Calls raise `OSError` if the store is gone or does not respond within `seconds`, and
+    `ValueError` for invalid JSON. With None for `seconds`, calls wait as long as the store's
+    process is stopped or its host is down: make them in a separate thread.
+
+    With a `key`, values are signed, and values that others wrote are treated as missing.
     """
 
-    def __init__(self, store: Store, liveness: Liveness, *, hosts_store: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        liveness: Liveness,
+        *,
+        hosts_store: bool,
+        seconds: float | None = None,
+        key: bytes | None = None,
+        is_own: bool = False,
+        owns_liveness: bool = False,
+    ) -> None:
         self.hosts_store = hosts_store  # whether the store exits with this process
+        self.seconds, self.key = seconds, key
+        self._is_own = is_own  # whether samestep's launcher serves the store
         self._store: Store | None = store
         self._liveness = liveness
+        self._owns_liveness = owns_liveness
 
     def get(self, key: str) -> Any:
         """Return the value of a key, None if it has none."""
-        return json.loads(self._request("get", key)) if self._request("check", [key]) else None
+        if not self._request("check", [key]):
+            return None
+        found = self._verified(key, self._request("get", key))
+        return None if found is None else _parse(found)
+
+    def get_many(self, keys: Sequence[str]) -> list[Any]:
+        """Return the values of keys, None for those that have none.
+
+        Takes two requests if all keys have values, and more for each that has none.
+        """
+        if not keys:
+            return []
+        if self.has(keys):
+            found = map(self._verified, keys, self._request("multi_get", list(keys)))
+            return [None if text is None else _parse(text) for text in found]
+        if len(keys) == 1:
+            return [None]
+        middle = len(keys) // 2
+        return self.get_many(keys[:middle]) + self.get_many(keys[middle:])
+
+    def wait_for(self, key: str, seconds: float, longest_pause: float) -> Any:
+        """Return the value of a key once it has one, None after `seconds`.
+
+        samestep's own store responds when the key is set. Others are asked again, after pauses:
+        a call that waits would print a C++ stack if the store's process exits.
+        """
+        deadline, pause = time.monotonic() + seconds, PAUSE_SECONDS
+        while True:
+            remaining = max(0.0, deadline - time.monotonic())
+            if self._is_own:
+                with suppress(_KeyTimeoutError):
+                    seconds = min(remaining, WAIT_SECONDS)
+                    self._request("wait", [key], timedelta(seconds=seconds))
+                    return _parse(self._request("get", key))
+            elif (value := self.get(key)) is not None:
+                return value
+            if not remaining:
+                return None
+            if not self._is_own:
+                time.sleep(min(pause, remaining))
+                pause = min(2 * pause, longest_pause)
 
     def put(self, key: str, value: Any) -> None:
         """Set a value."""
-        self._request("set", key, json.dumps(value))
+        self._request("set", key, self._signed(key, value))
 
     def put_first(self, key: str, value: Any) -> Any:
         """Set a value unless the key has one; return the current value."""
-        return json.loads(self._request("compare_set", key, "", json.dumps(value)))
+        own, current = self._signed(key, value), b""
+        while True:
+            current = self._request("compare_set", key, current, own)
+            found = self._verified(key, current)  # None if it is to be replaced
+            if found is not None:
+                return _parse(found)
 
-    def count(self, key: str) -> int:
-        """Increment a counter that starts at 0; return the result."""
-        return int(self._request("add", key, 1))
+    def count(self, key: str, amount: int = 1) -> int:
+        """Increase a counter that starts at 0; return the result."""
+        return int(self._request("add", key, amount))
 
     def has(self, keys: Sequence[str]) -> bool:
         """Return whether all keys have values."""
         return bool(self._request("check", list(keys)))
 
     def close(self) -> None:
-        """Close the connection; the liveness socket belongs to the process."""
+        """Close the connection; most liveness sockets belong to the process."""
         self._store = None
+        if self._owns_liveness and isinstance(self._liveness, socket.socket):
+            self._liveness.close()
+
+    def _signed(self, key: str, value: Any) -> str:
+        text = json.dumps(value)
+        return text if self.key is None else _mac(self.key, key, text.encode()).decode() + text
+
+    def _verified(self, key: str, data: bytes) -> bytes | None:
+        """Return the text of a value, None if it is not signed."""
+        if self.key is None:
+            return data
+        mac, text = data[:MAC_CHARACTERS], data[MAC_CHARACTERS:]
+        return text if hmac.compare_digest(mac, _mac(self.key, key, text)) else None
 
     def _request(self, method: str, *arguments: Any) -> Any:
         """Call the store. The error is the same whether it exits before or during the call."""
         store = self._connected(0.0)
         try:
-            return _call(getattr(store, method), *arguments)
+            return within(self.seconds, _call, getattr(store, method), *arguments)
         except ConnectionError:
             self._connected(GONE_SECONDS)
             raise
 
     def _connected(self, seconds: float) -> Store:
         """Return the store. Raises `ConnectionResetError` if it exits within `seconds`."""
-        if self._store is None or wait([self._liveness.fileno()], seconds):
+        liveness = self._liveness
+        file = liveness if isinstance(liveness, int) else liveness.fileno()
+        if self._store is None or file < 0 or wait([file], seconds):
             raise ConnectionResetError("lost connection to the store")
         return self._store
 
 
+def _parse(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("a value is nested too deeply") from None
+
+
+def _mac(secret: bytes, key: str, text: bytes) -> bytes:
+    return hmac.digest(secret, key.encode() + b"\0" + text, "sha256").hex().encode()
+
+
 def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store, StoreClient]:
-    """Return the store and its client, with keys under `prefix`. Raises `OSError` on timeout."""
-    store, liveness, hosts_store = _store(process, seconds)
+    """Return the store and its client, with keys under `prefix`.
+
+    Raises `OSError` on timeout, or if another user's program listens at the store's address.
+    """
+    in_group = process.started_by == "group"
+    find = _group_store if in_group else _store
+    store, liveness, hosts_store = find(process, seconds)
     prefixed = PrefixStore(prefix, store)
-    own: Store = prefixed.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-    return prefixed, StoreClient(own, liveness, hosts_store=hosts_store)
+    limit: float | None = None
+    own: Any = store
+    client_store = prefixed
+    if not isinstance(store, TokenStore) or not store.is_local:
+        limit = max(seconds, CALL_SECONDS)
+        own = within(limit, store.clone)  # type: ignore[attr-defined]  # missing in stubs
+        client_store = PrefixStore(prefix, own)
+    client = StoreClient(
+        client_store,
+        own
+        if liveness is None
+        else liveness,  # between requests, it becomes readable only if it is closed
+        hosts_store=hosts_store,
+        seconds=limit,
+        key=_store_key(),
+        is_own=isinstance(store, TokenStore),
+        owns_liveness=in_group,
+    )
+    return prefixed, client
+
+
+def _store_key() -> bytes | None:
+    """Return the key for a store without authentication: a token from the user, None without."""
+    return None if STORE in os.environ or TOKEN not in os.environ else os.environ[TOKEN].encode()
+
+
+def within(seconds: float | None, function: Callable[..., Value], *arguments: Any) -> Value:
+    """Call a function of a store, which may never return. Raises `TimeoutError` after `seconds`.
+
+    Without a limit, the function is called in this thread.
+    """
+    if seconds is None:
+        return function(*arguments)
+
+    def work(result: Future[Value]) -> None:
+        try:
+            result.set_result(function(*arguments))
+        except BaseException as error:  # noqa: BLE001  raised in the calling thread
+            result.set_exception(error)
+        finally:
+            del result  # a cycle with the error's traceback would keep the store open
+
+    result: Future[Value] = Future()
+    threading.Thread(target=work, args=(result,), name="samestep store", daemon=True).start()
+    try:
+        return result.result(seconds)
+    except FutureTimeoutError:
+        if result.done():  # the function's own timeout
+            raise
+        raise TimeoutError(
+            f"the store did not respond within {seconds:g} s: its process is stopped, or its host "
+            "is down"
+        ) from None
+    finally:
+        del result
+
+
+def group_store() -> tuple[Store, Any]:
+    """Return the store of torch.distributed's default group, and the one inside of its prefixes."""
+    store = inner = distributed_c10d._get_default_store()  # noqa: SLF001  no public one
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    return store, inner
+
+
+def _group_store(process: ProcessInfo, seconds: float) -> tuple[Store, Liveness, bool]:
+    """Return the group's store, which is not kept: its port is free again with its last user."""
+    store, inner = group_store()
+    if not hasattr(inner, "port"):  # a file
+        return store, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM), False
+    return store, connect_to_master(process, time.monotonic() + seconds), process.rank == 0
 
 
 @cache
-def _store(process: ProcessInfo, seconds: float) -> tuple[Store, Liveness, bool]:
-    """Return the store, its liveness socket, and whether this process hosts it.
+def _store(process: ProcessInfo, seconds: float) -> tuple[Store, Liveness | None, bool]:
+    """Return the store, its liveness socket (None: that of each client), and whether it is hosted.
 
     It stays open, because the workers of the next world may connect before it could be reopened.
     """
     timeout = timedelta(seconds=max(seconds, CALL_SECONDS))
     joined = join_store(os.environ, timeout)
     if joined is not None:
-        # an unused connection becomes readable only if the coordinator closes it
-        return joined, joined.clone(), False
+        # A launcher on this host ends its workers when it exits, so any silent socket will do.
+        silent = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if joined.is_local else None
+        return joined, None if silent is None else silent.detach(), False
     launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    listener = None if process.rank != 0 or launcher_has_store else _listen(process)
+    listener = None if process.rank != 0 or launcher_has_store else listen_at_master(process)
     deadline = time.monotonic() + seconds
-    if listener is None:
-        liveness = _connect(process, deadline)
-    store = _call(
-        lambda: dist.TCPStore(  # type: ignore[attr-defined]  # public, but not in __all__
-            process.address,
-            process.port,
-            is_master=listener is not None,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach() if listener is not None else None,
+    with ExitStack() as exits:  # closes the socket after an error
+        if listener is None:
+            liveness = exits.enter_context(connect_to_master(process, deadline))
+        store = within(
+            timeout.total_seconds(),
+            _call,
+            lambda: dist.TCPStore(  # type: ignore[attr-defined]  # public, but not in __all__
+                process.address,
+                process.port,
+                is_master=listener is not None,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach() if listener is not None else None,
+            ),
         )
-    )
-    if listener is not None:
-        liveness = _connect(process, deadline)
-    # torchrun's store outlives an attempt; without that store, the count may differ between hosts
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if launcher_has_store else "0"
-    return PrefixStore(f"attempt/{attempt}", store), liveness, listener is not None
+        if listener is not None:
+            liveness = exits.enter_context(connect_to_master(process, deadline))
+        prefix = "attempt/0"
+        if launcher_has_store and "TORCHELASTIC_RUN_ID" in os.environ:
+            key, limit = _store_key(), timeout.total_seconds()
+            rounds = PrefixStore("samestep", store)
+            client = StoreClient(rounds, liveness, hosts_store=False, seconds=limit, key=key)
+            prefix = f"round/{join_round(client, process, seconds)}"
+        return PrefixStore(prefix, store), liveness.detach(), listener is not None
 
 
-def _listen(process: ProcessInfo) -> socket.socket | None:
-    """Return rank 0's listening socket, None if the port is taken, perhaps by another rank 0."""
-    try:
-        local = process.address if process.address.startswith(LOOPBACK) else ""
-        both = not local and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both or local == "::1" else socket.AF_INET
-        return socket.create_server((local, process.port), family=family, dualstack_ipv6=both)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return None
-        raise
+def join_round(client: StoreClient, process: ProcessInfo, seconds: float) -> str:
+    """Return a name that all workers of this attempt share, and no worker of an earlier one had.
 
-
-def _connect(process: ProcessInfo, deadline: float) -> socket.socket:
-    """Return a connection to the store's address, once something listens there."""
+    torchrun's store outlives attempts, and the number of restarts that it sets may differ between
+    hosts. So rank 0 names a new round, the others join the newest one, and rank 0 confirms it once
+    all have. A worker that reads a round of an earlier attempt finds its rank taken, or never gets
+    that confirmation, because earlier workers have exited. Raises `TimeoutError`.
+    """
+    rank, size = process.rank, process.world_size
+    own, others = os.urandom(16).hex(), range(1, size)
+    newest, joined, pause = "", False, PAUSE_SECONDS
+    if rank == 0:
+        newest = f"{size}/{own}"  # workers of a round have the same world size
+        client.put(ROUND, newest)
+    deadline = time.monotonic() + seconds
     while True:
-        seconds = max(PAUSE_SECONDS, deadline - time.monotonic())
-        try:
-            return socket.create_connection((process.address, process.port), timeout=seconds)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise OSError(
-                    f"nothing listens at MASTER_ADDR={process.address} MASTER_PORT={process.port} "
-                    f"({error}): worker 0 did not start, or this is not its address"
-                ) from error
-            time.sleep(PAUSE_SECONDS)
+        if rank == 0:
+            if size == 1 or client.has([f"{newest}/{other}" for other in others]):
+                client.put(f"{newest}/confirmed", own)
+                return newest
+            if client.get(ROUND) is None:  # a process without the token replaced it
+                client.put(ROUND, newest)
+        else:
+            current = client.get(ROUND)
+            if current != newest and str(current).startswith(f"{size}/"):
+                newest = current
+                joined = client.put_first(f"{newest}/{rank}", own) == own
+            if joined and client.get(f"{newest}/confirmed") is not None:
+                return newest
+        if time.monotonic() > deadline:
+            missing = [each for each in others if not client.has([f"{newest}/{each}"])]
+            raise TimeoutError(
+                f"timed out after {seconds:g} s waiting for "
+                f"{list_workers((missing or others) if rank == 0 else [0])} to join this attempt of torchrun; "
+                "increase timeout if some start late, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+                "for torchrun"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, PAUSE_SECONDS * size)  # one store answers all workers
 
 
 def _call(method: Any, *arguments: Any) -> Any:
     """Call a torch store, which raises several kinds of `RuntimeError`."""
     try:
         return method(*arguments)
+    except dist.DistStoreError as error:
+        raise _KeyTimeoutError(str(error)) from None
     except RuntimeError as error:
         raise ConnectionError(str(error).strip().partition("\n")[0]) from None

@@ -11,18 +11,20 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
+from samestep.comm.mesh import StatusBoard, boards
 from samestep.comm.status import (
     EXITED,
     LEFT,
@@ -30,6 +32,7 @@ from samestep.comm.status import (
     STOPPED,
     Heartbeat,
     WorkerStatus,
+    describe_stall,
     machine_name,
     no_response,
     report_hang,
@@ -40,13 +43,20 @@ from samestep.errors import HangError, WorldError
 Value = TypeVar("Value")
 
 HEARTBEAT_SECONDS: Final = 1.0
+CHECKS: Final = 4  # of a board between two heartbeats
+MISSED: Final = 2.5  # heartbeats of a worker, after which another one publishes for its host
 ALARM_POLL_SECONDS: Final = 0.05  # between checks after an alarm
+ALARM_POLL_SECONDS_PER_BOARD: Final = 0.0005  # one store answers all
+FEW_BOARDS: Final = 64  # few enough for every worker to read them all
+STALL_SHARE: Final = 0.25  # of the timeout, after which a wait is reported
+MIN_STALL_SECONDS: Final = 2.0  # and after no less than this
 RESPONSE_SECONDS: Final = 2.0  # for others to publish their stacks
 DIAGNOSIS_SECONDS: Final = 3.0  # for one worker's report to reach all
 EXIT_SECONDS: Final = 2.0  # for a worker to exit normally after the first failure
 LINGER_SECONDS: Final = 1.5  # for others to read a failure before the store ends with this process
 CLOSE_SECONDS: Final = 0.2
 MAX_FRAMES: Final = 12
+MAX_FRAME: Final = 1000  # characters, so that a status fits on its board
 OWN: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<frozen")
 # site-packages may be below the standard library
 STANDARD, INSTALLED = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
@@ -54,21 +64,39 @@ LOADER: Final = "dataloader.py"  # torch's: shown, because the worker waits for 
 
 GARBAGE: Final = (TypeError, ValueError)  # caused by another program's values in the store
 
-# keys: whether something is wrong, the rank that reports on it, the first failure
-ALARM, REPORTER, FAILURE = "alarm", "reporter", "failure"
+# keys: whether something is wrong, the rank that reports on it, the first failure, and the first
+# worker that left the run
+ALARM, REPORTER, FAILURE, FIRST_LEFT = "alarm", "reporter", "failure", "left"
+LOST: Final = "lost"  # on a board: why the host's connection to the store is lost
 
 
 class Watchdog(WorkerStatus):
     """A worker's status, published in the store by a thread; only this thread uses the `client`.
+
+    Workers write to a `board` that they share with others of their host, one of which publishes it.
+    `hosts` are all ranges of workers that share boards.
 
     The first worker that waits for more than `timeout_seconds` raises the alarm: all publish their
     stacks, and it reports on them. Once a failure is known (a hang, or an exception on another
     worker), the thread terminates its worker unless that exits soon, whatever it is doing.
     """
 
-    def __init__(self, client: StoreClient, rank: int, size: int, timeout_seconds: float) -> None:
-        super().__init__(rank)
-        self._client, self._size, self._timeout_seconds = client, size, timeout_seconds
+    def __init__(
+        self,
+        client: StoreClient,
+        timeout_seconds: float,
+        hosts: Sequence[range],
+        board: StatusBoard,
+    ) -> None:
+        super().__init__(board.rank)
+        self._client, self._board, self._boards = client, board, boards(hosts)
+        self._size, self._timeout_seconds = self._boards[-1].stop, timeout_seconds
+        self._heartbeat_seconds = min(HEARTBEAT_SECONDS, timeout_seconds / 4)
+        self._write_at = self._publish_at = 0.0
+        self._published = 0  # stacks and failures in what was published last
+        self._stalled_since = 0.0  # the start of the last wait that was reported as long
+        # Only the thread waits for a store whose process is stopped; it may continue later.
+        client.seconds = None
         self._machine = machine_name()
         self._main = threading.get_ident()
         self._alarmed = self._stuck = self._finished = False
@@ -96,6 +124,11 @@ class Watchdog(WorkerStatus):
         failure = f"{self._heartbeat().name} failed first, at step {self.step}: {summary}"
         self._call(partial(self._publish_failure, failure), EXIT_SECONDS)
 
+    def set_key(self, key: bytes) -> None:
+        self._client.key = key
+        self._write_at = self._publish_at = 0.0
+        self._jobs.put(self._publish)
+
     def finish(self) -> None:
         self._finished = True
 
@@ -105,17 +138,19 @@ class Watchdog(WorkerStatus):
             self._call(self._leave, CLOSE_SECONDS + LINGER_SECONDS * self._client.hosts_store)
             self._jobs.put(None)
             self._thread.join(CLOSE_SECONDS)
+            if not self._thread.is_alive():
+                self._board.close()
 
     def _call(self, function: Callable[[], Value], seconds: float) -> Value | None:
         """Run a function in the thread; return None if the store fails or is too slow."""
-        result: Future[Value] = Future()
+        result: Future[Value | None] = Future()
 
         def job() -> None:
+            value = None
             try:
-                result.set_result(function())
-            except BaseException as error:
-                result.set_exception(error)
-                raise
+                value = function()
+            finally:  # the thread handles errors; in the result, they would keep the store open
+                result.set_result(value)
 
         if not self._thread.is_alive() or self._stuck:
             return None
@@ -124,9 +159,7 @@ class Watchdog(WorkerStatus):
             return result.result(seconds)
         except FutureTimeoutError:
             self._stuck = True
-        except (OSError, *GARBAGE):
-            pass
-        return None
+            return None
 
     # The methods below run in the thread.
 
@@ -139,30 +172,80 @@ class Watchdog(WorkerStatus):
                 if self._finished:  # the process that hosts the store may exit then
                     break
                 with suppress(OSError):
-                    self._record_failure(f"{error}; the launcher or worker 0 hosted it")
+                    self._record_failure(f"{error}; the launcher or worker 0 hosted it", LOST)
+            with suppress(OSError, RuntimeError, *GARBAGE):
+                self._check_gpu()
             if time.monotonic() > self._exit_by:
                 self._terminate()
         self._client.close()
 
+    def _check_gpu(self) -> None:
+        """Report a hang of the GPU while the program waits for it elsewhere, as in `.item()`."""
+        if self._failure is None and not self.collective and (what := self.overdue()):
+            self.collective = what
+            found = self._diagnose()
+            os.write(2, f"samestep: {found}\n".encode(errors="replace"))
+            self._record_failure(found or f"its GPU did not complete the call: {what}")
+
     def _next_job(self) -> Callable[[], None] | None:
-        pause = min(HEARTBEAT_SECONDS, self._timeout_seconds / 4)
+        checks = CHECKS if len(self._board.ranks) > 1 else 1
+        pause = ALARM_POLL_SECONDS if self._alarmed else self._heartbeat_seconds / checks
         try:
-            return self._jobs.get(timeout=ALARM_POLL_SECONDS if self._alarmed else pause)
+            return self._jobs.get(timeout=pause)
         except Empty:
             return self._publish
 
     def _publish(self) -> None:
-        if self._failure is not None:
-            return
-        self._put_heartbeat()
+        """Write this worker's status to the board if it is due, and act on news from the store."""
+        if time.monotonic() >= self._write_at:
+            self._board.write(asdict(self._heartbeat()))
+            self._write_at = time.monotonic() + 0.9 * self._heartbeat_seconds
+        if self._board.publishes(MISSED * self._heartbeat_seconds):
+            self._exchange_news()
+        self._report_stall()
+        news = self._board.news()
+        if not self._finished:
+            self._record_failure(news.get(LOST), LOST)
         if self._alarmed:
-            self._record_failure(self._client.get(FAILURE))
-        elif self._client.has([ALARM]):
-            self._alarmed = True
+            self._record_failure(news.get(FAILURE))
+        elif news.get(ALARM):
+            self._raise_alarm()
             self._publish()
 
-    def _put_heartbeat(self, *, left: bool = False) -> None:
-        self._client.put(f"heartbeat/{self.rank}", asdict(self._heartbeat(left=left)))
+    def _exchange_news(self) -> None:
+        """Publish the board if it is due, and read the alarm and the first failure."""
+        now = time.monotonic()
+        statuses = self._board.statuses()
+        changes = sum((beat["stack"] is not None) + beat["failed"] for beat in statuses)
+        if now < self._publish_at and changes == self._published:
+            return
+        poll = max(ALARM_POLL_SECONDS, ALARM_POLL_SECONDS_PER_BOARD * len(self._boards))
+        self._publish_at = now + (poll if self._alarmed else 0.9 * self._heartbeat_seconds)
+        self._published = changes
+        self._client.put(f"heartbeat/{self._board.ranks.start}", statuses)
+        if self._failure is not None:
+            return
+        if not self._alarmed and self._client.get(ALARM):
+            self._board.write_news({ALARM: True})
+        if self._alarmed and (failure := self._client.get(FAILURE)) is not None:
+            self._board.write_news({FAILURE: str(failure)})
+
+    def _report_stall(self) -> None:
+        """Report a wait of a quarter of the timeout; of all workers that wait, the first does."""
+        what, since = self.collective, self.since
+        limit = self._timeout_seconds
+        is_long = time.monotonic() - since > max(STALL_SHARE * limit, MIN_STALL_SECONDS)
+        if what and is_long and since != self._stalled_since and not self._alarmed:
+            self._stalled_since = since
+            key = f"stalled/{self.step}/{what}"
+            if self._client.put_first(key, self.rank) == self.rank and self.since == since:
+                others = list(self._heartbeats().values())
+                self.on_stall(describe_stall(self._heartbeat(), others, self._size, limit))
+
+    def _raise_alarm(self) -> None:
+        self._alarmed = True
+        self._write_at = self._publish_at = 0.0
+        self._board.write_news({ALARM: True})
 
     def _heartbeat(self, *, left: bool = False) -> Heartbeat:
         return Heartbeat(
@@ -180,11 +263,13 @@ class Watchdog(WorkerStatus):
             stack=_stack(self._main) if self._alarmed else None,
         )
 
-    def _record_failure(self, failure: object) -> None:
+    def _record_failure(self, failure: object, kind: str = FAILURE) -> None:
         """Set a deadline for exiting, and stop reading the store: its host may exit."""
         if failure is not None and self._failure is None:
             self._failure, self._exit_by = str(failure), time.monotonic() + EXIT_SECONDS
-            self._put_heartbeat()
+            self._board.write_news({ALARM: True, kind: self._failure})
+            self._write_at = 0.0
+            self._publish()
 
     def _publish_failure(self, failure: str) -> None:
         if self._failure is None:
@@ -193,40 +278,58 @@ class Watchdog(WorkerStatus):
 
     def _diagnose(self) -> HangError | str | None:
         """Raise the alarm and return a report, or wait for the worker that raised it first."""
-        self._client.put(ALARM, value=True)
-        self._alarmed = True
         is_reporter = self._client.put_first(REPORTER, self.rank) == self.rank
+        if is_reporter:
+            self._client.put(ALARM, value=True)
+        self._raise_alarm()
         deadline = time.monotonic() + (RESPONSE_SECONDS if is_reporter else DIAGNOSIS_SECONDS)
-        beats: list[Heartbeat] = []
+        beats: dict[int, Heartbeat] = {}
         while time.monotonic() < deadline and self._failure is None:
             self._publish()
             if is_reporter:
-                beats = self._other_heartbeats()
-                known = [beat for beat in beats if beat.stack is not None or self._is_gone(beat)]
-                if len(known) == self._size - 1:
+                known = {rank for rank, beat in beats.items() if self._is_explained(beat)}
+                beats |= self._heartbeats(known)
+                if all(map(self._is_explained, beats.values())) and len(beats) == self._size - 1:
                     break
             time.sleep(ALARM_POLL_SECONDS)
         if self._failure is not None or not is_reporter:
             return self._failure
-        own = self._heartbeat()
-        report = report_hang(own, beats, self._size, self._timeout_seconds)
+        own, others = self._heartbeat(), [beat for _, beat in sorted(beats.items())]
+        report = report_hang(own, others, self._size, self._timeout_seconds)
         self._publish_failure(f"{report.headline}; see the report of {own.name}")
         return HangError(report.text, is_retryable=report.is_retryable)
+
+    def _is_explained(self, beat: Heartbeat) -> bool:
+        return beat.stack is not None or self._is_gone(beat)
 
     def _describe_exits(self) -> str:
         """Return the first failure, or which workers left the run or exited; "" if unknown."""
         failure = self._failure or self._client.get(FAILURE)
         if failure is not None:
             return str(failure)
-        gone = [beat for beat in self._other_heartbeats() if self._is_gone(beat)]
+        beats = _newest(self._board.statuses())
+        if len(self._boards) <= FEW_BOARDS:
+            beats = self._heartbeats()
+        if (left := self._client.get(FIRST_LEFT)) is not None:
+            beats |= _newest([left])
+        gone = [beat for _, beat in sorted(beats.items()) if self._is_gone(beat)]
         workers = [beat.describe(self._machine) for beat in gone[:MAX_LISTED]]
         causes = [f"likely cause: {beat.cause(self._machine)}" for beat in gone[:1]]
         return "; ".join([*workers, *causes])
 
-    def _other_heartbeats(self) -> list[Heartbeat]:
-        others = [rank for rank in range(self._size) if rank != self.rank]
-        found = [self._client.get(f"heartbeat/{rank}") for rank in others]
-        return [Heartbeat(**beat) for beat in found if beat is not None]
+    def _heartbeats(self, known: Container[int] = ()) -> dict[int, Heartbeat]:
+        """Return the heartbeats of the other workers by rank, except those of `known` boards.
+
+        Workers that cannot open the board of their host publish their own.
+        """
+        needed = [ranks for ranks in self._boards if any(rank not in known for rank in ranks)]
+        keys = [f"heartbeat/{ranks.start}" for ranks in needed if ranks != self._board.ranks]
+        beats = _newest([*_listed(self._client.get_many(keys)), *self._board.statuses()])
+        unseen = [rank for ranks in needed for rank in ranks if rank not in beats]
+        alone = self._client.get_many([f"heartbeat/{rank}" for rank in unseen])
+        beats |= _newest(_listed(alone))
+        beats.pop(self.rank, None)
+        return beats
 
     def _is_gone(self, beat: Heartbeat) -> bool:
         return beat.trouble(self._machine) in {LEFT, EXITED, STOPPED}
@@ -234,11 +337,17 @@ class Watchdog(WorkerStatus):
     def _leave(self) -> None:
         """Report that this worker leaves; after a failure, the store's host waits for all."""
         self._exit_by = math.inf
-        if self._failure is None and not self._finished:
-            self._put_heartbeat(left=True)
+        left = self._failure is None and not self._finished
+        status = asdict(self._heartbeat(left=left))
+        if left:
+            self._client.put_first(FIRST_LEFT, status)
+        publishes = self._board.publishes(MISSED * self._heartbeat_seconds)
+        self._board.write(status, left=True)
+        if publishes and not self._finished:
+            self._client.put(f"heartbeat/{self._board.ranks.start}", self._board.statuses())
         deadline = time.monotonic() + LINGER_SECONDS
         while self._client.hosts_store and self._failure and time.monotonic() < deadline:
-            if all(beat.failed or self._is_gone(beat) for beat in self._other_heartbeats()):
+            if all(beat.failed or self._is_gone(beat) for beat in self._heartbeats().values()):
                 return
             time.sleep(ALARM_POLL_SECONDS)
 
@@ -250,11 +359,24 @@ class Watchdog(WorkerStatus):
         os._exit(1)
 
 
+def _listed(values: Sequence[Any]) -> list[Any]:
+    """Return the items of all values that are lists, as every worker writes them."""
+    return [item for value in values if isinstance(value, list) for item in value]
+
+
+def _newest(statuses: Sequence[Mapping[str, Any]]) -> dict[int, Heartbeat]:
+    """Return the newest heartbeat of each rank."""
+    found = (Heartbeat.read(status) for status in statuses)
+    beats = sorted((beat for beat in found if beat is not None), key=attrgetter("at"))
+    return {beat.rank: beat for beat in beats}
+
+
 def _stack(thread: int) -> list[str]:
     """Return the stack of a thread: the user's own frames, and the innermost one."""
     # the only way to see another thread's frames
     frames = traceback.extract_stack(sys._current_frames().get(thread))  # noqa: SLF001
-    return traceback.format_list([*filter(_is_users, frames[:-1]), *frames[-1:]][-MAX_FRAMES:])
+    shown = [*filter(_is_users, frames[:-1]), *frames[-1:]][-MAX_FRAMES:]
+    return [text[:MAX_FRAME] for text in traceback.format_list(shown)]
 
 
 def _is_users(frame: traceback.FrameSummary) -> bool:

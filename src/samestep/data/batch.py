@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from functools import partial
 from itertools import count
-from typing import Any, Final, TypeVar, overload
+from numbers import Number
+from opcode import opmap
+from types import FrameType
+from typing import Any, Final, NamedTuple, TypeVar, overload
 
 import torch
 
+from samestep.data.generators import ForeignGenerators
 from samestep.data.plan import check_end
 from samestep.data.random_state import key, keyed
 from samestep.errors import DataError
+
+UNPACK: Final = opmap["UNPACK_SEQUENCE"]
+NOT_ONE_BATCH: Final = (
+    "it holds one lane batch for each lane of this worker; pass it to run.backward, which calls"
+    " loss_fn(model, lane_batch) for each of them, or use `for lane_batch in batch:`"
+)
+
+
+class Incomplete(NamedTuple):
+    """A collated batch of a data set that returned None for some samples, without those."""
+
+    data: Any
+    samples: int
 
 
 @dataclass
@@ -24,18 +43,27 @@ class Batch:
 
     It yields the batches of this worker's lanes, in lane order, as returned by `collate_fn` or the
     stream, without lanes that have no samples. It may be iterated more than once. `counts` holds
-    the number of samples of each lane of the run, None for streams.
+    the planned number of samples of each lane of the run, None for streams. `is_exact` says whether
+    lane batches have that number; a `collate_fn` may have dropped some.
     """
 
     epoch: int
     lanes: range
     counts: Sequence[int] | None
     source: Iterator[Any]
+    is_exact: bool = True
     data_seconds: float = 0.0
     _loaded: list[tuple[int, Any]] = field(default_factory=list)
+    _incomplete: dict[int, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Any]:
+        if _is_unpacked(sys._getframe(1)):  # noqa: SLF001 (there is no public way)
+            raise DataError(f"a batch cannot be unpacked: {NOT_ONE_BATCH}")
         return (data for _, data in self.lane_batches())
+
+    def __getitem__(self, name: object) -> Any:
+        """Raise `DataError`, because only lane batches have parts."""
+        raise DataError(f"a batch has no item {name!r}: {NOT_ONE_BATCH}")
 
     def lane_batches(self) -> Iterator[tuple[int, Any]]:
         """Yield (lane, lane batch); load those that are not loaded yet."""
@@ -43,7 +71,10 @@ class Batch:
         for number, lane in enumerate(with_samples):
             if number == len(self._loaded):
                 started = time.perf_counter()
-                self._loaded.append((lane, next(self.source)))
+                data = next(self.source)
+                if isinstance(data, Incomplete):
+                    data, self._incomplete[lane] = data
+                self._loaded.append((lane, data))
                 self.data_seconds += time.perf_counter() - started
             yield self._loaded[number]
 
@@ -52,16 +83,96 @@ class Batch:
         for _ in self.lane_batches():
             pass
 
+    def samples(self, lane: int, data: Any) -> int:
+        """Return the number of samples in a lane batch. Raises `DataError` as `samples_in` does."""
+        planned = None if self.counts is None else self.counts[lane]
+        planned = self._incomplete.get(lane, planned)
+        return samples_in(data, planned, f"lane {lane}", is_exact=self.is_exact)
 
-def items_in(batch: Any) -> int:
-    """Return the length of the first tensor or sequence in a collated batch, 1 if it has none."""
+
+def _is_unpacked(frame: FrameType) -> bool:
+    """Return whether a frame is about to unpack an object into two or more variables."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    return code[at] == UNPACK and code[at + 1] > 1
+
+
+def samples_in(batch: Any, planned: int | None, where: str, *, is_exact: bool = False) -> int:
+    """Return the number of samples in a collated batch: the length that all of its parts have.
+
+    Tensors, arrays and lists of values have a length; numbers, strings and other objects do not.
+    The parts of dicts, tuples, lists and dataclasses are counted. A list or tuple of similar parts
+    may also be a list of samples. Then, and for a batch without any length, `planned` decides:
+    the number of samples that were passed to `collate_fn`, None in a stream. If it fits neither
+    reading, a batch that is a tuple is counted by its parts. With `is_exact`, a planned number is
+    right without counting.
+
+    Raises:
+        DataError: Lengths differ, or two readings are possible; the message starts with `where`.
+    """
+    if is_exact and planned is not None:
+        return planned
+    if batch is None:  # a stream without data, or a `collate_fn` that dropped all samples
+        return 1 if planned is None else 0
+    lengths = _lengths(batch)
+    if lengths is None:
+        return 1 if planned is None else planned
+    if planned in lengths:
+        return planned
+    if isinstance(batch, tuple):  # `inputs, targets` more likely than samples
+        own = _common_lengths(_parts(batch).values())
+        lengths = lengths if own is None else own
+    if len(lengths) == 1:
+        return lengths.pop()
+    if lengths:
+        found = f"it can be read as {' or '.join(map(str, sorted(lengths)))} samples"
+    else:
+        named = {name: _lengths(part) for name, part in _parts(batch).items()}
+        shown = [f"{name!r}: {' or '.join(map(str, sorted(n)))}" for name, n in named.items() if n]
+        found = f"its parts have different lengths ({', '.join(shown)})"
+    raise DataError(
+        f"the samples in {where} cannot be counted: {found}; pass count= with a function that"
+        " returns their number, for example count=lambda batch: len(batch[0])"
+    )
+
+
+def _lengths(batch: Any) -> set[int] | None:
+    """Return the possible numbers of samples, empty if parts differ; None if there is no length."""
+    if batch is None or isinstance(batch, (str, bytes, Number)):
+        return None
     if hasattr(batch, "shape"):
-        return int(batch.shape[0]) if len(batch.shape) else 1
-    if isinstance(batch, dict):
-        return items_in(next(iter(batch.values()))) if batch else 0
-    if isinstance(batch, tuple) and batch:
-        return items_in(batch[0])
-    return len(batch) if hasattr(batch, "__len__") else 1
+        return {int(batch.shape[0])} if len(batch.shape) else None
+    parts = _parts(batch)
+    lengths = _common_lengths(parts.values())
+    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
+        kinds = {_kind(part) for part in batch if part is not None}
+        return {len(batch), *(lengths or ())} if len(kinds) <= 1 else lengths
+    if isinstance(batch, Mapping) or parts:
+        return lengths
+    return {len(batch)} if hasattr(batch, "__len__") else None
+
+
+def _parts(batch: Any) -> dict[Any, Any]:
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return dict(zip(batch._fields, batch, strict=True))
+    if isinstance(batch, (list, tuple)):
+        return dict(enumerate(batch))
+    return vars(batch) if is_dataclass(batch) and not hasattr(batch, "__len__") else {}
+
+
+def _common_lengths(parts: Iterable[Any]) -> set[int] | None:
+    known = [lengths for lengths in map(_lengths, parts) if lengths is not None]
+    return set.intersection(*known) if known else None
+
+
+def _kind(part: Any) -> Any:
+    """Return a value that is equal for parts that may be samples of one data set."""
+    if hasattr(part, "dtype") and hasattr(part, "shape"):
+        return str(part.dtype), len(part.shape)
+    if isinstance(part, (list, tuple)):
+        return type(part), _kind(part[0]) if part else None
+    return Number if isinstance(part, Number) else type(part)
 
 
 def to_device(batch: Any, device: Any) -> Any:
@@ -91,16 +202,17 @@ class LaneStream(Iterator[Any]):
         with keyed(key(seed, f"stream {name}", lane)):
             self._source = make_stream(lane)
             self._items = iter(self._source)
+        self._generators = ForeignGenerators(stream=self._source, items=self._items)
 
     def __next__(self) -> Any:
-        with keyed(key(self._seed, f"stream {self._name}", self._lane, self._given)):
-            try:
-                item = next(self._items)
-            except StopIteration:
-                raise DataError(
-                    f"stream {self._name!r} of lane {self._lane} must be endless, but ended after"
-                    f" {self._given} items; repeat it inside make_stream"
-                ) from None
+        item_key = key(self._seed, f"stream {self._name}", self._lane, self._given)
+        try:
+            item = self._generators.draw(item_key, partial(next, self._items), repeatable=False)
+        except StopIteration:
+            raise DataError(
+                f"stream {self._name!r} of lane {self._lane} must be endless, but ended after"
+                f" {self._given} items; repeat it inside make_stream"
+            ) from None
         self._given += 1
         return item
 
@@ -117,6 +229,7 @@ class LaneStream(Iterator[Any]):
         else:
             self._source.load_state_dict(state["source"])
             self._items = iter(self._source)  # many sources read their state when iteration starts
+            self._generators = ForeignGenerators(stream=self._source, items=self._items)
             self._given = state["given"]
 
 

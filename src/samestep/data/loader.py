@@ -6,55 +6,66 @@ import gc
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from samestep.data.batch import Batch, pack_small_items
+from samestep.data.agreement import DataCheck, Sample, Use, digest
+from samestep.data.batch import Batch, Incomplete, pack_small_items
+from samestep.data.generators import ForeignGenerators
 from samestep.data.plan import Plan
-from samestep.data.random_state import key, keyed
+from samestep.data.random_state import key
 from samestep.errors import DataError, LoaderError
 from samestep.host import end_with_parent, use_socket_folder
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 EXIT_SECONDS: Final = 1.0  # for a killed process to be reaped
 SHOWN_INDICES: Final = 16
+COMPARE_SECONDS: Final = 1.0  # for each load of the samples that workers compare
 
 
 class Request(NamedTuple):
-    """The samples of one lane batch, and the key of the random draws made while loading them."""
+    """The samples of one lane batch, and the key of the random draws made while loading them.
+
+    With `compared_loads`, the answer is the digests of each sample in that many loads instead.
+    """
 
     where: str
     indices: Sequence[int]
     key: int
+    compared_loads: int = 0
 
 
-class Fetcher(torch.utils.data.Dataset[Any]):
+class Fetcher(Dataset[Any]):
     """Returns the collated batch of a request, from a map-style data set.
 
-    Tensors are indexed directly, other data sets through `__getitems__` if they have it. Raises
-    `LoaderError` with the request's location and the original traceback.
+    Tensors are indexed directly, other data sets through `__getitems__` if they have it. A batch is
+    `Incomplete` if the data set returned None for a sample. Raises `LoaderError` with the request's
+    location and the original traceback.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn or default_collate
+        self._generators = ForeignGenerators(dataset=dataset, collate_fn=self.collate_fn)
         self._tensors = dataset.tensors if collate_fn is None and _is_tensors(dataset) else None
 
     def __getitem__(self, request: Request) -> Any:
+        if request.compared_loads:
+            return self._digests(request)
         try:
             if self._tensors is not None:  # no random draws
                 indices = torch.tensor(request.indices, dtype=torch.int64)
                 return [tensor.index_select(0, indices) for tensor in self._tensors]
-            with keyed(request.key):
-                return self.collate_fn(self._samples(request))
+            return self._generators.draw(request.key, lambda: self._collated(request))
         except Exception as error:
             shown = ", ".join(map(str, request.indices[:SHOWN_INDICES]))
             more = ", …" if len(request.indices) > SHOWN_INDICES else ""
@@ -63,6 +74,29 @@ class Fetcher(torch.utils.data.Dataset[Any]):
                 f"loading {request.where} failed: {type(error).__name__}: {error}\n"
                 f"sample indices [{shown}{more}]\n{traceback.format_exc()}"
             ) from error
+
+    def _collated(self, request: Request) -> Any:
+        samples = self._samples(request)
+        present = sum(sample is not None for sample in samples)
+        batch = self.collate_fn(samples)
+        return batch if present == len(samples) else Incomplete(batch, present)
+
+    def _digests(self, request: Request) -> list[list[Sample]]:
+        """Return digests by load and sample; None for a sample that fails or is late."""
+        end = time.monotonic() + COMPARE_SECONDS * request.compared_loads
+        loads: list[list[Sample]] = []
+        for _ in range(request.compared_loads):
+            loads.append([])
+            for index in request.indices:
+                one, sample = request._replace(indices=[index]), None
+                if loads == [[]] or time.monotonic() < end:
+                    with suppress(Exception):  # its batch will raise the error
+                        sample = self._generators.draw(request.key, partial(self._digest, one))
+                loads[-1].append(sample)
+        return loads
+
+    def _digest(self, request: Request) -> Sample:
+        return digest(*self._samples(request))
 
     def _samples(self, request: Request) -> list[Any]:
         if not hasattr(self.dataset, "__getitems__"):
@@ -74,6 +108,29 @@ class Fetcher(torch.utils.data.Dataset[Any]):
                 f" {len(samples)} samples for {len(request.indices)} indices"
             )
         return list(samples)
+
+
+def size_of(dataset: Any) -> int:
+    """Return the number of samples of a map-style data set; raise `DataError` for other objects.
+
+    An `IterableDataset` with `__len__` and `__getitem__` is map-style, too. If it has `size`, as in
+    mosaicml-streaming, that is its number of samples, and `__len__` the share of one worker.
+    """
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            "expected a data set, got a DataLoader; pass the data set that it loads (dataset, not"
+            " loader) with batch_size=, collate_fn= and loader_workers= here: samestep makes the"
+            " batches, so that each sample is used once at any number of workers"
+        )
+    # torch's base class has a method that only raises an error
+    has_items = getattr(type(dataset), "__getitem__", Dataset.__getitem__) != Dataset.__getitem__
+    if not has_items or not hasattr(dataset, "__len__"):
+        raise DataError(
+            "dataset must have __len__ and __getitem__, "
+            f"got {type(dataset).__name__}; for iterable data use run.streams"
+        )
+    size = getattr(dataset, "size", None) if isinstance(dataset, IterableDataset) else None
+    return size if isinstance(size, int) else len(dataset)
 
 
 def _is_tensors(dataset: Any) -> bool:
@@ -97,7 +154,7 @@ def load(
     pin_memory: bool,
     ahead: int = 2,
 ) -> Iterator[Any]:
-    """Yield the collated batch of each request, in order.
+    """Yield the collated batch of each request, or an `Incomplete` one, in order.
 
     `loader_workers` processes fetch `ahead` requests ahead, and at least two each. Raises
     `LoaderError` if fetching fails or a loader process dies.
@@ -195,11 +252,30 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
+def compared(use: Use, number: int) -> Request:
+    """Return the request for the samples that workers compare."""
+    key_of_draws = key(use.seed, "compare draws", number)
+    return Request(f"samples of {use.where}", use.indices(number), key_of_draws, compared_loads=1)
+
+
+def load_again(dataset: Any, request: Request, loader_workers: int, loads: int) -> Any:
+    """Return the answer to a request for several loads of the compared samples.
+
+    A loader process loads them if `loader_workers` do: data sets open files there.
+    """
+    requests = [request._replace(compared_loads=loads)]
+    workers = min(1, loader_workers)
+    (answer,) = load(dataset, requests, collate_fn=None, loader_workers=workers, pin_memory=False)
+    return answer
+
+
 def plan_batches(
     plan: Plan,
     dataset: Any,
     lanes: range,
     positions: Callable[[], Iterator[tuple[int, int]]],
+    check: DataCheck,
+    name: str,
     *,
     seed: int,
     collate_fn: Callable[[list[Any]], Any] | None,
@@ -208,12 +284,19 @@ def plan_batches(
 ) -> Iterator[Batch]:
     """Yield a `Batch` for each (epoch, step in epoch) of `positions()`, with batches of `lanes`.
 
-    Loader processes fetch across steps and epochs, so `positions` is iterated twice: once to fetch
-    and once to yield.
+    Some epochs start with the samples that `check` compares between workers. Loader processes fetch
+    across steps and epochs, so `positions` is iterated twice: once to fetch and once to yield.
     """
+    use = check.begin(dataset, plan.size, f"loop {name!r}")
+
+    def is_due(number: int, epoch: int, step: int) -> bool:
+        at_start = number == 0
+        return (at_start or step == 0) and use.is_due(epoch, at_start=at_start)
 
     def requests() -> Iterator[Request]:
-        for epoch, step in positions():
+        for number, (epoch, step) in enumerate(positions()):
+            if is_due(number, epoch, step):
+                yield compared(use, epoch)
             counts = plan.counts(epoch, step)
             for lane in lanes:
                 if counts[lane]:
@@ -229,7 +312,10 @@ def plan_batches(
         pin_memory=pin_memory,
         ahead=2 * len(lanes),  # one step to compute while the next one is loaded
     )
-    for epoch, step in positions():
-        batch = Batch(epoch, lanes, plan.counts(epoch, step), source)
+    for number, (epoch, step) in enumerate(positions()):
+        if is_due(number, epoch, step):
+            again = partial(load_again, dataset, compared(use, epoch), loader_workers)
+            check.add(use, epoch, next(source)[0], again)
+        batch = Batch(epoch, lanes, plan.counts(epoch, step), source, is_exact=collate_fn is None)
         yield batch
         batch.load()

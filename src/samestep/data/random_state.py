@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from math import isqrt
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from samestep.errors import DataError
 
 _UNUSED: Final[list[np.random.MT19937]] = []  # bit generators not in use
+_SEEDERS: Final[list[Callable[[int], Any]]] = []  # of user code
 _STATE_BYTES: Final = 4 * (624 + 1)  # of MT19937 in NumPy: 624 words and a position
 
 
@@ -31,11 +32,24 @@ def key(seed: int, scope: str, *numbers: int) -> int:
 def set_generators(value: int) -> None:
     """Seed every generator with `value` (NumPy's with its low 32 bits)."""
     random.seed(value)
-    np.random.seed(value % 2**32)
+    bits = mtrand.get_bit_generator()
+    if isinstance(bits, np.random.MT19937):
+        np.random.seed(value % 2**32)
+    else:  # user code has replaced it; NumPy can seed no other kind
+        bits.state = type(bits)(value % 2**32).state
     torch.default_generator.manual_seed(value)
     # torch.manual_seed would queue one call per uninitialized GPU library, each time
     if torch.cuda.is_initialized():
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(value)
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(value)
+    for number, seeder in enumerate(_SEEDERS):
+        seeder(key(value, "seeder", number) % 2**32)
+
+
+def add_seeder(seeder: Callable[[int], Any]) -> Callable[[], None]:
+    """Call `seeder` with 32 bits in every `set_generators`; return a function that removes it."""
+    _SEEDERS.append(seeder)
+    return partial(_SEEDERS.remove, seeder)
 
 
 @contextmanager

@@ -1,5 +1,45 @@
 """Starting and supervising workers."""
 
-from samestep.launch.local import launch
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 __all__ = ["launch"]
+
+
+def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any) -> Any:
+    """Run `fn(*args)` in new processes on this machine and return rank 0's result.
+
+    This process must not have used CUDA, nor more than one thread for a torch operation. If a
+    worker is killed from outside after the run has begun, all workers restart from the saved state,
+    up to `max_restarts` consecutive times without a completed step. A worker for which `fn` has
+    returned is ended after `timeout` seconds if it does not exit, and its result counts. A signal that stops this
+    process stops the workers first, which have `grace_period` seconds to save a snapshot. Random
+    generators are seeded before `fn` is called.
+
+    Args:
+        fn: Body of each worker; may be a lambda or a closure. Its result must be picklable.
+        *args: Arguments of `fn`.
+        workers: Number of processes.
+        **options: Options of `samestep.init`, which they override in the workers.
+
+    Returns:
+        Rank 0's result, with its tensors on the CPU.
+
+    Raises:
+        ConfigError: An option is invalid. No worker was started.
+        LaunchError: The workers cannot be started.
+        WorkerError: A worker failed; with the traceback of the first one that did.
+
+    Example:
+        >>> def train():
+        ...     with ss.init(lanes=4) as run:
+        ...         return run.all_gather(run.rank)
+        >>> ss.launch(train, workers=2)
+        [0, 1]
+    """
+    from samestep.launch.local import start  # most processes that import samestep launch nothing
+
+    return start(partial(fn, *args), workers, options)

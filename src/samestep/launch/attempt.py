@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import runpy
 import signal
 import time
@@ -10,9 +11,11 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Final
 
-from samestep.errors import SamestepError
+from samestep.errors import ConfigError, SamestepError
 
 Message = Mapping[str, Any]
 
@@ -22,6 +25,10 @@ CRASHES: Final = {"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", 
 OUT_OF_MEMORY: Final = (
     "the kernel ran out of memory and killed a process on this host: "
     "start fewer workers here, or start a new run with more lanes"
+)
+OWN: Final = f"{Path(__file__).parents[1]}{os.sep}"  # files of samestep
+NCCL_ABORT: Final = (
+    "perhaps by NCCL, which ends a process whose network or peers fail: see its last output"
 )
 LAUNCHER_MODULES: Final = (str(__package__), runpy.__name__)
 
@@ -47,7 +54,11 @@ class WorkerFailure:
 
     @classmethod
     def of_error(cls, rank: int, error: BaseException) -> WorkerFailure:
-        """Describe an exception that ended a worker; the traceback starts in the user's code."""
+        """Describe an exception that ended a worker.
+
+        The traceback starts in the user's code, and ends there for errors of samestep. An invalid
+        option has none.
+        """
         at = time.monotonic()
         if isinstance(error, SystemExit):
             if isinstance(error.code, int):
@@ -58,21 +69,29 @@ class WorkerFailure:
             if not str(trace.tb_frame.f_globals.get("__name__")).startswith(LAUNCHER_MODULES):
                 break
             trace = trace.tb_next
-        text = "".join(traceback.format_exception(type(error), error, trace))
         # one line; the traceback ends with the complete message
-        summary = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+        complete = f"{type(error).__name__}: {error}".removesuffix(": ")
+        summary, _, more = complete.partition("\n")
+        text = more if isinstance(error, ConfigError) else _formatted(error, trace)
         secondary = isinstance(error, SamestepError) and error.is_secondary
         retryable = isinstance(error, SamestepError) and error.is_retryable and not secondary
         return cls(rank, at, summary, text, is_secondary=secondary, is_retryable=retryable)
 
     @classmethod
     def of_exit(
-        cls, rank: int, code: int, at: float, *, out_of_memory: bool = False
+        cls,
+        rank: int,
+        code: int,
+        at: float,
+        *,
+        out_of_memory: bool = False,
+        uses_nccl: bool = False,
     ) -> WorkerFailure:
         """Describe an exit without a report; a negative `code` is minus the signal's number.
 
         `out_of_memory`: the kernel killed processes to free memory since the worker started, and
-        this worker may be one of them.
+        this worker may be one of them. `uses_nccl`: NCCL's watchdog aborts a process whose network or
+        peers fail, so an abort may not be the program's own.
         """
         if code >= 0:
             return cls(rank, at, f"exited with status {code}", status=code)
@@ -83,7 +102,11 @@ class WorkerFailure:
         summary = f"{'stopped' if number == signal.SIGSTOP else 'killed'} by {number.name}"
         if out_of_memory and number == signal.SIGKILL:
             summary += f" ({OUT_OF_MEMORY})"
-        return cls(rank, at, summary, status=128 - code, is_retryable=number.name not in CRASHES)
+        aborted = uses_nccl and number == signal.SIGABRT
+        if aborted:
+            summary += f" ({NCCL_ABORT})"
+        retryable = aborted or number.name not in CRASHES
+        return cls(rank, at, summary, status=128 - code, is_retryable=retryable)
 
     @classmethod
     def of_message(cls, fields: Message, at: float) -> WorkerFailure:
@@ -103,6 +126,15 @@ class WorkerFailure:
     def __str__(self) -> str:
         where = "" if self.step is None else f" [step {self.step}, host {self.host}]"
         return f"{self.summary}{where}"
+
+
+def _formatted(error: BaseException, trace: TracebackType | None) -> str:
+    """Return a traceback, which ends at the user's line if samestep raised the error."""
+    found = traceback.TracebackException(type(error), error, trace)
+    if isinstance(error, SamestepError):
+        users = [n for n, frame in enumerate(found.stack, 1) if not frame.filename.startswith(OWN)]
+        found.stack = traceback.StackSummary.from_list(found.stack[: users[-1] if users else None])
+    return "".join(found.format())
 
 
 @dataclass(frozen=True)
@@ -156,6 +188,8 @@ class Node:
     joined_at: float
     disconnect: Callable[[], None] = lambda: None
     leads: bool = False  # the run's first host, which runs the coordinator
+    host: str = ""  # its name without a number
+    trusted_at: float = 0.0  # when a run may stop to continue with this host
     last_seen: float = 0.0
     ready: bool = False
     leaving: bool = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Final
 from samestep.comm.link import parse_address
 from samestep.config import TOKEN
 from samestep.errors import ConfigError
+from samestep.host import read_secret
 
 MIN_TOKEN: Final = 16  # characters; short tokens can be guessed offline from a recorded handshake
-MAX_TOKEN: Final = 4096  # bytes of a token file
 CREATE_TOKEN: Final = (
     'create one with `python -c "import secrets; print(secrets.token_hex())"` '
     f"and set it on all hosts, in {TOKEN} or in a file given by --token-file"
@@ -26,6 +25,7 @@ Run the same command on each host, or use --hosts. All hosts of a run share a se
 To create one: python -c "import secrets; print(secrets.token_hex())"
 Set it on all hosts, in {TOKEN} or in a file given by --token-file.
 """
+MAX_NODES: Final = 256  # one host coordinates the others
 MAX_HOSTS_FILE: Final = 1 << 20  # bytes
 HOST_LINE: Final = re.compile(
     r"(?P<name>[A-Za-z0-9_](?:[A-Za-z0-9_.:%@-]*[A-Za-z0-9])?)"
@@ -63,6 +63,12 @@ class Nodes:
         if not nodes or not 1 <= nodes.min_nodes <= nodes.max_nodes:
             raise ConfigError(
                 f"--nodes must be a number of hosts such as 2, or a range such as 1:4; got {text}"
+            )
+        if nodes.max_nodes > MAX_NODES:
+            raise ConfigError(
+                f"--nodes must be at most {MAX_NODES}, because one host coordinates all others, "
+                f"got {text}; start the workers of more hosts with torchrun, Slurm's srun or one "
+                "Kubernetes pod each"
             )
         return nodes
 
@@ -107,17 +113,8 @@ def read_token(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
     """Return the token from its file or variable, None without either. Raises `ConfigError`."""
     if arguments.token_file is None:
         return _checked(environment[TOKEN], TOKEN) if TOKEN in environment else None
-    path = Path(arguments.token_file)
-    name = f"--token-file {path}"
-    try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            text = file.read(MAX_TOKEN).decode().strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{name} cannot be read: {error}") from error
-    if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"{name} must be readable only by you; run chmod 600 {path}")
-    return _checked(text, name)
+    name = f"--token-file {arguments.token_file}"
+    return _checked(read_secret(Path(arguments.token_file), name), name)
 
 
 def _checked(token: str, name: str) -> str:

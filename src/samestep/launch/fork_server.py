@@ -20,12 +20,13 @@ import torch
 
 from samestep.host import end_with_parent, missing_system_calls, no_garbage_collection
 from samestep.launch.output import Pipes, print_to
-from samestep.launch.worker import FORK, Job, LocalAttempt, Report
+from samestep.launch.worker import FORK, NVML_CHECK, Job, LocalAttempt, Report, can_use_gpus
 
 MAX_BYTES: Final = 1 << 16  # of a message
 FILES: Final = 3  # a worker's report, stdout and stderr
 READY: Final = b"ready"
 ANSWER_SECONDS: Final = 2.0  # an answer takes milliseconds unless the fork server is stopped
+LOOKUP_SECONDS: Final = 10
 
 
 class ForkServer:
@@ -163,10 +164,18 @@ def _serve(job: Job, modules: Sequence[str], connection: socket.socket) -> None:
     torch.set_num_threads(job.config.threads)
     devnull = os.open(os.devnull, os.O_WRONLY)
     print_to([devnull, os.dup(devnull)])
+    # A thread of the launcher may have held glibc's lock of lookups during the fork. No process
+    # could then look up a name: this one is killed, and the launcher forks workers itself.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(LOOKUP_SECONDS)
+    with suppress(OSError):
+        socket.getaddrinfo("localhost", None)
+    signal.alarm(0)
+    os.environ.update(NVML_CHECK)
     for name in modules:
         with suppress(Exception):  # a worker that needs the module raises the error again
             import_module(name)
-    if torch.cuda.is_initialized():  # a fork of this process could not use a GPU
+    if job.config.device != "cpu" and not can_use_gpus():
         return
     connection.send(READY)
     job = replace(job, launcher_pid=os.getpid())

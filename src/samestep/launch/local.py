@@ -1,23 +1,54 @@
-"""The `launch` function, and running a script in workers."""
+"""Launching workers on this host, and the command `samestep run`."""
 
 from __future__ import annotations
 
+import argparse
+import gc
+import logging
 import os
+import re
 import runpy
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from samestep.cluster import STARTED_BY
-from samestep.config import PREFIX, TOKEN, merge
+from samestep.config import PREFIX, TOKEN, Config, flag_name, merge, parse
 from samestep.errors import ConfigError, LaunchError
-from samestep.handoff import open_launcher_state
-from samestep.host import no_garbage_collection, open_standard_files, socket_folder
-from samestep.launch.cluster_spec import ClusterSpec
+from samestep.handoff import LauncherState, open_launcher_state
+from samestep.host import (
+    no_garbage_collection,
+    open_standard_files,
+    raise_file_limit,
+    socket_folder,
+    usable_cores,
+)
+from samestep.launch.cluster_spec import ClusterSpec, add_node_arguments, cluster_spec
+
+EPILOG = """\
+examples:
+  samestep run -n 2 train.py --epochs 10
+  samestep run -n 4 --lanes 8 --dir runs/one -m recipes.vit
+  samestep run -n auto train.py
+  samestep run --gpus 2,3 train.py
+  samestep run -n 4 --mode dp train.py
+  samestep run -n 3 --dir runs/one --resume runs/one/step-00001200 train.py
+  samestep run --nodes 2 --master node1:29400 --token-file run.token -n 4 train.py   # on both hosts
+  samestep run --hosts hosts.txt -n 4 train.py
+
+The script calls samestep.init(). Options given here override the arguments of that call. Everything
+after the script is passed to the script. On Ctrl-C or SIGTERM, workers save a snapshot and exit
+within the grace period; a second Ctrl-C kills them immediately.
+"""
+
+
+MAX_GPUS = 1000  # of a host
 
 
 def preload() -> None:
@@ -32,38 +63,9 @@ def preload() -> None:
         import torch._dynamo  # noqa: F401
 
         import samestep.run  # noqa: F401
+        from samestep.record.events import samestep_version
 
-
-def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any) -> Any:
-    """Run `fn(*args)` in new processes on this machine and return rank 0's result.
-
-    This process must not have used CUDA, nor more than one thread for a torch operation. If a
-    worker is killed from outside after the run has begun, all workers restart from the saved state,
-    up to `max_restarts` consecutive times without a completed step. A signal that stops this
-    process stops the workers first, which have `grace_period` seconds to save a snapshot.
-
-    Args:
-        fn: Body of each worker; may be a lambda or a closure. Its result must be picklable.
-        *args: Arguments of `fn`.
-        workers: Number of processes.
-        **options: Options of `samestep.init`, which they override in the workers.
-
-    Returns:
-        Rank 0's result, with its tensors on the CPU.
-
-    Raises:
-        ConfigError: An option is invalid. No worker was started.
-        LaunchError: The workers cannot be started.
-        WorkerError: A worker failed; with the traceback of the first one that did.
-
-    Example:
-        >>> def train():
-        ...     with ss.init(lanes=4) as run:
-        ...         return run.all_gather(run.rank)
-        >>> ss.launch(train, workers=2)
-        [0, 1]
-    """
-    return start(partial(fn, *args), workers, options)
+        samestep_version()
 
 
 def start(
@@ -78,42 +80,53 @@ def start(
 
     Returns None on hosts without rank 0. With `preloads`, imports what training needs first.
     """
-    merge(options, {})
-    variables = {f"{PREFIX}{name.upper()}": _as_text(value) for name, value in options.items()}
-    config = merge({}, {**os.environ, **variables})
+    merge(options, {}, is_complete=False)
+    variables = _variables(options)
+    config = merge({}, {**os.environ, **variables}, is_complete=False)
     if workers < 1:
         raise LaunchError(f"workers must be at least 1, got {workers}")
+    raise_file_limit()
     with ExitStack() as exits:
         client = None
+        variables[TOKEN] = secrets.token_hex() if spec is None else spec.token
         if spec is not None:
             from samestep.launch.coordinator_client import join_cluster  # imports asyncio
 
-            variables[TOKEN] = spec.token
             client = exits.enter_context(join_cluster(spec, workers, config))
         open_standard_files()
-        if preloads:
-            preload()
-        import torch
+        with no_garbage_collection():
+            if preloads:
+                preload()
+            from samestep.launch.supervisor import LocalCoordinator, Supervisor
+            from samestep.launch.worker import NVML_CHECK, Job, StopSignals, can_use_gpus
 
-        from samestep.launch.supervisor import LocalCoordinator, Supervisor
-        from samestep.launch.worker import Job, StopSignals
-
-        if torch.cuda.is_initialized():
+            # a collection of what torch has imported takes 0.1 s, and this process starts workers
+            gc.freeze()
+            exits.callback(gc.unfreeze)
+        if config.device != "cpu" and not can_use_gpus():
             raise LaunchError(
-                "CUDA is already in use in this process, so forked workers cannot use it; "
-                "launch before the first use of a GPU"
+                "CUDA is already in use in this process, so forked workers cannot use it; launch "
+                "before the first use of a GPU and of torch.cuda.is_available(), or set "
+                "PYTORCH_NVML_BASED_CUDA_CHECK=1 for the latter, or device='cpu'"
             )
         folder = exits.enter_context(socket_folder())
         state = exits.enter_context(open_launcher_state(workers))
-        environment = {STARTED_BY: "samestep", **folder, **state.environment, **variables}
+        launcher = {STARTED_BY: "samestep", **NVML_CHECK}
+        environment = {**launcher, **folder, **state.environment, **variables}
         signals = StopSignals()
         exits.enter_context(signals.recorded())
-        coordinator = client or exits.enter_context(closing(LocalCoordinator(workers, config)))
+        coordinator = client or exits.enter_context(
+            closing(LocalCoordinator(workers, config, variables[TOKEN]))
+        )
         job = Job(body, config, environment, state, signals, os.getpid())
         result = Supervisor(job, coordinator).run()
     if signals.received:
         _stop_by_signal(signals.received[0])
     return result
+
+
+def _variables(options: Mapping[str, Any]) -> dict[str, str]:
+    return {f"{PREFIX}{name.upper()}": _as_text(value) for name, value in options.items()}
 
 
 def _as_text(value: Any) -> str:
@@ -152,9 +165,158 @@ def run_script(
 
 def _run_as_main(script: str, arguments: Sequence[str], *, as_module: bool) -> None:
     sys.argv = [script, *arguments]
+    try:
+        _run(script, as_module=as_module)
+    finally:
+        _warn_if_alone(script)
+
+
+def _warn_if_alone(script: str) -> None:
+    """Warn if several workers ran the script without a common run."""
+    state, workers = LauncherState.from_environment(os.environ), os.environ["WORLD_SIZE"]
+    failed = not isinstance(sys.exc_info()[1], SystemExit | None)
+    if state and state.step is None and workers != "1" and os.environ["RANK"] == "0" and not failed:
+        logging.getLogger("samestep").warning(
+            "%s ended without a call of samestep.init: each of the %s workers ran all of it by "
+            "itself. Call samestep.init, or start it with -n 1",
+            script,
+            workers,
+        )
+
+
+def _run(script: str, *, as_module: bool) -> None:
     if as_module:
         sys.path[0] = str(Path.cwd())
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(script).resolve().parent)
         runpy.run_path(script, run_name="__main__")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `samestep run`, with one flag for each option of a run."""
+    parser.usage = "%(prog)s [-n N] [--OPTION VALUE ...] [-m] script ..."
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    workers = (
+        "number of workers on this host; auto: one per GPU or, without GPUs, one per core "
+        "(default: 1, or one per GPU of --gpus)"
+    )
+    parser.add_argument("-n", "--workers", type=_number_or_auto, metavar="N", help=workers)
+    gpus = "use only these of the visible GPUs of this host, such as 2,3"
+    parser.add_argument("--gpus", metavar="NUMBERS", help=gpus)
+    mode = (
+        "ddp: N workers with one device each; dp: one worker with N devices, like "
+        "-n 1 --devices N (default: ddp)"
+    )
+    parser.add_argument("--mode", choices=("ddp", "dp"), default="ddp", help=mode)
+    module = "run a module, like python -m, not a file"
+    parser.add_argument("-m", "--module", action="store_true", help=module)
+    add_options(parser)
+    add_node_arguments(parser)
+    parser.add_argument("script", help="Python script to run, or a module with -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def _number_or_auto(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number or auto, got {text!r}") from None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add one flag for each option of a run, such as --snapshot-every for snapshot_every."""
+    group = parser.add_argument_group("options of the run, as in samestep.init")
+    for option in fields(Config):
+        text = option.metadata["description"]
+        if option.default is not None:
+            text += f" (default: {str(option.default).lower()})"
+        group.add_argument(flag_name(option.name), metavar="VALUE", help=text)
+
+
+def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the given options of a run by name. Raises `ConfigError` that names the flag."""
+    return {
+        option.name: parse(option.name, text, flag_name(option.name))
+        for option in fields(Config)
+        if (text := getattr(arguments, option.name, None)) is not None
+    }
+
+
+def choose_gpus(text: str) -> None:
+    """Make only these of the visible GPUs visible to workers. Raises `ConfigError`."""
+    numbers = [int(number) for number in re.findall(r"[0-9]+", text)]
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = list(map(str, range(MAX_GPUS))) if given is None else given.split(",")
+    are_different = (
+        bool(numbers) and text == ",".join(map(str, numbers)) and len(set(numbers)) == len(numbers)
+    )
+    if are_different and max(numbers) < len(names):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[number] for number in numbers)
+        if count_gpus() == len(numbers):
+            return
+    visible = "" if given is None else f" with CUDA_VISIBLE_DEVICES={given}"
+    raise ConfigError(
+        f"--gpus must be different numbers of GPUs of this host, such as 0,1, got {text}{visible}; "
+        "nvidia-smi lists the GPUs"
+    )
+
+
+def count_gpus() -> int:
+    """Return the number of visible GPUs.
+
+    Another process counts them: a process that has used CUDA cannot fork workers that do.
+    """
+    import torch
+
+    from samestep.launch.worker import FORK
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return 0
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=lambda: sender.send(torch.cuda.device_count()))
+    process.start()
+    sender.close()
+    count = 0
+    with receiver, suppress(EOFError):  # if it crashed
+        count = int(receiver.recv())
+    process.join()
+    return count
+
+
+def worker_count(asked: int | str | None, gpus: int | None, options: Mapping[str, Any]) -> int:
+    """Return the number of workers or, with auto, of as many as this host has devices for.
+
+    With auto there are at most as many as lanes. `gpus` is the number of GPUs chosen, if any.
+    """
+    if isinstance(asked, int) or (asked is None and gpus is None):
+        return 1 if asked is None else int(asked)
+    config = merge({}, {**os.environ, **_variables(options)}, is_complete=False)
+    devices = config.devices if isinstance(config.devices, int) else len(config.devices)
+    found = 0 if config.device == "cpu" else count_gpus() if gpus is None else gpus
+    count = max(1, found // devices if found else usable_cores() // (devices * config.threads))
+    return min(count, config.lanes or count)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the script; return the exit status."""
+    options = given_options(arguments)
+    if arguments.mode == "dp" and "devices" in options:
+        raise ConfigError(
+            "--devices cannot be combined with --mode dp, where -n is the number of devices"
+        )
+    if arguments.hosts is not None:
+        from samestep.launch.ssh import run_on_hosts
+
+        return run_on_hosts(arguments, options)
+    gpus = None
+    if arguments.gpus is not None:
+        choose_gpus(arguments.gpus)
+        gpus = arguments.gpus.count(",") + 1
+    workers = worker_count(arguments.workers, gpus, options)
+    if arguments.mode == "dp":
+        workers, options["devices"] = 1, workers
+    spec, script = cluster_spec(arguments), (arguments.script, arguments.arguments)
+    run_script(*script, workers, options, as_module=arguments.module, spec=spec)
+    return 0

@@ -21,14 +21,17 @@ from samestep.launch.attempt import (
     WorkerFailure,
 )
 
-LOST_SECONDS: Final = 5.0  # a host that sends nothing for this long is lost
+LOST_SECONDS: Final = 20.0  # a host that sends nothing for this long is lost
 JOIN_SECONDS: Final = 30.0  # for the minimum number of hosts to join
 LOAD_SECONDS: Final = 300.0  # for a host that joined to load torch
 SETTLE_SECONDS: Final = 1.0  # for more hosts to join once there are enough
 EXIT_SECONDS: Final = 2.0  # after a failure on a single host, for its other workers to exit
 REORDER_SECONDS: Final = 0.2  # after a failure, for an earlier one from another host to arrive
 CAUSE_SECONDS: Final = LOST_SECONDS + 1.0  # after a secondary failure, for its cause to arrive
-KILL_SECONDS: Final = 5.0  # for a host to report that its workers have been killed
+# for a host to report that its workers have been killed: longer than they may wait for a disk
+KILL_SECONDS: Final = 40.0
+PROBATION_SECONDS: Final = 10.0  # before the run stops for a host that was lost before; doubles
+FORGET_SECONDS: Final = 3600.0  # after which it does not count any more that a host was lost
 STATUS_ON_SIGTERM: Final = 128 + signal.SIGTERM  # of a worker that took a snapshot and exited
 
 
@@ -57,12 +60,20 @@ class Membership:
         self._settled_at = math.inf
         self._last_loss = ""
         self._restarts = RestartBudget(policy.max_restarts)
+        self._losses: dict[str, tuple[int, float]] = {}  # number and time of the last, by host
 
     def join(self, node: Node) -> None:
         """Add a host; one whose name is taken gets a number.
 
-        Ranks follow the order of joining, except that the host that `leads` has the first ranks.
+        Ranks follow the order of joining, except that the host that `leads` has the first ranks. A
+        host that was lost before is used at once only if it is needed.
         """
+        node.host = node.name
+        losses, lost_at = self._losses.get(node.host, (0, -math.inf))
+        if losses and node.joined_at - lost_at < FORGET_SECONDS:
+            node.trusted_at = node.joined_at + min(
+                PROBATION_SECONDS * 2 ** (losses - 1), FORGET_SECONDS
+            )
         taken = {other.name for other in self._nodes}
         if node.name in taken:
             names = (f"{node.name} ({number})" for number in itertools.count(2))
@@ -78,6 +89,8 @@ class Membership:
         self._nodes.remove(node)
         node.disconnect()
         if self.phase is not Phase.FINISHED:
+            losses, lost_at = self._losses.get(node.host, (0, now))
+            self._losses[node.host] = (losses if now - lost_at < FORGET_SECONDS else 0) + 1, now
             self._last_loss = f"host {node.name} was lost ({reason})"
             self._log(f"{self._last_loss}: {self._present()}")
         if node.busy:
@@ -120,8 +133,9 @@ class Membership:
     def update(self, now: float) -> None:
         """Make the decisions that are due."""
         for node in list(self._nodes):
-            if node.ready and now - node.last_seen > LOST_SECONDS:
-                self.leave(node, f"no message for {LOST_SECONDS:g} s", now)
+            limit = LOST_SECONDS if node.ready else LOAD_SECONDS  # loading may block its thread
+            if now - node.last_seen > limit:
+                self.leave(node, f"no message for {limit:g} s", now)
             elif node.leaving and not node.busy:
                 self._nodes.remove(node)
                 attempt = self._attempt.number
@@ -140,6 +154,8 @@ class Membership:
         # a run that continues does not wait for more hosts
         settled = self._attempt.number >= 0 or (not loading and now >= self._settled_at)
         min_nodes, max_nodes = self._policy.min_nodes, self._policy.max_nodes
+        trusted = [node for node in ready if now >= node.trusted_at]
+        ready = trusted if len(trusted) >= min_nodes else ready
         if len(ready) >= max_nodes or (len(ready) >= min_nodes and settled):
             self._start_attempt(ready[:max_nodes])
         elif now - self._joining_since > JOIN_SECONDS and len(ready) + len(loading) < min_nodes:
@@ -169,15 +185,17 @@ class Membership:
             self._finish_attempt(now)
         elif attempt.failures:
             self._decide(now)
-        elif now >= self._settled_at and self._can_use_more():
+        elif now >= self._settled_at and self._can_use_more(now):
             self._log(f"workers take a snapshot to continue on more hosts: {self._present()}")
             self._request_exit(StopReason.RESIZE, signal.SIGTERM, now)
 
-    def _can_use_more(self) -> bool:
+    def _can_use_more(self, now: float) -> bool:
         nodes = self._attempt.nodes
         return (
             self._attempt.busy_nodes == nodes
-            and any(node.ready and node not in nodes for node in self._nodes)
+            and any(
+                node.ready and node not in nodes and now >= node.trusted_at for node in self._nodes
+            )
             and len(nodes) < self._policy.max_nodes
             and sum(node.max_workers for node in nodes) < (self._policy.lanes or sys.maxsize)
         )

@@ -60,11 +60,12 @@ def run_on_hosts(
             f"--nodes must be at most the number of hosts in {arguments.hosts} ({len(hosts)}), "
             f"got {arguments.nodes}"
         )
-    timeout = merge(options, environment).grace_period + EXIT_SECONDS
+    timeout = merge(options, environment, is_complete=False).grace_period + EXIT_SECONDS
     master = arguments.master or write_address(hosts[0].address, secrets.choice(PORTS))
     common = ["--nodes", str(nodes), "--master", master, f"--mode={arguments.mode}"]
     given = {option.name: getattr(arguments, option.name) for option in fields(Config)}
     common += [f"{flag_name(name)}={text}" for name, text in given.items() if text is not None]
+    common += [] if arguments.gpus is None else [f"--gpus={arguments.gpus}"]
     script = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
     names = [name for name in environment if name == "PYTHONPATH" or name.startswith(PREFIX)]
     variables = {name: environment[name] for name in names}
@@ -75,7 +76,9 @@ def run_on_hosts(
         exits.enter_context(signals.recorded())
         shells = []
         for host in hosts:
-            command = ["run", *common, f"--workers={host.workers or arguments.workers}", *script]
+            workers = host.workers or arguments.workers
+            count = [] if workers is None else [f"--workers={workers}"]
+            command = ["run", *common, *count, *script]
             job = {"arguments": command, "directory": str(Path.cwd()), "environment": variables}
             shells.append(exits.enter_context(closing(Shell(host, shell, job))))
         ShellMonitor(shells, signals, timeout, may_fail=len(hosts) - nodes.min_nodes).run()

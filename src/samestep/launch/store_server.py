@@ -1,19 +1,35 @@
-"""The key-value store of one attempt, with the operations of torch.distributed's stores."""
+"""The key-value store of one attempt, served to workers that hold the run's token."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+import secrets
+import sys
+import threading
+from collections import Counter, defaultdict
+from queue import SimpleQueue
 from typing import Any, Final
 
+from samestep.comm import link
 from samestep.comm.link import to_bytes, to_text
 from samestep.launch.attempt import Message
 
 MAX_SECONDS: Final = 1e9
+# connections in a handshake: all workers of a large run arrive at once
+MAX_UNAUTHENTICATED: Final = 4096
+MAX_LOGGED_ADDRESSES: Final = 100  # of refused connections
+MAX_ANSWER: Final = 1 << 20  # characters of values, unless one is longer
+_READ_BYTES: Final = 1 << 16
+_lines: SimpleQueue[str] = SimpleQueue()
+_printing = threading.Lock()
+
+
+class PeerExitedError(ConnectionError):
+    """The peer's process closed the connection or exited, while the network works."""
 
 
 class KeyValueStore:
-    """Values by key, in memory.
+    """Values by key, in memory, with the operations of torch.distributed's stores.
 
     A request is `{"do": operation, …}` with values in base64. The answer is `{"value": …}`, or
     `{"late": keys}` if the keys were not set in time.
@@ -39,12 +55,27 @@ class KeyValueStore:
                 return await self._wait(keys, _seconds(request["seconds"])) or {
                     "value": to_text(self._values[key])
                 }
+            case "multi_get":
+                keys = _keys(request["keys"])
+                late = await self._wait(keys, _seconds(request["seconds"]))
+                return late or {"value": self._texts(keys)}
             case "check":
                 return {"value": all(key in self._values for key in _keys(request["keys"]))}
             case "count":
                 return {"value": len(self._values)}
             case _:
                 return {"value": self._change(request)}
+
+    def _texts(self, keys: list[str]) -> list[str]:
+        """Return the values of the first keys, as many as fit in an answer, at least one."""
+        texts: list[str] = []
+        characters = 0
+        for key in keys:
+            texts.append(to_text(self._values[key]))
+            characters += len(texts[-1])
+            if characters > MAX_ANSWER:
+                return texts[:-1] or texts
+        return texts
 
     def _change(self, request: Message) -> int | str | bool | None:
         (key,) = _keys([request["key"]])
@@ -81,15 +112,15 @@ class KeyValueStore:
         """Return {} when all keys are set, and the missing keys after a timeout."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        while missing := [key for key in keys if key not in self._values]:
+        while (key := next((key for key in keys if key not in self._values), None)) is not None:
             arrival = loop.create_future()
-            self._waiting[missing[0]].add(arrival)
+            self._waiting[key].add(arrival)
             try:
                 await asyncio.wait_for(arrival, deadline - loop.time())
             except asyncio.TimeoutError:
-                return {"late": missing}
+                return {"late": [each for each in keys if each not in self._values]}
             finally:
-                self._waiting[missing[0]].discard(arrival)
+                self._waiting[key].discard(arrival)
         return {}
 
 
@@ -104,3 +135,163 @@ def _keys(keys: Any) -> list[str]:
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise ValueError(f"keys must be a list of strings, got {keys!r}")
     return keys
+
+
+class Peer:
+    """The coordinator's end of a connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._frames = link.Frames(link.HELLO_BYTES)
+        self._seal: link.Seal
+
+    async def authenticate(self, token: str) -> Message:
+        """Prove to each other that both ends hold the token; return the peer's hello.
+
+        Raises `ValueError` if the peer does not hold it.
+        """
+        nonces = secrets.token_bytes(link.NONCE_BYTES)
+        self._write({"nonce": nonces.hex()})
+        hello = link.decode(await self._next_body())
+        nonces += link.nonce_of(hello)
+        if not link.is_proof(hello, token, b"member", nonces):
+            self._write({"refused": "token"})
+            raise ValueError("it does not have this run's token")
+        self._write({"proof": link.prove(token, b"coordinator", nonces).hex()})
+        self._frames.max_bytes = link.MAX_BYTES
+        self._seal = link.Seal(token, nonces, coordinator=True)
+        return await self.receive()
+
+    def send(self, message: Message) -> None:
+        """Queue a message; messages to a closed connection are lost."""
+        if not self._writer.is_closing():
+            self._writer.write(self._seal.seal(message))
+
+    def disconnect(self) -> None:
+        """Close the connection immediately."""
+        self._writer.transport.abort()
+
+    async def receive(self) -> dict[str, Any]:
+        """Return the next message.
+
+        Raises `PeerExitedError` at the end of the connection, another `OSError` if it is lost, and
+        `ValueError` for a message that the peer cannot have sent.
+        """
+        return self._seal.open(await self._next_body())
+
+    def _write(self, message: Message) -> None:
+        self._writer.write(link.frame(link.encode(message)))
+
+    async def _next_body(self) -> bytes:
+        while (body := self._frames.next()) is None:
+            data = await self._reader.read(_READ_BYTES)
+            if not data:
+                raise PeerExitedError("it closed the connection")
+            self._frames.feed(data)
+        return body
+
+
+class StoreServer:
+    """Serves the store of an attempt to workers that prove that they hold the token.
+
+    At most `max_unauthenticated` connections may be in a handshake, each for `hello_seconds`. One
+    more closes the oldest one of the address that has most of them.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        attempt: int,
+        max_unauthenticated: int = MAX_UNAUTHENTICATED,
+        hello_seconds: float | None = None,
+    ) -> None:
+        self._token, self._max_unauthenticated = token, max_unauthenticated
+        self._hello_seconds = hello_seconds or link.HELLO_SECONDS
+        self._attempt, self._store = attempt, KeyValueStore()
+        self._rank_owners: dict[str, str] = {}  # processes by rank
+        self._workers: set[asyncio.Task[None]] = set()  # of the current attempt
+        self._unauthenticated: dict[asyncio.StreamWriter, str] = {}  # addresses, oldest first
+        self._logged_addresses: set[str] = set()
+
+    async def serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Authenticate a connection, and serve it until its end."""
+        peer = Peer(reader, writer)
+        try:
+            await self._serve(peer, await self._authenticate(peer, writer))
+        except (ValueError, OSError, asyncio.TimeoutError) as error:
+            self._log_refused(writer, error)
+        except asyncio.CancelledError:
+            pass  # the attempt or the run has ended
+        finally:
+            writer.close()
+
+    async def _authenticate(self, peer: Peer, writer: asyncio.StreamWriter) -> Message:
+        waiting = self._unauthenticated
+        if len(waiting) >= self._max_unauthenticated:
+            ((most, _),) = Counter(waiting.values()).most_common(1)
+            next(other for other, address in waiting.items() if address == most).transport.abort()
+        waiting[writer] = _address(writer)
+        try:
+            return await asyncio.wait_for(peer.authenticate(self._token), self._hello_seconds)
+        finally:
+            del waiting[writer]
+
+    async def _serve(self, peer: Peer, hello: Message) -> None:
+        task, store = current_task(), self._store
+        if refused := self._claim_rank(hello):
+            peer.send({"refused": refused})
+            raise ValueError(refused)
+        self._workers.add(task)
+        try:
+            peer.send({"welcome": ""})
+            while True:
+                peer.send(await store.handle(await peer.receive()))
+        except OSError:
+            pass  # workers may exit at any time; their launchers report it
+        finally:
+            self._workers.discard(task)
+
+    def _claim_rank(self, hello: Message) -> str:
+        """Reserve a rank for all connections of one process; return why not, "" on success."""
+        if (attempt := hello.get("attempt")) != self._attempt:
+            return f"expected a worker of attempt {self._attempt}, got attempt {attempt!r:.20}"
+        rank, process = str(hello.get("rank")), str(hello.get("process"))
+        owner = self._rank_owners.setdefault(rank, process)
+        if owner == process:
+            return ""
+        return f"{process:.100} claims rank {rank:.20}, which belongs to {owner:.100}"
+
+    def _log_refused(self, writer: asyncio.StreamWriter, error: Exception) -> None:
+        """Log a refused connection, once per address and for a limited number of addresses."""
+        address, logged = _address(writer), self._logged_addresses
+        if address not in logged and len(logged) < MAX_LOGGED_ADDRESSES:
+            logged.add(address)
+            reason = str(error) or f"it sent no hello within {self._hello_seconds:g} s"
+            is_last = len(logged) == MAX_LOGGED_ADDRESSES
+            more = "; connections from further addresses are refused silently" if is_last else ""
+            log(f"refused a connection from {address}: {reason}{more}")
+
+
+def current_task() -> asyncio.Task[None]:
+    """Return the task that serves the current connection."""
+    task = asyncio.current_task()
+    assert task is not None  # noqa: S101  connections are served in tasks
+    return task
+
+
+def _address(writer: asyncio.StreamWriter) -> str:
+    peer = writer.get_extra_info("peername")
+    return str(peer[0]) if peer else "this host"  # a Unix socket has no address
+
+
+def log(text: str) -> None:
+    """Print a line for the user, soon: hosts must not wait for a slow disk or terminal."""
+    _lines.put(f"samestep: {text}\n")
+    threading.Thread(target=_print, name="samestep log").start()
+
+
+def _print() -> None:
+    """Print the next line, in a thread that then ends."""
+    with _printing:
+        sys.stderr.write(_lines.get())
+        sys.stderr.flush()

@@ -2,53 +2,121 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from samestep.cluster.launchers import LOOPBACK
+from samestep.comm.token_store import store_variables
 from samestep.config import Config
 from samestep.errors import LaunchError, SamestepError, WorkerError
+from samestep.host import peer_credentials
 from samestep.launch.attempt import ElasticPolicy, Message, Node, WorkerFailure
-from samestep.launch.coordinator_client import CoordinatorClient
 from samestep.launch.fork_server import ForkServer
 from samestep.launch.membership import Membership
 from samestep.launch.output import Outputs
+from samestep.launch.store_server import StoreServer, current_task
 from samestep.launch.worker import Job, LocalAttempt
 from samestep.launch.worker_group import WorkerGroup
 from samestep.record import open_record
 
+if TYPE_CHECKING:  # it is for several hosts
+    from samestep.launch.coordinator_client import CoordinatorClient
+
 POLL_SECONDS: Final = 0.1
+LOCAL_CONNECTIONS: Final = 1 << 16  # of this user, in a handshake: all workers connect at once
+LOCAL_HELLO_SECONDS: Final = 60.0
 TERMINATE_SECONDS: Final = 2.0  # between SIGTERM and SIGKILL
 MAX_TRACEBACK: Final = 50_000  # characters sent to the coordinator: the beginning and the end
+
+
+class LocalStore:
+    """The store of one attempt on a single host, served by a thread of the launcher.
+
+    Its socket has no port: its abstract `name` is known in this network namespace only. Processes
+    of other users are disconnected.
+    """
+
+    def __init__(self, token: str, attempt: int) -> None:
+        self.name = f"samestep-{secrets.token_hex(16)}"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(socket.SOMAXCONN)
+        self._server = StoreServer(token, attempt, LOCAL_CONNECTIONS, LOCAL_HELLO_SECONDS)
+        self._loop = asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="samestep store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close the socket and all connections."""
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with closing(self._loop):
+            self._loop.run_until_complete(self._serve())
+
+    async def _serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if peer_credentials(writer.get_extra_info("socket"))[1] == os.geteuid():
+            await self._server.serve_peer(reader, writer)
+        else:
+            writer.transport.abort()
+
+    async def _serve(self) -> None:
+        backlog = socket.SOMAXCONN
+        async with await asyncio.start_unix_server(
+            self._serve_peer, sock=self._listener, backlog=backlog
+        ):
+            await self._end.wait()
+            tasks = asyncio.all_tasks() - {current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class LocalCoordinator:
     """The interface of `CoordinatorClient` for a single host, without a network."""
 
     leads: Final = True
-    files: Final[Sequence[int]] = ()
 
-    def __init__(self, workers: int, config: Config) -> None:
+    def __init__(self, workers: int, config: Config, token: str) -> None:
+        self._token = token
         policy = ElasticPolicy(1, 1, None, config.max_restarts, config.grace_period)
         now = time.monotonic()
         self._membership = Membership(policy, now, open_attempt=lambda _: None, log=lambda _: None)
         self._orders: list[Message] = []
         self._node = Node(socket.gethostname(), workers, self._orders.append, now, leads=True)
         self._membership.join(self._node)
-        self._store: TCPStore | None = None
+        self._store: LocalStore | None = None
+        self._listener: socket.socket | None = None  # of a store for process groups
+        self._store_for_groups: TCPStore | None = None
+
+    @property
+    def files(self) -> Sequence[Any]:
+        """Open files that become readable when a worker makes a process group."""
+        return () if self._listener is None else (self._listener,)
 
     def close(self) -> None:
-        """Close the store."""
-        self._store = None  # torch closes it with the last reference
+        """Close the stores."""
+        if self._store is not None:
+            self._store.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._store = self._listener = None
+        self._store_for_groups = None  # torch closes it with the last reference
 
     def report(self, what: str, **fields: Any) -> None:
         """Report an event on this host."""
@@ -56,32 +124,46 @@ class LocalCoordinator:
 
     def orders(self, step: int | None) -> list[Message]:
         """Return the next orders, given the number of completed steps."""
+        self._serve_groups()
         self.report("heartbeat", step=step)
         self._membership.update(time.monotonic())
         orders, self._orders[:] = list(self._orders), []
         return orders
 
-    def environment(self, _attempt: int) -> dict[str, str]:
-        """Open a new store; return the variables by which an attempt's workers find it.
+    def environment(self, attempt: int) -> dict[str, str]:
+        """Open a new store; return the variables by which an attempt's workers find both stores.
 
-        torchrun sets the same variables, and torch.distributed reads them: every worker is a client
-        of an existing store. A TCPStore that opens its own socket listens on all addresses, so it
-        is given one that listens only on the loopback interface.
+        samestep uses a store that asks for the run's token. The other one is for process groups
+        that a script makes itself: torchrun sets the same variables, and torch.distributed reads
+        them. It starts when the first worker connects.
         """
-        self._store = None
-        listener = socket.create_server((LOOPBACK, 0))
-        port: int = listener.getsockname()[1]
-        file = listener.detach()
-        self._store = TCPStore(
-            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=file
-        )
+        self.close()
+        self._listener = socket.create_server((LOOPBACK, 0), backlog=socket.SOMAXCONN)
+        self._store = store = LocalStore(self._token, attempt)
         return {
             "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(self._listener.getsockname()[1]),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
+            **store_variables(store.name, attempt),
         }
+
+    def _serve_groups(self) -> None:
+        """Start the store for process groups if a worker waits for it.
+
+        A TCPStore that opens its own socket listens on all addresses, so it is given one that
+        listens only on the loopback interface. Its thread looks up names, and a worker that is
+        forked meanwhile would wait for glibc's lock in its own lookups forever. So it starts after
+        the workers of the attempt are forked, and closes before the next ones are.
+        """
+        if self._store_for_groups or not self._listener or not wait([self._listener], 0.0):
+            return
+        port, file = self._listener.getsockname()[1], self._listener.detach()
+        self._listener = None
+        self._store_for_groups = TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=file
+        )
 
 
 class Supervisor:
@@ -101,6 +183,7 @@ class Supervisor:
         self._signals_reported = 0
         self._signals_due: list[tuple[float, signal.Signals]] = []
         self._result: Any = None
+        self._errors: dict[int, Exception | None] = {}  # of the current attempt, by rank
 
     def run(self) -> Any:
         """Return rank 0's result, None on other hosts.
@@ -123,7 +206,8 @@ class Supervisor:
         elif "failure" in end:
             failure = WorkerFailure(**end["failure"])
             traceback = failure.traceback if self._coordinator.leads else ""
-            raise WorkerError(failure.rank, str(failure), traceback, failure.status)
+            cause = self._errors.get(failure.rank)
+            raise WorkerError(failure.rank, str(failure), traceback, failure.status) from cause
         return self._result
 
     def _poll(self) -> Message | None:
@@ -150,6 +234,9 @@ class Supervisor:
         now = time.monotonic()
         if order["order"] == "start":
             self._start(order)
+        elif order["order"] == "lost":
+            self._outputs.print(order["reason"])
+            self._join_again()
         elif order["order"] == "restarting":
             if self._coordinator.leads:
                 self._record_restart(WorkerFailure(**order["failure"]))
@@ -167,7 +254,7 @@ class Supervisor:
 
     def _start(self, order: Mapping[str, Any]) -> None:
         self._attempt = order["attempt"]
-        self._reported, self._signals_due = set(), []
+        self._reported, self._signals_due, self._errors = set(), [], {}
         if self._attempt > 0:
             self._job.launcher_state.begin_attempt()
         ranks = order["first_rank"], order["local_workers"], order["workers"]
@@ -175,12 +262,20 @@ class Supervisor:
         attempt = LocalAttempt(self._attempt, *ranks, environment)
         self._group = WorkerGroup(self._job, attempt, self._outputs, self._fork_server)
 
+    def _join_again(self) -> None:
+        """End the workers of a run that continues without this host, and offer to start others."""
+        self._close_group()
+        self._attempt, self._signals_reported = -1, 0
+        self._job.launcher_state.leave_run()
+        self._coordinator.report("ready")
+
     def _report(self, group: WorkerGroup) -> None:
         """Report workers that failed, and the end of the attempt on this host."""
         group.poll()
         for rank, failure in group.failures.items():
             if rank not in self._reported:
                 self._reported.add(rank)
+                self._errors[rank] = group.error(rank)
                 age = time.monotonic() - failure.at
                 fields = {**asdict(failure), "traceback": _shortened(failure.traceback)}
                 self._coordinator.report("failed", attempt=self._attempt, age=age, failure=fields)

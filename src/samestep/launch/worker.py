@@ -3,26 +3,58 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
+import io
 import json
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
 from samestep.config import Config
 from samestep.handoff import ATTEMPT, LauncherState
-from samestep.host import anonymous_file, end_with_parent
+from samestep.host import anonymous_file, end_with_parent, no_garbage_collection
 from samestep.launch.attempt import WorkerFailure
 
 FORK: Final = multiprocessing.get_context("fork")
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 ECHO_SECONDS: Final = 1.0
+BLOCKED_SECONDS: Final = 5.0  # until a process that runs no Python code is ended as well
+# Makes `torch.cuda.is_available()` ask the driver's management library, so that forks stay usable.
+NVML_CHECK: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+def can_use_gpus() -> bool:
+    """Return whether processes that are forked from this one can use GPUs.
+
+    They cannot if it has asked the driver for GPUs, as `torch.cuda.is_available()` may do: only a
+    fork can tell.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():
+        return False
+    if not torch.backends.cuda.is_built():
+        return True
+    probe = FORK.Process(target=_exit_if_bad, name="probe of GPUs")
+    with no_garbage_collection():
+        probe.start()
+    probe.join()
+    return probe.exitcode == 0
+
+
+def _exit_if_bad() -> None:
+    import torch
+
+    os._exit(torch.cuda._is_in_bad_fork())  # noqa: SLF001  no public check
 
 
 class StopSignals:
@@ -87,11 +119,14 @@ class Report:
         torch.save(result, self._memory)
         self._memory.flush()
 
-    def write_failure(self, failure: WorkerFailure) -> None:
-        """Write a worker's failure, replacing an incomplete result."""
+    def write_failure(self, failure: WorkerFailure, error: BaseException) -> None:
+        """Write a worker's failure, and its error if possible, replacing an incomplete result."""
         self._memory.seek(0)
         self._memory.truncate()
-        self._memory.write(json.dumps(asdict(failure)).encode())
+        self._memory.write(json.dumps(asdict(failure)).encode() + b"\n")
+        if isinstance(error, Exception):
+            with suppress(Exception):  # an error may hold anything
+                self._memory.write(_pickled(error))
         self._memory.flush()
 
     def result(self) -> Any:
@@ -111,13 +146,38 @@ class Report:
         """Return the failure; None if the worker was killed before it was written completely."""
         self._memory.seek(0)
         try:
-            return WorkerFailure(**json.loads(self._memory.read()))
+            return WorkerFailure(**json.loads(self._memory.readline()))
         except ValueError:
             return None
+
+    def error(self) -> Exception | None:
+        """Return the error of the failure, None if it cannot be rebuilt in this process."""
+        self._memory.seek(0)
+        self._memory.readline()
+        try:
+            error = pickle.load(self._memory)  # noqa: S301  only forks of this process write to it
+        except Exception:  # noqa: BLE001  such as a class of the script, which is unknown here
+            return None
+        return error if isinstance(error, Exception) else None
 
     def close(self) -> None:
         """Free the memory."""
         self._memory.close()
+
+
+def _pickled(error: Exception) -> bytes:
+    """Return an error as bytes. Raises if it holds a tensor: a launcher must not use CUDA."""
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                raise pickle.PicklingError("a tensor")
+            return NotImplemented
+
+    data = io.BytesIO()
+    Pickler(data).dump(error)
+    return data.getvalue()
 
 
 @dataclass(frozen=True)
@@ -154,10 +214,12 @@ class Job:
         atexit._clear()  # noqa: SLF001
         gc.freeze()
         gc.enable()
+        code = 1
         try:
             take_over()
             code = self._run(attempt, local_rank, report)
         finally:
+            _exit_within(self.config.timeout, attempt.first_rank + local_rank, code)
             atexit._run_exitfuncs()  # noqa: SLF001  a forked process does not run them
         raise SystemExit(code)
 
@@ -171,13 +233,15 @@ class Job:
         except BaseException as error:  # noqa: BLE001  the launcher reports every kind
             if not isinstance(error, SystemExit) or error.code:
                 failure = WorkerFailure.of_error(rank, error)
-                report.write_failure(failure)
+                report.write_failure(failure, error)
                 return failure.status
         return 0
 
     def _set_up(self, attempt: LocalAttempt, local_rank: int) -> None:
-        """Give the worker its own threads, session, environment and signal handlers."""
+        """Give the worker its own threads, session, environment, signal handlers and generators."""
         import torch
+
+        from samestep.data.random_state import key, set_generators
 
         # first: inherited thread pools have no threads after a fork
         torch.set_num_threads(self.config.threads)
@@ -193,4 +257,51 @@ class Job:
             LOCAL_RANK=str(local_rank),
             LOCAL_WORLD_SIZE=str(attempt.local_workers),
         )
+        _keep_process_groups()
+        # what the body draws before `init` is the same in all workers and at every start
+        set_generators(key(self.config.seed, "before init"))
         self.signals.reset()
+
+
+def _exit_within(seconds: float, rank: int, code: int) -> None:
+    """End this process with `code` if it has not exited after `seconds`.
+
+    Exit functions, threads and processes that the body has left may take that long. If one of them
+    stops all Python code, the process is ended with its stacks and status 1 a little later.
+    """
+
+    def end() -> None:
+        time.sleep(seconds)
+        left = [each for each in threading.enumerate() if not each.daemon]
+        names = [each.name for each in left if each is not threading.main_thread()]
+        names += [child.name for child in multiprocessing.active_children()]
+        sys.stderr.write(
+            f"worker {rank} was ended, because its body has returned and its process did not exit "
+            f"within timeout={seconds:g} s; it still ran {', '.join(names) or 'an exit function'}\n"
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    faulthandler.dump_traceback_later(seconds + BLOCKED_SECONDS, exit=True, file=2)
+    threading.Thread(target=end, name="samestep exit", daemon=True).start()
+
+
+def _keep_process_groups() -> None:
+    """Keep process groups that the body makes until the process exits.
+
+    Otherwise a DistributedDataParallel that outlives its group's `destroy_process_group`, as a
+    local variable does, destroys the group: it waits for gloo's thread without releasing Python's
+    lock, which that thread needs to release its last tensors (torch 2.13).
+    """
+    from torch.distributed import distributed_c10d
+
+    from samestep.comm.distributed import KEPT
+
+    class KeptGroups(dict[Any, Any]):
+        def __setitem__(self, group: Any, value: Any) -> None:
+            KEPT.append(group)
+            super().__setitem__(group, value)
+
+    if hasattr(distributed_c10d, "_pg_map"):  # has no public equivalent
+        distributed_c10d._pg_map = KeptGroups(distributed_c10d._pg_map)  # noqa: SLF001

@@ -6,8 +6,11 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import process as processes
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +25,9 @@ from samestep.launch.worker import FORK, Job, LocalAttempt, Report
 # A process's flag in the kernel from the beginning of its exit, before its connections close: it
 # may stay a while, in which other workers notice and fail.
 PF_EXITING: Final = 0x4
+STARTED: Final = 19  # index in `_stat` of the time at which a process started
+KILL_SECONDS: Final = 30.0  # from SIGKILL to the end of a process, longer if it waits for a disk
+PAUSE_SECONDS: Final = 0.01  # between checks of processes without pidfds
 
 
 class WorkerGroup:
@@ -37,7 +43,8 @@ class WorkerGroup:
         self._reports: dict[int, Report] = {}
         self._stopped_since: dict[int, float] = {}
         self._files: dict[int, int] = {}  # pidfds by rank
-        self._groups: list[int] = []
+        self._outputs = outputs
+        self._groups: dict[int, str] = {}  # when their leaders started
         self._alive_at: dict[int, float] = {}  # when ranks were last seen running
         self._oom_kills = _oom_kills()
         try:
@@ -64,7 +71,7 @@ class WorkerGroup:
         assert process.pid is not None  # noqa: S101  it has been started
         self.running[rank] = process
         self._alive_at[rank] = time.monotonic()
-        self._groups.append(process.pid)
+        self._groups[process.pid] = _started(process.pid)
         if hasattr(os, "pidfd_open"):  # on older kernels `poll` notices the exit
             with suppress(OSError):
                 self._files[rank] = os.pidfd_open(process.pid)
@@ -93,14 +100,19 @@ class WorkerGroup:
                 self._alive_at[rank] = now
 
     def _handle_exit(self, rank: int, code: int) -> None:
-        self.running.pop(rank).close()
+        with suppress(ValueError):  # it has not exited
+            self.running.pop(rank).close()
         if (file := self._files.pop(rank, None)) is not None:
             os.close(file)
         if code != 0:
             oom = _oom_kills() > self._oom_kills
             failure = self._reports[rank].failure()
             failure = failure or WorkerFailure.of_exit(
-                rank, code, self._alive_at[rank], out_of_memory=oom
+                rank,
+                code,
+                self._alive_at[rank],
+                out_of_memory=oom,
+                uses_nccl=self._job.launcher_state.uses_nccl,
             )
             step = self._job.launcher_state.step
             host = "" if step is None else socket.gethostname()
@@ -118,8 +130,9 @@ class WorkerGroup:
             seconds = now - self._stopped_since.setdefault(rank, now)
             if timed_out or seconds > self._job.config.timeout:
                 process.kill()
-                process.join()
-                self._handle_exit(rank, -signal.SIGSTOP)
+                self._wait_for_exit([rank])
+                if rank in self.running:
+                    self._handle_exit(rank, -signal.SIGSTOP)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all running workers."""
@@ -132,11 +145,35 @@ class WorkerGroup:
         """Kill all workers immediately, and everything that they started."""
         self._note_alive()  # these deaths must not precede the failures that caused them
         self.send(signal.SIGKILL)
-        for process in self.running.values():
-            process.join()
-        for group in self._groups:
-            with suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
+        self._wait_for_exit(list(self.running))
+        for leader, started in self._groups.items():
+            kill_group(leader, started)
+
+    def _wait_for_exit(self, ranks: Sequence[int]) -> None:
+        """Wait until killed workers have exited, and give up those that the kernel does not end.
+
+        These run no more code, but hold their memory until the kernel returns from what they wait
+        for.
+        """
+        deadline, seen = time.monotonic() + KILL_SECONDS, set[int]()
+        while left := [rank for rank in ranks if self.running[rank].exitcode is None]:
+            if time.monotonic() > deadline:
+                break
+            files = {self._files[rank] for rank in left if rank in self._files}
+            seen.update(wait(files - seen, PAUSE_SECONDS))  # type: ignore[arg-type]  # file numbers
+        for rank in left:
+            process = self.running[rank]
+            self._outputs.print(
+                f"worker {rank} (process {process.pid}) did not exit within {KILL_SECONDS:g} s of "
+                "SIGKILL: it waits in the kernel, as for a disk, a network file system or a device "
+                "that does not respond. It is left behind; check that hardware"
+            )
+            processes._children.discard(process)  # type: ignore[attr-defined]  # noqa: SLF001  joined at exit
+            self._handle_exit(rank, -signal.SIGKILL)
+
+    def error(self, rank: int) -> Exception | None:
+        """Return the error of a worker that failed, None if it cannot be rebuilt here."""
+        return self._reports[rank].error()
 
     def close(self) -> None:
         """Kill running workers and close all files."""
@@ -153,6 +190,23 @@ class WorkerGroup:
     def result(self) -> Any:
         """Return rank 0's result, None if rank 0 is on another host."""
         return self._reports[0].result() if 0 in self._reports else None
+
+
+def kill_group(leader: int, started: str) -> None:
+    """Kill a group of processes, whose `leader` started at a time that `_started` returned.
+
+    A process id is not given to another process while its group exists. So if another process has
+    the leader's id, nothing of the group is left, and the other process's group is not killed.
+    """
+    if _started(leader) in {started, ""}:
+        with suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
+
+
+def _started(pid: int) -> str:
+    """Return when a process started, in ticks since the boot, empty if there is no process."""
+    fields = _stat(pid)
+    return fields[STARTED] if len(fields) > STARTED else ""
 
 
 def _stat(pid: int | None) -> list[str]:

@@ -115,7 +115,7 @@ class Sender:
     def __init__(self, source: Source, destination: Destination) -> None:
         self._source, self._destination = source, destination
         self._offset: int | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._last_response = time.monotonic()
         self._finishing = threading.Event()
         name = f"send the record to {destination.name}"
@@ -154,7 +154,7 @@ class Sender:
                 sent = self._send_next()
                 if finishing and not sent:
                     self._destination.close()
-            except Exception as error:  # noqa: BLE001  libraries and users raise their own errors
+            except BaseException as error:  # noqa: BLE001  SystemExit would end the thread silently
                 if self._error is None:
                     message = "the record cannot be sent to %s (%s: %s); retrying"
                     kind = type(error).__name__

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import math
 import os
 import re
-import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from samestep.errors import RecordError
 
 FILE_NAME: Final = "events.jsonl"
+FORMAT: Final = 1  # of a record; it grows when older versions of samestep can no longer read it
 _FREE_SPACE: Final = "Free some space and restart: the run resumes from its newest snapshot"
 _ADVICE: Final = {errno.ENOSPC: f". {_FREE_SPACE}", errno.EDQUOT: f". {_FREE_SPACE}"}
-# struct flock of fcntl(2): type, whence, start, length, process ID
-_LOCK: Final = struct.Struct("@hhqqi4x")
 NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 NON_FINITE_OR_ESCAPED: Final = re.compile(r"\\*(nan|-?inf)")
 # most lines do not match, and then need no decoding
 NON_FINITE_OR_ESCAPED_IN_JSON: Final = re.compile(rb'(?:nan|inf)"')
+
+
+@cache
+def samestep_version() -> str:
+    """Return the installed version of samestep."""
+    # this import takes as long as all others of this module
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("samestep")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 class EventFile:
@@ -48,21 +58,6 @@ class EventFile:
             raise RecordError(
                 f"cannot write a record to {path}: {error.strerror}; choose a writable directory"
             ) from error
-
-    def claim(self) -> None:
-        """Reserve the file for this process until it is closed.
-
-        Raises `RecordError` if another process of this host has reserved it. Locks that another
-        host holds are ignored, because they may outlive that host for a long time.
-        """
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # locked, or the file system has no locks
-            if holder := _lock_holder(self._descriptor):
-                raise RecordError(
-                    f"another run, process {holder}, writes to {self._path}; choose another "
-                    "directory, or wait until that run has ended"
-                ) from None
 
     def append(self, event: Mapping[str, Any]) -> None:
         """Write one event with a single system call, so that a crash can tear only the last line.
@@ -99,19 +94,13 @@ class EventFile:
             "contains the run's snapshots, or in a new one if there are none"
         )
 
+    def sync(self) -> None:
+        """Wait until all appended events would survive a power loss. Raises `OSError`."""
+        os.fdatasync(self._descriptor)
+
     def close(self) -> None:
         """Close the file; no call follows."""
         os.close(self._descriptor)
-
-
-def _lock_holder(file: int) -> int:
-    """Return the ID of the process that has locked an open file, or 0 if none is visible."""
-    request = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    try:
-        kind, *_, process = _LOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, request))
-    except OSError:
-        return 0
-    return 0 if kind == fcntl.F_UNLCK else max(0, process)
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -144,7 +133,10 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def parse_events(lines: bytes | Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the events in bytes or lines, in order, skipping lines that are torn or not events."""
+    """Yield the events in bytes or lines, in order, skipping lines that are torn or not events.
+
+    Raises `RecordError` for a record of a newer format.
+    """
     for line in lines.split(b"\n") if isinstance(lines, bytes) else lines:
         try:
             event = json.loads(line)
@@ -153,7 +145,18 @@ def parse_events(lines: bytes | Iterable[bytes]) -> Iterator[dict[str, Any]]:
         except (RecursionError, ValueError):  # torn by a crash, or still being written
             continue
         if isinstance(event, dict):
+            _check_format(event)
             yield event
+
+
+def _check_format(event: dict[str, Any]) -> None:
+    is_start = any(event.get("event") == kind for kind in ("started", "resumed"))
+    found = event.get("format") if is_start else None
+    if isinstance(found, int) and found > FORMAT:
+        raise RecordError(
+            f"the record must have format {FORMAT} or less, got {found}; install samestep "
+            f"{event.get('samestep', '')!s:.20} or newer to read it"
+        )
 
 
 def _to_json(event: Mapping[str, Any]) -> str:

@@ -101,7 +101,8 @@ class AsyncImageWriter:
         self._changed = threading.Condition()
         self._queue: deque[tuple[Picture, bool]] = deque()  # the first one is being written
         self._bytes = 0
-        self._error: Exception | None = None
+        self._added = self._written = 0  # images
+        self._error: BaseException | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -113,16 +114,22 @@ class AsyncImageWriter:
                 return False
             self._queue.append((picture, between))
             self._bytes += len(picture.data)
+            self._added += 1
             self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="write images", daemon=True)
             self._thread.start()
         return True
 
+    def wait_for_queued(self) -> None:
+        """Wait until the images added so far are written; from any thread."""
+        with self._changed:
+            added = self._added
+            self._changed.wait_for(lambda: self._written >= added)
+
     def flush(self) -> None:
         """Wait until all queued images are written."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._queue)
+        self.wait_for_queued()
         self._raise_error()
 
     def close(self) -> None:
@@ -148,9 +155,10 @@ class AsyncImageWriter:
                 picture, between = self._queue[0]
             try:
                 self._write(picture, between)
-            except Exception as error:  # noqa: BLE001  raised by the next call, not lost here
+            except BaseException as error:  # noqa: BLE001  raised by the next call, not lost here
                 self._error = error
             with self._changed:
                 self._queue.popleft()
                 self._bytes -= len(picture.data)
+                self._written += 1
                 self._changed.notify_all()

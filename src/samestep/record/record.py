@@ -13,16 +13,13 @@ from samestep.record.images import AsyncImageWriter, Picture, copy_picture, writ
 
 # the parts of a step that `timing` measures
 PARTS: Final = ("data", "compute", "exchange", "optimizer", "snapshot")
+MAX_TIMED_WORKERS: Final = 64  # whose seconds are recorded one by one
+QUANTILES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
+OWN: Final = "own"  # the time of a step less what the worker waited for others
 
 
 class Record:
     """A run's record, which is append-only. This base class writes nothing."""
-
-    def claim(self) -> None:
-        """Reserve the record for this run until it is closed.
-
-        Raises `RecordError` if another run on this host has reserved it.
-        """
 
     def event(self, kind: str, **fields: Any) -> None:
         """Add an event: numbers, strings, lists and mappings of them.
@@ -48,8 +45,13 @@ class Record:
         self.event("scalars", step=step, epoch=epoch, **parts, **_mark(between))
 
     def timing(self, step: int, workers: Sequence[Mapping[str, float]]) -> None:
-        """Add a step's seconds by worker (in rank order) and part, one of `PARTS`."""
-        self.event("timing", step=step, workers=[_floats(parts) for parts in workers])
+        """Add a step's seconds by worker (in rank order), by part, one of `PARTS`, and `OWN`.
+
+        Of more than 64 workers, means and quantiles are added instead.
+        """
+        seconds = [_floats(parts) for parts in workers]
+        fields = {"workers": seconds} if len(workers) <= MAX_TIMED_WORKERS else _summary(seconds)
+        self.event("timing", step=step, **fields)
 
     def image(self, step: int, name: str, pixels: Any, *, between: bool = False) -> None:
         """Add an image as a PNG file.
@@ -62,6 +64,12 @@ class Record:
 
     def flush(self) -> None:
         """Wait until every image is written. Raises `RecordError` if one could not be written."""
+
+    def sync(self) -> None:
+        """Wait until what was added so far would survive a power loss; from any thread.
+
+        Raises `OSError` if the disk fails. `flush` reports images that could not be written.
+        """
 
     def close(self) -> None:
         """Write all queued images, and end the record; no call follows."""
@@ -88,9 +96,6 @@ class FileRecord(Record):
         self._events = EventFile(directory / FILE_NAME)
         self._images = AsyncImageWriter(self._write_image)
         self._dropped = {"count": 0, "step": 0}
-
-    def claim(self) -> None:
-        self._events.claim()
 
     def event(self, kind: str, **fields: Any) -> None:
         if reserved := {"time", "event"} & fields.keys():
@@ -120,6 +125,10 @@ class FileRecord(Record):
         self._report_dropped()
         self._images.flush()
 
+    def sync(self) -> None:
+        self._images.wait_for_queued()
+        self._events.sync()
+
     def close(self) -> None:
         self._images.close()
         self._events.close()
@@ -127,6 +136,27 @@ class FileRecord(Record):
 
 def _floats(values: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items()}
+
+
+def _summary(workers: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return the means and quantiles of each part, to 6 digits, and the rank of the slowest."""
+    parts = {name: [worker.get(name, 0.0) for worker in workers] for name in PARTS}
+    own = [worker.get(OWN, 0.0) for worker in workers]
+    return {
+        "count": len(workers),
+        "mean": {name: _short(sum(values) / len(values)) for name, values in parts.items()},
+        "quantiles": {name: _quantiles(values) for name, values in {**parts, OWN: own}.items()},
+        "slowest": own.index(max(own)),
+    }
+
+
+def _quantiles(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [_short(ordered[round(share * (len(ordered) - 1))]) for share in QUANTILES]
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def _mark(between: bool) -> dict[str, bool]:

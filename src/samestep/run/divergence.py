@@ -1,59 +1,94 @@
-"""Detection of workers whose copies of the state no longer have the same bits."""
+"""Detection of state that differs between workers, and of state that lanes change in private."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
+import numpy as np
 import torch
+from torch import Tensor
+from xxhash import xxh3_128
 
 from samestep.comm.base import World
+from samestep.data.generators import KINDS, can_seed, find, get_state, observe
+from samestep.data.random_state import set_generators
 from samestep.errors import DivergenceError
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manager import Tracked
+from samestep.step.lane_pass import LossSpec
+
+OWN_ATTRIBUTES: Final = frozenset(vars(torch.nn.Module()))
+MOST_VALUES: Final = 2000  # of one attribute that are compared
+
+COMPARING: Final = "comparing the workers' states"
+# GPUs hash this many bytes at a time: enough to keep one busy, little compared with its memory.
+CHUNK_BYTES: Final = 1 << 26
+# Shifts and multipliers of splitmix64 (Steele et al. 2014), as signed integers of 64 bits.
+GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+MIXING: Final = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 
 
 class DivergenceCheck:
-    """Compares checksums of tracked tensors that are not sharded, and of replicated `modules`.
+    """Compares tracked tensors that are not sharded, and those of replicated `modules`.
 
-    Checksums are computed between two steps, once every `every` steps. Their digest is sent in the
-    next step's note, so no exchange is needed unless digests differ. Bytes are compared: a NaN is
-    equal to itself, and 0.0 differs from -0.0.
+    Workers compare a digest of all bytes: a NaN is equal to itself, and 0.0 differs from -0.0. Only
+    if digests differ, they compare a checksum of each tensor.
     """
 
     def __init__(self, every: int | None, world: World, tracked: Tracked) -> None:
         self.modules: list[torch.nn.Module] = []
-        self.digest: str | None = None  # of checksums that are not compared yet
         self._every, self._world, self._tracked = every, world, tracked
-        self._checksums: dict[str, str] = {}
-        self._step = 0
+        self._has_begun = self._is_fresh = False
         self._equal_step: int | None = None
 
-    def compute(self, step: int) -> None:
-        """Compute the checksums after this step, if they are due."""
-        if self._every is None or step % self._every or self._world.size == 1:
+    def expire(self) -> None:
+        """Forget the last comparison, because user code ran after it."""
+        self._is_fresh = False
+
+    def compare_if_due(self, step: int, *, last: bool = False) -> None:
+        """Compare after the first step of this process, every `every` steps and after the last."""
+        first, self._has_begun = not self._has_begun and not last, True
+        if self._every is None or not (first or last or step % self._every == 0):
             return
-        states, _ = self._tracked.states()
+        if not (last and step == self._equal_step):
+            self.compare(step, what="ending the run" if last else COMPARING)
+
+    def compare(
+        self, step: int, shared: Mapping[str, Any] | None = None, what: str = COMPARING
+    ) -> None:
+        """Compare the workers after this step. Raises `DivergenceError` on all of them.
+
+        `shared` are the states of tracked objects that are not sharded, if they are known already.
+        Collective, except with one worker and if no user code ran since the last comparison.
+        """
+        if self._world.size == 1 or self._is_fresh:
+            return
+        states = dict(self._tracked.states()[0] if shared is None else shared)
         for number, module in enumerate(self.modules):
             states[f"module {number} ({type(module).__name__})"] = module.state_dict()
-        self._checksums = checksums(states)
-        self.digest = checksum(repr(self._checksums).encode())
-        self._step = step
-
-    def compare(self, digests: Sequence[str | None]) -> None:
-        """Compare the digests of all workers, by rank. Raises `DivergenceError` on all of them."""
+        self._world.wait_for_gpu()
+        digests = self._world.all_gather_json(digest(states), what)
         if len(set(digests)) > 1:
-            own = [socket.gethostname(), self._checksums]
+            own = [socket.gethostname(), checksums(states)]
             gathered = self._world.all_gather_json(own, "comparing checksums")
             hosts, everyone = zip(*gathered, strict=True)
-            raise DivergenceError(self._message(hosts, everyone))
-        if self.digest is not None:
-            self.digest, self._equal_step = None, self._step
+            names = dict.fromkeys(name for sums in everyone for name in sums)
+            differing = [name for name in names if len({sums.get(name) for sums in everyone}) > 1]
+            if differing:  # otherwise only their devices differ, and so the kinds of digests
+                raise DivergenceError(self._message(step, differing, hosts, everyone))
+        self._equal_step, self._is_fresh = step, True
 
-    def _message(self, hosts: Sequence[str], everyone: Sequence[Mapping[str, str]]) -> str:
-        names = dict.fromkeys(name for sums in everyone for name in sums)
-        differing = [name for name in names if len({sums.get(name) for sums in everyone}) > 1]
+    def _message(
+        self,
+        step: int,
+        differing: Sequence[str],
+        hosts: Sequence[str],
+        everyone: Sequence[Mapping[str, str]],
+    ) -> str:
         first = differing[0]
         which = f" (the first of {len(differing)} tensors that differ)" if differing[1:] else ""
         if self._equal_step is None:
@@ -67,31 +102,77 @@ class DivergenceCheck:
                 "resume from a snapshot of that step or an earlier one"
             )
         return (
-            f"workers differ after step {self._step} in {first!r}{which}: "
+            f"workers differ after step {step} in {first!r}{which}: "
             f"{_describe([sums.get(first) for sums in everyone], hosts)}; "
-            "expected the same bits on all workers. Likely causes: code that changes the model or "
-            "the optimizer on some workers only (a condition on the rank, or random numbers or "
-            "data that differ between workers), an optimizer whose step is not deterministic, or, "
-            "if it is always the same host, faulty memory. samestep verify finds the first step "
-            f"that differs; {resume}"
+            "expected the same bits on all workers. Likely causes: gradients that are not made by "
+            "run.backward, code that changes the model or the optimizer on some workers only (a "
+            "condition on the rank, or random numbers or data that differ between workers), an "
+            "optimizer whose step is not deterministic, or, if it is always the same host, faulty "
+            f"memory. samestep verify finds the first step that differs; {resume}"
         )
 
 
 def checksums(state: Mapping[str, Any]) -> dict[str, str]:
     """Return the checksums of the tensors in a nested state, by path; skip aliases."""
-    found: dict[str, str] = {}
+    return {
+        path: f"{tensor.dtype} {tuple(tensor.shape)} {checksum(_bytes(tensor.cpu()).numpy().data)}"
+        for path, tensor in _unique(state)
+    }
+
+
+def digest(state: Mapping[str, Any]) -> str:
+    """Return a hash of the bytes of all tensors in a nested state; GPUs hash their own tensors."""
+    hasher = xxh3_128()
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for _, tensor in _unique(state):
+        if tensor.device.type == "cpu":
+            hasher.update(_bytes(tensor).numpy().data)
+        else:
+            by_device.setdefault(tensor.device, []).append(_bytes(tensor))
+    for values in by_device.values():
+        hasher.update(hash_of(values).cpu().numpy().data)
+    return hasher.hexdigest()
+
+
+def hash_of(values: Iterable[Tensor]) -> Tensor:
+    """Return a hash, int64 [1], of uint8 [n] tensors, computed on their device.
+
+    Every 8 bytes are mixed with their position. Their sum, of integers, is the same in any order.
+    """
+    chunks = [chunk for value in values for chunk in value.split(CHUNK_BYTES)]
+    sums: list[Tensor] = []
+    position, together, size = 0, list[Tensor](), 0
+    for number, chunk in enumerate(chunks, start=1):
+        together.append(torch.nn.functional.pad(chunk, (0, -len(chunk) % 8)))
+        size += len(together[-1])
+        if number == len(chunks) or size + len(chunks[number]) > CHUNK_BYTES:
+            words = torch.cat(together).view(torch.int64)
+            places = torch.arange(position, position + len(words), device=words.device)
+            words.add_(places.add_(1).mul_(GOLDEN))
+            for shift, factor in MIXING:
+                logical = (1 << (64 - shift)) - 1  # `>>` copies the sign
+                words.bitwise_xor_((words >> shift).bitwise_and_(logical)).mul_(factor)
+            sums.append(words.sum())
+            position, together, size = position + len(words), [], 0
+    return torch.stack(sums).sum().view(1) if sums else torch.zeros(1, dtype=torch.int64)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _unique(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a nested state with their paths; skip aliases."""
     seen = set()
     for path, tensor in _tensors(state):
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if memory not in seen:
             seen.add(memory)
-            values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            found[path] = f"{tensor.dtype} {tuple(tensor.shape)} {checksum(values.numpy().data)}"
-    return found
+            yield path, tensor
 
 
-def _tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(state, torch.Tensor):
+def _tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(state, Tensor):
         yield path, state
     elif isinstance(state, (dict, list, tuple)):
         for name, part in state.items() if isinstance(state, dict) else enumerate(state):
@@ -113,3 +194,79 @@ def _describe(sums: Sequence[str | None], hosts: Sequence[str]) -> str:
         return f"there is no majority: {groups} differ from each other"
     ranks = sorted(rank for group in others for rank in group)
     return f"{named(ranks)} differ{'s' * (len(ranks) == 1)} from the majority"
+
+
+class LaneObserver:
+    """Reports to `samestep verify` what a lane changes that is not a parameter or buffer.
+
+    These are the generators that its loss function and model reach and that nothing seeds, and
+    plain attributes of modules. Also reports checksums of `modules` before each backward.
+    """
+
+    def __init__(self, rank: int, modules: Sequence[torch.nn.Module]) -> None:
+        self._rank, self._modules = rank, modules
+        self._seed: tuple[int, ...] = ()
+
+    @contextmanager
+    def lane(self, loss_and_seed: tuple[LossSpec, tuple[int, ...]]) -> Iterator[None]:
+        """Compare the state before and after a lane, which is the body of the `with` statement."""
+        loss, seed = loss_and_seed
+        if seed != self._seed:
+            self._seed = seed
+            states = {
+                f"{type(module).__name__}{number or ''}": module.state_dict()
+                for number, module in enumerate(self._modules)
+            }
+            sums = checksums(states)
+            observe(kind="tensors", step=seed[0], call=seed[1:], rank=self._rank, checksums=sums)
+        before = self._generators(loss)
+        set_generators(0)  # by any value: the lane seeds them next
+        seeded = {name for name, state in self._generators(loss).items() if state != before[name]}
+        attributes = self._attributes(loss)
+        yield
+        for name, state in self._generators(loss).items():
+            if name not in seeded and state != before.get(name):
+                observe(kind="generator", step=seed[0], name=name)
+        for name, value in self._attributes(loss).items():
+            if value != attributes.get(name):
+                observe(kind="attribute", step=seed[0], name=name)
+
+    def _generators(self, loss: LossSpec) -> dict[str, str]:
+        found = {place.name: place.value() for place in find(loss_fn=loss.fn, model=loss.model)}
+        return {
+            name: _summary(get_state(generator))
+            for name, generator in found.items()
+            if isinstance(generator, KINDS) and can_seed(generator)
+        }
+
+    def _attributes(self, loss: LossSpec) -> dict[str, str]:
+        roots = [*self._modules, *([loss.model] if isinstance(loss.model, torch.nn.Module) else [])]
+        found: dict[str, str] = {}
+        for root in dict.fromkeys(roots):
+            for path, module in root.named_modules():
+                where = ".".join(part for part in (type(root).__name__, path) if part)
+                for attribute, value in vars(module).items():
+                    if attribute not in OWN_ATTRIBUTES:
+                        found[f"{where}.{attribute}"] = _summary(value)
+        return found
+
+
+def _summary(value: Any) -> str:
+    """Return a checksum of the numbers, texts and tensors in an object, to find changes."""
+    found: list[str] = []
+    queue = deque([value])
+    while queue and len(found) < MOST_VALUES:
+        one = queue.popleft()
+        if isinstance(one, torch.Tensor):
+            one = _bytes(one.cpu()).numpy()
+        if isinstance(one, np.ndarray):
+            found.append(checksum(np.ascontiguousarray(one).view(np.uint8).data))
+        elif isinstance(one, (str, bytes, int, float, complex, type(None), np.generic)):
+            found.append(repr(one))
+        else:
+            found.append(type(one).__name__)
+            if isinstance(one, dict):
+                queue += [*one.keys(), *one.values()]
+            elif isinstance(one, (list, tuple, deque)):
+                queue += one
+    return checksum(repr(found).encode())

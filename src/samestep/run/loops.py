@@ -2,16 +2,60 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any
-
-import torch
+from functools import wraps
+from inspect import signature
+from typing import Any, Final, ParamSpec, TypeVar
 
 from samestep.data.batch import Batch, LaneStream, steps_left, stream_batches
+from samestep.data.loader import size_of
 from samestep.data.plan import GroupBy, GroupedPlan, Plan, ShuffledPlan, check_end
 from samestep.errors import ConfigError, DataError
 from samestep.run.progress import Position, Progress
+
+END_MISSING: Final = (
+    "loop %r trains a second epoch, and nothing shows where a run that resumes should stop: "
+    "for epoch in range(3) would train three more epochs at every start. "
+    "Write for epoch in range(run.epoch, 3), or one loop with run.batches(..., epochs=3)"
+)
+
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
+OWN_ORDER: Final = (
+    "samestep orders the samples, so that each is used once at any number of workers; use shuffle=,"
+    " group_by= or, for a selection or order of your own, torch.utils.data.Subset(dataset, indices)"
+    " with shuffle=False"
+)
+LOADER_PROCESSES: Final = "loader_workers= starts the loader processes, which need no other option"
+INSTEAD: Final = {
+    "sampler": OWN_ORDER,
+    "batch_sampler": OWN_ORDER,
+    "generator": "the order of samples and all random numbers are keyed by the option seed",
+    "shuffle": "an evaluation uses each sample once, in the order of the data set",
+    "drop_last": "an evaluation uses each sample once, in the order of the data set",
+    "num_workers": "use loader_workers=",
+    "persistent_workers": LOADER_PROCESSES,
+    "prefetch_factor": LOADER_PROCESSES,
+    "worker_init_fn": "all generators are seeded for each lane batch; " + LOADER_PROCESSES,
+    "pin_memory": "batches are pinned automatically if the device is a GPU",
+}
+
+
+def without_loader_options(
+    method: Callable[Parameters, Returned],
+) -> Callable[Parameters, Returned]:
+    """Make a method raise `ConfigError` for a DataLoader's option that it does not have."""
+    missing = INSTEAD.keys() - signature(method).parameters.keys()
+
+    @wraps(method)
+    def checked(*args: Parameters.args, **options: Parameters.kwargs) -> Returned:
+        for name in sorted(options.keys() & missing):
+            raise ConfigError(f"run.{method.__name__} has no option {name}: {INSTEAD[name]}")
+        return method(*args, **options)
+
+    return checked
 
 
 class Loop:
@@ -33,6 +77,7 @@ class Loop:
         self.step = self._position.done
 
     def _run(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        self._progress.status.set_activity("loading data")  # samples to compare
         for batch in batches:
             self._progress.begin_step(batch, self._complete)
             self.step = self._position.done + 1
@@ -45,7 +90,7 @@ class Loop:
             self._progress.status.set_activity("loading data")
             batch.load()
             self._progress.end_step()
-        self._progress.end_loop()
+        self._progress.end_loop(self._name)
 
     def _complete(self) -> int:
         return self._position.advance(self.steps_per_epoch)
@@ -78,6 +123,17 @@ class PlannedLoop(Loop):
         self._check_plan()
         self._position.plan = self._plan
         self._max_epochs, self._max_steps = epochs, steps
+
+    def _check_end(self) -> None:
+        """Warn once if user code counts epochs from 0 at every start, which trains too many."""
+        progress = self._progress
+        if self._name not in progress.epoch_loops:
+            progress.epoch_loops.add(self._name)
+            progress.reads.discard("step")  # perhaps to do something once per run
+        elif not progress.reads and progress.can_resume:
+            progress.reads.add("epoch")
+            if progress.is_main:
+                logging.getLogger("samestep").warning(END_MISSING, self._name)
 
     def _check_plan(self) -> None:
         at, plan = self._position, self._plan
@@ -116,9 +172,13 @@ class PlannedLoop(Loop):
 
     def __iter__(self) -> Iterator[Batch]:
         self._progress.complete_left_step()
+        ends_with_epoch = self._max_epochs is None and self._max_steps is None
+        if ends_with_epoch:
+            self._check_end()
         self._progress.begin_loop(
             self._name,
             steps=self.steps,
+            ends_with_epoch=ends_with_epoch,
             epochs=self._max_epochs,
             steps_per_epoch=self.steps_per_epoch,
             samples=self._plan["samples"],
@@ -144,6 +204,12 @@ class StreamLoop(Loop):
         *,
         steps: int | None,
     ) -> None:
+        if not callable(make_stream):
+            raise DataError(
+                "run.streams expected a function of the lane's number that returns an endless"
+                f" iterable, got {type(make_stream).__name__}; for a map-style data set use"
+                " run.batches"
+            )
         super().__init__(progress, name)
         left = steps_left(steps, self._position.done)
         self.steps = None if left is None else self._position.done + left
@@ -173,14 +239,7 @@ def make_plan(
     group_by: GroupBy | None,
 ) -> Plan:
     """Return the assignment of a map-style data set's samples to steps and lanes."""
-    # Some iterable data sets have a length.
-    iterable = isinstance(dataset, torch.utils.data.IterableDataset)
-    if iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise DataError(
-            "dataset must have __len__ and __getitem__, "
-            f"got {type(dataset).__name__}; for iterable data use run.streams"
-        )
-    size = len(dataset)
+    size = size_of(dataset)
     if group_by is None:
         return ShuffledPlan(size, batch_size, lanes, seed, shuffle=shuffle, drop_last=drop_last)
     if drop_last:

@@ -107,6 +107,9 @@ class Log:
             **scalars: More values by name. A mapping gets its name as a prefix: `critic=means`
                 records `critic/loss`.
 
+        Raises:
+            RecordError: A value is not a number.
+
         Example:
             >>> run.log({"loss": 0.5}, learning_rate=1e-3)
         """
@@ -177,13 +180,25 @@ def scalars_of(
     by_worker: dict[str, list[float]] = {}
     for name, value in [("", means), *others.items()]:
         if not isinstance(value, Mapping):
-            values[name] = float(value)
+            values[name] = _number(name, value)
             continue
         for inner, one in value.items():
             full = f"{name}/{inner}" if name else inner
-            values[full] = float(one)
+            values[full] = _number(full, one)
             if isinstance(value, Means):
                 by_worker[full] = value.by_worker(inner)
     low = {name: min(some) for name, some in by_worker.items()}
     high = {name: max(some) for name, some in by_worker.items()}
     return values, low, high
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (RuntimeError, TypeError, ValueError):
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else f" {value!r:.80}"
+        what = f"for {name!r}" if name else "without a name"
+        raise RecordError(
+            f"run.log expected a number {what}, got {type(value).__name__}{shape}; log a number, a"
+            " tensor of one element, or a dict of them"
+        ) from None

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import platform
 import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from functools import cached_property
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, Final, NoReturn
 
+import numpy as np
 import torch
 
 from samestep.cluster import ProcessInfo
+from samestep.comm.status import host_name
 from samestep.config import Config
 from samestep.errors import ConfigError
+from samestep.record.events import samestep_version
+
+COMMIT_SECONDS: Final = 1.0  # for git, which may have to look at many files
 
 
 def set_up_devices(config: Config, process: ProcessInfo) -> list[torch.device]:
@@ -29,7 +43,9 @@ def set_up_devices(config: Config, process: ProcessInfo) -> list[torch.device]:
     torch.set_num_threads(config.threads)
     names = config.devices if isinstance(config.devices, tuple) else None
     wants_cuda = config.device == "cuda" or (names is not None and names[0] != "cpu")
-    cuda = torch.cuda.is_available() and config.device != "cpu" and (names is None or wants_cuda)
+    # in this order: asking for GPUs opens the driver
+    may_use = config.device != "cpu" and (names is None or wants_cuda)
+    cuda = may_use and torch.cuda.is_available()
     if wants_cuda and not cuda:
         given = "device='cuda'" if names is None else f"devices={','.join(names)}"
         raise ConfigError(
@@ -56,7 +72,8 @@ def _gpus(asked: int | tuple[str, ...], process: ProcessInfo, count: int) -> lis
         if process.local_world_size > 1:
             raise ConfigError(
                 f"devices must be a number with several workers on one host "
-                f"({process.local_world_size}), which would share named devices, got {given}"
+                f"({process.local_world_size}), which would share named devices, got {given}; "
+                "name the GPUs of all workers with samestep run --gpus or CUDA_VISIBLE_DEVICES"
             )
         devices = [torch.device(name) for name in asked]
         if len(set(devices)) < len(devices) or max(device.index for device in devices) >= count:
@@ -70,10 +87,124 @@ def _gpus(asked: int | tuple[str, ...], process: ProcessInfo, count: int) -> lis
     return [torch.device("cuda", (first + number) % count) for number in range(asked)]
 
 
-def share_gpus(devices: list[torch.device], process: ProcessInfo) -> bool:
-    """Return whether several workers of this host use the same GPU."""
-    needed = len(devices) * process.local_world_size
-    return devices[0].type == "cuda" and needed > torch.cuda.device_count()
+def environment_of_results(config: Config, devices: list[torch.device]) -> dict[str, str]:
+    """Return what the bits of a run depend on, besides its program, data, lanes and seed."""
+    names = [
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu {torch.backends.cpu.get_cpu_capability()}"
+        for device in devices
+    ]
+    cudnn = torch.backends.cudnn
+    found: dict[str, object] = {
+        "samestep": samestep_version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": cudnn.version() if devices[0].type == "cuda" else None,
+        "numpy": np.__version__,
+        "devices": ", ".join(dict.fromkeys(names)),
+        "threads": config.threads,
+        "precision": config.precision,
+        "exchange dtype": config.exchange_dtype,
+        "default dtype": torch.get_default_dtype(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "TF32 in convolutions": cudnn.allow_tf32 if devices[0].type == "cuda" else None,
+        "deterministic kernels": torch.are_deterministic_algorithms_enabled(),
+        "oneDNN": torch.backends.mkldnn.enabled,
+        "assertions": __debug__,  # python -O removes them
+        # the order of a set of strings; a random one differs in every process
+        "hash seed": os.environ.get("PYTHONHASHSEED", "random")
+        if sys.flags.hash_randomization
+        else "0",
+    }
+    return {name: str(value) for name, value in found.items()}
+
+
+def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    """Return what differs as lines `name: old -> new`; "" if nothing does."""
+    changed = [name for name in new if name in old and old[name] != new[name]]
+    return "\n".join(f"  {name}: {old[name]} -> {new[name]}" for name in changed)
+
+
+def gpu_names(devices: list[torch.device]) -> list[str]:
+    """Return a name for each GPU, equal for the same one in all containers of its host.
+
+    It has the bus address, by which NCCL recognizes a GPU, because indices depend on what is
+    visible.
+    """
+    names = []
+    for device in devices:
+        if device.type == "cuda":
+            found = torch.cuda.get_device_properties(device)
+            parts = (getattr(found, f"pci_{part}_id", "") for part in ("domain", "bus", "device"))
+            address = ":".join(map(str, parts)).strip(":") or f"index {device.index}"
+            names.append(f"{host_name()} {address}")
+    return names
+
+
+def announce(text: str, level: int = logging.INFO) -> None:
+    """Log a line about the whole run, or write it to stderr if the script has not set up logging.
+
+    Call it on one worker only.
+    """
+    logger = logging.getLogger("samestep")
+    if logger.hasHandlers():
+        logger.log(level, text)
+    elif sys.stderr is not None:
+        sys.stderr.write(f"samestep: {text}\n")
+        sys.stderr.flush()
+
+
+class CommitQuery:
+    """The git commit of the script's folder, found by git while the run starts."""
+
+    def __init__(self) -> None:
+        folder = Path(sys.argv[0] or ".").resolve().parent
+        command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty"]
+        self._git: subprocess.Popen[str] | None = None
+        with suppress(OSError):
+            self._git = subprocess.Popen(
+                [*command, "--exclude=*"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+
+    @cached_property
+    def result(self) -> dict[str, Any]:
+        """The `commit`, None if it is unknown, and `dirty`: whether tracked files differ."""
+        found = ""
+        if self._git is not None:
+            try:
+                found, _ = self._git.communicate(timeout=COMMIT_SECONDS)
+            except subprocess.TimeoutExpired:  # a huge repository, or a slow disk
+                self._git.kill()
+                self._git.communicate()
+        commit, _, dirty = found.strip().partition("-")
+        return {"commit": commit or None, "dirty": bool(dirty)}
+
+
+def plain_settings(settings: Any) -> dict[str, Any]:
+    """Return a dict or dataclass as JSON: nested dicts of numbers, text, lists and None."""
+
+    def plain(value: Any) -> Any:
+        if is_dataclass(value) and not isinstance(value, type):
+            value = {one.name: getattr(value, one.name) for one in fields(value)}
+        if isinstance(value, Mapping):
+            return {str(name): plain(inner) for name, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(inner) for inner in value]
+        return value if value is None or type(value) in {bool, int, float, str} else str(value)
+
+    found = plain(settings)
+    if not isinstance(found, dict):
+        raise ConfigError(
+            "settings must be a dict or dataclass of the job's settings, got "
+            f"{type(settings).__name__}"
+        )
+    return found
 
 
 class StopRequest:

@@ -10,18 +10,23 @@ from typing import Any, Final, NamedTuple, NoReturn
 import torch
 
 from samestep.config import Config
+from samestep.data.agreement import DataCheck
 from samestep.data.batch import Batch, LaneStream
+from samestep.data.generators import is_observed
+from samestep.data.random_state import key, set_generators
 from samestep.errors import DataError
 from samestep.record import Record
+from samestep.record.record import OWN
 from samestep.run.divergence import DivergenceCheck
-from samestep.run.process import StopRequest
+from samestep.run.process import StopRequest, announce
 from samestep.snapshot.manager import SnapshotManager
 from samestep.snapshot.read import Snapshot
 from samestep.step.lane_engine import LaneEngine
 
 BODY: Final = "in the body of a loop"
 OUTSIDE: Final = "outside of loops"
-PLANNED: Final = ("steps", "epochs", "steps_per_epoch", "samples", "batch_size")  # None if unknown
+# None if unknown
+PLANNED: Final = ("steps", "epochs", "steps_per_epoch", "samples", "batch_size", "ends_with_epoch")
 
 
 class Decision(NamedTuple):
@@ -30,6 +35,7 @@ class Decision(NamedTuple):
     signal: int = 0  # to stop for; 0 for none
     snapshot_due: bool = False
     copy_due: bool = False
+    writing: bool = True  # any worker may still write a snapshot to disk
 
 
 @dataclass
@@ -75,20 +81,27 @@ class Progress:
         stop: StopRequest,
         lanes: LaneEngine,
         divergence: DivergenceCheck,
+        *,
+        data_check: DataCheck,
         resumed: Snapshot | None,
     ) -> None:
         self.step = self.epoch = 0
         self.positions: dict[str, Position] = {}
         self.streams: dict[str, dict[int, LaneStream]] = {}
         self.resumed_streams: dict[str, dict[int, Any]] = {}
-        self.status = lanes.world.status
+        self.epoch_loops: set[str] = set()  # that end with the current epoch, by name
+        self.reads: set[str] = set()  # the attributes that user code has read outside of steps
+        self.status, self.is_main = lanes.world.status, lanes.world.rank == 0
         self._config, self._record, self._snapshots = config, record, snapshots
         self._stop, self._lanes, self._divergence = stop, lanes, divergence
+        self._data_check = data_check
         self._current: CurrentStep | None = None
         self._optimizer_seconds = 0.0
+        self._measured: tuple[float, float] | None = None  # time and waits at the last measurement
         self._seconds: dict[str, float] = {}
         self._decision, self._requested = Decision(), False
         self._score: float | None = None
+        self._first_step = 0 if resumed is None else resumed.step  # of this start
         if resumed is not None:
             state = resumed.state["run"]
             self.step = self.status.step = state["step"]
@@ -101,6 +114,17 @@ class Progress:
         """Whether no step's body runs."""
         return self._current is None
 
+    @property
+    def can_resume(self) -> bool:
+        """Whether another start, or replacement workers, would continue from a snapshot."""
+        return self._snapshots.is_enabled or self._snapshots.in_memory.is_enabled
+
+    def read(self, name: str) -> int:
+        """Return `step` or `epoch` to user code, which may use it to end its own loop."""
+        if self._current is None or self._current.left:
+            self.reads.add(name)
+        return self.step if name == "step" else self.epoch
+
     def begin_loop(self, name: str, **planned: int | None) -> None:
         """Record the start of a loop; `planned` are its steps (over all resumes) and its data."""
         at = self.positions[name]
@@ -112,7 +136,8 @@ class Progress:
     def begin_step(self, batch: Batch, complete: Callable[[], int]) -> None:
         """Start the step of a batch; `complete` advances the loop and returns its next epoch.
 
-        Raises `DataError` in the body of another loop.
+        What the body draws depends on the seed and the step, so it is the same on all workers and
+        after a resume. Raises `DataError` in the body of another loop.
         """
         if self._current is not None and not self._current.left:
             raise DataError(
@@ -121,12 +146,17 @@ class Progress:
                 "put everything a step needs into one data set or stream"
             )
         if self._is_last():
+            self._divergence.expire()
             self._stop_run()
+        if self.step == 0 and is_observed():
+            self._take_snapshot()  # samestep verify also compares the state before the first step
         self.epoch = batch.epoch
+        self._measured = self._measured or (time.monotonic(), self.status.waited)
         self._current = CurrentStep(batch, complete)
         self.status.step = self.step
         self.status.set_activity(BODY)
         self._stop.deferring = self._snapshots.is_enabled
+        set_generators(key(self._config.seed, "body", self.step))
 
     def leave_step(self) -> None:
         """Mark the step as left early, by break, return or an exception."""
@@ -138,11 +168,12 @@ class Progress:
         """Count the current step, then carry out what all workers agreed on during it."""
         if self._current is None:
             return
+        self._divergence.expire()
         self.epoch = self._current.complete()
         self._measure(self._current.batch)
         self._current = None
         self.step += 1
-        self._divergence.compute(self.step)
+        self._divergence.compare_if_due(self.step)
         self._snapshots.in_memory.report_step(self.step)
         decision, self._decision = self._decision, Decision()
         if self._snapshots.is_due(self.step) or decision.snapshot_due or self._requested:
@@ -150,11 +181,16 @@ class Progress:
         if decision.signal or self._is_last():
             self._stop_run(decision.signal)
         if self._snapshots.in_memory.is_due(self.step, agreed=decision.copy_due):
-            self._snapshots.save_in_memory(self.step, self._states)
+            self._snapshots.save_in_memory(self.step, self._states, writing=decision.writing)
 
-    def end_loop(self) -> None:
-        """End a loop, and agree on a signal that arrived after the note of its last step."""
+    def end_loop(self, name: str) -> None:
+        """End a loop, and agree on a signal that arrived after the note of its last step.
+
+        What is drawn until the next loop depends on the seed and on this loop's number of steps. A
+        resumed run that finds the loop complete draws the same.
+        """
         self.status.set_activity(OUTSIDE)
+        self._divergence.expire()
         self._exchange_notes("ending a loop")
         decision, self._decision = self._decision, Decision()
         if decision.snapshot_due:
@@ -162,6 +198,7 @@ class Progress:
         if decision.signal:
             self._stop_run(decision.signal)
         self._stop.deferring = False
+        set_generators(key(self._config.seed, f"after {name}", self.positions[name].done))
 
     def complete_left_step(self) -> None:
         """Count a step that was left by break after an update."""
@@ -173,12 +210,14 @@ class Progress:
     def snapshot(self, score: float | None) -> None:
         """Take a snapshot now, or at the end of the current step."""
         self.complete_left_step()
+        self._divergence.expire()
         self._requested, self._score = True, score
         if self._current is None or self._current.left:
             self._take_snapshot()
 
     def end_run(self) -> None:
         """Take the last snapshot and return when it is complete."""
+        self._divergence.expire()
         self.complete_left_step()
         self._stop.deferring = True
         self._take_snapshot()
@@ -199,18 +238,20 @@ class Progress:
             "signal": self._stop.signal,
             "snapshot_due": self._snapshots.time_is_up(),
             "copy_due": self._snapshots.in_memory.time_is_up(),
+            "writing": self._snapshots.is_writing,
             "seconds": self._seconds,
-            "digest": self._divergence.digest,
+            "data": self._data_check.note(),
         }
 
     def receive(self, notes: list[dict[str, Any]]) -> None:
         """Decide by rank 0's clock and the first signal in all workers' notes.
 
-        Raises `DivergenceError` if the workers' states differ.
+        Raises `DataError` if the workers' data differ.
         """
-        self._divergence.compare([note["digest"] for note in notes])
+        self._data_check.compare([note["data"] for note in notes])
         signal = next((note["signal"] for note in notes if note["signal"]), 0)
-        self._decision = Decision(signal, notes[0]["snapshot_due"], notes[0]["copy_due"])
+        writing = any(note["writing"] for note in notes)
+        self._decision = Decision(signal, notes[0]["snapshot_due"], notes[0]["copy_due"], writing)
         if self._seconds:
             self._record.timing(self.step - 1, [note["seconds"] for note in notes])
             self._seconds = {}
@@ -231,13 +272,16 @@ class Progress:
         optimizer.register_step_post_hook(stop)
 
     def _measure(self, batch: Batch) -> None:
-        lanes = self._lanes
+        lanes, now = self._lanes, (time.monotonic(), self.status.waited)
+        began, waited = self._measured or now
+        self._measured = now
         self._seconds = {
             "data": batch.data_seconds,
             "compute": lanes.compute_seconds,
             "exchange": lanes.exchange_seconds,
             "optimizer": self._optimizer_seconds,
             "snapshot": self._snapshots.stall_seconds,
+            OWN: now[0] - began - (now[1] - waited),
         }
         lanes.compute_seconds = lanes.exchange_seconds = 0.0
         self._optimizer_seconds = self._snapshots.stall_seconds = 0.0
@@ -272,11 +316,23 @@ class Progress:
         return {"run": run}, {"streams": streams} if streams else {}
 
     def _finish(self, event: str, **fields: Any) -> None:
+        self._divergence.compare_if_due(self.step, last=True)
         self._exchange_notes("ending the run")
         self.status.finish()
         self._record.flush()
         self._snapshots.finish()
         self._record.event(event, step=self.step, **fields)
+        if self.is_main and not is_observed():
+            announce(self._describe_end(event))
+
+    def _describe_end(self, event: str) -> str:
+        is_saved, folder = self._snapshots.is_enabled, self._config.dir
+        if event == "stopped":
+            saved = "snapshot saved; run the same command to resume"
+            return f"stopped at step {self.step}, {saved if is_saved else 'nothing is saved'}"
+        if self.step == self._first_step > 0:
+            return f"no step left: the run in {folder} had finished at step {self.step}"
+        return f"finished after {self.step} step{'s' * (self.step != 1)}"
 
     def _exchange_notes(self, what: str) -> None:
         """Exchange the notes that no later step will carry."""

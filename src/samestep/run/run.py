@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -11,36 +11,44 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import Self
 
-from samestep.cluster import ProcessInfo, find_process
+from samestep.cluster import ProcessInfo
+from samestep.comm.connect import find_worker
 from samestep.config import Config, merge
 from samestep.data.batch import Batch
 from samestep.data.loader import plan_batches
 from samestep.data.plan import GroupBy
-from samestep.data.random_state import key
-from samestep.errors import ConfigError, ModelError, OptimizerError
+from samestep.data.random_state import add_seeder, key
+from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
 from samestep.host import trim_memory
-from samestep.run.loops import PlannedLoop, StreamLoop, make_plan
+from samestep.run.loops import PlannedLoop, StreamLoop, make_plan, without_loader_options
 from samestep.run.mixins import Collectives, Log
+from samestep.run.process import plain_settings
 from samestep.run.session import Session
-from samestep.step.clip import gradient_norm, scale_gradients
+from samestep.step.exchange import Across
+from samestep.step.gradients import GradientSeal, GradScaler
+from samestep.step.lane_engine import clip_gradients
 from samestep.step.lane_pass import Count, LossFn, LossSpec, Reduction
 from samestep.step.means import Means
 from samestep.step.replicas import replicate
-from samestep.step.shard import Shard, check_shardable
+from samestep.step.shard import Shard, check_shardable, choose_across
+from samestep.step.whole_batch import loss_of_one_lane
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 Collate = Callable[[list[Any]], Any]
 
 
-def init(**options: Any) -> Run:
+def init(*, settings: Any = None, **options: Any) -> Run:
     """Join the workers of a run and return the run, a context manager.
 
-    The rank and the address of the other workers come from the environment of `samestep run`,
-    `torchrun`, MPI, Slurm or Kubernetes. Without any of them, this process is the only worker.
+    The rank and the address of the other workers come from torch.distributed's default group if the
+    script has made one, else from the environment of `samestep run`, `torchrun`, MPI, Slurm or
+    Kubernetes. Without any of them, this process is the only worker.
 
     Args:
+        settings: The job's own settings, such as its learning rate: nested dicts or dataclasses of
+            plain values, which are recorded and shown, to compare runs. Other values become text.
         **options: The options below. `SAMESTEP_*` environment variables override them.
 
     Raises:
@@ -52,7 +60,7 @@ def init(**options: Any) -> Run:
         ...     run.print("rank", run.rank, "of", run.world_size, "with", run.lanes, "lanes")
         rank 0 of 1 with 4 lanes
     """
-    return Run(merge(options), find_process(os.environ))
+    return Run(merge(options), find_worker(os.environ), plain_settings(settings or {}))
 
 
 class Run(Collectives, Log):
@@ -76,10 +84,12 @@ class Run(Collectives, Log):
         cpu 1 None
     """
 
-    def __init__(self, config: Config, process: ProcessInfo) -> None:
+    def __init__(
+        self, config: Config, process: ProcessInfo, settings: Mapping[str, Any] | None = None
+    ) -> None:
         self.rank, self.world_size = process.rank, process.world_size
         self.is_main = process.rank == 0
-        self._session = session = Session(config, process)
+        self._session = session = Session(config, process, settings or {})
         self.config, self.dir, self.lanes = session.config, config.dir, session.lanes.lanes
         self.devices, self.device = session.devices, session.devices[0]
         self._world, self._record = session.world, session.record
@@ -96,7 +106,7 @@ class Run(Collectives, Log):
             0
             1
         """
-        return self._progress.step
+        return self._progress.read("step")
 
     @property
     def epoch(self) -> int:
@@ -108,7 +118,7 @@ class Run(Collectives, Log):
             0
             1
         """
-        return self._progress.epoch
+        return self._progress.read("epoch")
 
     def replicate(self, module: Module) -> Module:
         """Move a module to the worker's devices, with rank 0's values on every worker.
@@ -130,39 +140,57 @@ class Run(Collectives, Log):
         self._session.divergence.modules.append(module)
         return module
 
-    def shard(self, optimizer: Optimizer) -> Optimizer:
+    def shard(self, optimizer: Optimizer, *, across: Across | None = None) -> Optimizer:
         """Make each worker update only its slice of the parameters (ZeRO, stage 1).
 
         This saves time and memory and gives the same bits. Gradients of these parameters are stored
-        in slices, and their `.grad` stays None. Call it before the first step. See `Rajbhandari et
-        al., 2020 <https://arxiv.org/abs/1910.02054>`__.
+        in slices: changing `.grad`, other than to None, is an error with any number of workers, and
+        each step clears it. Call it before the first step. See `Rajbhandari et al., 2020
+        <https://arxiv.org/abs/1910.02054>`__.
 
         Args:
             optimizer: An elementwise optimizer of `torch.optim`.
+            across: With several hosts, "host" makes each of them update all parameters, divided
+                among its workers: gradients are sent during backward, and no parameters. With
+                "world", a worker updates its slice of all workers, which takes the least memory,
+                and parameters are sent after the update. By default the faster one that fits in
+                memory; the record's `sharded` event has the choice. GPUs, and hosts with different
+                numbers of workers, always use "world". The bits are the same.
 
         Returns:
             The same optimizer, changed in place.
 
         Raises:
-            OptimizerError: The optimizer is not elementwise, or a parameter is already sharded.
+            OptimizerError: The optimizer is not elementwise, a parameter is already sharded, or
+                `across` has another value.
 
         Example:
             >>> optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=1e-3))
         """
         check_shardable(optimizer)
+        if across not in {None, "host", "world"}:
+            raise OptimizerError(f'across must be "host", "world" or None, got {across!r}')
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not self._sharded.isdisjoint(parameters):
             raise OptimizerError(
                 f"a parameter can be sharded only once, but this {type(optimizer).__name__} has "
                 "parameters that are already sharded"
             )
+        self._lanes.manual.unwatch(parameters)
+        self._lanes.seals.append(GradientSeal(optimizer))  # first, so that its hooks run first
         if self.world_size > 1:
-            self._lanes.shards.append(Shard(optimizer, self.lanes, self._world))
+            round_to = self._lanes.round_to
+            across = across or choose_across(parameters, self._world, round_to)
+            shard = Shard(optimizer, self.lanes, self._world, round_to, across)
+            self._lanes.shards.append(shard)
+            kind, hosts = type(optimizer).__name__, len(self._world.hosts)
+            self._record.event("sharded", optimizer=kind, across=shard.across, hosts=hosts)
             parameters += [p for group in optimizer.param_groups for p in group["params"]]
             trim_memory()  # of the parameters before they moved into flat storage
         self._sharded.update(parameters)
         return optimizer
 
+    @without_loader_options
     def batches(
         self,
         dataset: Any,
@@ -190,15 +218,18 @@ class Run(Collectives, Log):
             steps: Total number of steps, counted the same way. Without both, the current epoch.
             shuffle: Whether to draw a new order of the samples for every epoch.
             drop_last: Whether to drop a last batch that is short.
-            collate_fn: Makes a lane batch from a list of samples; default: torch's.
+            collate_fn: Makes a lane batch from a list of samples; default: torch's. It may drop
+                some, such as those that are None.
             loader_workers: Number of processes that load ahead; 0 loads in this process.
             group_by: The group of each sample, or a function of its index. All samples of a lane
                 batch are then of one group.
             name: Name of the loop, under which its position is saved.
 
         Raises:
-            ConfigError: A number is invalid, or `drop_last` is used with `group_by`.
-            DataError: The data set is empty or not map-style, or changed within an epoch.
+            ConfigError: A number is invalid, `drop_last` is used with `group_by`, or an option of
+                DataLoader is used that is not one of these.
+            DataError: The data set is empty or not map-style, changed within an epoch, or differs
+                between workers.
 
         Example:
             >>> for batch in run.batches(train_set, 32, epochs=1):
@@ -220,6 +251,8 @@ class Run(Collectives, Log):
             plan,
             dataset,
             self._lanes.own,
+            check=self._session.data_check,
+            name=name,
             seed=key(self.config.seed, f"fetch {name}"),
             collate_fn=collate_fn,
             loader_workers=loader_workers,
@@ -243,7 +276,7 @@ class Run(Collectives, Log):
 
         Raises:
             ConfigError: `steps` is invalid.
-            DataError: A source has ended.
+            DataError: `make_stream` is not a function, or a source has ended.
 
         Example:
             >>> from itertools import repeat
@@ -263,6 +296,7 @@ class Run(Collectives, Log):
         update: torch.nn.Module | None = None,
         count: Count | None = None,
         reduction: Reduction = "mean",
+        embed: LossFn | None = None,
     ) -> Means:
         """Add the gradient of the mean loss over all items of a global batch to `.grad`.
 
@@ -273,16 +307,24 @@ class Run(Collectives, Log):
             batch: Batch of a loop.
             update: Module whose parameters get gradients; default: `model`.
             count: Returns the number of items in a lane batch, over which the lane's mean is taken;
-                default: its samples, or in streams the length of its first tensor. Lanes without
-                items are skipped.
+                default: its samples, the length that all of its tensors and lists have. Lanes
+                without items are skipped.
             reduction: With "sum", the loss and the scalars are sums, which are divided by
                 max(1, items of all lanes). Lanes without items are then run as well.
+            embed: For losses that compare samples with each other. Called per lane as
+                `embed(model, lane_batch)`, twice with the same random numbers. Returns a tensor
+                [items, ...], or a tuple or dict of them. `loss_fn(model, embeddings)` is then
+                called once per worker, with the rows of all lanes, and returns the loss of the
+                global batch.
 
         Returns:
             The means over all items, with the same bits at any number of workers.
 
         Raises:
-            LossError: The loss is not a scalar, or has no gradient.
+            DataError: The batch is not that of a loop, or its samples cannot be counted.
+            LossError: The loss is not a scalar, or has no gradient; `embed` returns other values
+                when it is called again.
+            ConfigError: `reduction` is unknown, or `embed` is used with `count` or `reduction`.
             NonFiniteLossError: The loss is NaN or infinite.
             ModelError: The module to update is not a `torch.nn.Module`.
 
@@ -292,6 +334,12 @@ class Run(Collectives, Log):
             >>> list(means)
             ['loss', 'accuracy']
         """
+        if not isinstance(batch, Batch):
+            raise DataError(
+                "run.backward expected a batch of a loop over run.batches or run.streams, got"
+                f" {type(batch).__name__}; write `for batch in run.batches(dataset, batch_size):`"
+                " and pass that batch"
+            )
         update = model if update is None else update
         if not isinstance(update, torch.nn.Module):
             raise ModelError(
@@ -300,7 +348,14 @@ class Run(Collectives, Log):
             )
         if reduction not in {"mean", "sum"}:
             raise ConfigError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-        loss, progress = LossSpec(loss_fn, model, count, reduction), self._progress
+        if embed is not None and (count is not None or reduction != "mean"):
+            raise ConfigError(
+                "embed cannot be used with count or reduction, because the loss is that of the "
+                "whole batch; leave them out"
+            )
+        if embed is not None and self.lanes == 1:
+            loss_fn, embed = loss_of_one_lane(loss_fn, embed), None
+        loss, progress = LossSpec(loss_fn, model, count, reduction, embed), self._progress
         result = self._lanes.backward(loss, batch, update, progress.next_call(), progress.note())
         progress.receive(result.notes)
         return Means(result.results, reduction)
@@ -322,21 +377,31 @@ class Run(Collectives, Log):
         Example:
             >>> norm = run.clip_grad_norm(model, 1.0)
         """
+        self._lanes.check_seals()
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.lanes == 1:
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        ids = set(map(id, parameters))
-        flat_buffers = [
-            buffer
-            for buffer in self._lanes.flat_buffers()
-            if not ids.isdisjoint(map(id, buffer.exchange.parameters))
-        ]
-        norm = gradient_norm(parameters, flat_buffers, self._world)
-        whole = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        sharded = [part for buffer in flat_buffers for part in buffer.gradients_of(ids)]
-        scale_gradients([*whole, *sharded], norm, max_norm)
-        return norm.float()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        else:
+            norm = clip_gradients(parameters, self._lanes.flat_buffers(), self._world, max_norm)
+        self._lanes.seal(parameters)
+        return norm
 
+    def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        """Return a `torch.amp.GradScaler` for float16, on whose decisions all workers agree.
+
+        Let the loss function return `scaler.scale(loss)`. Call `scaler.unscale_(optimizer)` before
+        clipping, and `scaler.step(optimizer)` and `scaler.update()` on all workers. Track it.
+
+        Args:
+            **options: Those of `torch.amp.GradScaler`, such as `init_scale`.
+
+        Example:
+            >>> scaler = run.grad_scaler(init_scale=1024.0)
+            >>> run.track(scaler=scaler)
+        """
+        return GradScaler(self._world, self._lanes.seals, self.device.type, **options)
+
+    @without_loader_options
     def evaluate(
         self,
         fn: Callable[[Any, Any], Any],
@@ -364,7 +429,7 @@ class Run(Collectives, Log):
             gather: Whether `fn` returns one output per sample instead: a tensor or a list, or a
                 dict or tuple of them.
             count: Returns the number of items in a batch, over which means are taken; default:
-                samples.
+                samples, counted as in `backward`.
             collate_fn: Makes a batch from a list of samples; default: torch's.
             loader_workers: Number of processes that load ahead.
 
@@ -373,6 +438,8 @@ class Run(Collectives, Log):
             None on other ranks.
 
         Raises:
+            DataError: The data set is empty, not map-style, or differs between workers, or samples
+                cannot be counted.
             EvaluationError: Results cannot be merged.
 
         Example:
@@ -383,7 +450,12 @@ class Run(Collectives, Log):
             torch.Size([53, 10])
         """
         evaluation = Evaluation(
-            self._lanes, dataset, batch_size, collate_fn=collate_fn, loader_workers=loader_workers
+            self._lanes,
+            dataset,
+            batch_size,
+            self._session.data_check,
+            collate_fn=collate_fn,
+            loader_workers=loader_workers,
         )
         with self._world.status.doing("evaluating"):
             return evaluation.outputs(fn, model) if gather else evaluation.means(fn, model, count)
@@ -404,8 +476,28 @@ class Run(Collectives, Log):
         for name, item in objects.items():
             shard = next((shard for shard in self._lanes.shards if shard.optimizer is item), None)
             self._session.snapshots.tracked.add(name, item, shard)
+            if isinstance(item, torch.nn.Module):
+                self._lanes.manual.watch(item)
             if isinstance(item, torch.optim.Optimizer):
                 self._progress.time_steps(item)
+                self._lanes.track(item, shard)
+
+    def on_lane_seed(self, fn: Callable[[int], Any]) -> None:
+        """Call `fn(seed)` whenever samestep seeds the generators of Python, NumPy and torch.
+
+        Those are seeded before each lane, and before each lane batch is loaded. Use it for
+        generators that samestep does not find by itself, such as one that the loss function draws
+        from. Call it before the first loop.
+
+        Args:
+            fn: Seeds a generator, given an integer from 0 to 2**32 - 1 that depends on the run's
+                seed, the step and the lane.
+
+        Example:
+            >>> noise = torch.Generator()
+            >>> run.on_lane_seed(noise.manual_seed)
+        """
+        self._session.call_at_close(add_seeder(fn))
 
     def snapshot(self, *, score: float | None = None) -> None:
         """Take a snapshot of the tracked objects, in a loop at the end of the current step.
@@ -428,6 +520,7 @@ class Run(Collectives, Log):
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         try:
+            self._world.abandoned = error is not None
             if error is None:
                 self._session.end()
             elif not isinstance(error, (SystemExit, KeyboardInterrupt)):

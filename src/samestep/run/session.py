@@ -4,32 +4,50 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import socket
+import sys
 import traceback
 import uuid
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.cluster import ProcessInfo
 from samestep.comm.base import World
-from samestep.comm.connect import connect
+from samestep.comm.connect import connect, end_group
+from samestep.comm.rendezvous import locate
 from samestep.config import Config, is_url
+from samestep.data.agreement import DataCheck
+from samestep.data.generators import is_observed
 from samestep.data.random_state import set_generators
-from samestep.errors import ConfigError, RecordError
+from samestep.errors import ConfigError, RecordError, SamestepError
 from samestep.handoff import ATTEMPT, LauncherState
 from samestep.host import keep_freed_memory, release_freed_memory
 from samestep.record import Record, open_record
+from samestep.record.events import FORMAT, samestep_version
 from samestep.record.exporter import ExporterProcess
+from samestep.record.lock import DirectoryLock
 from samestep.record.sinks import check_sinks
-from samestep.run.divergence import DivergenceCheck
-from samestep.run.process import StopRequest, set_up_devices, share_gpus
+from samestep.run.divergence import DivergenceCheck, LaneObserver
+from samestep.run.process import (
+    CommitQuery,
+    StopRequest,
+    announce,
+    differences,
+    environment_of_results,
+    gpu_names,
+    set_up_devices,
+)
 from samestep.run.progress import Progress
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager
-from samestep.snapshot.read import Snapshot, list_snapshots, load, step_of
+from samestep.snapshot.read import Snapshot, list_snapshots, load_together, step_of
 from samestep.snapshot.resume import Downloads, load_from, load_newest
 from samestep.step.lane_engine import LaneEngine
 
@@ -37,67 +55,158 @@ from samestep.step.lane_engine import LaneEngine
 class Session:
     """A run in this worker: devices, world, record, snapshots and progress."""
 
-    def __init__(self, config: Config, process: ProcessInfo) -> None:
-        self._process = process
+    def __init__(self, config: Config, process: ProcessInfo, settings: Mapping[str, Any]) -> None:
+        self._process = process = locate(process, config.timeout)
+        self._settings = settings
         self._exits = ExitStack()
+        is_first = process.rank == 0 and os.environ.get(ATTEMPT, "0") == "0"
+        self._commit = CommitQuery() if config.dir is not None and is_first else None
+        self._exits.callback(lambda: self._commit and self._commit.result)  # git must exit
         self.devices = set_up_devices(config, process)
         on_cuda = self.devices[0].type == "cuda"
         if not on_cuda:
             keep_freed_memory()
             self._exits.callback(release_freed_memory)
-        self.world = connect(
-            process, config, cuda=on_cuda, gpus_are_shared=share_gpus(self.devices, process)
-        )
         try:
+            self.world = connect(process, config, gpus=gpu_names(self.devices))
+        except BaseException:
+            self._exits.close()
+            raise
+        self.world.status.on_stall = self._report_stall
+        try:
+            self._check_exchange()
             self._assemble(config)
         except BaseException as error:
+            self.world.abandoned = True
             self.world.status.report_failure(error)
             self.close()
             raise
 
     def _assemble(self, config: Config) -> None:
         world, is_main = self.world, self._process.rank == 0
+        state = LauncherState.from_environment(os.environ)
+        if config.dir is not None and is_main:
+            self._exits.callback(DirectoryLock(config.dir, state, config.timeout).close)
         self.record = open_record(config.dir, writes=is_main)
         self._exits.callback(self.record.close)
         attempt_number = int(os.environ.get(ATTEMPT, "0"))
-        # After a restart, a previous worker on another host may still hold the claim as it exits.
-        if attempt_number == 0:
-            self.record.claim()
         remote = () if config.remote is None else (config.remote,)
         sinks = list(dict.fromkeys((*remote, *(config.sinks or ())))) if is_main else []
         check_sinks(sinks)
-        state = LauncherState.from_environment(os.environ)
-        in_memory = InMemorySnapshots(state, self._process, world, config.dir, config.hot_every)
+        in_memory = InMemorySnapshots(
+            state,
+            self._process,
+            world,
+            config.dir,
+            config.hot_every,
+            stages=self.devices[0].type == "cpu",
+        )
         has_begun = in_memory.has_begun(attempt_number)
         resumed = find_snapshot(config, world, self.record, in_memory, has_begun=has_begun)
         lanes = resolve_lanes(config, world.size, len(self.devices), resumed)
         self.config = replace(config, lanes=lanes)
-        attempt = world.broadcast_object(uuid.uuid4().hex[:8], "starting")
+        attempt = world.broadcast_json(uuid.uuid4().hex[:8], "starting")
         if is_main and not has_begun:
             set_later_snapshots_aside(config, resumed, attempt, self.record)
         self.lanes = LaneEngine(world, config, lanes, self.devices)
-        self.snapshots = SnapshotManager(config, world, self.record, attempt, resumed, in_memory)
+        self._exits.callback(self.lanes.manual.close)
+        hook = register_optimizer_step_pre_hook(self.lanes.before_optimizer_step)
+        self._exits.callback(hook.remove)
+        workers = self._gather_workers()
+        environment = workers[0]["environment"]
+        if resumed is not None:
+            self._compare_environments(resumed, environment)
+        self.snapshots = SnapshotManager(
+            config, world, self.record, attempt, environment, resumed, in_memory
+        )
+        self.snapshots.check_models = self.lanes.check_models
         self._exits.callback(self.snapshots.close)
         self.stop = StopRequest()
         # A state that exists only in memory is written at the end of the first step.
         self.stop.deferring = resumed is not None and resumed.in_memory
         self._exits.callback(self.stop.close)
-        self.divergence = DivergenceCheck(config.check_every, world, self.snapshots.tracked)
+        every = None if is_observed() else config.check_every
+        self.divergence = DivergenceCheck(every, world, self.snapshots.tracked)
+        self.data_check = DataCheck(config.seed, world.rank, world.size, world.all_gather_json)
+        if is_observed():  # `samestep verify` compares snapshots itself
+            observer = LaneObserver(world.rank, self.divergence.modules)
+            self.lanes.observe = observer.lane
+        else:
+            self.snapshots.compare = self.divergence.compare
         self.progress = Progress(
-            config, self.record, self.snapshots, self.stop, self.lanes, self.divergence, resumed
+            config,
+            self.record,
+            self.snapshots,
+            self.stop,
+            self.lanes,
+            self.divergence,
+            data_check=self.data_check,
+            resumed=resumed,
         )
         set_generators(config.seed)
-        self._record_start(attempt, resumed)
+        self._record_start(attempt, resumed, workers)
+        if is_main and not is_observed():
+            announce(self._describe_start(resumed))
         in_memory.report_start(self.progress.step, is_new=not has_begun)
         if config.dir is not None and is_main and (sinks or config.transfer):
             exporter = ExporterProcess(config.dir, sinks, config.transfer, self.record)
             self._exits.callback(exporter.finish)
             self._exits.callback(self._write_images)  # runs before the exporter finishes
 
-    def _record_start(self, attempt: str, resumed: Snapshot | None) -> None:
-        devices = [str(device) for device in self.devices]
-        host, rank = socket.gethostname(), self._process.rank
-        worker = {"rank": rank, "host": host, "pid": os.getpid(), "devices": devices}
+    def _gather_workers(self) -> list[dict[str, Any]]:
+        """Return a description of each worker by rank; warn if their results may differ."""
+        worker = {
+            "rank": self._process.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "devices": [str(device) for device in self.devices],
+            "environment": environment_of_results(self.config, self.devices),
+        }
+        workers = self.world.all_gather_json(worker, "starting")
+        first = workers[0]["environment"]
+        found = ((rank, differences(first, one["environment"])) for rank, one in enumerate(workers))
+        rank, lines = next((pair for pair in found if pair[1]), (0, ""))
+        if lines and self._process.rank == 0:
+            logging.getLogger("samestep").warning(
+                "results may depend on the number of workers, because worker %s differs from "
+                "worker 0:\n%s",
+                rank,
+                lines,
+            )
+        return workers
+
+    def _check_exchange(self) -> None:
+        """Tell the launcher of NCCL, whose errors end processes; warn of the slow exchange."""
+        state = LauncherState.from_environment(os.environ)
+        if state is not None and self.world.exchange == "NCCL":
+            state.report_nccl()
+        if self.world.exchange == "host memory" and self._process.rank == 0:
+            logging.getLogger("samestep").warning(
+                "workers share GPUs, so gradients are exchanged through host memory, which is slow,"
+                " because NCCL refuses two workers on one GPU; start one worker per GPU"
+            )
+
+    def _compare_environments(self, resumed: Snapshot, environment: Mapping[str, str]) -> None:
+        """Warn if the run resumes where results may differ; with `resume_strict`, raise."""
+        lines = differences(resumed.info.get("environment", {}), environment)
+        if not lines:
+            return
+        what = f"the snapshot of step {resumed.step} was written in another environment"
+        if self.config.resume_strict:
+            raise ConfigError(
+                f"{what}, so resume_strict refuses to resume, because results may differ:\n{lines}"
+            )
+        if self._process.rank == 0:
+            logging.getLogger("samestep").warning(
+                "%s, so the results of this run may differ from those of an uninterrupted one:\n%s",
+                what,
+                lines,
+            )
+        self.record.event("environment_changed", step=resumed.step, differences=lines)
+
+    def _record_start(
+        self, attempt: str, resumed: Snapshot | None, workers: Sequence[Mapping[str, Any]]
+    ) -> None:
         options = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in asdict(self.config).items()
@@ -109,11 +218,35 @@ class Session:
             epoch=self.progress.epoch,
             snapshot=None if resumed is None else str(resumed.path),
             lanes=self.config.lanes,
-            workers=self.world.all_gather_json(worker, "starting"),
-            devices=devices,
+            exchange=self.world.exchange,
+            workers=[
+                {name: worker[name] for name in ("rank", "host", "pid", "devices")}
+                for worker in workers
+            ],
+            devices=workers[0]["devices"],
             torch=torch.__version__,
+            environment=workers[0]["environment"],
+            format=FORMAT,
+            samestep=samestep_version(),
             config=options,
+            settings=self._settings,
+            command=shlex.join(sys.argv),
+            **(self._commit.result if self._commit else {}),
         )
+
+    def _describe_start(self, resumed: Snapshot | None) -> str:
+        """Return what a user wants to know when workers have started."""
+        lanes, size, folder = self.config.lanes or 1, self.world.size, self.config.dir
+        workers, before = f"{size} worker{'s' * (size != 1)}", size
+        if resumed is not None:
+            workers, before = (
+                f"resumed at step {resumed.step}, {workers}",
+                resumed.info.get("workers", size),
+            )
+        text = f"{workers}{f' (was {before})' * (before != size)}, {lanes} lane{'s' * (lanes != 1)}"
+        if folder is None:
+            return f"{text}; without a directory (--dir), nothing is saved"
+        return f"{text}, {folder} (watch: samestep watch {folder})"
 
     def _write_images(self) -> None:
         with suppress(RecordError):  # a successful run has already raised it
@@ -129,19 +262,36 @@ class Session:
 
     def report_failure(self, error: BaseException) -> None:
         """Report an error to the other workers, so that all exit, and to the record."""
+        self.world.abandoned = True
         self.world.status.report_failure(error)
         with suppress(Exception):  # the error being reported is more important
             record = open_record(self.config.dir, writes=True)
             trace = "".join(traceback.format_exception(error))
             worker = {"host": socket.gethostname(), "rank": self._process.rank}
             step = self.progress.step
-            record.event("failed", **worker, step=step, error=repr(error), traceback=trace)
+            text = f"{type(error).__name__}: {error}".removesuffix(": ")
+            secondary = isinstance(error, SamestepError) and error.is_secondary
+            fields = {"error": text, "is_secondary": secondary, "traceback": trace}
+            record.event("failed", **worker, step=step, **fields)
             record.close()
+
+    def _report_stall(self, text: str) -> None:
+        """Print that workers wait for another one, and record it. Called from a thread."""
+        announce(text, logging.WARNING)
+        with suppress(Exception):  # the disk is full, or the run still starts
+            record = open_record(self.config.dir, writes=True)
+            record.event("stalled", step=self.progress.step, reason=text.removeprefix("stalled: "))
+            record.close()
+
+    def call_at_close(self, fn: Callable[[], None]) -> None:
+        """Call `fn` when this worker has left the run."""
+        self._exits.callback(fn)
 
     def close(self) -> None:
         """Leave the world and restore the state of the process."""
         self.world.close()  # first: after a failure, others wait until this worker has left
         self._exits.close()
+        end_group(self.world)
 
 
 def find_snapshot(
@@ -171,7 +321,7 @@ def find_snapshot(
         return None
     if is_url(config.resume) and config.dir is not None:
         return load_from(config.resume, config.dir, world)
-    return load(Path(config.resume))
+    return load_together(Path(config.resume), world)
 
 
 def set_later_snapshots_aside(

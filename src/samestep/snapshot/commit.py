@@ -1,4 +1,6 @@
-"""The commit protocol of a snapshot: its workers communicate only through files in its directory.
+"""The commit protocol of a snapshot, and the removal of older ones.
+
+The workers of a snapshot communicate only through files in its directory.
 
 Every worker writes tensors-<attempt>-<rank>-of-<workers>.safetensors, then
 part-<attempt>-<rank>.json. Rank 0 waits for all parts and writes manifest.json, which commits the
@@ -11,12 +13,14 @@ rank 0 failed.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +29,7 @@ import torch
 from samestep.errors import SnapshotError
 from samestep.snapshot.manifest import NAME, Manifest, StoredPiece, TensorSpec
 from samestep.snapshot.part import Part
+from samestep.snapshot.read import fault, inspect, list_snapshots, remove, step_of
 from samestep.snapshot.state import merge
 from samestep.storage import write_atomically
 
@@ -79,6 +84,20 @@ class CommitProtocol:
         self._wait_while(missing)
         return [Part.from_bytes(path.read_bytes()) for path in paths]
 
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest, then remove all files that it does not name.
+
+        Only the parts must go: other workers wait for that.
+        """
+        write_atomically(self.directory / NAME, manifest.to_bytes())
+        for rank in range(self.workers):
+            self._part_path(rank).unlink()
+        named = {NAME, *(file.name for file in manifest.files)}
+        for path in self.directory.iterdir():
+            if path.name not in named:
+                with suppress(OSError):
+                    path.unlink()
+
     def wait_for_commit(self) -> None:
         """Wait until rank 0 committed this worker's part. Raises `SnapshotError` if it does not."""
 
@@ -95,7 +114,15 @@ class CommitProtocol:
         self._wait_while(missing)
 
     def report_failure(self, failure: SnapshotError) -> None:
-        """Remove this worker's files, or on rank 0 all files, and report to the others."""
+        """Remove this worker's files, or on rank 0 all files, and report to the others.
+
+        Files that a manifest names stay: an error after the commit damages no snapshot.
+        """
+        if self._is_committed():
+            for rank in range(self.workers):
+                with suppress(OSError):
+                    self._part_path(rank).unlink(missing_ok=True)
+            return
         self._discard([self.rank])
         path = self._failed_path(self.rank)
         try:
@@ -119,6 +146,16 @@ class CommitProtocol:
     def _failure(self, rank: int) -> PeerFailedError:
         unknown = f"worker {rank} could not write its part of snapshot {self.directory}"
         return PeerFailedError(self._failed_path(rank).read_text() or unknown)
+
+    def _is_committed(self) -> bool:
+        """Return whether the manifest names this save's files."""
+        try:
+            manifest = Manifest.from_bytes((self.directory / NAME).read_bytes())
+        except FileNotFoundError:
+            return False
+        except (OSError, SnapshotError):  # rather spare files than a manifest without its data
+            return self.rank == 0
+        return manifest.attempt == self.attempt
 
     def _discard(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -188,3 +225,63 @@ def _pieces(parts: Sequence[Part]) -> dict[str, tuple[StoredPiece, ...]]:
     return {
         name: tuple(sorted(found, key=lambda piece: piece.start)) for name, found in pieces.items()
     }
+
+
+class Retention:
+    """Removes old snapshots of a run's directory.
+
+    The `keep_last` newest complete ones and the `keep_best` with the highest score stay.
+    """
+
+    def __init__(
+        self, directory: Path, keep_last: int, keep_best: int, verified: Iterable[Path] = ()
+    ) -> None:
+        self._directory, self._keep_last, self._keep_best = directory, keep_last, keep_best
+        self._checked = set(verified)  # this process wrote them or verified their checksums
+
+    def apply(self, written: Path) -> list[Path]:
+        """Remove and return old snapshots now that `written` is committed.
+
+        Ignores links, and steps after `written`, which belong to another history. Removes earlier
+        directories without a manifest. A damaged snapshot does not count towards `keep_last` and
+        `keep_best`, and is removed like a complete one of its age.
+        """
+        self._checked.add(written)
+        paths = [path for path in list_snapshots(self._directory) if not path.is_symlink()]
+        steps = {path: step_of(path) or 0 for path in paths}
+        candidates = [path for path in reversed(steps) if steps[path] <= steps[written]]
+        scores = {path: inspect(path).score for path in candidates if fault(path, inspect) is None}
+        staying, horizon = choose(scores, self._keep_last, self._keep_best, self._is_complete)
+        old = [path for path in candidates if path != written and path not in staying]
+        removed = [path for path in old if steps[path] < horizon or not (path / NAME).exists()]
+        for path in removed:
+            remove(path)
+        return removed
+
+    def _is_complete(self, path: Path) -> bool:
+        if path not in self._checked and fault(path) is None:
+            self._checked.add(path)
+        return path in self._checked
+
+
+def choose(
+    scores: Mapping[Path, float | None],
+    keep_last: int,
+    keep_best: int,
+    is_complete: Callable[[Path], bool] = lambda _: True,
+) -> tuple[set[Path], int]:
+    """Return which snapshots stay, and the step before which all others may be removed.
+
+    `scores` has the snapshots that seem complete; `is_complete` is called until enough are found.
+    """
+    steps = {path: step_of(path) or 0 for path in scores}
+    scored = [
+        (score, steps[path], path)
+        for path, score in scores.items()
+        if score is not None and not math.isnan(score)
+    ]
+    by_step = sorted(steps, key=steps.__getitem__, reverse=True)
+    by_score = [path for _, _, path in sorted(scored, reverse=True)]
+    newest = list(islice(filter(is_complete, by_step), keep_last))
+    best = islice(filter(is_complete, by_score), keep_best)
+    return {*newest, *best}, steps[newest[-1]] if len(newest) == keep_last else 0

@@ -1,4 +1,4 @@
-"""Data files with checksums: their description, and how to write and read them.
+"""Data files with checksums: their description, and how to write, read and send them.
 
 A checksum is XXH3 of 128 bits. It detects damage at the speed of memory, but not forgery: a
 snapshot can hold wrong values, but never code.
@@ -13,7 +13,8 @@ import os
 import re
 import stat
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,12 +22,18 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+from torch import Tensor
 from xxhash import xxh3_128
 
+from samestep.comm.base import World
 from samestep.errors import SnapshotError
 
 Destination = tuple[int, memoryview]  # the offset in a file, and the memory for the bytes there
+Segment = tuple[int, int, int, str]  # a data file's index, and its bytes [start, stop)'s checksum
 
+READING: Final = "reading a snapshot"
+TRANSFER_BYTES: Final = 2**28  # that a host receives at a time
 # threads: one copies and compares while the other waits for the disk or for new pages
 READERS: Final = 2
 LARGEST_SEGMENT_BYTES: Final = 2**28
@@ -161,29 +168,37 @@ def read_into(descriptor: int, offset: int, buffers: Iterable[memoryview]) -> st
 
 
 def read_data_file(
-    directory: Path, file: DataFile, destinations: Sequence[Destination] = (), first_byte: int = 0
+    directory: Path,
+    file: DataFile,
+    destinations: Sequence[Destination] = (),
+    first_byte: int = 0,
+    part: tuple[int, int] = (0, 1),
 ) -> None:
     """Read and check a data file that begins at `first_byte`, filling sorted `destinations`.
 
-    Raises `SnapshotError` if a checksum differs.
+    `part` (k, n) reads only the k-th of n parts: several readers have one each. Raises
+    `SnapshotError` if a checksum differs.
     """
 
     def read(segments: Sequence[tuple[int, int, str]]) -> None:
         spare = memoryview(bytearray(min(file.segment_bytes, file.size)))
         with (directory / file.name).open("rb", buffering=0) as opened:
             for start, stop, expected in segments:
-                buffers = _buffers(start, stop, destinations, spare)
+                buffers = buffers_of(start, stop, destinations, spare)
                 if read_into(opened.fileno(), first_byte + start, buffers) != expected:
                     raise damage(file.name, start, stop)
 
     segments = list(file.segments())
-    share = max(-(-len(segments) // READERS), 1)
-    with ThreadPoolExecutor(READERS) as readers:
-        shares = [segments[start : start + share] for start in range(0, len(segments), share)]
+    number, parts = part
+    segments = segments[len(segments) * number // parts : len(segments) * (number + 1) // parts]
+    threads = READERS if parts == 1 else 1
+    share = max(-(-len(segments) // threads), 1)
+    shares = [segments[start : start + share] for start in range(0, len(segments), share)]
+    with ThreadPoolExecutor(threads) as readers:
         list(readers.map(read, shares))
 
 
-def _buffers(
+def buffers_of(
     start: int, stop: int, destinations: Sequence[Destination], spare: memoryview
 ) -> Iterator[memoryview]:
     """Yield the memory for bytes [start, stop) of a file, parts of `spare` between destinations."""
@@ -199,3 +214,91 @@ def _buffers(
             start = high
     if start < stop:
         yield spare[: stop - start]
+
+
+class Holders:
+    """The workers that can read data files, and those that send and receive them. Pure: ranks only.
+
+    `readable` has the indices of files that each worker can read, None for all `count` files. Each
+    of `hosts` has the ranks that share memory; the first of them receives what its host lacks.
+    """
+
+    def __init__(
+        self, readable: Sequence[Collection[int] | None], hosts: Sequence[Sequence[int]], count: int
+    ) -> None:
+        self._readable = readable
+        self._lacking: dict[int, set[int]] = {}  # by receiver
+        for host in hosts:
+            if all(readable[rank] is not None for rank in host):
+                present = set().union(*(readable[rank] or () for rank in host))
+                self._lacking[host[0]] = set(range(count)) - present
+        self._sent: dict[int, list[int]] = {}  # by sender
+        for index in sorted(set().union(*self._lacking.values())):
+            sender = next(rank for rank in range(len(readable)) if self.can_read(rank, index))
+            self._sent.setdefault(sender, []).append(index)
+
+    def can_read(self, rank: int, index: int) -> bool:
+        """Return whether a worker can read a data file."""
+        files = self._readable[rank]
+        return files is None or index in files
+
+    def receivers(self, sender: int) -> list[int]:
+        """Return the workers that receive everything that `sender` sends."""
+        files = self._sent[sender]
+        return [rank for rank, lacking in self._lacking.items() if not lacking.isdisjoint(files)]
+
+    def rounds(self, files: Sequence[DataFile]) -> Iterator[dict[int, list[Segment]]]:
+        """Yield what each worker sends at the same time; a worker receives `TRANSFER_BYTES`."""
+        limit = TRANSFER_BYTES // max(len(self._sent), 1)
+        left = {
+            sender: deque(
+                (index, *segment) for index in sent for segment in files[index].segments()
+            )
+            for sender, sent in self._sent.items()
+        }
+        while any(left.values()):
+            found: dict[int, list[Segment]] = {}
+            for sender, segments in left.items():
+                size = 0
+                while segments and (not size or size + _length(segments[0]) <= limit):
+                    size += _length(segments[0])
+                    found.setdefault(sender, []).append(segments.popleft())
+            yield found
+
+
+def _length(segment: Segment) -> int:
+    _, start, stop, _ = segment
+    return stop - start
+
+
+def transfer(
+    world: World,
+    segments: Mapping[int, Sequence[Segment]],
+    holders: Holders,
+    read: Callable[[Segment, memoryview], object],
+    write: Callable[[Segment, memoryview], object],
+) -> None:
+    """Send and receive one round of segments by sender; collective.
+
+    `read` fills what this worker sends, and `write` gets what it receives; neither may raise.
+    """
+
+    def split(sender: int, data: Tensor) -> Iterator[tuple[Segment, memoryview]]:
+        first = 0
+        for segment in segments[sender]:
+            yield segment, data.numpy().data[first : first + _length(segment)]
+            first += _length(segment)
+
+    sizes = {sender: sum(map(_length, some)) for sender, some in segments.items()}
+    sent: dict[int, Tensor] = {}
+    if world.rank in segments:
+        own = torch.empty(sizes[world.rank], dtype=torch.uint8)
+        for segment, part in split(world.rank, own):
+            read(segment, part)
+        sent = dict.fromkeys(holders.receivers(world.rank), own)
+    senders = [sender for sender in segments if world.rank in holders.receivers(sender)]
+    received = {sender: torch.empty(sizes[sender], dtype=torch.uint8) for sender in senders}
+    world.transfer(sent, received, READING)
+    for sender, data in received.items():
+        for segment, part in split(sender, data):
+            write(segment, part)

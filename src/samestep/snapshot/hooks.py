@@ -18,8 +18,9 @@ from typing import Any, Final
 from samestep.config import Config
 from samestep.errors import SnapshotError
 from samestep.record.sinks import find_function
+from samestep.snapshot.commit import choose
 from samestep.snapshot.manifest import NAME, Manifest
-from samestep.snapshot.read import check, choose, inspect, list_snapshots, step_of
+from samestep.snapshot.read import check, inspect, list_snapshots, step_of
 from samestep.snapshot.remote import RemoteDirectory
 from samestep.storage import StorageError
 
@@ -68,7 +69,14 @@ class Hook:
                 if self._closed:
                     return
                 self._requested, self._busy = False, True
-            self._make_pass()
+            try:
+                self._make_pass()
+            except BaseException:
+                with self._changed:  # `finish` must not wait for a thread that has ended
+                    self._requested = self._busy = False
+                    self._closed = True
+                    self._changed.notify_all()
+                raise
 
 
 class FunctionHook(Hook):
@@ -94,8 +102,9 @@ class FunctionHook(Hook):
         super().close()
 
     def _make_pass(self) -> None:
-        while self._waiting:
-            self._call(self._waiting.popleft())
+        with suppress(IndexError):  # none is left
+            while True:
+                self._call(self._waiting.popleft())
 
     def _call(self, snapshot: Path) -> None:
         try:

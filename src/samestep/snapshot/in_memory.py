@@ -1,7 +1,8 @@
 """In-memory snapshots: complete states in the launcher's memory that outlive the workers.
 
 Any number of replacement workers can resume from them. Every worker writes its parts alternately
-into its two memory slots. All workers communicate between any two snapshots, so no worker starts
+into its two memory slots. A snapshot that is also written to disk is written from its slot: until
+all workers have done so, newer ones replace each other in the other slot. All workers communicate between any two snapshots, so no worker starts
 one before all workers finished the previous one, which is in the other slot. So after the first
 snapshot, one of the two slots always holds a complete snapshot on all workers.
 
@@ -15,9 +16,10 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Final
@@ -28,15 +30,15 @@ from samestep.cluster import ProcessInfo
 from samestep.comm.base import World
 from samestep.errors import SnapshotError
 from samestep.handoff import SLOTS, LauncherState
-from samestep.host import anonymous_file, available_bytes
+from samestep.host import available_bytes
 from samestep.snapshot import memory_slot
 from samestep.snapshot.commit import combine
-from samestep.snapshot.memory_slot import MemorySlot
-from samestep.snapshot.part import contribution
-from samestep.snapshot.read import READ_ERRORS, Snapshot, read_state
+from samestep.snapshot.files import TRANSFER_BYTES
+from samestep.snapshot.memory_slot import MemorySlot, SlotContent
+from samestep.snapshot.part import Contribution, Part, contribution
+from samestep.snapshot.read import READ_ERRORS, Snapshot, Source, read_together
 from samestep.snapshot.state import States
 
-CHUNK_BYTES: Final = 2**24  # sent to other hosts at a time
 SHARE_OF_TIME: Final = 0.01
 SHARE_OF_MEMORY: Final = 0.5  # of the available memory
 _OPEN_FILES: Final = Path("/proc/self/fd")
@@ -54,7 +56,11 @@ class SnapshotKey:
 
 
 class InMemorySnapshots:
-    """One worker's view of a run's in-memory snapshots; without `launcher_state` there are none."""
+    """One worker's view of a run's in-memory snapshots; without `launcher_state` there are none.
+
+    If it `stages`, snapshots on disk are written from them. Those of GPUs are not: they are copied
+    to memory that GPUs reach faster.
+    """
 
     def __init__(
         self,
@@ -63,10 +69,13 @@ class InMemorySnapshots:
         world: World,
         directory: Path | None,
         every: str | None,
+        *,
+        stages: bool = True,
     ) -> None:
         self._launcher_state, self._process, self._world = launcher_state, process, world
         self._directory = "" if directory is None else str(directory.resolve())
         self._every = None if launcher_state is None else every
+        self._stages = stages
         # the label of this run's snapshots: its directory or, without one, its number in the script
         self._run = self._directory
         if not self._directory and launcher_state is not None:
@@ -74,15 +83,21 @@ class InMemorySnapshots:
         self._files = [] if launcher_state is None else launcher_state.slots
         own_files = self._files[process.local_rank] if self._files else []
         self._slots = [MemorySlot(file) for file in own_files]
-        # the files of this host's parts, and the bytes of the parts on each worker's host
-        self._parts: dict[tuple[SnapshotKey, int], int] = {}
-        self._part_bytes: list[dict[tuple[SnapshotKey, int], int]] = []
-        self._first_slot = 0
-        self._saves = 0
+        # the parts on this host, and which ones each worker has on its host
+        self._contents: dict[tuple[SnapshotKey, int], SlotContent] = {}
+        self._present: list[set[tuple[SnapshotKey, int]]] = []
+        self._next_slot = 0
+        self._written_slot: int | None = None  # that is being written to disk
+        self._saves, self._saved_step = 0, -1
         self._given_up = False
         self._due_time = 0.0
         self._modules_reported = False
         self._barriers_at_save = -1
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether snapshots are made."""
+        return self._every is not None and not self._given_up
 
     def has_begun(self, attempt: int) -> bool:
         """Return whether an earlier attempt began this run, on any host; collective."""
@@ -134,38 +149,92 @@ class InMemorySnapshots:
         self._given_up = True
 
     def save(
-        self, step: int, attempt: str, shared: States, own: States, info: States, started: float
+        self,
+        step: int,
+        attempt: str,
+        shared: States,
+        own: States,
+        info: States,
+        started: float,
+        *,
+        writing: bool = False,
     ) -> None:
         """Copy the state, passed as to `SnapshotWriter.save`; all workers call this.
 
-        `started` is the `time.monotonic` at which the save began. Raises `SnapshotError` or
-        `OSError` if the memory does not suffice.
+        `started` is the `time.monotonic` at which the save began. `writing` is whether any worker
+        may still write a snapshot to disk. Raises `SnapshotError` or `OSError` if the memory does
+        not suffice.
         """
+        if not writing:
+            self._written_slot = None
+        if step != self._saved_step:
+            mine, values = contribution(shared, own, self._world.rank, self._world.size)
+            self._write(step, attempt, info, started, mine, values)
+
+    @property
+    def can_stage(self) -> bool:
+        """Whether this worker writes snapshots on disk from a slot."""
+        return self._stages and self.is_enabled and bool(self._slots)
+
+    def stage(
+        self,
+        step: int,
+        attempt: str,
+        info: States,
+        started: float,
+        mine: Contribution,
+        values: Sequence[torch.Tensor],
+    ) -> memoryview | None:
+        """Copy a contribution, also for a snapshot on disk; return its data file, None without one.
+
+        All workers call this, and only after they wrote the last one to disk. Raises as `save`.
+        """
+        if self._every is None or not self._stages:
+            return None
+        self._written_slot = None
+        data = self._write(step, attempt, info, started, mine, values)
+        self._written_slot = (self._next_slot + 1) % SLOTS
+        return data
+
+    def _write(
+        self,
+        step: int,
+        attempt: str,
+        info: States,
+        started: float,
+        mine: Contribution,
+        values: Sequence[torch.Tensor],
+    ) -> memoryview | None:
         if self._world.barriers == self._barriers_at_save:
             self._world.barrier("starting an in-memory snapshot")
-        number = (self._first_slot + self._saves) % SLOTS
+        number = self._next_slot
+        if self._written_slot is not None:
+            number = (self._written_slot + 1) % SLOTS
         key = SnapshotKey(step, attempt, self._world.size, number)
         self._barriers_at_save, self._saves = self._world.barriers, self._saves + 1
+        self._next_slot, self._saved_step = (number + 1) % SLOTS, step
         if self._given_up:
-            return
+            return None
         if not self._slots:
             raise SnapshotError(
                 "this host refuses memfd_create, usually by the seccomp profile of a container, "
                 "and no other memory outlives workers: after a worker is killed, the run resumes "
                 "from its newest snapshot; allow the call, or use hot_every=none"
             )
-        mine, values = contribution(shared, own, self._world.rank, self._world.size)
         names = {"run": self._run, "key": list(astuple(key)), "rank": self._world.rank}
         before = time.monotonic()
-        if self._saves == 1:
-            self._check_memory(mine.nbytes)
-        self._slots[number].reserve(mine.nbytes)
+        if any(slot.missing_bytes(mine.file_bytes) for slot in self._slots):
+            self._check_memory(mine.file_bytes)
+            for slot in self._slots:  # later ones then need not wait for memory
+                slot.reserve(mine.file_bytes)
+        self._slots[number].reserve(mine.file_bytes)
         if self._saves == SLOTS:  # the slots of earlier workers are no longer needed
             self._clear_slots(1)
         preparation_seconds = time.monotonic() - before  # long only for the first saves
-        self._slots[number].write({**names, "info": dict(info)}, mine, values)
+        data = self._slots[number].write({**names, "info": dict(info)}, mine, values)
         ended = time.monotonic()
         self._due_time = ended + (ended - started - preparation_seconds) / SHARE_OF_TIME
+        return data
 
     def _clear_slots(self, first: int = 0) -> None:
         """Free this worker's slots and those of earlier workers; not its own if `first` is 1."""
@@ -175,15 +244,28 @@ class InMemorySnapshots:
                 os.ftruncate(file, 0)
 
     def _check_memory(self, nbytes: int) -> None:
-        """Raise `SnapshotError` if snapshots of `nbytes` per worker need too much memory."""
-        missing = sum(slot.missing_bytes(nbytes) for slot in self._slots)
-        wanted = self._process.local_world_size * missing
+        """Raise `SnapshotError` if snapshots of `nbytes` per worker need too much memory.
+
+        This host needs the slots of its workers, and where slots do not serve for it, memory from
+        which they write to disk. Replacement workers read the complete state once per host, and
+        receive from other hosts what this one lacks.
+        """
+        here, everywhere = self._process.local_world_size, self._world.size
+        wanted = here * sum(slot.missing_bytes(nbytes) for slot in self._slots)
+        if self._directory and not self._stages:
+            wanted += here * nbytes
+        read = everywhere * nbytes
+        if here < everywhere:
+            read += min(TRANSFER_BYTES, (everywhere - here) * nbytes)
         available = available_bytes()
-        if available is not None and wanted > SHARE_OF_MEMORY * available:
+        if available is None:
+            return
+        if wanted > SHARE_OF_MEMORY * available or wanted + read > available:
             raise SnapshotError(
                 f"in-memory snapshots must take at most half of the {available / 1e9:.1f} GB of "
-                f"memory that this host has left, got {wanted / 1e9:.1f} GB: use hot_every=none, "
-                "or a host with more memory"
+                f"memory that this host has left, got {wanted / 1e9:.1f} GB, and leave the "
+                f"{read / 1e9:.1f} GB into which replacement workers read them: use "
+                "hot_every=none, or a host with more memory"
             )
 
     def find(self, report: Callable[..., object]) -> list[SnapshotKey]:
@@ -191,7 +273,7 @@ class InMemorySnapshots:
 
         Calls `report("in_memory_snapshot_rejected", reason=...)` for damaged parts.
         """
-        sizes, faults = {}, []
+        faults = []
         for file in chain.from_iterable(self._files):
             try:
                 content = memory_slot.read(file)
@@ -200,73 +282,73 @@ class InMemorySnapshots:
                 continue
             if content is not None and content.label["run"] == self._run:
                 part = SnapshotKey(*content.label["key"]), content.label["rank"]
-                self._parts[part], sizes[part] = file, content.nbytes
-        mine = [[astuple(key), rank, nbytes] for (key, rank), nbytes in sizes.items()]
+                self._contents[part] = content
+        mine = [[astuple(key), rank] for key, rank in self._contents]
         gathered = self._world.all_gather_json([mine, faults], "looking for in-memory snapshots")
         for fault in dict.fromkeys(fault for _, others in gathered for fault in others):
             report("in_memory_snapshot_rejected", reason=fault)
-        self._part_bytes = [
-            {(SnapshotKey(*key), rank): nbytes for key, rank, nbytes in parts}
-            for parts, _ in gathered
+        self._present = [
+            {(SnapshotKey(*key), rank) for key, rank in parts} for parts, _ in gathered
         ]
-        found = Counter(key for key, _ in set().union(*self._part_bytes))
+        found = Counter(key for key, _ in set().union(*self._present))
         return sorted(key for key, parts in found.items() if parts == key.workers)
 
     def load(self, key: SnapshotKey) -> Snapshot:
         """Load a snapshot that was found; the next save uses the other slot. Collective.
 
-        Raises `SnapshotError` if it is damaged.
+        Raises `SnapshotError` if it is damaged, on all workers.
         """
-        self._first_slot = (key.slot + 1) % SLOTS
-        with ExitStack() as exits:
-            files = [self._file(key, rank, exits) for rank in range(key.workers)]
-            try:
-                return _load(key, files)
-            except READ_ERRORS as error:
-                raise SnapshotError(
-                    f"the in-memory snapshot of step {key.step} cannot be used: {error}"
-                ) from error
+        self._next_slot = (key.slot + 1) % SLOTS
+        described = self._describe(key)
 
-    def _file(self, key: SnapshotKey, rank: int, exits: ExitStack) -> int:
-        """Return the file of a part; the first worker that has it sends it to other hosts."""
-        part = key, rank
-        sender = next(worker for worker, parts in enumerate(self._part_bytes) if part in parts)
-        receivers = [worker for worker, parts in enumerate(self._part_bytes) if part not in parts]
-        file = self._parts.get(part)
-        if file is None:
-            file = anonymous_file("samestep-received")
-            exits.callback(os.close, file)
-        if receivers:
-            _send(self._world, file, self._part_bytes[sender][part], sender, receivers)
-        return file
+        def find() -> Source:
+            parts = [described[rank] for rank in range(key.workers)]
+            info = parts[0].label["info"]
+            manifest = combine(
+                [one.part for one in parts],
+                step=key.step,
+                attempt=key.attempt,
+                info=info,
+                score=None,
+            )
+            manifest.validate()
+            files = [rank for rank in range(key.workers) if (key, rank) in self._contents]
+            return Source(manifest, _OPEN_FILES, "", files, memory_slot.START)
+
+        manifest, state, shared = read_together(self._world, find, partial(_faults_of, key))
+        path = Path(f"in-memory-snapshot-of-step-{key.step}")
+        return Snapshot(path, key.step, manifest.info, None, state, in_memory=True, shared=shared)
+
+    def _describe(self, key: SnapshotKey) -> dict[int, SlotContent]:
+        """Return the descriptions of all parts by rank; hosts send those that others lack."""
+        own = {rank: content for (of, rank), content in self._contents.items() if of == key}
+        lacking = [
+            rank
+            for rank in range(key.workers)
+            if any((key, rank) not in present for present in self._present)
+        ]
+        if not lacking:
+            return own
+        holders = [[(key, rank) in present for present in self._present] for rank in lacking]
+        sent = [
+            [rank, dict(own[rank].label), own[rank].part.to_bytes().decode()]
+            for rank, having in zip(lacking, holders, strict=True)
+            if having.index(True) == self._world.rank
+        ]
+        gathered = self._world.all_gather_json(sent, "describing an in-memory snapshot")
+        received = {
+            rank: SlotContent(label, Part.from_bytes(part.encode()))
+            for descriptions in gathered
+            for rank, label, part in descriptions
+        }
+        return received | own
 
 
-def _load(key: SnapshotKey, files: Sequence[int]) -> Snapshot:
-    contents = [content for content in map(memory_slot.read, files) if content is not None]
-    if len(contents) != len(files):
-        raise SnapshotError("a part of it is incomplete")
-    info = contents[0].label["info"]
-    parts = [content.part for content in contents]
-    manifest = combine(parts, step=key.step, attempt=key.attempt, info=info, score=None)
-    manifest.validate()
-    state = read_state(_OPEN_FILES, manifest, first_byte=memory_slot.START)
-    path = Path(f"in-memory-snapshot-of-step-{key.step}")
-    return Snapshot(path, key.step, info, None, state, in_memory=True)
-
-
-def _send(world: World, file: int, nbytes: int, sender: int, receivers: Sequence[int]) -> None:
-    """Copy the first `nbytes` of the sender's file into the receivers' files."""
-    sends, receives = world.rank == sender, world.rank in receivers
-    chunk = max(CHUNK_BYTES // len(receivers), 1)
-    for start in range(0, nbytes, chunk):
-        size = min(chunk, nbytes - start)
-        sizes = [size if sends and rank in receivers else 0 for rank in range(world.size)]
-        sent = torch.empty(sum(sizes), dtype=torch.uint8)
-        if sends:
-            data = torch.frombuffer(bytearray(os.pread(file, size, start)), dtype=torch.uint8)
-            sent.view(len(receivers), size).copy_(data)
-        received_sizes = [size if rank == sender and receives else 0 for rank in range(world.size)]
-        received = torch.empty(sum(received_sizes), dtype=torch.uint8)
-        world.all_to_all(received, received_sizes, sent, sizes, "sending an in-memory snapshot")
-        if receives:
-            os.pwrite(file, received.numpy().data, start)
+@contextmanager
+def _faults_of(key: SnapshotKey) -> Iterator[None]:
+    try:
+        yield
+    except READ_ERRORS as error:
+        raise SnapshotError(
+            f"the in-memory snapshot of step {key.step} cannot be used: {error}"
+        ) from error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -15,12 +16,14 @@ from samestep.errors import SnapshotError
 from samestep.record import Record
 from samestep.snapshot.hooks import PostCommitHooks
 from samestep.snapshot.in_memory import InMemorySnapshots
+from samestep.snapshot.part import Contribution
 from samestep.snapshot.read import Snapshot
 from samestep.snapshot.state import States
 from samestep.snapshot.write import SnapshotWriter
 from samestep.step.shard import Shard, load_optimizer
 
 RESERVED = ("run", "streams")
+TIDY_SECONDS = 5.0  # at the end of a run, for the removal of old snapshots
 
 
 @runtime_checkable
@@ -68,6 +71,8 @@ class Tracked:
             state = self._snapshot.state.pop(name)
             if isinstance(tracked, torch.optim.Optimizer):
                 load_optimizer(tracked, state)
+                if self._snapshot.shared:
+                    _free_shared(tracked, state)
             else:
                 tracked.load_state_dict(state)
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
@@ -90,10 +95,22 @@ class Tracked:
         return ", ".join(sorted(state.keys() - set(RESERVED)))
 
 
+def _free_shared(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Copy the tensors of a loaded state that the optimizer kept, so that their memory is freed."""
+    loaded = [value for values in state["state"].values() for value in values.values()]
+    kept = {value.data_ptr() for value in loaded if isinstance(value, torch.Tensor)}
+    for values in optimizer.state.values():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.data_ptr() in kept:
+                values[name] = value.clone()
+
+
 class SnapshotManager:
     """Saves snapshots at intervals of steps or minutes, on request, and at the end.
 
-    Without a directory, it saves none on disk.
+    Without a directory, it saves none on disk. `compare(step, shared)` runs before each snapshot, with
+    the states of tracked objects that are not sharded: it waits for all workers, and raises an
+    exception if these states differ.
     """
 
     def __init__(
@@ -102,16 +119,23 @@ class SnapshotManager:
         world: World,
         record: Record,
         attempt: str,
+        environment: Mapping[str, str],
         resumed: Snapshot | None,
         in_memory: InMemorySnapshots,
     ) -> None:
         self.tracked = Tracked(resumed)
         self.in_memory = in_memory
+        self.compare: Callable[[int, States], object] = lambda *_: world.barrier(
+            "starting a snapshot"
+        )
+        self.check_models: Callable[[], object] = lambda: None  # before a snapshot
         self.stall_seconds = 0.0
         self._config, self._world, self._record, self._attempt = config, world, record, attempt
+        self._environment = dict(environment)
         self._saved_step = None if resumed is None or resumed.in_memory else resumed.step
         self._saved_time = time.monotonic()
         self._prepared = config.snapshot_every is None
+        self._warned = self._prepared  # that nothing is tracked
         start = -1 if resumed is None else resumed.step
         self._hooks = PostCommitHooks(config, acts=world.rank == 0, attempt=attempt, start=start)
         self._writer: SnapshotWriter | None = None
@@ -123,7 +147,9 @@ class SnapshotManager:
                 attempt=attempt,
                 keep_last=config.keep_last,
                 keep_best=config.keep_best,
+                verified=[] if resumed is None or resumed.in_memory else [resumed.path],
                 report=record.event,
+                before_commit=record.sync,
                 on_commit=self._hooks.on_commit,
             )
 
@@ -147,11 +173,21 @@ class SnapshotManager:
         """
         if self._writer is None:
             return False
+        if not (self.tracked or self._prepared or self._warned):
+            self._warned = True
+            if self._world.rank == 0:
+                logging.getLogger("samestep").warning(
+                    "no snapshots are saved in %s, because nothing is tracked: call "
+                    "run.track(model=model, optimizer=optimizer) before the loop, or set "
+                    "snapshot_every=None if only the record is needed",
+                    self._config.dir,
+                )
         self._writer.raise_if_failed()
         self._hooks.report_events(self._record.event)
         if not self._prepared and self.is_enabled:
             self._prepared = True
-            self._writer.prepare(*self.tracked.states())
+            if not self.in_memory.can_stage:
+                self._writer.prepare(*self.tracked.states())
         return self._config.snapshot_steps is not None and step % self._config.snapshot_steps == 0
 
     def save(self, step: int, shared: States, own: States, score: float | None) -> None:
@@ -168,38 +204,71 @@ class SnapshotManager:
                 f"the run resumed from a snapshot that also holds {untracked}; track it, too, so "
                 "that it is not lost"
             )
+        self.check_models()
         # after this, workers communicate through files, which cannot show that a worker has exited
-        self._world.barrier("starting a snapshot")
         started = time.perf_counter()
-        shared, own = self._add_tracked(shared, own)
-        self._writer.save(step, shared, own, self._info(shared), score)
+        tracked_shared, tracked_own = self.tracked.states()
+        waiting = time.perf_counter()
+        self.compare(step, tracked_shared)
+        started += time.perf_counter() - waiting  # that is no part of the stall
+        shared, own = {**tracked_shared, **shared}, {**tracked_own, **own}
+        info, began = self._info(shared), time.monotonic()
+
+        def stage(mine: Contribution, values: Sequence[torch.Tensor]) -> memoryview | None:
+            data = None
+            with self._giving_up(step):
+                data = self.in_memory.stage(step, self._attempt, info, began, mine, values)
+            return data  # noqa: RET504  None if the block failed
+
+        self._writer.save(step, shared, own, info, score, stage)
         self._saved_step, self._saved_time = step, time.monotonic()
         self.stall_seconds += time.perf_counter() - started
 
-    def save_in_memory(self, step: int, states: Callable[[], tuple[States, States]]) -> None:
+    @property
+    def is_writing(self) -> bool:
+        """Whether this worker still writes a snapshot to disk."""
+        return self._writer is not None and self._writer.is_writing
+
+    def save_in_memory(
+        self, step: int, states: Callable[[], tuple[States, States]], *, writing: bool = True
+    ) -> None:
         """Save the same in memory; `states` returns the run's states.
 
-        A failure is reported and ends in-memory snapshots.
+        `writing` is whether any worker may still write a snapshot to disk. A failure is reported
+        and ends in-memory snapshots.
         """
         if not self.tracked or self.tracked.untracked():
             return
         started = time.monotonic()
+        self.check_models()
+        tracked_shared, tracked_own = self.tracked.states()
+        self.compare(step, tracked_shared)
+        with self._giving_up(step):
+            shared, own = states()
+            shared, own = {**tracked_shared, **shared}, {**tracked_own, **own}
+            info = self._info(shared)
+            self.in_memory.save(step, self._attempt, shared, own, info, started, writing=writing)
+        self.stall_seconds += time.monotonic() - started
+
+    @contextmanager
+    def _giving_up(self, step: int) -> Iterator[None]:
+        """Report a failure in the block, which ends in-memory snapshots."""
         try:
-            shared, own = self._add_tracked(*states())
-            self.in_memory.save(step, self._attempt, shared, own, self._info(shared), started)
+            yield
         except (OSError, SnapshotError) as error:
             self.in_memory.give_up()
             self._record.event("in_memory_snapshot_failed", step=step, reason=str(error))
             logging.getLogger("samestep").warning("no more in-memory snapshots: %s", error)
-        self.stall_seconds += time.monotonic() - started
-
-    def _add_tracked(self, shared: States, own: States) -> tuple[States, States]:
-        tracked_shared, tracked_own = self.tracked.states()
-        return {**tracked_shared, **shared}, {**tracked_own, **own}
 
     def _info(self, shared: States) -> dict[str, Any]:
         run = shared["run"]
-        return {"lanes": run["lanes"], "seed": self._config.seed, "epoch": run["epoch"]}
+        return {
+            "lanes": run["lanes"],
+            "seed": self._config.seed,
+            "workers": self._world.size,
+            "epoch": run["epoch"],
+            "environment": self._environment,
+        }
 
     def finish(self) -> None:
         """Wait until the last snapshot is committed, and the hooks are done.
@@ -211,6 +280,7 @@ class SnapshotManager:
         self._writer.wait()
         try:
             self._hooks.finish()
+            self._writer.wait(TIDY_SECONDS)
         finally:
             self._hooks.report_events(self._record.event)
 

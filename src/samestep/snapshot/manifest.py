@@ -15,10 +15,11 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from samestep.errors import SnapshotError
+from samestep.record.events import samestep_version
 from samestep.snapshot.files import DataFile, checksum, typed
 from samestep.snapshot.state import DTYPES, Plain, canonical, flatten_plain, no_tensor, restore
 
-FORMAT: Final = 2
+FORMAT: Final = 2  # it grows when older versions of samestep can no longer read a snapshot
 NAME: Final = "manifest.json"
 LARGEST_BYTES: Final = 2**28
 MOST_DIMS: Final = 64
@@ -100,6 +101,7 @@ class Manifest:
         self.validate()
         body: dict[str, Plain] = {
             "format": FORMAT,
+            "samestep": samestep_version(),
             "step": self.step,
             "attempt": self.attempt,
             "created": self.created,
@@ -207,10 +209,11 @@ def _parse(data: bytes) -> dict[str, Any]:
         body: dict[str, Any] = json.loads(data)
         if canonical(body).encode() != data:
             raise SnapshotError(f"{NAME} is damaged: it is not canonical JSON")
-        if body["format"] != FORMAT:
+        if (found := body["format"]) != FORMAT:
+            writer = body.get("samestep", "that wrote it")
             raise SnapshotError(
-                f"expected format {FORMAT} of {NAME}, got {body['format']!r}; "
-                "read it with the version of samestep that wrote it"
+                f"{NAME} must have format {FORMAT}, got {found!r}; install samestep {writer} to "
+                "read it"
             )
         expected = body.pop("checksum")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:

@@ -1,7 +1,7 @@
 """A worker's part of an in-memory snapshot in an anonymous file.
 
 The file holds, in this order: a header with the range and checksum of the text; from byte START,
-the bytes of the worker's pieces of tensors; then the text: a line of JSON, the label, and the
+the content of the worker's data file on disk, which may be written from here; then the text: a line of JSON, the label, and the
 `Part`, which has the checksums of the pieces.
 
 The header is zeroed first and written last, and the kernel keeps everything that a process wrote
@@ -22,7 +22,15 @@ import torch
 
 from samestep.errors import SnapshotError
 from samestep.snapshot.files import DataFile, checksum, write_at
-from samestep.snapshot.part import Contribution, Part, describe
+from samestep.snapshot.part import (
+    Contribution,
+    Part,
+    Pin,
+    copy_together,
+    describe,
+    gpu_of,
+    header,
+)
 from samestep.snapshot.state import canonical
 
 START: Final = mmap.PAGESIZE
@@ -33,14 +41,13 @@ _MAGIC: Final = b"samestep"
 
 @dataclass(frozen=True)
 class SlotContent:
-    """The content of the first `nbytes` bytes of a slot.
+    """The content of a slot.
 
     The data file that `part` names is the slot itself from byte START.
     """
 
     label: Mapping[str, Any]
     part: Part
-    nbytes: int
 
 
 class MemorySlot:
@@ -49,9 +56,10 @@ class MemorySlot:
     def __init__(self, file: int) -> None:
         self._file = file
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pin: Pin | None = None
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate room for `nbytes` bytes of tensors; new pages take far more time than a copy.
+        """Allocate room for a data file of `nbytes`; new pages take far more time than a copy.
 
         Raises `OSError` if there is not enough memory.
         """
@@ -59,30 +67,42 @@ class MemorySlot:
         if len(self._memory) < size:
             # writing to memory that cannot be allocated would kill the process
             os.posix_fallocate(self._file, 0, size)
+            self._pin = None  # before its memory is freed
             self._memory = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
 
     def missing_bytes(self, nbytes: int) -> int:
-        """Return how many more bytes of memory the slot needs for `nbytes` bytes of tensors."""
+        """Return how many more bytes of memory the slot needs for a data file of `nbytes`."""
         return max(0, START + nbytes - os.fstat(self._file).st_size)
 
     def write(
         self, label: Mapping[str, Any], mine: Contribution, tensors: Sequence[torch.Tensor]
-    ) -> None:
-        """Replace the content by a worker's part, with `tensors` as the values of its pieces."""
-        self.reserve(mine.nbytes)
+    ) -> memoryview:
+        """Replace the content by a worker's part, with `tensors` as the values of its pieces.
+
+        Returns the content of the data file, valid until the next call.
+        """
+        self.reserve(mine.file_bytes)
         write_at(self._file, bytes(_HEADER.size), 0)
         contents = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
-        end = START + mine.nbytes
-        checksums = _copy(contents, self._memory[START:end])
+        end = START + mine.file_bytes
+        data = self._memory[START:end]
+        head = torch.frombuffer(bytearray(header(mine)), dtype=torch.uint8)
+        if (device := gpu_of(contents)) is not None:
+            self._pin = self._pin or Pin(self._memory, device)
+            parts = data.split([len(head), *map(len, contents)])[1:]
+            copy_together(contents, parts)
+            contents = list(parts)
+        checksums = _copy([head, *contents], data)
         digests = [
-            checksum(content.cpu().numpy().data) if piece.repeated else None
+            checksum(content.numpy().data) if piece.repeated else None
             for piece, content in zip(mine.pieces, contents, strict=True)
         ]
-        file = DataFile("slot", mine.nbytes, SEGMENT_BYTES, tuple(checksums))
+        file = DataFile("slot", mine.file_bytes, SEGMENT_BYTES, tuple(checksums))
         part = describe(mine, digests, file)
         text = canonical(dict(label)).encode() + b"\n" + part.to_bytes()
         write_at(self._file, text, end)
         write_at(self._file, _HEADER.pack(_MAGIC, end, len(text), checksum(text).encode()), 0)
+        return data.numpy().data
 
 
 def read(file: int) -> SlotContent | None:
@@ -100,9 +120,12 @@ def read(file: int) -> SlotContent | None:
     if not is_complete or checksum(text).encode() != expected:
         raise SnapshotError("a memory slot is damaged: its description does not match its checksum")
     label, _, body = text.partition(b"\n")
-    part = Part.from_bytes(body)
+    try:
+        part, fields = Part.from_bytes(body), dict(json.loads(label))
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise SnapshotError(f"a memory slot is damaged: {error!r:.200}") from error
     part = replace(part, file=replace(part.file, name=str(file)))
-    return SlotContent(json.loads(label), part, start + length)
+    return SlotContent(fields, part)
 
 
 def _copy(contents: Sequence[torch.Tensor], memory: torch.Tensor) -> list[str]:
@@ -111,7 +134,8 @@ def _copy(contents: Sequence[torch.Tensor], memory: torch.Tensor) -> list[str]:
     for content in contents:
         for chunk in content.split(SEGMENT_BYTES):
             before, copied = copied, copied + len(chunk)
-            memory[before:copied].copy_(chunk)
+            if chunk.data_ptr() != memory[before:copied].data_ptr():  # a GPU's are there
+                memory[before:copied].copy_(chunk)
             if before // SEGMENT_BYTES < copied // SEGMENT_BYTES:
                 stop = copied // SEGMENT_BYTES * SEGMENT_BYTES
                 checksums.append(checksum(data[stop - SEGMENT_BYTES : stop]))

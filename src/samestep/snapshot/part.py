@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -65,7 +66,7 @@ class Contribution:
     @property
     def file_bytes(self) -> int:
         """The size of the data file."""
-        return len(_header(self)) + self.nbytes
+        return len(header(self)) + self.nbytes
 
     def ranges(self, end: int) -> Iterator[tuple[int, int]]:
         """Yield the [start, stop) bytes of the pieces in a file, where the last ends at `end`."""
@@ -189,6 +190,37 @@ def _spec(tensor: torch.Tensor | TensorSlice) -> TensorSpec:
     return TensorSpec(tensor.dtype, tuple(tensor.shape), storage_order(tensor))
 
 
+class Pin:
+    """Pins memory that exists, as long as this object does, so that copies from GPUs need no steps.
+
+    Unlike torch's own pinned memory, it is not rounded up to a power of two. If the system refuses,
+    the memory stays as it is, and copies are slower.
+    """
+
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
+        self._memory, self._device = memory, device
+        with torch.cuda.device(device):  # a thread would start on the first GPU
+            result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        self._is_pinned = int(result) == 0
+
+    def __del__(self) -> None:
+        if self._is_pinned and not sys.is_finalizing():
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+
+
+def gpu_of(tensors: Sequence[torch.Tensor]) -> torch.device | None:
+    """Return the GPU of the first tensor that is on one."""
+    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+
+
+def copy_together(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Copy tensors of equal sizes to host memory, with one wait per GPU."""
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source, non_blocking=True)
+    for device in {source.device for source in sources if source.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
 class StagingBuffer:
     """Host memory that holds the content of a data file.
 
@@ -197,26 +229,29 @@ class StagingBuffer:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pin: Pin | None = None
 
-    def reserve(self, nbytes: int, *, pinned: bool) -> None:
-        """Allocate at least `nbytes` of memory that starts at a page, and touch its pages."""
+    def reserve(self, nbytes: int, device: torch.device | None = None) -> None:
+        """Allocate at least `nbytes` of memory that starts at a page, and touch its pages.
+
+        It is pinned for copies from `device`.
+        """
         if self._memory.numel() < nbytes:
             # free the old memory before the new is allocated
+            self._pin = None
             self._memory = torch.empty(0, dtype=torch.uint8)
-            room = torch.empty(nbytes + PAGESIZE, dtype=torch.uint8, pin_memory=pinned)
+            room = torch.empty(nbytes + PAGESIZE, dtype=torch.uint8)
             self._memory = room[-room.data_ptr() % PAGESIZE :].zero_()
+        if device is not None and self._pin is None:
+            self._pin = Pin(self._memory, device)
 
     def copy(self, mine: Contribution, tensors: Sequence[torch.Tensor]) -> memoryview:
         """Return the content of a data file with the 1-D tensors, valid until the next call."""
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        header = torch.frombuffer(bytearray(_header(mine)), dtype=torch.uint8)
-        sources = [header, *(tensor.contiguous().view(torch.uint8) for tensor in tensors)]
+        head = torch.frombuffer(bytearray(header(mine)), dtype=torch.uint8)
+        sources = [head, *(tensor.contiguous().view(torch.uint8) for tensor in tensors)]
         sizes = [source.numel() for source in sources]
-        self.reserve(sum(sizes), pinned=bool(devices))
-        for source, target in zip(sources, self._memory[: sum(sizes)].split(sizes), strict=True):
-            target.copy_(source, non_blocking=True)
-        for device in devices:
-            torch.cuda.synchronize(device)
+        self.reserve(sum(sizes), gpu_of(tensors))
+        copy_together(sources, self._memory[: sum(sizes)].split(sizes))
         return self._memory.numpy().data[: sum(sizes)]
 
 
@@ -242,7 +277,7 @@ def describe(mine: Contribution, digests: Sequence[str | None], file: DataFile) 
     return Part(mine.state, mine.specs, table, file)
 
 
-def _header(mine: Contribution) -> bytes:
+def header(mine: Contribution) -> bytes:
     """Return the header of a safetensors file; the bytes of all pieces follow.
 
     Source: https://github.com/huggingface/safetensors#format

@@ -5,27 +5,45 @@ A snapshot is data, never code, and its content is used only after its checksums
 
 from __future__ import annotations
 
-import math
+import json
+import mmap
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from samestep.comm.base import World
+from samestep.comm.shared_memory import share_files
 from samestep.errors import SnapshotError
-from samestep.snapshot.files import Destination, file_size, read_data_file
+from samestep.snapshot.files import (
+    READING,
+    Destination,
+    Holders,
+    Segment,
+    buffers_of,
+    checksum,
+    damage,
+    file_size,
+    read_data_file,
+    read_into,
+    transfer,
+)
 from samestep.snapshot.manifest import LARGEST_BYTES, NAME, Manifest
 from samestep.snapshot.state import restore
 from samestep.storage import atomic_path, sync
 
+Value = TypeVar("Value")
+
+ALIGNMENT: Final = 64  # bytes: any dtype, and vectorized kernels
 READ_ERRORS: Final = (LookupError, OSError, RuntimeError, SnapshotError, TypeError, ValueError)
 _DIRECTORY: Final = re.compile(r"step-(\d{8,})")
 
@@ -34,7 +52,8 @@ _DIRECTORY: Final = re.compile(r"step-(\d{8,})")
 class Snapshot:
     """A loaded snapshot. `state` maps objects by name to their states, with tensors on the CPU.
 
-    If the snapshot was `in_memory`, `path` is only its name in messages and events.
+    If the snapshot was `in_memory`, `path` is only its name in messages and events. Tensors that are
+    `shared` are copied when a worker changes them, and their memory stays while any worker has one.
     """
 
     path: Path
@@ -43,6 +62,7 @@ class Snapshot:
     score: float | None
     state: dict[str, Any]
     in_memory: bool = False
+    shared: bool = False
 
 
 def directory_name(step: int) -> str:
@@ -73,10 +93,14 @@ def inspect(path: Path) -> Manifest:
     Raises `SnapshotError` that names the snapshot and its fault.
     """
     with _faults_of(path):
-        if (size := file_size(path / NAME)) > LARGEST_BYTES:
-            raise SnapshotError(f"{NAME} must have at most {LARGEST_BYTES} bytes, got {size}")
-        manifest = Manifest.from_bytes((path / NAME).read_bytes())
-        manifest.check_sizes(lambda name: file_size(path / name))
+        return _manifest(path)
+
+
+def _manifest(path: Path) -> Manifest:
+    if (size := file_size(path / NAME)) > LARGEST_BYTES:
+        raise SnapshotError(f"{NAME} must have at most {LARGEST_BYTES} bytes, got {size}")
+    manifest = Manifest.from_bytes((path / NAME).read_bytes())
+    manifest.check_sizes(lambda name: file_size(path / name))
     return manifest
 
 
@@ -138,28 +162,195 @@ def read_state(
         raise SnapshotError(
             f"it has no {' and no '.join(missing)}; it has {', '.join(map(str, present))}"
         )
-    memory: dict[str, torch.Tensor] = {}
+    memory = StateMemory(manifest)
+    state: dict[str, Any] = restore(
+        {"dict": [pair for pair in pairs if objects is None or pair[0] in objects]}, memory.tensor
+    )
+    for file, targets in zip(manifest.files, memory.destinations(), strict=True):
+        read_data_file(directory, file, targets, first_byte)
+    return state
 
-    def tensor(name: str) -> torch.Tensor:
+
+class StateMemory:
+    """Memory for the tensors of a snapshot: one mapping per object, freed with its last tensor.
+
+    With `use`, all workers of a host write to the same memory, and each sees it as its own: what it
+    changes later is copied first, page by page.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self.sizes: dict[str, int] = {}  # bytes by object
+        self._offsets: dict[str, int] = {}  # by tensor
+        for name, spec in manifest.specs.items():
+            owner = name.partition("/")[0]
+            self._offsets[name] = start = -(-self.sizes.get(owner, 0) // ALIGNMENT) * ALIGNMENT
+            self.sizes[owner] = start + spec.nbytes
+        self._written: dict[str, mmap.mmap] = {}  # by object
+        self._kept: dict[str, mmap.mmap] = {}  # the same bytes
+
+    def use(self, files: Iterable[int]) -> None:
+        """Use files that the workers of this host share, with the `sizes` of the objects."""
+        for (owner, size), file in zip(self.sizes.items(), files, strict=True):
+            if size:
+                self._written[owner] = mmap.mmap(file, size)
+                self._kept[owner] = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE)
+
+    def tensor(self, name: str) -> torch.Tensor:
         """Return a view, in the tensor's shape, of memory that is read in storage order later."""
-        spec = manifest.specs[name]
-        if name not in memory:
-            memory[name] = torch.empty(spec.nbytes, dtype=torch.uint8)
-        stored = memory[name].view(spec.dtype).view([spec.shape[dim] for dim in spec.order])
+        spec, owner = self._manifest.specs[name], name.partition("/")[0]
+        stored = torch.empty(0, dtype=torch.uint8)
+        if spec.nbytes:
+            if owner not in self._kept:
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                own = mmap.mmap(-1, self.sizes[owner], flags=flags)
+                with suppress(AttributeError, OSError):  # fewer page faults, where it is supported
+                    own.madvise(mmap.MADV_HUGEPAGE)
+                self._written[owner] = self._kept[owner] = own
+            offset = self._offsets[name]
+            stored = torch.frombuffer(
+                self._kept[owner], dtype=torch.uint8, count=spec.nbytes, offset=offset
+            )
+        stored = stored.view(spec.dtype).view([spec.shape[dim] for dim in spec.order])
         return stored.permute([spec.order.index(dim) for dim in range(len(spec.order))])
 
-    state: dict[str, Any] = restore(
-        {"dict": [pair for pair in pairs if objects is None or pair[0] in objects]}, tensor
-    )
-    destinations: list[list[Destination]] = [[] for _ in manifest.files]
-    for name, complete in memory.items():
-        size, data = manifest.specs[name].dtype.itemsize, complete.numpy().data
-        for piece in manifest.pieces[name]:
-            target = data[piece.start * size : piece.stop * size]
-            destinations[piece.file].append((piece.offset, target))
-    for file, targets in zip(manifest.files, destinations, strict=True):
-        read_data_file(directory, file, sorted(targets, key=itemgetter(0)), first_byte)
-    return state
+    def destinations(self) -> list[list[Destination]]:
+        """Return where the bytes of each data file go, for all objects that are in use."""
+        found: list[list[Destination]] = [[] for _ in self._manifest.files]
+        for name, pieces in self._manifest.pieces.items():
+            memory = self._written.get(name.partition("/")[0])
+            if memory is None:
+                continue
+            offset, size = self._offsets[name], self._manifest.specs[name].dtype.itemsize
+            data = memoryview(memory)
+            for piece in pieces:
+                target = data[offset + piece.start * size : offset + piece.stop * size]
+                found[piece.file].append((piece.offset, target))
+        return [sorted(targets, key=itemgetter(0)) for targets in found]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A snapshot of which this worker can read the data files with the indices `present`, or all.
+
+    `identity` is equal on all workers that read the same snapshot.
+    """
+
+    manifest: Manifest
+    directory: Path
+    identity: str
+    present: list[int] | None = None
+    first_byte: int = 0
+
+
+def load_together(path: Path, world: World) -> Snapshot:
+    """Load a snapshot as `load` does, with every byte read once per host; collective.
+
+    Raises the same `SnapshotError` on all workers, also if only one of them cannot read it.
+    """
+
+    def find() -> Source:
+        manifest = _manifest(path)
+        return Source(manifest, path, f"{manifest.attempt} {manifest.created}")
+
+    manifest, state, shared = read_together(world, find, partial(_faults_of, path))
+    return Snapshot(path, manifest.step, manifest.info, manifest.score, state, shared=shared)
+
+
+def read_together(
+    world: World, find: Callable[[], Source], faults: Callable[[], AbstractContextManager[None]]
+) -> tuple[Manifest, dict[str, Any], bool]:
+    """Return a snapshot's manifest and state, and whether workers of this host share it.
+
+    Collective. The workers of a host read disjoint parts into memory that they share; parts that no
+    worker of a host can read are sent by one that can, to one worker of that host. A block in
+    `faults()` raises all errors as `SnapshotError`. If any worker fails, all raise its error.
+    """
+    reading = _Reading(faults)
+    source = reading.attempt(find)
+    answer = [
+        reading.fault,
+        *([None, None] if source is None else [source.identity, source.present]),
+    ]
+    answers = world.all_gather_json(answer, READING)
+    _raise_first(fault for fault, _, _ in answers)
+    if source is None or any(identity != source.identity for _, identity, _ in answers):
+        raise SnapshotError("workers see different snapshots; use a directory that all hosts share")
+    memory = StateMemory(source.manifest)
+    with share_files(world, list(memory.sizes.values()), READING) as (hosts, files):
+        holders = Holders([each for _, _, each in answers], hosts, len(source.manifest.files))
+        state = reading.attempt(reading.begin, source, memory, files)
+        own = next(host for host in hosts if world.rank in host)
+        reading.attempt(reading.read, world.rank, own, holders)
+        for segments in holders.rounds(source.manifest.files):
+            transfer(
+                world,
+                segments,
+                holders,
+                partial(reading.attempt, reading.send),
+                partial(reading.attempt, reading.receive),
+            )
+        _raise_first(world.all_gather_json(reading.fault, READING))
+    return source.manifest, state or {}, bool(files)
+
+
+class _Reading:
+    """One worker's part of `read_together`.
+
+    After a failure, it makes the same collective calls as the other workers, and nothing else.
+    """
+
+    def __init__(self, faults: Callable[[], AbstractContextManager[None]]) -> None:
+        self.fault = ""
+        self._faults = faults
+
+    def attempt(self, call: Callable[..., Value], *args: Any) -> Value | None:
+        """Return what `call` returned, None after a failure."""
+        if not self.fault:
+            try:
+                with self._faults():
+                    return call(*args)
+            except SnapshotError as error:
+                self.fault = str(error)
+        return None
+
+    def begin(self, source: Source, memory: StateMemory, files: list[int]) -> dict[str, Any]:
+        """Return the state, in memory that is read later."""
+        self._source = source
+        if files:
+            memory.use(files)
+        state: dict[str, Any] = restore(source.manifest.state, memory.tensor)
+        self._places = memory.destinations()
+        return state
+
+    def read(self, rank: int, host: list[int], holders: Holders) -> None:
+        """Read this worker's part of each data file that workers of its host can read."""
+        files = self._source.manifest.files
+        for index, (file, targets) in enumerate(zip(files, self._places, strict=True)):
+            readers = [one for one in host if holders.can_read(one, index)]
+            if rank in readers:
+                part = (readers.index(rank) + index) % len(readers), len(readers)
+                read_data_file(self._source.directory, file, targets, self._source.first_byte, part)
+
+    def send(self, segment: Segment, data: memoryview) -> None:
+        """Fill `data` with a segment; the receiver compares its checksum."""
+        index, start, *_ = segment
+        name = self._source.manifest.files[index].name
+        with (self._source.directory / name).open("rb") as opened:
+            read_into(opened.fileno(), self._source.first_byte + start, [data])
+
+    def receive(self, segment: Segment, data: memoryview) -> None:
+        """Check and copy a segment."""
+        index, start, stop, expected = segment
+        if checksum(data) != expected:
+            raise damage(self._source.manifest.files[index].name, start, stop)
+        for target in buffers_of(start, stop, self._places[index], memoryview(bytearray(data))):
+            target[:], data = data[: len(target)], data[len(target) :]
+
+
+def _raise_first(faults: Iterable[str]) -> None:
+    if fault := next(filter(None, faults), ""):
+        raise SnapshotError(fault)
 
 
 @contextmanager
@@ -179,8 +370,8 @@ def export(snapshot: Path, destination: Path, name: str = "model") -> list[str]:
     """Write the tensors of object `name` to a plain safetensors file that other tools read.
 
     Tensors have their usual names, with nested names joined by dots, and their logical shapes; tied
-    tensors appear under each name. An existing file is replaced in one step. Returns the names of
-    values that are not tensors and were left out. Raises `SnapshotError` if the snapshot is not
+    tensors appear under each name. The same state gives the same bytes. An existing file is replaced
+    in one step. Returns the names of values that are not tensors and were left out. Raises `SnapshotError` if the snapshot is not
     complete or has no such tensors, or if the file cannot be written.
     """
     loaded = load(snapshot, [name])
@@ -197,9 +388,27 @@ def export(snapshot: Path, destination: Path, name: str = "model") -> list[str]:
     try:
         with atomic_path(destination) as temporary:
             save_file(tensors, temporary, metadata)
+            _sort_header(temporary)
     except (KeyError, OSError, SafetensorError, ValueError) as error:
         raise SnapshotError(f"cannot export {what} to {destination}: {error}") from error
     return [key for key, _ in leaves if key not in tensors]
+
+
+def _sort_header(path: Path) -> None:
+    """Sort the metadata of a safetensors file, which its library writes in random order.
+
+    The header's size, in the first 8 bytes, stays the same: it is compact JSON, padded by spaces.
+    """
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        tensors = sorted(
+            header.items(), key=lambda item: (item[1].get("data_offsets", []), item[0])
+        )
+        header = dict(tensors) | {"__metadata__": dict(sorted(header["__metadata__"].items()))}
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        file.seek(8)
+        file.write(text.ljust(size))
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -209,64 +418,6 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
-
-
-class Retention:
-    """Removes old snapshots of a run's directory.
-
-    The `keep_last` newest complete ones and the `keep_best` with the highest score stay.
-    """
-
-    def __init__(self, directory: Path, keep_last: int, keep_best: int) -> None:
-        self._directory, self._keep_last, self._keep_best = directory, keep_last, keep_best
-        self._checked: set[Path] = set()  # this process wrote them or verified their checksums
-
-    def apply(self, written: Path) -> list[Path]:
-        """Remove and return old snapshots now that `written` is committed.
-
-        Ignores links, and steps after `written`, which belong to another history. Removes earlier
-        directories without a manifest. A damaged snapshot does not count towards `keep_last` and
-        `keep_best`, and is removed like a complete one of its age.
-        """
-        self._checked.add(written)
-        paths = [path for path in list_snapshots(self._directory) if not path.is_symlink()]
-        steps = {path: step_of(path) or 0 for path in paths}
-        candidates = [path for path in reversed(steps) if steps[path] <= steps[written]]
-        scores = {path: inspect(path).score for path in candidates if fault(path, inspect) is None}
-        staying, horizon = choose(scores, self._keep_last, self._keep_best, self._is_complete)
-        old = [path for path in candidates if path != written and path not in staying]
-        removed = [path for path in old if steps[path] < horizon or not (path / NAME).exists()]
-        for path in removed:
-            remove(path)
-        return removed
-
-    def _is_complete(self, path: Path) -> bool:
-        if path not in self._checked and fault(path) is None:
-            self._checked.add(path)
-        return path in self._checked
-
-
-def choose(
-    scores: Mapping[Path, float | None],
-    keep_last: int,
-    keep_best: int,
-    is_complete: Callable[[Path], bool] = lambda _: True,
-) -> tuple[set[Path], int]:
-    """Return which snapshots stay, and the step before which all others may be removed.
-
-    `scores` has the snapshots that seem complete; `is_complete` is called until enough are found.
-    """
-    steps = {path: step_of(path) or 0 for path in scores}
-    scored = [
-        (score, steps[path], path)
-        for path, score in scores.items()
-        if score is not None and not math.isnan(score)
-    ]
-    by_step = sorted(steps, key=steps.__getitem__, reverse=True)
-    by_score = [path for _, _, path in sorted(scored, reverse=True)]
-    newest = list(islice(filter(is_complete, by_step), keep_last))
-    best = islice(filter(is_complete, by_score), keep_best)
-    return {*newest, *best}, steps[newest[-1]] if len(newest) == keep_last else 0
 
 
 def remove(path: Path) -> None:

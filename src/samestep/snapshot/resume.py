@@ -15,7 +15,7 @@ from samestep.comm.base import World
 from samestep.errors import ConfigError, SamestepError, SnapshotError
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manifest import NAME
-from samestep.snapshot.read import Snapshot, list_snapshots, load, step_of
+from samestep.snapshot.read import Snapshot, list_snapshots, load_together, step_of
 from samestep.snapshot.remote import RemoteDirectory
 from samestep.storage import StorageError
 
@@ -74,7 +74,7 @@ class Downloads:
             results = self._run_together(fetch if fetches else None, "downloading a snapshot")
             if faults := [result.fault for result in results if result.fault]:
                 raise SnapshotError(faults[0])
-        return load(self._directory / name)
+        return load_together(self._directory / name, self._world)
 
     def raise_if_unanswered(self) -> None:
         """Raise `SnapshotError` if the storage failed to list or send a snapshot."""
@@ -146,8 +146,8 @@ def load_newest(
 ) -> Snapshot | None:
     """Load the newest snapshot that is complete for every worker, None if there is none.
 
-    Collective. The snapshot is in a run's directory, in memory or remote. All workers check and
-    load it at the same time. Calls `report("snapshot_rejected", path=..., reason=...)` or
+    Collective. The snapshot is in a run's directory, in memory or remote. The workers of a host
+    check and load it together. Calls `report("snapshot_rejected", path=..., reason=...)` or
     `report("in_memory_snapshot_rejected", reason=...)` for each newer one with a fault. Raises
     `SnapshotError` if there is none, but a remote storage that failed may have one.
     """
@@ -158,8 +158,9 @@ def load_newest(
         candidates = [_Candidate(key.step, partial(in_memory.load, key), reject) for key in keys]
     loads: dict[str, Callable[[], Snapshot]] = {}
     if directory is not None:
-        paths = world.broadcast_object(list_snapshots(directory), "choosing a snapshot")
-        loads = {str(path): partial(load, path) for path in paths}
+        paths = list(map(str, list_snapshots(directory)))
+        paths = world.broadcast_json(paths, "choosing a snapshot")
+        loads = {path: partial(load_together, Path(path), world) for path in paths}
     if downloads is not None:
         for name in downloads.names(report):
             loads[f"{downloads.url}/{name}"] = partial(downloads.load, name)
@@ -171,7 +172,7 @@ def load_newest(
         snapshot, fault = None, ""
         try:
             snapshot = candidate.load()
-        except SnapshotError as error:
+        except (OSError, SnapshotError) as error:  # the other workers wait for this one's answer
             fault = str(error)
         faults = world.all_gather_json(fault, "loading a snapshot")
         if not any(faults):

@@ -6,20 +6,30 @@ import errno
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from samestep.errors import SamestepError, SnapshotError
-from samestep.snapshot.commit import CommitProtocol, PeerFailedError, combine
-from samestep.snapshot.manifest import NAME, Manifest
-from samestep.snapshot.part import Contribution, Part, StagingBuffer, contribution, write_part
-from samestep.snapshot.read import Retention, directory_name, fault, inspect, list_snapshots
+from samestep.snapshot.commit import CommitProtocol, PeerFailedError, Retention, combine
+from samestep.snapshot.manifest import Manifest
+from samestep.snapshot.part import (
+    Contribution,
+    Part,
+    StagingBuffer,
+    contribution,
+    gpu_of,
+    write_part,
+)
+from samestep.snapshot.read import directory_name, fault, inspect, list_snapshots
 from samestep.snapshot.state import States, copy_plain
-from samestep.storage import sync, write_atomically
+from samestep.storage import sync
 
 Event = tuple[str, dict[str, Any]]
 
@@ -41,8 +51,9 @@ class SnapshotWriter:
     `attempt` is equal on all workers and differs between any two starts of the run. All workers
     make the same calls of `save`. `report(kind, **fields)` runs in the thread that calls these
     methods, when a snapshot was committed, failed, or was removed because newer ones exist.
-    `on_commit(path)` runs on rank 0 in the writer's thread and must return immediately. The writer
-    waits for other workers for at most `timeout_seconds`.
+    `before_commit()` and `on_commit(path)` run on rank 0 in the writer's thread: the first makes
+    durable what the run recorded before the snapshot, and the second must return immediately. The
+    writer waits for other workers for at most `timeout_seconds`.
     """
 
     def __init__(
@@ -54,7 +65,9 @@ class SnapshotWriter:
         attempt: str,
         keep_last: int,
         keep_best: int,
+        verified: Sequence[Path] = (),
         report: Callable[..., object],
+        before_commit: Callable[[], object] = lambda: None,
         on_commit: Callable[[Path], object] = lambda _: None,
         timeout_seconds: float = 1800.0,
     ) -> None:
@@ -64,13 +77,14 @@ class SnapshotWriter:
             )
         self._directory, self._attempt, self._timeout_seconds = directory, attempt, timeout_seconds
         self._rank, self._workers = rank, workers
-        self._report, self._on_commit = report, on_commit
-        self._retention = Retention(directory, keep_last, keep_best)
+        self._report, self._before_commit, self._on_commit = report, before_commit, on_commit
+        self._retention = Retention(directory, keep_last, keep_best, verified)
         self._staging = StagingBuffer()
         self._preparation: threading.Thread | None = None
         self._saves = 0
         self._pending: Future[list[Event]] | None = None
         self._thread: threading.Thread | None = None
+        self._tidied: deque[Event] = deque()
         self._given_up = threading.Event()
 
     def prepare(self, shared: States, own: States) -> None:
@@ -79,17 +93,23 @@ class SnapshotWriter:
         Raises `SnapshotError` for an unsupported state.
         """
         mine, values = contribution(shared, own, self._rank, self._workers)
-        pinned = any(tensor.is_cuda for tensor in values)
+        device = gpu_of(values)
 
         def reserve() -> None:
             with suppress(RuntimeError):  # the save reports that there is not enough memory
-                self._staging.reserve(mine.file_bytes, pinned=pinned)
+                self._staging.reserve(mine.file_bytes, device)
 
         self._preparation = threading.Thread(target=reserve, name="prepare snapshots", daemon=True)
         self._preparation.start()
 
     def save(
-        self, step: int, shared: States, own: States, info: States, score: float | None = None
+        self,
+        step: int,
+        shared: States,
+        own: States,
+        info: States,
+        score: float | None = None,
+        stage: Callable[[Contribution, Sequence[torch.Tensor]], memoryview | None] | None = None,
     ) -> None:
         """Copy the state and start to write it, after the previous save finished.
 
@@ -97,7 +117,8 @@ class SnapshotWriter:
         the tensors, and rank 0 writes the plain values. `own` maps names to states of which this
         worker has a part: slices (`TensorSlice`), or tensors and plain values under keys that only
         it has. Values that several workers have there must be equal. `info` has plain values. The
-        snapshots with the highest `score` stay. Raises `SnapshotError` for an unsupported state, or
+        snapshots with the highest `score` stay. `stage` may copy the data file into other memory,
+        which must stay until the save is committed: see `is_writing`. Raises `SnapshotError` for an unsupported state, or
         if the previous save failed.
         """
         self.wait()
@@ -105,7 +126,9 @@ class SnapshotWriter:
         if self._preparation is not None:
             self._preparation.join()
         mine, values = contribution(shared, own, self._rank, self._workers)
-        data = self._staging.copy(mine, values)
+        data = None if stage is None else stage(mine, values)
+        if data is None:
+            data = self._staging.copy(mine, values)
         stall_seconds = time.perf_counter() - started
         self._saves += 1  # saving a step again writes other files
         path = self._directory / directory_name(step)
@@ -117,23 +140,38 @@ class SnapshotWriter:
         info = copy_plain(dict(info), "info")
         merge = partial(combine, step=step, attempt=attempt, info=info, score=score)
         event = {"step": step, "path": str(path), "score": score, "stall_seconds": stall_seconds}
-        self._pending = Future()
         work = partial(self._write, protocol, mine, data, merge, event)
-        write = partial(_run, work, self._pending)
+        self._pending, before = Future(), self._thread
+        write = partial(self._run, work, self._pending, path, before)
         self._thread = threading.Thread(target=write, name=f"write {path.name}", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Wait until the last save is committed. Raises `SnapshotError`, once, if it failed."""
+    @property
+    def is_writing(self) -> bool:
+        """Whether the last save is not committed yet, on this worker."""
+        return self._pending is not None and not self._pending.done()
+
+    def wait(self, tidy_seconds: float = 0.0) -> None:
+        """Wait until the last save is committed, then `tidy_seconds` for old ones to be removed.
+
+        Raises `SnapshotError`, once, if the save failed.
+        """
+        if self._pending is not None:
+            wait([self._pending])
         if self._thread is not None:
-            self._thread.join()
-            self.raise_if_failed()
+            self._thread.join(tidy_seconds)
+        self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
         """Raise `SnapshotError`, once, if the last save has already failed."""
-        if self._pending is None or not self._pending.done():
-            return
-        pending, self._pending, self._thread = self._pending, None, None
+        if self._pending is not None and self._pending.done():
+            pending, self._pending = self._pending, None
+            self._report_outcome(pending)
+        while self._tidied:
+            kind, fields = self._tidied.popleft()
+            self._report(kind, **fields)
+
+    def _report_outcome(self, pending: Future[list[Event]]) -> None:
         if error := pending.exception():
             with suppress(SamestepError):  # a full disk may not store an event either
                 self._report("snapshot_failed", reason=str(error))
@@ -173,7 +211,8 @@ class SnapshotWriter:
             protocol.send_part(write_part(path, mine, data, protocol.raise_if_given_up))
             if self._rank == 0:
                 manifest = merge(protocol.receive_parts())
-                write_atomically(directory / NAME, manifest.to_bytes())
+                self._before_commit()
+                protocol.commit(manifest)
                 sync(self._directory)
         except Exception as error:
             failure = self._failure(directory, error)
@@ -186,17 +225,29 @@ class SnapshotWriter:
                 raise self._failure(directory, error) from error
             return []
         event |= {"bytes": manifest.size, "seconds": time.perf_counter() - started}
-        events = [("snapshot", event), *self._remove_old(directory, manifest)]
         self._on_commit(directory)
-        return events
+        return [("snapshot", event)]
 
-    def _remove_old(self, directory: Path, manifest: Manifest) -> list[Event]:
-        """Remove files outside of the new manifest, then old snapshots if the new one is valid."""
-        named = {NAME, *(file.name for file in manifest.files)}
+    def _run(
+        self,
+        write: Callable[[], list[Event]],
+        pending: Future[list[Event]],
+        directory: Path,
+        before: threading.Thread | None,
+    ) -> None:
         try:
-            for path in directory.iterdir():
-                if path.name not in named:
-                    path.unlink()
+            pending.set_result(write())
+        except BaseException as error:  # noqa: BLE001  raised again by `raise_if_failed`
+            pending.set_exception(error)
+            return
+        if before is not None:
+            before.join()
+        if self._rank == 0:
+            self._tidied.extend(self._remove_old(directory))
+
+    def _remove_old(self, directory: Path) -> list[Event]:
+        """Remove old snapshots if the new one is valid."""
+        try:
             inspect(directory)
             removed = self._retention.apply(directory)
         except (OSError, SnapshotError) as error:
@@ -221,10 +272,3 @@ class SnapshotWriter:
         return SnapshotError(
             f"snapshot {directory} could not be written: worker {self._rank}: {reason}. {newest}"
         )
-
-
-def _run(work: Callable[[], list[Event]], pending: Future[list[Event]]) -> None:
-    try:
-        pending.set_result(work())
-    except BaseException as error:  # noqa: BLE001  raised again by `raise_if_failed`
-        pending.set_exception(error)

@@ -8,6 +8,8 @@ lane wrote stays unchanged.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,6 +34,9 @@ class Buffers:
         self._starts: list[tuple[torch.device, list[Tensor]]] = [(device, []) for device in devices]
         self._start = self._starts[0][1]
         self._written: dict[int, dict[int, Tensor]] = {}
+        # of each lane on a GPU: some buffers, and int64 on it, 0 for those that it did not write
+        self._flags: list[tuple[int, list[int], Tensor]] = []
+        self._groups: dict[tuple[int, torch.device], list[_Group]] = {}
 
     def add(self, module: Module) -> None:
         """Manage the buffers of a module; shared ones are added once."""
@@ -46,7 +51,7 @@ class Buffers:
 
     def begin_step(self) -> None:
         """Save the current values, from which every lane starts."""
-        self._written = {}
+        self._written, self._flags = {}, []
         current = self._current()
         for _, starts in self._starts if current else ():
             torch._foreach_copy_(starts, [buffer.detach() for buffer in current])
@@ -55,21 +60,44 @@ class Buffers:
         """Save the values that a lane wrote on device number `device`; restore the start values.
 
         Bits are compared, because BatchNorm's kernels do not increase the tensor's version.
-        On a GPU, the comparison is postponed until all lanes are enqueued.
+        A GPU compares by itself; the results are read with the losses.
         """
         written = self._written[lane] = {}
-        pairs = zip(self._starts[device][1], self._current(), strict=True)
-        for number, (start, buffer) in enumerate(pairs):
-            if start.is_cuda or not _same_bits(start, buffer):
-                written[number] = buffer.detach().clone()
-                buffer.data.copy_(start)
+        where, starts = self._starts[device]
+        current = [buffer.detach() for buffer in self._current()]
+        if where.type == "cpu":
+            for number, (start, buffer) in enumerate(zip(starts, current, strict=True)):
+                if not _same_bits(start, buffer):
+                    written[number] = buffer.clone()
+                    buffer.data.copy_(start)
+        elif current:
+            key = len(current), where
+            if key not in self._groups:
+                self._groups[key] = _groups_of(starts)
+            for group in self._groups[key]:
+                before, after = group.joined(starts), group.joined(current)
+                self._flags.append((lane, group.numbers, group.changed(before, after)))
+                parts = after.split(group.sizes)
+                for number, part in zip(group.numbers, parts, strict=True):
+                    written[number] = part.view(starts[number].shape)
+            torch._foreach_copy_(current, starts)
 
-    def written(self) -> list[int]:
-        """Return the numbers of the buffers that a lane of this worker wrote."""
-        start = self._start
-        for lane, values in self._written.items():
-            moved = {n: value.to(start[n].device) for n, value in values.items()}
-            self._written[lane] = {n: v for n, v in moved.items() if not _same_bits(start[n], v)}
+    def flags(self) -> list[Tensor]:
+        """Return what `written` needs to know from GPUs: 1-D tensors of integers."""
+        return [flags for _, _, flags in self._flags]
+
+    def written(self, flags: Sequence[Sequence[float]] = ()) -> list[int]:
+        """Return the numbers of the buffers that a lane of this worker wrote.
+
+        `flags` are the values of the tensors that `flags` returned.
+        """
+        for (lane, numbers, _), values in zip(self._flags, flags, strict=True):
+            for number, value in zip(numbers, values, strict=True):
+                if not value:
+                    del self._written[lane][number]
+        device = self._starts[0][0]
+        for written in self._written.values():
+            written.update({number: value.to(device) for number, value in written.items()})
         return sorted({number for values in self._written.values() for number in values})
 
     def end_step(self, written: Sequence[int], lanes_with_items: Sequence[int]) -> None:
@@ -129,6 +157,37 @@ class Buffers:
 
     def _current(self) -> list[Tensor]:
         return [registry[name] for registry, name in self._homes]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The buffers of one dtype on one GPU, compared together. `bounds` has their ends in words."""
+
+    numbers: list[int]
+    sizes: list[int]
+    words: torch.dtype
+    bounds: Tensor
+
+    def joined(self, buffers: Sequence[Tensor]) -> Tensor:
+        return torch.cat([buffers[number].reshape(-1) for number in self.numbers])
+
+    def changed(self, before: Tensor, after: Tensor) -> Tensor:
+        """Return how many words of each buffer differ, int64 [buffers]."""
+        differ = before.view(self.words) != after.view(self.words)
+        totals = torch.nn.functional.pad(differ.cumsum(0), (1, 0)).index_select(0, self.bounds)
+        return totals.diff()
+
+
+def _groups_of(buffers: Sequence[Tensor]) -> list[_Group]:
+    groups = []
+    for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
+        numbers = [number for number, buffer in enumerate(buffers) if buffer.dtype == dtype]
+        sizes = [buffers[number].numel() for number in numbers]
+        words = INTEGERS[min(dtype.itemsize, 8)]
+        per_element = dtype.itemsize // words.itemsize
+        bounds = list(accumulate((size * per_element for size in sizes), initial=0))
+        groups.append(_Group(numbers, sizes, words, torch.tensor(bounds, device=buffers[0].device)))
+    return groups
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:

@@ -2,41 +2,49 @@
 
 Every worker owns a slice of the flat gradient and sums it for all workers. Workers on one host read
 each other's gradients in shared memory. A host first adds the gradients of its workers, then sends
-the sums of its subtrees to the slices' owners on other hosts.
+the sums of its subtrees to the slices' owners on other hosts. What every host needs completely,
+gradients of unsharded optimizers and of those sharded within a host, travels on from the owners;
+two hosts with one sum each swap their sums instead, which are the same bytes in one message.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from samestep.comm.base import World
-from samestep.step.gradients import Gradients, Parameters, copy_gradients
-from samestep.step.layout import Layout, flattened
+from samestep.step.gradients import Gradients, Parameters, copy_gradients, sum_dtype
+from samestep.step.layout import ALIGNMENT, GPU_ALIGNMENT_BYTES, Layout, flattened
 from samestep.step.tree import Span, halves, lanes_of, subtrees, tree_sum
 
-# Gradients that are exchanged together. Smaller buckets keep the network busy during backward.
+Across = Literal["host", "world"]
+
+# Gradients that are exchanged together: a few buckets keep the network busy during backward.
+BUCKETS: Final = 8
+LEAST_BUCKET_BYTES: Final = 1 << 20
 BUCKET_BYTES: Final = 8 << 20
+# Sums of two hosts that are added while the next ones arrive.
+CHUNK_BYTES: Final = 4 << 20
 
 
 def buckets(parameters: Parameters, world: World) -> list[list[Parameter]]:
-    """Group parameters by dtype, in buckets of at most `BUCKET_BYTES` unless one is larger.
+    """Group parameters by dtype, in buckets of limited size unless a parameter is larger.
 
-    Workers that share memory use one bucket per dtype: early exchanges gain nothing while all cores
-    compute.
+    The limit is an eighth of all, from 1 to 8 MiB. On a single host there is one bucket per dtype:
+    early exchanges gain nothing while all cores compute.
     """
-    most = math.inf if world.shares_memory else BUCKET_BYTES
+    eighth = sum(parameter.nbytes for parameter in parameters) // BUCKETS
+    most = min(max(eighth, LEAST_BUCKET_BYTES), BUCKET_BYTES)
     groups: list[list[Parameter]] = []
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         groups.append([])
         size = 0
         for parameter in (one for one in parameters if one.dtype == dtype):
-            if groups[-1] and size + parameter.nbytes > most:
+            if groups[-1] and size + parameter.nbytes > most and len(world.hosts) > 1:
                 groups.append([])
                 size = 0
             groups[-1].append(parameter)
@@ -44,34 +52,77 @@ def buckets(parameters: Parameters, world: World) -> list[list[Parameter]]:
     return groups
 
 
+class Part(NamedTuple):
+    """A part of an exchange: `known` sums of spans, once `wait` returns; they add up to `out`.
+
+    `converted` gets them in the parameters' dtype, if that is another one.
+    """
+
+    known: dict[Span, Tensor]
+    out: Tensor
+    wait: Callable[[], None]
+    converted: Tensor | None = None
+
+
 class Exchange:
     """Sums gradients of parameters of one dtype over all workers.
+
+    With `round_to`, gradients are rounded to that dtype, and so is each sum of two of them. Sums on
+    any worker then have that dtype exactly, in memory and in messages.
+
+    A worker holds the sums of its own slice, and across "host" those of its partners' as well, so
+    that the workers of each host hold all slices. That needs CPUs and the same number of workers
+    on every host; otherwise workers hold their own slices. `held` numbers them in flat storage.
 
     Call `put`, wait for all workers, then call `sum`, and `gather` for the complete gradients. The
     next `put` reuses the memory of the tensors that `sum` and `gather` return.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], lanes: int, world: World) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        lanes: int,
+        world: World,
+        round_to: torch.dtype | None = None,
+        across: Across = "host",
+    ) -> None:
         self.parameters = list(parameters)
-        self.layout = Layout(tuple(parameter.numel() for parameter in parameters), world.size)
-        self._world, self._lanes = world, lanes
-        self._route = Route(world.hosts, world.rank)
-        self.local_rank = self._route.local_rank
-        self._spans = [self._spans_of(range(rank, rank + 1)) for rank in self._route.host]
-        self._sums = self.shared_storage(max(map(len, self._spans)))
+        self.dtype = sum_dtype(self.parameters[0].dtype, round_to)
+        is_cpu, alignment = self.parameters[0].device.type == "cpu", ALIGNMENT
+        if not is_cpu:
+            itemsize = min(self.dtype.itemsize, self.parameters[0].dtype.itemsize)
+            alignment = max(ALIGNMENT, GPU_ALIGNMENT_BYTES // itemsize)
+        sizes = tuple(parameter.numel() for parameter in parameters)
+        self.layout = Layout(sizes, world.size, alignment)
+        self.world, self._lanes = world, lanes
+        self._route = route = Route(world.hosts, world.rank)
+        self.local_rank = route.local_rank
+        self.own_number = route.numbers[world.rank]
+        self.across: Across = across if route.is_uniform and is_cpu and route.others else "world"
+        self.held = self._held_by(world.rank)
+        self._spans = [self._spans_of(range(rank, rank + 1)) for rank in route.host]
+        self.own_spans = self._spans[self.local_rank]
+        self._sums = self.shared_storage(max(map(len, self._spans)), self.dtype)
         self._own = self._sums[self.local_rank]
         # The gradients of this worker's subtrees by parameter; `put` skips those already in place.
-        self.own_views = list(map(self.views, self._own[: len(self._spans[self.local_rank])]))
+        self.own_views = list(map(self.views, self._own[: len(self.own_spans)]))
+        self.converts = False  # the held sums to the parameters' dtype, as they arrive
+        self._total: Tensor | None = None
+        self._converted: tuple[Tensor, list[Tensor]] | None = None
         self._summed_at = -1  # the world's number of barriers then
-        self._receive: Callable[[], dict[Span, Tensor]] | None = None  # of a started exchange
+        self._started: list[Part] | None = None  # of an exchange whose parts are not added yet
+        self._end: Callable[[], None] | None = None  # completes the sums that are held
+        # two hosts with one sum each need no owners
+        hosts = [route.host, *route.others]
+        self._swaps = self.across == "host" and [len(self._spans_of(h)) for h in hosts] == [1, 1]
 
-    def shared_storage(self, rows: int) -> list[list[Tensor]]:
+    def shared_storage(self, rows: int, dtype: torch.dtype) -> list[list[Tensor]]:
         """Return `rows` flat storages of zeros per worker of this host, shared among them."""
         like, size = self.parameters[0], self.layout.flat_size
         if like.device.type != "cpu":  # GPUs share no memory: each worker is a separate host
-            return [[like.new_zeros(size) for _ in range(rows)]]
-        shared = self._world.shared(rows * size * like.element_size())
-        return [list(one.view(like.dtype).view(rows, size).unbind()) for one in shared]
+            return [[like.new_zeros(size, dtype=dtype) for _ in range(rows)]]
+        shared = self.world.shared(rows * size * dtype.itemsize)
+        return [list(one.view(dtype).view(rows, size).unbind()) for one in shared]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return a view of flat storage per parameter, with its shape and storage order."""
@@ -80,121 +131,244 @@ class Exchange:
             for offset, like in zip(self.layout.offsets, self.parameters, strict=False)
         ]
 
-    def slice_of(self, flat: Tensor, rank: int) -> Tensor:
-        """Return a worker's slice of flat storage, 1-D."""
+    def slices(self, flat: Tensor, numbers: range) -> Tensor:
+        """Return adjacent slices of flat storage, 1-D."""
         size = self.layout.slice_size
-        return flat[rank * size : (rank + 1) * size]
+        return flat[numbers.start * size : numbers.stop * size]
 
-    def wait_until_free(self) -> None:
-        """Wait until no worker reads the previous gradients, unless a barrier since ensured it."""
-        if self._world.shares_memory and self._world.barriers == self._summed_at:
-            self._barrier("waiting for the previous gradient sum")
+    def slice_of(self, flat: Tensor, rank: int) -> Tensor:
+        """Return a worker's own slice of flat storage, 1-D."""
+        number = self._route.numbers[rank]
+        return self.slices(flat, range(number, number + 1))
+
+    def by_number(self, by_rank: Tensor) -> Tensor:
+        """Sort rows of all workers' own slices, by rank, into the order of flat storage."""
+        ranks = sorted(range(self.world.size), key=self._route.numbers.__getitem__)
+        # an index would make a GPU wait
+        return by_rank if ranks == [*range(self.world.size)] else by_rank[ranks]
+
+    def _held_by(self, rank: int) -> range:
+        number, hosts = self._route.numbers[rank], len(self.world.hosts)
+        if self.across == "world":
+            return range(number, number + 1)
+        return range(number // hosts * hosts, (number // hosts + 1) * hosts)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether workers may still read the previous gradients: no barrier came since."""
+        return self.world.shares_memory and self.world.barriers == self._summed_at
 
     def put(self, own: Sequence[Gradients]) -> None:
         """Copy in the gradients of this worker's subtrees; `sum` needs a barrier after this."""
-        self.wait_until_free()
+        wait_until_free([self])
         for views, gradients in zip(self.own_views, own, strict=True):
             copy_gradients(views, gradients)
 
-    def sum(self) -> Tensor:
-        """Return this worker's slice, 1-D, of the sum over all lanes."""
-        receive, self._receive = self._receive or self.start(), None
-        rank = self._world.rank
-        known = {**self._host_sums(rank), **receive()}
-        self._summed_at = self._world.barriers
-        if (0, self._lanes) in known:
-            return known[0, self._lanes]
-        left, right = (_add_up(half, known) for half in halves((0, self._lanes)))
-        return torch.add(left, right, out=self.slice_of(self._own[0], rank))
+    def start(self) -> None:
+        """Begin to exchange sums with other hosts; all workers of this one must have called `put`.
 
-    def _host_sums(self, rank: int) -> dict[Span, Tensor]:
-        """Return a worker's slice of every sum on this host; adding them may reuse their memory."""
+        `add` calls this if nothing was started.
+        """
+        if self._swaps:
+            self._started = self._swap()
+        elif self._route.others:
+            self._started = [self._send_to_owners()]
+        else:
+            known = self._host_sums(self.held)
+            self._started = [Part(known, self.slices(self._own[0], self.held), lambda: None)]
+
+    @property
+    def sends_on(self) -> bool:
+        """Whether owners send their sums to other workers that hold them."""
+        return self.across == "host" and not self._swaps
+
+    def add(self) -> None:
+        """Add up what arrives, in that order, and begin to send sums on if `sends_on`."""
+        if self._started is None:
+            self.start()
+        for part in self._started or ():
+            part.wait()
+            if (0, self._lanes) not in part.known:
+                left, right = (_add_up(half, part.known) for half in halves((0, self._lanes)))
+                torch.add(left, right, out=part.out)
+            if part.converted is not None:
+                part.converted.copy_(part.out)
+        self._started = None
+        if self.sends_on:
+            self._end = self._fetch(self._own[0], "exchanging gradients")
+        else:
+            self._end = lambda: None
+
+    def sum(self) -> Tensor:
+        """Return the slices that this worker holds, 1-D, of the sum over all lanes.
+
+        They may be in the parameters' dtype already if it `converts`.
+        """
+        if self._end is None:
+            self.add()
+        if self._end is not None:
+            self._end()
+        self._end = None
+        self._summed_at = self.world.barriers
+        return self.slices(self._own[0], self.held) if self._total is None else self._total
+
+    def _host_sums(self, numbers: range) -> dict[Span, Tensor]:
+        """Return slices of every sum on this host; adding them may reuse their memory."""
         return {
-            span: self.slice_of(flat, rank)
+            span: self.slices(flat, numbers)
             for spans, flats in zip(self._spans, self._sums, strict=True)
             for span, flat in zip(spans, flats, strict=False)
         }
 
-    def start(self) -> Callable[[], dict[Span, Tensor]]:
-        """Send sums of this host to its partners; return a call that receives theirs.
+    def _swap(self) -> list[Part]:
+        """Send the sum of this host to the other one, in parts that are added as they arrive."""
+        (partner,), (other,) = self._route.partners, self._route.others
+        (span,), (other_span,) = self._spans_of(self._route.host), self._spans_of(other)
+        own = _add_up(span, self._host_sums(self.held))
+        out = self.slices(self._own[0], self.held)
+        if self._total is None and self.converts and self.dtype != self.parameters[0].dtype:
+            self._total = torch.empty_like(out, dtype=self.parameters[0].dtype)
+        size = CHUNK_BYTES // own.element_size()
+        flats = [own, torch.empty_like(own), out, out if self._total is None else self._total]
+        parts = []
+        for sent, received, out, total in zip(*(flat.split(size) for flat in flats), strict=True):
+            sizes = [len(sent) * (rank == partner) for rank in range(self.world.size)]
+            what = "exchanging gradients"
+            wait = self.world.begin_all_to_all(received, sizes, sent, sizes, what)
+            converted = None if self._total is None else total
+            parts.append(Part({span: sent, other_span: received}, out, wait, converted))
+        return parts
 
-        All workers of this host must have called `put`. `sum` calls this if nothing was started.
-        """
-        if not self._route.others:
-            return dict
+    def _send_to_owners(self) -> Part:
+        """Send sums of this host to the owners of their slices on other hosts."""
         size, own_spans = self.layout.slice_size, self._spans_of(self._route.host)
-        served = self._route.served[self._world.rank]
-        parts = [_add_up(span, sums) for sums in map(self._host_sums, served) for span in own_spans]
+        numbers, served = self._route.numbers, self._route.served[self.world.rank]
+        sums = [self._host_sums(range(numbers[r], numbers[r] + 1)) for r in served]
+        parts = [_add_up(span, some) for some in sums for span in own_spans]
         spans_from = {
             partner: self._spans_of(host)
             for partner, host in zip(self._route.partners, self._route.others, strict=True)
         }
         spans = [span for some in spans_from.values() for span in some]
         out = self._own[0].new_empty((len(spans), size))
-        ranks = range(self._world.size)
-        wait = self._world.begin_all_to_all(
+        ranks = range(self.world.size)
+        wait = self.world.begin_all_to_all(
             out.view(-1),
             [size * len(spans_from.get(rank, ())) for rank in ranks],
             torch.cat(parts) if parts else out.new_empty(0),
             [size * len(own_spans) * (rank in served) for rank in ranks],
             "exchanging gradients",
         )
-
-        def receive() -> dict[Span, Tensor]:
-            wait()
-            return dict(zip(spans, out, strict=True))
-
-        self._receive = receive
-        return receive
+        own = range(self.own_number, self.own_number + 1)
+        known = {**self._host_sums(own), **dict(zip(spans, out, strict=True))}
+        return Part(known, self.slices(self._own[0], own), wait)
 
     def _spans_of(self, host: range) -> list[Span]:
-        lanes = [lanes_of(rank, self._world.size, self._lanes) for rank in (host[0], host[-1])]
+        lanes = [lanes_of(rank, self.world.size, self._lanes) for rank in (host[0], host[-1])]
         return subtrees(range(lanes[0].start, lanes[1].stop), self._lanes)
 
     def gather(self) -> list[Tensor]:
-        """Return the complete gradient of every parameter, after all workers have called `sum`."""
-        self.all_gather([flats[0] for flats in self._sums], "gathering gradients")
-        return self.own_views[0]
+        """Return the complete gradient of every parameter, after all workers have called `sum`.
 
-    def all_gather(self, flats: Sequence[Tensor], what: str) -> None:
-        """Complete the storages of this host's workers, each of which has its worker's slice."""
-        rank, own = self._world.rank, flats[self.local_rank]
-        if not self._world.shares_memory:
-            self._world.all_gather(own, self.slice_of(own, rank), what)
-            return
-        if self._route.others:
-            self._fetch(own, what)
-        self._barrier(what)
+        Rounded gradients are returned in the parameters' dtype.
+        """
+        return gather([self])[0]
+
+    def storages(self) -> list[Tensor]:
+        """Return the flat gradients of this host's workers, which `gather` completes."""
+        return [flats[0] for flats in self._sums]
+
+    def converted(self) -> list[Tensor]:
+        """Return the gathered gradients in the parameters' dtype."""
+        dtype = self.parameters[0].dtype
+        if self.dtype == dtype:
+            return self.own_views[0]
+        if self._converted is None:
+            flat = torch.empty_like(self._own[0], dtype=dtype)
+            self._converted = flat, self.views(flat)
+        flat, views = self._converted
+        flat.copy_(self._own[0])  # one large copy is faster than one per parameter
+        return views
+
+    def begin_gather(self, own: Tensor, what: str) -> Callable[[], None]:
+        """Begin to receive the slices of other hosts that this worker passes on to its own."""
+        if self.across == "host":
+            return lambda: None
+        if not self.world.shares_memory:
+            return self.world.begin_all_gather(own, self.slice_of(own, self.world.rank), what)
+        return self._fetch(own, what) if self._route.others else lambda: None
+
+    def copy_from_host(self, flats: Sequence[Tensor]) -> None:
+        """Copy the slices that the other workers of this host have, between two barriers."""
+        rank, own = self.world.rank, flats[self.local_rank]
         for worker, flat in zip(self._route.host, flats, strict=True):
-            for owner in () if worker == rank else (worker, *self._route.served[worker]):
-                self.slice_of(own, owner).copy_(self.slice_of(flat, owner))
-        self._barrier(what)  # no worker reads this storage after this
+            if worker != rank and self.across == "host":
+                held = self._held_by(worker)
+                self.slices(own, held).copy_(self.slices(flat, held))
+            elif worker != rank:
+                for owner in (worker, *self._route.served[worker]):
+                    self.slice_of(own, owner).copy_(self.slice_of(flat, owner))
 
-    def _barrier(self, what: str) -> None:
-        self._world.barrier_on_host(what)
-        self._summed_at = -1  # all workers at the barrier have finished their sums
+    def free(self) -> None:
+        """Note a barrier of this host: all of its workers have finished their sums."""
+        self._summed_at = -1
 
-    def _fetch(self, own: Tensor, what: str) -> None:
-        """Fetch the slices of the remote workers that this worker serves."""
-        size, ranks = self.layout.slice_size, range(self._world.size)
-        owners, partners = self._route.served[self._world.rank], self._route.partners
+    def _fetch(self, own: Tensor, what: str) -> Callable[[], None]:
+        """Begin to fetch the slices of the remote workers that this worker serves."""
+        size, ranks = self.layout.slice_size, range(self.world.size)
+        owners, partners = self._route.served[self.world.rank], self._route.partners
         out = own.new_empty((len(owners), size))
-        self._world.all_to_all(
+        wait = self.world.begin_all_to_all(
             out.view(-1),
             [size * (rank in owners) for rank in ranks],
-            self.slice_of(own, self._world.rank).repeat(len(partners)),
+            self.slice_of(own, self.world.rank).repeat(len(partners)),
             [size * (rank in partners) for rank in ranks],
             what,
         )
-        for owner, part in zip(owners, out, strict=True):
-            self.slice_of(own, owner).copy_(part)
+
+        def end() -> None:
+            wait()
+            for owner, part in zip(owners, out, strict=True):
+                self.slice_of(own, owner).copy_(part)
+
+        return end
+
+
+def wait_until_free(exchanges: Sequence[Exchange]) -> None:
+    """Wait until no worker reads the previous gradients, unless a barrier since ensured it."""
+    if any(exchange.is_read for exchange in exchanges):
+        exchanges[0].world.barrier_on_host("waiting for the previous gradient sum")
+        for exchange in exchanges:
+            exchange.free()
+
+
+def all_gather(flats_of: Sequence[tuple[Exchange, Sequence[Tensor]]], what: str) -> None:
+    """Complete the storages of this host's workers, each of which has what its worker holds."""
+    waits = [one.begin_gather(flats[one.local_rank], what) for one, flats in flats_of]
+    for wait in waits:
+        wait()
+    if flats_of and flats_of[0][0].world.shares_memory:
+        world = flats_of[0][0].world
+        world.barrier_on_host(what)
+        for exchange, flats in flats_of:
+            exchange.copy_from_host(flats)
+        world.barrier_on_host(what)  # no worker reads this storage after this
+        for exchange, _ in flats_of:
+            exchange.free()
+
+
+def gather(exchanges: Sequence[Exchange]) -> list[list[Tensor]]:
+    """Return what `Exchange.gather` does for each, in one round of messages."""
+    all_gather([(one, one.storages()) for one in exchanges], "gathering gradients")
+    return [one.converted() for one in exchanges]
 
 
 class Route:
     """The communication partners of a worker: one per other host, which handles its slice there.
 
     Pure: ranks only. `partners` is in rank order. `served` lists, for each worker of this host, the
-    remote ranks whose partner it is.
+    remote ranks whose partner it is. `numbers` has the place of each rank's slice: on hosts of one
+    size, the slices of a worker and its partners are adjacent.
     """
 
     def __init__(self, hosts: Sequence[range], rank: int) -> None:
@@ -206,6 +380,10 @@ class Route:
         for host in self.others:
             for number, owner in enumerate(host):
                 self.served[self.host[number % len(self.host)]].append(owner)
+        self.is_uniform = len(set(map(len, hosts))) == 1
+        by_number = sorted((rank - host.start, rank) for host in hosts for rank in host)
+        ranks = [rank for _, rank in by_number]
+        self.numbers = [ranks.index(rank) for rank in range(len(ranks))]
 
 
 def _add_up(span: Span, known: Mapping[Span, Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gradients of a list of parameters: take them from autograd, add and copy them.
+"""Gradients of parameters: taking, adding and copying them, and refusing those made elsewhere.
 
 If a lane did not use a parameter, its gradient there is None and counts as zeros. If no lane used
 it, it gets no gradient, so the optimizer skips it as in plain PyTorch.
@@ -6,34 +6,66 @@ it, it gets no gradient, so the optimizer skips it as in plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, compress, repeat
+from operator import is_
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from samestep.errors import LossError
+from samestep.comm.base import World
+from samestep.errors import LossError, OptimizerError
 
 Parameters = Sequence[Parameter]
 Gradients = list[Tensor | None]
 
+SHARDED_ADVICE: Final = (
+    "Instead of loss.backward(), write run.backward(loss_fn, model, batch), and call it again for a"
+    " penalty; to clip, use run.clip_grad_norm(model, max_norm); for anything else, use the"
+    " optimizer without run.shard"
+)
 
-def take_gradients(parameters: Sequence[Tensor]) -> Gradients:
-    """Return the parameters' gradients and set `.grad` to None."""
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None and gradient.layout != torch.strided:
-            shape = tuple(parameter.shape)
-            raise LossError(f"a parameter of shape {shape} has a sparse gradient; use sparse=False")
-        parameter.grad = None
+
+def sum_dtype(dtype: torch.dtype, round_to: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of sums of gradients of `dtype`: `round_to` if that is narrower."""
+    if round_to is None or not dtype.is_floating_point or dtype.itemsize <= round_to.itemsize:
+        return dtype
+    return round_to
+
+
+def take_gradients(parameters: Sequence[Tensor], round_to: torch.dtype | None = None) -> Gradients:
+    """Return the parameters' gradients, in their `sum_dtype`, and set `.grad` to None."""
+    gradients: Gradients = []
+    for parameter in parameters:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            if gradient.layout != torch.strided:
+                issue = f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient"
+                raise LossError(f"{issue}; use sparse=False")
+            if round_to is not None:
+                gradient = gradient.to(sum_dtype(gradient.dtype, round_to))
+        gradients.append(gradient)
     return gradients
+
+
+def scaled(gradient: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Return a gradient in `dtype` times `scale`, in the same memory if it has that dtype."""
+    gradient = gradient.to(dtype)
+    return gradient if scale == 1.0 else gradient.mul_(scale)
+
+
+def have_none(parameters: Sequence[Tensor]) -> bool:
+    """Return whether no parameter has a gradient."""
+    return all(map(is_, [parameter.grad for parameter in parameters], repeat(None)))
 
 
 def stash_gradients(parameters: Sequence[Tensor]) -> Gradients:
     """Return copies of the gradients, because exchanges reuse their memory, and clear `.grad`."""
-    if all(parameter.grad is None for parameter in parameters):
-        return [None] * len(parameters)
     return [None if one is None else one.clone() for one in take_gradients(parameters)]
 
 
@@ -78,20 +110,319 @@ class ModuleParameters:
 
     def __init__(self) -> None:
         self._registries: list[dict[str, Any]] = []
-        self._content: list[int] = []
+        self._empty: list[dict[str, Any]] = []
+        self._content: list[Any] = []
         self._parameters: list[Parameter] = []
+        self._required: list[bool] | None = None  # a gradient, by parameter
+        self._trainable: list[Parameter] = []
 
     def trainable(self, module: Module) -> list[Parameter]:
-        """Return the parameters that now require a gradient; `module` is the same in all calls."""
-        if not self._registries or self._ids() != self._content:
-            self._registries = [
+        """Return the parameters that now require a gradient; `module` is the same in all calls.
+
+        The list is the same object until they change.
+        """
+        if not self._registries or any(self._empty) or not self._is_unchanged():
+            registries = [
                 registry
                 for one in module.modules()
                 for registry in (one._parameters, one._modules)  # noqa: SLF001 (no public access)
             ]
-            self._content = self._ids()
-            self._parameters = list(module.parameters())
-        return [parameter for parameter in self._parameters if parameter.requires_grad]
+            self._registries = list(filter(None, registries))
+            self._empty = [registry for registry in registries if not registry]
+            self._content = self._values()
+            self._parameters, self._required = list(module.parameters()), None
+        required = [parameter.requires_grad for parameter in self._parameters]
+        if required != self._required:
+            self._required = required
+            self._trainable = list(compress(self._parameters, required))
+        return self._trainable
 
-    def _ids(self) -> list[int]:
-        return [id(value) for registry in self._registries for value in registry.values()]
+    def _is_unchanged(self) -> bool:
+        values = self._values()
+        return len(values) == len(self._content) and all(map(is_, values, self._content))
+
+    def _values(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._registries)))
+
+
+def _remaining(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Return the parameters, by id, whose gradient was not cleared."""
+    return {
+        id(parameter): parameter
+        for parameter in parameters
+        if parameter.grad is not None and bool(parameter.grad.any())
+    }
+
+
+class ManualGradients:
+    """Gradients of a run's parameters from a `backward()` of user code, outside of `run.backward`.
+
+    Such a gradient is that of one worker's samples, so no optimizer may use it. Only the object
+    whose `watch` was called last is active, because a script may leave a run without closing it.
+    """
+
+    _watching: ClassVar[ManualGradients | None] = None
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        # Parameters without a hook yet, with their gradients and how often those were changed.
+        # run.shard may follow, and autograd calls Python forever for a parameter that had a hook.
+        self._pending: dict[int, tuple[Tensor, Tensor | None, int]] = {}
+        self._hooks: dict[int, RemovableHandle] = {}
+        # Autograd calls a hook per parameter and lane. A method of a list costs the least, 0.1 us.
+        self._arrived: list[Tensor] = []
+        self._found: dict[int, Tensor] = {}
+        self._in_lane = False
+        self._has_unwatched = False
+
+    def watch(self, module: Module) -> None:
+        """Watch the module's parameters, including frozen ones, which may be trained later."""
+        if ManualGradients._watching not in {None, self}:
+            ManualGradients._watching.close()
+        ManualGradients._watching = self
+        for name, parameter in module.named_parameters():
+            has_gradients = parameter.is_floating_point() or parameter.is_complex()
+            if id(parameter) not in self._names and has_gradients:
+                self._names[id(parameter)] = f"{name!r} of {type(module).__name__}"
+                gradient = parameter.grad
+                self._pending[id(parameter)] = parameter, gradient, _versions([gradient])[0]
+
+    def _add_hooks(self) -> None:
+        """Add the hooks of watched parameters; note gradients that were made since `watch`."""
+        for parameter, gradient, version in self._pending.values():
+            trained = parameter.requires_grad
+            self._hooks[id(parameter)] = (
+                parameter.requires_grad_().register_post_accumulate_grad_hook(self._arrived.append)
+            )
+            parameter.requires_grad_(trained)
+            if parameter.grad is not gradient or _versions([gradient]) != [version]:
+                self._arrived.append(parameter)
+        self._pending.clear()
+
+    def unwatch(self, parameters: Iterable[Tensor]) -> None:
+        """Stop watching parameters of a sharded optimizer, which a `GradientSeal` watches."""
+        self._has_unwatched = True
+        for parameter in parameters:
+            self._names.setdefault(id(parameter), "a parameter")
+            self._pending.pop(id(parameter), None)
+            if hook := self._hooks.pop(id(parameter), None):
+                hook.remove()
+
+    def close(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks.values():
+            hook.remove()
+        for content in self._pending, self._hooks, self._names, self._arrived, self._found:
+            content.clear()
+        if ManualGradients._watching is self:
+            ManualGradients._watching = None
+
+    def collect(self) -> None:
+        """Note new gradients, and forget those that were cleared."""
+        self._add_hooks()
+        if self._found:
+            self._found = _remaining(self._found.values())
+        if self._arrived:
+            self._found |= _remaining(self._arrived)
+            self._arrived.clear()
+
+    @contextmanager
+    def lanes(self) -> Iterator[None]:
+        """Compute lanes in this block, between two calls of `collect`."""
+        self._in_lane = True
+        try:
+            yield
+        finally:
+            self._in_lane = False
+
+    def begin_backward(self, parameters: Parameters, lane: int) -> None:
+        """Raise `LossError` if the loss function itself made gradients of `parameters`."""
+        if not self._arrived and (not self._has_unwatched or have_none(parameters)):
+            return
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.any():
+                name = self._names.get(id(parameter), "a parameter")
+                raise LossError(
+                    f"the loss function must return the loss, but in lane {lane} it called"
+                    f" backward() itself and left a gradient of {name}: return the sum of the"
+                    " losses, or call run.backward once for each. For a gradient of something else,"
+                    " such as the inputs, use torch.autograd.grad"
+                )
+        self._found |= _remaining(self._arrived)
+        self._arrived.clear()
+
+    def end_backward(self) -> None:
+        """Ignore the gradients of a lane that `run.backward` just made."""
+        self._arrived.clear()
+
+    def check(self, optimizer: Optimizer, *, is_sharded: bool) -> None:
+        """Raise `OptimizerError` if the optimizer must not make a step now."""
+        self._add_hooks()
+        if not (self._arrived or self._found or self._in_lane):
+            return
+        kind = type(optimizer).__name__
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        if self._in_lane:
+            if is_sharded or any(id(parameter) in self._names for parameter in parameters):
+                raise OptimizerError(
+                    f"{kind}.step() was called while run.backward computes a lane, in the loss"
+                    " function or in a hook of a gradient, where gradients are those of one lane;"
+                    " call it after run.backward"
+                )
+            return
+        self.collect()
+        for parameter in parameters:
+            if id(parameter) in self._found:
+                raise OptimizerError(
+                    f"{kind}.step() would use a gradient of {self._names[id(parameter)]} that"
+                    " run.backward did not make: loss.backward() only sees the samples of this"
+                    " worker, so the result would depend on the number of workers. Write"
+                    " run.backward(loss_fn, model, batch), where loss_fn(model, lane_batch)"
+                    " returns the loss. Add a penalty to that loss, or call run.backward again for"
+                    " it, before the step. If you wanted the gradient for something else, call"
+                    " optimizer.zero_grad() before run.backward, or use torch.autograd.grad"
+                )
+
+
+class SlicedGradient(Tensor):
+    """A placeholder in `.grad` for a gradient that is stored in slices.
+
+    Operations that clear it add its number to `cleared`; all others raise `OptimizerError`.
+    """
+
+    number: int
+    cleared: set[int]
+
+    @classmethod
+    def of(cls, parameter: Tensor, number: int, cleared: set[int]) -> SlicedGradient:
+        """Return a placeholder with a parameter's shape, dtype and device, without storage."""
+        make = Tensor._make_wrapper_subclass  # noqa: SLF001
+        one: SlicedGradient = make(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        one.number, one.cleared = number, cleared
+        return one
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> None:
+        """Clear it, or raise `OptimizerError`."""
+        if func.overloadpacket.__name__ not in {"zero_", "_foreach_zero_"}:
+            raise OptimizerError(
+                f"torch.{func.overloadpacket.__name__} cannot use `.grad` of a parameter of a"
+                f" sharded optimizer: it is stored in slices, one per worker. {SHARDED_ADVICE}"
+            )
+        for one in args[0] if isinstance(args[0], list) else args[:1]:
+            one.cleared.add(one.number)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Describe it."""
+        return f"SlicedGradient({tuple(self.shape)})"
+
+
+class GradientSeal:
+    """Keeps user code from changing the gradients of a sharded optimizer, or its parameter groups.
+
+    With several workers, `.grad` of a parameter is not the gradient that the optimizer uses. So
+    changes are refused with one worker as well, and each step clears the gradients.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._ids = set(map(id, self._parameters()))
+        self.seal()
+        optimizer.register_step_pre_hook(self.check)
+        optimizer.register_step_post_hook(self._clear)
+        optimizer.add_param_group = self._refuse_group  # type: ignore[method-assign,assignment]
+
+    def seal(self) -> None:
+        """Accept the current gradients."""
+        self._gradients = [parameter.grad for parameter in self._parameters()]
+        self._versions = _versions(self._gradients)
+
+    def covers(self, parameters: Parameters) -> bool:
+        """Return whether any of the parameters was in the optimizer when it was sharded."""
+        return any(id(parameter) in self._ids for parameter in parameters)
+
+    def check(self, *_: object) -> None:
+        """Raise `OptimizerError` if a gradient was changed, other than by clearing it."""
+        parameters = self._parameters()
+        gradients = [parameter.grad for parameter in parameters]
+        if len(gradients) != len(self._gradients):
+            pass  # segments were divided
+        elif all(map(is_, gradients, self._gradients)) and _versions(gradients) == self._versions:
+            return
+        sealed = dict(zip(map(id, self._gradients), self._versions, strict=True))
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            if sealed.get(id(gradient)) != gradient._version:  # noqa: SLF001
+                refuse_unless_zero(gradient)
+                parameter.grad = None
+
+    def _parameters(self) -> list[Tensor]:
+        return [one for group in self.optimizer.param_groups for one in group["params"]]
+
+    def _clear(self, *_: object) -> None:
+        parameters = self._parameters()
+        for parameter in parameters:
+            parameter.grad = None
+        self._gradients, self._versions = [None] * len(parameters), [0] * len(parameters)
+
+    def _refuse_group(self, *_: object) -> None:
+        kind = type(self.optimizer).__name__
+        raise OptimizerError(
+            f"add_param_group was called on a sharded {kind}, which cannot get more parameters:"
+            f" create the {kind} with all groups before run.shard, and freeze those that train"
+            " later with requires_grad_(False)"
+        )
+
+
+def refuse_unless_zero(gradient: Tensor | None) -> None:
+    """Raise `OptimizerError` for a gradient that user code gave to a sharded optimizer."""
+    if gradient is not None and gradient.any():
+        raise OptimizerError(
+            "a gradient of a sharded optimizer was set or changed outside of run.backward, which"
+            f" has no effect, because it is stored in slices, one per worker. {SHARDED_ADVICE}"
+        )
+
+
+def _versions(gradients: Gradients) -> list[int]:
+    """Return how often each gradient was changed in place; 0 for none."""
+    return [0 if one is None else one._version for one in gradients]  # noqa: SLF001
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` of workers that agree whether gradients are finite.
+
+    Each worker of a sharded optimizer sees a slice of the gradients. If only one of them found an
+    overflow, it alone would skip the step, and its scale would differ.
+    """
+
+    def __init__(
+        self, world: World, seals: Sequence[GradientSeal], device: str, **options: Any
+    ) -> None:
+        super().__init__(device, **options)
+        self._world, self._seals = world, seals
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        seals = [seal for seal in self._seals if seal.optimizer is optimizer]
+        for seal in seals:
+            seal.check()
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(
+            optimizer, inv_scale, found_inf, allow_fp16
+        )
+        own = torch.zeros_like(found_inf)
+        for value in found.values():
+            own += value.to(own.device)
+        everyone = own.new_empty(self._world.size)
+        self._world.all_gather(everyone, own.view(1), "agreeing whether gradients are finite")
+        agreed = everyone.sum().clamp_(max=1.0).view(own.shape)
+        for seal in seals:
+            seal.seal()
+        # a worker whose slice is empty has no entry of its own
+        devices = list(found) or [agreed.device]
+        return {device: agreed.to(device, copy=True) for device in devices}

@@ -1,24 +1,38 @@
-"""The gradient of a global batch: the passes of all lanes, and the sum over all workers."""
+"""The gradient of a global batch: the passes of all lanes, the sum over all workers, clipping."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
+from samestep.comm.base import World
 from samestep.data.batch import Batch
-from samestep.errors import ModelError, NonFiniteLossError
+from samestep.errors import ModelError, NonFiniteLossError, OptimizerError
 from samestep.step.exchange import Exchange, buckets
-from samestep.step.gradients import Gradients, ModuleParameters, Parameters, stash_gradients
+from samestep.step.gradients import (
+    Gradients,
+    GradientSeal,
+    ModuleParameters,
+    Parameters,
+    have_none,
+    scaled,
+    stash_gradients,
+)
 from samestep.step.lane_pass import LaneContext, LanePass, LossSpec
+from samestep.step.layout import ALIGNMENT, flattened
 from samestep.step.means import LaneResult
 from samestep.step.overlap import Bucket, EarlyCopies, EarlyExchange, Overlap
 from samestep.step.shard import FlatBuffer, Shard
+from samestep.step.whole_batch import WholeBatchPass
 
 
 @dataclass(frozen=True)
@@ -35,17 +49,109 @@ class LaneEngine(LaneContext):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.shards: list[Shard] = []
+        self.seals: list[GradientSeal] = []
         self.compute_seconds = 0.0
         self.exchange_seconds = 0.0
-        self._replicated: set[int] = set()
+        # parameters by id, with their dtypes and devices when they were replicated
+        self._replicated: dict[int, tuple[Parameter, torch.dtype, torch.device]] = {}
+        self._modules: list[Module] = []  # replicated
+        # their parameters and addresses at the last check, which change with dtypes and devices
+        self._checked: WeakKeyDictionary[Module, tuple[Parameters, list[int]]] = WeakKeyDictionary()
+        self._tracked: list[tuple[Optimizer, Parameters]] = []
         self._parameters: WeakKeyDictionary[Module, ModuleParameters] = WeakKeyDictionary()
         self._overlaps: dict[tuple[int, ...], Overlap] = {}
+        self._last_overlap: tuple[Parameters, int, Overlap] | None = None
 
     def add(self, module: Module) -> None:
         """Register a replicated module for training."""
-        self._replicated.update(id(parameter) for parameter in module.parameters())
+        for parameter in module.parameters():
+            entry = (parameter, parameter.dtype, parameter.device)
+            self._replicated.setdefault(id(parameter), entry)
+        self._modules.append(module)
         self.replicas.add(module)
         self.buffers.add(module)
+        self.manual.watch(module)
+
+    def track(self, optimizer: Optimizer, shard: Shard | None) -> None:
+        """Register a tracked optimizer, which has the parameters of `shard` if it is sharded."""
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        if shard is not None:
+            parameters = [one for flat in shard.flat_buffers for one in flat.exchange.parameters]
+        self._tracked.append((optimizer, parameters))
+
+    def before_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Raise `OptimizerError` if the optimizer must not make a step now.
+
+        A gradient of it is not from `run.backward`, or another one is tracked in its place.
+        """
+        if self._tracked and all(tracked is not optimizer for tracked, _ in self._tracked):
+            self._refuse_untracked(optimizer)
+        is_sharded = any(shard.optimizer is optimizer for shard in self.shards)
+        self.manual.check(optimizer, is_sharded=is_sharded)
+
+    def _refuse_untracked(self, optimizer: Optimizer) -> None:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for tracked, parameters in self._tracked:
+            if not own.isdisjoint(map(id, parameters)):
+                raise OptimizerError(
+                    f"this {type(optimizer).__name__} is not tracked, but updates parameters of the"
+                    f" {type(tracked).__name__} that is, so snapshots would hold the state of the"
+                    " wrong optimizer; if it was replaced, create it before run.track, or else"
+                    " track both"
+                )
+
+    def check_models(self) -> None:
+        """Raise `ModelError` if user code changed a replicated model, before a snapshot of it.
+
+        It may have moved to another device, as for an export at the end of a script.
+        """
+        for module in self._modules:
+            parameters = self._parameters.setdefault(module, ModuleParameters()).trainable(module)
+            self._check_unchanged(module, parameters, may_move=True)
+
+    def _check_unchanged(
+        self, module: Module, parameters: Parameters, *, may_move: bool = False
+    ) -> None:
+        checked, addresses = self._checked.get(module, (None, None))
+        current = [parameter.data_ptr() for parameter in parameters]
+        if checked is parameters and addresses == current:
+            return
+        for parameter in parameters:
+            known = self._replicated.get(id(parameter))
+            if known is None and all(module is not one for one in self._modules):
+                issue = "has parameters that are not replicated; pass it to run.replicate first"
+            elif known is None:
+                issue = (
+                    f"got the parameter {_name_in(module, parameter)!r} after run.replicate, so its"
+                    " values may differ between workers, and no optimizer may have it; change the"
+                    " model before run.replicate, or replicate it again and create the optimizer"
+                    " after that"
+                )
+            elif parameter.dtype != known[1] or not (may_move or parameter.device == known[2]):
+                issue = (
+                    f"was changed after run.replicate: {_name_in(module, parameter)!r} had"
+                    f" {known[1]} on {known[2]}, got {parameter.dtype} on {parameter.device};"
+                    " convert a model before run.replicate, which also moves it to the worker's"
+                    " devices, or convert a copy of it"
+                )
+            else:
+                continue
+            raise ModelError(f"{type(module).__name__} {issue}")
+        for flat_buffer in self.flat_buffers():
+            flat_buffer.check_addresses()
+        if not may_move:
+            self._checked[module] = parameters, current
+
+    def check_seals(self) -> None:
+        """Raise `OptimizerError` if user code changed gradients of a sharded optimizer."""
+        for seal in self.seals:
+            seal.check()
+
+    def seal(self, parameters: Parameters) -> None:
+        """Accept the current gradients of sharded optimizers with any of the parameters."""
+        for seal in self.seals:
+            if seal.covers(parameters):
+                seal.seal()
 
     def flat_buffers(self) -> list[FlatBuffer]:
         """Return the flat buffers of every sharded optimizer."""
@@ -62,19 +168,29 @@ class LaneEngine(LaneContext):
         data_before = batch.data_seconds
         parameters = self._trainable(update)
         overlap = self._overlap_of(parameters)
-        earlier = stash_gradients(parameters)
+        self.manual.collect()
+        are_clear = have_none(parameters)
+        if not are_clear:
+            self.check_seals()
         for bucket in overlap.buckets:
             if bucket.flat_buffer is not None:
-                bucket.flat_buffer.stash_gradients()
-        lane_pass = LanePass(self, loss, batch, parameters, seed, overlap.active)
-        own = lane_pass.run()
+                bucket.flat_buffer.stash_gradients(are_clear=are_clear and bucket.has_all)
+        earlier = [] if are_clear else stash_gradients(parameters)
+        kind = LanePass if loss.embed is None else WholeBatchPass
+        lane_pass = kind(self, loss, batch, parameters, seed, overlap.active)
+        with self.manual.lanes():
+            own = lane_pass.run()
+        self.world.wait_for_gpu()
         report = lane_pass.report(own)  # reads losses, so it waits until a GPU has computed them
-        self.compute_seconds += time.perf_counter() - started - (batch.data_seconds - data_before)
+        elsewhere = batch.data_seconds - data_before + lane_pass.exchange_seconds
+        self.compute_seconds += time.perf_counter() - started - elsewhere
+        self.exchange_seconds += lane_pass.exchange_seconds
 
         started = time.perf_counter()
         overlap.finish(own)
-        # all workers synchronize here
-        reports = self.world.all_gather_json([report, note], "exchanging losses")
+        receive = self.world.begin_all_gather_json([report, note], "exchanging losses")
+        overlap.start()
+        reports = receive()  # all workers synchronize here
         results = [
             LaneResult(lane, rank, *result)
             for rank, (report, _) in enumerate(reports)
@@ -85,23 +201,24 @@ class LaneEngine(LaneContext):
         self.buffers.end_step(written, [result.lane for result in results])
         if overlap.buckets:
             missing = set.intersection(*(set(report["missing"]) for report, _ in reports))
-            for bucket in overlap.buckets:
-                bucket.finish(parameters, missing, lane_pass.scale(results))
+            overlap.set_gradients(parameters, missing, lane_pass.scale(results))
         else:
             _set_gradients(parameters, own[0], lane_pass.scale(results))
-        _add_earlier(parameters, earlier)
+        if earlier:
+            _add_earlier(parameters, earlier)
+        self.seal(parameters)
         self.exchange_seconds += time.perf_counter() - started
         return StepResult(results, [worker_note for _, worker_note in reports])
 
-    def _trainable(self, update: Module) -> list[Parameter]:
+    def _trainable(self, update: Module) -> Parameters:
         parameters = self._parameters.setdefault(update, ModuleParameters()).trainable(update)
         if not parameters:
-            issue = "no parameter that requires a gradient; call requires_grad_() or change update="
-        elif not self._replicated.issuperset(map(id, parameters)):
-            issue = "parameters that are not replicated; pass it to run.replicate first"
-        else:
-            return parameters
-        raise ModelError(f"{type(update).__name__} has {issue}")
+            raise ModelError(
+                f"{type(update).__name__} has no parameter that requires a gradient; call"
+                " requires_grad_() or change update="
+            )
+        self._check_unchanged(update, parameters)
+        return parameters
 
     def _check_finite(self, results: Iterable[LaneResult], step: int) -> None:
         if self.config.nonfinite_loss == "continue":
@@ -116,14 +233,21 @@ class LaneEngine(LaneContext):
 
     def _overlap_of(self, parameters: Parameters) -> Overlap:
         """Return the exchanges of these parameters, created once; a single worker has none."""
+        if self._last_overlap is not None:
+            last, shards, overlap = self._last_overlap
+            if last is parameters and shards == len(self.shards):
+                return overlap
         cache_key = (len(self.shards), *map(id, parameters)) if self.world.size > 1 else ()
         if cache_key not in self._overlaps:
             own_buckets = self._buckets_of(parameters) if self.world.size > 1 else []
-            if not own_buckets or self.lanes > self.world.size:  # several lanes are added first
-                self._overlaps[cache_key] = Overlap(own_buckets)
+            if own_buckets and len(self.world.hosts) > 1 and len(self.devices) == 1:
+                self._overlaps[cache_key] = EarlyExchange(own_buckets, parameters, self.world)
+            elif own_buckets and self.lanes == self.world.size:  # several lanes are added first
+                self._overlaps[cache_key] = EarlyCopies(own_buckets, parameters)
             else:
-                kind = EarlyCopies if self.world.shares_memory else EarlyExchange
-                self._overlaps[cache_key] = kind(own_buckets, parameters)
+                self._overlaps[cache_key] = Overlap(own_buckets)
+        if self.world.size > 1:
+            self._last_overlap = parameters, len(self.shards), self._overlaps[cache_key]
         return self._overlaps[cache_key]
 
     def _buckets_of(self, parameters: Parameters) -> list[Bucket]:
@@ -135,14 +259,19 @@ class LaneEngine(LaneContext):
             if set(numbers) != {None}:
                 found.append(Bucket(flat_buffer.exchange, numbers, flat_buffer))
         for group in buckets([parameters[n] for n in number_of.values()], self.world):
-            exchange = Exchange(group, self.lanes, self.world)
+            exchange = Exchange(group, self.lanes, self.world, self.round_to)
             found.append(Bucket(exchange, [number_of[id(parameter)] for parameter in group], None))
         return found
 
 
+def _name_in(module: Module, parameter: Parameter) -> str:
+    names = [name for name, one in module.named_parameters() if one is parameter]
+    return names[0] if names else "a parameter"
+
+
 def _set_gradients(parameters: Parameters, gradients: Gradients, scale: float) -> None:
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient if gradient is None or scale == 1.0 else gradient.mul_(scale)
+        parameter.grad = None if gradient is None else scaled(gradient, parameter.dtype, scale)
 
 
 def _add_earlier(parameters: Parameters, earlier: Gradients) -> None:
@@ -150,3 +279,80 @@ def _add_earlier(parameters: Parameters, earlier: Gradients) -> None:
     for parameter, gradient in zip(parameters, earlier, strict=True):
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+
+def clip_gradients(
+    parameters: Parameters, buffers: Sequence[FlatBuffer], world: World, max_norm: float
+) -> Tensor:
+    """Scale the parameters' gradients to a norm of at most `max_norm`; return the norm before.
+
+    It has the same bits at any number of workers: squares are summed over rows of 64 elements of a
+    parameter, which are never divided between workers, and the rows of all parameters are added in
+    the same order. Collective for each of the `buffers` that has any of the parameters.
+    """
+    ids = set(map(id, parameters))
+    buffers = [one for one in buffers if not ids.isdisjoint(map(id, one.exchange.parameters))]
+    for buffer in buffers:
+        buffer.drop_cleared()
+    norm = gradient_norm(parameters, buffers, world)
+    in_slices = {id(one) for buffer in buffers for one in buffer.exchange.parameters}
+    whole = [one.grad for one in parameters if one.grad is not None and id(one) not in in_slices]
+    sliced = [part for buffer in buffers for part in buffer.gradients_of(ids)]
+    scale_gradients([*whole, *sliced], norm, max_norm)
+    return norm.float()
+
+
+def gradient_norm(parameters: Parameters, buffers: Sequence[FlatBuffer], world: World) -> Tensor:
+    """Return the float64 2-norm of the parameters' gradients, some of them sharded in `buffers`.
+
+    Collective for each buffer.
+    """
+    rows: dict[int, Tensor] = {}  # float64 sums of squares of each row, by the parameter's id
+    for buffer in buffers:
+        rows.update(_sharded_rows(buffer, world))
+    for parameter in parameters:
+        if id(parameter) not in rows:
+            rows[id(parameter)] = _rows(parameter)
+    return torch.cat([rows[id(parameter)] for parameter in parameters]).sum().sqrt()
+
+
+def scale_gradients(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Multiply gradients by min(1, max_norm / norm), as `torch.nn.utils.clip_grad_norm_` does."""
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for dtype in {gradient.dtype for gradient in gradients}:
+        group = [gradient for gradient in gradients if gradient.dtype == dtype]
+        torch._foreach_mul_(group, coefficient.to(dtype))
+
+
+def _rows(parameter: Parameter) -> Tensor:
+    size = parameter.numel()
+    if parameter.grad is None:
+        return torch.zeros(-(-size // ALIGNMENT), dtype=torch.float64, device=parameter.device)
+    values = flattened(parameter.grad)
+    if size % ALIGNMENT:
+        values = torch.nn.functional.pad(values, (0, -size % ALIGNMENT))
+    return _row_squares(values)
+
+
+def _sharded_rows(buffer: FlatBuffer, world: World) -> dict[int, Tensor]:
+    held, exchange = torch.zeros_like(buffer.own), buffer.exchange
+    for segment in buffer.segments:
+        if segment.parameter.grad is not None:
+            segment.view_in(held).copy_(segment.parameter.grad)
+    own = exchange.own_number - exchange.held.start
+    squares = _row_squares(held.view(len(exchange.held), -1)[own])
+    rows = squares.new_empty(world.size, len(squares))
+    world.all_gather(rows.view(-1), squares, "adding up the gradient norm")
+    flat = exchange.by_number(rows).view(-1)
+    # without rows of padding: unsharded gradients have none
+    starts = (offset // ALIGNMENT for offset in exchange.layout.offsets)
+    return {
+        id(parameter): flat[start : start - (-parameter.numel() // ALIGNMENT)]
+        for parameter, start in zip(exchange.parameters, starts, strict=False)
+    }
+
+
+def _row_squares(flat: Tensor) -> Tensor:
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=dtype)
+    return norms.double().square()

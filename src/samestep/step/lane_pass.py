@@ -5,22 +5,29 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, islice, zip_longest
 from operator import itemgetter
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 
 from samestep.comm.base import World
 from samestep.config import Config
-from samestep.data.batch import Batch, items_in, to_device
+from samestep.data.batch import Batch, to_device
 from samestep.data.random_state import generators_restored, key, set_generators
 from samestep.errors import DataError, LossError, OutOfMemoryError
 from samestep.step.buffers import Buffers
-from samestep.step.gradients import Gradients, Parameters, add_gradients, take_gradients
+from samestep.step.gradients import (
+    Gradients,
+    ManualGradients,
+    Parameters,
+    add_gradients,
+    take_gradients,
+)
 from samestep.step.means import LaneResult
 from samestep.step.replicas import Replica, Replicas
 from samestep.step.tree import Span, lanes_of, subtrees, tree_steps, tree_sum
@@ -29,7 +36,9 @@ LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
 Reduction = Literal["mean", "sum"]
 
-# in messages of the CPU allocator and of GPU libraries, which have no exception class for this
+# in a message of torch, which has no exception class
+ONE_VALUE: Final = "Expected more than 1 value per channel when training"
+# in messages of the CPU allocator and of GPU libraries, which have none either
 NO_MEMORY: Final = re.compile(r"(can't allocate|not enough|out of) memory|_ALLOC_FAILED")
 
 
@@ -37,13 +46,15 @@ NO_MEMORY: Final = re.compile(r"(can't allocate|not enough|out of) memory|_ALLOC
 class LossSpec:
     """The loss of a lane: a mean over its items, or a sum to divide by the items of all lanes.
 
-    `count` counts the items of a lane batch (default: its samples).
+    `count` counts the items of a lane batch (default: its samples, as `samples_in` counts them).
+    With `embed`, it is the loss of what `embed` returns for all lanes.
     """
 
     fn: LossFn
     model: Any
     count: Count | None = None
     reduction: Reduction = "mean"
+    embed: LossFn | None = None
 
 
 @dataclass
@@ -59,19 +70,29 @@ class LaneContext:
         self.own = lanes_of(self.world.rank, self.world.size, self.lanes)
         self.replicas = Replicas(self.devices, self.own)
         self.buffers = Buffers(self.world, self.lanes, self.devices)
+        self.manual = ManualGradients()
+        # entered for each lane, with its loss and seed; `samestep verify` looks for changes
+        self.observe: Callable[..., AbstractContextManager[Any]] = nullcontext
+
+    @property
+    def round_to(self) -> torch.dtype | None:
+        """The dtype to which gradients and their sums are rounded, None for the parameters' own."""
+        return torch.bfloat16 if self.config.exchange_dtype == "bfloat16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for user code; in float32 a user's own autocast stays in effect."""
-        if self.config.precision == "bfloat16":
-            return torch.autocast(self.devices[0].type, torch.bfloat16)
-        return nullcontext()
+        if self.config.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.devices[0].type, getattr(torch, self.config.precision))
 
 
 @dataclass
 class LanePass:
     """The forward and backward passes of one worker's lanes for one global batch.
 
-    `seed` numbers the pass within the run. `overlap` is entered around each backward.
+    `seed` numbers the pass within the run. `overlap` is entered around the backward of the last
+    lane, with the sums of the others by span. It gives the gradients of this worker's subtrees that
+    were put into exchanges meanwhile, by the parameter's number.
     """
 
     context: LaneContext
@@ -79,50 +100,69 @@ class LanePass:
     batch: Batch
     parameters: Parameters
     seed: tuple[int, ...]
-    overlap: Callable[[], AbstractContextManager[None]]
+    overlap: Callable[[Mapping[Span, Gradients]], AbstractContextManager[Mapping[int, Gradients]]]
 
     def __post_init__(self) -> None:
         counts = self.batch.counts
         self._total = sum(counts) if self.loss.count is None and counts is not None else None
         self.context.world.status.set_activity("loading data")
-        self._batches = dict(self.batch.lane_batches())
+        self._batches = {
+            lane: data
+            for lane, data in self.batch.lane_batches()
+            if data is not None or counts is None  # a `collate_fn` dropped all samples
+        }
         self._results: list[tuple[int, int, dict[str, Tensor]]] = []
+        self.exchange_seconds = 0.0  # of `run`
+        self._sums: dict[Span, Gradients] = {}
+        self._taken: Mapping[int, Gradients] = {}
 
     def run(self) -> list[Gradients]:
         """Return the gradients of this worker's subtrees, in lane order, on its first device."""
         self.context.buffers.begin_step()
         replicas = self.context.replicas
         replicas.refresh()
-        sums: dict[Span, Gradients] = {}
+        sums = self._sums
         with generators_restored():
-            for _ in zip_longest(*(self._run_on(replica, sums) for replica in replicas.all)):
+            for _ in zip_longest(*map(self._run_on, replicas.all)):
                 pass  # devices take turns, one lane each, so that all get work early
         if len(replicas.all) > 1:
             first = replicas.all[0].device
             for span, some in sums.items():
                 sums[span] = [None if gradient is None else gradient.to(first) for gradient in some]
         own_spans = subtrees(self.context.own, self.context.lanes)
-        return [tree_sum(span, sums.get, add_gradients) for span in own_spans]
+        own = [tree_sum(span, sums.get, add_gradients) for span in own_spans]
+        for n, gradients in self._taken.items():
+            for some, gradient in zip(own, gradients, strict=True):
+                some[n] = gradient
+        return own
 
-    def _run_on(self, replica: Replica, sums: dict[Span, Gradients]) -> Iterator[None]:
-        """Compute the gradients of one device's subtrees into `sums`; yield after each lane."""
+    def _run_on(self, replica: Replica) -> Iterator[None]:
+        """Compute the sums of one device's lanes; yield after each lane.
+
+        The last lane of a single device stays apart, so that `overlap` may add it during backward.
+        """
 
         def gradients(span: Span) -> Gradients | None:
             return self._run_lane(span[0], replica) if span[1] - span[0] == 1 else None
 
-        for span in subtrees(replica.lanes, self.context.lanes):
-            sums[span] = yield from tree_steps(span, gradients, add_gradients)
+        parts = [replica.lanes]
+        if len(self.context.devices) == 1:
+            parts = [replica.lanes[:-1], replica.lanes[-1:]]
+        for span in [span for lanes in parts for span in subtrees(lanes, self.context.lanes)]:
+            self._sums[span] = yield from tree_steps(span, gradients, add_gradients)
 
     def scale(self, results: Iterable[LaneResult]) -> float:
         """Return the factor from the sum of gradients to the gradient of the mean."""
-        if self._total is not None or self.context.lanes == 1:
+        if self.context.lanes == 1:
             return 1.0
-        return 1.0 / max(1, sum(result.count for result in results))
+        return (self._total or 1) / max(1, sum(result.count for result in results))
 
     def report(self, own: Sequence[Gradients]) -> dict[str, Any]:
         """Return JSON: lane results, parameters without a gradient, and written buffers."""
         scalars = [value for _, _, metrics in self._results for value in metrics.values()]
-        numbers = iter(_numbers(scalars))
+        flags = self.context.buffers.flags()
+        read = read_together([*scalars, *flags])
+        numbers = chain.from_iterable(read)
         results = [
             (lane, count, {name: next(numbers) for name in metrics})
             for lane, count, metrics in self._results
@@ -131,7 +171,7 @@ class LanePass:
         return {
             "lanes": sorted(results, key=itemgetter(0)),
             "missing": sorted(set.intersection(*missing)),
-            "buffers": self.context.buffers.written(),
+            "buffers": self.context.buffers.written(read[len(scalars) :]),
         }
 
     def _run_lane(self, lane: int, replica: Replica) -> Gradients:
@@ -140,13 +180,27 @@ class LanePass:
         self.context.world.status.set_activity(f"computing lane {lane}")
         try:
             return self._gradients(lane, replica)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            counts = self.batch.counts
-            samples = items_in(self._batches[lane]) if counts is None else counts[lane]
-            where = f"{replica.device} on worker {self.context.world.rank} at step {self.seed[0]}"
-            raise _lane_too_large(lane, samples, self.context.lanes, where) from error
+        except (MemoryError, RuntimeError, ValueError) as error:
+            worker, step, samples = self.context.world.rank, self.seed[0], self._samples(lane)
+            this = f"lane {lane} of {self.context.lanes}"
+            if samples is not None:
+                this += f", with {samples} sample{'s' * (samples != 1)},"
+            if is_out_of_memory(error):
+                where = f"{replica.device} on worker {worker} at step {step}"
+                raise _lane_too_large(this, samples, self.context.lanes, where) from error
+            if ONE_VALUE in str(error):
+                raise DataError(
+                    f"BatchNorm needs more than one value per channel, but {this} has only one at"
+                    f" step {step}; use drop_last=True if the batch is the last of an epoch, fewer"
+                    " lanes or a larger batch size, so that every lane has two samples"
+                ) from error
+            raise
+
+    def _samples(self, lane: int) -> int | None:
+        """Return the number of samples of a lane, None if they cannot be counted."""
+        with suppress(DataError):
+            return self.batch.samples(lane, self._batches[lane])
+        return None
 
     def _gradients(self, lane: int, replica: Replica) -> Gradients:
         context = self.context
@@ -155,16 +209,30 @@ class LanePass:
         if count == 0 and self.loss.reduction == "mean":
             return [None] * len(self.parameters)
         parameters = replica.of(self.parameters)
-        with context.replicas.on(replica):
+        with context.replicas.on(replica), context.observe((self.loss, self.seed)):
             set_generators(key(context.config.seed, "lane", *self.seed, lane))
-            with context.autocast():
+            with context.autocast(), no_reentrant_checkpoints():
                 loss, metrics = split_loss(self.loss.fn(self.loss.model, batch), lane)
-            with self.overlap():
-                torch.autograd.backward(loss, self._weight(loss, count), inputs=parameters)
+            weights = [self._weight(loss, count)]
+            gradients = self._differentiate(lane, [loss], weights, parameters)
             if context.lanes > 1:
                 context.buffers.end_lane(lane, replica.number)
         self._results.append((lane, count, {"loss": loss.detach(), **metrics}))
-        return take_gradients(parameters)
+        return gradients
+
+    def _differentiate(
+        self,
+        lane: int,
+        roots: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+        parameters: Parameters,
+    ) -> Gradients:
+        self.context.manual.begin_backward(parameters, lane)
+        is_last = lane == self.context.own[-1]
+        with self.overlap(self._sums) if is_last else nullcontext({}) as self._taken:
+            torch.autograd.backward(roots, weights, inputs=parameters)
+        self.context.manual.end_backward()
+        return take_gradients(parameters, self.context.round_to)
 
     def _weight(self, loss: Tensor, count: int) -> Tensor | None:
         """Return the factor of a lane's gradient before it is added; `scale` is the rest."""
@@ -175,7 +243,7 @@ class LanePass:
 
     def _count_of(self, batch: Any, lane: int) -> int:
         if self.loss.count is None:
-            return items_in(batch) if self.batch.counts is None else self.batch.counts[lane]
+            return self.batch.samples(lane, batch)
         count = self.loss.count(batch)
         if not math.isfinite(count) or int(count) != count or count < 0:
             expected = "count must return a whole number of at least 0"
@@ -183,21 +251,53 @@ class LanePass:
         return int(count)
 
 
-def split_loss(returned: Any, lane: int) -> tuple[Tensor, dict[str, Any]]:
-    """Return (loss, metrics) from the result of a loss function for a lane.
+@contextmanager
+def no_reentrant_checkpoints() -> Iterator[None]:
+    """Raise `LossError` where a reentrant checkpoint would be part of the loss.
+
+    The backward pass names the parameters that get gradients. Such checkpoints do not see those
+    names, so they would raise an error or leave out gradients without one.
+    """
+    kind: Any = checkpoint.CheckpointFunction
+    apply = kind.apply
+
+    def checked(*args: Any) -> Any:
+        needs_gradient = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        if torch.is_grad_enabled() and needs_gradient:
+            raise LossError(
+                "run.backward does not support torch.utils.checkpoint with use_reentrant=True,"
+                " where gradients can get lost; pass use_reentrant=False, in transformers"
+                " gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+        return apply(*args)
+
+    kind.apply = checked
+    try:
+        yield
+    finally:
+        del kind.apply  # the inherited one is back
+
+
+def split_loss(returned: Any, lane: int | None) -> tuple[Tensor, dict[str, Any]]:
+    """Return (loss, metrics) from the result of a loss function for a lane, or the whole batch.
 
     Raises `LossError` unless the loss is a scalar with a gradient, and metrics a dict of scalars.
     """
-    is_pair = isinstance(returned, tuple) and len(returned) == 2
-    loss, metrics = returned if is_pair else (returned, {})
+    place = "the whole batch" if lane is None else f"lane {lane}"
+    if isinstance(returned, tuple) and len(returned) != 2:
+        raise LossError(
+            f"the loss function returned {len(returned)} values in {place}, but must return a"
+            " loss or (loss, dict of scalars by name); put all other scalars into the dict"
+        )
+    loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise LossError(
-            f"the loss function must return a scalar tensor, got {_kind(loss)} in lane {lane};"
-            " return the mean over the lane's items"
+            f"the loss function must return a scalar tensor, got {_kind(loss)} in {place};"
+            f" return the mean over {'all' if lane is None else 'its'} items"
         )
     if not loss.requires_grad:
         raise LossError(
-            f"the loss of lane {lane} has no gradient; is the model frozen, or the loss detached or"
+            f"the loss of {place} has no gradient; is the model frozen, or the loss detached or"
             " computed under no_grad?"
         )
     if not isinstance(metrics, Mapping):
@@ -223,14 +323,16 @@ def _detached(name: str, value: Any) -> Tensor:
     raise LossError(f"metric {name!r} must be a scalar, got {_kind(value)}; {advice}")
 
 
-def _numbers(scalars: Sequence[Tensor]) -> list[float]:
-    """Return the values of scalar tensors, with one wait per device instead of one per scalar."""
-    values: dict[int, float] = {}
-    for device in dict.fromkeys(scalar.device for scalar in scalars):
-        there = [n for n, scalar in enumerate(scalars) if scalar.device == device]
-        stacked = torch.stack([scalars[n].double().reshape(()) for n in there])
-        values.update(zip(there, stacked.tolist(), strict=True))
-    return [values[n] for n in range(len(scalars))]
+def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """Return the values of scalar and 1-D tensors, with one wait per device."""
+    if all(tensor.is_cpu and tensor.numel() == 1 for tensor in tensors):
+        return [[float(tensor.double())] for tensor in tensors]
+    values: dict[int, list[float]] = {}
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        there = [n for n, tensor in enumerate(tensors) if tensor.device == device]
+        joined = iter(torch.cat([tensors[n].double().reshape(-1) for n in there]).tolist())
+        values.update({n: list(islice(joined, tensors[n].numel())) for n in there})
+    return [values[n] for n in range(len(tensors))]
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -239,9 +341,8 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, kinds) or NO_MEMORY.search(str(error)) is not None
 
 
-def _lane_too_large(lane: int, samples: int, lanes: int, where: str) -> OutOfMemoryError:
-    with_samples = f"with {samples} sample{'s' * (samples != 1)}"
-    if samples > 1:
+def _lane_too_large(lane: str, samples: int | None, lanes: int, where: str) -> OutOfMemoryError:
+    if samples != 1:
         advice = (
             f"lanes={2 * lanes} would halve it. The number of lanes affects the result, like the"
             " batch size, and snapshots fix it: start a new run with resume='never'. Or use"
@@ -249,6 +350,6 @@ def _lane_too_large(lane: int, samples: int, lanes: int, where: str) -> OutOfMem
     else:
         advice = "more lanes would not make it smaller: use"
     return OutOfMemoryError(
-        f"lane {lane} of {lanes}, {with_samples}, does not fit the memory of {where}; {advice}"
+        f"{lane} does not fit in the memory of {where}; {advice}"
         " precision='bfloat16', activation checkpointing or a smaller model"
     )

@@ -11,11 +11,14 @@ from torch import Tensor
 # In elements. Vectorized kernels round full vectors and tails differently, so no cut between
 # workers may create a new tail.
 ALIGNMENT = 64
+# In bytes. Kernels of GPUs choose by the alignment of a tensor's memory, up to this; allocators
+# align every tensor to it.
+GPU_ALIGNMENT_BYTES = 512
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, stop) of tensor `index`, stored at `offset` of one worker's slice."""
+    """Elements [start, stop) of tensor `index`, stored at `offset` of what one worker holds."""
 
     index: int
     start: int
@@ -28,29 +31,32 @@ class Layout:
     """Tensors with `sizes` elements each, aligned to 64 and cut into `workers` equal slices.
 
     Slices start and end on multiples of 64 elements; the last ones may contain padding only.
+    `alignment` replaces 64 by a multiple of it.
     """
 
     sizes: tuple[int, ...]
     workers: int
+    alignment: int = ALIGNMENT
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """The start of each tensor, followed by the end of the last one, in elements."""
-        return tuple(accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in self.sizes), initial=0))
+        unit = self.alignment
+        return tuple(accumulate((-(-n // unit) * unit for n in self.sizes), initial=0))
 
     @cached_property
     def slice_size(self) -> int:
         """Elements per worker."""
-        return -(-self.offsets[-1] // (ALIGNMENT * self.workers)) * ALIGNMENT
+        return -(-self.offsets[-1] // (self.alignment * self.workers)) * self.alignment
 
     @property
     def flat_size(self) -> int:
         """Elements in total, including padding."""
         return self.slice_size * self.workers
 
-    def fragments(self, rank: int) -> list[Fragment]:
-        """Return the parts of tensors in a worker's slice, in order; empty tensors have none."""
-        low, high = rank * self.slice_size, (rank + 1) * self.slice_size
+    def fragments(self, number: int, slices: int = 1) -> list[Fragment]:
+        """Return the parts of tensors in adjacent slices, in order; empty tensors have none."""
+        low, high = number * self.slice_size, (number + slices) * self.slice_size
         fragments = []
         for index, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=False)):
             start, stop = max(low, offset), min(high, offset + size)

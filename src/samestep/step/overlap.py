@@ -1,18 +1,22 @@
-"""Exchange of gradients during the backward pass, for workers with only one lane."""
+"""Exchange of gradients during the backward pass of a worker's last lane."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from threading import Lock
 from typing import Final
 
+import torch
 from torch import Tensor
 
-from samestep.step.exchange import Exchange
-from samestep.step.gradients import Gradients, Parameters
+from samestep.comm.base import World
+from samestep.step.exchange import Exchange, gather, wait_until_free
+from samestep.step.gradients import Gradients, Parameters, add_gradients, scaled
 from samestep.step.shard import FlatBuffer
+from samestep.step.tree import Span, tree_sum
 
 # Above this size, copying a gradient early saves more time than the hook costs.
 EARLY_BYTES: Final = 1 << 18
@@ -26,27 +30,32 @@ class Bucket:
     numbers: list[int | None]  # None: a parameter of a sharded optimizer that is not updated now
     flat_buffer: FlatBuffer | None
 
-    def put(self, own: Sequence[Gradients]) -> None:
-        """Put the gradients of this worker's subtrees into the exchange."""
-        self.exchange.put(
-            [[None if n is None else gradients[n] for n in self.numbers] for gradients in own]
-        )
+    @cached_property
+    def has_all(self) -> bool:
+        """Whether all of its parameters are updated now."""
+        return None not in self.numbers
 
-    def finish(self, parameters: Parameters, missing: Collection[int], scale: float) -> None:
-        """Set `.grad` of all parameters not in `missing` to the global gradient times `scale`.
+    def select(self, gradients: Gradients) -> Gradients:
+        """Return the gradients of this bucket's parameters, None for those not updated."""
+        return [None if n is None else gradients[n] for n in self.numbers]
 
-        With a sharded optimizer, its segments get the gradients instead.
+    def reduce(self, missing: Collection[int], scale: float) -> float:
+        """Complete the sums that this worker holds; return by what to multiply gathered ones.
+
+        The segments of a sharded optimizer get theirs, times `scale`.
         """
-        total = self.exchange.sum()
-        if scale != 1.0:
-            total.mul_(scale)
-        present = [n is not None and n not in missing for n in self.numbers]
+        total, dtype = self.exchange.sum(), self.exchange.parameters[0].dtype
         if self.flat_buffer is not None:
-            self.flat_buffer.set_gradients(total, present)
-            return
-        for n, gradient in zip(self.numbers, self.exchange.gather(), strict=True):
-            if n is not None and n not in missing:
-                parameters[n].grad = gradient
+            present = None if self.has_all and not missing else self.present(missing)
+            self.flat_buffer.set_gradients(scaled(total, dtype, scale), present)
+        elif total.dtype == dtype:  # fewer than the complete gradients
+            scaled(total, dtype, scale)
+            return 1.0
+        return scale
+
+    def present(self, missing: Collection[int]) -> list[bool]:
+        """Return which of this bucket's parameters are updated."""
+        return [n is not None and n not in missing for n in self.numbers]
 
 
 class Overlap:
@@ -54,25 +63,61 @@ class Overlap:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
+        self.order = buckets  # of their exchanges
         self._active = False
+        self._sums: Mapping[Span, Gradients] = {}
+        self._taken: dict[int, Gradients] = {}
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Handle gradients during a block that runs autograd's backward of a lane once."""
+    def active(self, sums: Mapping[Span, Gradients]) -> Iterator[Mapping[int, Gradients]]:
+        """Handle gradients during a block that runs autograd's backward of the last lane.
+
+        `sums` has the gradients of the other lanes. The block gets those of this worker's subtrees
+        that are in exchanges now, by number; they are None in `sums` and in `.grad`.
+        """
         self._begin()
-        self._active = True
+        self._active, self._sums, self._taken = True, sums, {}
         try:
-            yield
+            yield self._taken
         finally:
-            self._active = False
+            self._active, self._sums = False, {}
 
     def _begin(self) -> None:
         """Prepare for the first gradient."""
 
     def finish(self, own: Sequence[Gradients]) -> None:
         """Put the remaining gradients; `own` holds those of this worker's subtrees."""
+        wait_until_free([bucket.exchange for bucket in self.buckets])
         for bucket in self.buckets:
-            bucket.put(own)
+            bucket.exchange.put(list(map(bucket.select, own)))
+
+    def start(self) -> None:
+        """Start the remaining exchanges, after a message that other workers should get first.
+
+        It also showed that all workers of this host have called `finish`.
+        """
+
+    def set_gradients(self, parameters: Parameters, missing: Collection[int], scale: float) -> None:
+        """Set `.grad` of all parameters not in `missing` to the global gradient times `scale`.
+
+        With a sharded optimizer, its segments get the gradients instead.
+        """
+        scales = {}
+        for bucket in self.order:
+            bucket.exchange.add()
+            if not bucket.exchange.sends_on:
+                scales[id(bucket)] = bucket.reduce(missing, scale)
+        for bucket in self.order:
+            if bucket.exchange.sends_on:
+                scales[id(bucket)] = bucket.reduce(missing, scale)
+        whole = [bucket for bucket in self.order if bucket.flat_buffer is None]
+        gathered = gather([bucket.exchange for bucket in whole])
+        for bucket, gradients in zip(whole, gathered, strict=True):
+            for n, gradient, there in zip(
+                bucket.numbers, gradients, bucket.present(missing), strict=True
+            ):
+                if n is not None and there:
+                    parameters[n].grad = scaled(gradient, gradient.dtype, scales[id(bucket)])
 
 
 class EarlyExchange(Overlap):
@@ -80,46 +125,104 @@ class EarlyExchange(Overlap):
 
     Autograd reaches parameters roughly in reverse order, and all workers must start exchanges in
     the same order. So buckets start from last to first; those that a lane does not reach wait for
-    `finish`.
+    `finish`. An exchange starts once all workers of the host have put their gradients into it. They
+    count these in memory that they share, and nobody waits: the next gradient is the next look.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], parameters: Parameters) -> None:
+    def __init__(self, buckets: Sequence[Bucket], parameters: Parameters, world: World) -> None:
         super().__init__(buckets)
         self._parameters = parameters
-        self._order = buckets[::-1]
+        self.order = buckets[::-1]
         self._awaited = [0] * len(buckets)
-        self._started = 0
-        for number, bucket in enumerate(self._order):
+        self._put = self._started = 0  # of `order`
+        self._before = -len(buckets)  # all puts of earlier passes
+        self._is_begun = False
+        self._world = world
+        self._puts = [one.view(torch.int64).numpy() for one in world.shared(8)]
+        self._fence = Lock()
+        for number, bucket in enumerate(self.order):
             for n in bucket.numbers:
                 if n is not None:
                     parameters[n].register_post_accumulate_grad_hook(partial(self._arrived, number))
 
     def _begin(self) -> None:
-        self._awaited = [sum(n is not None for n in bucket.numbers) for bucket in self._order]
-        self._started = 0
+        self._is_begun = True
+        wait_until_free([bucket.exchange for bucket in self.order])
+        self._awaited = [sum(n is not None for n in bucket.numbers) for bucket in self.order]
+        self._put = self._started = 0
+        self._before += len(self.order)
 
     def _arrived(self, number: int, _: Tensor) -> None:
         if not self._active:
             return
         self._awaited[number] -= 1
-        if self._started == number:
-            while self._started < len(self._order) and not self._awaited[self._started]:
-                self._start_next([parameter.grad for parameter in self._parameters])
+        if self._put == number and not self._awaited[number]:
+            while self._put < len(self.order) and not self._awaited[self._put]:
+                self._take_next()
+        elif self._started < self._put:
+            self._start_ready()
 
     def finish(self, own: Sequence[Gradients]) -> None:
-        while self._started < len(self._order):
-            self._start_next(*own)
-        self._started = 0
+        if not self._is_begun:  # the last lane has no samples
+            self._begin()
+        self._is_begun = False
+        while self._put < len(self.order):
+            bucket = self.order[self._put]
+            self._put_next([bucket.select(some) for some in own])
 
-    def _start_next(self, gradients: Gradients) -> None:
-        bucket = self._order[self._started]
-        self._started += 1
-        bucket.put([gradients])
-        bucket.exchange.start()
+    def start(self) -> None:
+        self._start_until(self._put)
+
+    def _take_next(self) -> None:
+        """Add the last lane's gradients of the next bucket to the sums, and put them."""
+        bucket = self.order[self._put]
+        spans, dtype = bucket.exchange.own_spans, bucket.exchange.dtype
+        known = {span: bucket.select(gradients) for span, gradients in self._sums.items()}
+        last = bucket.select([parameter.grad for parameter in self._parameters])
+        if known:  # without other lanes, the copy into the exchange rounds
+            last = [None if one is None else one.to(dtype) for one in last]
+        known[spans[-1][1] - 1, spans[-1][1]] = last
+        own = [tree_sum(span, known.get, add_gradients) for span in spans]
+        self._put_next(own)
+        for number, n in enumerate(bucket.numbers):
+            if n is not None:
+                views = zip(own, bucket.exchange.own_views, strict=True)
+                self._taken[n] = [
+                    None if some[number] is None else in_exchange[number]
+                    for some, in_exchange in views
+                ]
+                self._parameters[n].grad = None
+                for some in self._sums.values():
+                    some[n] = None
+
+    def _put_next(self, own: Sequence[Gradients]) -> None:
+        exchange = self.order[self._put].exchange
+        exchange.put(own)
+        self._put += 1
+        # some CPUs reorder writes to memory, but not across two locks
+        for _ in range(2):
+            with self._fence:
+                pass
+        self._puts[exchange.local_rank][0] = self._before + self._put
+        self._start_ready()
+
+    def _start_ready(self) -> None:
+        """Start the exchanges that have the gradients of all workers of this host."""
+        ready = min(int(puts[0]) for puts in self._puts) - self._before
+        for _ in range(2):
+            with self._fence:
+                pass
+        # the last one waits for `start`
+        self._start_until(min(ready, self._put, len(self.order) - 1))
+
+    def _start_until(self, number: int) -> None:
+        while self._started < number:
+            self._started += 1
+            self.order[self._started - 1].exchange.start()
 
 
 class EarlyCopies(Overlap):
-    """Copies each large gradient into the exchange as soon as autograd has computed it.
+    """Copies each large gradient of a single lane as soon as autograd has computed it.
 
     It is then still in the CPU cache, and only one gradient at a time is in memory twice.
     """
@@ -129,15 +232,15 @@ class EarlyCopies(Overlap):
         for bucket in buckets:
             for n, view in zip(bucket.numbers, bucket.exchange.own_views[0], strict=True):
                 if n is not None and view.nbytes >= EARLY_BYTES:
-                    parameters[n].register_post_accumulate_grad_hook(partial(self._arrived, view))
+                    hook = partial(self._arrived, n, view)
+                    parameters[n].register_post_accumulate_grad_hook(hook)
 
     def _begin(self) -> None:
-        for bucket in self.buckets:
-            bucket.exchange.wait_until_free()
+        wait_until_free([bucket.exchange for bucket in self.buckets])
 
-    def _arrived(self, view: Tensor, parameter: Tensor) -> None:
+    def _arrived(self, n: int, view: Tensor, parameter: Tensor) -> None:
         gradient = parameter.grad
         # sparse gradients are rejected after backward
         if self._active and gradient is not None and gradient.layout == view.layout:
             view.copy_(gradient)
-            parameter.grad = view
+            self._taken[n], parameter.grad = [view], None

@@ -2,7 +2,7 @@
 
 Parameters move into flat storage, and the optimizer gets this worker's slice of it. Slices are cut
 so that vectorized kernels treat every element as in the complete parameter. After each step, they
-are gathered (Rajbhandari et al. 2020, "ZeRO", stage 1).
+are gathered (Rajbhandari et al. 2020, "ZeRO", stage 1), unless each host updates all of them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
+from operator import is_
 from typing import Any, Final
 
 import torch
@@ -18,9 +19,10 @@ from torch.nn import Parameter
 
 from samestep.comm.base import World
 from samestep.errors import OptimizerError
-from samestep.step.exchange import Exchange, buckets
-from samestep.step.gradients import Parameters
-from samestep.step.layout import ALIGNMENT, Fragment, TensorSlice, storage_order
+from samestep.host import available_bytes
+from samestep.step.exchange import Across, Exchange, all_gather, buckets
+from samestep.step.gradients import Parameters, SlicedGradient, refuse_unless_zero
+from samestep.step.layout import Fragment, TensorSlice, storage_order
 
 ELEMENTWISE: Final = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
@@ -28,6 +30,8 @@ ELEMENTWISE: Final = (
 )  # fmt: skip
 # State with one number per parameter; other state tensors have one per element.
 SCALAR_STATE: Final = frozenset({"step", "mu_product", "eta", "mu"})
+
+SHARE_OF_MEMORY: Final = 0.5  # of the available memory, for state that hosts have in common
 
 
 @dataclass
@@ -51,23 +55,39 @@ class Segment:
 class FlatBuffer:
     """Parameters of one dtype in flat storage; the optimizer updates segments of a worker's slice.
 
+    Across "host", they are segments of all slices that the worker holds, of which it saves its own.
     Adjacent fragments share a segment if their sizes are multiples of 64 elements (so that no
     kernel's tail moves), they are in one parameter group, and all or none had a gradient.
     """
 
     def __init__(
-        self, parameters: Parameters, lanes: int, world: World, optimizer: optim.Optimizer
+        self,
+        parameters: Parameters,
+        lanes: int,
+        world: World,
+        optimizer: optim.Optimizer,
+        round_to: torch.dtype | None = None,
+        across: Across = "world",
     ) -> None:
-        self.exchange = Exchange(parameters, lanes, world)
+        self.exchange = exchange = Exchange(parameters, lanes, world, round_to, across)
+        exchange.converts = True
         self._optimizer = optimizer
-        self._flats = [flat for (flat,) in self.exchange.shared_storage(rows=1)]
-        flat = self._flats[self.exchange.local_rank]
+        self.flats = [flat for (flat,) in self.exchange.shared_storage(1, parameters[0].dtype)]
+        flat = self.flats[self.exchange.local_rank]
         for parameter, view in zip(parameters, self.exchange.views(flat), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
-        self.own = self.exchange.slice_of(flat, world.rank)
-        self.fragments = self.exchange.layout.fragments(world.rank)
+        self._addresses = [parameter.data_ptr() for parameter in parameters]
+        self.own = exchange.slices(flat, exchange.held)
+        self.fragments = exchange.layout.fragments(exchange.held.start, len(exchange.held))
         self.segments = [self._segment(group) for group in self._adjacent()]
+        self._cleared: set[int] = set()
+        self._stand_ins = [
+            SlicedGradient.of(parameter, index, self._cleared)
+            for index, parameter in enumerate(parameters)
+        ]
+        self._shown: list[SlicedGradient | None] = [None] * len(parameters)  # in `.grad`
+        self._are_shown = False  # any of them
 
     def parameter_of(self, fragment: Fragment) -> Tensor:
         """Return the complete parameter of a fragment."""
@@ -88,7 +108,7 @@ class FlatBuffer:
         numbers = [group_of[id(parameter)] for parameter in self.exchange.parameters]
         groups = [self.fragments[:1]] if self.fragments else []
         for left, right in pairwise(self.fragments):
-            aligned = (left.stop - left.start) % ALIGNMENT == 0
+            aligned = (left.stop - left.start) % self.exchange.layout.alignment == 0
             if aligned and numbers[left.index] == numbers[right.index]:
                 groups[-1].append(right)
             else:
@@ -123,20 +143,70 @@ class FlatBuffer:
                     for name, value in state.items()
                 }
 
-    def stash_gradients(self) -> None:
-        """Move unused gradients of an earlier call out of the exchange's memory."""
+    def drop_cleared(self) -> None:
+        """Drop the gradients of parameters whose `.grad` user code has cleared.
+
+        Raises `OptimizerError` if it has set one.
+        """
+        parameters = self.exchange.parameters
+        if not self._cleared and all(map(is_, [one.grad for one in parameters], self._shown)):
+            return
+        dropped = set()
+        for index, (parameter, shown) in enumerate(zip(parameters, self._shown, strict=True)):
+            if parameter.grad is not shown or index in self._cleared:
+                if parameter.grad is not self._stand_ins[index]:
+                    refuse_unless_zero(parameter.grad)
+                parameter.grad = self._shown[index] = None
+                dropped.add(index)
+        self._cleared.clear()
+        self.split(lambda fragment: fragment.index in dropped)
+        for segment in self.segments:
+            if segment.fragments[0].index in dropped:
+                segment.parameter.grad = None
+
+    def check_addresses(self) -> None:
+        """Raise `OptimizerError` if user code moved a parameter out of flat storage."""
+        if [parameter.data_ptr() for parameter in self.exchange.parameters] != self._addresses:
+            raise OptimizerError(
+                f"a parameter of a sharded {type(self._optimizer).__name__} was moved or converted"
+                " after run.shard, so the optimizer would no longer update it; call model.to(...)"
+                " before run.shard, and change values in place"
+            )
+
+    def stash_gradients(self, *, are_clear: bool = False) -> None:
+        """Move unused gradients of an earlier call out of the exchange's memory.
+
+        `are_clear` says that no parameter has `.grad` now.
+        """
+        if self._are_shown or self._cleared or not are_clear:
+            self.drop_cleared()
+        if self._are_shown:
+            for parameter in self.exchange.parameters:
+                parameter.grad = None
         for segment in self.segments:
             if segment.parameter.grad is not None:
                 segment.parameter.grad = segment.parameter.grad.clone()
 
-    def set_gradients(self, own_slice: Tensor, present: Sequence[bool]) -> None:
-        """Add this worker's slice of the gradient to the segments of `present` parameters."""
-        if not all(present):
-            self.split(lambda fragment: present[fragment.index])
+    def set_gradients(self, own_slice: Tensor, present: Sequence[bool] | None = None) -> None:
+        """Add this worker's slice of the gradient to the segments of `present` parameters.
+
+        None stands for all parameters.
+        """
+        if present is not None:
+            there = present
+            self.split(lambda fragment: there[fragment.index])
         for segment in self.segments:
-            if present[segment.fragments[0].index]:
+            if present is None or present[segment.fragments[0].index]:
                 gradient, earlier = segment.view_in(own_slice), segment.parameter.grad
                 segment.parameter.grad = gradient if earlier is None else earlier.add_(gradient)
+        self._are_shown = True
+        if present is None:
+            self._shown[:] = self._stand_ins
+        else:
+            pairs = zip(self._stand_ins, self._shown, present, strict=True)
+            self._shown = [one if is_new else shown for one, shown, is_new in pairs]
+        for parameter, shown in zip(self.exchange.parameters, self._shown, strict=True):
+            parameter.grad = shown
 
     def gradients_of(self, ids: set[int]) -> list[Tensor]:
         """Return this worker's parts of the gradients of the parameters with these ids, 1-D."""
@@ -148,20 +218,39 @@ class FlatBuffer:
             if id(self.parameter_of(fragment)) in ids
         ]
 
-    def gather(self) -> None:
-        """Gather all workers' slices of the parameters, and clear the used gradients."""
-        self.exchange.all_gather(self._flats, "gathering parameters")
+    def own_part(self, fragment: Fragment) -> Fragment | None:
+        """Return the part of a fragment that this worker saves, None if there is none."""
+        size = self.exchange.layout.slice_size
+        low = (self.exchange.own_number - self.exchange.held.start) * size
+        shift = fragment.start - fragment.offset
+        start = max(fragment.start, low + shift)
+        stop = min(fragment.stop, low + size + shift)
+        return Fragment(fragment.index, start, stop, start - shift) if start < stop else None
+
+    def clear(self) -> None:
+        """Clear the used gradients."""
         for segment in self.segments:
-            segment.parameter.grad = None  # model.zero_grad() would not reach it
+            segment.parameter.grad = None
+        for parameter in self.exchange.parameters:
+            parameter.grad = None
+        self._shown, self._are_shown = [None] * len(self._stand_ins), False
 
 
 class Shard:
     """The flat buffers of a sharded optimizer.
 
     The optimizer stays the same object, so learning-rate schedulers and `step` work as before.
+    Gradients are rounded to `round_to` as in `Exchange`; the optimizer gets the parameters' dtype.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, lanes: int, world: World) -> None:
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        lanes: int,
+        world: World,
+        round_to: torch.dtype | None = None,
+        across: Across = "world",
+    ) -> None:
         self.optimizer = optimizer
         initial = optimizer.state_dict()  # Adagrad has state before its first step
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -169,8 +258,10 @@ class Shard:
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._group_indices = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
         self.flat_buffers = [
-            FlatBuffer(bucket, lanes, world, optimizer) for bucket in buckets(parameters, world)
+            FlatBuffer(bucket, lanes, world, optimizer, round_to, across)
+            for bucket in buckets(parameters, world)
         ]
+        self.across = self.flat_buffers[0].exchange.across
         firsts = {
             self._index(buffer, segment.fragments[0]): segment.parameter
             for buffer in self.flat_buffers
@@ -180,15 +271,22 @@ class Shard:
             group["params"] = [firsts[index] for index in indices if index in firsts]
         if initial["state"]:
             self.load_state_dict(initial)
+        optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._gather)
 
     def _index(self, buffer: FlatBuffer, fragment: Fragment) -> int:
         """Return the index that a fragment's parameter had in the unsharded optimizer."""
         return self._index_of[id(buffer.parameter_of(fragment))]
 
-    def _gather(self, *_: object) -> None:
+    def _before_step(self, *_: object) -> None:
         for buffer in self.flat_buffers:
-            buffer.gather()
+            buffer.drop_cleared()
+
+    def _gather(self, *_: object) -> None:
+        flats = [(buffer.exchange, buffer.flats) for buffer in self.flat_buffers]
+        all_gather(flats, "gathering parameters")
+        for buffer in self.flat_buffers:
+            buffer.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the unsharded `state_dict`, with this worker's parts as `TensorSlice` leaves."""
@@ -196,7 +294,7 @@ class Shard:
         for buffer in self.flat_buffers:
             for segment in buffer.segments:
                 values = self.optimizer.state.get(segment.parameter, {})
-                for fragment in segment.fragments:
+                for fragment in filter(None, map(buffer.own_part, segment.fragments)):
                     if own := _fragment_state(fragment, segment, values, buffer):
                         state[self._index(buffer, fragment)] = own
         pairs = zip(self.optimizer.param_groups, self._group_indices, strict=True)
@@ -276,6 +374,22 @@ def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None
                 if isinstance(values[name], Tensor):
                     target = optimizer.state[parameter]
                     target[name] = values[name].to(target[name].device, copy=True)
+
+
+def choose_across(parameters: Parameters, world: World, round_to: torch.dtype | None) -> Across:
+    """Return "host" if that sends less or earlier, and half the free memory has room. Collective.
+
+    Two hosts can swap gradients during backward, and rounded gradients are smaller than parameters.
+    The room is that of Adam's two tensors on the host with the least memory.
+    """
+    hosts = len(world.hosts)
+    on_cpus = {parameter.device.type for parameter in parameters} <= {"cpu"}
+    if hosts == 1 or not on_cpus or len(set(map(len, world.hosts))) > 1:
+        return "world"
+    free = world.all_gather_json(available_bytes(), "comparing free memory")
+    more = 2 * sum(parameter.nbytes for parameter in parameters) * (hosts - 1) // hosts
+    fits = more <= SHARE_OF_MEMORY * min((some for some in free if some is not None), default=more)
+    return "host" if fits and (hosts == 2 or round_to is not None) else "world"
 
 
 def check_shardable(optimizer: optim.Optimizer) -> None:

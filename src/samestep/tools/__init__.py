@@ -1,1 +1,95 @@
-"""Commands that run a job and answer a question about it."""
+"""Helpers of several tools: run a script, read its record, sum gradients, format numbers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from samestep.errors import RecordError
+from samestep.record import read_events
+
+if TYPE_CHECKING:  # some of the commands must start without torch
+    import torch
+
+    from samestep.comm.base import World
+
+OUTPUT: Final = "output.txt"
+# the run neither writes anything outside its directory nor restarts
+ISOLATED: Final = ("--remote=none", "--transfer=none", "--sinks=none", "--max-restarts=0")
+
+
+def start_script(
+    command: Sequence[str],
+    workers: int,
+    directory: Path,
+    flags: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a script by `samestep run` in `directory`; append its output to the file `OUTPUT`."""
+    options = ["-n", str(workers), "--dir", str(directory), *ISOLATED, *flags]
+    program = [sys.executable, "-m", "samestep", "run", *options, *command]
+    with (directory / OUTPUT).open("ab") as file:
+        return subprocess.Popen(
+            program,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+        )
+
+
+def read_run(directory: Path) -> tuple[list[dict[str, Any]], Path]:
+    """Return the events and the newest snapshot of a run. Raises `RecordError` without either."""
+    from samestep.snapshot.read import list_snapshots
+
+    events: list[dict[str, Any]] = []
+    with suppress(RecordError):
+        events += read_events(directory)
+    if not any(event["event"] in {"started", "resumed"} for event in events):
+        raise RecordError("the script did not start a run; it must call samestep.init")
+    if not (snapshots := list_snapshots(directory)):
+        needed = "track its model and optimizer (run.track) and train for at least one step"
+        raise RecordError(f"the script wrote no snapshot; it must {needed}")
+    return events, snapshots[-1]
+
+
+def make_all_reduce(world: World, gradient: torch.Tensor, activity: str) -> Callable[[], None]:
+    """Return a function that sums such gradients of all workers on all workers; collective."""
+    from samestep.step.exchange import Exchange
+
+    exchange = Exchange([gradient], world.size, world)
+
+    def all_reduce() -> None:
+        exchange.put([[gradient]])
+        world.barrier(activity)
+        exchange.sum()
+        exchange.gather()
+
+    return all_reduce
+
+
+def some(count: float, noun: str) -> str:
+    """Return a count with its noun, such as "1 worker" or "2 workers"."""
+    return f"{count:g} {noun}{'s' * (count != 1)}"
+
+
+def whole_number(text: str | None) -> int | None:
+    """Return the integer that a text holds, or None."""
+    try:
+        return int(text or "")
+    except ValueError:
+        return None
+
+
+def format_bytes(count: float) -> str:
+    """Return a number of bytes with its unit, for example 1.5 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

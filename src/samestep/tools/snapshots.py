@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from samestep.config import is_url
 from samestep.errors import ConfigError, SnapshotError
-from samestep.tools.common import format_bytes
+from samestep.tools import format_bytes
 
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.snapshot.manifest import Manifest

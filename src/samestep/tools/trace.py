@@ -18,14 +18,23 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from samestep.data.generators import OBSERVED
 from samestep.errors import VerifyError
 from samestep.snapshot.read import list_snapshots, load
 from samestep.snapshot.state import flatten
-from samestep.tools.common import OUTPUT, read_run, start_script
+from samestep.tools import OUTPUT, read_run, start_script
 
+OBSERVED_FOLDER: Final = "observed"
 KILL_ATTEMPTS: Final = 5
 POLL_SECONDS: Final = 0.002
 SHOWN_LINES: Final = 30
+
+
+class Finding(NamedTuple):
+    """A likely cause of differences from `step` on, seen while the script ran."""
+
+    step: int
+    text: str
 
 
 class RunSize(NamedTuple):
@@ -36,6 +45,20 @@ class RunSize(NamedTuple):
 
     def __str__(self) -> str:
         return str(self.workers) if self.devices == 1 else f"{self.workers}x{self.devices}"
+
+
+FOUND: Final = {
+    "generator": "a lane draws from the generator {}, which samestep does not seed; seed it with "
+    "run.on_lane_seed",
+    "unseeded": "data is drawn with the generator {}, which samestep cannot seed, or which did "
+    "not exist before the first draw; use one of Python, NumPy or torch, created with a seed",
+    "attribute": "a lane changes the attribute {}, which stays on its worker; if results depend on "
+    "it, make it a buffer (register_buffer) or compute it from the batch",
+}
+TENSORS: Final = (
+    "{} differs {} after step {}; code that runs on some workers only has changed it, such as a "
+    "forward pass in training mode or other gradients on rank 0"
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +87,7 @@ class ScriptTracer:
 
     def __init__(self, command: Sequence[str], steps: int, lanes: int | None) -> None:
         self.lanes = lanes
+        self.findings: list[Finding] = []  # of all runs
         self._command, self._steps = list(command), steps
 
     def run(self, size: RunSize) -> list[StepTrace]:
@@ -75,6 +99,7 @@ class ScriptTracer:
                 counts = f"{self.lanes} and {lanes}; set it in the script or with --lanes"
                 raise VerifyError(f"all runs must have the same number of lanes, got {counts}")
             self.lanes = lanes
+            self.findings += read_findings(directory, f"n={size}")
             return read_traces(directory)
 
     def run_with_kill(
@@ -122,11 +147,14 @@ class ScriptTracer:
 
     def _start(self, size: RunSize, directory: Path, resume: str) -> subprocess.Popen[bytes]:
         flags = [f"--resume={resume}", f"--stop-after={self._steps}"]
-        flags += ["--snapshot-every=1", f"--keep-last={self._steps}"]
+        flags += ["--snapshot-every=1", f"--keep-last={self._steps + 1}"]  # and step 0
         flags += [] if self.lanes is None else [f"--lanes={self.lanes}"]
         flags += [] if size.devices == 1 else [f"--devices={size.devices}"]
         print(f"running at n={size} …", file=sys.stderr, flush=True)
-        return start_script(self._command, size.workers, directory, flags)
+        observed = directory / OBSERVED_FOLDER
+        observed.mkdir(exist_ok=True)
+        environment = {OBSERVED: str(observed)}
+        return start_script(self._command, size.workers, directory, flags, environment)
 
 
 def read_traces(directory: Path) -> list[StepTrace]:
@@ -147,6 +175,40 @@ def read_traces(directory: Path) -> list[StepTrace]:
             hashes[f"plain state of {name}"] = _hash(json.dumps(_sorted(plain)).encode())
         traces.append(StepTrace(snapshot.step, hashes))
     return traces
+
+
+def read_findings(directory: Path, title: str) -> list[Finding]:
+    """Return what the workers of a run observed, the likeliest causes first."""
+    lines = [
+        line
+        for path in sorted((directory / OBSERVED_FOLDER).iterdir())
+        for line in path.read_text().splitlines()
+    ]
+    observations = [json.loads(line) for line in dict.fromkeys(lines)]
+    found = {
+        kind: [
+            Finding(observed.get("step", -1) + 1, text.format(observed["name"]))
+            for observed in observations
+            if observed["kind"] == kind
+        ]
+        for kind, text in FOUND.items()
+    }
+    by_call: dict[str, dict[int, dict[str, str]]] = {}
+    for observed in observations:
+        if observed["kind"] == "tensors":
+            call = json.dumps([observed["step"], *observed["call"]])
+            by_call.setdefault(call, {})[observed["rank"]] = observed["checksums"]
+    for call, by_rank in by_call.items():
+        step, _ = json.loads(call)
+        first = by_rank[min(by_rank)]
+        for rank, sums in by_rank.items():
+            if name := next((name for name in first if sums.get(name) != first[name]), None):
+                where = f"between workers {min(by_rank)} and {rank} of {title}"
+                found["tensors"] = [Finding(step, TENSORS.format(name, where, step))]
+        if "tensors" in found:
+            break
+    order = ("generator", "unseeded", "tensors", "attribute")
+    return [finding for kind in order for finding in found.get(kind, ())]
 
 
 def _start_event(directory: Path) -> dict[str, Any]:

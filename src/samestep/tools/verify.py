@@ -5,21 +5,28 @@ from __future__ import annotations
 import argparse
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from samestep.errors import VerifyError
 
 if TYPE_CHECKING:  # --help must not load torch
-    from samestep.tools.trace import StepTrace
+    from samestep.tools.trace import Finding, StepTrace
 
+SHOWN: Final = 5  # findings
+AT_START: Final = (
+    "the state before the first step: a model or optimizer built before ss.init, from random "
+    "numbers that samestep does not seed, or from data that depend on the number of workers"
+)
 # by the first pattern that matches the name of the difference
 CAUSES: Final = {
     "^metric ": "the forward pass: a random generator created by the script (samestep seeds those "
     "of Python, NumPy and torch), data that depends on the rank, or a different number of threads "
     "per worker",
     "running_|num_batches": "a layer that exchanges statistics between workers, such as "
-    "SyncBatchNorm with more lanes than workers",
+    "SyncBatchNorm with more lanes than workers, or a forward pass in training mode on some "
+    "workers only",
     "^plain state": "a tracked object that counts what one worker did, or contains a time or path",
     "": "the gradient or the update: a nondeterministic kernel, a model initialized from unseeded "
     "random numbers, state kept outside of lanes, or gradients changed by one worker only",
@@ -66,11 +73,13 @@ def main(options: argparse.Namespace) -> int:
         draw = random.Random(options.seed)
         title, trace = tracer.run_with_kill(by_devices[-1], by_devices[0], draw)
         traces[title] = trace
-    return print_report(traces, tracer.lanes or 0)
+    return print_report(traces, tracer.lanes or 0, tracer.findings)
 
 
-def print_report(traces: Mapping[str, list[StepTrace]], lanes: int) -> int:
-    """Print a table of hashes and the first difference with its usual cause; return the status."""
+def print_report(
+    traces: Mapping[str, list[StepTrace]], lanes: int, findings: Sequence[Finding] = ()
+) -> int:
+    """Print a table of hashes and the first difference with its causes; return the status."""
     by_step = {title: {trace.step: trace for trace in run} for title, run in traces.items()}
     widths = [max(12, len(title)) for title in traces]
 
@@ -84,7 +93,7 @@ def print_report(traces: Mapping[str, list[StepTrace]], lanes: int) -> int:
     for step in sorted({trace.step for run in traces.values() for trace in run}):
         row = {title: run.get(step) for title, run in by_step.items()}
         print_row(str(step), [trace.digest() if trace else "-" for trace in row.values()])
-        difference = difference or find_difference(step, row)
+        difference = difference or find_difference(step, row, findings)
     if difference is None:
         print(f"the same at every step: {', '.join(traces)}")
         return 0
@@ -92,8 +101,13 @@ def print_report(traces: Mapping[str, list[StepTrace]], lanes: int) -> int:
     return 1
 
 
-def find_difference(step: int, row: Mapping[str, StepTrace | None]) -> str | None:
-    """Return the first difference after a step with its usual cause, None if there is none."""
+def find_difference(
+    step: int, row: Mapping[str, StepTrace | None], findings: Sequence[Finding]
+) -> str | None:
+    """Return the first difference after a step with its causes, None if there is none.
+
+    The findings up to this step are likelier than the usual cause of such a difference.
+    """
     if missing := ", ".join(title for title, trace in row.items() if trace is None):
         cause = "a number of steps that depends on the number of workers"
         return f"step {step}: {missing} did not reach it\nUsual cause: {cause}"
@@ -101,6 +115,9 @@ def find_difference(step: int, row: Mapping[str, StepTrace | None]) -> str | Non
     for title, trace in others:
         if first and trace and (name := first.first_difference(trace)):
             between = f"{name!r} differs between {first_title} and {title}"
+            if found := dict.fromkeys(one.text for one in findings if one.step <= step > 0):
+                causes = "\n".join(f"Likely cause: {text}" for text in islice(found, SHOWN))
+                return f"step {step}: {between}\n{causes}"
             cause = next(CAUSES[pattern] for pattern in CAUSES if re.search(pattern, name))
-            return f"step {step}: {between}\nUsual cause: {cause}"
+            return f"step {step}: {between}\nUsual cause: {cause if step else AT_START}"
     return None

@@ -86,6 +86,7 @@ def make_report(locations: Iterable[str], *, image_bytes: int) -> Report:
             f"no run at or below {' or '.join(locations)}; pass a folder with an events.jsonl"
         )
     responses: dict[str, Any] = {_path("runs"): {"runs": [view.row() for view in views]}}
+    responses[_path("table")] = {"runs": [view.table_row() for view in views]}
     summaries = {view: view.summary() for view in views}
     curves = sum(len(summary["scalars"]) for summary in summaries.values())
     points = max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // max(1, curves * len(AXES))))

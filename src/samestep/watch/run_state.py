@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import signal
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from samestep.record.record import PARTS
 from samestep.record.source import STARTS, StepPosition, step_position, valid_until
 from samestep.watch.curves import Curve, to_float, to_int, to_number, to_text
-from samestep.watch.timings import RECENT, Timings, started_workers
+from samestep.watch.timings import RECENT, Timings, seconds_of, started_workers
 
 Event: TypeAlias = Mapping[str, Any]
 
@@ -21,7 +20,10 @@ STATES: Final = {
     "stopped": "stopped",
     "failed": "failed",
     "restarting": "running",
+    "stalled": "stalled",
 }
+# events of other processes than the workers
+APART: Final = ("sink", "images_dropped")
 LONGEST_TEXT: Final = 1000
 GOOD, BAD, INFO = "good", "bad", "info"
 
@@ -72,11 +74,17 @@ class RunState:
         self.started: float | None = None
         self.updated: float | None = None
         self.start: Event = {}
+        self.commit: str | None = None  # of git
         self.attempts = 0
         self.step = 0.0
         self.epoch: int | None = None
         self.loop: Event | None = None
         self.paces: deque[tuple[float, float]] = deque(maxlen=RECENT + 1)  # (steps done, time)
+        self.failures: list[Event] = []  # since the last start
+        self.stall: str | None = None  # why the run was stalled last
+        self.skipped_lines = 0
+        self._earlier_seconds = 0.0  # of all starts before the last one
+        self._started_at: float | None = None  # the last start
         self._trained: tuple[Event, Event] | None = None  # the last start with a loop, and the loop
         self._image_count = 0
 
@@ -85,7 +93,13 @@ class RunState:
         kind, time = event.get("event"), to_number(event.get("time"))
         if not isinstance(kind, str) or time is None:
             return
-        self.updated = time
+        before, self.updated = self.updated, time
+        if self.state == "stalled" and kind not in APART:
+            self.state = "running"
+        if kind in STARTS and before is not None:
+            self._earlier_seconds += before - (self._started_at or before)
+        if self._started_at is None or kind in STARTS:
+            self._started_at = time
         if kind == "scalars":
             self._add_scalars(event, time)
         elif kind == "timing":
@@ -97,6 +111,13 @@ class RunState:
         elif self._update(event, kind):
             self._add_to_timeline(event, kind, time)
 
+    @property
+    def elapsed(self) -> float | None:
+        """The seconds from each start to the last event before the next one, without the gaps."""
+        if self._started_at is None or self.updated is None:
+            return None
+        return max(0.0, self._earlier_seconds + self.updated - self._started_at)
+
     def _update(self, event: dict[str, Any], kind: str) -> bool:
         """Apply an event of the run itself, and return whether it belongs on the timeline."""
         self.state = STATES.get(kind, self.state)
@@ -104,6 +125,10 @@ class RunState:
             self.start, self.loop = self._trained  # this start only evaluated
         if kind != "restarting":
             self._reach(to_number(event.get("step")))
+        if kind == "failed":
+            self.failures.append(event)
+        if kind == "stalled":
+            self.stall = to_text(event.get("reason"))
         if kind == "images_dropped":
             self.dropped_images += to_int(event.get("count")) or 0
         if kind == "sink":
@@ -130,10 +155,15 @@ class RunState:
         if self.loop is not None:
             self._trained = self.start, self.loop
         self.state, self.start, self.loop = "running", event, None
+        if "commit" in event:  # not after a worker was replaced
+            self.commit = to_text(event["commit"])
+            if self.commit and event.get("dirty"):
+                self.commit += ", with changes"
         self.epoch = to_int(event.get("epoch"))
         self.step = to_number(event.get("step")) or 0.0
         self.attempts += 1
         self.paces.clear()
+        self.failures.clear()
 
     def _add_scalars(self, event: dict[str, Any], time: float) -> None:
         place, values = _place(event), event.get("values")
@@ -148,15 +178,24 @@ class RunState:
                 curve = self.curves[name] = Curve()
             edges = to_float(low.get(name)), to_float(high.get(name))
             curve.append(place, time, to_float(value), *edges)
-        self.epoch = to_int(event.get("epoch"))
+        epoch, is_between = to_int(event.get("epoch")), not place[1]
+        if is_between and epoch:  # the number of the next epoch, which may not follow
+            epoch = max(self.epoch or 0, epoch - 1)
+        self.epoch = epoch
         self._reach(place[0], time)
 
     def _add_timing(self, event: dict[str, Any], time: float) -> None:
         place, workers = _place(event), event.get("workers")
-        if place is None or not isinstance(workers, list) or not workers:
+        if place is None:
+            return
+        if isinstance(event.get("quantiles"), dict) and self.timings.append_summary(
+            place[0], time, self.attempts, event
+        ):
+            self._reach(place[0] + 1, time)
+        if not isinstance(workers, list) or not workers:
             return
         if all(isinstance(worker, dict) for worker in workers):
-            seconds = [[to_float(worker.get(part)) for part in PARTS] for worker in workers]
+            seconds = [seconds_of(worker) for worker in workers]
             self.timings.append(place[0], time, self.attempts, seconds)
             self._reach(place[0] + 1, time)
 
@@ -196,6 +235,8 @@ def describe(event: Event, kind: str, before: Event) -> tuple[str, str]:
         rank, host = event.get("rank"), event.get("host")
         worker = f"worker {rank} on {host}" if host else f"worker {rank}"
         fields = defaultdict(lambda: None, {**event, "worker": worker})
+        if kind == "failed":
+            fields["error"] = _first_line(event.get("error"))
         text = template.format_map(fields) if isinstance(template, str) else template(event)
         tone = BAD if event.get("error") else usual
     else:
@@ -208,7 +249,9 @@ def _describe_start(event: Event, kind: str, before: Event) -> str:
     workers, workers_before = len(started_workers(event)), len(started_workers(before))
     count, lanes = counted(workers, "worker"), event.get("lanes")
     if kind == "started":
-        return f"started with {count}" + (f", {lanes} lanes" if isinstance(lanes, int) else "")
+        return ", ".join(
+            [f"started with {count}", *([counted(lanes, "lane")] if isinstance(lanes, int) else [])]
+        )
     text = f"resumed at step {event.get('step')} with {count}"
     if before and workers_before != workers:
         text += f": resized from {workers_before} to {count}"
@@ -218,6 +261,32 @@ def _describe_start(event: Event, kind: str, before: Event) -> str:
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun in singular or plural."""
     return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def cause(failures: Sequence[Event]) -> dict[str, str | None] | None:
+    """Return the text and traceback of the failure that caused the others, None without any.
+
+    The text is one line. It names a worker only if the error is that worker's own: all workers
+    raise an error such as NaN, and a hang is reported by a worker that waited for another.
+    """
+    primary = [one for one in failures if not one.get("is_secondary", _is_of(one, "WorldError"))]
+    one = next(iter([*primary, *failures]), None)
+    if one is None:
+        return None
+    text, trace = _first_line(one.get("error")), to_text(one.get("traceback"))
+    is_shared = any(_first_line(other.get("error")) == text for other in primary if other != one)
+    if not is_shared and not _is_of(one, "HangError"):
+        host = one.get("host")
+        text += f" (worker {one.get('rank')}{f' on {host}' if host else ''})"
+    return {"text": text[:LONGEST_TEXT], "detail": trace}
+
+
+def _is_of(failure: Event, kind: str) -> bool:
+    return str(failure.get("error")).startswith(kind)
+
+
+def _first_line(text: object) -> str:
+    return str(text).partition("\n")[0]
 
 
 def _describe_stop(event: Event) -> str:
@@ -268,6 +337,7 @@ DESCRIPTIONS: Final[Mapping[str, tuple[str, str | Callable[[Event], str]]]] = {
     "stopped": (INFO, _describe_stop),
     "failed": (BAD, "{worker} failed at step {step}: {error}"),
     "restarting": (BAD, "{worker} failed at step {step}: {reason}; restarting all workers"),
+    "stalled": (BAD, "stalled: {reason}"),
     "snapshot": (GOOD, _describe_snapshot),
     "snapshot_copied": (GOOD, "snapshot of step {step} copied to remote storage"),
     "snapshot_rejected": (BAD, "rejected snapshot {path}: {reason}"),

@@ -167,7 +167,11 @@ class Follower(threading.Thread):
         """Find new and removed runs, and return whether there were any."""
         before = {view.id for view in self._views.at(self._location)}
         is_new = self._try(self._location, lambda: self._views.scan(self._location))
-        if changed := before ^ {view.id for view in self._views.at(self._location)}:
+        after = {view.id for view in self._views.at(self._location)}
+        if changed := before ^ after:
+            locations = {view.source.location for view in self._views.at(self._location)}
+            for gone in self.faults.keys() - locations - {self._location}:
+                del self.faults[gone]
             self._notify(changed)
         return is_new
 

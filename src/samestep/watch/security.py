@@ -2,7 +2,8 @@
 
 Without a token the server listens on loopback only, and answers only requests for a loopback name.
 A page of another site whose name resolves to this machine (DNS rebinding) sends that name as Host.
-With a token any name is accepted, because such a page has no token.
+With a token any name is accepted, because such a page has no token. A form exchanges the token for
+a cookie, so that the token is in no URL, history or log.
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ import hashlib
 import hmac
 import math
 import re
+import time
 from typing import Final
+from urllib.parse import parse_qs
 
 from starlette.datastructures import MutableHeaders, QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 HEADERS: Final = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-        "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+        "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
     ),
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -31,11 +34,21 @@ HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
 }
 LONGEST_PARAMETER: Final = 4096  # characters
+LOGIN: Final = "/login"
+LONGEST_FORM: Final = 4096  # bytes
+MOST_FAILURES: Final = 10  # from an address, within `FAILURE_SECONDS`
+FAILURE_SECONDS: Final = 60.0
+MOST_ADDRESSES: Final = 1000  # with failures; for one more, the oldest is dropped
 _HOST: Final = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/@\s]+))(?::\d+)?")
-# After a link from another site, a redirect would arrive without the SameSite=Strict cookie.
-_ENTRANCE: Final = (
-    '<!doctype html><meta http-equiv="refresh" content="0; url=./"><title>samestep</title>'
-)
+_FORM: Final = """\
+<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>samestep: log in</title>
+<form method="post" action="login">
+<p><label>Token <input type="password" name="token" required autofocus
+autocomplete="current-password"></label> <button>Log in</button></p>
+<p role="alert">{text}</p>
+</form>
+"""
 
 
 class Guard:
@@ -46,6 +59,7 @@ class Guard:
         self._token = token
         self._names = LOOPBACK_NAMES | {host.lower()}
         self._cookie = f"samestep-{port}"  # browsers share cookies between ports
+        self._failures = Failures()
         self._pass = hashlib.sha256(f"samestep watch {token}".encode()).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,29 +70,63 @@ class Guard:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers.update(HEADERS)
-                headers.setdefault("Cache-Control", "no-store")
+                for name, value in {**HEADERS, "Cache-Control": "no-store"}.items():
+                    headers.setdefault(name, value)
             await send(message)
 
-        response = self._respond(Request(scope))
+        request = Request(scope, receive)
+        response = self._respond(request)
+        if response is None and request.method == "POST":
+            response = await self._log_in(request)
         await (response or self._app)(scope, receive, send_with_headers)
 
     def _respond(self, request: Request) -> Response | None:
         """Return the response to a request that must not pass, else None."""
-        if request.method not in {"GET", "HEAD"}:
+        is_login = self._token is not None and request.url.path == LOGIN
+        if request.method not in ({"GET", "HEAD", "POST"} if is_login else {"GET", "HEAD"}):
             text = "this server is read-only: expected GET or HEAD"
             return PlainTextResponse(text, 405, {"Allow": "GET, HEAD"})
         if not self._is_host_allowed(request):
             text = "expected a loopback name as host, such as localhost or 127.0.0.1"
             return PlainTextResponse(text, 421)
-        if self._token is None or self._is_authorized(request, self._token):
+        if self._token is None or _equal(request.cookies.get(self._cookie, ""), self._pass):
             return None
-        if request.url.path == "/" and _equal(request.query_params.get("token", ""), self._token):
-            response = HTMLResponse(_ENTRANCE)
-            response.set_cookie(self._cookie, self._pass, httponly=True, samesite="strict")
-            return response
-        text = "a token is required: open /?token=... once, or send Authorization: Bearer ..."
+        return self._authorize(request, self._token)
+
+    def _authorize(self, request: Request, token: str) -> Response | None:
+        """Return the response to a request without a cookie, None if it may pass."""
+        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+        is_bearer, is_login = scheme.lower() == "bearer", request.method == "POST"
+        seconds = self._failures.seconds_left(_address(request))
+        if seconds and (is_bearer or is_login):
+            text = f"too many failed attempts; try again in {seconds} s"
+            return PlainTextResponse(text, 429, {"Retry-After": str(seconds)})
+        if is_login or (is_bearer and _equal(secret.strip(), token)):
+            return None
+        if is_bearer:
+            self._failures.add(_address(request))
+        if request.url.path in {"/", LOGIN}:
+            return _form("")
+        text = "a token is required: log in at /, or send Authorization: Bearer ..."
         return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
+
+    async def _log_in(self, request: Request) -> Response:
+        """Exchange the token for a cookie."""
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > LONGEST_FORM:
+                return PlainTextResponse("the form is too long", 413)
+        given = parse_qs(body.decode(errors="replace")).get("token", [""])[0].strip()
+        if not _equal(given, self._token or ""):
+            self._failures.add(_address(request))
+            return _form("Wrong token.")
+        response = RedirectResponse("./", 303)
+        secure = request.url.scheme == "https"
+        response.set_cookie(
+            self._cookie, self._pass, httponly=True, samesite="strict", secure=secure
+        )
+        return response
 
     def _is_host_allowed(self, request: Request) -> bool:
         if self._token is not None:
@@ -87,10 +135,34 @@ class Guard:
         match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
         return match is not None and (match[1] or match[2]).lower() in self._names
 
-    def _is_authorized(self, request: Request, token: str) -> bool:
-        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
-        is_bearer = scheme.lower() == "bearer" and _equal(secret.strip(), token)
-        return is_bearer or _equal(request.cookies.get(self._cookie, ""), self._pass)
+
+class Failures:
+    """Failed attempts to log in, by address, in seconds of the monotonic clock."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, list[float]] = {}
+
+    def add(self, address: str) -> None:
+        """Count a failed attempt."""
+        times = self._times.pop(address, [])
+        self._times[address] = [*times, time.monotonic()][-MOST_FAILURES:]
+        if len(self._times) > MOST_ADDRESSES:
+            del self._times[next(iter(self._times))]
+
+    def seconds_left(self, address: str) -> int:
+        """Return the seconds until an address may try again, 0 if it may now."""
+        times = self._times.get(address, [])
+        if len(times) < MOST_FAILURES:
+            return 0
+        return max(0, math.ceil(times[0] + FAILURE_SECONDS - time.monotonic()))
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
+def _form(text: str) -> Response:
+    return HTMLResponse(_FORM.format(text=text), 401, {"WWW-Authenticate": "Bearer"})
 
 
 def _equal(given: str, expected: str) -> bool:

@@ -6,7 +6,7 @@ GET /api/runs              {"runs": [{id, name, state, started, updated, step, e
 GET /api/run?id=           progress, scalars, images, workers, parts, events, config, sinks
 GET /api/curve?id=&name=   {x, value, low, high, smooth, points, exact}; optional: from=, to=,
                            points=1000, smooth=0, x=step|time
-GET /api/timing?id=        {x, parts, workers}: seconds per step; optional: from=, to=, points=500
+GET /api/timing?id=        {x, parts, workers, quantiles}: seconds; optional: from=, to=, points=500
 GET /api/image?id=&number= an image; its first bytes determine its media type
 GET /api/changes           server-sent events: {"ids": [...]} of the runs that changed, empty if
                            faults changed, at most one per 0.75 s
@@ -110,7 +110,7 @@ def make_app(
         await changes.join()
 
     api = Api(views, changes)
-    endpoints = (api.runs, api.run, api.curve, api.timing, api.image, api.changes)
+    endpoints = (api.runs, api.table, api.run, api.curve, api.timing, api.image, api.changes)
     app = Starlette(
         routes=[
             Route("/", page),
@@ -134,6 +134,10 @@ class Api:
         Query(request.query_params)
         faults = [{"location": place, "text": text} for place, text in self._changes.faults.items()]
         return _json({"runs": [view.row() for view in self._views.values()], "faults": faults})
+
+    def table(self, request: Request) -> Response:
+        Query(request.query_params)
+        return _json({"runs": [view.table_row() for view in self._views.values()]})
 
     def run(self, request: Request) -> Response:
         return _json(self._view(Query(request.query_params, "id")).summary())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,38 +12,66 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.record.record import PARTS
+from samestep.record.record import OWN, PARTS, QUANTILES
 from samestep.record.source import StepPosition
-from samestep.watch.curves import Table, equal_spans, row_range, to_int, to_list, to_text, to_texts
+from samestep.watch.curves import (
+    Table,
+    equal_spans,
+    row_range,
+    to_float,
+    to_int,
+    to_list,
+    to_text,
+    to_texts,
+)
 
 EXCHANGE: Final = PARTS.index("exchange")
 OTHER: Final = "other"
 RECENT: Final = 100  # steps
+NO_QUANTILES: Final = (math.nan,) * len(QUANTILES)
 CLEARLY_SLOWER: Final = 1.1  # than the median of all workers
 
 
 class Timings:
-    """Seconds of each step: 44 bytes per step, and 4 more per worker.
+    """Seconds of each step: 64 bytes per step, and 4 more per worker.
 
-    A worker's own seconds exclude `exchange`, which includes the wait for the slowest worker.
+    A worker's own seconds exclude its waits for other workers. The record has quantiles of many
+    workers instead.
     """
 
     def __init__(self) -> None:
-        # step, time, attempt, workers, parts
-        self._steps = Table(np.float64, np.float64, np.int32, np.int32, *[np.float32] * len(PARTS))
+        # step, time, attempt, workers, parts, and quantiles of own seconds, NaN if there are none
+        numbers = [np.float32] * len((*PARTS, *QUANTILES))
+        self._steps = Table(np.float64, np.float64, np.int32, np.int32, *numbers)
         self._own = Table(np.float32)  # per worker of each step, in rank order
-        # steps of this attempt: seconds by worker and part
+        # steps of this attempt: each worker's seconds by part, and its own
         self._newest: deque[Sequence[Sequence[float]]] = deque(maxlen=RECENT)
+        # the rank and own seconds of the slowest of many workers, and the median of all
+        self._slowest: deque[tuple[int, float, float]] = deque(maxlen=RECENT)
 
     def append(
         self, step: float, time: float, attempt: int, workers: Sequence[Sequence[float]]
     ) -> None:
-        """Append a step of at least one worker, with each worker's seconds by part."""
-        means = [sum(part) / len(workers) for part in zip(*workers, strict=True)]
-        self._steps.append((step, time, attempt, len(workers), *means))
-        for parts in workers:
-            self._own.append((sum(parts) - parts[EXCHANGE],))
+        """Append a step of at least one worker, with each worker's seconds by part and own ones."""
+        *means, _ = [sum(column) / len(workers) for column in zip(*workers, strict=True)]
+        self._steps.append((step, time, attempt, len(workers), *means, *NO_QUANTILES))
+        for *_, own in workers:
+            self._own.append((own,))
         self._newest.append(workers)
+
+    def append_summary(
+        self, step: float, time: float, attempt: int, event: Mapping[str, Any]
+    ) -> bool:
+        """Append a step of many workers; return False for an event that no run writes."""
+        means, quantiles = event.get("mean"), event.get("quantiles")
+        own = quantiles.get(OWN) if isinstance(quantiles, dict) else None
+        if not isinstance(means, dict) or not isinstance(own, list) or len(own) != len(QUANTILES):
+            return False
+        parts, own = [to_float(means.get(part)) for part in PARTS], [*map(to_float, own)]
+        self._steps.append((step, time, attempt, 0, *parts, *own))
+        if (rank := to_int(event.get("slowest"))) is not None:
+            self._slowest.append((rank, own[-1], own[len(own) // 2]))
+        return True
 
     def discard_after(self, last: StepPosition) -> None:
         """Remove all steps after a place, because a new attempt starts there."""
@@ -51,11 +80,13 @@ class Timings:
         self._own.filter(np.repeat(remaining, workers))
         self._steps.filter(remaining)
         self._newest.clear()
+        self._slowest.clear()
 
     def steps(self) -> Steps:
         """Return all steps."""
-        step, time, attempt, workers, *parts = self._steps.columns()
-        return Steps(step, time, attempt, workers, tuple(parts), self._own.columns()[0])
+        step, time, attempt, workers, *numbers = self._steps.columns()
+        parts, quantiles = tuple(numbers[: len(PARTS)]), tuple(numbers[len(PARTS) :])
+        return Steps(step, time, attempt, workers, parts, quantiles, self._own.columns()[0])
 
     def parts(self) -> dict[str, float | None]:
         """Return the mean seconds per step by part, over workers and the newest steps."""
@@ -69,13 +100,13 @@ class Timings:
         if not self._newest:
             return []
         count = len(self._newest[-1])
-        # [steps, workers, parts]
+        # [steps, workers, parts and own]
         seconds = np.asarray([step for step in self._newest if len(step) == count])
-        own = np.median(seconds.sum(axis=2) - seconds[:, :, EXCHANGE], axis=0).tolist()
+        own = np.median(seconds[:, :, -1], axis=0).tolist()
         known = [value if np.isfinite(value) else 0.0 for value in own]
         slowest = count > 1 and max(known) > CLEARLY_SLOWER * median(known)
         wall = _mean(self._recent().wall()[-len(seconds) :])
-        means = seconds.mean(axis=0)
+        means = seconds[:, :, :-1].mean(axis=0)
         others = to_list(np.maximum((np.nan if wall is None else wall) - means.sum(axis=1), 0.0))
         return [
             {
@@ -86,6 +117,20 @@ class Timings:
             for rank, parts in enumerate(means)
         ]
 
+    def slowest(self) -> tuple[int, float] | None:
+        """Return the rank and seconds of one of many workers that is clearly slower, if any.
+
+        It is the one that was the slowest most often in the newest steps.
+        """
+        ranks = [rank for rank, _, _ in self._slowest]
+        if not ranks:
+            return None
+        rank = max(set(ranks), key=ranks.count)
+        seconds = median(most for one, most, _ in self._slowest if one == rank)
+        middle = median(middle for one, _, middle in self._slowest if one == rank)
+        is_often = 2 * ranks.count(rank) > len(ranks)
+        return (rank, seconds) if is_often and seconds > CLEARLY_SLOWER * middle else None
+
     def _recent(self) -> Steps:
         """Return the newest steps and the one before, whose time is the start of the first."""
         steps = self.steps()
@@ -94,13 +139,14 @@ class Timings:
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps [N]: `parts` are means over `workers`; `own` has each worker's seconds, by step."""
+    """Steps [N]: `parts` are means over workers; `own` has each of `workers`' seconds, by step."""
 
     step: NDArray[Any]
     time: NDArray[Any]
     attempt: NDArray[Any]
     workers: NDArray[Any]
     parts: tuple[NDArray[Any], ...]
+    quantiles: tuple[NDArray[Any], ...]
     own: NDArray[Any]
 
     def at(self, rows: slice) -> Steps:
@@ -108,7 +154,7 @@ class Steps:
         return self._take(rows, slice(first, first + count))
 
     def to_json(self, start: float | None, end: float | None, points: int) -> dict[str, Any]:
-        """Return x, parts and workers from step `start` to `end`.
+        """Return x, parts, workers and quantiles (of many workers) from step `start` to `end`.
 
         Values are means over at most `points` equal spans of steps; each x is the first step of
         its span. A worker that took no part in a span has None.
@@ -117,7 +163,8 @@ class Steps:
             return self._sorted().to_json(start, end, points)
         steps = self.at(row_range(self.step, start, end))
         if not len(steps.step):
-            return {"x": [], "parts": {name: [] for name in (*PARTS, OTHER)}, "workers": []}
+            parts: dict[str, list[float]] = {name: [] for name in (*PARTS, OTHER)}
+            return {"x": [], "parts": parts, "workers": [], "quantiles": []}
         bounds = equal_spans(steps.step, max(1, points))
         # of each step
         span = np.repeat(np.arange(len(bounds)), [stop - start for start, stop in bounds])
@@ -128,6 +175,11 @@ class Steps:
                 for name, column in steps.by_part().items()
             },
             "workers": steps.by_worker(span, len(bounds)),
+            "quantiles": [
+                to_list(_means(span, column, len(bounds)))
+                for column in steps.quantiles
+                if np.isfinite(column).any()
+            ],
         }
 
     def by_part(self) -> dict[str, NDArray[Any]]:
@@ -161,15 +213,28 @@ class Steps:
 
     def _take(self, rows: Any, own: Any) -> Steps:
         parts = tuple(part[rows] for part in self.parts)
+        quantiles = tuple(quantile[rows] for quantile in self.quantiles)
         columns = (self.step[rows], self.time[rows], self.attempt[rows], self.workers[rows])
-        return Steps(*columns, parts, self.own[own])
+        return Steps(*columns, parts, quantiles, self.own[own])
+
+
+def seconds_of(worker: Mapping[str, Any]) -> list[float]:
+    """Return a worker's seconds of a step by part, and its own.
+
+    Records of earlier versions have no own ones: there, they are those of all parts but `exchange`.
+    """
+    parts = [to_float(worker.get(part)) for part in PARTS]
+    own = to_float(worker[OWN]) if OWN in worker else sum(parts) - parts[EXCHANGE]
+    return [*parts, own]
 
 
 def worker_rows(start: Mapping[str, Any], timings: Timings) -> list[dict[str, Any]]:
     """Return the rank, host, devices, lanes and timings of each worker of a start event."""
-    workers, timed = started_workers(start), timings.workers()
+    workers, timed = started_workers(start), dict(enumerate(timings.workers()))
     lanes = to_int(start.get("lanes")) or 0
     unknown = {"seconds": None, "parts": dict.fromkeys((*PARTS, OTHER)), "slowest": False}
+    if (slowest := timings.slowest()) is not None:
+        timed = {slowest[0]: {**unknown, "seconds": slowest[1], "slowest": True}}
     return [
         {
             "rank": rank,
@@ -177,7 +242,7 @@ def worker_rows(start: Mapping[str, Any], timings: Timings) -> list[dict[str, An
             "pid": to_int(worker.get("pid")),
             "devices": to_texts(worker.get("devices", start.get("devices"))),
             "lanes": list(lanes_of(rank, len(workers), lanes)),
-            **(timed[rank] if rank < len(timed) else unknown),
+            **timed.get(rank, unknown),
         }
         for rank, worker in enumerate(workers)
     ]

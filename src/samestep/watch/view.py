@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from statistics import median_high
 from threading import Lock
 from typing import Any, Final, TypeVar
 
+from samestep.config import Config
 from samestep.errors import RecordError
 from samestep.record.events import parse_events
 from samestep.record.source import Source
-from samestep.watch.curves import AXES, to_int, to_text, to_texts
-from samestep.watch.run_state import RunState
+from samestep.watch.curves import AXES, to_int, to_number, to_text, to_texts
+from samestep.watch.run_state import RunState, cause
 from samestep.watch.timings import started_workers, worker_rows
 
 Item = TypeVar("Item")
@@ -81,11 +84,14 @@ class View:
         if not data:
             self._is_read = self._was_read = True
             return False
-        events = parse_events(data)
+        read = list(parse_events(data))  # all or none: a newer format raises
+        lines, events = sum(1 for line in data.split(b"\n") if line), iter(read)
         while batch := list(islice(events, EVENTS_AT_A_TIME)):
             with self._lock:
                 for event in batch:
                     self._run.apply(event)
+        with self._lock:
+            self._run.skipped_lines += lines - len(read)
         if self._was_read:
             self._seen = time.time()
         self._offset += len(data)
@@ -131,6 +137,12 @@ class View:
             "state": _state(run, now, self._seen),
             "started": run.started,
             "updated": run.updated,
+            "elapsed": run.elapsed,
+            "nonfinite": [
+                {"name": name, "step": since}
+                for name, curve in run.curves.items()
+                if (since := curve.nonfinite_since()) is not None
+            ],
             "step": int(run.step),
             "epoch": run.epoch,
             "workers": len(started_workers(run.start)),
@@ -158,6 +170,8 @@ class View:
                 "parts": run.timings.parts(),
                 "events": [vars(e) for e in run.timeline[:1] + run.timeline[1:][-MOST_ITEMS:]],
                 "config": _config(config) if isinstance(config, dict) else {},
+                "defaults": _defaults(config) if isinstance(config, dict) else [],
+                **_origin(run),
                 "sinks": [
                     {
                         "name": name,
@@ -168,7 +182,19 @@ class View:
                     for name, event in run.sinks.items()
                 ],
                 "dropped_images": run.dropped_images,
+                "skipped_lines": run.skipped_lines,
+                "failure": cause(run.failures) if row["state"] == "failed" else None,
+                "stall": run.stall if row["state"] == "stalled" else None,
             }
+
+    def table_row(self) -> dict[str, Any]:
+        """Return the run's row in the table of runs: scores by scalar, settings and origin."""
+        with self._lock:
+            run = self._run
+            scores = {name: curve.extremes() for name, curve in run.curves.items()}
+            config = run.start.get("config")
+            config = _config(config) if isinstance(config, dict) else {}
+            return {**self._row(time.time()), "scores": scores, "config": config, **_origin(run)}
 
     def scalars(self) -> list[str]:
         """Return the names of the scalars that have points."""
@@ -220,29 +246,37 @@ def media_type(data: bytes) -> str | None:
 
 
 def _state(run: RunState, now: float, seen: float | None) -> str:
-    if run.state != "running":
+    if run.state not in {"running", "stalled"}:
         return run.state
     gaps = [later - time for (_, time), (_, later) in pairwise(run.paces)]
     usual = median_high(gaps) if gaps else 0.0
     newest = max(run.updated or 0.0, seen or 0.0)  # the clock of another machine may differ
-    is_silent = now - newest > max(SILENT_SECONDS, SILENT_STEPS * usual)
-    return "silent" if is_silent else "running"
+    limit = max(SILENT_SECONDS, SILENT_STEPS * usual)
+    if run.state == "stalled":  # no news until the timeout
+        config = run.start.get("config")
+        timeout = to_number(config.get("timeout")) if isinstance(config, dict) else None
+        limit += timeout or 0.0
+    return "silent" if now - newest > limit else run.state
 
 
 def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:
-    loop, done, pace = run.loop or {}, None, None
+    loop, done, pace = run.loop or {}, int(run.step), None
+    per_epoch = to_int(loop.get("steps_per_epoch")) if loop.get("ends_with_epoch") else None
     steps, batch = to_int(loop.get("steps")), to_int(loop.get("batch_size"))
     if run.loop is not None:
-        done = max(0, int(run.step) - (to_int(loop.get("step")) or 0))
-        done += to_int(loop.get("done")) or 0
+        done = max(0, done - (to_int(loop.get("step")) or 0)) + (to_int(loop.get("done")) or 0)
     if is_running and len(run.paces) > 1:
         (first, begin), (last, end) = run.paces[0], run.paces[-1]
         pace = (last - first) / (end - begin) if end > begin else None
-    remaining = None if steps is None or done is None else max(0, steps - done)
+    remaining = None if steps is None else max(0, steps - done)
+    # of a loop that ends with its epoch, nobody has said how many follow
+    share = None if not steps else 1 - (steps - done) / (per_epoch or steps)
     return {
         "loop": to_text(loop.get("name")),
-        "done": int(run.step) if done is None else done,
-        "steps": steps,
+        "done": done,
+        "steps": None if per_epoch else steps,
+        "share": None if share is None else min(1.0, max(0.0, share)),
+        "is_of_epoch": bool(per_epoch),
         "epochs": to_int(loop.get("epochs")),
         "samples": _samples(loop, done, batch),
         "samples_per_second": None if pace is None or batch is None else pace * batch,
@@ -251,9 +285,9 @@ def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:
     }
 
 
-def _samples(loop: Mapping[str, Any], done: int | None, batch: int | None) -> int | None:
+def _samples(loop: Mapping[str, Any], done: int, batch: int | None) -> int | None:
     """Return the number of samples that a loop has used. An epoch's last batch may be short."""
-    if done is None or batch is None:
+    if batch is None:
         return None
     size, steps = to_int(loop.get("samples")), to_int(loop.get("steps_per_epoch"))
     if not size or not steps:
@@ -280,6 +314,30 @@ def thin(items: Sequence[Item], most: int) -> list[Item]:
         stride *= 2
     some = list(items[::stride])
     return some if (len(items) - 1) % stride == 0 else [*some, items[-1]]
+
+
+def _origin(run: RunState) -> dict[str, Any]:
+    """Return the job's own settings, the command, and the commit, as far as they are known."""
+    settings = run.start.get("settings")
+    return {
+        "settings": _config(settings) if isinstance(settings, dict) else {},
+        "command": to_text(run.start.get("command")),
+        "commit": run.commit,
+    }
+
+
+def _defaults(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the options that have their default values."""
+    known = {option.name: option.default for option in fields(Config)}
+    return [
+        name
+        for name, value in config.items()
+        if name in known and _text(value) == _text(known[name])
+    ]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=str)
 
 
 def _config(value: object, depth: int = 0) -> Any:

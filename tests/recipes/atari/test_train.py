@@ -157,7 +157,7 @@ def test_a_run_that_was_killed_goes_on_at_another_number_of_workers(trained, tmp
             [*SMALL, "--dir", str(tmp_path)],
             4,
             1,
-            timeout=60,
+            timeout=300,
             environment={"SAMESTEP_SNAPSHOT_EVERY": "1"},
         )
     assert 0 < load(list_snapshots(tmp_path)[-1]).step < UPDATES

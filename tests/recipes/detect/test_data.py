@@ -127,7 +127,7 @@ def test_a_wrong_annotation_is_named_with_its_file(change, expected, tmp_path):
         ),
         (
             {"images": [{"id": 1, "file_name": "a.png", "width": 0, "height": 8}]},
-            "images[0] (id 1): expected at least one pixel, got width 0 and height 8",
+            "images[0] (id 1): expected 1 to 65536 pixels, got width 0 and height 8",
         ),
         (
             {"images": [{"file_name": "a.png", "width": 1, "height": 8}]},

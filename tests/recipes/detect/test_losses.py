@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.detect.config import LossSettings, ModelSettings
+from recipes.detect.config import LossSettings, Settings
 from recipes.detect.data import Batch
 from recipes.detect.losses import (
     BACKGROUND,
@@ -20,18 +20,10 @@ from recipes.detect.losses import (
 )
 from recipes.detect.masks import grid_points
 from recipes.detect.model import Detector
+from recipes.settings import read
+from tests.recipes.detect.small import SMALL
 
-SMALL = ModelSettings(
-    blocks=(1, 1),
-    widths=(8, 8),
-    bottleneck=1,
-    stem_width=8,
-    stem_pool=False,
-    strides=(4, 8),
-    width=8,
-    tower=1,
-    mask_width=8,
-)
+MODEL = read(Settings, SMALL).model
 LEVELS = {4: (16, 16), 8: (8, 8), 16: (4, 4)}  # of an image of 64 x 64 pixels
 POINTS = torch.cat(
     [grid_points(*size, stride, torch.device("cpu")) for stride, size in LEVELS.items()]
@@ -145,7 +137,7 @@ def make_batch(*counts):
 def test_the_loss_of_a_lane_is_the_sum_of_its_images(counts):
     torch.manual_seed(0)
     model, batch, settings = (
-        Detector(SMALL, 3),
+        Detector(MODEL, 3),
         make_batch(*counts),
         LossSettings(mask_locations=1000),
     )
@@ -166,7 +158,7 @@ def test_the_loss_of_a_lane_is_the_sum_of_its_images(counts):
 
 def test_without_boxes_only_the_background_is_learnt():
     torch.manual_seed(0)
-    model = Detector(SMALL, 3)
+    model = Detector(MODEL, 3)
     loss, sums = detection_loss(model, make_batch(0, 0), settings=LossSettings())
     loss.backward()
     assert loss > 0
@@ -181,14 +173,14 @@ def test_without_boxes_only_the_background_is_learnt():
 
 def test_with_boxes_every_parameter_learns():
     torch.manual_seed(0)
-    model = Detector(SMALL, 3)
+    model = Detector(MODEL, 3)
     detection_loss(model, make_batch(4, 4), settings=LossSettings())[0].backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
 def test_a_detector_learns_one_image_by_heart():
     torch.manual_seed(0)
-    model, batch = Detector(SMALL, 3), make_batch(2)
+    model, batch = Detector(MODEL, 3), make_batch(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for _ in range(60):

@@ -13,36 +13,14 @@ from recipes.detect.picture import PREDICTIONS_FILE
 from recipes.settings import SettingsError, read
 from samestep.snapshot.read import list_snapshots, load
 from tests.jobs import fingerprint
+from tests.recipes.detect.small import SMALL
 from tests.recipes.in_order import in_order, left_in_checkpoint
 
-SMALL = [
-    *("batch_size=4", "lanes=1", "evaluate_every=6"),
-    *(
-        "model.blocks=[1, 1]",
-        "model.widths=[8, 8]",
-        "model.bottleneck=1",
-        "model.stem_width=8",
-        "model.stem_pool=false",
-    ),
-    *("model.strides=[4, 8]", "model.width=8", "model.tower=1", "model.mask_width=8"),
-    *(
-        "data.mean=[0.5, 0.5, 0.5]",
-        "data.std=[0.3, 0.3, 0.3]",
-        "predict.least_score=0.02",
-        "predict.most=5",
-    ),
-    *(
-        "optimizer.steps=6",
-        "optimizer.reference_batch_size=4",
-        "optimizer.warmup_steps=2",
-        "optimizer.decay_steps=[4]",
-    ),
-    *("optimizer.name=adamw", "optimizer.learning_rate=0.01", "optimizer.clip_norm=5"),
-]
+ON_ONE_LANE = [*SMALL, "lanes=1", "evaluate_every=6"]
 
 
 def test_one_lane_leaves_the_bits_of_the_plain_script(digits, tmp_path):
-    arguments = [*SMALL, f"data.path={digits}"]
+    arguments = [*ON_ONE_LANE, f"data.path={digits}"]
     groups = open_images(read(Settings, arguments).data).train.groups()
     with in_order(plain, group_by=groups):
         scores = plain.main([*arguments, "--dir", str(tmp_path / "plain")])
@@ -58,7 +36,7 @@ def test_one_lane_leaves_the_bits_of_the_plain_script(digits, tmp_path):
 
 
 def test_it_trains_goes_on_and_evaluates(digits, tmp_path):
-    arguments = [*SMALL, f"data.path={digits}", "--dir", str(tmp_path)]
+    arguments = [*ON_ONE_LANE, f"data.path={digits}", "--dir", str(tmp_path)]
     plain.main([*arguments, "optimizer.steps=1"])
     before = left_in_checkpoint(tmp_path)
     scores = plain.main([*arguments, "optimizer.steps=2"])
@@ -72,6 +50,6 @@ def test_it_trains_goes_on_and_evaluates(digits, tmp_path):
 
 
 def test_evaluation_without_parameters_is_an_error(digits, tmp_path):
-    plain.write_settings(tmp_path, read(Settings, [*SMALL, f"data.path={digits}"]))
+    plain.write_settings(tmp_path, read(Settings, [*ON_ONE_LANE, f"data.path={digits}"]))
     with pytest.raises(SettingsError, match="--eval needs the --dir of a run with a checkpoint"):
         plain.main(["--eval", "--dir", str(tmp_path)])

@@ -7,25 +7,17 @@ import pytest
 import torch
 
 from recipes.detect.coco import read_annotations
-from recipes.detect.config import DataSettings, LossSettings, ModelSettings, PredictSettings
+from recipes.detect.config import DataSettings, LossSettings, PredictSettings, Settings
 from recipes.detect.data import collate, open_images
 from recipes.detect.evaluate import average_precision
 from recipes.detect.losses import assign
 from recipes.detect.model import Detector
 from recipes.detect.picture import picture
 from recipes.detect.predict import full_mask, predict
+from recipes.settings import read
+from tests.recipes.detect.small import SMALL
 
-SMALL = ModelSettings(
-    blocks=(1, 1),
-    widths=(8, 8),
-    bottleneck=1,
-    stem_width=8,
-    stem_pool=False,
-    strides=(4, 8),
-    width=8,
-    tower=1,
-    mask_width=8,
-)
+MODEL = read(Settings, SMALL).model
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +92,7 @@ class Oracle(Detector):
     """Says the true boxes and classes of a batch, at the locations that would learn them."""
 
     def __init__(self, batch, classes):
-        super().__init__(SMALL, classes)
+        super().__init__(MODEL, classes)
         self.batch = batch
 
     def forward(self, images):
@@ -145,7 +137,7 @@ def test_a_model_that_knows_the_truth_scores_one(digits):
 @torch.no_grad()
 def test_predictions_are_the_likeliest_within_limits(val):
     torch.manual_seed(0)
-    model = Detector(SMALL, classes=10)
+    model = Detector(MODEL, classes=10)
     torch.nn.init.normal_(model.class_head.weight, std=3)
     batch = collate([val[index] for index in range(len(val))], multiple=4)
     for most, least in ((3, 0.0), (100, 0.4)):

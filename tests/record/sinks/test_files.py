@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.errors import ConfigError, RecordError
+from samestep.errors import ConfigError
 from samestep.record.cursor import Cursor
 from samestep.record.files import EventChunk, find_chunks
 from samestep.record.sinks import files as module
@@ -265,15 +265,13 @@ def test_the_function_receives_images_and_chunks_and_chunks_are_removed(run_with
     assert function_destination(run_with_image).open() == len(LINES)
 
 
-@pytest.mark.parametrize(
-    ("error", "raised"), [(OSError("no route"), OSError), (SystemExit(3), RecordError)]
-)
-def test_after_an_exception_the_chunk_is_passed_again(run_with_image, error, raised):
+@pytest.mark.parametrize("error", [OSError("no route"), SystemExit(3)])
+def test_after_an_exception_the_chunk_is_passed_again(run_with_image, error):
     function = function_destination(run_with_image)
     function.open()
     function.send(0, LINES[: LINES.index(b"\n") + 1])
     note.error = error
-    with pytest.raises(raised):
+    with pytest.raises(type(error)):
         function.send(40, LINES[40:])
     assert sorted(path.name for path in (run_with_image / "record").iterdir()) == ["cursor.json"]
     assert function_destination(run_with_image).open() == LINES.index(b"\n") + 1

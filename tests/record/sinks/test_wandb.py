@@ -33,7 +33,7 @@ def start(*command):
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 

@@ -89,5 +89,5 @@ class RandomSystem(System):
 def test_any_machine_is_examined(data):
     system = RandomSystem(data.draw)
     sections = examine(Case(system, DIRECTORY, default_workers(system)))
-    assert "\n" in as_text(sections)
+    assert "\n" in as_text(sections, verbose=True)
     assert json.loads(json.dumps([asdict(section) for section in sections]))

@@ -156,23 +156,21 @@ def test_enough_files_are_good(tmp_path):
     assert "65536 open files are allowed" in findings(section, "good")
 
 
-def test_too_few_files_are_fixed_in_the_shell_up_to_the_hard_limit(tmp_path):
-    problem = findings(examine_files(tmp_path, 256), "problem")
-    assert "may open 256 files" in problem
-    assert problem.endswith("ulimit -n 4096")
-    problem = findings(examine_files(tmp_path, 256, UNLIMITED), "problem")
-    assert problem.endswith("ulimit -n 65536")
+def test_a_run_raises_the_soft_limit_of_files_to_the_hard_one(tmp_path):
+    assert "4096 open files are allowed" in findings(examine_files(tmp_path, 256), "good")
+    unlimited = findings(examine_files(tmp_path, 256, UNLIMITED), "good")
+    assert "65536 open files are allowed" in unlimited
 
 
-def test_too_few_files_are_fixed_outside_the_shell_above_the_hard_limit(tmp_path):
+def test_too_few_files_are_fixed_outside_the_shell(tmp_path):
     problem = findings(examine_files(tmp_path, 256, 256), "problem")
     assert "docker run --ulimit nofile=65536" in problem
     assert "limits.conf" in problem
 
 
 def test_the_number_of_files_needed_grows_with_the_workers(tmp_path):
-    assert findings(examine_files(tmp_path, 1024, workers=32), "problem") == ""
-    problem = findings(examine_files(tmp_path, 1024, workers=64), "problem")
+    assert findings(examine_files(tmp_path, 1024, 1024, workers=32), "problem") == ""
+    problem = findings(examine_files(tmp_path, 1024, 1024, workers=64), "problem")
     assert "64 workers needs about 1536" in problem
 
 

@@ -24,16 +24,10 @@ ACTIVITY = "exchanging"
 
 @dataclass(frozen=True)
 class AllToAll:
-    """A worker sends `nbytes` to each rank."""
+    """A worker sends `nbytes` to each rank, and receives from some; nobody sends 0 bytes."""
 
     nbytes: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Ring:
-    """A worker sends `nbytes` to its right, and then forwards what its left neighbor sent."""
-
-    nbytes: int
+    received: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class RecordingWorld(World):
         self.hosts = [
             range(first, min(first + per_host, size)) for first in range(0, size, per_host)
         ]
-        self.calls: list[AllToAll | Ring | Doubling | HostBarrier] = []
+        self.calls: list[AllToAll | Doubling | HostBarrier] = []
 
     def all_gather_bytes(self, data, what):
         self.barrier(what)
@@ -66,10 +60,11 @@ class RecordingWorld(World):
         raise NotImplementedError
 
     def all_gather(self, out, own, what):
-        self.calls.append(Ring(own.nbytes))
+        raise NotImplementedError
 
     def all_to_all(self, out, out_sizes, own, own_sizes, what):
-        self.calls.append(AllToAll([size * own.element_size() for size in own_sizes]))
+        sizes = ([size * own.element_size() for size in some] for some in (own_sizes, out_sizes))
+        self.calls.append(AllToAll(*sizes))
 
     def shared(self, nbytes):
         return [torch.zeros(nbytes, dtype=torch.uint8) for _ in self.host]
@@ -92,12 +87,17 @@ class RecordingWorld(World):
 
 
 def record_calls(
-    rank: int, workers: int, per_host: int, lanes: int, elements: int
-) -> list[AllToAll | Ring | Doubling | HostBarrier]:
+    rank: int,
+    workers: int,
+    per_host: int,
+    lanes: int,
+    elements: int,
+    round_to: torch.dtype | None = None,
+) -> list[AllToAll | Doubling | HostBarrier]:
     """Return the calls of a worker's exchange in a step, ordered as in `samestep.step.lane_engine`."""
     world = RecordingWorld(rank, workers, per_host)
     parameter = torch.zeros(elements)
-    exchange = Exchange([parameter], lanes, world)
+    exchange = Exchange([parameter], lanes, world, round_to)
     exchange.put([[parameter]] * len(exchange.own_views))
     world.all_gather_json("losses", ACTIVITY)
     exchange.sum()
@@ -109,7 +109,7 @@ def record_calls(
 class Simulation:
     """Plays the calls of all workers; `now` is the simulated time in seconds."""
 
-    calls: Sequence[Sequence[AllToAll | Ring | Doubling | HostBarrier]]
+    calls: Sequence[Sequence[AllToAll | Doubling | HostBarrier]]
     network: Network
     now: float = 0.0
     _link_free_at: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -142,10 +142,6 @@ class Simulation:
         for call in self.calls[rank]:
             if isinstance(call, AllToAll):
                 yield from self._all_to_all(rank, call)
-            elif isinstance(call, Ring):
-                for _ in range(len(self.calls) - 1):
-                    yield self._send(rank, (rank + 1) % len(self.calls), call.nbytes)
-                    yield (rank - 1) % len(self.calls)
             elif isinstance(call, Doubling):
                 yield from self._double(rank, call)
             else:
@@ -153,10 +149,11 @@ class Simulation:
 
     def _all_to_all(self, rank: int, call: AllToAll) -> Iterator[float | int]:
         size = len(self.calls)
-        for distance in range(1, size):
-            yield self._send(rank, (rank + distance) % size, call.nbytes[(rank + distance) % size])
-        for distance in range(1, size):
-            yield (rank - distance) % size
+        others = [(rank + distance) % size for distance in range(1, size)]
+        for other in others:
+            if call.nbytes[other]:
+                yield self._send(rank, other, call.nbytes[other])
+        yield from (other for other in reversed(others) if call.received[other])
 
     def _double(self, rank: int, call: Doubling) -> Iterator[float | int]:
         size, on_host = len(self.calls), self.network.workers_per_host

@@ -175,17 +175,18 @@ def test_waiting_is_part_of_the_exchange():
     )
 
 
-def test_computing_may_hide_an_exchange_with_one_lane_per_worker():
-    network = Network(NETWORK.memory, Link(1e-3, 1e6), 1)
-    small, large = (
-        predict(_costs(compute=Range.exactly(seconds)), network, 8).parts["exchange"]
-        for seconds in (0.01, 100.0)
-    )
+@pytest.mark.parametrize("workers", [8, 4])
+def test_computing_the_last_lane_may_hide_an_exchange_between_hosts(workers):
+    def exchange(seconds, per_host):
+        network = Network(NETWORK.memory, Link(1e-3, 1e6), per_host)
+        costs = _costs(compute=Range.exactly(seconds))
+        return predict(costs, network, workers).parts["exchange"]
+
+    small, large = exchange(0.01, 1), exchange(100.0, 1)
     assert small.middle == large.middle
     assert large.lowest < small.lowest < small.middle
-    two_lanes = predict(_costs(compute=Range.exactly(100.0)), network, 4).parts["exchange"]
-    # three messages leave together: one latency instead of three
-    assert two_lanes.middle - two_lanes.lowest == pytest.approx(2e-3)
+    assert exchange(100.0, 2).lowest < exchange(0.01, 2).lowest
+    assert exchange(0.01, 8) == exchange(100.0, 8)
 
 
 @given(st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4]), latencies, bandwidths)

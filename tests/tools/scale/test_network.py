@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.step.exchange import BUCKET_BYTES, buckets
+from samestep.step.exchange import buckets
 from samestep.tools.scale.network import (
     LOSS_BYTES,
     Link,
@@ -21,7 +22,6 @@ from tests.tools.scale.simulation import (
     Doubling,
     HostBarrier,
     RecordingWorld,
-    Ring,
     record_calls,
 )
 
@@ -31,40 +31,40 @@ from tests.tools.scale.simulation import (
     st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4])).filter(lambda pair: pair != (1, 1)),
     st.integers(0, 20),
     st.integers(1, 50_000),
+    st.sampled_from([None, torch.bfloat16]),
 )
-def test_the_traffic_is_what_the_exchange_sends(hosts_and_workers, more_lanes, elements):
+def test_the_traffic_is_what_the_exchange_sends(hosts_and_workers, more_lanes, elements, round_to):
     hosts, per_host = hosts_and_workers
     workers = hosts * per_host
     lanes = workers + more_lanes
-    traffic = count_traffic(workers, per_host, lanes, 4 * elements)
-    calls = [record_calls(rank, workers, per_host, lanes, elements) for rank in range(workers)]
+    traffic = count_traffic(workers, per_host, lanes, 4 * elements, 2 if round_to else 4)
+    calls = [
+        record_calls(rank, workers, per_host, lanes, elements, round_to) for rank in range(workers)
+    ]
     sent = [sum(sum(call.nbytes) for call in some if isinstance(call, AllToAll)) for some in calls]
     by_host = [sum(sent[first : first + per_host]) for first in range(0, workers, per_host)]
-    batches, rings, doublings, barriers = (
+    batches, doublings, barriers = (
         [call for call in calls[0] if isinstance(call, kind)]
-        for kind in (AllToAll, Ring, Doubling, HostBarrier)
+        for kind in (AllToAll, Doubling, HostBarrier)
     )
-    others = workers - 1
     assert traffic.sent_bytes == max(by_host)
     assert traffic.batches == len(batches)
-    assert traffic.messages == len(batches) * others
+    assert traffic.messages == sum(sum(map(bool, call.nbytes)) for call in batches)
     loss_rounds = len(doublings) * math.ceil(math.log2(hosts))
-    assert traffic.rounds == len(rings) * others + loss_rounds
-    ring_bytes = sum(call.nbytes for call in rings) * others
+    assert traffic.rounds == loss_rounds
     loss_bytes = sum(call.nbytes for call in doublings) * (hosts - 1)
-    assert traffic.forwarded_bytes == ring_bytes + loss_bytes
+    assert traffic.forwarded_bytes == loss_bytes
     assert traffic.host_messages == len(barriers) * (per_host - 1)
 
 
-def test_buckets_are_counted_between_workers_without_shared_memory():
-    parameters = [
-        torch.nn.Parameter(torch.empty(BUCKET_BYTES // 4, device="meta")) for _ in range(3)
-    ]
+@pytest.mark.parametrize("tensors", [8, 80, 192, 1280])
+def test_buckets_and_their_parts_are_counted(tensors):
+    parameters = [torch.nn.Parameter(torch.empty(1 << 14, device="meta")) for _ in range(tensors)]
     expected = len(buckets(parameters, RecordingWorld(0, 4, 1)))
-    traffic = count_traffic(4, 1, 4, 3 * BUCKET_BYTES)
-    assert traffic.batches == expected == 3
-    assert traffic.rounds == 2 + expected * 3
-    assert count_traffic(4, 2, 4, 3 * BUCKET_BYTES).batches == 2  # the gradients and the gather
+    assert count_traffic(4, 1, 4, tensors << 16).batches == 2 * expected  # and to the partners
+    assert count_traffic(4, 2, 4, tensors << 16).batches == expected  # two hosts swap
+    assert len(record_calls(0, 2, 1, 2, (8 << 20) // 4)) == 1 + 2  # losses, and two parts
+    assert count_traffic(2, 1, 2, 512 << 20).batches == 2 * 64
 
 
 def test_one_worker_sends_nothing():

@@ -23,7 +23,7 @@ from selenium.webdriver.common.keys import Keys
 
 CHROMIUM = "/usr/bin/chromium"
 CHROMEDRIVER = "/usr/bin/chromedriver"
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 300.0
 MOST_TABS = 80  # presses of the Tab key until an element is reached
 OWN_SCRIPTS = 2  # elements of index.html
 FLAGS = (

@@ -13,7 +13,7 @@ from tests.watch.browser.pages import OWN_SCRIPTS
 from tests.watch.browser.runs import append, losses, paint, shown_color
 from tests.watch.writing import scalars, started, timing, write
 
-TABS = ("curves", "images", "time", "workers", "events", "configuration")
+TABS = ("curves", "images", "time", "workers", "events", "settings", "table")
 
 
 EVIL = "<script>alert(1)</script>"
@@ -92,9 +92,9 @@ def test_text_of_a_record_is_never_markup(run, page, place):
         )
     page.choose_tab("workers")
     assert EVIL_IMAGE in page.text("#panel-workers")
-    page.choose_tab("configuration")
+    page.choose_tab("settings")
     assert EVIL in page.text("#config")
-    page.open(EVIL_IMAGE, versus=run.name, tab="configuration")
+    page.open(EVIL_IMAGE, versus=run.name, tab="settings")
     assert page.text("#run-name") == EVIL_IMAGE
 
 
@@ -152,6 +152,63 @@ def test_a_phone_needs_no_horizontal_scrolling(run, page):
         assert (tab, widest) == (tab, 360)
 
 
+def test_a_failure_is_one_line_with_its_traceback_folded(run, page):
+    secondary = {"error": "WorldError: worker 1 left", "is_secondary": True, "traceback": "t0"}
+    cause = {"error": "KeyError: 'x'\nmore", "is_secondary": False, "traceback": "in the script"}
+    failed = {"event": "failed", "step": 3, "host": "h"}
+    append(run, *losses(0, 1), {**failed, "rank": 0, **secondary}, {**failed, "rank": 1, **cause})
+    page.open(run.name).points("loss", 2)
+    (item,) = page.driver.find_elements(By.CSS_SELECTOR, "#losses li")
+    assert item.text.splitlines()[0] == "KeyError: 'x' (worker 1 on h)"
+    assert "in the script" not in item.text
+    item.find_element(By.TAG_NAME, "summary").click()
+    assert "in the script" in item.text
+
+
+def test_a_stalled_run_says_who_is_awaited(run, page):
+    reason = "worker 0 has waited 30 s at step 2 while exchanging losses, for worker 1"
+    append(run, *losses(0, 1), {"event": "stalled", "step": 2, "reason": reason})
+    page.open(run.name).points("loss", 2)
+    (item,) = page.driver.find_elements(By.CSS_SELECTOR, "#losses li")
+    assert item.text == reason
+    (state,) = page.driver.find_elements(By.CSS_SELECTOR, "main .state")
+    assert state.text == state.get_attribute("data-state") == "stalled"
+
+
+def test_values_that_are_not_finite_have_a_badge_in_the_list_as_well(run, page):
+    append(run, *losses(0, 1), scalars(2, loss="nan"), {"event": "finished", "step": 3})
+    append(run.with_name(f"{run.name}-other"), *losses(0, 1))  # a list of one run is hidden
+    page.open(run.name).points("loss", 3)
+    for place, text in {
+        f"[data-run='{run.name}']": "not finite",
+        "#overview": "loss is not finite since step 2",
+    }.items():
+        badge = page.driver.find_element(By.CSS_SELECTOR, f"{place} [data-state=nonfinite]")
+        assert badge.text == text
+
+
+def test_a_link_to_an_unknown_run_says_so(run, page):
+    append(run, *losses(0, 1))
+    page.open("no-such-run").points("loss", 2)
+    page.until("return document.getElementById('banner').textContent.includes('no-such-run')")
+
+
+def test_an_epoch_that_may_not_be_the_last_has_its_own_progress(run, page):
+    sizes = {"steps": 14, "steps_per_epoch": 7, "samples": 50, "batch_size": 8, "epochs": None}
+    train = {"event": "loop", "name": "train", "step": 0, "epoch": 1, "done": 7, **sizes}
+    append(run, {**train, "ends_with_epoch": True})
+    for step in range(4):
+        append(run, *losses(step))
+        time.sleep(0.05)
+    page.open(run.name).points("loss", 4)
+    assert (
+        page.until("return document.querySelector('[data-figure=left] dt')?.textContent")
+        == "Left in epoch"
+    )
+    bar = page.driver.find_element(By.ID, "progress")
+    assert bar.get_attribute("aria-label") == "Progress in this epoch"
+
+
 def test_the_theme_follows_the_system_and_the_button(run, page):
     append(run, *losses(0, 1))
     brightness = (
@@ -176,7 +233,7 @@ def test_a_report_is_self_contained(run, page, tmp_path):
     append(run, *losses(*range(10)), paint(run, 4, "lime"), {"event": "finished", "step": 10})
     file = tmp_path / "report.html"
     command = [sys.executable, "-m", "samestep", "report", str(run), "--out", str(file)]
-    subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
     page.driver.get(file.as_uri())
     page.points("loss", 10)
     assert page.text("#run-state") == "finished"

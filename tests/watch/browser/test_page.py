@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -147,12 +148,41 @@ def test_two_runs_are_overlaid_and_their_configurations_compared(run, page, name
     append(other, *losses(*range(20)))
     page.open(run.name, other.name)
     page.points("loss", 30)
-    page.choose_tab("configuration")
+    page.choose_tab("settings")
     Select(page.driver.find_element(By.ID, "versus")).select_by_visible_text(other.name)
     page.driver.find_element(By.ID, "only-differences").click()
     seeds = [str(int(folder.name.removeprefix("run-"))) for folder in (run, other)]
     page.until("return document.querySelectorAll('#config tbody tr').length === 1")
     assert page.text("#config tbody tr").split() == ["seed", "differs", *seeds]
+
+
+def test_the_table_of_runs_is_sorted_and_filtered(place, page, names):
+    runs = [place / next(names) for _ in range(3)]
+    for run, rate, score in zip(runs, (0.1, 0.3, 0.2), (0.7, 0.9, 0.8), strict=True):
+        settings = {"lr": rate, "model": {"depth": 2}, "study": "table"}
+        append(run, {**started(), "settings": settings}, scalars(0, accuracy=0.5))
+        append(run, scalars(1, accuracy=score), {"event": "finished", "step": 2})
+    page.open(runs[0].name, tab="table", filter="study=table", sort="-best accuracy")
+    rows = "[...document.querySelectorAll('#runs-table tbody tr')].map((row) => row.dataset.run)"
+    by_score = [runs[number].name for number in (1, 2, 0)]
+    page.until(
+        f"return JSON.stringify({rows}) === arguments[0]",
+        json.dumps(by_score, separators=(",", ":")),
+    )
+    page.driver.find_element(By.CSS_SELECTOR, "#runs-table [data-column=lr] button").click()
+    page.until("return location.hash.includes('sort=-lr')")
+    page.driver.find_element(By.CSS_SELECTOR, "#runs-table [data-column=lr] button").click()
+    by_rate = [runs[number].name for number in (0, 2, 1)]
+    page.until(
+        f"return JSON.stringify({rows}) === arguments[0]",
+        json.dumps(by_rate, separators=(",", ":")),
+    )
+    page.driver.find_element(By.ID, "run-filter").send_keys(" lr=0.2")
+    page.until(f"return JSON.stringify({rows}) === arguments[0]", json.dumps([runs[2].name]))
+    page.choose_tab("settings")
+    page.until(
+        "return document.querySelector('[data-key=\"model.depth\"]')?.textContent === 'model.depth2'"
+    )
 
 
 def test_a_real_run_with_a_killed_and_replaced_worker(place, page):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, reduce
 from importlib import import_module
@@ -87,10 +88,12 @@ def find_function(name: str) -> Callable[[Path], object]:
 
 
 def _import(option: str, form: str, description: str, name: str) -> Callable[..., Any]:
-    module, _, path = name.partition(":")
+    module, _, path = name.partition(":") if ":" in name else name.rpartition(".")
+    if (folder := str(Path.cwd())) not in sys.path:  # only python -m searches it
+        sys.path.append(folder)
     try:
         found: Any = reduce(getattr, path.split("."), import_module(module))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"`
         expected = f"{option} must name an importable {form}"
         raise ConfigError(f"{expected}, got {name!r}: {type(error).__name__}: {error}") from error
     if not callable(found):

@@ -150,7 +150,7 @@ class FunctionDestination(_FileDestination):
         file = self._directory / path
         try:
             file.write_bytes(lines)
-            self._call(path)
+            self._function(file)
         finally:
             with suppress(FileNotFoundError):  # the function may move it
                 file.unlink()
@@ -163,10 +163,4 @@ class FunctionDestination(_FileDestination):
         except RecordError:  # the file was removed
             self.dropped += 1
         else:
-            self._call(path)
-
-    def _call(self, path: str) -> None:
-        try:
             self._function(self._directory / path)
-        except SystemExit as error:  # it would end this thread silently
-            raise RecordError(f"{self.name} exited with {error.code!r} for {path}") from error

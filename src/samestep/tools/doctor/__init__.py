@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from samestep.config import PREFIX
 from samestep.errors import ConfigError
-from samestep.tools.common import format_bytes, some
+from samestep.tools import format_bytes, some
 from samestep.tools.doctor.cluster import examine_directory, examine_launchers, examine_links
 from samestep.tools.doctor.resources import (
     examine_limits,
@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     directory = "directory of the run (default: SAMESTEP_DIR, or the current directory)"
     parser.add_argument("--dir", type=Path, help=directory)
     parser.add_argument("--quick", action="store_true", help="repeat measurements less often")
+    verbose = "also print what was found out about the machine"
+    parser.add_argument("--verbose", action="store_true", help=verbose)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     workers = "workers of the run on this machine (default: one per GPU, or one per core)"
     parser.add_argument("-n", "--workers", type=int, help=workers)
@@ -64,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
         report = {"healthy": healthy, "workers": workers, "sections": list(map(asdict, sections))}
         text = json.dumps(report, indent=1)
     else:  # variables may hold any bytes
-        text = as_text(sections).encode(errors="backslashreplace").decode()
+        text = as_text(sections, verbose=options.verbose).encode(errors="backslashreplace").decode()
     sys.stdout.write(f"{text}\n")
     return 0 if healthy else 1
 
@@ -173,9 +175,19 @@ def _check_measurements(case: Case, medians: Mapping[str, tuple[float, int]]) ->
         yield good(f"two workers sum {_decimal_size(nbytes)} of gradients in {ours}; {theirs}")
 
 
-def as_text(sections: Sequence[Section]) -> str:
-    """Return facts by section, then findings, the most urgent first."""
-    lines = []
+def as_text(sections: Sequence[Section], *, verbose: bool) -> str:
+    """Return the verdict, findings, the most urgent first, and if `verbose` facts by section."""
+    findings = [finding for section in sections for finding in section.findings]
+    count = sum(finding.severity == "problem" for finding in findings)
+    lines = [f"{some(count, 'problem')} to fix" if count else "no problems", ""]
+    for finding in sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)):
+        lines.append(f"{finding.severity:7}  {finding.text}")
+        lines += [f"{'':7}  do: {finding.fix}"] if finding.fix else []
+    return "\n".join([*lines, "", *(_facts(sections) if verbose else ["facts: --verbose"])])
+
+
+def _facts(sections: Sequence[Section]) -> list[str]:
+    lines: list[str] = []
     for section in sections:
         lines.append(section.name)
         width = max(map(len, map(_label, section.facts)), default=0)
@@ -184,12 +196,7 @@ def as_text(sections: Sequence[Section]) -> str:
             lines.append(f"  {_label(name):{width}}  {first}")
             lines += [f"  {'':{width}}  {line}" for line in rest]
         lines.append("")
-    findings = [finding for section in sections for finding in section.findings]
-    for finding in sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)):
-        lines.append(f"{finding.severity:7}  {finding.text}")
-        lines += [f"{'':7}  do: {finding.fix}"] if finding.fix else []
-    count = sum(finding.severity == "problem" for finding in findings)
-    return "\n".join([*lines, "", f"{some(count, 'problem')} to fix" if count else "no problems"])
+    return lines[:-1]
 
 
 def _label(name: str) -> str:

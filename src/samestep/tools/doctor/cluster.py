@@ -11,7 +11,7 @@ from typing import Any, Final
 from samestep.cluster import GLOO_INTERFACE as GLOO
 from samestep.cluster import LOOPBACK_INTERFACE, OUTSIDE_ADDRESS, ProcessInfo, find_process
 from samestep.errors import ConfigError
-from samestep.tools.common import format_bytes
+from samestep.tools import format_bytes
 from samestep.tools.doctor.system import (
     SERVICE_ACCOUNT,
     Case,

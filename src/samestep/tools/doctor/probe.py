@@ -195,9 +195,9 @@ def _work(begun: float, folder: Path, *, quick: bool) -> list[Timed]:
     from torch import distributed
 
     from samestep.comm.connect import connect
-    from samestep.tools.common import make_all_reduce
+    from samestep.tools import make_all_reduce
 
-    world = connect(find_process(os.environ), merge({}, os.environ), cuda=False)
+    world = connect(find_process(os.environ), merge({}, os.environ))
     found: list[Timed] = [("start of two workers", [time.monotonic() - begun], 0)]
     large, small = (QUICK_LARGE_TIMES, QUICK_SMALL_TIMES) if quick else (LARGE_TIMES, SMALL_TIMES)
 

@@ -6,8 +6,8 @@ import resource
 from collections.abc import Iterator
 from typing import Final
 
-from samestep.host import available_bytes, cpu_quota, memory_limit, process_limit
-from samestep.tools.common import format_bytes, some, whole_number
+from samestep.host import MAX_FILES, available_bytes, cpu_quota, memory_limit, process_limit
+from samestep.tools import format_bytes, some, whole_number
 from samestep.tools.doctor.system import Case, Finding, Section, System, good, note, problem
 
 SHARED: Final = "/dev/shm"  # noqa: S108  a mount point, not a temporary file
@@ -194,19 +194,20 @@ def examine_limits(case: Case) -> Section:
 def _check_files(case: Case) -> Iterator[Finding]:
     soft, hard = case.system.process_limits(resource.RLIMIT_NOFILE)
     needed = FILES + FILES_PER_WORKER * case.workers
-    if isinstance(soft, int) and soft < needed:
-        most = min(ENOUGH, hard) if isinstance(hard, int) else ENOUGH
+    # a run raises the soft limit
+    raised = min(hard, MAX_FILES) if isinstance(hard, int) else MAX_FILES
+    allowed = max(soft, raised) if isinstance(soft, int) else soft
+    if isinstance(allowed, int) and allowed < needed:
+        more = max(MAX_FILES, needed)
         yield problem(
-            f"a process may open {soft} files, but a run with {some(case.workers, 'worker')} needs "
-            f"about {needed} for sockets, shared memory and prefetched batches; it would fail with "
-            '"Too many open files".',
-            f"ulimit -n {most}"
-            if not isinstance(hard, int) or hard >= needed
-            else f"docker run --ulimit nofile={ENOUGH}; without a container, add "
-            f"`* - nofile {ENOUGH}` to /etc/security/limits.conf and log in again",
+            f"a process may open {allowed} files, but a run with {some(case.workers, 'worker')} "
+            f"needs about {needed} for sockets, shared memory and prefetched batches; it would "
+            'fail with "Too many open files".',
+            f"docker run --ulimit nofile={more}; without a container, add "
+            f"`* - nofile {more}` to /etc/security/limits.conf and log in again",
         )
     else:
-        yield good(f"{soft} open files are allowed, and {needed} are enough")
+        yield good(f"{allowed} open files are allowed, and {needed} are enough")
 
 
 def _check_processes(case: Case) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from samestep.config import PREFIX, TOKEN, is_url, merge
 from samestep.errors import ConfigError
-from samestep.tools.common import some, whole_number
+from samestep.tools import some, whole_number
 from samestep.tools.doctor.system import Case, Finding, Section, System, good, note, problem
 
 INTERNAL: Final = f"{PREFIX}INTERNAL_"

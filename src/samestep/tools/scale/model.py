@@ -17,7 +17,13 @@ from typing import Any, Final
 
 from samestep.errors import RecordError
 from samestep.record.record import PARTS as RECORDED_PARTS
-from samestep.tools.scale.network import MEASURED_WORKERS, Network, Traffic, count_traffic
+from samestep.tools.scale.network import (
+    ELEMENT_BYTES,
+    MEASURED_WORKERS,
+    Network,
+    Traffic,
+    count_traffic,
+)
 
 PARTS: Final = (*RECORDED_PARTS, "other")
 WARM_UP: Final = 3  # steps to skip: the first ones allocate memory and start loader processes
@@ -94,14 +100,21 @@ def read_timing(events: Iterable[Mapping[str, Any]]) -> StepTiming:
             f"got {len(steps)}; increase --steps or use more data"
         )
     parts = {
-        name: median(fmean(worker.get(name, 0.0) for worker in step["workers"]) for step in used)
-        for name in RECORDED_PARTS
+        name: median(_mean_and_least(step, name)[0] for step in used) for name in RECORDED_PARTS
     }
-    exchanges = [[worker.get("exchange", 0.0) for worker in step["workers"]] for step in used]
+    exchanges = [_mean_and_least(step, "exchange") for step in used]
     duration = median(seconds)
     parts["other"] = max(0.0, duration - sum(parts.values()))
-    waiting = median(fmean(of_workers) - min(of_workers) for of_workers in exchanges)
+    waiting = median(mean - least for mean, least in exchanges)
     return StepTiming(duration, parts, waiting)
+
+
+def _mean_and_least(step: Mapping[str, Any], part: str) -> tuple[float, float]:
+    """Return the mean and the least of all workers' seconds in a part of a step."""
+    if "workers" not in step:  # of many workers, the record has quantiles
+        return step["mean"][part], step["quantiles"][part][0]
+    seconds = [worker.get(part, 0.0) for worker in step["workers"]]
+    return fmean(seconds), min(seconds)
 
 
 @dataclass(frozen=True)
@@ -110,6 +123,7 @@ class Costs:
 
     `waiting` is the wait for slower workers, `constant` does not depend on the worker count, and
     `nbytes` is the size of the parameters. Each worker updates a part of a `sharded` optimizer.
+    Elements of exchanged gradients have `gradient_bytes`.
     """
 
     lanes: int
@@ -120,6 +134,7 @@ class Costs:
     optimizer: Range
     constant: Range
     waiting: Range
+    gradient_bytes: int = ELEMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -142,7 +157,12 @@ class Prediction:
 
 
 def fit_costs(
-    timings: Mapping[int, Sequence[StepTiming]], lanes: int, nbytes: int, *, sharded: bool
+    timings: Mapping[int, Sequence[StepTiming]],
+    lanes: int,
+    nbytes: int,
+    *,
+    sharded: bool,
+    gradient_bytes: int = ELEMENT_BYTES,
 ) -> Costs:
     """Return the costs that explain the timings measured at each worker count.
 
@@ -172,6 +192,7 @@ def fit_costs(
         optimizer=at_fewest("optimizer").times(fewest if sharded else 1),
         constant=at_fewest("snapshot", "other"),
         waiting=Range(0.0, waiting.middle, waiting.highest),
+        gradient_bytes=gradient_bytes,
     )
 
 
@@ -187,8 +208,11 @@ def predict(
         return None
     per_worker = max_lanes_per_worker(lanes, workers)
     compute = costs.compute.times(per_worker)
-    overlap = compute.middle if lanes == workers > 1 and network.workers_per_host == 1 else 0.0
-    traffic = count_traffic(workers, network.workers_per_host, lanes, costs.nbytes)
+    on_hosts = workers > network.workers_per_host
+    overlap = compute.middle / per_worker if on_hosts else 0.0  # of the last lane
+    traffic = count_traffic(
+        workers, network.workers_per_host, lanes, costs.nbytes, costs.gradient_bytes
+    )
     exchange = exchange_seconds(traffic, network, min(workers, network.workers_per_host), overlap)
     parts = {
         "data": costs.data.times(per_worker),

@@ -19,11 +19,11 @@ from samestep.comm.distributed import Distributed
 from samestep.comm.rendezvous import rendezvous
 from samestep.config import merge
 from samestep.launch import launch
-from samestep.run.process import set_up_devices, share_gpus
-from samestep.step.exchange import BUCKET_BYTES
+from samestep.run.process import gpu_names, set_up_devices
+from samestep.step.exchange import BUCKET_BYTES, BUCKETS, CHUNK_BYTES, LEAST_BUCKET_BYTES
 from samestep.step.layout import Layout
 from samestep.step.tree import lanes_of, subtrees
-from samestep.tools.common import make_all_reduce
+from samestep.tools import make_all_reduce
 
 ELEMENT_BYTES: Final = 4
 HOST_BARRIERS: Final = 3  # per step: with the losses, and before and after the gather
@@ -79,41 +79,40 @@ class Traffic:
 
 
 @cache
-def count_traffic(workers: int, per_host: int, lanes: int, nbytes: int) -> Traffic:
-    """Return the traffic of `samestep.step.exchange` with `nbytes` of parameters in one tensor.
+def count_traffic(
+    workers: int, per_host: int, lanes: int, nbytes: int, gradient_bytes: int = ELEMENT_BYTES
+) -> Traffic:
+    """Return the traffic of `samestep.step.exchange` with `nbytes` of parameters in equal tensors.
 
-    Parameters are float32. Workers of a host share memory. All hosts count as full.
+    Parameters are float32, and `gradient_bytes` is the size of an element of the gradients that are
+    exchanged. Workers of a host share memory. All hosts count as full.
     """
     if workers == 1:
         return Traffic()
     on_host = min(workers, per_host)
     hosts = -(-workers // on_host)
-    slice_bytes = ELEMENT_BYTES * Layout((nbytes // ELEMENT_BYTES,), workers).slice_size
+    elements = Layout((nbytes // ELEMENT_BYTES,), workers).slice_size
+    slice_bytes = gradient_bytes * elements
     own_sums, host_sums, all_sums = _count_sums(workers, on_host, lanes)
     add_bytes = 3 * (all_sums - 1) * slice_bytes  # two are read and one is written
     moved = 2 * own_sums * slice_bytes * workers + add_bytes + 2 * (workers - 1) * slice_bytes
     if hosts == 1:
         return Traffic(host_messages=HOST_BARRIERS * (workers - 1), moved_bytes=moved)
-    partners, others = hosts - 1, workers - 1
-    # losses: in each round, a host doubles the number of hosts whose losses it has
-    loss_rounds, loss_bytes = partners.bit_length(), partners * on_host * LOSS_BYTES
-    exchanged = partners * on_host * slice_bytes * host_sums
-    if on_host == 1:  # buckets are sent one after the other and gathered in a ring
-        buckets = max(1, -(-nbytes // BUCKET_BYTES))
-        return Traffic(
-            rounds=loss_rounds + buckets * others,
-            messages=buckets * others,
-            batches=buckets,
-            sent_bytes=exchanged,
-            forwarded_bytes=loss_bytes + others * slice_bytes,
-            moved_bytes=moved,
-        )
+    partners = hosts - 1
+    eighth = nbytes // BUCKETS
+    buckets = max(1, -(-nbytes // min(max(eighth, LEAST_BUCKET_BYTES), BUCKET_BYTES)))
+    if hosts == 2 and host_sums == 1:  # hosts swap all that their workers hold
+        held = hosts * slice_bytes
+        batches, sent = buckets * max(1, -(-held // buckets // CHUNK_BYTES)), held
+    else:  # sums go to the owners of slices, and from there to their partners
+        batches, sent = 2 * buckets, partners * slice_bytes * (host_sums + 1)
     return Traffic(
-        rounds=loss_rounds,
-        messages=2 * others,
-        batches=2,
-        sent_bytes=exchanged + partners * on_host * slice_bytes,
-        forwarded_bytes=loss_bytes,
+        # losses: in each round, a host doubles the number of hosts whose losses it has
+        rounds=partners.bit_length(),
+        messages=batches * partners,
+        batches=batches,
+        sent_bytes=on_host * sent,
+        forwarded_bytes=partners * on_host * LOSS_BYTES,
         # losses need two barriers: before and after the first worker fetches those of other hosts
         host_messages=(HOST_BARRIERS + 1) * (on_host - 1),
         moved_bytes=moved,
@@ -157,8 +156,7 @@ def fit_links(rounds: Sequence[Sequence[float]], nbytes: int) -> tuple[Link, Lin
 def _measure(nbytes: int) -> list[list[float]]:
     place, config = find_process(os.environ), merge({})
     devices = set_up_devices(config, place)
-    cuda, shared = devices[0].type == "cuda", share_gpus(devices, place)
-    network = world = connect(place, config, cuda=cuda, gpus_are_shared=shared)
+    network = world = connect(place, config, gpus=gpu_names(devices))
     if world.shares_memory:
         network = Distributed(rendezvous(place, config.timeout, share=False), cuda=False)
     try:

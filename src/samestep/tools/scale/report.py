@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from samestep.tools.common import some
+from samestep.tools import some
 from samestep.tools.scale.model import PARTS, Prediction, Range
 from samestep.tools.scale.network import Link
 from samestep.tools.scale.study import PREDICTED_WORKERS, WARM_UP_EPOCHS, Study, learning_rates

@@ -168,7 +168,13 @@ class Study:
 
     def _fit(self, timings: Mapping[int, Sequence[StepTiming]]) -> Costs:
         workload = self.workload
-        return fit_costs(timings, workload.lanes, workload.nbytes, sharded=bool(workload.sharded))
+        return fit_costs(
+            timings,
+            workload.lanes,
+            workload.nbytes,
+            sharded=bool(workload.sharded),
+            gradient_bytes=workload.gradient_bytes,
+        )
 
     def part(self, workers: int, name: str) -> Range:
         return Range.of(timing.parts[name] for timing in self.timings[workers])
@@ -227,7 +233,9 @@ class Study:
     def latency_share(self, workers: int) -> float:
         """Return the share of latency in the exchange between hosts with one lane per worker."""
         per_host = self.network.workers_per_host
-        traffic = count_traffic(workers, per_host, workers, self.workload.nbytes)
+        traffic = count_traffic(
+            workers, per_host, workers, self.workload.nbytes, self.workload.gradient_bytes
+        )
         return self.network.latency_share(traffic)
 
     def recommended_lanes(self, most_workers: int) -> int | None:
@@ -257,7 +265,7 @@ class Study:
             "measured": {
                 str(n): [asdict(timing) for timing in runs] for n, runs in self.timings.items()
             },
-            "speed_up": {str(n): asdict(self.speedup(n)) for n in self.timings},
+            "speedup": {str(n): asdict(self.speedup(n)) for n in self.timings},
             "serial_fraction": self.serial_fraction(),
             "limit": bottleneck and asdict(bottleneck),
             "network": {**asdict(self.network), "given": self.network_is_given},

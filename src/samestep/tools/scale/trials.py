@@ -21,7 +21,7 @@ from samestep.snapshot.manifest import Manifest
 from samestep.snapshot.read import inspect
 from samestep.snapshot.state import no_tensor, restore
 from samestep.step.layout import Layout
-from samestep.tools.common import OUTPUT, read_run, some, start_script
+from samestep.tools import OUTPUT, read_run, some, start_script
 from samestep.tools.scale.model import StepTiming, max_lanes_per_worker, read_timing
 
 SHOWN_LINES: Final = 30
@@ -37,7 +37,8 @@ class Workload:
     """The properties of a script that are the same in all runs.
 
     Parameters have `nbytes`. The global `batch_size` is None for streams. `threads` are per worker.
-    `sharded` is None after a run of one worker, which does not show it.
+    `sharded` is None after a run of one worker, which does not show it. An element of exchanged
+    gradients has `gradient_bytes`.
     """
 
     lanes: int
@@ -46,6 +47,7 @@ class Workload:
     device: str
     threads: int
     sharded: bool | None
+    gradient_bytes: int = 4
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ def read_workload(events: Sequence[Mapping[str, Any]], manifest: Manifest) -> Wo
         str(start["devices"][0]).partition(":")[0],
         start["config"]["threads"],
         sharded if len(start["workers"]) > 1 else None,
+        2 if start["config"].get("exchange_dtype") == "bfloat16" else 4,
     )
 
 

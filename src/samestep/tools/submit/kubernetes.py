@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from samestep.config import TOKEN
 from samestep.errors import ConfigError, LaunchError
+from samestep.launch.cluster_spec import MAX_NODES
 from samestep.tools.submit.slurm import (
     GRACE_SECONDS,
     PRINTED,
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Write the manifests, and apply them with --apply."""
     text = as_yaml(manifests(arguments))
-    write_job(text, arguments.output or (None if arguments.apply else PRINTED))
+    write_job(text, arguments.output or (None if arguments.apply else PRINTED), private=True)
     return apply(text) if arguments.apply else 0
 
 
@@ -90,9 +91,8 @@ class Pods:
 
     @property
     def token_name(self) -> str | None:
-        """Name of the secret with which the launchers in several pods authenticate, if any."""
-        has_launchers = self.training.nodes > 1 and self.training.workers_per_node > 1
-        return f"{self.training.name}-token" if has_launchers else None
+        """Name of the secret with which several pods authenticate, None for a single pod."""
+        return f"{self.training.name}-token" if self.training.nodes > 1 else None
 
     def spec(self, container: str, master: str, **process: str) -> Manifest:
         """Return the spec of a pod; `process` has further variables for a pod's only worker."""
@@ -164,6 +164,11 @@ def manifests(arguments: argparse.Namespace) -> list[Manifest]:
     if training.environment.get("SAMESTEP_RESUME", "auto") != "auto":
         raise ConfigError(
             f"--resume must be auto, got {arguments.resume}: restarted pods would resume there"
+        )
+    if training.workers_per_node > 1 and training.nodes > MAX_NODES:
+        raise ConfigError(
+            f"--nodes must be at most {MAX_NODES} with several workers in a pod, got "
+            f"{training.nodes}; use -n 1, so that each pod is a worker with the Job's own rank"
         )
     pods = Pods(training, arguments.image, arguments.gpus, claims_of(arguments.claim, training))
     found = KINDS[arguments.kind](pods)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import shlex
 import shutil
@@ -12,12 +13,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from samestep.config import PREFIX, merge
+from samestep.config import PREFIX, TOKEN, merge
 from samestep.errors import ConfigError, LaunchError
-from samestep.launch.command import add_options, given_options
+from samestep.launch.local import add_options, given_options
 
 SUMMARY: Final = "write an sbatch script that requeues itself after a snapshot, and submit it"
 TIME: Final = r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}"
@@ -93,13 +95,20 @@ def check_matches(flag: str, value: str | None, pattern: str, expected: str) -> 
         raise ConfigError(f"{flag} must be {expected}, got {value!r}")
 
 
-def write_job(text: str, output: str | None) -> None:
-    """Write a job to a file, or to the terminal if the file is `PRINTED`."""
+def write_job(text: str, output: str | None, *, private: bool = False) -> None:
+    """Write a job to a file, or to the terminal if the file is `PRINTED`.
+
+    With `private`, only its owner may read the file, because it has a secret.
+    """
     if output == PRINTED:
         sys.stdout.write(text)
     elif output is not None:
         try:
-            Path(output).write_text(text)
+            mode = 0o600 if private else 0o666  # less the umask
+            with open(output, "w", opener=partial(os.open, mode=mode)) as file:
+                if private:
+                    os.fchmod(file.fileno(), mode)  # of a file that existed before
+                file.write(text)
         except OSError as error:
             raise ConfigError(f"cannot write --output {output}: {error}") from error
 
@@ -195,6 +204,8 @@ def batch_script(training: Training, arguments: argparse.Namespace) -> str:
         "",
         *arguments.setup,
         *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
+        "# Workers sign the objects that they exchange with a token that only this job has.",
+        f"export {TOKEN}=$(head -c 32 /dev/urandom | od -A n -t x1 | tr -d ' \\n')",
         "# A requeued job resumes, whatever --resume was when it started.",
         '[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || export SAMESTEP_RESUME=auto',
         "",

@@ -34,7 +34,7 @@ export function tick(value) {
 
 /** Seconds in the two largest units that matter: "3 h 20 min", "45 s", "12 ms". */
 export function duration(seconds) {
-  if (seconds === null || seconds === undefined) return "–";
+  if (seconds === null || seconds === undefined || seconds < 0) return "–"; // clocks that differ
   if (seconds < 1) return seconds === 0 ? "0 s" : `${Number((seconds * 1000).toPrecision(3))} ms`;
   if (seconds < 10) return `${Number(seconds.toPrecision(2))} s`;
   const first = UNITS.findIndex(([, length]) => seconds >= length);

@@ -1,15 +1,16 @@
 // The entry point: loads data, reloads what has news, and passes it to the visible parts.
 
 import { placeRuns, startTheme } from "./colors.js";
-import { configurationPanel } from "./configuration.js";
 import { curvesPanel } from "./curves.js";
 import { announce, byId } from "./dom.js";
 import { eventsPanel } from "./events.js";
 import { get, listen, NoResponse, path, report } from "./api.js";
 import { imagesPanel } from "./images.js";
 import { overview } from "./overview.js";
+import { settingsPanel } from "./settings.js";
 import { sidebar } from "./sidebar.js";
 import { choose, onChoice, state } from "./state.js";
+import { tablePanel } from "./table.js";
 import { tabs } from "./tabs.js";
 import { timePanel } from "./time.js";
 import { workersPanel } from "./workers.js";
@@ -20,12 +21,13 @@ const PANELS = {
   time: ["Time", timePanel],
   workers: ["Workers", workersPanel],
   events: ["Events", eventsPanel],
-  configuration: ["Configuration", configurationPanel],
+  settings: ["Settings", settingsPanel],
+  table: ["All runs", tablePanel],
 };
 const SILENCE = 10_000; // milliseconds
 const PAUSE = 500; // milliseconds between two rounds of requests
 
-const found = { rows: [], details: new Map() };
+const found = { rows: [], details: new Map(), missing: "" }; // `missing`: a run that a link names
 const glance = overview(byId("overview"));
 const parts = [sidebar(byId("sidebar")), glance, tabs(byId("tabs"), byId("panels"), PANELS)];
 let stale = new Set();
@@ -66,9 +68,9 @@ async function load() {
   try {
     const { runs, faults } = await get("/api/runs");
     found.rows = runs;
-    showFaults(faults);
     placeRuns(found.rows);
     settle();
+    showFaults(faults);
     await Promise.all(wanted().map((id) => detail(id, all || ids.has(id))));
     announceEnd();
     draw();
@@ -97,11 +99,13 @@ async function detail(id, isStale) {
 function settle() {
   if (!found.rows.length) return;
   const ids = new Set(found.rows.map(({ id }) => id));
+  const missing = state.run && !ids.has(state.run) ? state.run : found.missing;
   const shown = state.shown.filter((id) => ids.has(id));
   const newest = [...found.rows].sort((a, b) => b.updated - a.updated)[0].id;
   const run = ids.has(state.run) ? state.run : (shown[0] ?? newest);
   if (!shown.length) shown.push(...(report ? ids : [run]));
   if (run !== state.run || shown.length !== state.shown.length) choose({ run, shown });
+  found.missing = missing;
 }
 
 /** Note which runs have news (null: all), and load them. */
@@ -117,8 +121,10 @@ function showFaults(faults = []) {
   if (report) return;
   const banner = byId("banner");
   const message = ({ location, text }) => `cannot read ${location}, will try again: ${text}`;
-  banner.textContent = faults.map(message).join("; ");
-  banner.hidden = !faults.length;
+  const texts = faults.map(message);
+  if (found.missing) texts.push(`there is no run ${found.missing} here; the newest is shown`);
+  banner.textContent = texts.join("; ");
+  banner.hidden = !texts.length;
 }
 
 let stateBefore;
@@ -131,6 +137,7 @@ function announceEnd() {
 }
 
 onChoice(() => {
+  found.missing = "";
   draw();
   const missing = wanted().filter((id) => !found.details.has(id));
   if (missing.length) news(missing);

@@ -19,14 +19,12 @@ export function overview(root) {
         return;
       }
       const { events, scalars, images, config, workers, parts, now, ...shown } = run;
-      const failure = events.findLast(({ kind }) => kind === "failed")?.text;
-      const failed = run.state === "failed" ? failure : null;
-      draw({ ...shown, count: workers.length, failure: failed }, view.clock);
+      draw({ ...shown, count: workers.length }, view.clock);
       this.tick(view);
     },
     tick({ run, clock }) {
       if (!run) return;
-      const isOpen = run.state === "running" || run.state === "silent";
+      const isOpen = ["running", "silent", "stalled"].includes(run.state);
       const [last, end] = [ago(run.updated, clock), moment(run.updated)];
       age.textContent = isOpen ? `last news ${last}` : `ended ${end}`;
     },
@@ -55,6 +53,7 @@ function content(run, age, clock) {
     h("header", { class: "title" },
       h("h1", { id: "run-name" }, run.name),
       h("span", { class: "state", id: "run-state", "data-state": run.state }, run.state),
+      nonfiniteBadge(run),
       age),
     h("dl", { class: "figures" },
       figure("step", "Step", count(run.step), ofLoop),
@@ -62,8 +61,9 @@ function content(run, age, clock) {
       samples !== null && figure("samples", "Samples", count(samples),
         perSecond === null ? null : `${number(perSecond)} per second`),
       speed !== null && figure("speed", "Steps per second", number(speed), null),
-      left !== null && figure("left", "Left", duration(left), `ends ${near(clock + left, clock)}`),
-      figure("elapsed", "Elapsed", duration(run.updated - run.started),
+      left !== null && figure("left", progress.is_of_epoch ? "Left in epoch" : "Left",
+        duration(left), `ends ${near(clock + left, clock)}`),
+      figure("elapsed", "Elapsed", duration(run.elapsed),
         `since ${near(run.started, clock)}`)),
     bar(progress),
     h("p", { class: "facts" }, facts.filter(Boolean).map((fact) => h("span", {}, fact))),
@@ -76,12 +76,22 @@ function figure(key, label, value, note) {
   return h("div", { "data-figure": key }, h("dt", {}, label), description);
 }
 
-function bar({ done, steps }) {
-  if (!steps) return null;
-  const percent = 100 * Math.min(1, done / steps);
+/** A badge for values that are NaN or infinite now, which a curve cannot show. */
+export function nonfiniteBadge({ nonfinite }) {
+  if (!nonfinite.length) return null;
+  const [{ name, step }] = nonfinite;
+  const title = nonfinite.map((one) => `${one.name} since step ${count(one.step)}`).join("\n");
+  return h("span", { class: "state", "data-state": "nonfinite", title },
+    `${name} is not finite since step ${count(step)}`);
+}
+
+function bar({ share, is_of_epoch: isOfEpoch }) {
+  if (share === null) return null;
+  const percent = 100 * share;
   const range = { "aria-valuenow": Math.round(percent), "aria-valuemin": 0, "aria-valuemax": 100 };
+  const label = isOfEpoch ? "Progress in this epoch" : "Progress";
   return h("div",
-    { class: "progress", id: "progress", role: "progressbar", "aria-label": "Progress", ...range },
+    { class: "progress", id: "progress", role: "progressbar", "aria-label": label, ...range },
     h("i", { vars: { width: `${percent}%` } }));
 }
 
@@ -92,8 +102,16 @@ function losses(run) {
     .map(({ name, dropped, error }) => {
       return error ? `${name}: ${error}` : `${name} dropped ${count(dropped)} events`;
     });
-  if (run.failure) texts.unshift(run.failure);
+  if (run.skipped_lines) {
+    texts.push(`skipped ${several(run.skipped_lines, "line")} of the record: torn or not events`);
+  }
   if (run.dropped_images) texts.push(`${count(run.dropped_images)} images were dropped to keep up`);
-  if (!texts.length) return [];
-  return [h("ul", { class: "loss", id: "losses" }, texts.map((text) => h("li", {}, text)))];
+  const items = texts.map((text) => h("li", {}, text));
+  if (run.failure) {
+    const { text, detail } = run.failure;
+    const more = detail && h("details", {}, h("summary", {}, "Traceback"), h("pre", {}, detail));
+    items.unshift(h("li", {}, text, more));
+  }
+  if (run.stall) items.unshift(h("li", {}, run.stall));
+  return items.length ? [h("ul", { class: "loss", id: "losses" }, items)] : [];
 }

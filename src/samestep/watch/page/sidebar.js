@@ -76,6 +76,9 @@ function item(id) {
     name.title = row.id;
     const badge = h("span", { class: "state", "data-state": row.state }, row.state);
     note.replaceChildren(badge, ` step ${count(row.step)}`);
+    if (row.nonfinite.length) {
+      note.append(" ", h("span", { class: "state", "data-state": "nonfinite" }, "not finite"));
+    }
     key.style.setProperty("--color", colorOf(id));
     key.dataset.dash = dashOf(id).join(" ");
   });

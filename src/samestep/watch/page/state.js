@@ -12,7 +12,10 @@ const DEFAULTS = {
   from: null, // the zoomed range, in steps or in seconds since a run's start
   to: null,
   large: "", // the enlarged chart
-  versus: "", // the run whose configuration is compared
+  versus: "", // the run whose settings are compared
+  filter: "", // of the table of runs
+  sort: "", // its column, with "-" before it for the highest first
+  columns: [], // of the table; none: chosen automatically
 };
 
 const listeners = [];

@@ -9,6 +9,10 @@ import { choose, stepRange } from "./state.js";
 import { legend } from "./time.js";
 
 const MOST_LINES = 32;
+const MOST_TIMED = 64; // of more workers, the record has quantiles instead of each worker's seconds
+const QUANTILES = [
+  "fastest worker", "lower quartile", "median", "upper quartile", "slowest worker",
+];
 
 export function workersPanel(root) {
   const map = h("div", { class: "map" });
@@ -24,7 +28,14 @@ export function workersPanel(root) {
   });
   const draw = onChange((run) => map.replaceChildren(...content(run)));
   let slowest;
-  const load = latest(({ x, workers }) => {
+  const load = latest(({ x, workers, quantiles }) => {
+    const spread = quantiles.map((value, index) => ({
+      label: QUANTILES[index],
+      x,
+      value,
+      dash: index === 2 ? [] : [4, 4],
+      color: index === 4 ? "--bad" : "--faint",
+    }));
     const faint = { color: "--faint", faint: slowest !== undefined };
     const curves = workers
       .map((value, rank) => ({ rank, value }))
@@ -34,7 +45,7 @@ export function workersPanel(root) {
         const look = rank === slowest ? { color: "--bad" } : faint;
         return { label: `worker ${rank}`, x, value, dash: [], ...look };
       });
-    chart.draw(curves, { ...stepRange(), zero: true });
+    chart.draw([...curves, ...spread], { ...stepRange(), zero: true });
   });
   return {
     update({ run }) {
@@ -52,23 +63,25 @@ export function workersPanel(root) {
 
 function content({ workers, lanes }) {
   const longest = Math.max(...workers.map(({ seconds }) => seconds ?? 0), 1e-9);
+  const timed = workers.length <= MOST_TIMED;
   const hosts = new Map();
   workers.forEach((worker) => hosts.set(worker.host, [...(hosts.get(worker.host) ?? []), worker]));
   const title = `${several(workers.length, "worker")}, ${several(lanes, "lane")}`;
-  const sections = [...hosts].map(([host, members]) => hostOf(host, members, longest));
+  const sections = [...hosts].map(([host, members]) => hostOf(host, members, longest, timed));
   return [h("section", {}, h("h2", {}, title), legend(), ...sections)];
 }
 
-function hostOf(host, members, longest) {
+function hostOf(host, members, longest, timed) {
   return h("section", { class: "host", "data-host": host },
     h("h3", {}, host, h("small", {}, ` ${several(members.length, "worker")}`)),
-    h("ul", { class: "workers" }, members.map((worker) => row(worker, longest))));
+    h("ul", { class: "workers" }, members.map((worker) => row(worker, longest, timed))));
 }
 
-function row(worker, longest) {
+function row(worker, longest, timed) {
   const [first, end] = worker.lanes;
   const lanes = end - first === 1 ? `lane ${first}` : `lanes ${first} to ${end - 1}`;
-  const time = worker.seconds === null ? "no step yet" : `${duration(worker.seconds)} per step`;
+  const none = timed ? "no step yet" : "";
+  const time = worker.seconds === null ? none : `${duration(worker.seconds)} per step`;
   const total = PARTS.reduce((sum, part) => sum + (worker.parts[part] ?? 0), 0) || 1;
   const parts = PARTS.filter((part) => worker.parts[part]).map((part) => {
     const width = `${(100 * worker.parts[part]) / total}%`;

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from samestep import watch as command
 from samestep.errors import ConfigError
-from samestep.watch import command
+from samestep.host import is_loopback
 from tests.watch.serving import serving
 from tests.watch.writing import started, write
 
@@ -29,7 +30,7 @@ def test_other_hosts_require_a_token(tmp_path, host):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost", "LocalHost"])
 def test_loopback(host):
-    assert command.is_loopback(host)
+    assert is_loopback(host)
 
 
 def test_a_missing_location(tmp_path):
@@ -57,6 +58,7 @@ def test_a_missing_location(tmp_path):
 def test_invalid_tokens(tmp_path, content):
     file = tmp_path / "token"
     file.write_bytes(content)
+    file.chmod(0o600)
     with pytest.raises(ConfigError, match=r"--token-file .* (one line of|expected one line)"):
         watch(tmp_path, "--token-file", file)
     file.unlink()
@@ -65,8 +67,13 @@ def test_invalid_tokens(tmp_path, content):
 
 
 def test_a_token_is_the_line_of_its_file(tmp_path):
-    (tmp_path / "token").write_text(f"{TOKEN}\n")
-    assert command.read_token(tmp_path / "token") == TOKEN
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    file.chmod(0o600)
+    assert command.read_token(file) == TOKEN
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"must be readable only by you; run chmod 600 .*token"):
+        command.read_token(file)
 
 
 def test_a_taken_and_an_invalid_port(tmp_path):

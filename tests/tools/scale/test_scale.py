@@ -11,7 +11,7 @@ import pytest
 
 from samestep.cli import main
 from samestep.errors import ConfigError
-from samestep.tools.scale.cli import check_can_draw
+from samestep.tools.scale import check_can_draw
 from samestep.tools.scale.model import PARTS, Range
 
 SCRIPT = str(Path(__file__).parents[1] / "script.py")
@@ -61,7 +61,7 @@ def test_a_script_is_measured_and_larger_runs_are_predicted(scale, tmp_path):
     (alone,), (together,) = results["measured"]["1"], results["measured"]["2"]
     assert list(alone["parts"]) == list(PARTS)
     assert all(sum(one["parts"].values()) > 0 for one in (alone, together))
-    assert results["speed_up"]["2"]["middle"] == pytest.approx(alone["step"] / together["step"])
+    assert results["speedup"]["2"]["middle"] == pytest.approx(alone["step"] / together["step"])
     assert results["same_global_batch"] == [None] * 3
     assert [larger["lanes"] for larger in results["same_lane_batch"]] == [8, 64, 1024]
     check = results["check"]

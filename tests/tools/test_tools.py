@@ -6,7 +6,7 @@ import pytest
 
 import samestep as ss
 from samestep.errors import RecordError
-from samestep.tools.common import format_bytes, read_run
+from samestep.tools import format_bytes, read_run
 
 
 def test_a_run_without_a_snapshot_must_track_its_model(tmp_path):

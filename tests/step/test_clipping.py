@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.step.clip import gradient_norm, scale_gradients
 from samestep.step.gradients import copy_gradients
+from samestep.step.lane_engine import gradient_norm, scale_gradients
 from samestep.step.shard import FlatBuffer
 from tests.bits import bits
-from tests.worlds import in_processes, in_threads
+from tests.worlds import in_processes, in_threads, on_hosts
 
 LANES = 8
 SHAPES = [(3, 7), (64,), (2, 5, 4, 4), (129,), (), (1000,), (0,), (65, 2), (5,)]
@@ -34,7 +34,7 @@ def parameters_with_gradients(seed, dtype=torch.float32):
     return parameters
 
 
-def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32):
+def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32, across="world"):
     """Return the bits of the norm of `chosen` parameters, and of all gradients after clipping.
 
     The gradients of `sharded` parameters are in slices.
@@ -45,11 +45,12 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32):
         in_buffer = [parameters[number] for number in sharded]
         present = [parameter.grad is not None for parameter in in_buffer]
         gradients = [parameter.grad for parameter in in_buffer]
-        flat_buffer = FlatBuffer(in_buffer, LANES, world, torch.optim.SGD(in_buffer, lr=0.1))
+        optimizer = torch.optim.SGD(in_buffer, lr=0.1)
+        flat_buffer = FlatBuffer(in_buffer, LANES, world, optimizer, across=across)
+        exchange = flat_buffer.exchange
         flat = flat_buffer.own.new_zeros(flat_buffer.exchange.layout.flat_size)
         copy_gradients(flat_buffer.exchange.views(flat), gradients)
-        size = flat_buffer.exchange.layout.slice_size
-        flat_buffer.set_gradients(flat[world.rank * size : (world.rank + 1) * size], present)
+        flat_buffer.set_gradients(exchange.slices(flat, exchange.held), present)
         for parameter in in_buffer:
             parameter.grad = None
     own = [parameters[number] for number in chosen]
@@ -62,9 +63,9 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32):
         max_norm,
     )
     if flat_buffer is not None:
-        world.all_gather(
-            flat, flat[world.rank * size : (world.rank + 1) * size].clone(), "gathering gradients"
-        )
+        by_rank = torch.empty_like(flat)
+        world.all_gather(by_rank, exchange.slice_of(flat, world.rank), "gathering gradients")
+        flat.copy_(exchange.by_number(by_rank.view(world.size, -1)).view(-1))
         for parameter, view, there in zip(
             in_buffer, flat_buffer.exchange.views(flat), present, strict=True
         ):
@@ -98,6 +99,18 @@ def test_processes_clip_to_the_same_bits(workers):
 
     for worker in in_processes(workers, body):
         assert worker == [[found[0]] * 3 for found in in_processes(1, body)[0]]
+
+
+@pytest.mark.parametrize("across", ["host", "world"])
+def test_hosts_clip_to_the_same_bits(across):
+    def body(world, across):
+        everything = range(len(SHAPES))
+        return [
+            clipped(world, seed, 1.0, everything[::2], everything, torch.float32, across)
+            for seed in range(5)
+        ]
+
+    assert on_hosts(2, 4, body, across) == in_processes(1, body, across) * 4
 
 
 @given(

@@ -1,0 +1,335 @@
+"""Random generators of other code, found in data sets and transforms, and seeded by samestep.
+
+The search follows attributes, lists, tuples, dicts, iterators, and the closures and globals of the
+user's functions. It is bounded: a data set of many objects is not searched to the end.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import os
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from operator import getitem
+from pathlib import Path
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.random import mtrand
+
+from samestep.data.random_state import key, keyed, set_generators
+
+T = TypeVar("T")
+
+MOST_OBJECTS: Final = 20_000  # examined in one search
+MOST_ENTRIES: Final = 256  # of one list or dict
+OBSERVED: Final = "SAMESTEP_INTERNAL_OBSERVED"  # folder for observations; set by samestep verify
+KINDS: Final = (
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+    torch.Generator,
+)
+_PLAIN: Final = (
+    str, bytes, int, float, complex, type(None), type, ModuleType, np.ndarray, np.generic,
+    torch.Tensor, torch.dtype, torch.device,
+)  # fmt: skip
+_METHODS: Final = ("set_random_seed", "set_random_state")  # of albumentations, MONAI
+_OPAQUE: Final = {*sys.stdlib_module_names, "samestep"}  # modules of objects with own attributes
+_INSTALLED: Final = (str(Path(os.__file__).parent), "<frozen")
+
+
+class Place(NamedTuple):
+    """Where an object is: `get(owner, key)` returns the one that is there now."""
+
+    name: str
+    get: Callable[[Any, Any], Any]
+    owner: Any
+    key: Any
+
+    def value(self) -> Any:
+        """Return the object that is here now, None if there is none."""
+        try:
+            return self.get(self.owner, self.key)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            return None
+
+
+class ForeignGenerators:
+    """The generators that the `roots` reach: found at the first draw, and seeded for each draw.
+
+    Each gets a seed of its own, made from the draw's key and the generator's name.
+    """
+
+    def __init__(self, **roots: Any) -> None:
+        self._roots = roots
+        self._places: list[Place] | None = None
+
+    def draw(self, value: int, fn: Callable[[], T], *, repeatable: bool = True) -> T:
+        """Return `fn()` with all generators seeded by `value`, then restore their states.
+
+        If the first call creates generators, it is repeated with these seeded.
+        """
+        with keyed(value):
+            is_first = self._places is None
+            if is_first:
+                self._places = find(**self._roots)
+            with self._seeded(value):
+                result = fn()
+            created = self._search_again() if is_first else []
+            if created and repeatable:
+                set_generators(value)
+                with self._seeded(value):
+                    return fn()
+            for name in created:
+                observe(kind="unseeded", name=name)
+            return result
+
+    def _search_again(self) -> list[str]:
+        """Return the names of the generators that the first draw created."""
+        before = {place.name for place in self._places or ()}
+        self._places = find(**self._roots)
+        return [place.name for place in self._places if place.name not in before]
+
+    @contextmanager
+    def _seeded(self, value: int) -> Iterator[None]:
+        if not self._places:
+            yield
+            return
+        states: dict[int, tuple[Any, Any]] = {}
+        try:
+            for place in self._places:
+                found = place.value()
+                if found is None or id(found) in states:
+                    continue
+                if not isinstance(found, KINDS):
+                    states[id(found)] = found, None
+                    method = seed_method(found)
+                    if method is not None:
+                        method(key(value, place.name) % 2**32)
+                elif can_seed(found):
+                    states[id(found)] = found, get_state(found)
+                    seed(found, key(value, place.name))
+                else:
+                    observe(kind="unseeded", name=place.name)
+            yield
+        finally:
+            for found, state in states.values():
+                if state is not None:
+                    set_state(found, state)
+
+
+def find(**roots: Any) -> list[Place]:
+    """Return the places of generators, and of objects with a method that seeds them.
+
+    The global generators of Python, NumPy and torch are left out. A generator may have several
+    places, because any of them may get another generator later.
+    """
+    shared = _global_generators()
+    found, seen = [], {}  # holds objects, because the id of a freed one may be used again
+    queue = deque(Place(name, getitem, roots, name) for name in roots)
+    for _ in range(MOST_OBJECTS):
+        if not queue:
+            break
+        place = queue.popleft()
+        value = place.value()
+        if isinstance(value, _PLAIN) or id(value) in shared:
+            continue
+        if isinstance(value, KINDS):
+            found.append(place)
+            continue
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        parts = list(_parts(place.name, value)) if len(queue) < MOST_OBJECTS else []
+        queue += parts
+        if seed_method(value) and not any(isinstance(part.value(), KINDS) for part in parts):
+            found.append(place)
+    return found
+
+
+def seed(generator: Any, value: int) -> None:
+    """Seed a generator with 63 bits."""
+    if isinstance(generator, random.Random):
+        generator.seed(value)
+    elif isinstance(generator, torch.Generator):
+        generator.manual_seed(value)
+    elif not isinstance(generator, np.random.RandomState):
+        bits = getattr(generator, "bit_generator", generator)
+        bits.state = type(bits)(value).state
+    else:
+        generator.seed(value % 2**32)
+
+
+def get_state(generator: Any) -> Any:
+    """Return the state of a generator, for `set_state`."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return getattr(generator, "bit_generator", generator).state
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Restore a state that `get_state` returned."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, (torch.Generator, np.random.RandomState)):
+        generator.set_state(state)
+    else:
+        getattr(generator, "bit_generator", generator).state = state
+
+
+def can_seed(generator: Any) -> bool:
+    """Return whether `seed` supports a generator: not the system's, nor one of another library."""
+    if isinstance(generator, random.Random):
+        return not isinstance(generator, random.SystemRandom)
+    if isinstance(generator, torch.Generator):
+        return True
+    if isinstance(generator, np.random.RandomState):
+        return bool(generator.get_state(legacy=False)["bit_generator"] == "MT19937")
+    bits = getattr(generator, "bit_generator", generator)
+    return type(bits).__module__.startswith("numpy.")
+
+
+def seed_method(value: Any) -> Callable[[int], Any] | None:
+    """Return the method of an object that seeds its generators, None if it has none."""
+    for name in _METHODS:
+        if callable(getattr(type(value), name, None)):
+            method: Callable[[int], Any] = getattr(value, name)
+            try:
+                first = next(iter(inspect.signature(method).parameters), None)
+            except (TypeError, ValueError):
+                continue
+            if first == "seed":
+                return method
+    return None
+
+
+def is_observed() -> bool:
+    """Return whether `samestep verify` runs the script."""
+    return OBSERVED in os.environ
+
+
+def observe(**observation: Any) -> None:
+    """Record what may explain a difference, if `samestep verify` runs the script."""
+    if folder := os.environ.get(OBSERVED):
+        with (Path(folder) / f"{os.getpid()}.jsonl").open("a") as file:
+            file.write(json.dumps(observation) + "\n")
+
+
+def _global_generators() -> set[int]:
+    return {
+        id(random.random.__self__),  # type: ignore[attr-defined]
+        id(mtrand._rand),  # noqa: SLF001  no public name
+        id(mtrand.get_bit_generator()),
+        id(torch.default_generator),
+        *map(id, torch.cuda.default_generators if torch.cuda.is_initialized() else ()),
+    }
+
+
+def _parts(name: str, value: Any) -> Iterator[Place]:
+    """Yield the places of the objects that an object holds."""
+    if isinstance(value, (dict, list, tuple, deque)):
+        yield from _entries(name, value)
+    elif isinstance(value, FunctionType):
+        yield from _function_parts(name, value)
+    elif isinstance(value, (MethodType, BuiltinMethodType, partial)):
+        for attribute in ("__self__", "__func__", "func", "args", "keywords"):
+            yield Place(name, getattr, value, attribute)
+    elif isinstance(value, GeneratorType):
+        yield from _frame_parts(name, value)
+    elif type(value).__module__ in {"builtins", "itertools"} and hasattr(type(value), "__next__"):
+        for number, referent in enumerate(gc.get_referents(value)):  # of map, zip, chain, ...
+            yield Place(f"{name} {number}", getitem, [referent], 0)
+    if type(value).__module__.partition(".")[0] not in _OPAQUE:
+        yield from _attributes(name, value)
+
+
+def _entries(name: str, value: Any) -> Iterator[Place]:
+    """Yield the first entries, not through methods of a subclass, which may load data."""
+    kind: Any = next(kind for kind in (dict, list, tuple, deque) if isinstance(value, kind))
+    entries = dict.keys(value) if kind is dict else range(kind.__len__(value))
+    for number, entry in enumerate(islice(entries, MOST_ENTRIES)):
+        shown = repr(entry) if isinstance(entry, (str, int)) else number
+        yield Place(f"{name}[{shown}]", kind.__getitem__, value, entry)
+
+
+def _attributes(name: str, value: Any) -> Iterator[Place]:
+    if isinstance(value, torch.nn.Module):
+        for child in value._modules:  # noqa: SLF001  named_children skips a second occurrence
+            yield Place(f"{name}.{child}", getitem, value._modules, child)  # noqa: SLF001
+    own = _own_dict(value)
+    for attribute in islice(own, MOST_ENTRIES):
+        yield Place(f"{name}.{attribute}", getitem, own, attribute)
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            yield Place(f"{name}.{slot}", getattr, value, slot)
+        for attribute, member in vars(kind).items():
+            if isinstance(member, KINDS):
+                yield Place(f"{name}.{attribute}", getattr, value, attribute)
+            elif isinstance(member, FunctionType):
+                yield from _function_parts(f"{name}.{attribute}", member)
+
+
+def _own_dict(value: Any) -> dict[str, Any]:
+    try:
+        own: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return own if isinstance(own, dict) else {}
+
+
+def _function_parts(name: str, function: FunctionType) -> Iterator[Place]:
+    """Yield what a function of the user, not of a package, can reach."""
+    code = function.__code__
+    if code.co_filename.startswith(_INSTALLED) or "-packages" in code.co_filename:
+        return
+    for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+        if free != "__class__":
+            yield Place(f"{name}: {free}", getattr, cell, "cell_contents")
+    for attribute in ("__defaults__", "__kwdefaults__", "__dict__"):
+        if getattr(function, attribute):
+            yield Place(f"{name}.{attribute}", getattr, function, attribute)
+    yield from _global_parts(code, function.__globals__)
+
+
+def _global_parts(code: CodeType, names: dict[str, Any]) -> Iterator[Place]:
+    module = str(names.get("__name__")).replace("__mp_main__", "__main__")
+    for name in code.co_names:
+        if name in names and not isinstance(names[name], _PLAIN):
+            yield Place(f"{module}.{name}", getitem, names, name)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _global_parts(constant, names)
+
+
+def _frame_parts(name: str, generator: GeneratorType[Any, Any, Any]) -> Iterator[Place]:
+    if (frame := generator.gi_frame) is not None:
+        for local in frame.f_locals:
+            yield Place(f"{name}: {local}", _local, generator, local)
+        yield from _global_parts(frame.f_code, frame.f_globals)
+
+
+def _local(generator: Any, name: str) -> Any:
+    return generator.gi_frame.f_locals[name]

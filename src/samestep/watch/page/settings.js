@@ -1,0 +1,94 @@
+// The settings of a run, its options and origin, and their differences from another run.
+
+import { h, onChange } from "./dom.js";
+import { choose, state } from "./state.js";
+
+export function settingsPanel(root) {
+  const change = () => choose({ versus: select.value });
+  const select = h("select", { id: "versus", on: { change } });
+  const again = () => draw({ ...given, only: only.checked });
+  const only = h("input", { type: "checkbox", id: "only-differences", on: { change: again } });
+  const onlyLabel = h("label", { class: "check" }, only, "Only differences");
+  const chooser = h("div", { class: "tools" }, h("label", {}, "Compare with ", select), onlyLabel);
+  const table = h("table", { class: "config", id: "config" });
+  const folded = h("table", { class: "config", id: "defaults" });
+  const more = h("details", {}, h("summary", {}, "Options with default values"), folded);
+  root.append(chooser, table, more);
+  let given;
+  const draw = onChange((shown) => {
+    const { all, usual } = rows(shown);
+    table.replaceChildren(...content(shown, all, shown.other ? "No differences." : EMPTY));
+    folded.replaceChildren(...content(shown, usual, ""));
+    more.hidden = !usual.length;
+  });
+  const drawChoice = onChange((others) => {
+    const options = others.map(({ id, name }) => h("option", { value: id }, name));
+    select.replaceChildren(h("option", { value: "" }, "no other run"), ...options);
+  });
+  return {
+    update(view) {
+      const { run } = view;
+      if (!run) return;
+      const others = view.rows.filter(({ id }) => id !== run.id);
+      drawChoice(others.map(({ id, name }) => ({ id, name })));
+      const versus = others.some(({ id }) => id === state.versus) ? state.versus : "";
+      select.value = versus;
+      chooser.hidden = !others.length;
+      onlyLabel.hidden = !versus;
+      const other = view.details.get(versus);
+      given = { mine: settingsOf(run), other: other && settingsOf(other) };
+      again();
+    },
+  };
+}
+
+const EMPTY = "No settings in the record yet.";
+
+const settingsOf = ({ name, defaults, ...run }) => ({ name, defaults, values: [...flat(run)] });
+
+/** Return the job's settings, then options, then the origin of a run, by name as text. */
+export function flat({ settings, config, command, commit }) {
+  const origin = Object.entries({ command, commit }).filter(([, value]) => value);
+  return new Map([...dotted(settings), ...dotted(config), ...origin]);
+}
+
+/** Return the rows to show, and those of options that have their defaults in all runs. */
+function rows({ mine, other, only }) {
+  const [values, theirs] = [new Map(mine.values), new Map(other?.values)];
+  const found = [...new Set([...values.keys(), ...theirs.keys()])].map((key) => ({
+    key,
+    value: values.get(key),
+    other: theirs.get(key),
+    differs: Boolean(other) && values.get(key) !== theirs.get(key),
+  }));
+  const isUsual = ({ key, differs }) => mine.defaults.includes(key) && !differs;
+  return {
+    all: found.filter((row) => !isUsual(row) && (row.differs || !(other && only))),
+    usual: other && only ? [] : found.filter(isUsual),
+  };
+}
+
+function content({ mine, other }, found, empty) {
+  const body = found.map(({ key, value, other: theirs, differs }) =>
+    h(
+      "tr",
+      { "data-key": key, "data-differs": differs },
+      h("th", { scope: "row" }, key, differs && h("span", { class: "unseen" }, " differs")),
+      h("td", {}, value ?? "–"),
+      other && h("td", {}, theirs ?? "–"),
+    ));
+  const titles = ["Setting", mine.name, ...(other ? [other.name] : [])];
+  const head = h("tr", {}, titles.map((title) => h("th", { scope: "col" }, title)));
+  const none = h("tr", {}, h("td", { colspan: 3 }, empty));
+  return [h("thead", {}, head), h("tbody", {}, body.length ? body : none)];
+}
+
+/** Return nested values by their dotted names, as JSON if they are not text. */
+function dotted(values, before = "") {
+  return Object.entries(values ?? {}).flatMap(([key, value]) => {
+    const nested = value !== null && typeof value === "object" && !Array.isArray(value);
+    return nested
+      ? dotted(value, `${before}${key}.`)
+      : [[`${before}${key}`, typeof value === "string" ? value : JSON.stringify(value)]];
+  });
+}

@@ -1,0 +1,153 @@
+// The table of all runs: their scores, and the settings in which they differ.
+
+import { get, report } from "./api.js";
+import { h, onChange, searchBox } from "./dom.js";
+import { ago, count, duration, number } from "./format.js";
+import { flat } from "./settings.js";
+import { choose, state } from "./state.js";
+
+const MOST_SCORES = 4; // chosen automatically
+const MOST_SETTINGS = 8;
+const MOST_ROWS = 200; // until "Show all" is pressed
+const LOWER_IS_BETTER = /loss|error|mae|mse|perplexity/i;
+const PAUSE = 3000; // milliseconds between two requests
+
+export function tablePanel(root) {
+  let runs = [];
+  let asked = -Infinity;
+  let all = false;
+  let last;
+  const search = searchBox("run-filter", "Filter: name, state, lr=0.1", (text) =>
+    choose({ filter: text }));
+  const columns = h("details", { class: "columns" });
+  const table = h("table", { class: "config runs-table", id: "runs-table" });
+  const on = { click: () => ((all = true), draw()) };
+  const more = h("button", { class: "quiet", type: "button", hidden: true, on }, "Show all");
+  root.append(h("div", { class: "tools" }, h("span", { class: "find" }, search), columns), table,
+    more);
+  const drawChoice = onChange(({ names, chosen }) =>
+    columns.replaceChildren(h("summary", {}, "Columns"),
+      ...names.map((name) => choice(name, chosen))));
+  const drawTable = onChange(({ rows, chosen, sort, run, clock }) => {
+    table.replaceChildren(head(chosen, sort), h("tbody", {}, rows.slice(0, all ? rows.length :
+      MOST_ROWS).map((row) => line(row, chosen, run, clock))));
+    more.hidden = all || rows.length <= MOST_ROWS;
+  });
+  function draw() {
+    const names = namesOf(runs);
+    const chosen = state.columns.length ? state.columns : automatic(runs, names);
+    drawChoice({ names, chosen });
+    const words = state.filter.toLowerCase().split(/\s+/);
+    const rows = sorted(runs.filter(({ text }) => words.every((word) => text.includes(word))));
+    const clock = report ? report.written : Math.round(Date.now() / 10_000) * 10;
+    drawTable({ rows, chosen, sort: state.sort, run: last.run.id, clock, all });
+  }
+  return {
+    async update(view) {
+      last = view;
+      if (document.activeElement !== search) search.value = state.filter;
+      draw();
+      const isOld = view.rows.some(({ id, updated }, n) =>
+        runs[n]?.id !== id || runs[n].updated !== updated);
+      if (!isOld || performance.now() - asked < PAUSE) return;
+      asked = performance.now();
+      const response = await get("/api/table");
+      runs = response.runs.map(described);
+      draw();
+    },
+  };
+}
+
+/** Return a run with its settings by name, its columns, and the text that a filter searches. */
+function described(run) {
+  const settings = flat({ ...run, command: null });
+  const pairs = [...settings].map(([name, value]) => `${name}=${value}`);
+  const values = new Map(settings);
+  for (const [name, { last, lowest, highest }] of Object.entries(run.scores)) {
+    values.set(name, last);
+    values.set(`best ${name}`, LOWER_IS_BETTER.test(name) ? lowest : highest);
+  }
+  const text = [run.name, run.id, run.state, ...pairs].join(" ").toLowerCase();
+  return { id: run.id, name: run.name, state: run.state, step: run.step, elapsed: run.elapsed,
+    updated: run.updated, values: Object.fromEntries(values), scores: Object.keys(run.scores),
+    text };
+}
+
+/** Return the names of all columns: scores, then settings in which the runs differ. */
+function namesOf(runs) {
+  const scores = new Set(runs.flatMap(({ scores: names }) => names));
+  const seen = new Map();
+  for (const { values } of runs) {
+    for (const [name, value] of Object.entries(values)) {
+      if (!seen.has(name)) seen.set(name, new Set());
+      seen.get(name).add(value);
+    }
+  }
+  const isScore = (name) => scores.has(name) || scores.has(name.replace(/^best /, ""));
+  const differs = ([name, found]) => !isScore(name) && (found.size > 1 || runs.length === 1);
+  const settings = [...seen].filter(differs).map(([name]) => name);
+  return [...[...scores].flatMap((name) => [name, `best ${name}`]), ...settings];
+}
+
+/** Return scores of validation first, and the first settings. */
+function automatic(runs, names) {
+  const scores = new Set(runs.flatMap(({ scores: found }) => found));
+  const isBest = (name) => name.startsWith("best ") && scores.has(name.slice(5));
+  const usual = names.filter((name) => scores.has(name));
+  const first = [...usual.filter((name) => /val|test|eval/i.test(name)), ...usual];
+  const some = [...new Set(first)].slice(0, MOST_SCORES);
+  const settings = names.filter((name) => !scores.has(name) && !isBest(name));
+  return [...some.flatMap((name) => [name, `best ${name}`]), ...settings.slice(0, MOST_SETTINGS)];
+}
+
+const FIXED = { run: "name", state: "state", step: "step", duration: "elapsed", age: "updated" };
+
+/** Return runs in the chosen order, or newest first. Runs without a value come last. */
+function sorted(runs) {
+  const isDown = state.sort.startsWith("-") || !state.sort;
+  const name = state.sort.replace(/^-/, "") || "age";
+  const value = (run) => {
+    const found = name in FIXED ? run[FIXED[name]] : run.values[name];
+    return typeof found === "string" && found !== "" && !isNaN(found) ? Number(found) : found;
+  };
+  const isMissing = (one) => one === null || one === undefined;
+  return runs.toSorted((a, b) => {
+    const [one, other] = [value(a), value(b)];
+    if (isMissing(one) || isMissing(other)) return isMissing(one) - isMissing(other);
+    const order = one < other ? -1 : one > other ? 1 : 0;
+    return isDown ? -order : order;
+  });
+}
+
+function head(chosen, sort) {
+  const titles = ["run", "state", ...chosen, "step", "duration", "age"];
+  const cells = titles.map((title) => {
+    const order = sort === title ? "ascending" : sort === `-${title}` ? "descending" : "none";
+    const click = () => choose({ sort: sort === `-${title}` ? title : `-${title}` });
+    const button = h("button", { class: "quiet small", type: "button", on: { click } }, title);
+    const arrow = { ascending: " ↑", descending: " ↓", none: "" }[order];
+    return h("th", { scope: "col", "aria-sort": order, "data-column": title }, button, arrow);
+  });
+  return h("thead", {}, h("tr", {}, cells));
+}
+
+function line(run, chosen, current, clock) {
+  const click = () => choose({ run: run.id, shown: [...new Set([...state.shown, run.id])] });
+  const name = h("button", { class: "quiet small", type: "button", on: { click } }, run.name);
+  const shown = (value) => (typeof value === "number" ? number(value) : value ?? "–");
+  return h("tr", { "data-run": run.id, "data-chosen": run.id === current },
+    h("th", { scope: "row" }, name),
+    h("td", {}, h("span", { class: "state", "data-state": run.state }, run.state)),
+    chosen.map((column) => h("td", {}, shown(run.values[column]))),
+    h("td", {}, count(run.step)), h("td", {}, duration(run.elapsed)),
+    h("td", {}, ago(run.updated, clock)));
+}
+
+function choice(name, chosen) {
+  const change = () => {
+    const isShown = chosen.includes(name);
+    choose({ columns: isShown ? chosen.filter((one) => one !== name) : [...chosen, name] });
+  };
+  const box = h("input", { type: "checkbox", checked: chosen.includes(name), on: { change } });
+  return h("label", { class: "check" }, box, name);
+}

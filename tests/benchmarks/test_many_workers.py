@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from multiprocessing import get_context
+
+import pytest
+
+from benchmarks import many_workers
+
+SECONDS = 1.0  # of heartbeats
+
+
+def measured(size, per_host, *, real):
+    """Return the figures of each phase, measured in a process of its own."""
+    parent, child = get_context("fork").Pipe()
+
+    def body():
+        many_workers.prepare()
+        found = many_workers.measure(size, per_host, real=real, heartbeats_seconds=SECONDS)
+        child.send(found)
+
+    process = get_context("fork").Process(target=body)
+    process.start()
+    child.close()
+    try:
+        return parent.recv()
+    finally:
+        process.join()
+
+
+@pytest.mark.parametrize(("size", "real"), [(4, True), (16, False), (64, False)])
+def test_requests_are_linear_in_workers_or_hosts(size, real):
+    phases = measured(size, 4, real=real)
+    hosts = size // 4
+    # its entry, the entries of all, what gloo publishes and reads; worker 0 waits for all entries
+    assert phases["forming"]["requests"] <= 8 * size + 40
+    # a heartbeat and the question whether there is an alarm
+    assert phases["heartbeats"]["requests"] <= 2 * hosts * (SECONDS + 2)
+    # who reports, and what each host publishes and asks meanwhile
+    assert phases["hang report"]["requests"] <= 12 * size + 40
+
+
+def test_a_timing_event_stays_short():
+    assert many_workers.event_bytes(64) > 9_000
+    assert many_workers.event_bytes(65) < 1_000
+    assert many_workers.event_bytes(1024) < 1_000

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from benchmarks import network
+from tests.needs import needs
+
+
+@pytest.fixture
+def _killed_run():
+    needs("ip")
+    needs("tc")
+    made = subprocess.run(["ip", "netns", "add", "samestep-bench-0-1"], check=False)
+    needs("permission to make network namespaces", found=made.returncode == 0)
+
+
+@pytest.mark.usefixtures("_killed_run")
+def test_hosts_are_removed_after_an_error_and_those_of_killed_runs_at_the_next():
+    with pytest.raises(KeyError), network.hosts("1gbit") as names:  # noqa: PT012
+        listed = network.command("ip netns list")
+        assert "samestep-bench-0-1" not in listed
+        assert all(name in listed for name in names)
+        for name in names:
+            assert "tbf" in network.command(f"tc -n {name} qdisc show dev {network.DEVICE}")
+        raise KeyError
+    assert f"samestep-bench-{os.getpid()}-" not in network.command("ip netns list")
+
+
+def test_fast_links_may_send_more_at_once():
+    assert network.burst("100mbit") == network.burst("1gbit") == 1 << 20
+    assert network.burst("10gbit") == 2_500_000
+    with pytest.raises(SystemExit, match="expected rates such as 100mbit or 10gbit, got fast"):
+        network.burst("fast")
+
+
+def test_tables_compare_equal_precision(monkeypatch, capsys):
+    speeds = {"samestep": 3.0, "ddp": 2.0, "samestep-16": 9.0, "ddp-fp16": 6.0}
+    monkeypatch.setattr(
+        network, "train", lambda name, job, ranks: {"samples_a_second": speeds[name] * len(ranks)}
+    )
+    arguments = ["--jobs", "mlp", "--rounds", "2", "--contenders", *speeds]
+    monkeypatch.setattr("sys.argv", ["network", *arguments])
+    network.measure(["a", "b"], "1gbit", 2, network.arguments())
+    full, in_16_bits = capsys.readouterr().out.strip().split("\n\n")
+    assert "| samestep | ddp | samestep / best peer |" in full
+    assert full.endswith(
+        "| 12.00 (12.00 to 12.00) | 8.00 (8.00 to 8.00) | 1.50 (1.50 to 1.50) of ddp |"
+    )
+    assert "| samestep-16 | ddp-fp16 |" in in_16_bits

@@ -1,0 +1,298 @@
+"""Workers with different data are refused, without false alarms."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import random
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import samestep as ss
+from samestep.data.agreement import (
+    NEW_DATASETS,
+    PARTS,
+    SAMPLES,
+    SHARE,
+    DataCheck,
+    Use,
+    _same,
+    digest,
+)
+from tests.workers import run_workers, try_workers
+
+SIZE = 60
+
+
+class Files(torch.utils.data.Dataset):
+    """Numbers, in the order of `names`, with their labels."""
+
+    def __init__(self, names, labels=range(10)):
+        self.names, self.labels = names, list(labels)
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, index):
+        number = self.names[index]
+        return torch.full((3,), number / 7), self.labels.index(number % 10)
+
+
+def loss_fn(model, batch):
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+def train(dataset, *, epochs=1, loader_workers=0, hook=lambda epoch: None):
+    """Train on `dataset(rank)` as a worker; return the number of completed steps."""
+    with ss.init(lanes=4) as run:
+        model = run.replicate(nn.Linear(3, 10))
+        data = dataset(run.rank)
+        for batch in run.batches(data, 30, epochs=epochs, loader_workers=loader_workers):
+            hook(run.epoch)
+            run.backward(loss_fn, model, batch)
+        return run.step
+
+
+def messages(outcomes):
+    assert [type(one.error) for one in outcomes] == [ss.DataError] * len(outcomes)
+    return [str(one.error) for one in outcomes]
+
+
+def shuffled(rank):
+    names = list(range(SIZE))
+    random.Random(rank).shuffle(names)
+    return Files(names)
+
+
+DIFFERENT = {
+    "shuffled": shuffled,
+    "labels in the order of a set": lambda rank: Files(
+        range(SIZE), range(10) if rank == 0 else range(9, -1, -1)
+    ),
+    "a list": lambda rank: [(torch.full((3,), float(rank)), 0)] * SIZE,
+}
+
+
+@pytest.mark.parametrize("dataset", DIFFERENT.values(), ids=DIFFERENT)
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_workers_with_different_data_are_refused(dataset, loader_workers):
+    first, second = messages(try_workers(lambda: train(dataset, loader_workers=loader_workers), 2))
+    assert first == second
+    assert re.match(
+        r"workers have different data: sample \d+\[\d\] of the data set of loop 'train' is .*"
+        r" on worker 0 \(.*\) and .* on worker 1 \(.*\)\. ",
+        first,
+    )
+    for cause in ("os.listdir", "before ss.init", "PYTHONHASHSEED", "Sort"):
+        assert cause in first
+
+
+def test_lengths_are_compared():
+    outcomes = try_workers(lambda: train(lambda rank: Files(range(SIZE - rank % 2))), 3)
+    assert all("is 60 samples on worker 0 " in message for message in messages(outcomes))
+    assert all("and 59 samples on worker 1 " in message for message in messages(outcomes))
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_evaluations_of_different_data_are_refused(gather):
+    def body():
+        with ss.init() as run:
+            fn = (lambda _, batch: batch[0]) if gather else (lambda _, batch: batch[0].mean())
+            run.evaluate(fn, None, shuffled(run.rank), 16, gather=gather)
+
+    first, _ = messages(try_workers(body, 2))
+    assert "of the data set of an evaluation is torch.float32 [3] with a weighted sum of " in first
+
+
+def test_data_that_change_later_are_refused():
+    def body():
+        data = Files(list(range(2 * SHARE * SAMPLES)))
+
+        def hook(epoch):
+            if epoch == 0 and os.environ["RANK"] == "1":
+                data.names = range(1000, 1000 + len(data))
+
+        train(lambda _: data, epochs=2, hook=hook)
+
+    assert "loop 'train'" in messages(try_workers(body, 2))[0]
+
+
+class Rounded(Files):
+    """Samples that each worker rounds differently, in a folder of its own."""
+
+    def __init__(self, rank):
+        super().__init__(range(SIZE))
+        self.rank = rank
+
+    def __getitem__(self, index):
+        inputs, _ = super().__getitem__(index)
+        return {"path": f"/scratch/{self.rank}/{index}", "x": inputs * (1 + self.rank * 1e-6)}
+
+
+class Foreign(Files):
+    """Samples with noise that is drawn from the system's entropy, which cannot be seeded."""
+
+    def __init__(self, _):
+        super().__init__(range(SIZE))
+
+    def __getitem__(self, index):
+        inputs, label = super().__getitem__(index)
+        return inputs + random.SystemRandom().uniform(-1e6, 1e6), label
+
+
+class Broken(Files):
+    """Samples that one worker cannot load, except in batches."""
+
+    def __init__(self, rank):
+        super().__init__(range(SIZE))
+        self.rank = rank
+
+    def __getitem__(self, index):
+        if self.rank:
+            raise OSError("lost")
+        return super().__getitem__(index)
+
+
+def test_rounding_and_folders_are_no_difference():
+    def body():
+        with ss.init(lanes=2) as run:
+            return run.evaluate(lambda _, batch: batch["x"].mean(), None, Rounded(run.rank), 16)
+
+    assert len(run_workers(body, 2)) == 2
+
+
+def test_data_that_differ_in_each_load_are_named_once():
+    def body():
+        warnings = []
+        handler = logging.Handler()
+        handler.emit = lambda record: warnings.append(record.getMessage())
+        logging.getLogger("samestep").addHandler(handler)
+        steps = train(Foreign, epochs=12)
+        return steps, warnings
+
+    (steps, warnings), (_, others) = run_workers(body, 2)
+    assert (steps, others) == (24, [])
+    (warning,) = warnings
+    assert warning.startswith("samples of the data set of loop 'train' differ between two loads")
+
+
+def test_a_sample_that_fails_is_reported_by_its_batch():
+    errors = [one.error for one in try_workers(lambda: train(Broken), 2)]
+    assert isinstance(errors[1], ss.errors.LoaderError)
+
+
+def test_only_loader_processes_open_files():
+    class Opened(Files):
+        def __getitem__(self, index):
+            self.opened_in = os.getpid()
+            return super().__getitem__(index)
+
+    def body():
+        data = Opened(range(SIZE))
+        train(lambda _: data, loader_workers=1)
+        return hasattr(data, "opened_in")
+
+    assert run_workers(body, 2) == [False, False]
+
+
+def test_one_worker_loads_nothing_more():
+    check = DataCheck(0, 0, 1, lambda value, _: [value])
+    assert not check.begin(Files(range(SIZE)), SIZE, "a loop").is_due(0)
+
+
+def test_each_data_set_is_compared_at_its_first_use_and_rarely_later():
+    check = DataCheck(0, 0, 2, lambda value, _: [value, value])
+    data = Files(range(SHARE * SAMPLES))
+    uses = [check.begin(data, len(data), "an evaluation") for _ in range(9)]
+    assert [use.is_due(use.earlier) for use in uses] == 4 * [True, False] + [True]
+    resumed = DataCheck(0, 0, 2, lambda value, _: [value, value]).begin(data, len(data), "a loop")
+    assert resumed.is_due(3)
+    assert not resumed.is_due(3, at_start=False)
+    new = [check.begin(Files([0]), 1, "an evaluation") for _ in range(1000)]
+    assert sum(use.is_due(use.earlier) for use in new) < NEW_DATASETS + 3
+
+
+def test_other_samples_are_compared_in_each_epoch():
+    use = Use("loop", 1000, 0, every=1)
+    assert len({tuple(use.indices(epoch)) for epoch in range(9)}) == 9
+    assert Use("loop", 1, 0, every=1).indices(0) == [0]
+
+
+class Color(enum.Enum):
+    RED = object()
+
+
+@dataclass
+class Box:
+    left: int
+    mask: np.ndarray
+
+
+class Pair(NamedTuple):
+    image: torch.Tensor
+    label: np.ndarray
+
+
+SAMPLE = {
+    "image": torch.arange(6).view(2, 3),
+    "folder/file": PurePosixPath("/data/7.png"),
+    3: [1.5, None, True, b"raw", Color.RED, {"a", "b"}, object(), np.float32(2)],
+    "box": Box(4, np.eye(2, dtype=bool)),
+    "pair": Pair(torch.ones(2, dtype=torch.bfloat16), np.array([object()])),
+    "complex": torch.ones(2, dtype=torch.complex64),
+    "sparse": torch.eye(2).to_sparse(),
+    "text": "a long text " * 10,
+}
+
+
+def test_digests_of_every_type():
+    shown = digest(SAMPLE)
+    assert shown["['image']"].startswith("torch.int64 [2, 3] ")
+    assert shown["['file']"] == "7.png"
+    assert shown["[3]"] == "list of 8, [0][1][2][3][4][5][6][7]"
+    kinds = [shown[f"[3][{number}]"] for number in range(8)]
+    assert kinds[1:7] == ["None", "True", "b'raw'", "Color RED", "set of 2", "object"]
+    assert [kinds[0][0], kinds[7][0]] == ["float", "float32 []"]
+    assert shown["['box'].left"] == "4"
+    assert shown["['pair'][0]"][0] == "torch.bfloat16 [2]"
+    assert shown["['pair'][1]"] == "object [1]"
+    assert shown["['sparse']"] == "torch.float32 [2, 2]"
+    assert len(shown["['text']"]) < 60
+    assert len(digest([[number] for number in range(1000)])) == PARTS
+
+
+class Graph:
+    def to_dict(self):
+        return {"x": torch.ones(3)}
+
+
+def test_outer_parts_are_compared_first():
+    def text(label):
+        return {"boxes": 99 * [[1, 2]], "attention": 99 * [1], "tokens": list(range(label, 99))}
+
+    first, other = digest(text(1)), digest(text(2))
+    assert {part for part in first if first[part] != other[part]} == {"['tokens']"}
+    assert digest(Graph())["['x']"][0] == "torch.float32 [3]"
+
+
+@given(
+    st.lists(st.floats(width=32, allow_infinity=False, allow_subnormal=False), min_size=1),
+    st.integers(0, 10**6),
+)
+def test_digests_of_floats_tell_values_apart_but_not_rounding(values, seed):
+    array = np.array(values, dtype=np.float32)
+    rounded = np.nextafter(array, np.float32(0))
+    assert _same(digest(array)[""], digest(rounded)[""])
+    other = np.random.RandomState(seed).randn(5000)
+    assert not _same(digest(other)[""], digest(other[::-1])[""])

@@ -1,0 +1,551 @@
+// Four simulated "cuda" devices for a CPU build of torch.
+//
+// A device's memory is host memory, and its operations run at once with the CPU's kernels. What the
+// host may see of them is as late as CUDA permits: a copy without waiting lands when its target is
+// used or when the host waits, memory holds NaN before it is written and after it is freed, and each
+// wait of the host is counted.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/unfold_native.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::DeviceType;
+using c10::Stream;
+
+namespace {
+
+constexpr int MAX_DEVICES = 4;
+constexpr int GARBAGE = 0xFF;  // NaN in every floating-point type
+constexpr size_t ALIGNMENT = 512;
+
+// A copy between pinned and device memory that the host has not waited for.
+struct Copy {
+  int64_t number;
+  DeviceIndex device;
+  at::Tensor target, source;  // as seen by the host; they keep the memory alive
+  at::Tensor value;           // of the source when the copy was enqueued
+  bool landed;
+};
+
+std::recursive_mutex mutex;
+int visible = MAX_DEVICES;
+thread_local DeviceIndex current = 0;
+thread_local int inside = 0;  // of a kernel: its own copies are no waits
+std::vector<Copy> copies;
+int64_t copy_number = 0;
+std::vector<std::string> waits;
+bool stuck = false;
+std::string failure;
+std::map<const char*, size_t> pinned;       // start and size
+std::map<const char*, size_t> blocks;       // device memory
+std::map<const char*, int> in_flight;       // used by collectives, by start of the block
+std::set<void*> freed_in_flight;
+size_t pinned_bytes = 0;                    // as reserved: powers of two, like CUDA's allocator
+
+struct Inside {
+  Inside() { ++inside; }
+  ~Inside() { --inside; }
+};
+
+template <class Map>
+auto containing(Map& map, const void* pointer) {
+  auto next = map.upper_bound(static_cast<const char*>(pointer));
+  if (next == map.begin()) return map.end();
+  auto found = std::prev(next);
+  return static_cast<const char*>(pointer) < found->first + found->second ? found : map.end();
+}
+
+bool is_pinned(const void* pointer) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  return containing(pinned, pointer) != pinned.end();
+}
+
+// A tensor of the host in the memory of a tensor of a device.
+at::Tensor host(const at::Tensor& t) {
+  if (t.is_cpu()) return t;
+  auto keep = t.storage();
+  return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), [keep](void*) {},
+                       t.options().device(at::kCPU).requires_grad(false));
+}
+
+void land(Copy& copy) {
+  if (!copy.landed) {
+    Inside guard;
+    copy.target.copy_(copy.source);
+    copy.landed = true;
+  }
+}
+
+bool same_bytes(const at::Tensor& left, const at::Tensor& right) {
+  auto a = left.contiguous(), b = right.contiguous();
+  return std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0;
+}
+
+// Complete the copies of a device up to a number; the host has waited for them.
+void complete(DeviceIndex device, int64_t up_to) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  Inside guard;
+  bool changed = false;
+  for (auto copy = copies.begin(); copy != copies.end();) {
+    if (copy->device != device || copy->number > up_to) {
+      ++copy;
+      continue;
+    }
+    if (copy->landed) changed |= !same_bytes(copy->source, copy->value);
+    land(*copy);
+    copy = copies.erase(copy);
+  }
+  TORCH_CHECK(!changed, "pinned memory was written before a copy from it was complete");
+}
+
+// A kernel uses a tensor: what is being copied into it has to be there.
+void use(const at::Tensor& t) {
+  if (inside || !t.defined() || !t.is_cuda()) return;
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  for (auto& copy : copies)
+    if (!copy.landed && copy.target.storage().data() == t.storage().data()) land(copy);
+}
+
+void block_while_stuck() {
+  while (stuck) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+}
+
+// The host waits for a device.
+void wait_for(DeviceIndex device, const std::string& reason, int64_t up_to = INT64_MAX) {
+  if (inside) return;
+  {
+    std::lock_guard<std::recursive_mutex> lock(mutex);
+    waits.push_back(reason + " on cuda:" + std::to_string(device));
+  }
+  block_while_stuck();
+  TORCH_CHECK(failure.empty(), failure);
+  complete(device, up_to);
+}
+
+struct DeviceAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    Device device(DeviceType::CUDA, current);
+    if (size == 0) return {nullptr, nullptr, &release, device};
+    size_t rounded = (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    void* pointer = std::aligned_alloc(ALIGNMENT, rounded);
+    std::memset(pointer, GARBAGE, rounded);
+    std::lock_guard<std::recursive_mutex> lock(mutex);
+    blocks[static_cast<char*>(pointer)] = rounded;
+    return {pointer, pointer, &release, device};
+  }
+  static void release(void* pointer) {
+    if (!pointer) return;
+    std::lock_guard<std::recursive_mutex> lock(mutex);
+    auto block = blocks.find(static_cast<char*>(pointer));
+    std::memset(pointer, GARBAGE, block->second);  // as if another tensor used it
+    if (in_flight.count(block->first)) {
+      freed_in_flight.insert(pointer);
+      return;
+    }
+    blocks.erase(block);
+    std::free(pointer);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t size) const override {
+    std::memcpy(to, from, size);
+  }
+};
+DeviceAllocator device_allocator;
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    size_t reserved = ALIGNMENT;
+    while (reserved < size) reserved *= 2;
+    void* pointer = std::aligned_alloc(ALIGNMENT, reserved);
+    std::lock_guard<std::recursive_mutex> lock(mutex);
+    pinned[static_cast<char*>(pointer)] = reserved;
+    pinned_bytes += reserved;
+    return {pointer, pointer, &release, Device(DeviceType::CPU)};
+  }
+  static void release(void* pointer) {
+    std::lock_guard<std::recursive_mutex> lock(mutex);
+    auto found = pinned.find(static_cast<char*>(pointer));
+    pinned_bytes -= found->second;
+    pinned.erase(found);
+    std::free(pointer);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t size) const override {
+    std::memcpy(to, from, size);
+  }
+};
+PinnedAllocator pinned_allocator;
+
+at::Generator& generator_of(DeviceIndex device) {
+  static std::vector<at::Generator>* all = [] {
+    auto* made = new std::vector<at::Generator>;
+    for (int n = 0; n < MAX_DEVICES; ++n) made->push_back(at::detail::createCPUGenerator());
+    return made;
+  }();
+  return (*all)[device < 0 ? current : device];
+}
+
+// Lets a kernel of the CPU draw from the generator of a device.
+struct DrawFrom {
+  explicit DrawFrom(DeviceIndex device)
+      : lock(mutex), own(generator_of(device)), cpu(at::detail::getDefaultCPUGenerator()),
+        before(cpu.get_state()) {
+    cpu.set_state(own.get_state());
+  }
+  ~DrawFrom() {
+    own.set_state(cpu.get_state());
+    cpu.set_state(before);
+  }
+  std::lock_guard<std::recursive_mutex> lock;
+  at::Generator& own;
+  at::Generator cpu;
+  at::Tensor before;
+};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return DeviceType::CUDA; }
+  Device exchangeDevice(Device device) const override {
+    Device before(DeviceType::CUDA, current);
+    current = device.index();
+    return before;
+  }
+  Device getDevice() const override { return Device(DeviceType::CUDA, current); }
+  void setDevice(Device device) const override { current = device.index(); }
+  void uncheckedSetDevice(Device device) const noexcept override { current = device.index(); }
+  Stream getStream(Device device) const override {
+    DeviceIndex index = device.index() < 0 ? current : device.index();
+    return Stream(Stream::DEFAULT, Device(DeviceType::CUDA, index));
+  }
+  Stream getDefaultStream(Device device) const override { return getStream(device); }
+  Stream exchangeStream(Stream stream) const override { return stream; }
+  DeviceIndex deviceCount() const noexcept override { return MAX_DEVICES; }
+  void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return !stuck; }
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+  bool queryStream(const Stream&) const override { return !stuck; }
+  void synchronizeStream(const Stream& stream) const override {
+    wait_for(stream.device_index(), "stream");
+  }
+  void synchronizeDevice(const DeviceIndex device) const override { wait_for(device, "device"); }
+  void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
+};
+
+}  // namespace
+
+struct SimulatedHooks final : at::CUDAHooksInterface {
+  SimulatedHooks() = default;
+  explicit SimulatedHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return visible; }
+  int getNumGPUs() const override { return visible; }
+  DeviceIndex current_device() const override { return current; }
+  DeviceIndex getCurrentDevice() const override { return current; }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  const at::Generator& getDefaultGenerator(DeviceIndex device) const override {
+    return generator_of(device);
+  }
+  // The first new generator of a device is its default one, for torch.cuda.default_generators.
+  at::Generator getNewGenerator(DeviceIndex device) const override {
+    static std::set<DeviceIndex>* taken = new std::set<DeviceIndex>;
+    return taken->insert(device).second ? generator_of(device) : at::detail::createCPUGenerator();
+  }
+};
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", SimulatedHooks)
+
+namespace {
+
+constexpr c10::DispatchKeySet KEYS(c10::DispatchKey::CUDA);
+
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
+                 std::optional<at::Layout>, std::optional<Device> device,
+                 std::optional<bool> pin_memory, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(!pin_memory.value_or(false), "Only dense CPU tensors can be pinned");
+  c10::DeviceGuard on(c10::device_or_default(device));
+  return at::detail::empty_generic(size, &device_allocator, KEYS, c10::dtype_or_default(dtype),
+                                   format);
+}
+
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
+                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<Device> device, std::optional<bool>) {
+  c10::DeviceGuard on(c10::device_or_default(device));
+  return at::detail::empty_strided_generic(size, stride, &device_allocator, KEYS,
+                                           c10::dtype_or_default(dtype));
+}
+
+bool goes_at_once(const at::Tensor& left, const at::Tensor& right) {
+  return left.scalar_type() == right.scalar_type() && left.sizes() == right.sizes() &&
+         left.is_contiguous() && right.is_contiguous();
+}
+
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  if (self.numel() == 0) return self;
+  auto to = host(self), from = host(source.detach());
+  if (inside || (self.is_cuda() && source.is_cuda())) {
+    use(self);
+    use(source);
+    Inside guard;
+    to.copy_(from);
+    return self;
+  }
+  DeviceIndex device = self.is_cuda() ? self.device().index() : source.device().index();
+  const at::Tensor& ours = self.is_cuda() ? source : self;
+  if (non_blocking && is_pinned(ours.data_ptr()) && goes_at_once(self, source)) {
+    std::lock_guard<std::recursive_mutex> lock(mutex);
+    use(self);
+    use(source);
+    Inside guard;
+    auto value = from.clone();
+    if (self.is_cpu()) {
+      from = value;  // later kernels may change the device's memory
+      std::memset(self.data_ptr(), GARBAGE, self.nbytes());
+    }
+    copies.push_back({++copy_number, device, to, from, value, false});
+    return self;
+  }
+  wait_for(device, self.is_cuda() ? "copy to device" : "copy to host");
+  Inside guard;
+  to.copy_(from);
+  return self;
+}
+
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  auto to = target;
+  return copy_(to, source, non_blocking);
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
+  auto to = target;
+  to.resize_(source.sizes());
+  return copy_(to, source, false);
+}
+
+void foreach_copy_(at::TensorList self, at::TensorList sources, bool non_blocking) {
+  for (size_t n = 0; n < self.size(); ++n) {
+    auto to = self[n];
+    copy_(to, sources[n], non_blocking);
+  }
+}
+
+at::Scalar item(const at::Tensor& t) {
+  wait_for(t.device().index(), "item");
+  return host(t).item();
+}
+
+at::Tensor strided(const at::Tensor& t, at::IntArrayRef size, at::IntArrayRef stride,
+                      std::optional<int64_t> offset) {
+  auto view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(t.storage()), t.key_set(), t.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride,
+                                                    offset.value_or(t.storage_offset()));
+  return view;
+}
+
+at::Tensor reshape_alias(const at::Tensor& t, at::IntArrayRef size, at::IntArrayRef stride) {
+  return strided(t, size, stride, std::nullopt);
+}
+
+at::Tensor view(const at::Tensor& t, at::IntArrayRef size) {
+  auto like = host(t).view(size);
+  return strided(t, like.sizes(), like.strides(), std::nullopt);
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage storage, int64_t offset,
+                        at::IntArrayRef size, at::IntArrayRef stride) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(storage));
+  if (stride.empty() && !size.empty()) {
+    impl->set_storage_offset(offset);
+    impl->set_sizes_contiguous(size);
+  } else {
+    impl->set_sizes_and_strides(size, stride, offset);
+  }
+  return self;
+}
+
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  return set_storage(self, source.storage(), source.storage_offset(), source.sizes(),
+                     source.strides());
+}
+
+at::Tensor& set_whole_storage(at::Tensor& self, at::Storage storage) {
+  int64_t size = static_cast<int64_t>(storage.nbytes() / self.itemsize());
+  return set_storage(self, std::move(storage), 0, {size}, {});
+}
+
+const at::Tensor& resize_(const at::Tensor& t, at::IntArrayRef size,
+                          std::optional<at::MemoryFormat>) {
+  size_t elements = t.storage_offset();
+  elements += c10::multiply_integers(size);
+  size_t nbytes = elements * t.itemsize();
+  if (t.storage().nbytes() < nbytes) {
+    c10::DeviceGuard on(t.device());
+    auto before = t.storage().nbytes();
+    auto memory = device_allocator.allocate(nbytes);
+    if (before) std::memcpy(memory.get(), t.storage().data(), before);
+    t.storage().set_data_ptr_noswap(std::move(memory));
+    t.storage().set_nbytes(nbytes);
+  }
+  t.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  return t;
+}
+
+void record_stream(at::Tensor&, Stream) {}
+
+bool starts_with(const std::string& text, const char* start) { return text.rfind(start, 0) == 0; }
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const std::string name = schema.name().substr(schema.name().find("::") + 2);
+  const bool indexes = starts_with(name, "index") || starts_with(name, "_index_put");
+  std::optional<Device> device;
+  bool waits_here = op.hasTag(at::Tag::data_dependent_output) ||
+                    (op.hasTag(at::Tag::dynamic_output_shape) && !indexes);
+  auto check = [&](const at::Tensor& t) {
+    if (!t.defined()) return;
+    use(t);
+    if (t.is_cpu() && t.dim() > 0 && indexes) {
+      waits_here = true;  // it is copied to the device
+      return;
+    }
+    if (t.is_cpu() && t.dim() == 0) return;
+    if (!device) device = t.device();
+    TORCH_CHECK(*device == t.device() || starts_with(name, "_foreach"),
+                "Expected all tensors to be on the same device, but found at least two devices, ",
+                *device, " and ", t.device(), "! (in ", name, ")");
+    if (t.is_cuda()) device = t.device();
+  };
+  auto arguments = torch::jit::last(*stack, schema.arguments().size());
+  for (const auto& value : arguments) {
+    if (value.isTensor()) check(value.toTensor());
+    if (value.isTensorList())
+      for (const at::Tensor& t : value.toTensorVector()) check(t);
+    if (value.isOptionalTensorList())
+      for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector())
+        if (t) check(*t);
+  }
+  DeviceIndex index = device && device->is_cuda() ? device->index() : current;
+  if (waits_here && !inside) wait_for(index, name);
+  Inside guard;
+  c10::DeviceGuard on(Device(DeviceType::CUDA, index));
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) {
+    DrawFrom generator(index);
+    at::native::cpu_fallback(op, stack);
+  } else {
+    at::native::cpu_fallback(op, stack);
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("copy_", copy_);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_foreach_copy_", foreach_copy_);
+  m.impl("_local_scalar_dense", item);
+  m.impl("as_strided", strided);
+  m.impl("_reshape_alias", reshape_alias);
+  m.impl("view", view);
+  m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Storage", set_whole_storage);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("unfold", at::native::unfold);
+  m.impl("resize_", resize_);
+  m.impl("record_stream", record_stream);
+}
+TORCH_LIBRARY_IMPL(_, CUDA, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+REGISTER_ALLOCATOR(DeviceType::CUDA, &device_allocator)
+
+// The interface of device.py.
+extern "C" {
+
+void sim_set_visible(int devices) { visible = devices; }
+
+int sim_exchange_device(int device) {
+  int before = current;
+  if (device >= 0) current = device;
+  return before;
+}
+
+// An error of a wait is returned as text, because exceptions must not reach ctypes.
+const char* sim_wait(int device, const char* reason, int64_t up_to) {
+  static thread_local std::string error;
+  try {
+    wait_for(device, reason, up_to < 0 ? INT64_MAX : up_to);
+  } catch (const c10::Error& caught) {
+    error = caught.what_without_backtrace();
+    return error.c_str();
+  }
+  return nullptr;
+}
+
+int64_t sim_record() { return copy_number; }
+
+int sim_is_done(int device, int64_t up_to) {
+  if (stuck) return 0;
+  complete(device, up_to);
+  return 1;
+}
+
+int sim_waits() { return static_cast<int>(waits.size()); }
+const char* sim_wait_reason(int number) { return waits[number].c_str(); }
+
+void sim_set_stuck(int value) { stuck = value; }
+void sim_fail(const char* message) { failure = message; }
+
+int64_t sim_pinned_bytes() { return static_cast<int64_t>(pinned_bytes); }
+void sim_register(char* pointer, int64_t size) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  pinned[pointer] = size;
+}
+void sim_unregister(char* pointer) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  pinned.erase(pointer);
+}
+
+// A collective uses the memory at `pointer` until it ends: if freed, it is only overwritten.
+void sim_begin_use(const void* pointer) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  auto block = containing(blocks, pointer);
+  if (block != blocks.end()) ++in_flight[block->first];
+}
+void sim_end_use(const void* pointer) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  auto block = containing(blocks, pointer);
+  if (block == blocks.end() || --in_flight[block->first]) return;
+  in_flight.erase(block->first);
+  void* start = const_cast<char*>(block->first);
+  if (freed_in_flight.erase(start)) {
+    blocks.erase(block);
+    std::free(start);
+  }
+}
+void sim_read(void* to, const void* from, int64_t size) { std::memcpy(to, from, size); }
+}

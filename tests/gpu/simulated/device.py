@@ -1,0 +1,231 @@
+"""Loads the simulated devices, and gives `torch.cuda` what it would ask a driver.
+
+Import it before torch is used in any other way: torch asks only once whether it has CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+LIBRARY = ctypes.CDLL(os.environ["SIMULATED_GPU_LIBRARY"])  # before torch
+
+import torch  # noqa: E402
+from torch import cuda  # noqa: E402
+
+from tests.gpu.simulated import VISIBLE  # noqa: E402
+
+MAX_DEVICES = 4
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+LIBRARY.sim_wait.restype = ctypes.c_char_p
+LIBRARY.sim_wait.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int64]
+LIBRARY.sim_record.restype = ctypes.c_int64
+LIBRARY.sim_is_done.argtypes = [ctypes.c_int, ctypes.c_int64]
+LIBRARY.sim_wait_reason.restype = ctypes.c_char_p
+LIBRARY.sim_fail.argtypes = [ctypes.c_char_p]
+LIBRARY.sim_pinned_bytes.restype = ctypes.c_int64
+LIBRARY.sim_register.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+LIBRARY.sim_unregister.argtypes = [ctypes.c_void_p]
+LIBRARY.sim_begin_use.argtypes = LIBRARY.sim_end_use.argtypes = [ctypes.c_void_p]
+LIBRARY.sim_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+
+# processes that have used the driver, and a context on a device; a fork inherits both numbers
+_used_by: list[int] = []
+_initialized_by: list[int] = []
+calls: list[str] = []  # to torch.cuda that ask the driver
+refuses_pinning = False  # of memory that exists: `ulimit -l` is too small
+opened: set[int] = set()  # devices that this process has a context on
+
+
+def device_waits() -> list[str]:
+    """Return the reasons for which the host has waited for a device so far."""
+    return [LIBRARY.sim_wait_reason(n).decode() for n in range(LIBRARY.sim_waits())]
+
+
+@contextmanager
+def counted():
+    """Yield a list that has the reasons for waits in the block at its end."""
+    reasons: list[str] = []
+    before = LIBRARY.sim_waits()
+    yield reasons
+    reasons += device_waits()[before:]
+
+
+def _visible() -> list[int]:
+    return [int(index) for index in os.environ.get(VISIBLE, "0,1,2,3").split(",") if index]
+
+
+def _use_driver() -> None:
+    _used_by.append(os.getpid())
+
+
+def _is_in_bad_fork() -> bool:
+    return bool(_used_by) and _used_by[-1] != os.getpid()
+
+
+def _is_available() -> bool:
+    calls.append("is_available")
+    if os.environ.get(NVML_CHECK) != "1" and not _is_in_bad_fork():
+        _use_driver()
+    return bool(_visible())
+
+
+def _lazy_init() -> None:
+    if _is_in_bad_fork():
+        raise RuntimeError(
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, "
+            "you must use the 'spawn' start method"
+        )
+    if not _is_initialized():
+        calls.append("init")
+        _use_driver()
+        _initialized_by.append(os.getpid())
+        LIBRARY.sim_set_visible(len(_visible()))
+
+
+def _is_initialized() -> bool:
+    return bool(_initialized_by) and _initialized_by[-1] == os.getpid()
+
+
+def _device_count() -> int:
+    calls.append("device_count")
+    return len(_visible())
+
+
+def _index(device: object) -> int:
+    if device is None:
+        return LIBRARY.sim_exchange_device(-1)
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return LIBRARY.sim_exchange_device(-1) if index is None else index
+
+
+def _exchange_device(index: int) -> int:
+    _lazy_init()
+    if index >= len(_visible()):
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+    return LIBRARY.sim_exchange_device(index)
+
+
+def _set_device(device: object) -> None:
+    _exchange_device(_index(device))
+    opened.add(_index(device))
+
+
+def _wait(device: int, reason: str, up_to: int = -1) -> None:
+    message = LIBRARY.sim_wait(device, reason.encode(), up_to)
+    if message is not None:
+        raise torch.AcceleratorError(message.decode())
+
+
+class Event:
+    """`torch.cuda.Event`: the first `query` returns False, as if the device was still busy."""
+
+    def __init__(self, **_: object) -> None:
+        self._number, self._device, self._asked = -1, 0, False
+
+    def record(self, stream: object = None) -> None:
+        self._device = LIBRARY.sim_exchange_device(-1) if stream is None else stream.device_index
+        self._number, self._asked = LIBRARY.sim_record(), False
+
+    def query(self) -> bool:
+        if self._number < 0:
+            return True
+        asked, self._asked = self._asked, True
+        return asked and bool(LIBRARY.sim_is_done(self._device, self._number))
+
+    def synchronize(self) -> None:
+        if self._number >= 0:
+            _wait(self._device, "event", self._number)
+
+
+class Stream:
+    """`torch.cuda.Stream`: all streams of a device are in fact one."""
+
+    def __init__(self, device: object = None, **_: object) -> None:
+        self.device_index = _index(device)
+        self.device = torch.device("cuda", self.device_index)
+
+    def synchronize(self) -> None:
+        _wait(self.device_index, "stream")
+
+    def query(self) -> bool:
+        return bool(LIBRARY.sim_is_done(self.device_index, LIBRARY.sim_record()))
+
+
+@contextmanager
+def _stream(_: object):
+    yield
+
+
+class Runtime:
+    """`torch.cuda.cudart()`: results are error codes."""
+
+    @staticmethod
+    def cudaHostRegister(pointer: int, size: int, _: int) -> int:  # noqa: N802  as in CUDA
+        if refuses_pinning:
+            return 2
+        LIBRARY.sim_register(pointer, size)
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(pointer: int) -> int:  # noqa: N802  as in CUDA
+        LIBRARY.sim_unregister(pointer)
+        return 0
+
+
+def _get_device_properties(device: object = None) -> SimpleNamespace:
+    index = _visible()[_index(device)]
+    return SimpleNamespace(
+        name="Simulated GPU",
+        major=9,
+        minor=0,
+        total_memory=1 << 30,
+        multi_processor_count=1,
+        pci_domain_id=0,
+        pci_bus_id=0x10 + index,
+        pci_device_id=0,
+        uuid=f"simulated-{index}",
+    )
+
+
+def install() -> None:
+    """Replace what `torch.cuda` asks a driver."""
+    simulated = {
+        "is_available": _is_available,
+        "is_initialized": _is_initialized,
+        "_is_in_bad_fork": _is_in_bad_fork,
+        "_lazy_init": _lazy_init,
+        "init": _lazy_init,
+        "device_count": _device_count,
+        "current_device": lambda: LIBRARY.sim_exchange_device(-1),
+        "_exchange_device": _exchange_device,
+        "_maybe_exchange_device": _exchange_device,
+        "set_device": _set_device,
+        "synchronize": lambda device=None: _wait(_index(device), "synchronize"),
+        "Event": Event,
+        "Stream": Stream,
+        "stream": _stream,
+        "current_stream": Stream,
+        "default_stream": Stream,
+        "cudart": Runtime,
+        "get_device_name": lambda device=None: "Simulated GPU",
+        "get_device_properties": _get_device_properties,
+        "get_device_capability": lambda device=None: (9, 0),
+        "is_bf16_supported": lambda *_: True,
+        "can_device_access_peer": lambda *_: True,
+        "memory_allocated": lambda device=None: 0,
+        "empty_cache": lambda: None,
+        "is_current_stream_capturing": lambda: False,
+    }
+    torch.backends.cuda.is_built = lambda: True
+    for name, value in simulated.items():
+        setattr(cuda, name, value)
+    devices = [torch.device("cuda", index) for index in range(MAX_DEVICES)]
+    before, torch.cuda._lazy_init = cuda._lazy_init, lambda: None
+    cuda.default_generators = tuple(torch.Generator(device) for device in devices)
+    torch.cuda._lazy_init = before

@@ -1,0 +1,189 @@
+"""A stand-in for NCCL on simulated devices: gloo, with the semantics of NCCL's streams.
+
+A collective with `async_op` reads its input when it is waited for, at the latest moment. Until then
+its output is NaN, and its input is overwritten if it is freed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.gpu.simulated import FAILS_AT, FAILURE, HANGS_AT
+from tests.gpu.simulated.device import LIBRARY
+
+ABORT_TEXT = (
+    "[rank%d]: Watchdog caught collective operation timeout: WorkNCCL ran for longer than its "
+    "limit; to avoid data inconsistency, we are taking the entire process down.\n"
+)
+
+_real = {
+    name: getattr(dist, name)
+    for name in (
+        "init_process_group",
+        "destroy_process_group",
+        "all_to_all_single",
+        "broadcast",
+        "all_gather_single",
+    )
+}
+state: dict[str, Any] = {"group": None, "timeout": None, "collectives": Counter(), "pending": []}
+
+
+class Work:
+    """A collective of CUDA tensors that was enqueued, but not waited for."""
+
+    def __init__(self, run: Any, out: torch.Tensor, own: torch.Tensor) -> None:
+        self._run, self._out, self._is_done = run, out, False
+        self._pointer, self._shape, self._dtype = own.data_ptr(), own.shape, own.dtype
+        self._nbytes = own.nbytes
+        LIBRARY.sim_begin_use(self._pointer)
+        if out.data_ptr() != own.data_ptr():
+            _spoil(out, own)
+        state["pending"].append(self)
+
+    def wait(self, timeout: object = None) -> bool:
+        """Do this collective, and those before it, in the order in which they were enqueued."""
+        while not self._is_done:
+            state["pending"].pop(0)._do()
+        return True
+
+    def _do(self) -> None:
+        own = torch.empty(self._shape, dtype=self._dtype)
+        LIBRARY.sim_read(own.data_ptr(), self._pointer, self._nbytes)
+        LIBRARY.sim_end_use(self._pointer)
+        self._is_done = True
+        got = torch.empty(self._out.shape, dtype=self._out.dtype)
+        if not _hangs(self._run.__qualname__.partition(".")[0]):
+            self._run(got, own)
+            with torch.no_grad():
+                _without_wait(self._out, got)
+
+
+def _without_wait(out: torch.Tensor, value: torch.Tensor) -> None:
+    """Write to a device; a collective is no wait of the host."""
+    flat = out.detach()
+    if not flat.is_contiguous():
+        raise ValueError("Tensors must be contiguous")
+    LIBRARY.sim_read(flat.data_ptr(), value.data_ptr(), value.nbytes)
+
+
+def _spoil(out: torch.Tensor, own: torch.Tensor) -> None:
+    """Fill what is not input with NaN, as long as the collective may not have ended."""
+    start, stop = own.data_ptr(), own.data_ptr() + own.nbytes
+    for begin, end in ((0, start), (stop, 1 << 62)):
+        first = max(out.data_ptr(), begin)
+        last = min(out.data_ptr() + out.nbytes, end)
+        if first < last:
+            garbage = torch.full((last - first,), 255, dtype=torch.uint8)
+            LIBRARY.sim_read(first, garbage.data_ptr(), last - first)
+
+
+def _hangs(name: str) -> bool:
+    """Count a collective. One that hangs blocks its device, until NCCL's watchdog aborts."""
+    state["collectives"][name] += 1
+    call = f"{name} {state['collectives'][name]}"
+    if call == os.environ.get(FAILS_AT):
+        text = os.environ[FAILURE]
+        raise (dist.DistBackendError if text.startswith("NCCL") else torch.AcceleratorError)(text)
+    if call != os.environ.get(HANGS_AT):
+        return False
+    LIBRARY.sim_set_stuck(1)
+    threading.Thread(target=_abort_later, daemon=True).start()
+    return True
+
+
+def _abort_later() -> None:
+    time.sleep(state["timeout"].total_seconds())
+    os.write(2, (ABORT_TEXT % dist.get_rank()).encode())
+    os.abort()
+
+
+def _same_device(*tensors: torch.Tensor) -> None:
+    if any(tensor.is_cpu for tensor in tensors):
+        raise RuntimeError("No backend type associated with device type cpu")
+
+
+def init_process_group(backend: str, *, timeout: timedelta, **options: Any) -> None:
+    _real["init_process_group"]("gloo", timeout=timeout, **options)
+    if "nccl" in backend:
+        state["timeout"] = timeout
+        state["group"] = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def destroy_process_group(group: Any = None) -> None:
+    LIBRARY.sim_wait(0, b"destroying NCCL", -1)  # until collectives have ended
+    _real["destroy_process_group"](group)
+
+
+class Backend:
+    """The part of a group that is for CUDA tensors."""
+
+    @staticmethod
+    def _set_default_timeout(timeout: timedelta) -> None:
+        state["timeout"] = timeout
+
+
+def _get_backend(group: Any, device: torch.device) -> Any:
+    return Backend if device.type == "cuda" else _real_get_backend(group, device)
+
+
+_real_get_backend = dist.ProcessGroup._get_backend
+
+
+def all_to_all_single(out, own, out_sizes=None, own_sizes=None, group=None, async_op=False):  # noqa: FBT002  as in torch
+    if not out.is_cuda:
+        return _real["all_to_all_single"](out, own, out_sizes, own_sizes, group, async_op)
+    _same_device(out, own)
+
+    def run(got, sent):
+        _real["all_to_all_single"](got, sent, out_sizes, own_sizes, state["group"])
+
+    return _begin(run, out, own, async_op=async_op)
+
+
+def all_gather_single(out, own, group=None, async_op=False):  # noqa: FBT002  as in torch
+    if not out.is_cuda:
+        return _real["all_gather_single"](out, own, group, async_op)
+    _same_device(out, own)
+
+    def run(got, sent):
+        _real["all_gather_single"](got, sent, state["group"])
+
+    return _begin(run, out, own, async_op=async_op)
+
+
+def broadcast(tensor, src=0, group=None, async_op=False):  # noqa: FBT002  as in torch
+    if not tensor.is_cuda:
+        return _real["broadcast"](tensor, src, group, async_op)
+
+    def run(got, sent):
+        got.copy_(sent)
+        _real["broadcast"](got, src, state["group"])
+
+    return _begin(run, tensor, tensor, async_op=async_op)
+
+
+def _begin(run, out, own, *, async_op):
+    if not own.is_contiguous() or not out.is_contiguous():
+        raise ValueError("Tensors must be contiguous")
+    work = Work(run, out, own)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def install() -> None:
+    """Replace the functions of torch.distributed that samestep calls."""
+    functions = (all_to_all_single, all_gather_single, broadcast)
+    for function in (init_process_group, destroy_process_group, *functions):
+        setattr(dist, function.__name__, function)
+    dist.ProcessGroup._get_backend = _get_backend

@@ -1,0 +1,124 @@
+"""Failures and hangs of NCCL and of devices: all workers end soon, and the right one is named."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import samestep as ss
+from samestep.comm import distributed
+from samestep.errors import HangError
+from tests.gpu.simulated import FAILS_AT, FAILURE, HANGS_AT, VISIBLE
+
+GATHER = "all_gather_single 1"  # of the parameters, in the first step
+NCCL_ERROR = """NCCL error in: ProcessGroupNCCL.cpp:1, unhandled system error, NCCL version 2.29
+ncclSystemError: System call failed or device error.
+Last error:
+socketStartConnect: Connect to 10.0.0.1 failed"""
+
+
+def train(after_step=lambda run, model: None, timeout=4.0):  # busy workers start far apart
+    """Train a small model with a sharded optimizer for three steps."""
+    with ss.init(lanes=2, timeout=timeout) as run:
+        model = run.replicate(nn.Linear(64, 8))
+        optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
+        run.track(model=model, optimizer=optimizer)
+        for batch in run.batches([torch.ones(64)] * 12, 4, steps=3):
+            run.backward(lambda model, batch: model(batch).square().mean(), model, batch)
+            optimizer.step()
+            after_step(run, model)
+        return model.weight.sum().item()
+
+
+def fail_on_worker_one(run, model):
+    if run.rank == 1:
+        raise ValueError("the program's own")
+
+
+def failing():
+    train(fail_on_worker_one, timeout=30.0)
+
+
+def test_failed_worker_does_not_wait_for_nccl(gpus):
+    first, second = gpus.ends_of(2, failing, **{HANGS_AT: GATHER})
+    assert isinstance(second.error, ValueError)
+    assert first.exitcode == 1
+    assert "failed first, at step 0: ValueError: the program's own" in (
+        str(first.error) + gpus.printed
+    )
+
+
+def launched():
+    os.environ[HANGS_AT] = GATHER
+    with pytest.raises(ss.WorkerError, match=r"(?s)worker 1 failed first: ValueError.*fail_on_wor"):
+        ss.launch(failing, workers=2)
+
+
+def test_launcher_names_the_worker_that_failed_while_nccl_hangs(gpus):
+    gpus.call(launched)
+
+
+def test_hang_of_nccl_is_reported(gpus):
+    ends = gpus.ends_of(2, train, **{HANGS_AT: GATHER})
+    hangs = [end.error for end in ends if isinstance(end.error, HangError)]
+    assert len(hangs) == 1, [*map(str, ends), gpus.printed]
+    (hang,) = hangs
+    assert "timed out after 4 s: workers 0 and 1 were gathering parameters at step" in str(hang)
+    assert "the network between them lost data" in str(hang)
+    assert [end.exitcode for end in ends] == [1, 1]
+
+
+def read(run, model):
+    model.weight.sum().item()  # waits for the device
+
+
+def reading():
+    train(read)
+
+
+def test_hang_of_nccl_is_reported_while_the_program_waits_for_the_device(gpus):
+    ends = gpus.ends_of(2, reading, **{HANGS_AT: GATHER})
+    assert [end.exitcode for end in ends] == [1, 1]
+    assert (
+        "timed out after 4 s: workers 0 and 1 were gathering parameters at step 0" in gpus.printed
+    )
+    assert "samestep: terminating worker 0 at step 0" in gpus.printed
+
+
+def aborting():
+    distributed.NCCL_EXTRA_SECONDS = -29.0  # NCCL is the first to give up
+    if os.environ["SAMESTEP_INTERNAL_ATTEMPT"] == "0":
+        os.environ[HANGS_AT] = GATHER
+    return train(timeout=30.0)
+
+
+def undisturbed():
+    return train(timeout=30.0)
+
+
+def restarted():
+    return ss.launch(aborting, workers=2, max_restarts=2), ss.launch(undisturbed, workers=2)
+
+
+def test_abort_by_nccl_restarts_the_workers(gpus):
+    after_restart, expected = gpus.call(restarted)
+    assert after_restart == expected
+    assert "killed by SIGABRT (perhaps by NCCL" in gpus.printed
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "expected"),
+    [
+        ("CUDA error: device-side assert triggered", torch.AcceleratorError, "device-side assert"),
+        (NCCL_ERROR, ss.WorldError, "last error: socketStartConnect: Connect to 10.0.0.1 failed"),
+    ],
+)
+def test_errors_in_a_collective_keep_their_names(failure, kind, expected, gpus):
+    ends = gpus.ends_of(2, train, **{FAILS_AT: GATHER, FAILURE: failure, VISIBLE: "0,1"})
+    for end in ends:
+        if end.error is not None:  # the other one may have been terminated
+            assert isinstance(end.error, (kind, ss.WorldError))
+    assert expected in "".join(str(end.error) for end in ends if isinstance(end.error, kind))

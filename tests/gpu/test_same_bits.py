@@ -1,0 +1,115 @@
+"""Results on simulated GPUs have the same bits at any number of devices and workers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchmetrics
+
+import samestep as ss
+from tests.gpu.simulated import VISIBLE
+from tests.jobs import Net, classify, fingerprint, images
+
+
+def moved(state):
+    """Return nested state on the CPU."""
+    if isinstance(state, torch.Tensor):
+        return state.cpu()
+    if isinstance(state, dict):
+        return {name: moved(value) for name, value in state.items()}
+    return [moved(value) for value in state] if isinstance(state, (list, tuple)) else state
+
+
+def trained(options, *, shards=True, precision="float32"):
+    """Return hashes of all results of a short training on this worker's devices, and them."""
+    with ss.init(lanes=4, timeout=60, precision=precision, **options) as run:
+        torch.manual_seed(0)
+        model = run.replicate(Net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        if shards:
+            optimizer = run.shard(optimizer)
+        run.track(model=model, optimizer=optimizer)
+        losses = []
+        for batch in run.batches(images(40), 16, steps=3):
+            assert all(part.device.type == "cpu" for part in next(iter(batch)))
+            means = run.backward(classify, model, batch)
+            losses.append([float(run.clip_grad_norm(model, 1.0)), *means.values()])
+            optimizer.step()
+            optimizer.zero_grad()
+        scores = evaluated(run, model)
+        return fingerprint(moved([model.state_dict(), losses, scores])), list(map(str, run.devices))
+
+
+def evaluated(run, model):
+    metric = torchmetrics.classification.MulticlassConfusionMatrix(10).to(run.device)
+
+    def score(model, batch):
+        assert batch[0].is_cuda
+        metric.update(model(batch[0]), batch[1])
+        return {"loss": classify(model, batch)[0], "counts": metric}
+
+    means = run.evaluate(score, model, images(37), 5)
+    outputs = run.evaluate(lambda model, batch: model(batch[0]), model, images(37), 5, gather=True)
+    assert (outputs is None) == (run.rank > 0)
+    return dict(means)
+
+
+@pytest.fixture(scope="module")
+def expected(gpus):
+    """Return the results of one worker with one device."""
+    return gpus.call(trained, {})[0]
+
+
+@pytest.mark.parametrize(
+    ("workers", "devices", "visible"),
+    [
+        pytest.param(1, 2, "0,1", id="1 worker, 2 devices"),
+        pytest.param(1, 4, "0,1,2,3", id="1 worker, 4 devices"),
+        pytest.param(2, 1, "0,1", id="2 workers with NCCL"),
+        pytest.param(4, 1, "0,1,2,3", id="4 workers with NCCL"),
+        pytest.param(2, 2, "0,1,2,3", id="2 workers with 2 devices and NCCL"),
+        pytest.param(2, 1, "0", id="2 workers that share a device"),
+        pytest.param(3, 1, "0,1", id="3 workers that share 2 devices"),
+    ],
+)
+def test_results_have_the_same_bits(workers, devices, visible, gpus, expected):
+    results = gpus.workers(workers, trained, {"devices": devices}, **{VISIBLE: visible})
+    used = {device for _, names in results for device in names}
+    assert len(used) == min(workers * devices, len(visible.split(",")))
+    assert all(device.startswith("cuda:") for device in used)
+    assert [result for result, _ in results] == [expected] * workers
+
+
+@pytest.mark.parametrize("options", [{"shards": False}, {"precision": "bfloat16"}])
+def test_options_have_the_same_bits(options, gpus):
+    one = gpus.call(trained, {}, **options)[0]
+    both = gpus.workers(2, with_options, options)
+    assert [result for result, _ in both] == [one] * 2
+
+
+def with_options(options):
+    return trained({}, **options)
+
+
+def continued(directory, steps):
+    """Train up to a step, from the snapshot in a directory if there is one."""
+    with ss.init(lanes=4, timeout=60, dir=directory) as run:
+        torch.manual_seed(0)
+        model = run.replicate(Net())
+        optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+        run.track(model=model, optimizer=optimizer)
+        for batch in run.batches(images(64), 16, steps=steps):
+            run.backward(contrast, model, batch, embed=lambda model, batch: model(batch[0]))
+            optimizer.step()
+            optimizer.zero_grad()
+        return fingerprint(moved(model.state_dict()))
+
+
+def contrast(model, logits):
+    return (logits @ logits.T).logsumexp(1).mean()
+
+
+def test_run_resumes_with_the_same_bits_on_other_devices(gpus, tmp_path):
+    expected = gpus.call(continued, tmp_path / "straight", 4)
+    gpus.workers(2, continued, tmp_path / "resumed", 2)
+    assert gpus.call(continued, tmp_path / "resumed", 4) == expected

@@ -1,0 +1,169 @@
+"""The simulated devices themselves: what they refuse, count and delay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def mixed():
+    one, two = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
+    for other in (two, torch.ones(2)):
+        with pytest.raises(RuntimeError, match="on the same device, but found at least two"):
+            one + other
+    with pytest.raises(RuntimeError, match="same device"):
+        F.linear(torch.ones(1, 2), one.view(1, 2))
+    return (one + torch.tensor(1.0) + two.to("cuda:0")).tolist()
+
+
+def test_devices_cannot_be_mixed_in_one_operation(gpus):
+    assert gpus.call(mixed) == [3.0, 3.0]
+
+
+def copies():
+    source = torch.ones(4).pin_memory()
+    target = torch.zeros(4, device="cuda")
+    target.copy_(source, non_blocking=True)
+    source.fill_(2.0)  # too early
+    late = target.tolist()
+    back = torch.zeros(4, pin_memory=True)
+    back.copy_(target, non_blocking=True)
+    early = back.clone()
+    torch.cuda.synchronize()
+    target.copy_(source, non_blocking=True)
+    target.add_(1.0)  # reads it, and the host goes on
+    source.fill_(3.0)
+    with pytest.raises(RuntimeError, match="pinned memory was written before a copy from it"):
+        torch.cuda.synchronize()
+    return late, early.isnan().all().item(), back.tolist()
+
+
+def test_copies_that_are_not_waited_for_land_late(gpus):
+    late, is_garbage, back = gpus.call(copies)
+    assert late == [2.0] * 4 == back
+    assert is_garbage
+
+
+def waits():
+    from tests.gpu.simulated.device import counted
+
+    norm = nn.BatchNorm1d(3, device="cuda:1")
+    with counted() as none:
+        x = torch.full((8, 3), 0.5, device="cuda:1", requires_grad=True)
+        norm(x).square().mean().backward()
+        torch.optim.AdamW([x]).step()
+        y = x.detach().to("cuda:0")
+        pinned = torch.ones(3).pin_memory().to("cuda:0", non_blocking=True)
+        (y + pinned).sum()
+    with counted() as some:
+        y.sum().item()
+        torch.equal(y, y)
+        y.tolist()
+        torch.ones(3).to("cuda:0")
+        y[y > 0]
+        torch.cuda.synchronize(1)
+    return none, some
+
+
+def test_waits_of_the_host_are_counted(gpus):
+    none, some = gpus.call(waits)
+    assert none == []
+    assert [reason.partition(" on ")[0] for reason in some] == [
+        "item",
+        "equal",
+        "copy to host",
+        "copy to device",
+        "nonzero",
+        "synchronize",
+    ]
+    assert some[-1].endswith("cuda:1")
+
+
+def random_numbers():
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        host = torch.rand(3)
+        torch.manual_seed(5)
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(6)
+        drawn.append([torch.rand(3, device=f"cuda:{n}").cpu() for n in (0, 1)])
+        assert torch.equal(torch.rand(3), host)  # the host's generator is another one
+        ones = torch.ones(64, device="cuda:1")
+        drawn[-1].append(F.dropout(ones, 0.5).cpu())
+    return all(map(torch.equal, *drawn)), torch.equal(*drawn[0][:2])
+
+
+def test_each_device_draws_from_its_own_generator(gpus):
+    assert gpus.call(random_numbers) == (True, True)
+
+
+def memory():
+    fresh = torch.empty(8, device="cuda")
+    return fresh.isnan().all().item(), fresh.data_ptr() % 512
+
+
+def test_new_memory_is_garbage(gpus):
+    assert gpus.call(memory) == (True, 0)
+
+
+def collectives():
+    import os
+
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    from datetime import timedelta
+
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
+    own = torch.arange(4.0, device="cuda") + 10 * rank
+    out = torch.empty(4, device="cuda")
+    kept = dist.all_to_all_single(out, own, [2, 2], [2, 2], async_op=True)
+    before = out.tolist()
+    kept.wait()
+    after = out.tolist()
+    changed = dist.all_to_all_single(out, own, [2, 2], [2, 2], async_op=True)
+    own.fill_(7.0)
+    changed.wait()
+    reused = out.tolist()
+    freed = dist.all_to_all_single(out, own.clone(), [2, 2], [2, 2], async_op=True)
+    freed.wait()
+    dist.destroy_process_group()
+    return before, after, reused, out.tolist()
+
+
+def test_collectives_are_deferred_and_use_memory_until_they_are_waited_for(gpus):
+    (before, after, reused, freed), _ = gpus.workers(2, collectives)
+    assert all(map(_is_nan, before))
+    assert after == [0.0, 1.0, 10.0, 11.0]
+    assert reused == [7.0] * 4
+    assert all(map(_is_nan, freed))
+
+
+def _is_nan(number):
+    return number != number  # noqa: PLR0124
+
+
+def bad_fork():
+    from tests.workers import run_workers
+
+    return run_workers(torch.cuda._is_in_bad_fork, 1)[0]
+
+
+def forks():
+    import os
+
+    before = bad_fork()
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    torch.cuda.is_available()
+    with_nvml = bad_fork()
+    del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+    torch.cuda.is_available()
+    return before, with_nvml, bad_fork(), torch.cuda.is_initialized()
+
+
+def test_is_available_spoils_forks_without_initializing(gpus):
+    assert gpus.call(forks) == (False, False, True, False)

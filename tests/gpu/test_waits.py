@@ -1,0 +1,67 @@
+"""How often the host waits for a device in a step, and in an evaluation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import samestep as ss
+from tests.gpu.simulated import VISIBLE
+from tests.jobs import classify, images
+
+
+def waits_of(lanes, *, layers=12, devices=1, shards=False):
+    """Return the reasons for waits in the third step, in its parts."""
+    from tests.gpu.simulated.device import counted
+
+    with ss.init(lanes=lanes, devices=devices, timeout=60) as run:
+        norms = [nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)) for _ in range(layers)]
+        head = [nn.Flatten(), nn.Linear(256, 10)]
+        model = run.replicate(nn.Sequential(nn.Conv2d(1, 4, 1), *norms, *head))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        if shards:
+            optimizer = run.shard(optimizer)
+        run.track(model=model, optimizer=optimizer)
+        for batch in run.batches(images(64), 16, steps=3):
+            with counted() as backward:
+                run.backward(classify, model, batch)
+            with counted() as rest:
+                run.clip_grad_norm(model, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        return backward, rest
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+def test_step_waits_once_for_a_device(lanes, gpus):
+    assert gpus.call(waits_of, lanes) == (["copy to host on cuda:0"], [])
+
+
+def test_step_waits_once_for_each_device(gpus):
+    backward, rest = gpus.call(waits_of, 4, devices=2)
+    assert sorted(backward) == ["copy to host on cuda:0", "copy to host on cuda:1"]
+    assert rest == []
+
+
+def sharded_waits():
+    return waits_of(4, shards=True)
+
+
+def test_step_of_several_workers_waits_once_for_a_device(gpus):
+    for rank, waits in enumerate(gpus.workers(2, sharded_waits, **{VISIBLE: "0,1"})):
+        assert waits == ([f"copy to host on cuda:{rank}"], [])
+
+
+def waits_of_evaluation():
+    from tests.gpu.simulated.device import counted
+
+    with ss.init(timeout=60) as run:
+        model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        with counted() as waits:
+            run.evaluate(classify, model, images(40), 10)
+        return waits
+
+
+def test_evaluation_waits_once(gpus):
+    assert gpus.call(waits_of_evaluation) == ["copy to host on cuda:0"]

@@ -1,0 +1,1 @@
+"""Models of other packages under `samestep verify`; `python -m tests.models`, not part of CI."""

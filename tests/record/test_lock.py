@@ -1,0 +1,150 @@
+"""One run at a time in a directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+
+import pytest
+
+import samestep as ss
+from samestep.errors import RecordError
+from samestep.record import lock as module
+from samestep.record import read_events
+from samestep.record.lock import NAME, DirectoryLock
+from tests.faults import stalling_disk
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from samestep.record.lock import DirectoryLock
+lock = DirectoryLock(Path(sys.argv[1]), None)
+for name in ("run.lock", "events.jsonl"):  # a POSIX lock would be lost now
+    (Path(sys.argv[1]) / name).open("ab").close()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path, holder, monkeypatch):
+    monkeypatch.setattr(module, "EXIT_SECONDS", 0.1)
+    message = rf"another run \(process {holder.pid} on host .*, since .*\) writes to {tmp_path}: .*"
+    with pytest.raises(RecordError, match=rf"{message}remove {tmp_path / NAME}"):
+        DirectoryLock(tmp_path, None)
+    with pytest.raises(RecordError, match=message), ss.init(dir=tmp_path):
+        pass
+    holder.kill()
+    holder.wait()
+    with ss.init(dir=tmp_path):
+        pass
+    with closing(DirectoryLock(tmp_path, None)):
+        pass
+
+
+def test_removing_the_file_overrides_the_lock(tmp_path, holder):
+    (tmp_path / NAME).unlink()
+    DirectoryLock(tmp_path, None).close()
+    assert holder.poll() is None
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_run_on_another_host_is_awaited_for_a_heartbeat(tmp_path, monkeypatch, caplog, lives):
+    monkeypatch.setattr(module, "LOST_SECONDS", 1.0)
+    file = tmp_path / NAME
+    file.write_text(json.dumps({"host": "far", "pid": 7, "boot": "other", "started": "today"}))
+    beat = threading.Timer(0.3, file.touch)
+    if lives:
+        beat.start()
+        with pytest.raises(RecordError, match=r"process 7 on host far, since today"):
+            DirectoryLock(tmp_path, None)
+        beat.join()
+    else:
+        DirectoryLock(tmp_path, None).close()
+        assert file.read_text() == ""
+    assert "was on host far and did not end properly; waiting 1 s" in caplog.text
+
+
+def test_a_run_touches_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.01)
+    file = tmp_path / NAME
+    with closing(DirectoryLock(tmp_path, None)):
+        os.utime(file, (0, 0))
+        deadline = time.monotonic() + 20
+        while file.stat().st_mtime == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_the_launcher_keeps_the_lock_while_it_restarts_workers(tmp_path):
+    """The killed worker's lock is not free, not even before the next attempt starts."""
+
+    def train():
+        with ss.init(dir=tmp_path / "run") as run:
+            if (tmp_path / "killed").exists():
+                assert refused(tmp_path / "run")
+                return os.getpid()
+            (tmp_path / "killed").touch()
+            for _ in run.batches([1, 2], 2, steps=2):
+                before = json.loads((tmp_path / "run" / NAME).read_text())["pid"]
+                (tmp_path / "pid").write_text(str(before))
+                os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    pid = ss.launch(train, workers=1)
+    assert int((tmp_path / "pid").read_text()) != pid
+    assert [event["event"] for event in read_events(tmp_path / "run")].count("restarting") == 1
+    assert not refused(tmp_path / "run")
+
+
+def refused(directory):
+    """Return whether another process cannot lock the directory."""
+    script = re.sub(r"time.sleep\(60\)", "lock.close()", HOLD).replace(
+        "lock = ", "import samestep.record.lock as m; m.EXIT_SECONDS = 0.1\nlock = "
+    )
+    command = [sys.executable, "-c", script, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ("another run" in done.stderr) == (done.returncode != 0)
+    return done.returncode != 0
+
+
+def test_heartbeats_continue_after_one_fails(tmp_path, monkeypatch):
+    calls, repeated = [], threading.Event()
+
+    def utime(file):
+        calls.append(file)
+        if len(calls) > 1:
+            repeated.set()
+        raise OSError(5, "the storage is busy")
+
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(module.os, "utime", utime)
+    with closing(DirectoryLock(tmp_path, None)):
+        assert repeated.wait(10)
+
+
+def test_closing_does_not_wait_for_a_disk_that_stalls(monkeypatch, caplog):
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
+    with stalling_disk() as (folder, stall, recover):
+        lock = DirectoryLock(folder, None)
+        stall()
+        lock.close()
+        assert f"the storage of {folder / NAME} did not respond for 0.2 s" in caplog.text
+        recover()
+        lock._thread.join(20)
+        assert not refused(folder)

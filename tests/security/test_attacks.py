@@ -1,0 +1,71 @@
+"""Attacks by processes without the token: the run ends with the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from samestep.launch import launch
+from tests.security.attackers import ATTACKS, FORK
+from tests.security.job import main
+from tests.security.launched import PHASES, TOKEN, attacked, everything
+
+ON_STORE = tuple(ATTACKS)[:3]
+WITHOUT_FLOODS = (*ON_STORE, "sends pickles")  # torch's own store responds slowly after the others
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("undisturbed")
+    for phase in PHASES:
+        (directory / f"{phase}.go").touch()
+    launch(lambda: main(directory), workers=2, max_restarts=1)
+    return (directory / "result").read_text()
+
+
+def check(found, undisturbed, phases=PHASES):
+    assert not found.exploded, "a pickle was run"
+    assert found.result == undisturbed, found.output
+    assert TOKEN not in found.output
+    assert found.seen.keys() == set(phases)
+
+
+@pytest.mark.parametrize("launcher", ["samestep run", "samestep run --nodes"])
+def test_no_attack_disturbs_a_run_with_a_token(launcher, tmp_path, undisturbed):
+    check(attacked(launcher, tmp_path / "job", everything()), undisturbed)
+
+
+def read_by_attackers(found):
+    """Return what the attackers could read in each phase, of every user."""
+    return {
+        phase: {value for name, value in seen.items() if "reads" in name}
+        for phase, seen in found.seen.items()
+    }
+
+
+def test_attacks_under_other_launchers(tmp_path, undisturbed):
+    jobs = {
+        "ss.launch": (dict.fromkeys(PHASES, WITHOUT_FLOODS) | {"running": tuple(ATTACKS)}, None),
+        "torchrun": (dict.fromkeys(PHASES, WITHOUT_FLOODS), TOKEN),
+        "mpirun": ({"running": WITHOUT_FLOODS}, None),  # a start without a token may fail
+    }
+    if shutil.which("mpirun") is None:
+        del jobs["mpirun"]
+    (tmp_path / "mpirun").mkdir()
+    (tmp_path / "mpirun" / "lasts").touch()
+    with ProcessPoolExecutor(len(jobs), FORK) as pool:  # most of the time, jobs wait
+        started = {
+            launcher: pool.submit(attacked, launcher, tmp_path / launcher, *how)
+            for launcher, how in jobs.items()
+        }
+        found = {launcher: future.result() for launcher, future in started.items()}
+    for launcher, each in found.items():
+        check(each, undisturbed, PHASES[:2] if launcher == "mpirun" else PHASES)
+    assert read_by_attackers(found.pop("ss.launch")) == {
+        phase: {"read nothing"} for phase in PHASES
+    }
+    for each in found.values():  # their stores accept everyone
+        assert each.seen["running"]["writes a failure"] == "written"
+        assert "worker/0" in each.seen["running"]["reads the store"]
