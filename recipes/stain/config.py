@@ -23,6 +23,9 @@ class ModelSettings:
     discriminator_width: int = setting(64, "features of a discriminator's first layer")
     discriminator_layers: int = setting(4, "how often a discriminator halves the image")
     norm: Literal["batch", "instance"] = setting("batch", "over a lane's tiles, or over each tile")
+    evaluate_by: Literal["running", "tile"] = setting(
+        "running", "statistics of batch norm in evaluation: of training, or of each tile itself"
+    )
     dropout: float = setting(0.5, "in residual blocks and in the widest layers of segmentation")
     seg_weights: tuple[float, ...] | None = setting(
         None,

@@ -36,14 +36,39 @@ class Split(NamedTuple):
 
 def open_strips(settings: Settings) -> Split:
     """Open both parts of `data.path` and check the size of every strip. Raises `StripError`."""
-    root = settings.data.path
-    if root is None:
+    root = _root(settings.data)
+    tiles = ("IHC", *settings.modalities, "Seg")
+    return Split(
+        Strips(root / "train", tiles, settings.data, augment=True),
+        Strips(root / "val", tiles, settings.data, augment=False),
+    )
+
+
+def open_held_out(settings: Settings) -> Strips:
+    """Open `val/` of `data.path` alone: strips, or single IHC tiles if the first file is square.
+
+    Raises `StripError`.
+    """
+    folder = _root(settings.data) / "val"
+    first = min(folder.glob("*.png"), default=None)
+    square = first is not None and len(set(_size(first))) == 1
+    tiles = ("IHC",) if square else ("IHC", *settings.modalities, "Seg")
+    return Strips(folder, tiles, settings.data, augment=False)
+
+
+def _root(settings: DataSettings) -> Path:
+    if settings.path is None:
         expected = "a folder with train/*.png and val/*.png (make_data.py makes one)"
         raise StripError(f"data.path must be {expected}, got none")
-    return Split(
-        Strips(root / "train", settings.modalities, settings.data, augment=True),
-        Strips(root / "val", settings.modalities, settings.data, augment=False),
-    )
+    return settings.path
+
+
+def _size(path: Path) -> tuple[int, int]:
+    try:
+        with Image.open(path) as file:
+            return file.size
+    except UNREADABLE as error:
+        raise StripError(f"{path} cannot be read as an image: {error}") from error
 
 
 class Strips(Dataset[Tensor]):
@@ -54,12 +79,12 @@ class Strips(Dataset[Tensor]):
     """
 
     def __init__(
-        self, folder: Path, modalities: Sequence[str], settings: DataSettings, *, augment: bool
+        self, folder: Path, tiles: Sequence[str], settings: DataSettings, *, augment: bool
     ) -> None:
         self.paths = sorted(folder.glob("*.png"))
         if not self.paths:
             raise StripError(f"{folder} has no strips: expected {folder}/*.png")
-        self.tiles = ("IHC", *modalities, "Seg")
+        self.tiles = tiles
         self.settings = settings
         self.augment = augment
         for path in self.paths:
@@ -76,13 +101,19 @@ class Strips(Dataset[Tensor]):
         pixels = torch.from_numpy(np.ascontiguousarray(strip)).permute(0, 3, 1, 2)
         return pixels.div(127.5).sub(1).contiguous()
 
+    @property
+    def has_truth(self) -> bool:
+        """Whether the strips have more than the IHC tile."""
+        return len(self.tiles) > 1
+
     def _check(self, path: Path) -> None:
-        try:
-            with Image.open(path) as file:
-                width, height = file.size
-        except UNREADABLE as error:
-            raise StripError(f"{path} cannot be read as an image: {error}") from error
+        width, height = _size(path)
         if width != len(self.tiles) * height:
+            if not self.has_truth:
+                raise StripError(
+                    f"{path}: expected a square IHC tile, like the first file of the folder, "
+                    f"got {width} x {height} pixels"
+                )
             tiles = f"the {len(self.tiles)} square tiles {', '.join(self.tiles)}"
             raise StripError(
                 f"{path}: expected {tiles}, got {width} x {height} pixels; "

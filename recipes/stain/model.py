@@ -10,6 +10,7 @@ Tiles are float32 in [-1, 1]. A strip is the tiles of one location: IHC, the mod
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.settings import SettingsError
@@ -25,7 +26,6 @@ LEAST_SIZES = {
     "blocks": 0,
     "unet_depth": 2,
 }
-NORMS = {"batch": nn.BatchNorm2d, "instance": nn.InstanceNorm2d}
 
 
 class Networks(nn.Module):
@@ -199,7 +199,19 @@ def weighted_sum(weights: tuple[float, ...], tensors: list[Tensor]) -> Tensor:
 
 def norm(settings: ModelSettings, width: int) -> nn.Module:
     """Make the normalization of `width` features."""
-    return NORMS[settings.norm](width)
+    if settings.norm == "instance":
+        return nn.InstanceNorm2d(width)
+    return TileNorm(width) if settings.evaluate_by == "tile" else nn.BatchNorm2d(width)
+
+
+class TileNorm(nn.BatchNorm2d):
+    """Batch norm that uses the statistics of each tile itself in evaluation."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Normalize features [batch, width, height, width of a tile]."""
+        if self.training:
+            return super().forward(features)
+        return F.instance_norm(features, weight=self.weight, bias=self.bias, eps=self.eps)
 
 
 def has_bias(settings: ModelSettings) -> bool:

@@ -1,13 +1,16 @@
-"""Write the tiles that a run's generators make from its held-out strips, and print the scores.
+"""Write the tiles that a run's generators make from held-out strips, and the scores.
 
 samestep run -n 2 recipes/stain/test.py --dir runs/tissue
+samestep run -n 2 recipes/stain/test.py --dir runs/tissue data.path=OTHER
 
-Each strip NAME.png gives NAME-MODALITY.png for each modality, NAME-seg.png, and NAME-sheet.png: the
-strip above the tiles made from its IHC tile.
+Only `val/` of `data.path` is read: strips, or square IHC tiles alone, which are not scored. Each
+NAME.png gives NAME-MODALITY.png for each modality, NAME-seg.png, and NAME-sheet.png: the strip
+above the tiles made from its IHC tile. The scores are printed and written to scores.json.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from torch.utils.data import Subset
 import samestep as ss
 from recipes.settings import SETTINGS_FILE, SettingsError, parser, read, run_script
 from recipes.stain.config import Settings
-from recipes.stain.data import Strips, open_strips
+from recipes.stain.data import Strips, open_held_out
 from recipes.stain.model import Generators
 from recipes.stain.validation import evaluate, lane_share, made_from, pixels, sheet, shown
 
@@ -27,7 +30,7 @@ GATHERED = 64  # strips in the memory of rank 0 at a time
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
-    """Test; return the scores on the held-out strips."""
+    """Test; return the scores on the held-out strips, none without truth."""
     flags_parser = parser(Settings, __doc__)
     out = "directory for the images; default: test-STEP in the run's directory"
     flags_parser.add_argument("--out", type=Path, metavar="DIR", help=out)
@@ -40,20 +43,27 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     ) as run:
         if run.step == 0:
             raise SettingsError(f"{flags.dir} has no snapshot; expected the --dir of a trained run")
-        strips = open_strips(settings).val
+        strips = open_held_out(settings)
         generators = run.replicate(Generators(settings))
         run.track(generators=generators)
         out = flags.out or flags.dir / f"test-{run.step:08}"
-        write_images(run, settings, generators, strips, out)
+        unscored = write_images(run, settings, generators, strips, out)
+        if unscored:
+            run.print(f"{len(strips)} files in {out}, not scored: {unscored}")
+            return {}
         scores = evaluate(run, settings, generators, strips)
         run.print(f"step {run.step}: {shown(scores)}\n{len(strips)} strips in {out}")
+        if run.rank == 0:
+            content = {"step": run.step, "strips": len(strips), "scores": scores}
+            (out / "scores.json").write_text(json.dumps(content, indent=2) + "\n")
         return scores
 
 
 def write_images(
     run: ss.Run, settings: Settings, generators: Generators, strips: Strips, out: Path
-) -> None:
-    """Write the tiles made from each strip, on rank 0."""
+) -> str | None:
+    """Write the tiles made from each strip, on rank 0; return why they cannot be scored, if so."""
+    copies = 0
     for start in range(0, len(strips), GATHERED):
         numbers = range(start, min(start + GATHERED, len(strips)))
         made = run.evaluate(
@@ -65,6 +75,11 @@ def write_images(
         for number, tiles in zip(numbers, made.numpy(), strict=True):
             stem, truth = strips.paths[number].stem, pixels(strips[number]).numpy()
             write_strip(out, stem, settings.modalities, truth, tiles)
+            copies += bool((truth[1:] == truth[0]).all())
+    if not strips.has_truth:
+        return "they are IHC tiles without truth"
+    copies = run.broadcast(copies)
+    return f"all tiles of {copies} strips are copies of their IHC tile" if copies else None
 
 
 def write_strip(

@@ -120,10 +120,16 @@ def made_from(generators: nn.Module, strips: Tensor) -> Tensor:
 
 
 def sheet(truth: NDArray[np.uint8], made: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Draw a strip [tiles, height, width, 3] above the tiles made from its IHC tile."""
-    rows = [truth, np.concatenate([np.full_like(truth[:1], 255), made])]
+    """Draw a strip [tiles, height, width, 3] above the tiles made from its IHC tile.
+
+    An IHC tile alone is drawn beside them.
+    """
+    if len(truth) == 1:
+        rows = [np.concatenate([truth, made])]
+    else:
+        rows = [truth, np.concatenate([np.full_like(truth[:1], 255), made])]
     padding = ((0, 0), (0, 0), (GAP, 0), (GAP, 0), (0, 0))
-    framed = np.pad(np.stack(rows), padding, constant_values=255)  # [2, tiles, height, width, 3]
+    framed = np.pad(np.stack(rows), padding, constant_values=255)  # [rows, tiles, height, width, 3]
     count, tiles, height, width, colors = framed.shape
     return framed.transpose(0, 2, 1, 3, 4).reshape(count * height, tiles * width, colors)
 

@@ -35,10 +35,16 @@ class DataSettings:
     """The source of the images, and how they are transformed."""
 
     source: Literal["digits", "folder", "fashion-mnist"] = setting(
-        "folder", "folder: path/train/CLASS/* and path/val/CLASS/*"
+        "folder", "folder: path/train/CLASS/* and path/val/CLASS/*, or train_list.txt, val_list.txt"
     )
     path: Path | None = setting(None, "folder of the data; not needed for digits")
+    class_names: tuple[str, ...] | None = setting(
+        None, "names of the classes, in their order; default: the folders of path/train, by name"
+    )
     augment: bool = setting(True, "random crops and flips (digits: shifts, rotations, scalings)")
+    randaugment: float = setting(
+        0.0, "folder: strength, 0 (off) to 10, of two random operations (Cubuk et al. 2020)"
+    )
     crop_least: float = setting(0.08, "smallest fraction of an image's area in a random crop")
     center_crop: float = setting(0.875, "fraction of a side that an evaluation crop covers")
     mean: tuple[float, ...] = setting((0.5, 0.5, 0.5), "per channel of pixels in [0, 1]")
@@ -72,6 +78,10 @@ class Settings(RunSettings):
     batch_size: int = setting(1024, "images per step, over all workers")
     label_smoothing: float = setting(0.0, "Szegedy et al. 2016")
     mixup: float = setting(0.0, "alpha of the Beta distribution (Zhang et al. 2018); 0: off")
+    cutmix: float = setting(
+        0.0,
+        "alpha of the Beta distribution (Yun et al. 2019); 0: off; a lane batch gets one of both",
+    )
     ema_decay: float | None = setting(None, "of an average of the parameters, also evaluated")
     evaluate_every: int = setting(1, "epochs between evaluations; the last one is evaluated, too")
     pretrained: Path | None = setting(None, "initial parameters: .safetensors, .pth, .pdparams, …")

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 from recipes.digits import read_digits
 from recipes.settings import SettingsError
 from recipes.vit.config import DataSettings, ModelSettings
+from recipes.vit.randaugment import STRONGEST, randaugment
 
 SUFFIXES = {".jpeg", ".jpg", ".png", ".webp"}
 MODES = {1: "L", 3: "RGB"}
@@ -34,15 +35,19 @@ class ImageError(SettingsError):
 
 
 class Split(NamedTuple):
-    """The training and the held-out images, and the number of classes."""
+    """The training and the held-out images, and the classes, which may have names."""
 
     train: Dataset[tuple[Tensor, int]]
     test: Dataset[tuple[Tensor, int]]
     classes: int
+    class_names: tuple[str, ...] | None = None
 
 
-def open_images(data: DataSettings, model: ModelSettings) -> Split:
-    """Open the data set `data.source`. Raises `ImageError` if it does not fit the model."""
+def open_images(data: DataSettings, model: ModelSettings, *, train: bool = True) -> Split:
+    """Open the data set `data.source`; without `train`, a folder needs no training images.
+
+    Raises `ImageError` if it does not fit the model.
+    """
     if model.channels not in MODES:
         raise ImageError(f"model.channels must be 1 (gray) or 3 (color), got {model.channels}")
     if not len(data.mean) == len(data.std) == model.channels:
@@ -50,7 +55,13 @@ def open_images(data: DataSettings, model: ModelSettings) -> Split:
         raise ImageError(
             f"data.mean and data.std must have {expected}, got {data.mean}, {data.std}"
         )
-    open_source = {"digits": _digits, "fashion-mnist": _fashion_mnist, "folder": _folder}
+    if not 0 <= data.randaugment <= STRONGEST:
+        raise ImageError(f"data.randaugment must be 0 to {STRONGEST:g}, got {data.randaugment:g}")
+    open_source = {
+        "digits": _digits,
+        "fashion-mnist": _fashion_mnist,
+        "folder": partial(_folder, train=train),
+    }
     split = open_source[data.source](data, model)
     if split.classes != model.classes:
         expected = f"{split.classes} for {data.source}"
@@ -61,24 +72,19 @@ def open_images(data: DataSettings, model: ModelSettings) -> Split:
 # A folder of image files
 
 
-class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """Images in `root/CLASS/*`, decoded on access. Raises `ImageError` for an unreadable file."""
+class ImageFiles(Dataset[tuple[Tensor, int]]):
+    """Image files with class indices, decoded on access.
+
+    Raises `ImageError` for an unreadable file.
+    """
 
     def __init__(
         self,
-        root: Path,
-        class_names: Sequence[str],
+        items: Sequence[tuple[Path, int]],
         mode: str,
         transform: Callable[[Image.Image], Tensor],
     ) -> None:
-        files = [
-            (path, label)
-            for label, name in enumerate(class_names)
-            for path in sorted((root / name).glob("*"))
-        ]
-        self.items = [(path, label) for path, label in files if path.suffix.lower() in SUFFIXES]
-        if not self.items:
-            raise ImageError(f"{root} has no images: expected {root}/CLASS/*.jpg (or .png, .webp)")
+        self.items = items
         self.mode = mode
         self.transform = transform
 
@@ -95,26 +101,72 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return self.transform(image), label
 
 
-def _folder(data: DataSettings, model: ModelSettings) -> Split:
+def _folder(data: DataSettings, model: ModelSettings, train: bool) -> Split:
     root = _given(data)
-    names = {
-        part: sorted(folder.name for folder in (root / part).glob("*") if folder.is_dir())
-        for part in ("train", "val")
-    }
-    untrained = sorted(set(names["val"]) - set(names["train"]))
-    if untrained:
-        listed = ", ".join(untrained[:8])
-        raise ImageError(f"{root}/val has classes that are not in {root}/train: {listed}")
+    if (root / "val_list.txt").exists():
+        classes, names = model.classes, data.class_names
+        items_of = partial(_listed_items, root, classes)
+    else:
+        names = data.class_names or _class_names(root / "train") or _class_names(root / "val")
+        classes, items_of = len(names), partial(_folder_items, root, names)
     tensor = partial(image_tensor, mean=data.mean, std=data.std)
-    crop = train_crop = partial(center_crop, size=model.image_size, part=data.center_crop)
+    crop = augmented = partial(center_crop, size=model.image_size, part=data.center_crop)
     if data.augment:
-        train_crop = partial(random_crop_and_flip, size=model.image_size, least=data.crop_least)
-    mode = MODES[model.channels]
+        augmented = partial(augment, settings=data, size=model.image_size)
+    files = partial(ImageFiles, mode=MODES[model.channels])
     return Split(
-        ImageFolder(root / "train", names["train"], mode, lambda image: tensor(train_crop(image))),
-        ImageFolder(root / "val", names["train"], mode, lambda image: tensor(crop(image))),
-        len(names["train"]),
+        files(items_of("train") if train else (), transform=lambda image: tensor(augmented(image))),
+        files(items_of("val"), transform=lambda image: tensor(crop(image))),
+        classes,
+        names,
     )
+
+
+def _class_names(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.name for path in folder.glob("*") if path.is_dir()))
+
+
+def _folder_items(root: Path, names: Sequence[str], part: str) -> list[tuple[Path, int]]:
+    """Return the images `root/part/CLASS/*`."""
+    folder = root / part
+    unknown = sorted(set(_class_names(folder)) - set(names))
+    if unknown:
+        raise ImageError(f"{folder} has classes without training images: {', '.join(unknown[:8])}")
+    files = [
+        (path, label)
+        for label, name in enumerate(names)
+        for path in sorted((folder / name).glob("*"))
+        if path.suffix.lower() in SUFFIXES
+    ]
+    if not files:
+        raise ImageError(f"{folder} has no images: expected {folder}/CLASS/*.jpg (or .png, .webp)")
+    return files
+
+
+def _listed_items(root: Path, classes: int, part: str) -> list[tuple[Path, int]]:
+    """Return the images of PaddleViT's list `root/part_list.txt`: a path and a class a line."""
+    file, items = root / f"{part}_list.txt", []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ImageError(f"{file} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        path, _, label = line.strip().rpartition(" ")
+        if not (path and label.isdecimal() and int(label) < classes):
+            expected = f"PATH CLASS with a class from 0 to {classes - 1}"
+            raise ImageError(f"{file}, line {number}: expected {expected}, got {line[:80]!r}")
+        items.append((root / path, int(label)))
+    if not items:
+        raise ImageError(f"{file} is empty: expected a line PATH CLASS per image")
+    return items
+
+
+def augment(image: Image.Image, settings: DataSettings, size: int) -> Image.Image:
+    """Crop and flip randomly, then apply RandAugment if it is on."""
+    image = random_crop_and_flip(image, size, settings.crop_least)
+    if settings.randaugment == 0:
+        return image
+    return randaugment(image, operations=2, magnitude=settings.randaugment)
 
 
 def random_crop_and_flip(image: Image.Image, size: int, least: float) -> Image.Image:

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     flags, settings = read_arguments(arguments)
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
-    images = open_images(settings.data, settings.model)
+    images = open_images(settings.data, settings.model, train=not flags.eval)
     models = make_models(settings)
     if not flags.eval:
         return train(flags.dir, settings, models, images)
@@ -62,7 +62,10 @@ def train(
     print(training.describe_scaling(settings.optimizer, settings.batch_size))
     write_settings(directory, settings)
     loss_fn = partial(
-        training.training_loss, mixup=settings.mixup, label_smoothing=settings.label_smoothing
+        training.training_loss,
+        mixup=settings.mixup,
+        cutmix=settings.cutmix,
+        label_smoothing=settings.label_smoothing,
     )
     done = (first - 1) * steps_per_epoch
     progress = tqdm(total=steps, initial=done, unit="step", disable=None)

@@ -7,6 +7,7 @@ samestep run -n 2 recipes/vit/train.py --eval --dir runs/digits
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         precision=settings.precision,
         settings=settings,
     ) as run:
-        images = open_images(settings.data, settings.model)
+        images = open_images(settings.data, settings.model, train=not flags.eval)
         models = make_models(run, settings)
         if not flags.eval:
             return train(run, settings, models, images)
@@ -66,9 +67,14 @@ def train(
     scheduler = training.make_scheduler(optimizer, settings.optimizer, *steps)
     run.track(**models, optimizer=optimizer, scheduler=scheduler)  # restores them if resumed
     run.print(training.describe_scaling(settings.optimizer, settings.batch_size))
-    write_run_settings(run, settings)
+    # with the names of the classes, --eval needs no training images
+    data = replace(settings.data, class_names=images.class_names)
+    write_run_settings(run, replace(settings, data=data))
     loss_fn = partial(
-        training.training_loss, mixup=settings.mixup, label_smoothing=settings.label_smoothing
+        training.training_loss,
+        mixup=settings.mixup,
+        cutmix=settings.cutmix,
+        label_smoothing=settings.label_smoothing,
     )
     evaluate_every = settings.evaluate_every * loop.steps_per_epoch
     progress = Progress(run, loop)

@@ -18,28 +18,59 @@ NEVER_DECAYED = {"cls_token", "pos_embed"}
 
 
 def training_loss(
-    model: nn.Module, batch: tuple[Tensor, Tensor], *, mixup: float, label_smoothing: float
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    *,
+    mixup: float,
+    cutmix: float,
+    label_smoothing: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the cross entropy and top-1 of images, mixed in pairs if `mixup` is above 0.
+    """Return the cross entropy and top-1 of images, mixed in pairs if an alpha is above 0.
 
-    Mixup is that of Zhang et al. 2018.
+    With both alphas above 0, half of the batches use mixup and half use CutMix.
     """
     images, labels = batch
-    if mixup == 0:
+    cross_entropy = partial(F.cross_entropy, label_smoothing=label_smoothing)
+    if mixup == cutmix == 0:
         logits = model(images)
-        loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+        loss = cross_entropy(logits, labels)
     else:
-        share = torch.distributions.Beta(mixup, mixup).sample().item()
-        # Pairs occur in both orders, so this is equally likely; `labels` have the larger share.
-        share = max(share, 1 - share)
+        by_cutmix = cutmix > 0 and (mixup == 0 or torch.rand(()).item() < 1 / 2)
+        mix, alpha = (cut_and_mix, cutmix) if by_cutmix else (mix_up, mixup)
+        share = beta(alpha)
         partners = torch.randperm(len(images)).to(images.device)
-        logits = model(share * images + (1 - share) * images[partners])
-        losses = [
-            F.cross_entropy(logits, target, label_smoothing=label_smoothing)
-            for target in (labels, labels[partners])
-        ]
-        loss = share * losses[0] + (1 - share) * losses[1]
+        mixed, share = mix(images, images[partners], share)
+        logits = model(mixed)
+        loss = share * cross_entropy(logits, labels)
+        loss = loss + (1 - share) * cross_entropy(logits, labels[partners])
     return loss, {"top1": (logits.argmax(1) == labels).float().mean()}
+
+
+def beta(alpha: float) -> float:
+    """Draw the share of an image's own label: at least half, as pairs occur in both orders."""
+    share = torch.distributions.Beta(alpha, alpha).sample().item()
+    return max(share, 1 - share)
+
+
+def mix_up(images: Tensor, partners: Tensor, share: float) -> tuple[Tensor, float]:
+    """Return the weighted means of images and their partners (Zhang et al. 2018), and the share."""
+    return share * images + (1 - share) * partners, share
+
+
+def cut_and_mix(images: Tensor, partners: Tensor, share: float) -> tuple[Tensor, float]:
+    """Paste a box of the partners into images (Yun et al. 2019).
+
+    Returns the images [batch, channels, height, width] and the fraction of pixels that are their
+    own, which is `share` unless the box reaches over an edge.
+    """
+    height, width = images.shape[-2:]
+    side = math.sqrt(1 - share) / 2
+    (y, x), mixed = torch.rand(2).tolist(), images.clone()
+    rows = slice(max(0, round((y - side) * height)), max(0, round((y + side) * height)))
+    columns = slice(max(0, round((x - side) * width)), max(0, round((x + side) * width)))
+    mixed[..., rows, columns] = partners[..., rows, columns]
+    pasted = images[0, 0, rows, columns].numel()
+    return mixed, 1 - pasted / (height * width)
 
 
 def score(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 import samestep as ss
 from recipes.settings import SETTINGS_FILE, SettingsError, read
 from recipes.stain import test, train
 from recipes.stain.config import Settings
 from recipes.stain.data import open_strips
-from recipes.stain.model import Networks
+from recipes.stain.model import Networks, TileNorm
 from recipes.stain.training import Losses
 from recipes.stain.validation import evaluate
 from samestep.cli import main
@@ -284,7 +287,7 @@ def test_only_the_main_worker_writes(data, tmp_path):
         for column in range(0, 96, 16)
         for kind in ("hematoxylin", "dab", "seg", "sheet")
     }
-    assert first - {"events.jsonl", "run.lock"} == names
+    assert first - {"events.jsonl", "run.lock"} == {*names, "out/scores.json"}
     assert second == set()
 
 
@@ -296,7 +299,7 @@ def test_the_same_images_and_scores_come_from_any_number_of_workers(trained, tmp
         ):
             assert scores.items() <= left.items()
     files = sorted(path.name for path in (tmp_path / "1").iterdir())
-    assert len(files) == 6 * 4
+    assert len(files) == 6 * 4 + 1
     assert all(
         (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
         for name in files
@@ -317,6 +320,72 @@ def test_a_sheet_has_the_truth_above_what_was_made(trained, data, tmp_path):
         assert np.array_equal(
             sheet[1, :, number], np.asarray(Image.open(tmp_path / f"row032-column016-{name}.png"))
         )
+
+
+def only_val(data, tmp_path):
+    """Return a folder with a copy of the held-out strips, and its setting."""
+    folder = tmp_path / "given"
+    shutil.copytree(Path(data.partition("=")[2]) / "val", folder / "val")
+    return folder / "val", f"data.path={folder}"
+
+
+def run_test(directory, out, *changes):
+    """Return the scores of the held-out strips and the files in `out`, by name."""
+    (scores,) = run_workers(test.main, 1, ["--dir", str(directory), "--out", str(out), *changes])
+    return scores, {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_testing_needs_no_training_strips(trained, data, tmp_path):
+    directory, left = trained
+    _, setting = only_val(data, tmp_path)
+    scores, files = run_test(directory, tmp_path / "out", setting)
+    assert scores.items() <= left.items()
+    written = json.loads(files["scores.json"])
+    assert written["scores"] == scores
+    assert written["strips"] == 6
+
+
+def test_tiles_without_truth_are_translated_and_not_scored(trained, data, tmp_path, capfd):
+    directory, _ = trained
+    whole = run_test(directory, tmp_path / "whole")[1]
+    folder, setting = only_val(data, tmp_path)
+    for path in folder.iterdir():
+        strip = Image.open(path)
+        strip.crop((0, 0, strip.height, strip.height)).save(path)
+    scores, files = run_test(directory, tmp_path / "alone", setting)
+    assert scores == {}
+    assert "not scored: they are IHC tiles without truth" in capfd.readouterr().out
+    made = {name for name in whole if not name.endswith(("sheet.png", ".json"))}
+    assert files.keys() == {name for name in whole if name != "scores.json"}
+    assert all(files[name] == whole[name] for name in made)
+
+    Image.new("RGB", (64, 16)).save(folder / "zzz.png")
+    with pytest.raises(WorkerFailedError, match=r"zzz\.png: expected a square IHC tile"):
+        run_test(directory, tmp_path / "mixed", setting)
+
+
+def test_copies_of_the_input_are_not_taken_for_truth(trained, data, tmp_path, capfd):
+    folder, setting = only_val(data, tmp_path)
+    path = min(folder.iterdir())
+    tile = np.asarray(Image.open(path))[:, :16]
+    Image.fromarray(np.concatenate([tile] * 4, axis=1)).save(path)
+    scores, files = run_test(trained[0], tmp_path / "out", setting)
+    assert scores == {}
+    assert "scores.json" not in files
+    said = "not scored: all tiles of 1 strips are copies of their IHC tile"
+    assert said in capfd.readouterr().out
+
+
+def test_tiles_can_be_normalized_by_their_own_statistics(trained, tmp_path):
+    scores, _ = run_test(trained[0], tmp_path / "tile", "model.evaluate_by=tile")
+    running, _ = run_test(trained[0], tmp_path / "running")
+    assert scores["l1"] != running["l1"]
+
+    torch.manual_seed(0)
+    norm, features = TileNorm(3), torch.randn(2, 3, 5, 4)
+    norm.eval()
+    alone = torch.cat([nn.BatchNorm2d(3)(one[None]) for one in features])
+    torch.testing.assert_close(norm(features), alone)
 
 
 def test_a_wrong_strip_stops_the_run_with_its_name(data, tmp_path):

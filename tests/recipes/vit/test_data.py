@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import random
+import shutil
 import struct
 from collections import Counter
 from dataclasses import replace
@@ -24,6 +25,7 @@ from recipes.vit.data import (
     random_crop_and_flip,
     read_idx,
 )
+from recipes.vit.randaugment import OPERATIONS, randaugment
 
 DIGITS = DataSettings(source="digits", mean=(0.3,), std=(0.4,))
 DIGITS_MODEL = ModelSettings(image_size=8, patch_size=2, channels=1, classes=10)
@@ -274,6 +276,80 @@ def test_settings_that_do_not_fit_the_images_are_named(data, model, message):
     assert message in str(caught.value)
 
 
+def test_evaluating_needs_no_training_images(folder):
+    trained = open_images(DataSettings(path=folder), FOLDER_MODEL)
+    shutil.rmtree(folder / "train")
+    shutil.rmtree(folder / "val" / "cat")  # the class keeps its index
+    data = DataSettings(path=folder, class_names=trained.class_names)
+    split = open_images(data, FOLDER_MODEL, train=False)
+    assert [label for _, label in split.test.items] == [1]
+    assert len(split.train) == 0
+
+
+def test_without_training_images_or_names_the_held_out_folders_are_the_classes(folder):
+    shutil.rmtree(folder / "train")
+    split = open_images(DataSettings(path=folder), FOLDER_MODEL, train=False)
+    assert split.class_names == ("cat", "dog")
+
+
+def test_lists_of_images_are_read(folder):
+    (folder / "train_list.txt").write_text("train/cat/a.JPG 0\ntrain/dog/c.webp 1\n")
+    (folder / "val_list.txt").write_text("val/dog/c.webp 1\n")
+    split = open_images(DataSettings(path=folder), FOLDER_MODEL)
+    assert [label for _, label in split.train.items] == [0, 1]
+    image, label = split.test[0]
+    assert (image.shape, label) == ((3, 16, 16), 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a.png 0\nb.png 2\n", "line 2: expected PATH CLASS with a class from 0 to 1"),
+        ("a.png\n", r"line 1: .*got 'a\.png'"),
+        ("", "is empty"),
+    ],
+)
+def test_a_wrong_line_of_a_list_is_named(folder, content, message):
+    (folder / "val_list.txt").write_text(content)
+    with pytest.raises(ImageError, match=message):
+        open_images(DataSettings(path=folder), FOLDER_MODEL, train=False)
+
+
+@given(seed=st.integers(0, 2**32), magnitude=st.floats(0, 10))
+def test_randaugment_keeps_size_and_mode_and_repeats_with_the_generator(seed, magnitude):
+    pixels = np.random.default_rng(seed).integers(0, 255, (12, 20, 3), dtype=np.uint8)
+    for mode in ("RGB", "L"):
+        image = Image.fromarray(pixels).convert(mode)
+        made = []
+        for _ in range(2):
+            random.seed(seed)
+            made.append(randaugment(image, operations=2, magnitude=magnitude))
+        assert (made[0].size, made[0].mode) == (image.size, mode)
+        assert made[0].tobytes() == made[1].tobytes()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS[1:])
+def test_every_operation_changes_an_image(operation):
+    pixels = np.random.default_rng(0).integers(40, 200, (48, 64, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    random.seed(0)
+    assert operation(image, 0.9).tobytes() != image.tobytes()
+
+
+def test_training_images_of_a_folder_are_augmented(folder):
+    pixels = np.random.default_rng(0).integers(0, 255, (12, 20, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "train" / "cat" / "b.png")
+
+    def drawn(strength):
+        data = DataSettings(path=folder, randaugment=strength)
+        random.seed(1)
+        return open_images(data, FOLDER_MODEL).train[1][0]
+
+    assert not torch.equal(drawn(9.0), drawn(0.0))
+    with pytest.raises(ImageError, match=r"data\.randaugment must be 0 to 10, got 11"):
+        drawn(11.0)
+
+
 def test_a_folder_without_images_is_named(tmp_path):
     with pytest.raises(ImageError, match=r"train has no images: expected .*train/CLASS/\*\.jpg"):
         open_images(DataSettings(path=tmp_path), FOLDER_MODEL)
@@ -281,5 +357,5 @@ def test_a_folder_without_images_is_named(tmp_path):
 
 def test_a_held_out_class_that_was_never_trained_is_named(folder):
     paint(folder / "val" / "fox" / "a.png", (1, 2, 3))
-    with pytest.raises(ImageError, match=r"has classes that are not in .*train: fox"):
+    with pytest.raises(ImageError, match=r"val has classes without training images: fox"):
         open_images(DataSettings(path=folder), FOLDER_MODEL)

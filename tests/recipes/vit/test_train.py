@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import sklearn.datasets  # noqa: F401  imported here once, not in each forked wo
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torch import nn
 
 import recipes.vit
@@ -90,6 +92,25 @@ def test_evaluation_as_a_command_gives_the_same_numbers(trained, workers):
             f"{model}_{name}" for model in ("model", "ema") for name in ("loss", "top1", "top5")
         }
         assert scores.items() <= left.items()
+
+
+def test_a_folder_of_held_out_images_is_enough_for_evaluation(tmp_path):
+    torch.manual_seed(0)
+    for part in ("train", "val"):
+        for name in ("cat", "dog"):
+            for number in range(3):
+                path = tmp_path / "images" / part / name / f"{number}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                pixels = torch.randint(0, 255, (8, 8), dtype=torch.uint8).numpy()
+                Image.fromarray(pixels).save(path)
+    folder = [
+        *(change for change in SMALL if "=" in change),
+        *("data.source=folder", f"data.path={tmp_path / 'images'}", "model.classes=2"),
+    ]
+    (trained,) = run_workers(main, 1, [SMALL[0], *folder, "--dir", str(tmp_path / "run")])
+    shutil.rmtree(tmp_path / "images" / "train")
+    (scores,) = run_workers(main, 1, ["--eval", "--dir", str(tmp_path / "run")])
+    assert scores == trained
 
 
 def test_an_exported_model_gives_the_same_numbers(trained, tmp_path):
@@ -178,7 +199,7 @@ def test_mixup_mixes_targets_as_images(size, mixup, seed):
     seen = []
     model.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
 
-    loss, _ = training_loss(model, (images, labels), mixup=mixup, label_smoothing=0.1)
+    loss, _ = training_loss(model, (images, labels), mixup=mixup, cutmix=0.0, label_smoothing=0.1)
 
     # Mixing is linear, so the share of each image is found by least squares, and the loss is that
     # of the targets so mixed.
@@ -195,10 +216,46 @@ def test_mixup_mixes_targets_as_images(size, mixup, seed):
         )
 
 
+@given(seed=st.integers(0, 2**32), alpha=st.floats(0.1, 3))
+def test_cutmix_weighs_targets_by_pixels(seed, alpha):
+    torch.manual_seed(seed)
+    images = torch.arange(6.0)[:, None, None, None].expand(6, 1, 8, 5)  # each has its number
+    labels, seen = torch.arange(6) % 3, []
+
+    def model(mixed):
+        seen.append(mixed)
+        return mixed.flatten(1)[:, :3]
+
+    loss, _ = training_loss(model, (images, labels), mixup=0.0, cutmix=alpha, label_smoothing=0.0)
+
+    targets = torch.stack(
+        [nn.functional.one_hot(labels, 3)[one.long().flatten()].float().mean(0) for one in seen[0]]
+    )  # each pixel counts for the class of the image that it is from
+    expected = nn.functional.cross_entropy(model(seen[0]), targets)
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    assert all(len(one.unique()) <= 2 for one in seen[0])
+
+
+def test_both_mixups_share_the_batches():
+    images, labels, pasted = torch.rand(4, 1, 8, 8), torch.arange(4) % 3, 0
+    for seed in range(40):
+        torch.manual_seed(seed)
+        seen = []
+        training_loss(
+            lambda mixed, seen=seen: (seen.append(mixed), mixed.flatten(1)[:, :3])[1],
+            (images, labels),
+            mixup=1.0,
+            cutmix=1.0,
+            label_smoothing=0.0,
+        )
+        pasted += bool(torch.isin(seen[0], images).all())  # CutMix makes no new values
+    assert 10 <= pasted <= 30
+
+
 def test_without_mixup_nothing_is_drawn():
     model, images, labels = Linear(4, 3), torch.randn(5, 1, 2, 2), torch.arange(5) % 3
     state = torch.get_rng_state()
-    loss, means = training_loss(model, (images, labels), mixup=0.0, label_smoothing=0.0)
+    loss, means = training_loss(model, (images, labels), mixup=0.0, cutmix=0.0, label_smoothing=0.0)
     assert torch.equal(torch.get_rng_state(), state)
     assert loss.item() == pytest.approx(score(model, (images, labels))["loss"].item())
     assert means["top1"].item() == pytest.approx(score(model, (images, labels))["top1"].item())
