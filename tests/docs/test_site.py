@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -54,6 +55,30 @@ def test_nothing_is_loaded_from_other_sites(site):
         r'|<link[^>]*rel="stylesheet"[^>]*href="(?:https?:)?//'
     )
     assert [page for page in site.rglob("*.html") if loaded.search(page.read_text())] == []
+
+
+# What the multi-GPU guides of the four systems name
+WORDS = {
+    "vit": "spawn DistributedBatchSampler CUDA_VISIBLE_DEVICES reduce_dict all_gather AverageMeter",
+    "stain": "visdom visualizer remote-transfer-cmd gpu-ids torchrun DataParallel",
+    "detect": "init_method DistributedSampler set_epoch reduce_loss_dict find_unused_parameters",
+    "atari": "DDPContext DistContext to_ddp_config hooks set_pkg_seed",
+}
+
+
+@pytest.mark.parametrize("recipe", WORDS)
+def test_the_search_finds_the_words_of_the_replaced_systems(site, recipe):
+    index = (site / "searchindex.js").read_text()
+    names = json.loads(re.search(r'"?docnames"?:(\[[^]]*\])', index)[1])
+    terms = json.loads(re.search(r'"?terms"?:(\{.*?\})', index)[1])
+    page = names.index(f"recipes/{recipe}")
+    for word in WORDS[recipe].split():
+        # the search splits words at other characters, and stems them
+        for part in re.findall(r"\w+", word.lower()):
+            found = [
+                pages for term, pages in terms.items() if part.startswith(term[:6]) or term == part
+            ]
+            assert any(page in (pages if isinstance(pages, list) else [pages]) for pages in found)
 
 
 def test_the_reference_has_every_option_and_command(site):
