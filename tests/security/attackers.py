@@ -172,7 +172,7 @@ def _stores(run: Run) -> list[TCPStore]:
     threads = [Thread(target=open_store, args=(port,), daemon=True) for port in run.ports]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + SOON.total_seconds() / 2
+    deadline = time.monotonic() + 2 * SOON.total_seconds()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return list(stores)

@@ -11,6 +11,7 @@ from samestep.launch import launch
 from tests.security.attackers import ATTACKS, FORK
 from tests.security.job import main
 from tests.security.launched import PHASES, TOKEN, attacked, everything
+from tests.slurm import slurm
 
 ON_STORE = tuple(ATTACKS)[:3]
 WITHOUT_FLOODS = (*ON_STORE, "sends pickles")  # torch's own store responds slowly after the others
@@ -69,3 +70,16 @@ def test_attacks_under_other_launchers(tmp_path, undisturbed):
     for each in found.values():  # their stores accept everyone
         assert each.seen["running"]["writes a failure"] == "written"
         assert "worker/0" in each.seen["running"]["reads the store"]
+
+
+def test_attacks_on_tasks_of_slurm(tmp_path_factory, undisturbed):
+    with slurm(tmp_path_factory.mktemp("s")) as cluster:
+        found = attacked(
+            "srun",
+            cluster.directory / "job",
+            dict.fromkeys(PHASES, WITHOUT_FLOODS),
+            environment=cluster.environment,
+        )
+    check(found, undisturbed)
+    assert found.seen["running"]["writes a failure"] == "written"
+    assert "worker/0" in found.seen["running"]["reads the store"]
