@@ -9,6 +9,7 @@ An HTML comment on the line before a block, which readers do not see, selects it
 | `<!-- test: file train.py -->` | python | written to a file, which commands of the page run |
 | `<!-- test: run -->` | sh | its commands are run; otherwise their arguments are only parsed |
 | `<!-- test: run, status 1 -->` | sh | the same, with this exit status |
+| `<!-- test: run together -->` | sh | its commands run at once here, at an own address |
 | `<!-- test: printed -->` | text | equals the output of the previous block; ... matches anything |
 | `<!-- test: not run: REASON -->` | python | compiled only; test_pages.py lists the reasons |
 
@@ -33,7 +34,7 @@ LANGUAGES = {"", "diff", "json", "python", "sh", "text", "yaml"}
 NOT_RUN = "not run: "
 WORDS = {
     "python": r"in a run|in a step|file \w+\.py",
-    "sh": r"run(, status \d+)?",
+    "sh": r"run(, status \d+| together)?",
     "text": "printed",
 }
 

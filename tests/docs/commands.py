@@ -98,13 +98,15 @@ def check(words: list[str]) -> None:
             check(arguments[ours[0] :])  # the command that srun and others start
 
 
-def here(words: list[str]) -> list[str] | None:
-    """Return the command to run here, or None if it needs other machines or programs."""
+def here(words: list[str], *, together: bool = False) -> list[str] | None:
+    """Return the command to run here, or None if it needs other programs or, alone, machines."""
     environment, (program, *arguments) = _split(words)
     several = any(
         word.partition("=")[0] in {"--hosts", "--nodes", "--nnodes"} for word in arguments
     )
-    if program not in {"python", "samestep", "torchrun"} or (several and arguments[0] != "submit"):
+    if program not in {"python", "samestep", "torchrun"}:
+        return None
+    if several and not together and arguments[0] != "submit":
         return None
     if arguments[:2] == ["submit", "slurm"]:
         arguments.insert(2, "--dry-run")

@@ -7,15 +7,20 @@ import io
 import os
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.docs import given
 from tests.docs.blocks import NOT_RUN, ROOT, Block, blocks_of
 from tests.docs.commands import commands_of, here
+from tests.ports import free_port
 
 FILE = "file "
+TOGETHER = "run together"
+ADDRESS, PORT = "192.168.0.10", "29400"  # of the first machine, on the pages
 LANES = 4
 TIMEOUT_SECONDS = 500.0
 _AS_DOCTEST = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -88,20 +93,28 @@ def _context(test: str, names: dict[str, Any]) -> Iterator[None]:
 
 def _run_commands(block: Block) -> str:
     """Run the commands of a block that work on one machine; return their output."""
-    printed, status = "", int(block.test.partition("status ")[2] or 0)
-    for command in filter(None, map(here, commands_of(block.text))):
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
-        assert done.returncode == status, (
-            f"{block}: {command} exited with status {done.returncode}:\n{done.stdout}"
-        )
-        printed += done.stdout
-    return printed
+    status = int(block.test.partition("status ")[2] or 0)
+    if block.test == TOGETHER:
+        text = block.text.replace(ADDRESS, "127.0.0.1").replace(PORT, str(free_port()))
+        commands = [here(words, together=True) for words in commands_of(text)]
+    else:
+        commands = [here(words) for words in commands_of(block.text)]
+    run = partial(_run_command, block, status)
+    with ThreadPoolExecutor(len(commands) if block.test == TOGETHER else 1) as pool:
+        return "".join(pool.map(run, filter(None, commands)))
+
+
+def _run_command(block: Block, status: int, command: list[str]) -> str:
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == status, (
+        f"{block}: {command} exited with status {done.returncode}:\n{done.stdout}"
+    )
+    return done.stdout
