@@ -74,6 +74,9 @@ class OptimizerSettings:
 class Settings(RunSettings):
     """All settings of the recipe."""
 
+    precision: Literal["float32", "bfloat16", "float16"] = setting(
+        "float32", "bfloat16, float16: with autocast; float16 also with a scaled loss"
+    )
     epochs: int = setting(300, "passes over the training images")
     batch_size: int = setting(1024, "images per step, over all workers")
     label_smoothing: float = setting(0.0, "Szegedy et al. 2016")

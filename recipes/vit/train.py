@@ -65,13 +65,16 @@ def train(
         optimizer = run.shard(optimizer)
     steps = loop.steps, loop.steps_per_epoch
     scheduler = training.make_scheduler(optimizer, settings.optimizer, *steps)
-    run.track(**models, optimizer=optimizer, scheduler=scheduler)  # restores them if resumed
+    scaler = run.grad_scaler(enabled=settings.precision == "float16")
+    # restores them if resumed
+    run.track(**models, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
     run.print(training.describe_scaling(settings.optimizer, settings.batch_size))
     # with the names of the classes, --eval needs no training images
     data = replace(settings.data, class_names=images.class_names)
     write_run_settings(run, replace(settings, data=data))
     loss_fn = partial(
         training.training_loss,
+        scale=scaler.scale,
         mixup=settings.mixup,
         cutmix=settings.cutmix,
         label_smoothing=settings.label_smoothing,
@@ -83,9 +86,11 @@ def train(
     model.train()
     for batch in loop:
         means = run.backward(loss_fn, model, batch)
+        scaler.unscale_(optimizer)
         if settings.optimizer.clip_norm is not None:
             run.clip_grad_norm(model, settings.optimizer.clip_norm)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         if ema is not None:
             ema.update_parameters(model)

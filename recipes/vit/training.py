@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -24,8 +24,9 @@ def training_loss(
     mixup: float,
     cutmix: float,
     label_smoothing: float,
+    scale: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the cross entropy and top-1 of images, mixed in pairs if an alpha is above 0.
+    """Return the scaled cross entropy and top-1 of images, mixed in pairs if an alpha is above 0.
 
     With both alphas above 0, half of the batches use mixup and half use CutMix.
     """
@@ -43,7 +44,8 @@ def training_loss(
         logits = model(mixed)
         loss = share * cross_entropy(logits, labels)
         loss = loss + (1 - share) * cross_entropy(logits, labels[partners])
-    return loss, {"top1": (logits.argmax(1) == labels).float().mean()}
+    top1 = (logits.argmax(1) == labels).float().mean()
+    return scale(loss), {"loss": loss, "top1": top1}  # the loss that is recorded is not scaled
 
 
 def beta(alpha: float) -> float:

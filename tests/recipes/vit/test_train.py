@@ -47,6 +47,7 @@ VARIANTS = {
         "optimizer.shard=true",
         "ema_decay=none",
     ],
+    "float16": ["precision=float16", "optimizer.shard=true"],
     "bfloat16, loader processes": ["precision=bfloat16", "data.loader_workers=1", "mixup=0"],
 }
 
