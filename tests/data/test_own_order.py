@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import tracemalloc
 from itertools import chain
 
 import numpy as np
@@ -160,6 +161,15 @@ def test_only_the_ratios_of_weights_matter_and_zero_is_never_drawn(weights, seed
     assert indices([0.0, 5e-324, 0.0]) == [1, 1, 1]
 
 
+def test_a_draw_at_a_boundary_takes_the_next_sample_with_a_weight(monkeypatch):
+    at = np.array([0.0, 0.25, 0.5, 1 - 2.0**-53])
+    monkeypatch.setattr("samestep.data.plan.uniform", lambda key, positions: at.copy())
+    for scale in (1, 0.7, 1e-300):
+        weights = scale * np.array([0, 1, 0, 1, 1, 1, 0])
+        plan = WeightedPlan(7, 4, 1, seed=0, weights=weights)
+        assert plan.indices(0, 0, 0).tolist() == [1, 3, 4, 5]
+
+
 def test_weighted_draws_never_change():
     """A run that resumes under another version must get the same samples."""
     plan = WeightedPlan(10_000, 64, 4, seed=7, weights=np.arange(10_000) % 7)
@@ -304,3 +314,24 @@ def test_weights_of_rank_0_are_the_same_on_all_workers():
         return run.broadcast(np.random.default_rng().random(12).tolist())
 
     assert run_workers(lambda: train(weights=weights), 2) == [6, 6]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda given: WeightedPlan(len(given), 256, 4, 0, weights=given),
+        lambda given: OrderedPlan(len(given), 256, 4, 0, order=given),
+    ],
+    ids=["weights", "order"],
+)
+def test_memory_is_8_bytes_per_entry(make):
+    given = np.arange(10**6)
+    tracemalloc.start()
+    try:
+        plan = make(given)
+        plan.indices(0, plan.steps_per_epoch - 1, 3)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 8e6 <= kept < 8.5e6
+    assert peak < 12e6
