@@ -126,6 +126,18 @@ def test_data_set_must_be_map_style_and_not_empty(dataset, words):
             ss.ConfigError,
             "drop_last cannot be used with group_by",
         ),
+        (
+            {"weights": [1] * 8, "order": [1]},
+            ss.ConfigError,
+            "weights and order cannot be used together",
+        ),
+        (
+            {"weights": [1] * 8, "shuffle": False},
+            ss.ConfigError,
+            "shuffle=False cannot be used with weights",
+        ),
+        ({"weights": [1]}, ss.DataError, "weights has 1 entries for 8 samples"),
+        ({"order": [8]}, ss.DataError, "order must have indices from 0 to 7, got 8 at position 0"),
         ({"count": lambda batch: 0.5}, ss.DataError, "count must return .* got 0.5 for lane 0"),
         ({"count": lambda batch: -1}, ss.DataError, "count must return .* got -1 for lane 0"),
         ({"update": "head"}, ss.errors.ModelError, "must update a torch.nn.Module, got str"),
@@ -154,8 +166,11 @@ def test_invalid_argument_is_named(options, error, words):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("sampler", r"use shuffle=, group_by= or, .*Subset\(dataset, indices\)"),
-        ("batch_sampler", "use shuffle="),
+        (
+            "sampler",
+            r"run.batches has weights= .*, order= .* and run.evaluate uses each sample once",
+        ),
+        ("batch_sampler", "run.batches has weights="),
         ("num_workers", "use loader_workers="),
         ("pin_memory", "are pinned automatically"),
     ],

@@ -91,6 +91,44 @@ def test_streams_resume_at_their_position(steps, tmp_path):
     assert left_by(streams_job, tmp_path / "parts", 3) == whole
 
 
+WEIGHTS = [1 + index % 5 for index in range(101)]
+# two epochs of four batches; a third one does not exist
+ORDERS = [list(range(first, 101)) + list(range(first)) for first in (0, 50)]
+
+
+@pytest.mark.parametrize(
+    "options", [{"weights": WEIGHTS}, {"order": ORDERS.__getitem__}], ids=["weights", "order"]
+)
+def test_own_samples_resume_in_mid_epoch_on_another_number_of_workers(options, tmp_path):
+    whole = left_by(partial(image_job, **options), tmp_path / "whole", 1, lanes=8)
+    killed = partial(image_job, **options, hook=kill_at(6, 1), loader_workers=1)
+    try_workers(train, 2, killed, tmp_path / "parts")
+    assert left_by(partial(image_job, **options), tmp_path / "parts", 1) == whole
+    assert 4 < events(tmp_path / "parts", "resumed")[0]["step"] < STEPS
+
+
+def epochs_of_other_lengths_job(run):
+    model = run.replicate(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    run.track(model=model, optimizer=optimizer)
+    for epoch in range(run.epoch, 3):
+        for batch in run.batches(images(50), 16, order=range(16 * (epoch + 1))):
+            run.log(run.backward(classify, model, batch), epoch=epoch)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_each_epoch_of_an_own_loop_may_have_its_own_order(tmp_path):
+    whole = left_by(epochs_of_other_lengths_job, tmp_path / "whole", 1, lanes=8)
+    assert [event["values"]["epoch"] for event in events(tmp_path / "whole", "scalars")] == [
+        *(0, 1, 1, 2, 2, 2)
+    ]
+    for step in (2, 4):
+        run_workers(train, 1, epochs_of_other_lengths_job, tmp_path / "parts", {"stop_after": step})
+    assert left_by(epochs_of_other_lengths_job, tmp_path / "parts", 2) == whole
+
+
 def explicit_epochs_job(run, leave_at=None):
     """Train with an explicit loop over epochs; break after `leave_at` steps."""
 
@@ -164,6 +202,8 @@ def test_lanes_and_seed_cannot_change(options, error, words, stopped_at):
         ({"batch_size": 16}, "step 2 of epoch 0.*batch_size=32.*batch_size=16"),
         ({"shuffle": False}, "shuffle=True.*shuffle=False"),
         ({"drop_last": True}, "drop_last=False.*drop_last=True"),
+        ({"weights": WEIGHTS}, "weights=None, got weights=[0-9a-f]{16}"),
+        ({"order": range(101)}, "order=None.*order=[0-9a-f]{16}"),
     ],
 )
 def test_data_cannot_change_within_an_epoch(changed, words, stopped_at):

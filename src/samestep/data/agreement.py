@@ -1,4 +1,4 @@
-"""Comparison of the workers' data sets, by their lengths and a few samples.
+"""Comparison of the workers' data sets, by their lengths, a few samples and the plans of epochs.
 
 Each worker loads the same few samples and sends digests of their parts with the next exchange, so a
 comparison needs no exchange of its own. A digest is text that must be equal, or of floating-point
@@ -50,6 +50,12 @@ CAUSES: Final = (
     " order of a set, which differs between processes unless PYTHONHASHSEED is set; a condition on"
     " the rank; or other files on that host. Sort lists of files, write sorted(set(...)), and"
     " shuffle or split after ss.init"
+)
+PLAN_CAUSES: Final = (
+    "All workers need the same options of run.batches. Usual causes: an order or weights drawn from"
+    " a generator without a fixed seed, or taken from a set; a condition on the rank; or weights"
+    " that processors of other kinds round differently. Compute them from sorted values and the"
+    " epoch, or send those of rank 0 to all workers: weights = run.broadcast(weights)"
 )
 
 
@@ -117,6 +123,13 @@ class DataCheck:
         }
         self._reloads[name] = reload
 
+    def add_plan(self, use: Use, epoch: int, plan: Mapping[str, Any]) -> None:
+        """Send the values that identify an epoch's plan with the next exchange."""
+        if self._workers > 1:
+            name = f"plan of {use.where}, {epoch}"
+            values = {option: str(value) for option, value in plan.items()}
+            self._pending[name] = {"where": f"{use.where} in epoch {epoch}", "plan": values}
+
     def note(self) -> dict[str, Any]:
         """Return the JSON to send to all workers and to pass to `compare`."""
         return self._pending
@@ -132,15 +145,29 @@ class DataCheck:
         reloads, self._pending, self._reloads = self._reloads, {}, {}
         for name in dict.fromkeys(name for note in notes for name in note):
             entries = {rank: note[name] for rank, note in enumerate(notes) if name in note}
+            first = next(iter(entries.values()))
+            where = first["where"]
+            if "plan" in first:
+                self._compare_plans(where, {rank: entry["plan"] for rank, entry in entries.items()})
+                continue
             sizes = {rank: f"{entry['size']} samples" for rank, entry in entries.items()}
-            where = next(iter(entries.values()))["where"]
             if len(set(sizes.values())) > 1:
                 self._raise(f"the data set of {where}", sizes)
             # all workers find the same, so all of them reload
             if _difference([entry["samples"] for entry in entries.values()]) is not None:
                 own = notes[self._rank].get(name)
                 loads = [] if own is None else [own["samples"], *reloads[name](LOADS)]
-                self._confirm(where, next(iter(entries.values()))["indices"], loads)
+                self._confirm(where, first["indices"], loads)
+
+    def _compare_plans(self, where: str, plans: Mapping[int, Mapping[str, str]]) -> None:
+        names = dict.fromkeys(name for plan in plans.values() for name in plan)
+        differ = [name for name in names if len({one.get(name) for one in plans.values()}) > 1]
+        if differ:
+            found = {
+                rank: ", ".join(f"{name}={plan.get(name)}" for name in differ)
+                for rank, plan in plans.items()
+            }
+            self._raise(f"the plan of {where}", found, PLAN_CAUSES)
 
     def _confirm(self, where: str, indices: Sequence[int], loads: list[list[Sample]]) -> None:
         """Raise `DataError` if samples differ in parts that are the same in every load.
@@ -165,13 +192,13 @@ class DataCheck:
             )
         self._warned.add(where)
 
-    def _raise(self, what: str, found: Mapping[int, str]) -> NoReturn:
+    def _raise(self, what: str, found: Mapping[int, str], causes: str = CAUSES) -> NoReturn:
         hosts = self._gather(socket.gethostname(), "comparing data sets")
         (first, value), *others = found.items()
         rank, other = next(((rank, one) for rank, one in others if one != value), others[-1])
         raise DataError(
             f"workers have different data: {what} is {value} on worker {first} ({hosts[first]}) and"
-            f" {other} on worker {rank} ({hosts[rank]}). {CAUSES}"
+            f" {other} on worker {rank} ({hosts[rank]}). {causes}"
         )
 
 

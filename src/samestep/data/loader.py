@@ -284,7 +284,8 @@ def plan_batches(
 ) -> Iterator[Batch]:
     """Yield a `Batch` for each (epoch, step in epoch) of `positions()`, with batches of `lanes`.
 
-    Some epochs start with the samples that `check` compares between workers. Loader processes fetch
+    Some epochs start with the samples that `check` compares between workers, and all of them with a
+    comparison of the plans. Loader processes fetch
     across steps and epochs, so `positions` is iterated twice: once to fetch and once to yield.
     """
     use = check.begin(dataset, plan.size, f"loop {name!r}")
@@ -316,6 +317,8 @@ def plan_batches(
         if is_due(number, epoch, step):
             again = partial(load_again, dataset, compared(use, epoch), loader_workers)
             check.add(use, epoch, next(source)[0], again)
+        if number == 0 or step == 0:
+            check.add_plan(use, epoch, plan.describe(epoch))
         batch = Batch(epoch, lanes, plan.counts(epoch, step), source, is_exact=collate_fn is None)
         yield batch
         batch.load()

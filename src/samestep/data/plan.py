@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from samestep.data.random_state import Permutation, key
+from samestep.data.random_state import Permutation, key, keyed, uniform
 from samestep.errors import ConfigError, DataError
 
 Indices = NDArray[np.int64]
 GroupBy = Callable[[int], Hashable] | Sequence[Hashable] | NDArray[np.generic]
+Order = ArrayLike | Callable[[int], ArrayLike]  # indices, or a function of the epoch
+
+CACHED_EPOCHS: Final = 4  # orders that are kept: loading ahead may begin the next epochs
 
 
 @dataclass
 class Plan(ABC):
-    """The assignment of each sample to one step and lane per epoch."""
+    """The assignment of samples to the steps and lanes of each epoch."""
 
     size: int
     batch_size: int
@@ -38,9 +43,14 @@ class Plan(ABC):
             raise ConfigError(f"{expected}, got {size!r}")
 
     @property
+    def samples(self) -> int:
+        """Samples of an epoch; they may repeat."""
+        return self.size
+
+    @property
     @abstractmethod
     def steps_per_epoch(self) -> int:
-        """Steps that use every sample once."""
+        """Steps that use all samples of an epoch."""
 
     @abstractmethod
     def counts(self, epoch: int, step: int) -> list[int]:
@@ -50,10 +60,11 @@ class Plan(ABC):
     def indices(self, epoch: int, step: int, lane: int) -> Indices:
         """Return a lane's sample indices, int64 and read-only; consecutive calls are fast."""
 
-    def describe(self) -> dict[str, int | bool]:
-        """Return the values that identify the plan."""
+    def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
+        """Return the values that identify the plan of an epoch."""
         options = asdict(self)
-        return {"samples": options.pop("size"), **options}
+        del options["size"]
+        return {"samples": self.samples, **options}
 
 
 @dataclass(kw_only=True)
@@ -70,17 +81,18 @@ class ShuffledPlan(Plan):
         self._check()
         if self.steps_per_epoch == 0:
             raise ConfigError(
-                f"batch_size={self.batch_size} with drop_last leaves none of {self.size} samples;"
+                f"batch_size={self.batch_size} with drop_last leaves none of {self.samples} samples;"
                 " decrease it or keep the last batch"
             )
         self._full_counts = self._deal(self.batch_size)
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        return (self.size if self.drop_last else self.size + self.batch_size - 1) // self.batch_size
+        rounded = self.samples if self.drop_last else self.samples + self.batch_size - 1
+        return rounded // self.batch_size
 
     def counts(self, epoch: int, step: int) -> list[int]:
-        left = self.size - step * self.batch_size
+        left = self.samples - step * self.batch_size
         return self._full_counts.copy() if left >= self.batch_size else self._deal(left)
 
     def _deal(self, batch: int) -> list[int]:
@@ -89,11 +101,107 @@ class ShuffledPlan(Plan):
 
     def indices(self, epoch: int, step: int, lane: int) -> Indices:
         first = step * self.batch_size
-        batch = min(self.batch_size, self.size - first)
+        batch = min(self.batch_size, self.samples - first)
         start, stop = first + lane * batch // self.lanes, first + (lane + 1) * batch // self.lanes
+        return self._span(epoch, start, stop)
+
+    def _span(self, epoch: int, start: int, stop: int) -> Indices:
+        """Return the samples at positions [start, stop) of an epoch."""
         if not self.shuffle:
             return np.arange(start, stop)
         return _order(self.size, self.seed, "epoch", epoch).span(start, stop)
+
+
+@dataclass(kw_only=True)
+class WeightedPlan(ShuffledPlan):
+    """As many draws per epoch as there are samples, with replacement and in proportion to weights.
+
+    Needs 8 bytes per sample: the cumulative weights, which are summed from the first to the last in
+    float64. A position's draw depends only on seed, epoch and position.
+    """
+
+    weights: InitVar[ArrayLike]
+
+    def __post_init__(self, weights: ArrayLike) -> None:
+        super().__post_init__()
+        given = _array(weights, "weights", "numbers", "biuf").astype(np.float64)
+        if len(given) != self.size:
+            raise DataError(
+                f"weights has {len(given)} entries for {self.size} samples; pass one weight per"
+                " sample"
+            )
+        low, high = given.min(), given.max()
+        if not (low >= 0 and high < np.inf):
+            index = int(np.argmin((given >= 0) & (given < np.inf)))
+            raise DataError(
+                "weights must be finite numbers of at least 0, "
+                f"got {given[index]} for sample {index}"
+            )
+        if high == 0:
+            raise DataError("weights are all 0; at least one sample needs a larger weight")
+        given /= high  # the sum is then 1 to `size`
+        self._cumulative = np.cumsum(given, out=given)
+        self._digest = _digest(self._cumulative)
+
+    def _span(self, epoch: int, start: int, stop: int) -> Indices:
+        draws = uniform(key(self.seed, "weights", epoch), np.arange(start, stop))
+        draws *= self._cumulative[-1]  # below the sum, also when rounded: the sum is at least 1
+        indices: Indices = np.searchsorted(self._cumulative, draws, side="right")
+        return indices
+
+    def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
+        return {**super().describe(epoch), "weights": self._digest}
+
+
+@dataclass(kw_only=True)
+class OrderedPlan(ShuffledPlan):
+    """An order of the user's own: indices for all epochs, or a function that returns an epoch's.
+
+    Needs 8 bytes per index, for a function those of `CACHED_EPOCHS` epochs. All epochs have the
+    length of epoch 0. While the function runs, the global generators are seeded for the epoch.
+    """
+
+    order: InitVar[Order]
+
+    def __post_init__(self, order: Order) -> None:
+        self._check()
+        self._read: Callable[[int], tuple[Indices, str]]
+        if callable(order):
+            call = partial(_call, order, self.size, self.seed)
+            self._read = lru_cache(CACHED_EPOCHS)(call)
+            if call(0)[1] != self._read(0)[1]:
+                raise DataError(
+                    "order(0) returned other indices when it was called again; a run that resumes"
+                    " must find the same ones, so make it a function of the epoch alone, such as"
+                    " lambda epoch: numpy.random.default_rng(epoch).permutation(100)"
+                )
+        else:
+            given = _checked(order, "order", self.size)
+            self._read = lambda _: given
+        self._length = len(self._read(0)[0])
+        super().__post_init__()
+
+    @property
+    def samples(self) -> int:
+        return self._length
+
+    def _span(self, epoch: int, start: int, stop: int) -> Indices:
+        return self._of(epoch)[0][start:stop]
+
+    def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
+        return {**super().describe(epoch), "order": self._of(epoch)[1]}
+
+    def _of(self, epoch: int) -> tuple[Indices, str]:
+        """Return an epoch's indices and their digest."""
+        order = self._read(epoch)
+        if len(order[0]) != self._length:
+            raise DataError(
+                f"order({epoch}) has {len(order[0])} indices and order(0) has {self._length}; all"
+                " epochs of a loop must have the same number. For other numbers, write a loop per"
+                " epoch: for epoch in range(run.epoch, epochs), with run.batches(..., order=indices"
+                " of that epoch) in it"
+            )
+        return order
 
 
 @dataclass(kw_only=True)
@@ -146,8 +254,8 @@ class GroupedPlan(Plan):
         groups = np.searchsorted(self._first_chunk, taken, side="right") - 1
         return groups, (taken - self._first_chunk[groups]) * self._chunk
 
-    def describe(self) -> dict[str, int | bool]:
-        return {**super().describe(), "groups": len(self._members)}
+    def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
+        return {**super().describe(epoch), "groups": len(self._members)}
 
 
 @lru_cache(maxsize=8)  # an order in use holds tables and blocks of a few MiB
@@ -182,6 +290,53 @@ def _members(groups: GroupBy, size: int) -> list[Indices]:
                 f"group_by must return hashable values, got {group!r} for sample {index}"
             ) from None
     return [np.asarray(indices, dtype=np.int64) for indices in members.values()]
+
+
+def _call(
+    order: Callable[[int], ArrayLike], size: int, seed: int, epoch: int
+) -> tuple[Indices, str]:
+    """Return the checked indices of an epoch, and their digest."""
+    try:
+        with keyed(key(seed, "order", epoch)):
+            given = order(epoch)
+    except Exception as error:
+        message = f"order({epoch}) failed: {type(error).__name__}: {error}"
+        raise DataError(message) from error
+    return _checked(given, f"order({epoch})", size)
+
+
+def _checked(given: ArrayLike, name: str, size: int) -> tuple[Indices, str]:
+    """Return indices as a read-only copy and their digest; raise `DataError` for unusable ones."""
+    array = _array(given, name, "whole numbers", "iu")
+    outside = (array < 0) | (array >= size)
+    if outside.any():
+        position = int(outside.argmax())
+        raise DataError(
+            f"{name} must have indices from 0 to {size - 1}, got {array[position]} at position"
+            f" {position}"
+        )
+    indices = array.astype(np.int64)
+    indices.flags.writeable = False
+    return indices, _digest(indices)
+
+
+def _array(given: Any, name: str, of: str, kinds: str) -> NDArray[Any]:
+    """Return a one-dimensional array, whose dtype is of one of the kinds."""
+    expected = f"{name} must be a one-dimensional list, array or tensor of {of}"
+    try:
+        array = np.asarray(given.detach().cpu() if hasattr(given, "detach") else given)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{expected}: {error}") from None
+    if array.ndim == 1 and not len(array):
+        raise DataError(f"{name} is empty; {expected}, with at least one")
+    if array.ndim != 1 or array.dtype.kind not in kinds:
+        shape = f" of {array.dtype} {list(array.shape)}" if array.ndim else ""
+        raise DataError(f"{expected}, got {type(given).__name__}{shape}")
+    return array
+
+
+def _digest(array: NDArray[Any]) -> str:
+    return hashlib.blake2b(array.data, digest_size=8).hexdigest()
 
 
 def check_end(name: str, value: int | None) -> None:

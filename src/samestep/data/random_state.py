@@ -218,6 +218,12 @@ def _round(round_key: np.uint64, modulus: int, half: Values) -> Values:
     return (_mix(half, round_key) % np.uint64(modulus)).astype(np.int64)
 
 
+def uniform(key: int, positions: Values) -> NDArray[np.float64]:
+    """Return a number in [0, 1) for each position, with 53 random bits that depend on the key."""
+    bits = _mix(positions, np.uint64(key)) >> np.uint64(11)
+    return bits.astype(np.float64) * np.float64(2.0**-53)
+
+
 def _mix(x: Values, round_key: np.uint64) -> NDArray[np.uint64]:
     """Hash 64 bits with a key: the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     mixed: NDArray[np.uint64] = x.astype(np.uint64) + np.uint64(1)

@@ -9,9 +9,20 @@ from functools import wraps
 from inspect import signature
 from typing import Any, Final, ParamSpec, TypeVar
 
+from numpy.typing import ArrayLike
+
 from samestep.data.batch import Batch, LaneStream, steps_left, stream_batches
 from samestep.data.loader import size_of
-from samestep.data.plan import GroupBy, GroupedPlan, Plan, ShuffledPlan, check_end
+from samestep.data.plan import (
+    GroupBy,
+    GroupedPlan,
+    Order,
+    OrderedPlan,
+    Plan,
+    ShuffledPlan,
+    WeightedPlan,
+    check_end,
+)
 from samestep.errors import ConfigError, DataError
 from samestep.run.progress import Position, Progress
 
@@ -24,9 +35,9 @@ END_MISSING: Final = (
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 OWN_ORDER: Final = (
-    "samestep orders the samples, so that each is used once at any number of workers; use shuffle=,"
-    " group_by= or, for a selection or order of your own, torch.utils.data.Subset(dataset, indices)"
-    " with shuffle=False"
+    "samestep selects the samples, so that they are the same at any number of workers; run.batches"
+    " has weights= (draws with replacement), order= (indices, or a function of the epoch), shuffle="
+    " and group_by=, and run.evaluate uses each sample once"
 )
 LOADER_PROCESSES: Final = "loader_workers= starts the loader processes, which need no other option"
 INSTEAD: Final = {
@@ -119,9 +130,8 @@ class PlannedLoop(Loop):
         check_end("steps", steps)
         super().__init__(progress, name)
         self.steps_per_epoch = plan.steps_per_epoch
-        self._batches, self._plan = batches, plan.describe()
+        self._batches, self._plan = batches, plan
         self._check_plan()
-        self._position.plan = self._plan
         self._max_epochs, self._max_steps = epochs, steps
 
     def _check_end(self) -> None:
@@ -136,9 +146,12 @@ class PlannedLoop(Loop):
                 logging.getLogger("samestep").warning(END_MISSING, self._name)
 
     def _check_plan(self) -> None:
-        at, plan = self._position, self._plan
+        at = self._position
+        if at.step == 0:
+            return
+        plan = self._plan.describe(at.epoch)
         changed = sorted(name for name in {*at.plan, *plan} if at.plan.get(name) != plan.get(name))
-        if at.step and changed:
+        if changed:
             old, new = (
                 ", ".join(f"{name}={some.get(name)}" for name in changed)
                 for some in (at.plan, plan)
@@ -170,6 +183,12 @@ class PlannedLoop(Loop):
             yield at.epoch, at.step
             at.advance(self.steps_per_epoch)
 
+    def _complete(self) -> int:
+        at = self._position
+        if at.step == 0:
+            at.plan = self._plan.describe(at.epoch)
+        return super()._complete()
+
     def __iter__(self) -> Iterator[Batch]:
         self._progress.complete_left_step()
         ends_with_epoch = self._max_epochs is None and self._max_steps is None
@@ -181,8 +200,8 @@ class PlannedLoop(Loop):
             ends_with_epoch=ends_with_epoch,
             epochs=self._max_epochs,
             steps_per_epoch=self.steps_per_epoch,
-            samples=self._plan["samples"],
-            batch_size=self._plan["batch_size"],
+            samples=self._plan.samples,
+            batch_size=self._plan.batch_size,
         )
         return self._run(self._batches(self._positions))
 
@@ -237,14 +256,33 @@ def make_plan(
     shuffle: bool,
     drop_last: bool,
     group_by: GroupBy | None,
+    weights: ArrayLike | None,
+    order: Order | None,
 ) -> Plan:
     """Return the assignment of a map-style data set's samples to steps and lanes."""
     size = size_of(dataset)
+    given = {"group_by": group_by, "weights": weights, "order": order}
+    chosen = [name for name, value in given.items() if value is not None]
+    if len(chosen) > 1:
+        raise ConfigError(
+            f"{' and '.join(chosen)} cannot be used together, because each of them selects the"
+            " samples of a batch; leave out all but one"
+        )
+    sizes = size, batch_size, lanes, seed
+    if weights is not None:
+        if not shuffle:
+            raise ConfigError(
+                "shuffle=False cannot be used with weights, because weights draw samples at random;"
+                " leave out one of the two"
+            )
+        return WeightedPlan(*sizes, drop_last=drop_last, weights=weights)
+    if order is not None:
+        return OrderedPlan(*sizes, shuffle=False, drop_last=drop_last, order=order)
     if group_by is None:
-        return ShuffledPlan(size, batch_size, lanes, seed, shuffle=shuffle, drop_last=drop_last)
+        return ShuffledPlan(*sizes, shuffle=shuffle, drop_last=drop_last)
     if drop_last:
         raise ConfigError(
             "drop_last cannot be used with group_by, because any grouped batch may be short; "
             "leave out one of the two"
         )
-    return GroupedPlan(size, batch_size, lanes, seed, shuffle=shuffle, groups=group_by)
+    return GroupedPlan(*sizes, shuffle=shuffle, groups=group_by)

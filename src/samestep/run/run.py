@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+from numpy.typing import ArrayLike
 from typing_extensions import Self
 
 from samestep.cluster import ProcessInfo
@@ -16,7 +17,7 @@ from samestep.comm.connect import find_worker
 from samestep.config import Config, merge
 from samestep.data.batch import Batch
 from samestep.data.loader import plan_batches
-from samestep.data.plan import GroupBy
+from samestep.data.plan import GroupBy, Order
 from samestep.data.random_state import add_seeder, key
 from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
@@ -203,6 +204,8 @@ class Run(Collectives, Log):
         collate_fn: Collate | None = None,
         loader_workers: int = 0,
         group_by: GroupBy | None = None,
+        weights: ArrayLike | None = None,
+        order: Order | None = None,
         name: str = "train",
     ) -> PlannedLoop:
         """Return a loop over the global batches of a map-style data set, one per step.
@@ -216,20 +219,28 @@ class Run(Collectives, Log):
             batch_size: Samples in a global batch, over all lanes and workers.
             epochs: Total number of epochs, over all resumes and calls with this name.
             steps: Total number of steps, counted the same way. Without both, the current epoch.
-            shuffle: Whether to draw a new order of the samples for every epoch.
+            shuffle: Whether to draw a new order of the samples for every epoch; no effect with
+                `order`.
             drop_last: Whether to drop a last batch that is short.
             collate_fn: Makes a lane batch from a list of samples; default: torch's. It may drop
                 some, such as those that are None.
             loader_workers: Number of processes that load ahead; 0 loads in this process.
             group_by: The group of each sample, or a function of its index. All samples of a lane
                 batch are then of one group.
+            weights: Finite numbers of at least 0, one per sample. An epoch then draws as many
+                samples as the data set has, with replacement, in proportion to their weights.
+                Needs 8 bytes per sample.
+            order: Indices of the samples of every epoch, or a function of the epoch that returns
+                them, of the same length for all epochs. They may repeat or leave out samples. Needs
+                8 bytes per index, for a function those of 4 epochs. The function is called ahead
+                and more than once per epoch, with the global generators seeded for the epoch.
             name: Name of the loop, under which its position is saved.
 
         Raises:
-            ConfigError: A number is invalid, `drop_last` is used with `group_by`, or an option of
+            ConfigError: A number is invalid, options contradict each other, or an option of
                 DataLoader is used that is not one of these.
-            DataError: The data set is empty or not map-style, changed within an epoch, or differs
-                between workers.
+            DataError: The data set is empty or not map-style; it, its order or its weights changed
+                within an epoch or differ between workers; or an order or weights are unusable.
 
         Example:
             >>> for batch in run.batches(train_set, 32, epochs=1):
@@ -245,6 +256,8 @@ class Run(Collectives, Log):
             shuffle=shuffle,
             drop_last=drop_last,
             group_by=group_by,
+            weights=weights,
+            order=order,
         )
         batches = partial(
             plan_batches,
