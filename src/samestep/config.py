@@ -84,6 +84,9 @@ class Config:
     sinks: tuple[str, ...] | None = option(
         None, "where else to send the record: fsspec URLs, tensorboard, mlflow, wandb, module:Class"
     )
+    on_event: str | None = option(
+        None, "module:function or http(s) URL to call on failure, NaN, stall and end of the run"
+    )
     nonfinite_loss: str = option("stop", "stop or continue if a loss is NaN or infinite")
     check_every: int | None = option(
         1000, "steps between checks that replicated state is equal on all workers, or none"
@@ -144,6 +147,10 @@ class Config:
             raise _error("remote", "a URL such as s3://bucket/runs/one", self.remote)
         if self.transfer is not None and not _is_entry_point(self.transfer):
             raise _error("transfer", "module:function", self.transfer)
+        if self.on_event is not None and not (
+            re.match(r"https?://.", self.on_event) or _is_entry_point(self.on_event)
+        ):
+            raise _error("on_event", "module:function or an http(s) URL", self.on_event)
 
     def _check_sinks(self) -> None:
         for sink in self.sinks or ():
@@ -159,9 +166,11 @@ class Config:
         for name, value in given.items():
             if value is not None:
                 raise ConfigError(f"{name}={value!r} requires dir, where snapshots are saved first")
-        if self.sinks:
-            sinks = ",".join(self.sinks)
-            raise ConfigError(f"sinks={sinks!r} requires dir, where the record is written first")
+        sinks = ",".join(self.sinks or ())
+        for name, value in {"sinks": sinks, "on_event": self.on_event}.items():
+            if value:
+                message = f"{name}={value!r} requires dir, where the record is written first"
+                raise ConfigError(message)
 
     def _check_devices(self) -> None:
         if isinstance(self.devices, int):

@@ -105,7 +105,7 @@ def test_the_command_rejects_wrong_use_and_a_running_exporter(record, run, remot
         "expected a run's directory with events.jsonl, got"
         in run_exporter(tmp_path, "--to", remote).stderr
     )
-    assert "expected a destination; pass --to or --transfer" in run_exporter(run).stderr
+    assert "expected a destination; pass --to, --transfer or --on-event" in run_exporter(run).stderr
     assert (
         "sinks must name an importable module:Class, got 'nowhere:Sink'"
         in run_exporter(run, "--to", "nowhere:Sink").stderr

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from samestep.cluster.launchers import LOOPBACK
 from samestep.comm.token_store import store_variables
 from samestep.config import Config
-from samestep.errors import LaunchError, SamestepError, WorkerError
+from samestep.errors import ConfigError, LaunchError, SamestepError, WorkerError
 from samestep.host import peer_credentials
 from samestep.launch.attempt import ElasticPolicy, Message, Node, WorkerFailure
 from samestep.launch.fork_server import ForkServer
@@ -205,6 +205,8 @@ class Supervisor:
             self._job.signals.received.append(signal.Signals(end["signal"]))
         elif "failure" in end:
             failure = WorkerFailure(**end["failure"])
+            if self._coordinator.leads:
+                self._record_failure(failure)
             traceback = failure.traceback if self._coordinator.leads else ""
             cause = self._errors.get(failure.rank)
             raise WorkerError(failure.rank, str(failure), traceback, failure.status) from cause
@@ -294,13 +296,21 @@ class Supervisor:
 
     def _record_restart(self, failure: WorkerFailure) -> None:
         """Print and record the failure for which all workers are restarted."""
-        state = self._job.launcher_state
         self._outputs.print(f"worker {failure.rank}: {failure}; restarting all workers")
+        self._record("restarting", failure, reason=failure.summary)
+
+    def _record_failure(self, failure: WorkerFailure) -> None:
+        """Record the failure that ends the run, if the worker could not: it was killed."""
+        if not failure.traceback and not failure.summary.startswith(ConfigError.__name__):
+            self._record("failed", failure, error=failure.summary, is_secondary=False)
+
+    def _record(self, event: str, failure: WorkerFailure, **fields: Any) -> None:
+        state = self._job.launcher_state
         if state.directory:
             with suppress(SamestepError):  # if the directory is gone, the workers raise the error
                 record = open_record(Path(state.directory), writes=True)
-                fields = {"rank": failure.rank, "host": failure.host, "reason": failure.summary}
-                record.event("restarting", step=state.step or 0, **fields)
+                worker = {"rank": failure.rank, "host": failure.host}
+                record.event(event, step=state.step or 0, **worker, **fields)
                 record.close()
 
     def _close_group(self) -> None:

@@ -64,7 +64,7 @@ class EventFile:
 
         Raises `RecordError` if a value is not JSON, the disk is full, or the file was removed.
         """
-        line = f"{_to_json(event)}\n".encode()
+        line = f"{to_json(event)}\n".encode()
         with self._append_lock:
             self._check_not_moved()
             if self._torn:
@@ -159,7 +159,8 @@ def _check_format(event: dict[str, Any]) -> None:
         )
 
 
-def _to_json(event: Mapping[str, Any]) -> str:
+def to_json(event: Mapping[str, Any]) -> str:
+    """Return an event as JSON on one line. Raises `RecordError` for a value that is not JSON."""
     try:
         return json.dumps(_encode(event), allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:

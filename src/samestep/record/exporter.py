@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from select import select
@@ -22,7 +22,7 @@ from samestep.errors import RecordError, SamestepError
 from samestep.record.cursor import Cursor, Destination, Sender, lock
 from samestep.record.events import FILE_NAME
 from samestep.record.record import Record
-from samestep.record.sinks import SinkAdapter, check_sinks
+from samestep.record.sinks import HOOK, HookAdapter, SinkAdapter, begin_hook, check_sinks
 from samestep.record.sinks.files import FunctionDestination, StorageDestination
 from samestep.record.source import open_source
 
@@ -33,6 +33,8 @@ MAX_PAUSE_SECONDS: Final = 60.0
 POLL_SECONDS: Final = 0.5
 REPORT_SECONDS: Final = 10.0  # the least time between two events of a sink
 ORPHAN_SECONDS: Final = 3.0  # to send the rest after the run was killed
+RECORD_SECONDS: Final = 1.0  # before that, for the launcher to record how the worker ended
+ON_EVENT: Final = "SAMESTEP_INTERNAL_ON_EVENT"  # a URL may be secret, and arguments are public
 NICENESS: Final = 5  # training has priority if there are too few cores
 logger: Final = logging.getLogger("samestep")
 
@@ -44,14 +46,22 @@ class ExporterProcess:
     """
 
     def __init__(
-        self, directory: Path, sinks: Sequence[str], function: str | None, record: Record
+        self,
+        directory: Path,
+        sinks: Sequence[str],
+        function: str | None,
+        record: Record,
+        hook: str | None = None,
     ) -> None:
-        """Start the process in the background."""
+        """Start the process in the background. `hook` is the option `on_event`."""
         self._command = [sys.executable, "-m", "samestep.record.exporter", str(directory)]
         self._command += ["--parent", str(os.getpid())]
         self._command += [argument for sink in sinks for argument in ("--to", sink)]
         self._command += [] if function is None else ["--transfer", function]
         self._directory, self._function, self._record = directory, function, record
+        self._variables = {} if hook is None else {ON_EVENT: hook}
+        if hook is not None:
+            begin_hook(directory)
         self._process: subprocess.Popen[bytes] | None = None
         self._start_lock = threading.Lock()
         self._finishing = threading.Event()
@@ -96,7 +106,8 @@ class ExporterProcess:
 
     def _start(self) -> subprocess.Popen[bytes] | None:
         # users' modules are found where this process finds them
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, **paths, **self._variables}
         with self._start_lock:
             if self._abandoned:
                 return None
@@ -125,10 +136,12 @@ class ExporterProcess:
         name, nbytes = status["name"], status["behind_bytes"]
         if self._finishing.is_set() and nbytes:
             option = "--transfer" if name == self._function else "--to"
+            if name == HOOK:
+                option, name = "--on-event", "VALUE"
             logger.warning(
                 "%d bytes of the record were not sent to %s. The run sends them when it starts "
                 "again, or run: python -m samestep.record.exporter %s %s %s",
-                *(nbytes, name, self._directory, option, name),
+                *(nbytes, status["name"], self._directory, option, name),
             )
         with suppress(RecordError):  # the run itself reports a full disk
             self._record.event("sink", **status)
@@ -138,16 +151,23 @@ class Exporter:
     """The senders of a run's record. Writes the status of each sink to `channel`, as JSON lines."""
 
     def __init__(
-        self, directory: Path, sinks: Sequence[str], function: str | None, channel: IO[str]
+        self,
+        directory: Path,
+        sinks: Sequence[str],
+        function: str | None,
+        channel: IO[str],
+        hook: str | None,
     ) -> None:
         cursor = Cursor(directory)
         self._file, self._channel = directory / FILE_NAME, channel
         self._reported: dict[str, tuple[float, dict[str, Any]]] = {}
-        kinds: list[tuple[str, type[Destination]]] = [
+        kinds: list[tuple[str, Callable[..., Destination]]] = [
             (name, StorageDestination if is_url(name) else SinkAdapter) for name in sinks
         ]
         if function is not None:
             kinds.append((function, FunctionDestination))
+        if hook is not None:
+            kinds.append((hook, HookAdapter))
         self._senders = []
         for name, kind in kinds:
             destination = kind(name, directory, open_source(directory), cursor)
@@ -214,21 +234,25 @@ def main() -> int:
     sinks = "a URL, tensorboard, mlflow, wandb, or module:Class"
     parser.add_argument("--to", action="append", default=[], metavar="SINK", help=sinks)
     parser.add_argument("--transfer", help="module:function called with the path of every file")
+    parser.add_argument("--on-event", help="module:function or http(s) URL called for alerts")
     # the process that writes the record, if it started this one
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.parent is not None:
         return _run_with_parent(options)
-    check_sinks(options.to)
-    if not (options.to or options.transfer):
-        parser.error("expected a destination; pass --to or --transfer")
+    check_sinks(options.to, options.on_event)
+    if not (options.to or options.transfer or options.on_event):
+        parser.error("expected a destination; pass --to, --transfer or --on-event")
     if not (options.directory / FILE_NAME).is_file():
         parser.error(f"expected a run's directory with {FILE_NAME}, got {options.directory}")
     locked = lock(options.directory)
     if locked is None:
         parser.error(f"another exporter uses {options.directory}; wait until its run has ended")
     with locked:
-        exporter = Exporter(options.directory, options.to, options.transfer, sys.stdout)
+        if options.on_event:
+            begin_hook(options.directory)
+        destinations = options.to, options.transfer
+        exporter = Exporter(options.directory, *destinations, sys.stdout, options.on_event)
         return 0 if exporter.finish(None) else 1
 
 
@@ -236,12 +260,15 @@ def _run_with_parent(options: argparse.Namespace) -> int:
     os.nice(NICENESS)
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for what users' code prints
+    seconds = None
     while (locked := lock(options.directory)) is None:  # the previous exporter is about to exit
-        if _wait_for_end(options.parent) is not None:
+        if seconds is not None:
             return 1
+        seconds = _wait_for_end(options.parent)
     with locked:
-        exporter = Exporter(options.directory, options.to, options.transfer, channel)
-        while (seconds := _wait_for_end(options.parent)) is None:
+        destinations = options.to, options.transfer
+        exporter = Exporter(options.directory, *destinations, channel, os.environ.get(ON_EVENT))
+        while seconds is None and (seconds := _wait_for_end(options.parent)) is None:
             exporter.report()
         return 0 if exporter.finish(seconds) else 1
 
@@ -251,12 +278,13 @@ def _wait_for_end(parent: int) -> float | None:
 
     Returns None if neither happens within `POLL_SECONDS`.
     """
-    if os.getppid() != parent:
-        return ORPHAN_SECONDS
-    if not select([sys.stdin], [], [], POLL_SECONDS)[0]:
-        return None
-    request = sys.stdin.readline()
-    return float(request) if request else ORPHAN_SECONDS
+    if os.getppid() == parent:
+        if not select([sys.stdin], [], [], POLL_SECONDS)[0]:
+            return None
+        if request := sys.stdin.readline():
+            return float(request)
+    time.sleep(RECORD_SECONDS)
+    return ORPHAN_SECONDS - RECORD_SECONDS
 
 
 if __name__ == "__main__":

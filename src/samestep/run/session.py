@@ -92,7 +92,7 @@ class Session:
         attempt_number = int(os.environ.get(ATTEMPT, "0"))
         remote = () if config.remote is None else (config.remote,)
         sinks = list(dict.fromkeys((*remote, *(config.sinks or ())))) if is_main else []
-        check_sinks(sinks)
+        check_sinks(sinks, config.on_event if is_main else None)
         in_memory = InMemorySnapshots(
             state,
             self._process,
@@ -148,8 +148,13 @@ class Session:
         if is_main and not is_observed():
             announce(self._describe_start(resumed))
         in_memory.report_start(self.progress.step, is_new=not has_begun)
-        if config.dir is not None and is_main and (sinks or config.transfer):
-            exporter = ExporterProcess(config.dir, sinks, config.transfer, self.record)
+        if is_main:
+            self._start_exporter(config, sinks)
+
+    def _start_exporter(self, config: Config, sinks: Sequence[str]) -> None:
+        function, hook = config.transfer, config.on_event
+        if config.dir is not None and (sinks or function or hook):
+            exporter = ExporterProcess(config.dir, sinks, function, self.record, hook)
             self._exits.callback(exporter.finish)
             self._exits.callback(self._write_images)  # runs before the exporter finishes
 
@@ -211,6 +216,8 @@ class Session:
             name: str(value) if isinstance(value, Path) else value
             for name, value in asdict(self.config).items()
         }
+        if options["on_event"] and is_url(options["on_event"]):
+            options["on_event"] = "a URL"  # which may contain a secret
         self.record.event(
             "started" if resumed is None else "resumed",
             attempt=attempt,

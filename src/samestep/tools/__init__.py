@@ -20,7 +20,10 @@ if TYPE_CHECKING:  # some of the commands must start without torch
 
 OUTPUT: Final = "output.txt"
 # the run neither writes anything outside its directory nor restarts
-ISOLATED: Final = ("--remote=none", "--transfer=none", "--sinks=none", "--max-restarts=0")
+ISOLATED: Final = (
+    *(f"--{name}=none" for name in ("remote", "transfer", "sinks", "on-event")),
+    "--max-restarts=0",
+)
 
 
 def start_script(

@@ -155,6 +155,32 @@ def test_the_study_is_json():
     assert report["same_global_batch"] == [None] * 3
 
 
+NOISY = Link(20e-6, 5e9, is_bound=True)
+
+
+@pytest.mark.parametrize(
+    ("memory", "between", "is_given", "bounds"),
+    [
+        (NOISY, FREE, True, 1),
+        (FREE, NOISY, False, 1),
+        (NOISY, NOISY, False, 2),
+        (FREE, FREE, False, 0),
+    ],
+)
+def test_a_bandwidth_that_noise_hides_is_not_printed_as_measured(memory, between, is_given, bounds):
+    study = replace(
+        _study({1: [_timing(1.0)], 2: [_timing(0.6)]}),
+        network=Network(memory, between, 8),
+        network_is_given=is_given,
+    )
+    text = _text(study)
+    assert text.count("20 us per message, at least 5 GB/s") == bounds
+    assert ("too noisy to tell a bandwidth" in text) is (bounds > 0)
+    assert json.loads(json.dumps(study.to_json()))["network"]["memory"]["is_bound"] is (
+        memory is NOISY
+    )
+
+
 def test_columns_are_aligned():
     assert list(table([["a", "bcd"], ["12", "3"]])) == [" a  bcd", "12    3"]
 

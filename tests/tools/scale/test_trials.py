@@ -100,8 +100,9 @@ def test_the_line_through_two_lane_batches_gives_the_largest_that_fits(
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "more_lanes_bytes"), [(64, 1_000_500), (None, 500_000), (1, 500_000)]
+    ("batch_size", "more_lanes_bytes"),
+    [(64, 1_000_500), (None, 500_000), (1, 500_000), (64, 100_000)],
 )
-def test_no_line_without_growth_or_batch_size(batch_size, more_lanes_bytes):
+def test_no_line_without_growth_or_batch_size_or_below_zero(batch_size, more_lanes_bytes):
     one = _trial(2, 1_000_000, batch_size=batch_size)
     assert fit_memory(one, _trial(4, more_lanes_bytes, batch_size=batch_size)) is None

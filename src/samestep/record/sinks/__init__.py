@@ -1,8 +1,9 @@
-"""The protocol of sinks, which receive a run's record outside of its directory."""
+"""Sinks, which receive a run's record outside of its directory, and the hook for alerts."""
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, reduce
@@ -11,12 +12,14 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
+from urllib.request import Request, urlopen
 
 from samestep.config import is_url
 from samestep.errors import ConfigError, RecordError
 from samestep.record.cursor import Cursor, Destination
-from samestep.record.events import parse_events
-from samestep.record.source import Source
+from samestep.record.events import FILE_NAME, parse_events, to_json
+from samestep.record.files import FOLDER
+from samestep.record.source import STARTS, Source
 from samestep.storage import Storage
 
 # class and required package by name; samestep's extras have the sinks' names
@@ -28,6 +31,9 @@ NAMED: Final = {
 PAUSE_SECONDS: Final = 0.5
 # errors that a retry would not change
 EVENT_ERRORS: Final = (ValueError, TypeError, LookupError, AttributeError)
+HOOK: Final = "on_event"
+ALERTS: Final = ("restarting", "stalled", "stopped", "finished")  # in addition to failures and NaN
+HOOK_SECONDS: Final = 5.0  # to connect, and for the response
 
 
 class Sink(Protocol):
@@ -60,8 +66,10 @@ def open_sink(name: str, directory: Path) -> Sink:
     return _find_class(NAMED[name][0] if name in NAMED else name)(directory)
 
 
-def check_sinks(names: Iterable[str]) -> None:
-    """Raise `ConfigError` for sinks that can never work."""
+def check_sinks(names: Iterable[str], hook: str | None = None) -> None:
+    """Raise `ConfigError` for sinks, or a hook of `on_event`, that can never work."""
+    if hook is not None:
+        find_hook(hook)
     for name in names:
         if is_url(name):
             Storage(name).open()
@@ -80,6 +88,25 @@ def package_error(name: str) -> ConfigError:
 
 def _find_class(name: str) -> Callable[[Path], Sink]:
     return _import("sinks", "module:Class", "a class that takes the run's directory", name)
+
+
+def find_hook(name: str) -> Callable[[dict[str, Any]], object]:
+    """Return the function of the option `on_event`, or one that sends events to its URL.
+
+    Raises `ConfigError` if a function is missing.
+    """
+    if is_url(name):
+        return partial(_post, name)
+    return _import(HOOK, "module:function", "a function that takes an event", name)
+
+
+def _post(url: str, event: Mapping[str, Any]) -> None:
+    """Send an event as JSON. Raises `OSError`, also for a status other than 2xx."""
+    headers = {"Content-Type": "application/json", "User-Agent": "samestep"}
+    request = Request(url, to_json(event).encode(), headers)  # noqa: S310  the option has http(s)
+    with urlopen(request, timeout=HOOK_SECONDS) as response:  # noqa: S310
+        if response.url != request.full_url:  # urllib sends no content to the new address
+            raise ConnectionError(f"the server redirects to {response.url}; use that URL")
 
 
 def find_function(name: str) -> Callable[[Path], object]:
@@ -125,9 +152,12 @@ class SinkAdapter(Destination):
             except EVENT_ERRORS as error:
                 self._drop(error)
             self._completed += 1
-        self._sink.flush()
+        self._flush()
         self._completed = 0
         self._cursor.save(self.name, offset + len(lines))
+
+    def _flush(self) -> None:
+        self._sink.flush()
 
     def _calls(self, lines: bytes) -> Iterator[Callable[[], None]]:
         for event in parse_events(lines):
@@ -152,3 +182,67 @@ class SinkAdapter(Destination):
 
     def close(self) -> None:
         self._sink.close()
+
+
+class HookAdapter(SinkAdapter):
+    """Calls the hook of the option `on_event` for each event that a person wants to know.
+
+    These are `ALERTS`, the first failure of a start and the first one that no other worker caused,
+    and `nonfinite`, for scalars that are NaN or infinite for the first time since the start.
+    """
+
+    def __init__(self, hook: str, directory: Path, source: Source, cursor: Cursor) -> None:
+        super().__init__(HOOK, directory, source, cursor)
+        self._hook_name = hook
+        self._failure = 0  # 1 after a failure that another worker caused, 2 after its own
+        self._nonfinite: set[str] = set()
+
+    def open(self) -> int:
+        """Find the hook, and return the offset after the last event that it received."""
+        self._hook = find_hook(self._hook_name)
+        return self._cursor.offset(self.name)
+
+    def _flush(self) -> None:
+        """Do nothing: a call of the hook is its delivery."""
+
+    close = _flush
+
+    def _calls(self, lines: bytes) -> Iterator[Callable[[], None]]:
+        return (partial(self._take, event) for event in parse_events(lines))
+
+    def _take(self, event: dict[str, Any]) -> None:
+        kind = event.get("event")
+        if kind in STARTS:
+            self._failure, self._nonfinite = 0, set()
+        elif kind in ALERTS:
+            self._call(event)
+        elif kind == "failed":
+            failure = 1 if event.get("is_secondary") else 2
+            if failure > self._failure:
+                self._call(event)
+                self._failure = failure
+        elif kind == "scalars":
+            values = event["values"].items()
+            names = {name for name, value in values if not math.isfinite(value)} - self._nonfinite
+            if names:
+                position = {name: event[name] for name in ("time", "step", "epoch")}
+                self._call({**position, "event": "nonfinite", "names": sorted(names)})
+                self._nonfinite |= names
+
+    def _call(self, event: dict[str, Any]) -> None:
+        self._hook({"run": str(self._directory.resolve()), **event})
+
+
+def begin_hook(directory: Path) -> None:
+    """If a run has a hook for the first time, let it begin with the run's last start."""
+    cursor = Cursor(directory)
+    if cursor.get(HOOK) is not None:
+        return
+    (directory / FOLDER).mkdir(exist_ok=True)
+    offset = last = 0
+    with (directory / FILE_NAME).open("rb") as lines:
+        for line in lines:
+            if any(event.get("event") in STARTS for event in parse_events([line])):
+                last = offset
+            offset += len(line)
+    cursor.save(HOOK, last)

@@ -33,15 +33,20 @@ ROUNDS: Final = 15
 SMALL_CALLS: Final = 10  # per round: one small call is shorter than the scheduler's delays
 LEAST_BYTES: Final = 1 << 20
 MOST_BYTES: Final = 64 << 20
+VISIBLE_TRANSFER: Final = 0.1  # of a large message: less is not told from noise
 ACTIVITY: Final = "measuring links"
 
 
 @dataclass(frozen=True)
 class Link:
-    """A connection with a `latency` in seconds per message and a `bandwidth` in bytes/second."""
+    """A connection with a `latency` in seconds per message and a `bandwidth` in bytes/second.
+
+    `is_bound`: noise hid the transfer, and the bandwidth is the lowest that it may be.
+    """
 
     latency: float
     bandwidth: float
+    is_bound: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,14 +148,22 @@ def measure_links(nbytes: int) -> tuple[Link, Link]:
 def fit_links(rounds: Sequence[Sequence[float]], nbytes: int) -> tuple[Link, Link]:
     """Return the memory and network links that explain the medians over rounds with `nbytes`.
 
-    A round has the seconds of a barrier, an exchange, a small message and a large message.
+    A round has the seconds of a barrier, an exchange, a small message and a large message. If noise
+    hides a transfer, the link has the bandwidth as if the latency were zero.
     """
     barrier, exchange, small, large = map(median, zip(*rounds, strict=True))
     moved = count_traffic(MEASURED_WORKERS, MEASURED_WORKERS, MEASURED_WORKERS, nbytes).moved_bytes
-    moving, sending = exchange - HOST_BARRIERS * barrier, large - small
-    # a nanosecond, if noise in the latency hides the transfer
-    memory = Link(barrier, moved / max(moving, 1e-9))
-    return memory, Link(small, nbytes / max(sending, 1e-9))
+    return (
+        _fit_link(barrier, exchange, exchange - HOST_BARRIERS * barrier, moved),
+        _fit_link(small, large, large - small, nbytes),
+    )
+
+
+def _fit_link(latency: float, total: float, transfer: float, nbytes: int) -> Link:
+    """Return the link that sends `nbytes` in the `transfer` seconds of a message's `total`."""
+    if transfer < VISIBLE_TRANSFER * total:
+        return Link(latency, nbytes / total, is_bound=True)
+    return Link(latency, nbytes / transfer)
 
 
 def _measure(nbytes: int) -> list[list[float]]:

@@ -85,6 +85,17 @@ def _predictions(study: Study) -> Iterator[str]:
     yield f"  within a host: {_link(network.memory)}; {per_host} per host"
     source = "as given" if study.network_is_given else hint
     yield f"  between hosts: {_link(network.between)} ({source})"
+    measured_links = (network.memory, *(() if study.network_is_given else (network.between,)))
+    if any(link.is_bound for link in measured_links):
+        yield (
+            "  too noisy to tell a bandwidth: the transfer took less than the measurements vary. The "
+            "lowest that it"
+        )
+        yield (
+            "  may be is assumed, so an exchange may be faster than predicted. Measure again on an "
+            "idle machine, or"
+        )
+        yield "  pass --latency and --bandwidth of the network."
     if check := study.check():
         workers, expected = check
         measured = study.step(workers)
@@ -139,7 +150,10 @@ def _lane_batch_advice(study: Study) -> Iterator[str]:
     if study.workload.device != "cpu":
         yield "Largest lane batch: memory is measured only for workers on CPUs."
     elif study.memory is None or largest is None:
-        yield "Largest lane batch: a larger one does not visibly increase a worker's memory here."
+        yield (
+            "Largest lane batch: too noisy to tell how a worker's memory grows with it; try a "
+            "larger batch."
+        )
     else:
         available = f"{study.machine.available_bytes / 1e9:.3g} GB of free memory"
         yield (
@@ -220,7 +234,8 @@ def _time_range(seconds: Range) -> str:
 
 
 def _link(link: Link) -> str:
-    return f"{_digits(link.latency * 1e6)} us per message, {_digits(link.bandwidth / 1e9)} GB/s"
+    bandwidth = f"{'at least ' * link.is_bound}{_digits(link.bandwidth / 1e9)} GB/s"
+    return f"{_digits(link.latency * 1e6)} us per message, {bandwidth}"
 
 
 def draw(study: Study, path: Path) -> None:

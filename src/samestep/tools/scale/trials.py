@@ -211,7 +211,9 @@ class MemoryModel:
 
 
 def fit_memory(trial: Trial, with_more_lanes: Trial) -> MemoryModel | None:
-    """Return the line through two runs with the same batch size, None if noise hides the growth.
+    """Return the line through two runs with the same batch size, None if noise hides it.
+
+    A line with less than no memory for a worker without samples is noise as well.
 
     Partial sums of gradients, one for each level of a worker's tree, are subtracted.
     """
@@ -223,7 +225,8 @@ def fit_memory(trial: Trial, with_more_lanes: Trial) -> MemoryModel | None:
     if samples == fewer or growth < VISIBLE_GROWTH * trial.peak_bytes:
         return None
     per_sample = growth / (samples - fewer)
-    return MemoryModel(trial.peak_bytes - samples * per_sample, per_sample)
+    fixed = trial.peak_bytes - samples * per_sample
+    return MemoryModel(fixed, per_sample) if fixed > 0 else None
 
 
 def _bytes_without_sums(trial: Trial) -> int:
