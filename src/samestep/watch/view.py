@@ -14,12 +14,23 @@ from statistics import median_high
 from threading import Lock
 from typing import Any, Final, TypeVar
 
+import numpy as np
+
 from samestep.config import Config
 from samestep.errors import RecordError
 from samestep.record.events import parse_events
 from samestep.record.source import Source
-from samestep.watch.curves import AXES, to_int, to_number, to_text, to_texts
-from samestep.watch.run_state import RunState, cause
+from samestep.watch.curves import (
+    AXES,
+    row_range,
+    select_points,
+    to_int,
+    to_list,
+    to_number,
+    to_text,
+    to_texts,
+)
+from samestep.watch.run_state import SYSTEM, RunState, cause
 from samestep.watch.timings import started_workers, worker_rows
 
 Item = TypeVar("Item")
@@ -30,6 +41,8 @@ SILENT_SECONDS: Final = 60.0
 SILENT_STEPS: Final = 5
 MOST_ITEMS: Final = 2000  # images per name, and events, that are listed
 DEEPEST: Final = 4  # nesting of configuration values
+ALL_SAMPLES: Final = 100_000  # of hosts, shared by their curves
+FEWEST_SAMPLES, MOST_SAMPLES = 30, 500  # per curve
 SIGNATURES: Final = {
     b"\x89PNG\r\n\x1a\n": "image/png",
     b"\xff\xd8\xff": "image/jpeg",
@@ -92,7 +105,7 @@ class View:
                     self._run.apply(event)
         with self._lock:
             self._run.skipped_lines += lines - len(read)
-        if self._was_read:
+        if self._was_read and any(event.get("event") != SYSTEM for event in read):
             self._seen = time.time()
         self._offset += len(data)
         self._tail = (self._tail + data)[-TAIL_BYTES:]
@@ -168,6 +181,7 @@ class View:
                 "images": _images(run),
                 "workers": worker_rows(run.start, run.timings),
                 "parts": run.timings.parts(),
+                "samples": run.hosts.count,
                 "events": [vars(e) for e in run.timeline[:1] + run.timeline[1:][-MOST_ITEMS:]],
                 "config": _config(config) if isinstance(config, dict) else {},
                 "defaults": _defaults(config) if isinstance(config, dict) else [],
@@ -227,6 +241,21 @@ class View:
         with self._lock:
             steps = self._run.timings.steps()
         return steps.to_json(start, end, points)
+
+    def system(self, start: float | None = None, end: float | None = None) -> dict[str, Any]:
+        """Return the use of each host from `start` to `end`: x is Unix time, at most 500 points."""
+        with self._lock:
+            columns = self._run.hosts.columns()
+        most = max(FEWEST_SAMPLES, min(MOST_SAMPLES, ALL_SAMPLES // max(1, len(columns))))
+        curves = []
+        for (host, name), series in columns.items():
+            order = np.argsort(series[0], kind="stable")  # the clock may have been set back
+            time, value = (column[order] for column in series)
+            inside = row_range(time, start, end)
+            rows = select_points(time[inside], [value[inside]], [value[inside]], most)
+            x, y = to_list(time[inside][rows]), to_list(value[inside][rows].round(2))
+            curves.append({"host": host, "name": name, "x": x, "value": y})
+        return {"curves": curves}
 
     def open_image(self, number: int) -> tuple[str | None, int, Iterator[bytes]]:
         """Return an image's media type (see `media_type`), size in bytes, and content in chunks.

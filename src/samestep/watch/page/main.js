@@ -8,6 +8,7 @@ import { get, listen, NoResponse, path, report } from "./api.js";
 import { imagesPanel } from "./images.js";
 import { overview } from "./overview.js";
 import { settingsPanel } from "./settings.js";
+import { systemPanel } from "./system.js";
 import { sidebar } from "./sidebar.js";
 import { choose, onChoice, state } from "./state.js";
 import { tablePanel } from "./table.js";
@@ -20,6 +21,7 @@ const PANELS = {
   images: ["Images", imagesPanel],
   time: ["Time", timePanel],
   workers: ["Workers", workersPanel],
+  system: ["System", systemPanel],
   events: ["Events", eventsPanel],
   settings: ["Settings", settingsPanel],
   table: ["All runs", tablePanel],

@@ -79,6 +79,11 @@ export function stepRange() {
   return state.axis === "step" ? { from: state.from, to: state.to } : { from: null, to: null };
 }
 
+/** Return the zoomed range for charts whose x axis is always seconds since a run's start. */
+export function timeRange() {
+  return state.axis === "time" ? { from: state.from, to: state.to } : { from: null, to: null };
+}
+
 export function onChoice(listener) {
   listeners.push(listener);
 }
