@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -41,6 +42,10 @@ SILENT_SECONDS: Final = 60.0
 SILENT_STEPS: Final = 5
 MOST_ITEMS: Final = 2000  # images per name, and events, that are listed
 DEEPEST: Final = 4  # nesting of configuration values
+LOG_BYTES: Final = 256 * 1024
+LOG_LINES: Final = 500
+# of a terminal: colors and cursor movements (CSI), and titles and links (OSC)
+_ESCAPE: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z_])")
 ALL_SAMPLES: Final = 100_000  # of hosts, shared by their curves
 FEWEST_SAMPLES, MOST_SAMPLES = 30, 500  # per curve
 SIGNATURES: Final = {
@@ -257,6 +262,26 @@ class View:
             curves.append({"host": host, "name": name, "x": x, "value": y})
         return {"curves": curves}
 
+    def log(self, worker: int, search: str = "", have: int = 0) -> dict[str, Any]:
+        """Return the last lines of a worker's log that have all words of a search.
+
+        They are at most 500 of its last 256 KiB, None if its size is still `have`. Also returns its
+        `size`, whether earlier output is `cut`, and the `workers` that have logs. Raises
+        `RecordError` if the log cannot be read.
+        """
+        sizes = self.source.log_sizes()
+        size = sizes.get(worker, 0)
+        start = max(0, size - LOG_BYTES)
+        found = {"workers": sorted(sizes), "size": size, "cut": start > 0, "lines": None}
+        if size == 0 or size != have:
+            data = self.source.read_log(worker, start, size) if size else b""
+            words = search.lower().split()
+            lines = [
+                line for line in _log_lines(data) if all(word in line.lower() for word in words)
+            ]
+            found |= {"lines": lines[-LOG_LINES:], "cut": start > 0 or len(lines) > LOG_LINES}
+        return found
+
     def open_image(self, number: int) -> tuple[str | None, int, Iterator[bytes]]:
         """Return an image's media type (see `media_type`), size in bytes, and content in chunks.
 
@@ -265,6 +290,13 @@ class View:
         size, chunks = self.source.open_image(self._run.images[number].path)
         first = next(chunks, b"")
         return media_type(first), size, chain([first], chunks)
+
+
+def _log_lines(data: bytes) -> list[str]:
+    """Return what a terminal shows of each line: no colors, and the last state of progress bars."""
+    lines = _ESCAPE.sub("", data.decode(errors="replace")).split("\n")
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+    return lines[:-1] if lines[-1] == "" else lines
 
 
 def media_type(data: bytes) -> str | None:

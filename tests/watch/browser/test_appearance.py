@@ -13,7 +13,7 @@ from tests.watch.browser.pages import OWN_SCRIPTS
 from tests.watch.browser.runs import append, losses, paint, shown_color
 from tests.watch.writing import scalars, started, system, timing, write
 
-TABS = ("curves", "images", "time", "workers", "system", "events", "settings", "table")
+TABS = ("curves", "images", "time", "workers", "logs", "system", "events", "settings", "table")
 
 
 EVIL = "<script>alert(1)</script>"
@@ -230,6 +230,37 @@ def test_the_theme_follows_the_system_and_the_button(run, page):
     assert page.run(brightness) > 200
     page.driver.find_element(By.ID, "theme").click()
     assert page.run(brightness) < 60
+
+
+def test_a_log_is_followed_and_searched(run, page):
+    (run / "logs").mkdir()
+    first, second = (run / "logs" / f"worker-{rank}.log" for rank in (0, 1))
+    first.write_text("".join(f"line {number}\n" for number in range(2000)))
+    second.write_text(f"{EVIL}\n{EVIL_IMAGE}\n")
+    append(run, *losses(0))
+    page.open(run.name, tab="logs")
+    is_shown = "return document.getElementById('log-text').textContent.endsWith(arguments[0])"
+    page.until(is_shown, "line 1999")
+    at_end = "const log = document.getElementById('log-text');"
+    at_end += "return log.scrollTop > 0 && log.scrollTop + log.clientHeight >= log.scrollHeight - 2"
+    assert page.run(at_end)
+    with first.open("a") as file:
+        file.write("Traceback of <b>worker</b> 0\n")
+    page.until(is_shown, "Traceback of <b>worker</b> 0")  # without an event in the record
+    assert page.run(at_end)
+    assert page.text("#log-text").splitlines()[0] == "line 1501"
+    page.driver.find_element(By.ID, "log-search").send_keys("LINE 1777")
+    page.until("return document.getElementById('log-text').textContent === 'line 1777'")
+    page.driver.find_element(By.ID, "log-search").send_keys(Keys.CONTROL + "a", Keys.DELETE)
+    page.driver.find_element(By.CSS_SELECTOR, "#log-worker option[value='1']").click()
+    page.until(is_shown, EVIL_IMAGE)
+    assert page.text("#log-text").splitlines() == [EVIL, EVIL_IMAGE]
+    assert page.run("return document.querySelectorAll('#log-text *').length") == 0
+    page.until("return location.hash.includes('worker=1')")
+    page.open(run.name, tab="logs", worker=1, find="onerror")
+    page.until(
+        "return document.getElementById('log-text').textContent === arguments[0]", EVIL_IMAGE
+    )
 
 
 def test_the_use_of_hosts_is_drawn_live(run, page):

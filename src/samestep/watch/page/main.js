@@ -6,6 +6,7 @@ import { announce, byId } from "./dom.js";
 import { eventsPanel } from "./events.js";
 import { get, listen, NoResponse, path, report } from "./api.js";
 import { imagesPanel } from "./images.js";
+import { logsPanel } from "./logs.js";
 import { overview } from "./overview.js";
 import { settingsPanel } from "./settings.js";
 import { systemPanel } from "./system.js";
@@ -21,6 +22,7 @@ const PANELS = {
   images: ["Images", imagesPanel],
   time: ["Time", timePanel],
   workers: ["Workers", workersPanel],
+  logs: ["Logs", logsPanel],
   system: ["System", systemPanel],
   events: ["Events", eventsPanel],
   settings: ["Settings", settingsPanel],

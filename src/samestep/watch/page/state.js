@@ -13,6 +13,8 @@ const DEFAULTS = {
   to: null,
   large: "", // the enlarged chart
   versus: "", // the run whose settings are compared
+  worker: "", // the worker whose log is shown
+  find: "", // words in the lines of the log
   filter: "", // of the table of runs
   sort: "", // its column, with "-" before it for the highest first
   columns: [], // of the table; none: chosen automatically
