@@ -91,6 +91,11 @@ class Config:
     check_every: int | None = option(
         1000, "steps between checks that replicated state is equal on all workers, or none"
     )
+    system_every: float | None = option(
+        5.0,
+        "seconds between samples of each host's CPU, memory, GPUs, disk and network for the "
+        "record, or none",
+    )
     deterministic: bool = option(True, "use deterministic torch kernels")
     process_group: bool = option(
         False,
@@ -123,6 +128,9 @@ class Config:
         if not 0 <= self.grace_period <= MAX_SECONDS:
             expected = f"a number of seconds from 0 to {MAX_SECONDS}"
             raise _error("grace_period", expected, self.grace_period)
+        if self.system_every is not None and not 0 < self.system_every <= MAX_SECONDS:
+            expected = f"a positive number of seconds (at most {MAX_SECONDS}), or none"
+            raise _error("system_every", expected, self.system_every)
         hot_every = self.hot_every
         if hot_every is not None and not re.fullmatch(r"auto|0*[1-9]\d{0,17}", hot_every):
             raise _error("hot_every", 'steps such as "100", auto or none', hot_every)

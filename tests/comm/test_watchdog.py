@@ -190,3 +190,20 @@ def test_another_worker_publishes_for_a_host_s_first_one_that_is_stopped():
     messages = [end.value or "" for end in try_workers(body, 4)]
     (report,) = [text for text in messages if "likely cause: SIGSTOP" in text]
     assert report.startswith("timed out after 2 s waiting for worker 2: workers 0, 1 and 3 were ")
+
+
+def test_samples_of_other_hosts_reach_the_worker_that_writes_the_record():
+    def body(world):
+        share, found = world.status.share_sample, []
+        others = [1] if world.rank == 0 else []
+        while world.rank == 0 and found != [{"cpu": 1}]:
+            found = share({"cpu": 0}, others)
+        if world.rank == 1:
+            assert share({"cpu": 1}, others) == []
+        world.barrier("sampling")
+        world.status.report_failure(LookupError())
+        assert share({"cpu": 2}, others) is None
+        world.status.close()
+        assert share({"cpu": 2}, others) is None
+
+    on_hosts(2, 2, body)

@@ -37,6 +37,7 @@ def runs(tmp_path_factory):
             for step in range(100)
         ],
         timing(0, (0.1, 0.2, 0.0, 0.0, 0.0), (0.1, 0.2, 0.0, 0.0, 0.0)),
+        {"event": "system", "host": "<b>", "cpu": 0.25},
         *[
             {"event": "image", "step": 1, "name": name, "path": path, "width": 1, "height": 1}
             for path, name in bad
@@ -112,7 +113,17 @@ def test_a_run(server):
             "devices",
             "progress",
         ),
-        *("scalars", "images", "workers", "parts", "events", "config", "sinks", "dropped_images"),
+        *(
+            "scalars",
+            "images",
+            "workers",
+            "parts",
+            "samples",
+            "events",
+            "config",
+            "sinks",
+            "dropped_images",
+        ),
         *("skipped_lines", "failure", "stall", "settings", "defaults", "command", "commit"),
     }
     assert [scalar["name"] for scalar in run["scalars"]] == ["loss", "<script>&x=1", "nan"]
@@ -133,6 +144,14 @@ def test_curves(server):
 def test_timing(server):
     answer = server.json("/api/timing", id="one", points=5)
     assert (answer["x"], answer["workers"]) == ([0], [[pytest.approx(0.3)]] * 2)
+
+
+def test_the_use_of_hosts(server):
+    (curve,) = server.json("/api/system", id="one")["curves"]
+    assert curve.items() >= {"host": "<b>", "name": "cpu", "value": [25.0]}.items()
+    assert server.json("/api/system", id="one", **{"from": curve["x"][0] + 1})["curves"] == [
+        {"host": "<b>", "name": "cpu", "x": [], "value": []}
+    ]
 
 
 def test_the_page_and_its_files(server):
@@ -183,6 +202,11 @@ def test_paths_outside_the_page_are_not_served(server, path):
         ("/api/curve?id=one&name=loss&from=nan", 400, "must be a number"),
         ("/api/curve?id=one&name=loss&x=value", 400, "must be step or time"),
         ("/api/timing?id=one&points=x", 400, "must be an integer"),
+        ("/api/system?id=one&from=x", 400, "must be a number"),
+        ("/api/log?id=one", 400, "worker is missing"),
+        ("/api/log?id=one&worker=../1", 400, "must be an integer"),
+        ("/api/log?id=one&worker=0&have=-1", 400, "must be an integer"),
+        ("/api/log?id=one&worker=0&path=x", 400, "expected id or worker or search or have"),
         ("/api/image?id=one", 400, "number is missing"),
         ("/api/image?id=one&number=-1", 400, "must be an integer"),
         ("/api/image?id=one&number=999", 404, "no such image"),

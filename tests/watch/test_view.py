@@ -12,7 +12,7 @@ from PIL import Image
 from samestep.errors import RecordError
 from samestep.watch import view as view_module
 from samestep.watch.view import MOST_ITEMS, media_type, thin
-from tests.watch.writing import START, loop, scalars, started, view_of, write
+from tests.watch.writing import START, loop, scalars, started, system, view_of, write
 
 
 @pytest.fixture(scope="module")
@@ -352,3 +352,38 @@ def test_media_types_of_images(kind):
 )
 def test_other_files_have_no_media_type(data):
     assert media_type(data) is None
+
+
+def test_samples_of_hosts_become_curves(tmp_path):
+    odd = {"event": "system", "host": 3, "cpu": "x", "memory": 1e300, "gpus": [None, {"use": "y"}]}
+    late = system("a", cpu=0.5, gpus=[{"memory": 1, "memory_total": 0}])
+    view = view_of(tmp_path, started(), system("a"), late, odd, system("b", cpu="nan", gpus=None))
+    curves = {(one["host"], one["name"]): one for one in view.system()["curves"]}
+    assert curves["a", "cpu"]["x"] == [START + 1, START + 2]
+    assert {key: one["value"] for key, one in curves.items()} == {
+        ("a", "cpu"): [25.0, 50.0],
+        ("a", "memory"): [50.0, 50.0],
+        ("a", "disk_read"): [2e6, 2e6],
+        ("a", "gpu 0"): [50.0],
+        ("a", "gpu_memory 0"): [25.0],
+        ("b", "memory"): [50.0],
+        ("b", "disk_read"): [2e6],
+    }
+    assert view.summary()["samples"] == 4
+
+
+def test_samples_do_not_hide_that_a_run_makes_no_progress(tmp_path, monkeypatch):
+    view = view_of(tmp_path, started(), scalars(0, loss=1.0))
+    before = view.row()
+    write(tmp_path, *[system("a")] * 10, start=START + 100)
+    view.refresh()
+    monkeypatch.setattr(view_module.time, "time", lambda: START + 110)
+    assert {**before, "state": "silent"} == view.row()
+
+
+def test_many_samples_are_thinned_and_keep_their_extremes(tmp_path):
+    samples = [system("a", cpu=0.9 if number == 700 else 0.1) for number in range(2000)]
+    view = view_of(tmp_path, started(), *samples)
+    cpu = next(one for one in view.system()["curves"] if one["name"] == "cpu")
+    assert len(cpu["x"]) <= 500
+    assert max(cpu["value"]) == 90.0

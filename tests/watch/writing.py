@@ -51,6 +51,13 @@ def timing(step: int, *workers: tuple[float, ...]) -> dict[str, Any]:
     }
 
 
+def system(host: str, **fields: Any) -> dict[str, Any]:
+    """Return a sample of a host with 16 GB of memory, half of it used, and one GPU."""
+    gpu = {"use": 0.5, "memory": 3e9, "memory_total": 12e9}
+    shares = {"cpu": 0.25, "memory": 8e9, "memory_total": 16e9, "gpus": [gpu]}
+    return {"event": "system", "host": host, **shares, "disk_read": 2_000_000, **fields}
+
+
 def loop(step: int, **fields: Any) -> dict[str, Any]:
     """Return the event of a training loop."""
     return {"event": "loop", "name": "train", "step": step, "epoch": 0, "done": 0, **fields}

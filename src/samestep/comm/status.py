@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -70,6 +70,11 @@ class WorkerStatus:
 
     def report_failure(self, error: BaseException) -> None:
         """Report to the other workers that this one failed, so that all of them exit."""
+
+    def share_sample(
+        self, sample: Mapping[str, Any], others: Sequence[int]
+    ) -> Sequence[Any] | None:
+        """Publish a sample of this host, and return the newest of `others`, None if unknown."""
 
     def set_key(self, key: bytes) -> None:
         """Sign what this worker publishes, and ignore what is not signed with the same key."""

@@ -124,6 +124,18 @@ class Watchdog(WorkerStatus):
         failure = f"{self._heartbeat().name} failed first, at step {self.step}: {summary}"
         self._call(partial(self._publish_failure, failure), EXIT_SECONDS)
 
+    def share_sample(
+        self, sample: Mapping[str, Any], others: Sequence[int]
+    ) -> Sequence[Any] | None:
+        def share() -> Sequence[Any] | None:
+            if self._failure is not None:  # the store may be gone
+                return None
+            if self.rank > 0:  # the worker that writes the record needs only the others'
+                self._client.put(f"system/{self.rank}", sample)
+            return self._client.get_many([f"system/{rank}" for rank in others])
+
+        return self._call(share, RESPONSE_SECONDS, is_urgent=False)
+
     def set_key(self, key: bytes) -> None:
         self._client.key = key
         self._write_at = self._publish_at = 0.0
@@ -141,8 +153,13 @@ class Watchdog(WorkerStatus):
             if not self._thread.is_alive():
                 self._board.close()
 
-    def _call(self, function: Callable[[], Value], seconds: float) -> Value | None:
-        """Run a function in the thread; return None if the store fails or is too slow."""
+    def _call(
+        self, function: Callable[[], Value], seconds: float, *, is_urgent: bool = True
+    ) -> Value | None:
+        """Run a function in the thread; return None if the store fails or is too slow.
+
+        After an urgent call that was too slow, no call waits again.
+        """
         result: Future[Value | None] = Future()
 
         def job() -> None:
@@ -158,7 +175,7 @@ class Watchdog(WorkerStatus):
         try:
             return result.result(seconds)
         except FutureTimeoutError:
-            self._stuck = True
+            self._stuck = self._stuck or is_urgent
             return None
 
     # The methods below run in the thread.

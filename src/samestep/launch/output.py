@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -36,6 +37,7 @@ class Outputs:
         self._screens = standard_screens()
         self._channels: dict[int, _Channel] = {}
         self._logs: dict[int, Log] = {}
+        self._ends: dict[int, bytes] = {}
         self._attempts: Counter[int] = Counter()
         self._directory: Path | None = None
         self._logs_failed = False
@@ -81,6 +83,11 @@ class Outputs:
             for log in self._logs.values():
                 self._on_log(log, self._open_log)
 
+    def log_end(self, rank: int, reason: str, traceback: str) -> None:
+        """Write why a worker ended to its log only, after everything that it printed."""
+        text = f"\n=== worker {rank} ended: {reason} ===\n{traceback}"
+        self._ends[rank] = text.encode(errors="backslashreplace")
+
     def drain(self) -> None:
         """Print the remaining output of workers that have exited, and close their pipes and logs.
 
@@ -92,9 +99,12 @@ class Outputs:
                 if channel.file in self._channels:
                     self._forward(channel)
             self._end(channel)
-        for log in self._logs.values():
+        for rank, log in self._logs.items():
+            if rank in self._ends:
+                self._on_log(log, partial(Log.write, data=self._ends[rank]))
             log.close()
         self._logs.clear()
+        self._ends.clear()
 
     def print(self, text: str) -> None:
         """Print a message of the launcher to stderr."""

@@ -11,7 +11,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final, TextIO
 
-FOLDER: Final = "logs"
+from samestep.record.files import LOGS
+
 WAIT_SECONDS: Final = 0.02  # for a terminal that accepts no output; other files must not wait long
 _EARLY_BYTES: Final = 256 * 1024
 
@@ -33,7 +34,7 @@ class Log:
     def open(self, directory: Path) -> None:
         """Write to a file in the run's directory from now on. Raises `OSError`."""
         self.close()
-        folder = directory / FOLDER
+        folder = directory / LOGS
         folder.mkdir(exist_ok=True)
         path = folder / f"worker-{self._rank}.log"
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

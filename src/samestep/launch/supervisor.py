@@ -278,6 +278,7 @@ class Supervisor:
             if rank not in self._reported:
                 self._reported.add(rank)
                 self._errors[rank] = group.error(rank)
+                self._outputs.log_end(rank, str(failure), failure.traceback)
                 age = time.monotonic() - failure.at
                 fields = {**asdict(failure), "traceback": _shortened(failure.traceback)}
                 self._coordinator.report("failed", attempt=self._attempt, age=age, failure=fields)

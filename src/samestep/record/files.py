@@ -81,6 +81,7 @@ class LocalFiles:
 
 
 FOLDER: Final = "record"
+LOGS: Final = "logs"  # the folder of what workers print, which the launcher writes
 _NAME: Final = re.compile(r"(\d{20})-(\d{20})\.jsonl", re.ASCII)
 
 

@@ -15,7 +15,15 @@ from typing import Any, Final, TypeAlias
 from samestep.config import SINKS, is_url
 from samestep.errors import RecordError
 from samestep.record.events import FILE_NAME, read_events
-from samestep.record.files import FOLDER, EventChunk, LocalFiles, chunk_at, covered_end, find_chunks
+from samestep.record.files import (
+    FOLDER,
+    LOGS,
+    EventChunk,
+    LocalFiles,
+    chunk_at,
+    covered_end,
+    find_chunks,
+)
 from samestep.record.images import FOLDER as IMAGES
 from samestep.storage import Retries, Storage
 
@@ -27,6 +35,7 @@ READER_RETRIES: Final = Retries(tries=2, first_seconds=0.5)
 _FOLDERS_OF_A_RUN: Final = re.compile(
     rf"{IMAGES}|{FOLDER}|{'|'.join(SINKS)}|step-.*|superseded-.*|\..*"
 )
+_LOG: Final = re.compile(r"worker-(0|[1-9]\d{0,6})\.log", re.ASCII)
 _IMAGE: Final = re.compile(rf"{IMAGES}/[A-Za-z0-9_-][A-Za-z0-9_.-]*", re.ASCII)
 
 
@@ -90,6 +99,15 @@ class Source:
             if complete := data.rfind(b"\n") + 1:
                 return data[:complete]
         return b""
+
+    def log_sizes(self) -> dict[int, int]:
+        """Return the bytes of each worker's log by rank, none if no launcher writes logs here."""
+        sizes = self._files.sizes(join(self._folder, LOGS))
+        return {int(log[1]): size for name, size in sizes.items() if (log := _LOG.fullmatch(name))}
+
+    def read_log(self, rank: int, start: int, end: int) -> bytes:
+        """Return bytes [start, end) of the log of a worker."""
+        return self._files.read(join(self._folder, LOGS, f"worker-{rank}.log"), start, end)
 
     def open_image(self, path: str) -> tuple[int, Iterator[bytes]]:
         """Return the size of an image in bytes, and its content in pieces.

@@ -1,4 +1,4 @@
-"""The process of a worker: its devices, threads, and deferred signals."""
+"""The process of a worker: its devices, threads, deferred signals, and the use of its host."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
@@ -21,12 +23,15 @@ import numpy as np
 import torch
 
 from samestep.cluster import ProcessInfo
-from samestep.comm.status import host_name
+from samestep.comm.status import WorkerStatus, host_name
 from samestep.config import Config
-from samestep.errors import ConfigError
+from samestep.errors import ConfigError, RecordError
+from samestep.record import Record
 from samestep.record.events import samestep_version
 
 COMMIT_SECONDS: Final = 1.0  # for git, which may have to look at many files
+SAMPLE_SECONDS: Final = 1.0  # for a GPU's driver to respond when the run ends
+MOST_HOSTS: Final = 8  # more are sampled less often, so that the record grows no faster
 
 
 def set_up_devices(config: Config, process: ProcessInfo) -> list[torch.device]:
@@ -205,6 +210,122 @@ def plain_settings(settings: Any) -> dict[str, Any]:
             f"{type(settings).__name__}"
         )
     return found
+
+
+class SystemUse:
+    """The use of this host: shares from 0 to 1, bytes, and bytes per second since the last call."""
+
+    FIELDS: Final = (
+        "cpu", "memory", "memory_total", "disk_read", "disk_written", "network_received",
+        "network_sent", "gpus",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        import psutil  # takes 9 ms
+
+        self._psutil = psutil
+        self._nvml: Any = None
+        self._gpus: list[Any] = []
+        with suppress(Exception):  # not installed, or there is no driver
+            self._nvml = import_module("pynvml")
+            self._nvml.nvmlInit()
+            count = self._nvml.nvmlDeviceGetCount()
+            self._gpus = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        psutil.cpu_percent()  # the next call returns the mean since this one
+        self._time, self._counts = time.monotonic(), self._read_counts()
+
+    def sample(self) -> dict[str, Any]:
+        """Return the fields of an event `system`, without those that this host does not report."""
+        before, self._time = self._time, time.monotonic()
+        earlier, self._counts = self._counts, self._read_counts()
+        seconds = max(self._time - before, 1e-3)
+        memory = self._psutil.virtual_memory()
+        return {
+            "cpu": round(self._psutil.cpu_percent() / 100, 4),
+            "memory": memory.total - memory.available,
+            "memory_total": memory.total,
+            **{
+                name: max(0, round((count - earlier[name]) / seconds))
+                for name, count in self._counts.items()
+                if name in earlier
+            },
+            **({"gpus": [self._sample_gpu(gpu) for gpu in self._gpus]} if self._gpus else {}),
+        }
+
+    def _read_counts(self) -> dict[str, int]:
+        disk = self._psutil.disk_io_counters()  # None in some containers
+        network = self._psutil.net_io_counters(pernic=True)
+        outer = [count for name, count in network.items() if name != "lo"]
+        disks = {"disk_read": disk.read_bytes, "disk_written": disk.write_bytes} if disk else {}
+        return {
+            **disks,
+            "network_received": sum(count.bytes_recv for count in outer),
+            "network_sent": sum(count.bytes_sent for count in outer),
+        }
+
+    def _sample_gpu(self, gpu: Any) -> dict[str, float]:
+        found: dict[str, float] = {}
+        with suppress(self._nvml.NVMLError):  # some GPUs report only some of this
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(gpu)
+            found |= {"memory": memory.used, "memory_total": memory.total}
+        with suppress(self._nvml.NVMLError):
+            found["use"] = self._nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
+        return found
+
+
+class SystemSampler:
+    """A thread of the first worker of each host that samples the host's use every few seconds.
+
+    `hosts` has the name of each host by the rank of its first worker. Worker 0 writes the samples
+    of all hosts to the record, others send theirs.
+    """
+
+    def __init__(
+        self, seconds: float, hosts: Mapping[int, str], status: WorkerStatus, record: Record
+    ) -> None:
+        self._seconds = seconds * -(-len(hosts) // MOST_HOSTS)
+        self._hosts, self._status, self._record = hosts, status, record
+        self._others = [rank for rank in hosts if rank > 0] if status.rank == 0 else []
+        self._newest: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sample the host", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop: nothing is written to the record afterwards."""
+        self._stopped.set()
+        with self._lock:
+            pass  # an event that is being written
+        self._thread.join(SAMPLE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            use = SystemUse()
+            while not self._stopped.wait(self._seconds):
+                self._take(use.sample())
+        except RecordError:
+            pass  # the run itself reports a full disk
+        except Exception as error:  # noqa: BLE001  the run does not need samples
+            text = "the use of this host is no longer recorded: %s: %s"
+            logging.getLogger("samestep").warning(text, type(error).__name__, error)
+
+    def _take(self, sample: Mapping[str, Any]) -> None:
+        found: Sequence[Any] = ()
+        if len(self._hosts) > 1:
+            found = self._status.share_sample(sample, self._others) or ()
+        if self._status.rank > 0:
+            return
+        newest = {0: sample, **dict(zip(self._others, found, strict=False))}
+        for rank, one in newest.items():
+            # another program's value, or a host that has sent no news
+            if not isinstance(one, Mapping) or one == self._newest.get(rank):
+                continue
+            fields = {name: one[name] for name in SystemUse.FIELDS if name in one}
+            with self._lock:
+                if not self._stopped.is_set():
+                    self._record.event("system", host=self._hosts[rank], **fields)
+        self._newest = newest
 
 
 class StopRequest:

@@ -38,6 +38,7 @@ from samestep.run.divergence import DivergenceCheck, LaneObserver
 from samestep.run.process import (
     CommitQuery,
     StopRequest,
+    SystemSampler,
     announce,
     differences,
     environment_of_results,
@@ -148,15 +149,23 @@ class Session:
         if is_main and not is_observed():
             announce(self._describe_start(resumed))
         in_memory.report_start(self.progress.step, is_new=not has_begun)
-        if is_main:
-            self._start_exporter(config, sinks)
+        if config.dir is not None:
+            self._follow(config.dir, sinks, workers)
 
-    def _start_exporter(self, config: Config, sinks: Sequence[str]) -> None:
+    def _follow(
+        self, directory: Path, sinks: Sequence[str], workers: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Send the record to sinks, and add samples of hosts to it, until the run ends."""
+        config, process = self.config, self._process
         function, hook = config.transfer, config.on_event
-        if config.dir is not None and (sinks or function or hook):
-            exporter = ExporterProcess(config.dir, sinks, function, self.record, hook)
+        if process.rank == 0 and (sinks or function or hook):
+            exporter = ExporterProcess(directory, sinks, function, self.record, hook)
             self._exits.callback(exporter.finish)
             self._exits.callback(self._write_images)  # runs before the exporter finishes
+        if process.local_rank == 0 and config.system_every is not None:
+            hosts = {one["rank"]: one["host"] for one in workers if one["local_rank"] == 0}
+            status, seconds = self.world.status, config.system_every
+            self._exits.callback(SystemSampler(seconds, hosts, status, self.record).close)
 
     def _gather_workers(self) -> list[dict[str, Any]]:
         """Return a description of each worker by rank; warn if their results may differ."""
@@ -164,6 +173,7 @@ class Session:
             "rank": self._process.rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "local_rank": self._process.local_rank,
             "devices": [str(device) for device in self.devices],
             "environment": environment_of_results(self.config, self.devices),
         }

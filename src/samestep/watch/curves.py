@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -152,6 +152,49 @@ class Curve:
         if np.isnan(low).all():
             return Points(step, time, value, None, None, average)
         return Points(step, time, value, low, high, average)
+
+
+class HostUse:
+    """Samples of the use of hosts, as one series per host and measure: 12 bytes a value.
+
+    Shares are in percent, throughput in bytes per second. A GPU's measures end with its number, as
+    in "gpu 0" and "gpu_memory 0".
+    """
+
+    THROUGHPUTS: Final = ("disk_read", "disk_written", "network_received", "network_sent")
+    MOST_GPUS: Final = 64  # of a host
+
+    def __init__(self) -> None:
+        self.count = 0  # samples
+        self._series: dict[tuple[str, str], Table] = {}
+
+    def append(self, time: float, event: Mapping[str, Any]) -> None:
+        """Append an event `system`. Fields that no run writes are ignored."""
+        self.count += 1
+        host, gpus = to_text(event.get("host")) or "", event.get("gpus")
+        values = {name: to_number(event.get(name)) for name in self.THROUGHPUTS}
+        values |= {"cpu": _percent(event.get("cpu"), 1), "memory": _share_of_memory(event)}
+        for number, gpu in enumerate(gpus[: self.MOST_GPUS] if isinstance(gpus, list) else ()):
+            if isinstance(gpu, dict):
+                values[f"gpu {number}"] = _percent(gpu.get("use"), 1)
+                values[f"gpu_memory {number}"] = _share_of_memory(gpu)
+        for name, value in values.items():
+            if value is not None:
+                series = self._series.setdefault((host, name), Table(np.float64, np.float32))
+                series.append((time, value))
+
+    def columns(self) -> dict[tuple[str, str], tuple[NDArray[Any], ...]]:
+        """Return times and values by host and measure."""
+        return {key: table.columns() for key, table in self._series.items()}
+
+
+def _share_of_memory(fields: Mapping[str, Any]) -> float | None:
+    return _percent(fields.get("memory"), fields.get("memory_total"))
+
+
+def _percent(value: object, whole: object) -> float | None:
+    part, total = to_number(value), to_number(whole)
+    return None if part is None or not total else 100 * part / total
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ def make_report(locations: Iterable[str], *, image_bytes: int) -> Report:
     for view, summary in summaries.items():
         responses[_path("run", id=view.id)] = summary
         responses[_path("timing", id=view.id)] = _rounded(view.timing(points=SPANS))
+        responses[_path("system", id=view.id)] = _rounded(view.system())
         for scalar in summary["scalars"]:
             for axis in AXES:
                 curve = view.curve(scalar["name"], points=points, axis=axis)

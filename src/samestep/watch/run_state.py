@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from samestep.record.source import STARTS, StepPosition, step_position, valid_until
-from samestep.watch.curves import Curve, to_float, to_int, to_number, to_text
+from samestep.watch.curves import Curve, HostUse, to_float, to_int, to_number, to_text
 from samestep.watch.timings import RECENT, Timings, seconds_of, started_workers
 
 Event: TypeAlias = Mapping[str, Any]
@@ -22,6 +22,8 @@ STATES: Final = {
     "restarting": "running",
     "stalled": "stalled",
 }
+# samples of hosts, taken by threads: they say nothing about the run's progress
+SYSTEM: Final = "system"
 # events of other processes than the workers
 APART: Final = ("sink", "images_dropped")
 LONGEST_TEXT: Final = 1000
@@ -66,6 +68,7 @@ class RunState:
     def __init__(self) -> None:
         self.curves: dict[str, Curve] = {}
         self.timings = Timings()
+        self.hosts = HostUse()
         self.images: dict[int, Image] = {}
         self.timeline: list[TimelineEvent] = []
         self.sinks: dict[str, Event] = {}
@@ -93,6 +96,12 @@ class RunState:
         kind, time = event.get("event"), to_number(event.get("time"))
         if not isinstance(kind, str) or time is None:
             return
+        if kind == SYSTEM:
+            self.hosts.append(time, event)
+        else:
+            self._apply(event, kind, time)
+
+    def _apply(self, event: dict[str, Any], kind: str, time: float) -> None:
         before, self.updated = self.updated, time
         if self.state == "stalled" and kind not in APART:
             self.state = "running"

@@ -188,11 +188,13 @@ class Query:
             if len(params.getlist(name)) > 1:
                 raise HTTPException(400, f"{name} must be given only once")
 
-    def text(self, name: str) -> str:
-        """Return a required parameter."""
-        if name not in self._params:
+    def text(self, name: str, default: str | None = None) -> str:
+        """Return a parameter, which is required if the default is None."""
+        if name in self._params:
+            return self._params[name]
+        if default is None:
             raise HTTPException(400, f"{name} is missing")
-        return self._params[name]
+        return default
 
     def number(self, name: str, low: float = -math.inf, high: float = math.inf) -> float | None:
         """Return a finite number from `low` to `high`, None if the parameter is missing."""

@@ -7,6 +7,9 @@ GET /api/run?id=           progress, scalars, images, workers, parts, events, co
 GET /api/curve?id=&name=   {x, value, low, high, smooth, points, exact}; optional: from=, to=,
                            points=1000, smooth=0, x=step|time
 GET /api/timing?id=        {x, parts, workers, quantiles}: seconds; optional: from=, to=, points=500
+GET /api/system?id=        {"curves": [{host, name, x, value}]}, x: Unix time; optional: from=, to=
+GET /api/log?id=&worker=   {"workers", "size", "cut", "lines"}: the end of a worker's log; optional:
+                           search=words, have=SIZE (lines is null if that is still its size)
 GET /api/image?id=&number= an image; its first bytes determine its media type
 GET /api/changes           server-sent events: {"ids": [...]} of the runs that changed, empty if
                            faults changed, at most one per 0.75 s
@@ -53,6 +56,8 @@ MEDIA_TYPES: Final = {
 MOST_POINTS: Final = 20_000
 MOST_SPANS: Final = 5_000
 MOST_IMAGES: Final = 10**9
+MOST_WORKERS: Final = 10**6
+MOST_BYTES: Final = 10**15
 LARGEST_SMOOTHING: Final = 0.999
 
 
@@ -110,12 +115,12 @@ def make_app(
         await changes.join()
 
     api = Api(views, changes)
-    endpoints = (api.runs, api.table, api.run, api.curve, api.timing, api.image, api.changes)
+    data = (api.runs, api.table, api.run, api.curve, api.timing, api.system, api.log, api.image)
     app = Starlette(
         routes=[
             Route("/", page),
             Route("/page/{name}", page),
-            *(Route(f"/api/{endpoint.__name__}", endpoint) for endpoint in endpoints),
+            *(Route(f"/api/{endpoint.__name__}", endpoint) for endpoint in (*data, api.changes)),
         ],
         middleware=[Middleware(Guard, token=token, host=host, port=port)],
         lifespan=follow,
@@ -156,6 +161,20 @@ class Api:
         start, end = query.number("from"), query.number("to")
         points = query.count("points", 500, MOST_SPANS)
         return _json(self._view(query).timing(start, end, points))
+
+    def system(self, request: Request) -> Response:
+        query = Query(request.query_params, "id", "from", "to")
+        start, end = query.number("from"), query.number("to")
+        return _json(self._view(query).system(start, end))
+
+    def log(self, request: Request) -> Response:
+        query = Query(request.query_params, "id", "worker", "search", "have")
+        view, worker = self._view(query), query.count("worker", None, MOST_WORKERS)
+        have, search = query.count("have", 0, MOST_BYTES), query.text("search", "")
+        try:
+            return _json(view.log(worker, search, have))
+        except RecordError:
+            return PlainTextResponse("the log cannot be read", 404)
 
     def image(self, request: Request) -> Response:
         query = Query(request.query_params, "id", "number")

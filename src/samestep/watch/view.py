@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,12 +15,23 @@ from statistics import median_high
 from threading import Lock
 from typing import Any, Final, TypeVar
 
+import numpy as np
+
 from samestep.config import Config
 from samestep.errors import RecordError
 from samestep.record.events import parse_events
 from samestep.record.source import Source
-from samestep.watch.curves import AXES, to_int, to_number, to_text, to_texts
-from samestep.watch.run_state import RunState, cause
+from samestep.watch.curves import (
+    AXES,
+    row_range,
+    select_points,
+    to_int,
+    to_list,
+    to_number,
+    to_text,
+    to_texts,
+)
+from samestep.watch.run_state import SYSTEM, RunState, cause
 from samestep.watch.timings import started_workers, worker_rows
 
 Item = TypeVar("Item")
@@ -30,6 +42,12 @@ SILENT_SECONDS: Final = 60.0
 SILENT_STEPS: Final = 5
 MOST_ITEMS: Final = 2000  # images per name, and events, that are listed
 DEEPEST: Final = 4  # nesting of configuration values
+LOG_BYTES: Final = 256 * 1024
+LOG_LINES: Final = 500
+# of a terminal: colors and cursor movements (CSI), and titles and links (OSC)
+_ESCAPE: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z_])")
+ALL_SAMPLES: Final = 100_000  # of hosts, shared by their curves
+FEWEST_SAMPLES, MOST_SAMPLES = 30, 500  # per curve
 SIGNATURES: Final = {
     b"\x89PNG\r\n\x1a\n": "image/png",
     b"\xff\xd8\xff": "image/jpeg",
@@ -92,7 +110,7 @@ class View:
                     self._run.apply(event)
         with self._lock:
             self._run.skipped_lines += lines - len(read)
-        if self._was_read:
+        if self._was_read and any(event.get("event") != SYSTEM for event in read):
             self._seen = time.time()
         self._offset += len(data)
         self._tail = (self._tail + data)[-TAIL_BYTES:]
@@ -168,6 +186,7 @@ class View:
                 "images": _images(run),
                 "workers": worker_rows(run.start, run.timings),
                 "parts": run.timings.parts(),
+                "samples": run.hosts.count,
                 "events": [vars(e) for e in run.timeline[:1] + run.timeline[1:][-MOST_ITEMS:]],
                 "config": _config(config) if isinstance(config, dict) else {},
                 "defaults": _defaults(config) if isinstance(config, dict) else [],
@@ -228,6 +247,41 @@ class View:
             steps = self._run.timings.steps()
         return steps.to_json(start, end, points)
 
+    def system(self, start: float | None = None, end: float | None = None) -> dict[str, Any]:
+        """Return the use of each host from `start` to `end`: x is Unix time, at most 500 points."""
+        with self._lock:
+            columns = self._run.hosts.columns()
+        most = max(FEWEST_SAMPLES, min(MOST_SAMPLES, ALL_SAMPLES // max(1, len(columns))))
+        curves = []
+        for (host, name), series in columns.items():
+            order = np.argsort(series[0], kind="stable")  # the clock may have been set back
+            time, value = (column[order] for column in series)
+            inside = row_range(time, start, end)
+            rows = select_points(time[inside], [value[inside]], [value[inside]], most)
+            x, y = to_list(time[inside][rows]), to_list(value[inside][rows].round(2))
+            curves.append({"host": host, "name": name, "x": x, "value": y})
+        return {"curves": curves}
+
+    def log(self, worker: int, search: str = "", have: int = 0) -> dict[str, Any]:
+        """Return the last lines of a worker's log that have all words of a search.
+
+        They are at most 500 of its last 256 KiB, None if its size is still `have`. Also returns its
+        `size`, whether earlier output is `cut`, and the `workers` that have logs. Raises
+        `RecordError` if the log cannot be read.
+        """
+        sizes = self.source.log_sizes()
+        size = sizes.get(worker, 0)
+        start = max(0, size - LOG_BYTES)
+        found = {"workers": sorted(sizes), "size": size, "cut": start > 0, "lines": None}
+        if size == 0 or size != have:
+            data = self.source.read_log(worker, start, size) if size else b""
+            words = search.lower().split()
+            lines = [
+                line for line in _log_lines(data) if all(word in line.lower() for word in words)
+            ]
+            found |= {"lines": lines[-LOG_LINES:], "cut": start > 0 or len(lines) > LOG_LINES}
+        return found
+
     def open_image(self, number: int) -> tuple[str | None, int, Iterator[bytes]]:
         """Return an image's media type (see `media_type`), size in bytes, and content in chunks.
 
@@ -236,6 +290,13 @@ class View:
         size, chunks = self.source.open_image(self._run.images[number].path)
         first = next(chunks, b"")
         return media_type(first), size, chain([first], chunks)
+
+
+def _log_lines(data: bytes) -> list[str]:
+    """Return what a terminal shows of each line: no colors, and the last state of progress bars."""
+    lines = _ESCAPE.sub("", data.decode(errors="replace")).split("\n")
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+    return lines[:-1] if lines[-1] == "" else lines
 
 
 def media_type(data: bytes) -> str | None:

@@ -11,9 +11,9 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.watch.browser.pages import OWN_SCRIPTS
 from tests.watch.browser.runs import append, losses, paint, shown_color
-from tests.watch.writing import scalars, started, timing, write
+from tests.watch.writing import scalars, started, system, timing, write
 
-TABS = ("curves", "images", "time", "workers", "events", "settings", "table")
+TABS = ("curves", "images", "time", "workers", "logs", "system", "events", "settings", "table")
 
 
 EVIL = "<script>alert(1)</script>"
@@ -51,6 +51,8 @@ def test_text_of_a_record_is_never_markup(run, page, place):
         run,
         scalars(0, **{EVIL: 1.0, f"{EVIL_IMAGE}/{EVIL_IMAGE}": 2.0}),
         timing(0, (1, 1, 1, 1, 1)),
+        system(EVIL_IMAGE),
+        system(EVIL),
     )
     append(
         run,
@@ -133,6 +135,7 @@ def test_a_phone_needs_no_horizontal_scrolling(run, page):
         *losses(*range(3)),
         scalars(3, **{f"{'deep/' * 20}{'long' * 30}": 1.0}),
         timing(0, *[(1, 2, 3, 4, 5)] * 4),
+        system("h" * 300),
     )
     append(
         run,
@@ -229,8 +232,68 @@ def test_the_theme_follows_the_system_and_the_button(run, page):
     assert page.run(brightness) < 60
 
 
+def test_a_log_is_followed_and_searched(run, page):
+    (run / "logs").mkdir()
+    first, second = (run / "logs" / f"worker-{rank}.log" for rank in (0, 1))
+    first.write_text("".join(f"line {number}\n" for number in range(2000)))
+    second.write_text(f"{EVIL}\n{EVIL_IMAGE}\n")
+    append(run, *losses(0))
+    page.open(run.name, tab="logs")
+    is_shown = "return document.getElementById('log-text').textContent.endsWith(arguments[0])"
+    page.until(is_shown, "line 1999")
+    at_end = "const log = document.getElementById('log-text');"
+    at_end += "return log.scrollTop > 0 && log.scrollTop + log.clientHeight >= log.scrollHeight - 2"
+    assert page.run(at_end)
+    with first.open("a") as file:
+        file.write("Traceback of <b>worker</b> 0\n")
+    page.until(is_shown, "Traceback of <b>worker</b> 0")  # without an event in the record
+    assert page.run(at_end)
+    assert page.text("#log-text").splitlines()[0] == "line 1501"
+    page.driver.find_element(By.ID, "log-search").send_keys("LINE 1777")
+    page.until("return document.getElementById('log-text').textContent === 'line 1777'")
+    page.driver.find_element(By.ID, "log-search").send_keys(Keys.CONTROL + "a", Keys.DELETE)
+    page.driver.find_element(By.CSS_SELECTOR, "#log-worker option[value='1']").click()
+    page.until(is_shown, EVIL_IMAGE)
+    assert page.text("#log-text").splitlines() == [EVIL, EVIL_IMAGE]
+    assert page.run("return document.querySelectorAll('#log-text *').length") == 0
+    page.until("return location.hash.includes('worker=1')")
+    page.open(run.name, tab="logs", worker=1, find="onerror")
+    page.until(
+        "return document.getElementById('log-text').textContent === arguments[0]", EVIL_IMAGE
+    )
+
+
+def test_the_use_of_hosts_is_drawn_live(run, page):
+    append(run, *losses(0), system("a"))
+    page.open(run.name, tab="system")
+    script = (
+        "return [...document.querySelectorAll('[data-measure]')].map((card) =>"
+        " `${card.querySelector('h3').textContent} ${card.dataset.lines}"
+        " ${card.querySelector('.readout').textContent}`).join(' | ') === arguments[0]"
+    )
+    titles = ("CPU, all cores, % ", "Memory, % ", "GPU, % ", "GPU memory, % ")
+    reads = "Read from disks, MB/s "
+    values = ("1 25", "1 50", "1 50", "1 25")
+    expected = [*map("".join, zip(titles, values, strict=True)), f"{reads}1 2"]
+    page.until(script, " | ".join(expected))
+    append(run, system("b", cpu=0.75))
+    values = ("2 to 75", "2 to 50", "2 to 50", "2 to 25")
+    expected = [*map("".join, zip(titles, values, strict=True)), f"{reads}2 to 2"]
+    page.until(script, " | ".join(expected))
+    chart = page.driver.find_element(By.CSS_SELECTOR, "[data-measure='cpu'] .canvas")
+    chart.send_keys(Keys.END)
+    tip = page.until("return document.querySelector('[data-measure=cpu] .tip').innerText")
+    assert tip.split() == ["after", tip.split()[1], "b", "75", "%", "a", "25", "%"]
+
+
 def test_a_report_is_self_contained(run, page, tmp_path):
-    append(run, *losses(*range(10)), paint(run, 4, "lime"), {"event": "finished", "step": 10})
+    append(
+        run,
+        system("a"),
+        *losses(*range(10)),
+        paint(run, 4, "lime"),
+        {"event": "finished", "step": 10},
+    )
     file = tmp_path / "report.html"
     command = [sys.executable, "-m", "samestep", "report", str(run), "--out", str(file)]
     subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
@@ -239,4 +302,6 @@ def test_a_report_is_self_contained(run, page, tmp_path):
     assert page.text("#run-state") == "finished"
     page.choose_tab("images")
     assert shown_color(page, 4) == [0, 255, 0]
+    page.choose_tab("system")
+    page.until("return document.querySelector('[data-measure=cpu] .readout')?.textContent === '25'")
     assert [url for url in page.requests() if not url.startswith(("data:", file.as_uri()))] == []

@@ -100,11 +100,11 @@ async function fromServer(request, signal) {
 /** A report holds complete curves, not smoothed: do here what the server would do. */
 async function fromReport(responses, request) {
   const { pathname, searchParams } = new URL(request, "samestep:/");
-  const isSeries = pathname === "/api/curve" || pathname === "/api/timing";
+  const isSeries = ["/api/curve", "/api/timing", "/api/system"].includes(pathname);
   const { from, to, smooth, points, ...rest } = Object.fromEntries(searchParams);
   const whole = responses[isSeries ? `${pathname}?${new URLSearchParams(rest)}` : request];
   if (!whole) throw new Error(`the report has no response to ${request}`);
-  if (!isSeries) return whole;
+  if (!isSeries || pathname === "/api/system") return whole;
   const [first, last] = indices(whole.x, Number(from ?? -Infinity), Number(to ?? Infinity));
   const cut = (list) => list && list.slice(first, last);
   const cutAll = (lists) =>

@@ -6,8 +6,10 @@ import { announce, byId } from "./dom.js";
 import { eventsPanel } from "./events.js";
 import { get, listen, NoResponse, path, report } from "./api.js";
 import { imagesPanel } from "./images.js";
+import { logsPanel } from "./logs.js";
 import { overview } from "./overview.js";
 import { settingsPanel } from "./settings.js";
+import { systemPanel } from "./system.js";
 import { sidebar } from "./sidebar.js";
 import { choose, onChoice, state } from "./state.js";
 import { tablePanel } from "./table.js";
@@ -20,6 +22,8 @@ const PANELS = {
   images: ["Images", imagesPanel],
   time: ["Time", timePanel],
   workers: ["Workers", workersPanel],
+  logs: ["Logs", logsPanel],
+  system: ["System", systemPanel],
   events: ["Events", eventsPanel],
   settings: ["Settings", settingsPanel],
   table: ["All runs", tablePanel],

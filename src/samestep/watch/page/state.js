@@ -13,6 +13,8 @@ const DEFAULTS = {
   to: null,
   large: "", // the enlarged chart
   versus: "", // the run whose settings are compared
+  worker: "", // the worker whose log is shown
+  find: "", // words in the lines of the log
   filter: "", // of the table of runs
   sort: "", // its column, with "-" before it for the highest first
   columns: [], // of the table; none: chosen automatically
@@ -77,6 +79,11 @@ export function choose(changes) {
 /** Return the zoomed range for charts whose x axis is always steps. */
 export function stepRange() {
   return state.axis === "step" ? { from: state.from, to: state.to } : { from: null, to: null };
+}
+
+/** Return the zoomed range for charts whose x axis is always seconds since a run's start. */
+export function timeRange() {
+  return state.axis === "time" ? { from: state.from, to: state.to } : { from: null, to: null };
 }
 
 export function onChoice(listener) {

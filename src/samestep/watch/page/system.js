@@ -1,0 +1,119 @@
+// The use of each host: CPU, memory, GPUs, disk and network, one line per host or GPU.
+
+import { latest, path } from "./api.js";
+import { nearest } from "./card.js";
+import { Chart } from "./chart.js";
+import { h, onChange } from "./dom.js";
+import { clockSpan, number } from "./format.js";
+import { choose, timeRange } from "./state.js";
+
+const PERCENT = { unit: "%", scale: 1 };
+const THROUGHPUT = { unit: "MB/s", scale: 1e6 };
+const CHARTS = {
+  cpu: ["CPU, all cores", PERCENT],
+  memory: ["Memory", PERCENT],
+  gpu: ["GPU", PERCENT],
+  gpu_memory: ["GPU memory", PERCENT],
+  disk_read: ["Read from disks", THROUGHPUT],
+  disk_written: ["Written to disks", THROUGHPUT],
+  network_received: ["Received from the network", THROUGHPUT],
+  network_sent: ["Sent to the network", THROUGHPUT],
+};
+const MOST_LINES = 32;
+const MOST_IN_TIP = 12;
+const COLORS = 7;
+const DASHES = [[], [8, 4], [2, 4]]; // of lines 1 to 7, 8 to 14, and so on
+
+export function systemPanel(root) {
+  const grid = h("div", { class: "grid" });
+  const empty = h("p", { class: "empty" },
+    "No samples yet. The record has one every few seconds, unless system_every is none.");
+  root.append(grid, empty);
+  const charts = new Map();
+  const arrange = onChange((names) => {
+    names.filter((name) => !charts.has(name)).forEach((name) => charts.set(name, chartOf(name)));
+    grid.replaceChildren(...names.map((name) => charts.get(name).element));
+  });
+  let started = 0;
+  let shown = { curves: [] };
+  const draw = () => {
+    const kinds = Map.groupBy(shown.curves, ({ name }) => name.split(" ")[0]);
+    const names = Object.keys(CHARTS).filter((name) => kinds.has(name));
+    empty.hidden = names.length > 0;
+    arrange(names);
+    names.forEach((name) => charts.get(name).draw(kinds.get(name), started));
+  };
+  const load = latest((response) => {
+    shown = response;
+    draw();
+  });
+  return {
+    update({ run }) {
+      if (!run) return;
+      started = run.started;
+      const { from, to } = timeRange();
+      const range = from === null ? {} : { from: from + started, to: to + started };
+      load(path("system", { id: run.id, ...range }), run.samples);
+    },
+    repaint: () => charts.forEach(({ chart }) => chart.repaint()),
+  };
+}
+
+/** Return a chart of one measure, with a line per host or GPU. */
+function chartOf(name) {
+  const [title, { unit, scale }] = CHARTS[name];
+  const canvas = h("div", { class: "canvas" });
+  const readout = h("span", { class: "readout" });
+  const element = h("article", { class: "card", "data-measure": name },
+    h("header", {}, h("h3", {}, `${title}, ${unit}`), readout), canvas);
+  let lines = [];
+  const chart = new Chart(canvas, {
+    label: `${title}, ${unit}`,
+    height: () => 150,
+    zoomed: (from, to) => choose({ from, to, axis: "time" }),
+    reset: () => choose({ from: null, to: null }),
+    tip: (at) => rows(lines, at, unit),
+  });
+  return {
+    element,
+    chart,
+    draw(curves, started) {
+      lines = curves.slice(0, MOST_LINES).map((curve, index) => ({
+        label: labelOf(curve),
+        color: `var(--run-${index % COLORS})`,
+        dash: DASHES[Math.floor(index / COLORS) % DASHES.length],
+        x: curve.x.map((time) => time - started),
+        value: curve.value.map((value) => (value === null ? null : value / scale)),
+      }));
+      chart.draw(lines, { ...timeRange(), time: true, zero: true });
+      const newest = lines.map(({ value }) => value.at(-1));
+      const of = curves.length > MOST_LINES ? `, first ${MOST_LINES} of ${curves.length}` : "";
+      const text = lines.length === 1 ? number(newest[0]) : `to ${number(Math.max(...newest))}`;
+      readout.textContent = text + of;
+      element.dataset.lines = lines.length;
+    },
+  };
+}
+
+/** "host", or "host GPU 3" for a measure of a GPU. */
+function labelOf({ host, name }) {
+  const [, gpu] = name.split(" ");
+  return gpu === undefined ? host : `${host} GPU ${gpu}`;
+}
+
+function rows(lines, at, unit) {
+  const found = lines
+    .filter(({ x }) => x.length)
+    .map((line) => ({ ...line, index: nearest(line.x, at) }))
+    .sort((a, b) => b.value[b.index] - a.value[a.index]);
+  const more = found.length - MOST_IN_TIP;
+  return [
+    h("div", { class: "where" }, `after ${clockSpan(at)}`),
+    ...found.slice(0, MOST_IN_TIP).map(({ label, color, value, index }) =>
+      h("div", {},
+        h("i", { class: "key", vars: { background: color } }),
+        h("span", { class: "who" }, label),
+        h("b", {}, `${number(value[index])} ${unit}`))),
+    more > 0 && h("div", { class: "where" }, `and ${more} more`),
+  ].filter(Boolean);
+}
