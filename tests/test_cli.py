@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -15,6 +16,7 @@ from samestep.errors import SnapshotError
 from samestep.launch import local as command
 from samestep.record.events import samestep_version
 
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 HELP_WITHOUT_TORCH = """
 import sys
 from samestep.cli import main
@@ -227,3 +229,17 @@ def test_help_of_a_command(capsys):
 def test_misspelled_commands_and_flags_get_a_suggestion(arguments, suggestion, capsys):
     assert exit_status(*arguments) == 2
     assert suggestion in capsys.readouterr().err
+
+
+def test_an_old_torch_is_named_with_what_is_needed():
+    bound = re.search(r'"torch>=([\d.]+)"', PYPROJECT.read_text())[1]
+    for version, is_old in (("2.5.1", True), (bound, False), ("2.13.0+cpu", False)):
+        code = f"import torch; torch.__version__ = torch.torch_version.TorchVersion({version!r})"
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}; import samestep; samestep.init"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        message = f"samestep needs PyTorch {bound} or newer, got {version}"
+        assert (message in done.stderr) == (done.returncode != 0) == is_old

@@ -1,5 +1,15 @@
 """The run: composes data, communication, steps, evaluation, snapshots and the record."""
 
-from samestep.run.run import Run, init
+import torch
+
+if (
+    torch.__version__ < "2.6"
+):  # compared as versions, before imports that an older one does not have
+    raise ImportError(
+        f"samestep needs PyTorch 2.6 or newer, got {torch.__version__}; "
+        "update it with: pip install --upgrade torch"
+    )
+
+from samestep.run.run import Run, init  # noqa: E402
 
 __all__ = ["Run", "init"]
