@@ -10,6 +10,6 @@ if (
         "update it with: pip install --upgrade torch"
     )
 
-from samestep.run.run import Run, init  # noqa: E402
+from samestep.run.run import Run, init
 
 __all__ = ["Run", "init"]
