@@ -10,7 +10,7 @@ help:
 	@echo 'make demo        train a ViT on two workers, evaluate it, and prove that one worker does the same'
 	@echo 'make test        run all tests'
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
-	@echo 'make integrations  test the Trainers of transformers: about two minutes on two cores'
+	@echo 'make integrations  test the Trainers of transformers and Lightning: about three minutes on two cores'
 	@echo 'make check       run all checks of style, types, imports, links and public names'
 	@echo 'make docs        build the site of the documentation in docs/_build/html'
 	@echo 'make bench       measure four jobs beside seven ways to train them: about fifteen minutes on two cores'

@@ -20,7 +20,7 @@ from tests.workers import run_workers
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 # the number of blocks for each reason; tests/integrations runs these
-NOT_RUN_BLOCKS = {"needs transformers": 1}
+NOT_RUN_BLOCKS = {"needs lightning": 1, "needs transformers": 1}
 RUN = [page for page in PAGES if any(is_run(block) for block in blocks_of(page))]
 CODE = re.compile(
     rf"^\s*(\$ |samestep ({'|'.join(COMMANDS)}) |python |import |from \w+ import)", re.MULTILINE
