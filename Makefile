@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test models check docs bench bench-more clean
+.PHONY: help demo test models integrations check docs bench bench-more clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo        train a ViT on two workers, evaluate it, and prove that one worker does the same'
 	@echo 'make test        run all tests'
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
+	@echo 'make integrations  test the Trainers of transformers and Lightning: about three minutes on two cores'
 	@echo 'make check       run all checks of style, types, imports, links and public names'
 	@echo 'make docs        build the site of the documentation in docs/_build/html'
 	@echo 'make bench       measure four jobs beside seven ways to train them: about fifteen minutes on two cores'
@@ -25,6 +26,10 @@ test: .venv/ready-dev
 models: .venv/ready-dev
 	@$(PIP) --requirement tests/models/requirements.txt
 	$(BIN)/python -m tests.models
+
+integrations: .venv/ready-dev
+	@$(PIP) --requirement tests/integrations/requirements.txt
+	$(BIN)/pytest tests/integrations
 
 check: .venv/ready-dev
 	$(BIN)/ruff check

@@ -15,7 +15,7 @@ import torch
 from samestep.comm.base import World
 from samestep.data.batch import to_device
 from samestep.errors import ConfigError, EvaluationError
-from samestep.step.tree import Span, subtrees, tree_sum
+from samestep.step.layout import Span, subtrees, tree_sum
 from samestep.torchmetrics import TorchMetrics
 
 

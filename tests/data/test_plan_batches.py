@@ -10,7 +10,7 @@ from samestep.data.agreement import DataCheck
 from samestep.data.loader import plan_batches
 from samestep.data.plan import GroupedPlan, ShuffledPlan
 from samestep.errors import LoaderError
-from samestep.step.tree import lanes_of
+from samestep.step.layout import lanes_of
 
 # loader processes fork; warned about since Python 3.12
 forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")

@@ -17,7 +17,7 @@ from samestep.comm.base import Alone
 from samestep.errors import ConfigError, RecordError, SnapshotError
 from samestep.handoff import LauncherState
 from samestep.host import anonymous_file, read_secret
-from samestep.record.lock import DirectoryLock
+from samestep.record.files import DirectoryLock
 from samestep.snapshot import memory_slot
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manifest import NAME

@@ -24,8 +24,7 @@ from samestep.errors import SnapshotError, WorldError
 from samestep.host import anonymous_file
 from samestep.record.cursor import FILE, Cursor
 from samestep.record.events import read_events
-from samestep.record.files import EventChunk
-from samestep.record.lock import DirectoryLock
+from samestep.record.files import DirectoryLock, EventChunk
 from samestep.record.source import open_source
 from samestep.snapshot import memory_slot
 from samestep.snapshot.files import checksum

@@ -16,15 +16,15 @@ import pytest
 
 import samestep as ss
 from samestep.errors import RecordError
-from samestep.record import lock as module
+from samestep.record import files as module
 from samestep.record import read_events
-from samestep.record.lock import NAME, DirectoryLock
+from samestep.record.files import NAME, DirectoryLock
 from tests.faults import stalling_disk
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from samestep.record.lock import DirectoryLock
+from samestep.record.files import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]), None)
 for name in ("run.lock", "events.jsonl"):  # a POSIX lock would be lost now
     (Path(sys.argv[1]) / name).open("ab").close()
@@ -115,7 +115,7 @@ def test_the_launcher_keeps_the_lock_while_it_restarts_workers(tmp_path):
 def refused(directory):
     """Return whether another process cannot lock the directory."""
     script = re.sub(r"time.sleep\(60\)", "lock.close()", HOLD).replace(
-        "lock = ", "import samestep.record.lock as m; m.EXIT_SECONDS = 0.1\nlock = "
+        "lock = ", "import samestep.record.files as m; m.EXIT_SECONDS = 0.1\nlock = "
     )
     command = [sys.executable, "-c", script, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.step.buffers import Buffers
-from samestep.step.tree import lanes_of, tree_sum
+from samestep.step.layout import lanes_of, tree_sum
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from samestep.step.exchange import Exchange
 from samestep.step.gradients import add_gradients
-from samestep.step.layout import flattened
-from samestep.step.tree import lanes_of, subtrees, tree_sum
+from samestep.step.layout import flattened, lanes_of, subtrees, tree_sum
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads, on_hosts
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.step.tree import halves, lanes_of, subtrees, tree_sum
+from samestep.step.layout import halves, lanes_of, subtrees, tree_sum
 
 MOST_LANES = 64
 

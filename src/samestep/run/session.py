@@ -32,7 +32,7 @@ from samestep.host import keep_freed_memory, release_freed_memory
 from samestep.record import Record, open_record
 from samestep.record.events import FORMAT, samestep_version
 from samestep.record.exporter import ExporterProcess
-from samestep.record.lock import DirectoryLock
+from samestep.record.files import DirectoryLock
 from samestep.record.sinks import check_sinks
 from samestep.run.divergence import DivergenceCheck, LaneObserver
 from samestep.run.process import (

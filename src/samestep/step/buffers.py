@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from samestep.comm.base import World
-from samestep.step.tree import Span, lanes_of, subtrees, tree_sum
+from samestep.step.layout import Span, lanes_of, subtrees, tree_sum
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 

@@ -18,8 +18,17 @@ from torch.nn import Parameter
 
 from samestep.comm.base import World
 from samestep.step.gradients import Gradients, Parameters, copy_gradients, sum_dtype
-from samestep.step.layout import ALIGNMENT, GPU_ALIGNMENT_BYTES, Layout, flattened
-from samestep.step.tree import Span, halves, lanes_of, subtrees, tree_sum
+from samestep.step.layout import (
+    ALIGNMENT,
+    GPU_ALIGNMENT_BYTES,
+    Layout,
+    Span,
+    flattened,
+    halves,
+    lanes_of,
+    subtrees,
+    tree_sum,
+)
 
 Across = Literal["host", "world"]
 

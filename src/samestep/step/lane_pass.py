@@ -28,9 +28,9 @@ from samestep.step.gradients import (
     add_gradients,
     take_gradients,
 )
+from samestep.step.layout import Span, lanes_of, subtrees, tree_steps, tree_sum
 from samestep.step.means import LaneResult
 from samestep.step.replicas import Replica, Replicas
-from samestep.step.tree import Span, lanes_of, subtrees, tree_steps, tree_sum
 
 LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]

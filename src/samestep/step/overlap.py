@@ -15,8 +15,8 @@ from torch import Tensor
 from samestep.comm.base import World
 from samestep.step.exchange import Exchange, gather, wait_until_free
 from samestep.step.gradients import Gradients, Parameters, add_gradients, scaled
+from samestep.step.layout import Span, tree_sum
 from samestep.step.shard import FlatBuffer
-from samestep.step.tree import Span, tree_sum
 
 # Above this size, copying a gradient early saves more time than the hook costs.
 EARLY_BYTES: Final = 1 << 18

@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 
 from samestep.comm.base import World
 from samestep.errors import ModelError
-from samestep.step.tree import lanes_of
+from samestep.step.layout import lanes_of
 
 # Larger tensors are sent separately: concatenating them would use memory and copy them twice.
 LARGE_BYTES: Final = 1 << 20

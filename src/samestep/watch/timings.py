@@ -256,7 +256,7 @@ def started_workers(start: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def lanes_of(rank: int, workers: int, lanes: int) -> tuple[int, int]:
-    """Return a worker's lanes [first, end), as `samestep.step.tree.lanes_of` does."""
+    """Return a worker's lanes [first, end), as `samestep.step.layout.lanes_of` does."""
     return rank * lanes // workers, (rank + 1) * lanes // workers
 
 

@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 
 from samestep.errors import ConfigError
 from samestep.record import read_events
-from samestep.record.sinks.mlflow import MlflowSink
+from samestep.record.sinks.trackers import MlflowSink
 from tests.record.sinks.send_record import (
     CONFIG,
     ODD,

@@ -16,7 +16,7 @@ import pytest
 
 from samestep.errors import ConfigError
 from samestep.record import read_events
-from samestep.record.sinks.wandb import WandbSink
+from samestep.record.sinks.trackers import WandbSink
 from tests.record.sinks.send_record import CONFIG, ODD, write_image, write_start, write_step
 
 ROOT = Path(__file__).parents[3]

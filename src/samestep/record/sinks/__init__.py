@@ -25,8 +25,8 @@ from samestep.storage import Storage
 # class and required package by name; samestep's extras have the sinks' names
 NAMED: Final = {
     "tensorboard": ("samestep.record.sinks.tensorboard:TensorBoardSink", "tensorboard"),
-    "mlflow": ("samestep.record.sinks.mlflow:MlflowSink", "mlflow"),
-    "wandb": ("samestep.record.sinks.wandb:WandbSink", "wandb"),
+    "mlflow": ("samestep.record.sinks.trackers:MlflowSink", "mlflow"),
+    "wandb": ("samestep.record.sinks.trackers:WandbSink", "wandb"),
 }
 PAUSE_SECONDS: Final = 0.5
 # errors that a retry would not change

@@ -21,8 +21,7 @@ from samestep.config import merge
 from samestep.launch import launch
 from samestep.run.process import gpu_names, set_up_devices
 from samestep.step.exchange import BUCKET_BYTES, BUCKETS, CHUNK_BYTES, LEAST_BUCKET_BYTES
-from samestep.step.layout import Layout
-from samestep.step.tree import lanes_of, subtrees
+from samestep.step.layout import Layout, lanes_of, subtrees
 from samestep.tools import make_all_reduce
 
 ELEMENT_BYTES: Final = 4
