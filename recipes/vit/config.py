@@ -83,7 +83,7 @@ class Settings(RunSettings):
     mixup: float = setting(0.0, "alpha of the Beta distribution (Zhang et al. 2018); 0: off")
     cutmix: float = setting(
         0.0,
-        "alpha of the Beta distribution (Yun et al. 2019); 0: off; a lane batch gets one of both",
+        "alpha of the Beta distribution (Yun et al. 2019); 0: off; a lane batch uses one of the two",
     )
     ema_decay: float | None = setting(None, "of an average of the parameters, also evaluated")
     evaluate_every: int = setting(1, "epochs between evaluations; the last one is evaluated, too")

@@ -144,7 +144,7 @@ def _folder_items(root: Path, names: Sequence[str], part: str) -> list[tuple[Pat
 
 
 def _listed_items(root: Path, classes: int, part: str) -> list[tuple[Path, int]]:
-    """Return the images of PaddleViT's list `root/part_list.txt`: a path and a class a line."""
+    """Return the images of PaddleViT's list `root/part_list.txt`: PATH CLASS per line."""
     file, items = root / f"{part}_list.txt", []
     try:
         lines = file.read_text(encoding="utf-8").splitlines()

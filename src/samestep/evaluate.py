@@ -32,7 +32,7 @@ _RETURNED: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 class Block(NamedTuple):
-    """The collated batch of a block, and the number of samples that it was made of."""
+    """The collated batch of a block, and the number of samples from which it was made."""
 
     number: int
     batch: Any

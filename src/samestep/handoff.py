@@ -112,7 +112,7 @@ class LauncherState:
             yield opened
 
     def leave_run(self) -> None:
-        """Record that this host has no part in a run any more; copies of state stay."""
+        """Record that this host has left the run; copies of state stay."""
         os.pwrite(self.board, _STEP.pack(_NO_RUN), 0)
         self.begin_attempt()
 

@@ -124,7 +124,7 @@ def test_a_script_without_a_run_warns_that_workers_are_alone(folder):
     for script, count in (("alone.py", 1), ("joined.py", 0)):
         command = [sys.executable, "-m", "samestep", "run", "-n", "2", str(folder / script)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        warning = "alone.py ended without a call of samestep.init: each of the 2 workers ran all"
+        warning = "alone.py ended without calling samestep.init, so each of the 2 workers ran all"
         assert done.stderr.count(warning) == count
 
 

@@ -42,7 +42,7 @@ def test_a_run_says_where_it_stands_on_stderr(tmp_path):
         "samestep: finished after 4 steps",
     ]
     assert lines(1, "--dir", str(folder))[1:] == [
-        f"samestep: no step left: the run in {folder} had finished at step 4"
+        f"samestep: nothing left to do: the run in {folder} already finished at step 4"
     ]
 
 

@@ -22,7 +22,7 @@ from samestep.config import TOKEN
 from samestep.errors import WorldError
 
 MAC_BYTES = 32
-MAX_WHAT = 200  # characters of what another worker calls, in an error
+MAX_WHAT = 200  # characters of another worker's call that an error quotes
 
 Sizes = Sequence[int]
 Value = TypeVar("Value")
@@ -74,7 +74,7 @@ class World(ABC):
         """Return every worker's bytes, of any length, by rank."""
 
     def begin_all_gather_bytes(self, data: bytes, what: str) -> Callable[[], list[bytes]]:
-        """Start an `all_gather_bytes`, perhaps complete it; return a call that returns the result."""
+        """Start an `all_gather_bytes`; return a call that completes it and returns the result."""
         gathered = self.all_gather_bytes(data, what)
         return lambda: gathered
 
@@ -172,7 +172,7 @@ class World(ABC):
         return self.all_gather_json(value if self.rank == 0 else None, what)[0]
 
     def gather_signed(self, data: bytes, what: str) -> list[bytes] | None:
-        """Do as `gather_bytes`. Raises `WorldError` for bytes that no worker of the run signed."""
+        """Like `gather_bytes`, but raise `WorldError` for bytes that no worker signed."""
         call = self.barriers
         gathered = self.gather_bytes(self._sign(data, self.rank, call, what), what)
         if gathered is None:
@@ -203,7 +203,7 @@ class World(ABC):
         return data if self.signing_key is None else self._mac(data, rank, call, what) + data
 
     def _verify(self, signed: bytes, rank: int, call: int, what: str) -> bytes:
-        """Return the bytes that worker `rank` signed. `call`, their number, prevents replays."""
+        """Return the bytes that worker `rank` signed. `call` numbers them, to prevent replays."""
         if self.signing_key is None:
             return signed
         mac, data = signed[:MAC_BYTES], signed[MAC_BYTES:]
@@ -222,7 +222,7 @@ class World(ABC):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts tensors of GPUs on this worker's GPU: the index of the sender's belongs to another."""
+    """Puts GPU tensors on this worker's GPU, because the sender's device index may differ."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):

@@ -334,13 +334,13 @@ class Distributed(World):
         self.status.close()  # first, so that workers that find this one gone know why
         if self._mesh is not None:
             self._mesh.close()
-        # NCCL may wait for ever for workers that have not failed
+        # NCCL may wait forever for workers that have not failed
         if not (self._cuda and (self._failure or self.abandoned)):
             dist.destroy_process_group(self._group)
 
 
 def _is_of_gpu(error: Exception) -> bool:
-    """Return whether an error is not of the exchange: a failed assertion, no memory."""
+    """Return whether an error is the GPU's own: a failed assertion or no memory."""
     kinds = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
     return isinstance(error, kinds) or str(error).startswith("CUDA error")
 

@@ -124,7 +124,7 @@ class Delivery:
     """Messages that arrive once and in order over any number of successive connections.
 
     Each message also says how many its sender has `received`. Messages are kept until the other end
-    has confirmed them so, and sent again over the next connection.
+    has confirmed them in this way, and are sent again over the next connection.
     """
 
     def __init__(self) -> None:

@@ -310,7 +310,9 @@ def _exchange_infos(
         outcome = outcome or _end_wait(client, keys, seconds)
     kinds = {name: type(value) for name, value in outcome.items()} if type(outcome) is dict else {}
     if kinds not in ({"workers": str}, {"failed": str, "expected": int}):
-        raise _foreign_store(f"the store has {str(outcome)[:80]!r} as the entries of all workers")
+        raise _foreign_store(
+            f"the store has {str(outcome)[:80]!r} instead of the entries of all workers"
+        )
     if "failed" in outcome:
         _wait_for_informed(client, outcome["expected"])
         raise WorldError(

@@ -125,7 +125,7 @@ def _identity(file: int) -> list[int]:
 
 
 def _open_files(pid: int, identities: Sequence[Sequence[int]], exits: ExitStack) -> list[int]:
-    """Open files of another process. Raises `OSError`, also if they are not those files any more."""
+    """Open files of another process. Raises `OSError`, also if the files are others by now."""
     files = []
     for number, *expected in identities:
         files.append(file := os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))

@@ -289,7 +289,7 @@ def report_hang(
 def describe_stall(
     own: Heartbeat, beats: Sequence[Heartbeat], size: int, timeout_seconds: float
 ) -> str:
-    """Return one line about the workers for which `own` has waited long, given the others' beats."""
+    """Return one line about the workers that keep `own` waiting, given the others' beats."""
     late = [beat for beat in beats if beat.collective != own.collective]
     unseen = sorted(set(range(size)).difference(beat.rank for beat in [own, *beats]))
     does = [

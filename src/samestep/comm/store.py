@@ -343,9 +343,9 @@ def join_round(client: StoreClient, process: ProcessInfo, seconds: float) -> str
             missing = [each for each in others if not client.has([f"{newest}/{each}"])]
             raise TimeoutError(
                 f"timed out after {seconds:g} s waiting for "
-                f"{list_workers((missing or others) if rank == 0 else [0])} to join this attempt of torchrun; "
-                "increase timeout if some start late, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
-                "for torchrun"
+                f"{list_workers((missing or others) if rank == 0 else [0])} to join this attempt "
+                "of torchrun; increase timeout if some start late, or set "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
             )
         time.sleep(pause)
         pause = min(2 * pause, PAUSE_SECONDS * size)  # one store answers all workers

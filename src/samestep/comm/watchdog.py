@@ -248,7 +248,7 @@ class Watchdog(WorkerStatus):
             self._board.write_news({FAILURE: str(failure)})
 
     def _report_stall(self) -> None:
-        """Report a wait of a quarter of the timeout; of all workers that wait, the first does."""
+        """Report a wait of a quarter of the timeout; only the first of the waiting workers does."""
         what, since = self.collective, self.since
         limit = self._timeout_seconds
         is_long = time.monotonic() - since > max(STALL_SHARE * limit, MIN_STALL_SECONDS)

@@ -81,8 +81,8 @@ class ShuffledPlan(Plan):
         self._check()
         if self.steps_per_epoch == 0:
             raise ConfigError(
-                f"batch_size={self.batch_size} with drop_last leaves none of {self.samples} samples;"
-                " decrease it or keep the last batch"
+                f"batch_size={self.batch_size} with drop_last leaves none of {self.samples}"
+                " samples; decrease it or keep the last batch"
             )
         self._full_counts = self._deal(self.batch_size)
 

@@ -14,10 +14,10 @@ def launch(fn: Callable[..., Any], *args: Any, workers: int = 2, **options: Any)
 
     This process must not have used CUDA, nor more than one thread for a torch operation. If a
     worker is killed from outside after the run has begun, all workers restart from the saved state,
-    up to `max_restarts` consecutive times without a completed step. A worker for which `fn` has
-    returned is ended after `timeout` seconds if it does not exit, and its result counts. A signal that stops this
-    process stops the workers first, which have `grace_period` seconds to save a snapshot. Random
-    generators are seeded before `fn` is called.
+    up to `max_restarts` consecutive times without a completed step. If a worker does not exit
+    within `timeout` seconds after `fn` has returned, it is ended, and its result counts. A signal
+    that stops this process stops the workers first, which have `grace_period` seconds to save a
+    snapshot. Random generators are seeded before `fn` is called.
 
     Args:
         fn: Body of each worker; may be a lambda or a closure. Its result must be picklable.

@@ -90,8 +90,8 @@ class WorkerFailure:
         """Describe an exit without a report; a negative `code` is minus the signal's number.
 
         `out_of_memory`: the kernel killed processes to free memory since the worker started, and
-        this worker may be one of them. `uses_nccl`: NCCL's watchdog aborts a process whose network or
-        peers fail, so an abort may not be the program's own.
+        this worker may be one of them. `uses_nccl`: NCCL's watchdog aborts a process whose network
+        or peers fail, so an abort may not be the program's own.
         """
         if code >= 0:
             return cls(rank, at, f"exited with status {code}", status=code)

@@ -164,8 +164,8 @@ def _serve(job: Job, modules: Sequence[str], connection: socket.socket) -> None:
     torch.set_num_threads(job.config.threads)
     devnull = os.open(os.devnull, os.O_WRONLY)
     print_to([devnull, os.dup(devnull)])
-    # A thread of the launcher may have held glibc's lock of lookups during the fork. No process
-    # could then look up a name: this one is killed, and the launcher forks workers itself.
+    # A thread of the launcher may have held glibc's lock for name lookups during the fork. Lookups
+    # would then block: SIGALRM ends this process, and the launcher forks workers itself.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(LOOKUP_SECONDS)
     with suppress(OSError):

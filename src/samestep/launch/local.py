@@ -177,8 +177,8 @@ def _warn_if_alone(script: str) -> None:
     failed = not isinstance(sys.exc_info()[1], SystemExit | None)
     if state and state.step is None and workers != "1" and os.environ["RANK"] == "0" and not failed:
         logging.getLogger("samestep").warning(
-            "%s ended without a call of samestep.init: each of the %s workers ran all of it by "
-            "itself. Call samestep.init, or start it with -n 1",
+            "%s ended without calling samestep.init, so each of the %s workers ran all of it "
+            "independently; call samestep.init, or start it with -n 1",
             script,
             workers,
         )
@@ -286,9 +286,9 @@ def count_gpus() -> int:
 
 
 def worker_count(asked: int | str | None, gpus: int | None, options: Mapping[str, Any]) -> int:
-    """Return the number of workers or, with auto, of as many as this host has devices for.
+    """Return the number of workers; with auto, as many as this host has devices for.
 
-    With auto there are at most as many as lanes. `gpus` is the number of GPUs chosen, if any.
+    With auto, it is at most the number of lanes. `gpus` is the number of GPUs chosen, if any.
     """
     if isinstance(asked, int) or (asked is None and gpus is None):
         return 1 if asked is None else int(asked)

@@ -31,7 +31,7 @@ CAUSE_SECONDS: Final = LOST_SECONDS + 1.0  # after a secondary failure, for its 
 # for a host to report that its workers have been killed: longer than they may wait for a disk
 KILL_SECONDS: Final = 40.0
 PROBATION_SECONDS: Final = 10.0  # before the run stops for a host that was lost before; doubles
-FORGET_SECONDS: Final = 3600.0  # after which it does not count any more that a host was lost
+FORGET_SECONDS: Final = 3600.0  # after which an earlier loss of a host no longer counts
 STATUS_ON_SIGTERM: Final = 128 + signal.SIGTERM  # of a worker that took a snapshot and exited
 
 
@@ -236,7 +236,7 @@ class Membership:
         elif self.phase is Phase.RUNNING:
             attempt.signal = number
             self._request_exit(StopReason.SIGNAL, number, now)
-            if attempt.failures:  # a snapshot is not possible any more
+            if attempt.failures:  # a snapshot is no longer possible
                 attempt.kill_at = now
         elif self.phase is Phase.STOPPING:
             attempt.signal = attempt.signal or number

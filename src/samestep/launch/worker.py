@@ -276,8 +276,8 @@ def _exit_within(seconds: float, rank: int, code: int) -> None:
         names = [each.name for each in left if each is not threading.main_thread()]
         names += [child.name for child in multiprocessing.active_children()]
         sys.stderr.write(
-            f"worker {rank} was ended, because its body has returned and its process did not exit "
-            f"within timeout={seconds:g} s; it still ran {', '.join(names) or 'an exit function'}\n"
+            f"worker {rank} was ended, because its body returned but its process did not exit "
+            f"within timeout={seconds:g} s; still running: {', '.join(names) or 'exit functions'}\n"
         )
         sys.stdout.flush()
         sys.stderr.flush()

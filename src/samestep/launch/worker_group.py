@@ -150,7 +150,7 @@ class WorkerGroup:
             kill_group(leader, started)
 
     def _wait_for_exit(self, ranks: Sequence[int]) -> None:
-        """Wait until killed workers have exited, and give up those that the kernel does not end.
+        """Wait until killed workers have exited; give up on those that the kernel does not end.
 
         These run no more code, but hold their memory until the kernel returns from what they wait
         for.

@@ -15,7 +15,7 @@ from samestep.record.images import AsyncImageWriter, Picture, copy_picture, writ
 PARTS: Final = ("data", "compute", "exchange", "optimizer", "snapshot")
 MAX_TIMED_WORKERS: Final = 64  # whose seconds are recorded one by one
 QUANTILES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
-OWN: Final = "own"  # the time of a step less what the worker waited for others
+OWN: Final = "own"  # the duration of a step minus the time that the worker waited for others
 
 
 class Record:

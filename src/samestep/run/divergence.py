@@ -1,4 +1,4 @@
-"""Detection of state that differs between workers, and of state that lanes change in private."""
+"""Detection of state that differs between workers, and of changes by lanes that stay local."""
 
 from __future__ import annotations
 

@@ -331,7 +331,7 @@ class Progress:
             saved = "snapshot saved; run the same command to resume"
             return f"stopped at step {self.step}, {saved if is_saved else 'nothing is saved'}"
         if self.step == self._first_step > 0:
-            return f"no step left: the run in {folder} had finished at step {self.step}"
+            return f"nothing left to do: the run in {folder} already finished at step {self.step}"
         return f"finished after {self.step} step{'s' * (self.step != 1)}"
 
     def _exchange_notes(self, what: str) -> None:

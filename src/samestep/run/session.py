@@ -191,7 +191,7 @@ class Session:
         return workers
 
     def _check_exchange(self) -> None:
-        """Tell the launcher of NCCL, whose errors end processes; warn of the slow exchange."""
+        """Report NCCL, whose errors end processes, to the launcher; warn if the exchange is slow."""
         state = LauncherState.from_environment(os.environ)
         if state is not None and self.world.exchange == "NCCL":
             state.report_nccl()

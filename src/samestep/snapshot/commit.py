@@ -153,7 +153,7 @@ class CommitProtocol:
             manifest = Manifest.from_bytes((self.directory / NAME).read_bytes())
         except FileNotFoundError:
             return False
-        except (OSError, SnapshotError):  # rather spare files than a manifest without its data
+        except (OSError, SnapshotError):  # better extra files than a manifest without its data
             return self.rank == 0
         return manifest.attempt == self.attempt
 

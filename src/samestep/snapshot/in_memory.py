@@ -2,9 +2,10 @@
 
 Any number of replacement workers can resume from them. Every worker writes its parts alternately
 into its two memory slots. A snapshot that is also written to disk is written from its slot: until
-all workers have done so, newer ones replace each other in the other slot. All workers communicate between any two snapshots, so no worker starts
-one before all workers finished the previous one, which is in the other slot. So after the first
-snapshot, one of the two slots always holds a complete snapshot on all workers.
+all workers have done so, newer ones replace each other in the other slot. All workers communicate
+between any two snapshots, so no worker starts one before all workers finished the previous one,
+which is in the other slot. So after the first snapshot, one of the two slots always holds a
+complete snapshot on all workers.
 
 Replacement workers first write into the slot that they did not resume from, so that the other
 snapshot stays until all of them have finished a new one. Without a launcher that holds memory, no
@@ -263,8 +264,8 @@ class InMemorySnapshots:
         if wanted > SHARE_OF_MEMORY * available or wanted + read > available:
             raise SnapshotError(
                 f"in-memory snapshots must take at most half of the {available / 1e9:.1f} GB of "
-                f"memory that this host has left, got {wanted / 1e9:.1f} GB, and leave the "
-                f"{read / 1e9:.1f} GB into which replacement workers read them: use "
+                f"memory that this host has left, and leave {read / 1e9:.1f} GB for replacement "
+                f"workers to read them, but they would take {wanted / 1e9:.1f} GB; use "
                 "hot_every=none, or a host with more memory"
             )
 

@@ -108,8 +108,8 @@ def _free_shared(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
 class SnapshotManager:
     """Saves snapshots at intervals of steps or minutes, on request, and at the end.
 
-    Without a directory, it saves none on disk. `compare(step, shared)` runs before each snapshot, with
-    the states of tracked objects that are not sharded: it waits for all workers, and raises an
+    Without a directory, it saves none on disk. `compare(step, shared)` runs before each snapshot,
+    with the states of tracked objects that are not sharded: it waits for all workers, and raises an
     exception if these states differ.
     """
 

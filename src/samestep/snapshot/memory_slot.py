@@ -1,8 +1,8 @@
 """A worker's part of an in-memory snapshot in an anonymous file.
 
 The file holds, in this order: a header with the range and checksum of the text; from byte START,
-the content of the worker's data file on disk, which may be written from here; then the text: a line of JSON, the label, and the
-`Part`, which has the checksums of the pieces.
+the content of the worker's data file on disk, which may be written from here; then the text: a
+line of JSON, the label, and the `Part`, which has the checksums of the pieces.
 
 The header is zeroed first and written last, and the kernel keeps everything that a process wrote
 before it was killed. So an incomplete part has no header. Checksums detect later damage.

@@ -52,8 +52,9 @@ _DIRECTORY: Final = re.compile(r"step-(\d{8,})")
 class Snapshot:
     """A loaded snapshot. `state` maps objects by name to their states, with tensors on the CPU.
 
-    If the snapshot was `in_memory`, `path` is only its name in messages and events. Tensors that are
-    `shared` are copied when a worker changes them, and their memory stays while any worker has one.
+    If the snapshot was `in_memory`, `path` is only its name in messages and events. Tensors that
+    are `shared` are copied when a worker changes them, and their memory stays while any worker has
+    one.
     """
 
     path: Path
@@ -370,9 +371,10 @@ def export(snapshot: Path, destination: Path, name: str = "model") -> list[str]:
     """Write the tensors of object `name` to a plain safetensors file that other tools read.
 
     Tensors have their usual names, with nested names joined by dots, and their logical shapes; tied
-    tensors appear under each name. The same state gives the same bytes. An existing file is replaced
-    in one step. Returns the names of values that are not tensors and were left out. Raises `SnapshotError` if the snapshot is not
-    complete or has no such tensors, or if the file cannot be written.
+    tensors appear under each name. The same state gives the same bytes. An existing file is
+    replaced atomically. Returns the names of values that are not tensors and were left out. Raises
+    `SnapshotError` if the snapshot is not complete or has no such tensors, or if the file cannot be
+    written.
     """
     loaded = load(snapshot, [name])
     leaves = list(_leaves(loaded.state[name], ""))

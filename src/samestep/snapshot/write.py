@@ -118,8 +118,8 @@ class SnapshotWriter:
         worker has a part: slices (`TensorSlice`), or tensors and plain values under keys that only
         it has. Values that several workers have there must be equal. `info` has plain values. The
         snapshots with the highest `score` stay. `stage` may copy the data file into other memory,
-        which must stay until the save is committed: see `is_writing`. Raises `SnapshotError` for an unsupported state, or
-        if the previous save failed.
+        which must stay until the save is committed: see `is_writing`. Raises `SnapshotError` for an
+        unsupported state, or if the previous save failed.
         """
         self.wait()
         started = time.perf_counter()

@@ -123,9 +123,9 @@ class LaneEngine(LaneContext):
             elif known is None:
                 issue = (
                     f"got the parameter {_name_in(module, parameter)!r} after run.replicate, so its"
-                    " values may differ between workers, and no optimizer may have it; change the"
-                    " model before run.replicate, or replicate it again and create the optimizer"
-                    " after that"
+                    " values may differ between workers, and the optimizer may not include it;"
+                    " change the model before run.replicate, or replicate it again and create the"
+                    " optimizer after that"
                 )
             elif parameter.dtype != known[1] or not (may_move or parameter.device == known[2]):
                 issue = (

@@ -266,7 +266,7 @@ def no_reentrant_checkpoints() -> Iterator[None]:
         if torch.is_grad_enabled() and needs_gradient:
             raise LossError(
                 "run.backward does not support torch.utils.checkpoint with use_reentrant=True,"
-                " where gradients can get lost; pass use_reentrant=False, in transformers"
+                " because gradients can get lost; pass use_reentrant=False, in transformers"
                 " gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
         return apply(*args)

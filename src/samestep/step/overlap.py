@@ -40,7 +40,7 @@ class Bucket:
         return [None if n is None else gradients[n] for n in self.numbers]
 
     def reduce(self, missing: Collection[int], scale: float) -> float:
-        """Complete the sums that this worker holds; return by what to multiply gathered ones.
+        """Complete the sums that this worker holds; return the factor for gathered ones.
 
         The segments of a sharded optimizer get theirs, times `scale`.
         """
@@ -126,7 +126,7 @@ class EarlyExchange(Overlap):
     Autograd reaches parameters roughly in reverse order, and all workers must start exchanges in
     the same order. So buckets start from last to first; those that a lane does not reach wait for
     `finish`. An exchange starts once all workers of the host have put their gradients into it. They
-    count these in memory that they share, and nobody waits: the next gradient is the next look.
+    count these in shared memory without waiting: each checks the counts at its next gradient.
     """
 
     def __init__(self, buckets: Sequence[Bucket], parameters: Parameters, world: World) -> None:

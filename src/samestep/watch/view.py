@@ -330,7 +330,7 @@ def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:
         (first, begin), (last, end) = run.paces[0], run.paces[-1]
         pace = (last - first) / (end - begin) if end > begin else None
     remaining = None if steps is None else max(0, steps - done)
-    # of a loop that ends with its epoch, nobody has said how many follow
+    # if a loop ends with its epoch, the record does not say how many loops follow
     share = None if not steps else 1 - (steps - done) / (per_epoch or steps)
     return {
         "loop": to_text(loop.get("name")),

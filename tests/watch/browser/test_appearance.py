@@ -184,7 +184,7 @@ def test_values_that_are_not_finite_have_a_badge_in_the_list_as_well(run, page):
     page.open(run.name).points("loss", 3)
     for place, text in {
         f"[data-run='{run.name}']": "not finite",
-        "#overview": "loss is not finite since step 2",
+        "#overview": "loss has not been finite since step 2",
     }.items():
         badge = page.driver.find_element(By.CSS_SELECTOR, f"{place} [data-state=nonfinite]")
         assert badge.text == text

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     directory = "directory of the run (default: SAMESTEP_DIR, or the current directory)"
     parser.add_argument("--dir", type=Path, help=directory)
     parser.add_argument("--quick", action="store_true", help="repeat measurements less often")
-    verbose = "also print what was found out about the machine"
+    verbose = "also print the facts about the machine"
     parser.add_argument("--verbose", action="store_true", help=verbose)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     workers = "workers of the run on this machine (default: one per GPU, or one per core)"
@@ -176,7 +176,7 @@ def _check_measurements(case: Case, medians: Mapping[str, tuple[float, int]]) ->
 
 
 def as_text(sections: Sequence[Section], *, verbose: bool) -> str:
-    """Return the verdict, findings, the most urgent first, and if `verbose` facts by section."""
+    """Return the verdict, the findings by urgency, and, if `verbose`, the facts by section."""
     findings = [finding for section in sections for finding in section.findings]
     count = sum(finding.severity == "problem" for finding in findings)
     lines = [f"{some(count, 'problem')} to fix" if count else "no problems", ""]

@@ -82,7 +82,7 @@ export function nonfiniteBadge({ nonfinite }) {
   const [{ name, step }] = nonfinite;
   const title = nonfinite.map((one) => `${one.name} since step ${count(one.step)}`).join("\n");
   return h("span", { class: "state", "data-state": "nonfinite", title },
-    `${name} is not finite since step ${count(step)}`);
+    `${name} has not been finite since step ${count(step)}`);
 }
 
 function bar({ share, is_of_epoch: isOfEpoch }) {
