@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from shutil import get_terminal_size
 from typing import Any
 
 from tqdm import tqdm
@@ -23,8 +24,12 @@ class Progress:
     def __init__(self, run: ss.Run, loop: Any, unit: str = "images") -> None:
         self.run, self.loop, self.unit = run, loop, unit
         options = {"total": loop.steps, "initial": loop.step, "unit": "step"}
-        show_bar = run.is_main and sys.stderr.isatty()
-        self.bar = tqdm(**options, dynamic_ncols=True) if show_bar else None
+        self.bar = None
+        if run.has_terminal:
+            options["dynamic_ncols"] = sys.stderr.isatty()
+            if not sys.stderr.isatty():  # samestep run also writes each state of the bar to a log
+                options |= {"ncols": get_terminal_size().columns - 1, "mininterval": 1.0}
+            self.bar = tqdm(**options)
         self._restart()
 
     def update(self, means: Mapping[str, float], items: float) -> None:
@@ -49,7 +54,7 @@ class Progress:
 
     def print(self, text: str) -> None:
         """Print a line above the bar, and exclude the time before it from items per second."""
-        if self.bar is not None:
+        if self.bar is not None and sys.stderr.isatty():  # else the launcher starts a new line
             self.bar.clear()
         self.run.print(text)
         self._restart()

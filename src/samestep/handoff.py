@@ -16,6 +16,7 @@ from typing import Final
 
 from samestep.host import anonymous_file, anonymous_memory
 
+TERMINAL: Final = "SAMESTEP_INTERNAL_TERMINAL"  # "1" if the launcher's stderr is a terminal
 ATTEMPT: Final = "SAMESTEP_INTERNAL_ATTEMPT"  # the attempt number, from 0
 LAUNCHER_STATE: Final = "SAMESTEP_INTERNAL_LAUNCHER_STATE"
 SLOTS: Final = 2  # per worker: while one is being written, the other is valid

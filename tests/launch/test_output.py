@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import fcntl
 import io
 import multiprocessing
 import os
+import pty
 import shutil
 import signal
+import struct
+import subprocess
 import sys
+import termios
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -481,6 +486,74 @@ def test_a_second_stream_on_stdout_may_be_deleted(host):
     process.start()
     process.join()
     assert host.out() == b"here\n"
+
+
+BAR = """
+import samestep as ss
+from recipes.progress import Progress
+
+with ss.init() as run:
+    loop = type("Loop", (), {"step": 0, "steps": 2, "steps_per_epoch": 2})
+    progress = Progress(run, loop)
+    for loop.step in (1, 2):
+        progress.update({"loss": 0.5}, items=3)
+        if progress.bar:
+            progress.bar.refresh()
+        if run.rank == 1:
+            print("hello from", run.rank, flush=True)
+        progress.print(f"score {loop.step}")
+    progress.close()
+"""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_rank_0_draws_a_bar_if_stderr_is_a_terminal(tmp_path, is_terminal):
+    (tmp_path / "bar.py").write_text(BAR)
+    shown, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    command = [sys.executable, "-m", "samestep", "run", "-n", "2", "bar.py"]
+    paths = {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
+    file = terminal if is_terminal else subprocess.PIPE
+    with subprocess.Popen(
+        command, stdout=file, stderr=file, cwd=tmp_path, env={**os.environ, **paths}
+    ) as process:
+        os.close(terminal)
+        text = read_terminal(shown) if is_terminal else b"".join(process.communicate())
+    os.close(shown)
+    assert process.returncode == 0
+    lines = text.replace(b"\r\n", b"\n").split(b"\n")
+    assert b"[1] hello from 1" in lines
+    assert {b"score 1", b"score 2"} <= set(lines)
+    bars = [line.rpartition(b"\r")[2] for line in lines if b"2/2 [" in line]
+    assert bool(bars) is is_terminal
+    assert [bar for bar in bars if not (bar.startswith(b"100%") and len(bar.decode()) == 99)] == []
+
+
+def read_terminal(file):
+    """Return everything that is printed on a terminal until all programs have closed it."""
+    text = b""
+    with suppress(OSError):  # EIO at the end
+        while data := os.read(file, 65536):
+            text += data
+    return text
+
+
+def test_a_line_on_stdout_does_not_continue_a_bar_on_stderr():
+    reading, writing = os.pipe()
+    screen = Screen(FileStream(writing))
+    out, err = 1, 2
+    for data, writer in (
+        (b"\r 50%", err),
+        (b"\r100%", err),
+        (b"score ", out),
+        (b"1\n", out),
+        (b"\r100%", err),
+    ):
+        screen.write(data, writer)
+    screen.write_lines(b"[1] hello\n")
+    assert os.read(reading, 1000) == b"\r 50%\r100%\nscore 1\n\r100%\n[1] hello\n"
+    os.close(reading)
+    os.close(writing)
 
 
 @pytest.mark.parametrize("together", [True, False])

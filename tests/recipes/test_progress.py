@@ -10,7 +10,8 @@ from recipes.progress import Progress
 def show(step, capsys, *, steps_per_epoch=None, is_main=True):
     """Return the output of one of 6 steps."""
     loop = SimpleNamespace(step=step, steps=6, steps_per_epoch=steps_per_epoch)
-    Progress(SimpleNamespace(is_main=is_main), loop, "games").update({"loss": 0.5}, items=3)
+    run = SimpleNamespace(is_main=is_main, has_terminal=False)
+    Progress(run, loop, "games").update({"loss": 0.5}, items=3)
     return capsys.readouterr().out
 
 

@@ -30,6 +30,7 @@ from samestep.host import (
     usable_cores,
 )
 from samestep.launch.cluster_spec import ClusterSpec, add_node_arguments, cluster_spec
+from samestep.launch.screen import terminal_variables
 
 EPILOG = """\
 examples:
@@ -112,6 +113,7 @@ def start(
         folder = exits.enter_context(socket_folder())
         state = exits.enter_context(open_launcher_state(workers))
         launcher = {STARTED_BY: "samestep", **NVML_CHECK}
+        launcher.update(terminal_variables())
         environment = {**launcher, **folder, **state.environment, **variables}
         signals = StopSignals()
         exits.enter_context(signals.recorded())

@@ -22,7 +22,8 @@ _FIRST_OTHER_FILE: Final = 3  # after stdin, stdout and stderr
 class Outputs:
     """The stdout and stderr of a host's workers.
 
-    Bytes of rank 0 are printed unchanged and immediately. Other ranks are printed in complete
+    Bytes of rank 0 are printed unchanged and immediately, except that stdout and stderr do not
+    continue each other's lines if both are one terminal. Other ranks are printed in complete
     lines that start with `[3] `; of a progress bar that is redrawn after carriage returns, only the
     final state of its line is printed. Lines never mix: a line of another rank starts on a new line
     if rank 0 left one unfinished. There are no threads here, so workers can be forked at any time.
@@ -53,10 +54,10 @@ class Outputs:
         self._on_log(self._logs[rank], self._open_log)
         ends = []
         try:
-            for screen in self._screens:
+            for number, screen in enumerate(self._screens, start=1):
                 file, end = _pipe()
                 ends.append(end)
-                self._channels[file] = _Channel(file, rank, screen, self._logs[rank])
+                self._channels[file] = _Channel(file, rank, number, screen, self._logs[rank])
             yield Pipes(ends, self._close_inherited)
         finally:
             for end in ends:
@@ -187,10 +188,10 @@ def _line_buffered(number: int, encoding: str) -> TextIO:
 
 
 class _Channel:
-    """A pipe from a worker to a screen."""
+    """A pipe from a worker's file `number` (1 is stdout) to a screen."""
 
-    def __init__(self, file: int, rank: int, screen: Screen, log: Log) -> None:
-        self.file, self.screen, self.log = file, screen, log
+    def __init__(self, file: int, rank: int, number: int, screen: Screen, log: Log) -> None:
+        self.file, self._number, self.screen, self.log = file, number, screen, log
         self.capacity = fcntl.fcntl(file, fcntl.F_GETPIPE_SZ)
         self._prefix = b"" if rank == 0 else f"[{rank}] ".encode()
         self._rest = b""
@@ -199,7 +200,7 @@ class _Channel:
     def print(self, data: bytes) -> None:
         """Print what the worker printed, except an unfinished line of a rank above 0."""
         if not self._prefix:
-            self.screen.write(data)
+            self.screen.write(data, self._number)
             return
         *lines, rest = (self._rest + data).split(b"\n")
         rest = rest[rest.rfind(b"\r", 0, -1) + 1 :]

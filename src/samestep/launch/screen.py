@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final, TextIO
 
+from samestep.handoff import TERMINAL
 from samestep.record.files import LOGS
 
 WAIT_SECONDS: Final = 0.02  # for a terminal that accepts no output; other files must not wait long
@@ -71,18 +72,24 @@ class Screen:
         self._stream = stream
         self._pending = bytearray()
         self._unfinished = False
+        self._writer = 0  # of the last bytes: a worker's stdout (1) or stderr (2), or the launcher
 
-    def write(self, data: bytes) -> None:
-        """Print bytes unchanged."""
+    def write(self, data: bytes, writer: int = 0) -> None:
+        """Print bytes, on a new line if the file `writer` did not print the unfinished one.
+
+        A progress bar on stderr is such a line, and a line on stdout does not continue it.
+        """
         if data:
+            if self._unfinished and writer != self._writer and data[:1] not in b"\r\n":
+                data = b"\n" + data
+            self._writer = writer
             self._unfinished = not data.endswith(b"\n")
             self._pending += data
             self.flush()
 
     def write_lines(self, lines: bytes) -> None:
         """Print complete lines, starting on a new line."""
-        if lines:
-            self.write(b"\n" + lines if self._unfinished else lines)
+        self.write(b"\n" + lines if lines and self._unfinished else lines)
 
     def flush(self, wait_seconds: float = 0.0) -> bool:
         """Print pending bytes; return whether none are left."""
@@ -132,6 +139,19 @@ class TextStream:
         self._stream.write(self._decoder.decode(bytes(data)))
         self._stream.flush()
         return len(data)
+
+
+def terminal_variables() -> dict[str, str]:
+    """Return the variables that tell workers whether stderr is a terminal, and its size."""
+    try:
+        if sys.stderr.isatty():
+            size = os.get_terminal_size(sys.stderr.fileno())
+            sizes = {"COLUMNS": size.columns, "LINES": size.lines}
+            known = {name: str(number) for name, number in sizes.items() if number > 0}
+            return {TERMINAL: "1", **known}
+    except (OSError, ValueError, AttributeError):  # closed or None
+        pass
+    return {TERMINAL: ""}
 
 
 def encoding_of(stream: TextIO | None) -> str:

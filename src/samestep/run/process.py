@@ -26,6 +26,7 @@ from samestep.cluster import ProcessInfo
 from samestep.comm.status import WorkerStatus, host_name
 from samestep.config import Config
 from samestep.errors import ConfigError, RecordError
+from samestep.handoff import TERMINAL
 from samestep.record import Record
 from samestep.record.events import samestep_version
 
@@ -146,6 +147,12 @@ def gpu_names(devices: list[torch.device]) -> list[str]:
             address = ":".join(map(str, parts)).strip(":") or f"index {device.index}"
             names.append(f"{host_name()} {address}")
     return names
+
+
+def reaches_terminal() -> bool:
+    """Return whether stderr is a terminal, or rank 0's is printed on the launcher's terminal."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return is_terminal or bool(os.environ.get(TERMINAL))
 
 
 def announce(text: str, level: int = logging.INFO) -> None:

@@ -24,7 +24,7 @@ from samestep.evaluate import Evaluation
 from samestep.host import trim_memory
 from samestep.run.loops import PlannedLoop, StreamLoop, make_plan, without_loader_options
 from samestep.run.mixins import Collectives, Log
-from samestep.run.process import plain_settings
+from samestep.run.process import plain_settings, reaches_terminal
 from samestep.run.session import Session
 from samestep.step.exchange import Across
 from samestep.step.gradients import GradientSeal, GradScaler
@@ -73,6 +73,8 @@ class Run(Collectives, Log):
         rank (int): Rank of this worker, from 0 to `world_size - 1`.
         world_size (int): Number of workers.
         is_main (bool): Whether this is rank 0.
+        has_terminal (bool): Whether this is rank 0, and its stderr reaches a terminal, directly or
+            through the launcher's: it may draw a progress bar.
         lanes (int): Number of lanes, the fixed slices of every global batch.
         device (torch.device): First device of this worker.
         devices (list[torch.device]): All devices of this worker.
@@ -90,6 +92,7 @@ class Run(Collectives, Log):
     ) -> None:
         self.rank, self.world_size = process.rank, process.world_size
         self.is_main = process.rank == 0
+        self.has_terminal = self.is_main and reaches_terminal()
         self._session = session = Session(config, process, settings or {})
         self.config, self.dir, self.lanes = session.config, config.dir, session.lanes.lanes
         self.devices, self.device = session.devices, session.devices[0]
