@@ -58,6 +58,7 @@ def is_usable(config):
     assert type(config.deterministic) is bool
     assert isinstance(config.timeout, (int, float))
     assert 0 < config.timeout <= 10**9
+    assert config.system_every is None or 0 < config.system_every <= 10**9
     assert config.remote is None or (is_url(config.remote) and config.dir is not None)
     assert config.transfer is None or ({":", "."} & set(config.transfer) and config.dir is not None)
     assert not config.sinks or config.dir is not None
@@ -82,6 +83,8 @@ def is_used_or_an_error(name, arguments, environment):
 @given(st.sampled_from(NAMES), VALUES)
 @example("timeout", 10**400)
 @example("timeout", math.inf)
+@example("system_every", math.nan)
+@example("system_every", 0)
 @example("snapshot_every", "9" * 5000)
 @example("snapshot_every", "9" * 400 + "min")
 @example("snapshot_every", 0)

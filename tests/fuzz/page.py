@@ -29,7 +29,7 @@ PASS = hashlib.sha256(f"samestep watch {TOKEN}".encode()).hexdigest()
 STATUSES = {200, 400, 401, 404, 405, 415, 421}
 LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?", re.IGNORECASE)
 METHODS = ("GET",) * 30 + ("HEAD", "HEAD", "POST", "PUT", "get", "TRACE", "")
-API = ("/api/run", "/api/curve", "/api/timing", "/api/image")
+API = ("/api/run", "/api/curve", "/api/timing", "/api/system", "/api/log", "/api/image")
 PATHS = (
     *API * 3, "/", "/api/runs", "/api/changes", "/page/main.js", "/page/../server.py",
     "/page//etc/passwd", "/api/runs/", "/none", "/login",
@@ -37,6 +37,9 @@ PATHS = (
 PARAMETERS = {
     "id": (*["one"] * 30, ".", "../one", "two", ""),
     "name": (*NAMES, "score", "norm", BREAK_OUT),
+    "worker": (*"0000", "1", "1000000"),
+    "search": ("line", "<b>", ""),
+    "have": ("0", "1"),
     "number": (*"0000", *"1111", *"23456"),
     "from": ("0", "2", "-1e308", "1700000000"),
     "to": ("2", "1e308", "1e-320"),
@@ -50,6 +53,8 @@ ASKED = {
     "/api/run": ("id",),
     "/api/curve": ("id", "name", "from", "to", "points", "smooth", "x"),
     "/api/timing": ("id", "from", "to", "points"),
+    "/api/system": ("id", "from", "to"),
+    "/api/log": ("id", "worker", "search", "have"),
     "/api/image": ("id", "number"),
     "/": ("token",),
 }

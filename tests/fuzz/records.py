@@ -22,7 +22,7 @@ from samestep.watch.view import View
 from tests.fuzz import mutate
 from tests.fuzz.target import Target
 from tests.watch.markup import Markup
-from tests.watch.writing import lines, scalars, started, timing
+from tests.watch.writing import lines, scalars, started, system, timing
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SECRET = PNG + b"of another run"
@@ -52,6 +52,7 @@ EVENTS = (
         | {"low": {"loss": 0}, "high": {"loss": 9}}
         for step in range(4)
     ],
+    system("node1"),
     *[timing(step, (0.1, 0.2, 0.0, 0.1, 0.0), (0.2, 0.1, "inf", 0.1, 0.0)) for step in range(3)],
     {**scalars(2, score=0.5), "between": True},
     *[
@@ -191,6 +192,7 @@ def _shown(view: View, asked: dict[str, Any]) -> str:
         if name not in {"now", "progress", "state"}
     }
     shown["curves"] = [view.curve(scalar["name"], **asked) for scalar in shown["scalars"]]
+    shown["system"] = view.system(asked["start"], asked["end"])
     shown["timing"] = view.timing(asked["start"], asked["end"], asked["points"])
     for number in range(len(PATHS)):
         with suppress(KeyError, RecordError):

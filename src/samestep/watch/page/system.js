@@ -69,7 +69,7 @@ function chartOf(name) {
   let lines = [];
   const chart = new Chart(canvas, {
     label: `${title}, ${unit}`,
-    height: () => 150,
+    height: () => 170,
     zoomed: (from, to) => choose({ from, to, axis: "time" }),
     reset: () => choose({ from: null, to: null }),
     tip: (at) => rows(lines, at, unit),
