@@ -24,6 +24,7 @@ from tests.workers import run_workers
 
 # transformers and accelerate warn of options and of torch's own deprecations
 pytestmark = pytest.mark.filterwarnings("default")
+IN_ORDER = "train_sampling_strategy" in TrainingArguments.__dataclass_fields__
 OFF = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -119,6 +120,7 @@ def compare_with_transformers(out):
     torch.testing.assert_close(our_weights, their_weights, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.skipif(not IN_ORDER, reason="this version of transformers always shuffles")
 def test_losses_norms_rates_and_weights_are_those_of_transformers(tmp_path):
     environment = {**OFF, "OMP_NUM_THREADS": "1"}
     run_workers(compare_with_transformers, 1, str(tmp_path), environment=environment)
@@ -170,7 +172,10 @@ def refuse(out):
     assert "samestep.init(seed=7)" in error(seed=7)
     assert "seed=..." in error(data_seed=0)
     assert "mean over the global batch" in error(average_tokens_across_devices=False)
-    assert "random or sequential" in error(train_sampling_strategy="group_by_length")
+    if IN_ORDER:
+        assert "random or sequential" in error(train_sampling_strategy="group_by_length")
+    else:
+        assert "samestep orders the samples" in error(group_by_length=True)
     assert "keep_best" in error(load_best_model_at_end=True, eval_strategy="no", save_strategy="no")
     assert "get_train_dataloader would have no effect" in error(Sampled)
     assert "newest snapshot" in error(training={"resume_from_checkpoint": True})
