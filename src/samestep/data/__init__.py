@@ -1,1 +1,1 @@
-"""Which sample goes to which lane, and how it is loaded."""
+"""The assignment of samples to lanes, and loading."""

@@ -1,4 +1,4 @@
-"""Where lanes and tensors are, and the fixed order of sums. Pure: numbers and sizes only.
+"""The layout of lanes and tensors, and the fixed order of sums. Pure: numbers and sizes only.
 
 A worker has contiguous lanes. Lanes are added pairwise: the tree over lanes [lo, hi) splits at the
 largest power of two below its length:
