@@ -20,7 +20,7 @@ from samestep.data.loader import plan_batches
 from samestep.data.plan import CACHED_EPOCHS, OrderedPlan, WeightedPlan
 from samestep.data.random_state import key, uniform
 from samestep.errors import DataError
-from samestep.step.tree import lanes_of
+from samestep.step.layout import lanes_of
 from tests.data.test_permutation import chi_square_bounds
 from tests.data.test_plan import assert_pure, lane_batches, samples
 from tests.workers import run_workers, try_workers
