@@ -68,7 +68,7 @@ def fit(
     dataset: Any,
     *,
     loss_fn: Callable[[Any, Any], Any] = classify,
-    batch_size: int = 32,
+    batch_size: int | None = 32,
     epochs: int = 2,
     max_norm: float | None = None,
     count: Callable[[Any], int] | None = None,

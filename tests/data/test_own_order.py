@@ -20,7 +20,7 @@ from samestep.data.loader import plan_batches
 from samestep.data.plan import CACHED_EPOCHS, OrderedPlan, WeightedPlan
 from samestep.data.random_state import key, uniform
 from samestep.errors import DataError
-from samestep.step.tree import lanes_of
+from samestep.step.layout import lanes_of
 from tests.data.test_permutation import chi_square_bounds
 from tests.data.test_plan import assert_pure, lane_batches, samples
 from tests.workers import run_workers, try_workers
@@ -282,7 +282,8 @@ def train(epochs=2, **options):
         model = run.replicate(torch.nn.Linear(3, 10))
         data = torch.utils.data.TensorDataset(torch.ones(12, 3))
         options = {name: make(run) for name, make in options.items()}
-        for batch in run.batches(data, 4, epochs=epochs, **options):
+        batch_size = None if "lengths" in options else 4
+        for batch in run.batches(data, batch_size, epochs=epochs, **options):
             run.backward(lambda model, batch: model(batch[0]).mean(), model, batch)
         return run.step
 
@@ -292,6 +293,10 @@ DIFFERENT = {
     "lengths of orders": {"order": lambda run: range(4 + 2 * run.rank)},
     "orders of epoch 1": {"order": lambda run: lambda epoch: [epoch * run.rank, 1, 2, 3]},
     "weights": {"weights": lambda run: [1] * 11 + [run.rank]},
+    "lengths": {
+        "lengths": lambda run: [2] * 11 + [1 + run.rank],
+        "max_tokens": lambda run: 4,
+    },
     "options": {"drop_last": lambda run: run.is_main},
 }
 

@@ -138,6 +138,33 @@ def test_data_set_must_be_map_style_and_not_empty(dataset, words):
         ),
         ({"weights": [1]}, ss.DataError, "weights has 1 entries for 8 samples"),
         ({"order": [8]}, ss.DataError, "order must have indices from 0 to 7, got 8 at position 0"),
+        (
+            {"batch_size": None},
+            ss.ConfigError,
+            "got None; pass it, or lengths and max_tokens",
+        ),
+        ({"lengths": [1] * 8}, ss.ConfigError, "lengths needs max_tokens as well"),
+        ({"max_tokens": 8}, ss.ConfigError, "max_tokens needs lengths as well"),
+        (
+            {"lengths": [1] * 8, "max_tokens": 8},
+            ss.ConfigError,
+            "batch_size cannot be used with max_tokens",
+        ),
+        (
+            {"batch_size": None, "lengths": [1] * 8, "max_tokens": 8, "drop_last": True},
+            ss.ConfigError,
+            "drop_last cannot be used with max_tokens",
+        ),
+        (
+            {"batch_size": None, "lengths": [1] * 8, "max_tokens": 8, "group_by": [0] * 8},
+            ss.ConfigError,
+            "group_by and lengths cannot be used together",
+        ),
+        (
+            {"batch_size": None, "lengths": [9] * 8, "max_tokens": 8},
+            ss.DataError,
+            "sample 0 has 9 tokens, more than max_tokens=8",
+        ),
         ({"count": lambda batch: 0.5}, ss.DataError, "count must return .* got 0.5 for lane 0"),
         ({"count": lambda batch: -1}, ss.DataError, "count must return .* got -1 for lane 0"),
         ({"update": "head"}, ss.errors.ModelError, "must update a torch.nn.Module, got str"),

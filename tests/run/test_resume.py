@@ -107,6 +107,21 @@ def test_own_samples_resume_in_mid_epoch_on_another_number_of_workers(options, t
     assert 4 < events(tmp_path / "parts", "resumed")[0]["step"] < STEPS
 
 
+# two epochs of five steps with 33 lane batches: the last step leaves seven of eight lanes empty
+TOKENS = {"batch_size": None, "lengths": WEIGHTS, "max_tokens": 10}
+
+
+def test_token_batches_resume_in_mid_epoch_on_another_number_of_workers(tmp_path):
+    whole = left_by(partial(image_job, **TOKENS), tmp_path / "whole", 1, lanes=8)
+    assert "loss at step 9" in whole
+    assert "loss at step 10" not in whole
+    killed = partial(image_job, **TOKENS, hook=kill_at(8, 1), loader_workers=1)
+    try_workers(train, 2, killed, tmp_path / "parts")
+    assert left_by(partial(image_job, **TOKENS), tmp_path / "parts", 1) == whole
+    assert 5 < events(tmp_path / "parts", "resumed")[0]["step"] < 10
+    assert left_by(partial(image_job, **TOKENS), tmp_path / "two", 2, lanes=8) == whole
+
+
 def epochs_of_other_lengths_job(run):
     model = run.replicate(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -204,6 +219,7 @@ def test_lanes_and_seed_cannot_change(options, error, words, stopped_at):
         ({"drop_last": True}, "drop_last=False.*drop_last=True"),
         ({"weights": WEIGHTS}, "weights=None, got weights=[0-9a-f]{16}"),
         ({"order": range(101)}, "order=None.*order=[0-9a-f]{16}"),
+        (TOKENS, "lengths=None, max_tokens=None, got .*lengths=[0-9a-f]{16}, max_tokens=10"),
     ],
 )
 def test_data_cannot_change_within_an_epoch(changed, words, stopped_at):

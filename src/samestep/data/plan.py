@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import KW_ONLY, InitVar, asdict, dataclass
+from dataclasses import KW_ONLY, InitVar, asdict, dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
+from math import ceil
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +22,7 @@ GroupBy = Callable[[int], Hashable] | Sequence[Hashable] | NDArray[np.generic]
 Order = ArrayLike | Callable[[int], ArrayLike]  # indices, or a function of the epoch
 
 CACHED_EPOCHS: Final = 4  # orders that are kept: loading ahead may begin the next epochs
+ALIKE: Final = 0.9  # samples from this share of the longest one's tokens may share a lane batch
 
 
 @dataclass
@@ -37,10 +39,7 @@ class Plan(ABC):
     def _check(self) -> None:
         if self.size < 1:
             raise DataError("the data set has no samples; check its path and filters")
-        size = self.batch_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            expected = "batch_size must be a whole number of at least 1 (for all lanes together)"
-            raise ConfigError(f"{expected}, got {size!r}")
+        _check_positive("batch_size", self.batch_size, "all lanes together")
 
     @property
     def samples(self) -> int:
@@ -205,21 +204,19 @@ class OrderedPlan(ShuffledPlan):
 
 
 @dataclass(kw_only=True)
-class GroupedPlan(Plan):
-    """Lane batches with samples of one group each, and each sample once, in O(size) memory.
+class ChunkedPlan(Plan):
+    """Lane batches that are chunks of one group each, and each sample once, in O(size) memory.
 
-    Groups are cut into chunks of ceil(batch_size / lanes) samples; the last one may be shorter.
-    A step takes the next floor(batch_size / chunk) chunks in the epoch's order, one per lane.
+    An epoch shuffles the samples of each group, cuts every group into chunks, of which the last may
+    be shorter, and shuffles the chunks of all groups. A step takes the next ones, one per lane.
     """
 
-    groups: InitVar[GroupBy]
-
-    def __post_init__(self, groups: GroupBy) -> None:
-        self._check()
-        self._members = _members(groups, self.size)
-        self._chunk = -(-self.batch_size // self.lanes)
-        self._chunks_per_step = self.batch_size // self._chunk
-        self._sizes = np.asarray([len(members) for members in self._members])
+    def _cut(self, members: list[Indices], chunk: ArrayLike, chunks_per_step: int) -> None:
+        """Cut groups into chunks of `chunk` samples: one number for all groups, or one each."""
+        self._members = members
+        self._sizes = np.asarray([len(group) for group in members])
+        self._chunk = np.broadcast_to(np.asarray(chunk, dtype=np.int64), self._sizes.shape)
+        self._chunks_per_step = chunks_per_step
         # the number of each group's first chunk, followed by the total
         self._first_chunk = np.concatenate([[0], np.cumsum(-(-self._sizes // self._chunk))])
 
@@ -229,7 +226,8 @@ class GroupedPlan(Plan):
 
     def counts(self, epoch: int, step: int) -> list[int]:
         groups, starts = self._chunks(epoch, step)
-        counts: list[int] = np.minimum(self._sizes[groups] - starts, self._chunk).tolist()
+        sizes = np.minimum(self._sizes[groups] - starts, self._chunk[groups])
+        counts: list[int] = sizes.tolist()
         return counts + [0] * (self.lanes - len(counts))
 
     def indices(self, epoch: int, step: int, lane: int) -> Indices:
@@ -238,7 +236,7 @@ class GroupedPlan(Plan):
             return np.empty(0, dtype=np.int64)
         group, start = int(groups[lane]), int(starts[lane])
         members = self._members[group]
-        positions = np.arange(start, min(start + self._chunk, len(members)))
+        positions = np.arange(start, min(start + int(self._chunk[group]), len(members)))
         if self.shuffle:
             positions = _group_order(len(members), self.seed, group, epoch)[positions]
         return members[positions]
@@ -252,10 +250,74 @@ class GroupedPlan(Plan):
         else:
             taken = np.arange(start, stop)
         groups = np.searchsorted(self._first_chunk, taken, side="right") - 1
-        return groups, (taken - self._first_chunk[groups]) * self._chunk
+        return groups, (taken - self._first_chunk[groups]) * self._chunk[groups]
+
+
+@dataclass(kw_only=True)
+class GroupedPlan(ChunkedPlan):
+    """The groups of the user, cut into chunks of ceil(batch_size / lanes) samples."""
+
+    groups: InitVar[GroupBy]
+
+    def __post_init__(self, groups: GroupBy) -> None:
+        self._check()
+        chunk = -(-self.batch_size // self.lanes)
+        self._cut(_members(groups, self.size), chunk, self.batch_size // chunk)
 
     def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
         return {**super().describe(epoch), "groups": len(self._members)}
+
+
+@dataclass(kw_only=True)
+class TokenPlan(ChunkedPlan):
+    """Lane batches of samples of similar lengths, with at most `max_tokens` tokens after padding.
+
+    Groups are made from the longest sample down. With L tokens in its longest sample, a group has
+    all left of at least `ALIKE` L tokens and is cut into chunks of max_tokens // L samples; the
+    next shorter samples fill its last one. The number of chunks is thus the same in every epoch,
+    and only the chunk of the shortest samples may have fewer. Each step has one chunk per lane.
+    """
+
+    batch_size: int = field(init=False, default=1)  # the average of the steps, rounded up
+    max_tokens: int
+    lengths: InitVar[ArrayLike]
+
+    def __post_init__(self, lengths: ArrayLike) -> None:
+        self._check()
+        _check_positive("max_tokens", self.max_tokens, "each lane batch, with its padding")
+        given = _array(lengths, "lengths", "whole numbers", "iu")
+        if len(given) != self.size:
+            raise DataError(
+                f"lengths has {len(given)} entries for {self.size} samples; pass the number of"
+                " tokens of each sample"
+            )
+        if (low := given.min()) < 1:
+            sample = int(given.argmin())
+            raise DataError(f"lengths must be at least 1, got {low} for sample {sample}")
+        if (high := given.max()) > self.max_tokens:
+            raise DataError(
+                f"sample {int(given.argmax())} has {high} tokens, more than"
+                f" max_tokens={self.max_tokens}; increase max_tokens, or truncate or leave out"
+                " longer samples"
+            )
+        negative = -given.astype(np.int64)
+        self._digest = _digest(negative)
+        order = np.argsort(negative, kind="stable")
+        negative = negative[order]  # ascending, as searchsorted needs
+        members, chunks, start = [], [], 0
+        while start < self.size:
+            longest = -int(negative[start])
+            chunk = min(self.max_tokens // longest, self.size)
+            alike = int(np.searchsorted(negative, -ceil(ALIKE * longest), side="right")) - start
+            stop = start - -alike // chunk * chunk
+            members.append(order[start:stop])
+            chunks.append(chunk)
+            start = stop
+        self._cut(members, chunks, self.lanes)
+        self.batch_size = -(-self.size // self.steps_per_epoch)
+
+    def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
+        return {**super().describe(epoch), "lengths": self._digest}
 
 
 @lru_cache(maxsize=8)  # an order in use holds tables and blocks of a few MiB
@@ -337,6 +399,11 @@ def _array(given: Any, name: str, of: str, kinds: str) -> NDArray[Any]:
 
 def _digest(array: NDArray[Any]) -> str:
     return hashlib.blake2b(array.data, digest_size=8).hexdigest()
+
+
+def _check_positive(name: str, value: int, of: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of at least 1 (for {of}), got {value!r}")
 
 
 def check_end(name: str, value: int | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import wraps
 from inspect import signature
@@ -20,6 +20,7 @@ from samestep.data.plan import (
     OrderedPlan,
     Plan,
     ShuffledPlan,
+    TokenPlan,
     WeightedPlan,
     check_end,
 )
@@ -36,8 +37,8 @@ Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 OWN_ORDER: Final = (
     "samestep selects the samples, so that they are the same at any number of workers; run.batches"
-    " has weights= (draws with replacement), order= (indices, or a function of the epoch), shuffle="
-    " and group_by=, and run.evaluate uses each sample once"
+    " has weights= (draws with replacement), order= (indices, or a function of the epoch), shuffle=,"
+    " group_by=, and lengths= with max_tokens=, and run.evaluate uses each sample once"
 )
 LOADER_PROCESSES: Final = "loader_workers= starts the loader processes, which need no other option"
 INSTEAD: Final = {
@@ -249,7 +250,7 @@ class StreamLoop(Loop):
 
 def make_plan(
     dataset: Any,
-    batch_size: int,
+    batch_size: int | None,
     lanes: int,
     seed: int,
     *,
@@ -258,15 +259,25 @@ def make_plan(
     group_by: GroupBy | None,
     weights: ArrayLike | None,
     order: Order | None,
+    lengths: ArrayLike | None,
+    max_tokens: int | None,
 ) -> Plan:
     """Return the assignment of a map-style data set's samples to steps and lanes."""
     size = size_of(dataset)
-    given = {"group_by": group_by, "weights": weights, "order": order}
+    given = {"group_by": group_by, "weights": weights, "order": order, "lengths": lengths}
     chosen = [name for name, value in given.items() if value is not None]
     if len(chosen) > 1:
         raise ConfigError(
             f"{' and '.join(chosen)} cannot be used together, because each of them selects the"
             " samples of a batch; leave out all but one"
+        )
+    if lengths is not None or max_tokens is not None:
+        excluded = {"batch_size": batch_size is not None, "drop_last": drop_last}
+        return _token_plan(size, lanes, seed, lengths, max_tokens, excluded, shuffle=shuffle)
+    if batch_size is None:
+        raise ConfigError(
+            "batch_size must be a whole number of at least 1 (for all lanes together), got None;"
+            " pass it, or lengths and max_tokens"
         )
     sizes = size, batch_size, lanes, seed
     if weights is not None:
@@ -286,3 +297,25 @@ def make_plan(
             "leave out one of the two"
         )
     return GroupedPlan(*sizes, shuffle=shuffle, groups=group_by)
+
+
+def _token_plan(
+    size: int,
+    lanes: int,
+    seed: int,
+    lengths: ArrayLike | None,
+    max_tokens: int | None,
+    excluded: Mapping[str, bool],
+    *,
+    shuffle: bool,
+) -> TokenPlan:
+    if lengths is None or max_tokens is None:
+        given, missing = ("lengths", "max_tokens")[:: 1 if max_tokens is None else -1]
+        raise ConfigError(f"{given} needs {missing} as well; pass both, or batch_size instead")
+    for name, is_given in excluded.items():
+        if is_given:
+            raise ConfigError(
+                f"{name} cannot be used with max_tokens, which bounds each lane batch; leave out"
+                " one of the two"
+            )
+    return TokenPlan(size, lanes, seed, shuffle=shuffle, max_tokens=max_tokens, lengths=lengths)

@@ -198,7 +198,7 @@ class Run(Collectives, Log):
     def batches(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
         epochs: int | None = None,
         steps: int | None = None,
@@ -209,6 +209,8 @@ class Run(Collectives, Log):
         group_by: GroupBy | None = None,
         weights: ArrayLike | None = None,
         order: Order | None = None,
+        lengths: ArrayLike | None = None,
+        max_tokens: int | None = None,
         name: str = "train",
     ) -> PlannedLoop:
         """Return a loop over the global batches of a map-style data set, one per step.
@@ -219,7 +221,8 @@ class Run(Collectives, Log):
 
         Args:
             dataset: Data set with `__len__` and `__getitem__`, and optionally `__getitems__`.
-            batch_size: Samples in a global batch, over all lanes and workers.
+            batch_size: Samples in a global batch, over all lanes and workers. Leave it out with
+                `max_tokens`.
             epochs: Total number of epochs, over all resumes and calls with this name.
             steps: Total number of steps, counted the same way. Without both, the current epoch.
             shuffle: Whether to draw a new order of the samples for every epoch; no effect with
@@ -237,13 +240,18 @@ class Run(Collectives, Log):
                 them, of the same length for all epochs. They may repeat or leave out samples. Needs
                 8 bytes per index, for a function those of 4 epochs. The function is called ahead
                 and more than once per epoch, with the global generators seeded for the epoch.
+            lengths: Tokens of each sample: whole numbers of at least 1. Each sample is then used
+                once per epoch, with others of similar lengths. Needs 8 bytes per sample.
+            max_tokens: Largest size of a lane batch, of which there is one per lane in each step:
+                its number of samples times the tokens of its longest one.
             name: Name of the loop, under which its position is saved.
 
         Raises:
             ConfigError: A number is invalid, options contradict each other, or an option of
                 DataLoader is used that is not one of these.
-            DataError: The data set is empty or not map-style; it, its order or its weights changed
-                within an epoch or differ between workers; or an order or weights are unusable.
+            DataError: The data set is empty or not map-style; it, its order, weights or lengths
+                changed within an epoch or differ between workers; an order, weights or lengths are
+                unusable; or a sample has more than `max_tokens` tokens.
 
         Example:
             >>> for batch in run.batches(train_set, 32, epochs=1):
@@ -261,6 +269,8 @@ class Run(Collectives, Log):
             group_by=group_by,
             weights=weights,
             order=order,
+            lengths=lengths,
+            max_tokens=max_tokens,
         )
         batches = partial(
             plan_batches,
