@@ -16,7 +16,7 @@ from selenium.webdriver.support.select import Select
 from samestep.record import read_events
 from tests.watch.browser.pages import TIMEOUT_SECONDS, Page, serving
 from tests.watch.browser.runs import append, losses, paint, shown_color
-from tests.watch.writing import scalars, started
+from tests.watch.writing import scalars, started, timing
 from tests.workers import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -231,3 +231,41 @@ def test_a_real_run_with_a_killed_and_replaced_worker(place, page):
     finally:
         training.terminate()
         training.wait(timeout=TIMEOUT_SECONDS)
+
+
+def test_the_first_screen_answers_three_questions_and_shows_a_chart(run, page):
+    page.use_desktop_screen()
+    append(
+        run,
+        *(
+            event
+            for step in range(20)
+            for event in (
+                scalars(
+                    step, **{"train/loss": 2 - step / 20, "val/acc": 0.9 - abs(step - 15) / 50}
+                ),
+                timing(step, (0.0, 0.5, 0.25, 0.25, 0.0), (0.0, 1.5, 0.0, 0.25, 0.0)),
+            )
+        ),
+    )
+    page.open(run.name).points("train/loss", 20)
+    answer = "return document.querySelector(`[data-answer=${arguments[0]}] .answer`).innerText"
+    page.until(f"{answer}.includes('at 15') && {answer[7:]}.includes('at 19')", "learning")
+    score, loss = filter(None, page.run(answer, "learning").splitlines())
+    assert score == "val/acc 0.82↓ 2 %best 0.9 at 15"
+    assert loss == "train/loss 1.05↓ 15 %best 1.05 at 19"
+    assert list(filter(None, page.run(answer, "healthy").splitlines())) == [
+        "✓all newest values are finite",
+        "⚠worker 1 takes 2.3 times the median",
+    ]
+    assert page.run(answer, "slow").split("\n") == [
+        "compute 73 %",
+        "optimizer 18 %",
+        "exchange 9 %",
+    ]
+    top = "return document.querySelector('[data-scalar]').getBoundingClientRect().top"
+    assert 0 < page.run(top) <= 200
+    append(run, scalars(20, **{"val/acc": "nan"}))
+    page.until(f"{answer}.startsWith('⚠val/acc has not been finite since step 20')", "healthy")
+    page.driver.find_element(By.CSS_SELECTOR, "[data-answer=slow] button").click()
+    page.until("return !document.getElementById('panel-time').hidden")
