@@ -109,7 +109,8 @@ function health({ state, step, scalars, nonfinite, workers }) {
   if (scalars.length && !nonfinite.length) lines.push(["good", "all newest values are finite"]);
   const pace = paces(workers);
   if (pace) lines.push(pace);
-  return lines.length ? lines : [[null, "no values yet"]];
+  if (!lines.length) return [[null, "no values yet"]];
+  return lines.length > 2 ? lines.filter(([tone]) => tone === "bad") : lines;
 }
 
 function paces(workers) {
@@ -120,7 +121,7 @@ function paces(workers) {
   // the lower middle one of an even number, so that the slower of two workers is compared
   const median = seconds.sort((a, b) => a - b)[(seconds.length - 1) >> 1];
   const times = Number((slowest.seconds / median).toPrecision(2));
-  return ["bad", `worker ${slowest.rank} takes ${times} times the median`];
+  return ["bad", `worker ${slowest.rank}: ${times} times the median`];
 }
 
 function checked([tone, text, state]) {
