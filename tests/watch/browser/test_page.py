@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from PIL import Image
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
@@ -16,7 +17,7 @@ from selenium.webdriver.support.select import Select
 from samestep.record import read_events
 from tests.watch.browser.pages import TIMEOUT_SECONDS, Page, serving
 from tests.watch.browser.runs import append, losses, paint, shown_color
-from tests.watch.writing import scalars, started
+from tests.watch.writing import scalars, started, timing
 from tests.workers import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -231,3 +232,80 @@ def test_a_real_run_with_a_killed_and_replaced_worker(place, page):
     finally:
         training.terminate()
         training.wait(timeout=TIMEOUT_SECONDS)
+
+
+def test_the_first_screen_answers_three_questions_and_shows_a_chart(run, page):
+    page.use_desktop_screen()
+    append(
+        run,
+        *(
+            event
+            for step in range(20)
+            for event in (
+                scalars(
+                    step, **{"train/loss": 2 - step / 20, "val/acc": 0.9 - abs(step - 15) / 50}
+                ),
+                timing(step, (0.0, 0.5, 0.25, 0.25, 0.0), (0.0, 1.5, 0.0, 0.25, 0.0)),
+            )
+        ),
+    )
+    page.open(run.name).points("train/loss", 20)
+    answer = "return document.querySelector(`[data-answer=${arguments[0]}] .answer`).innerText"
+    page.until(f"{answer}.includes('at 15') && {answer[7:]}.includes('at 19')", "learning")
+    score, loss = filter(None, page.run(answer, "learning").splitlines())
+    assert score == "val/acc 0.82↓ 2 %best 0.9 at 15"
+    assert loss == "train/loss 1.05↓ 15 %best 1.05 at 19"
+    assert list(filter(None, page.run(answer, "healthy").splitlines())) == [
+        "✓all newest values are finite",
+        "⚠worker 1: 2.3 times the median",
+    ]
+    assert page.run(answer, "slow").split("\n") == [
+        "compute 73 %",
+        "optimizer 18 %",
+        "exchange 9 %",
+    ]
+    top = "return document.querySelector('[data-scalar]').getBoundingClientRect().top"
+    assert 0 < page.run(top) <= 200
+    append(run, scalars(20, **{"val/acc": "nan"}))
+    page.until(f"{answer}.startsWith('⚠val/acc has not been finite since step 20')", "healthy")
+    page.driver.find_element(By.CSS_SELECTOR, "[data-answer=slow] button").click()
+    page.until("return !document.getElementById('panel-time').hidden")
+
+
+def test_a_chart_is_saved_and_its_outliers_are_ignored(run, page, tmp_path):
+    allowed = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", allowed)
+    spiked = {step: 1e6 if step == 7 else 1 + step % 3 for step in range(20)}
+    append(run, *(scalars(step, **{"val/loss": value}) for step, value in spiked.items()))
+    page.open(run.name).points("val/loss", 20)
+    card = "document.querySelector('[data-scalar]')"
+    assert page.text("[data-scalar] .best") == "best 1"
+    page.run(
+        "window.drawn = []; const pen = CanvasRenderingContext2D.prototype;"
+        "const draw = pen.fillText;"
+        "pen.fillText = function (text, ...at) { drawn.push(text); draw.call(this, text, ...at) }"
+    )
+    page.driver.find_element(By.ID, "clip").click()
+    page.until(f"return {card}.querySelector('.note').textContent.endsWith('not shown: 1')")
+    page.until("return location.hash.includes('clip=1')")
+    page.until("return drawn.includes('step') && drawn.includes('3')")
+    assert page.run("return !drawn.some((text) => text.endsWith('k') || text.endsWith('M'))")
+    for kind in ("CSV", "PNG"):
+        page.run(f"{card}.querySelector('.save summary').click()")
+        page.run(
+            f"[...{card}.querySelectorAll('.save button')]"
+            ".find((one) => one.textContent === arguments[0]).click()",
+            kind,
+        )
+        file = tmp_path / f"val-loss.{kind.lower()}"
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not file.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    lines = (tmp_path / "val-loss.csv").read_bytes().decode().splitlines()
+    assert lines[0] == "run,step,value,low,high,smoothed"
+    assert lines[1:] == [f"{run.name},{step},{value:.0f},,," for step, value in spiked.items()]
+    with Image.open(tmp_path / "val-loss.png") as picture:
+        assert picture.width > 250
+        assert len(picture.convert("RGB").getcolors(1 << 20)) > 3
+    page.open(run.name, clip=1).points("val/loss", 20)
+    assert page.driver.find_element(By.ID, "clip").get_attribute("aria-pressed") == "true"

@@ -2,19 +2,22 @@
 
 import { Chart } from "./chart.js";
 import { colorOf, dashOf } from "./colors.js";
-import { clockSpan, count, number, splitName } from "./format.js";
+import { bestOf, clockSpan, count, goal, number, splitName } from "./format.js";
 import { get, path } from "./api.js";
 import { h } from "./dom.js";
+import { saveMenu } from "./saving.js";
 import { choose } from "./state.js";
 
 const MANY = 4; // runs; with more, bands and raw values would hide each other
 const MOST_IN_TIP = 12;
+const FAR_OUT = 3; // interquartile ranges
 
 export class Card {
   constructor(name) {
     this.name = name;
     this.responses = new Map(); // by run: key and response
     this.readout = h("span", { class: "readout" });
+    this.best = h("span", { class: "best" });
     this.canvas = h("div", { class: "canvas" });
     this.note = h("p", { class: "note", hidden: true });
     const click = () => choose({ large: this.large ? "" : name });
@@ -24,7 +27,8 @@ export class Card {
     this.element = h(
       "article",
       { class: "card", "data-scalar": name },
-      h("header", {}, h("h3", { title: name }, splitName(name)[1]), this.readout, this.enlarge),
+      h("header", {}, h("h3", { title: name }, splitName(name)[1]), this.best, this.readout,
+        saveMenu(this), this.enlarge),
       this.canvas,
       this.note,
     );
@@ -109,7 +113,8 @@ export class Card {
 
   draw(view, wanted) {
     const { state } = view;
-    const look = JSON.stringify([wanted.map(({ key }) => key), state.log, state.band, state.run]);
+    const look = JSON.stringify([wanted.map(({ key }) => key), state.log, state.band, state.run,
+      state.clip]);
     if (look === this.look) return;
     this.look = look;
     const crowded = wanted.length > MANY;
@@ -133,11 +138,17 @@ export class Card {
     const isDrawn = (value) => value !== null && (!state.log || value > 0);
     const isEmpty = !this.curves.some(({ value }) => value.some(isDrawn));
     const reason = state.log ? "No value here is above zero." : "No value here is finite.";
-    this.say(isEmpty ? reason : "");
+    const range = state.clip ? usual(this.curves, state, isDrawn) : null;
+    const outside = range?.outside ? `Outliers that are not shown: ${count(range.outside)}` : "";
+    this.say(isEmpty ? reason : outside);
     const marks = this.curves.length === 1 ? view.restarts(this.curves[0].id) : [];
     const { log, from, to } = state;
-    this.chart.draw(this.curves, { time: state.axis === "time", log, from, to, marks });
+    const time = state.axis === "time";
+    const title = time ? "time since the start (h:min:s)" : "step";
+    const unit = this.large ? this.name : null;
+    this.chart.draw(this.curves, { time, log, from, to, marks, title, unit, range: range?.range });
     this.showValue(null);
+    this.showBest(view);
     const drawn = this.curves.reduce((sum, curve) => sum + curve.x.length, 0);
     this.element.dataset.points = drawn;
     this.element.dataset.exact = this.curves.every((curve) => curve.exact);
@@ -153,6 +164,15 @@ export class Card {
     const curve = this.curves?.find(({ id }) => id === this.view.state.run) ?? this.curves?.[0];
     const index = curve ? (at === null ? curve.x.length - 1 : nearest(curve.x, at)) : -1;
     this.readout.textContent = index < 0 ? "" : number((curve.smooth ?? curve.value)[index]);
+  }
+
+  /** Show the best value of the chosen run's whole curve. */
+  showBest({ state, details, runs }) {
+    const run = details.get(runs.some(({ id }) => id === state.run) ? state.run : runs[0]?.id);
+    const scalar = run?.scalars.find(({ name }) => name === this.name);
+    const best = scalar ? bestOf(scalar) : null;
+    const word = goal(this.name) ? "best" : "highest";
+    this.best.textContent = best === null ? "" : `${word} ${number(best)}`;
   }
 
   /** Return the content of the box at the cursor: one row per run, highest value first. */
@@ -198,6 +218,23 @@ export class Card {
     this.chart.destroy();
     this.element.remove();
   }
+}
+
+/**
+ * Return the range of the drawn values without outliers, and how many are outside of it: those more
+ * than 3 interquartile ranges from the quartiles ("far out", Tukey 1977). Null if there are none.
+ */
+function usual(curves, { from, to }, isDrawn) {
+  const inside = (x) => from === null || (x >= from && x <= to);
+  const values = curves
+    .flatMap(({ x, value }) => value.filter((y, index) => isDrawn(y) && inside(x[index])))
+    .sort((a, b) => a - b);
+  const quantile = (share) => values[Math.round(share * (values.length - 1))];
+  const [lower, upper] = [quantile(0.25), quantile(0.75)];
+  const most = FAR_OUT * (upper - lower);
+  const kept = values.filter((value) => value >= lower - most && value <= upper + most);
+  const outside = values.length - kept.length;
+  return outside && most > 0 ? { range: [kept[0], kept.at(-1)], outside } : null;
 }
 
 /** Return the index of the nearest value in a sorted list. */

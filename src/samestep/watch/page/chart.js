@@ -45,7 +45,7 @@ export class Chart {
 
   /**
    * Draw curves. Options: time (x is seconds), log, from and to (null: all), marks (x values of
-   * vertical lines), zero (y starts at 0).
+   * vertical lines), zero (y starts at 0), range (of y, null: all), title and unit (of x and y).
    */
   draw(curves, options) {
     this.curves = curves;
@@ -58,6 +58,9 @@ export class Chart {
       options.time,
       options.log,
       options.zero,
+      Boolean(options.range),
+      options.title,
+      options.unit,
     ]);
     this.options = options;
     if (this.plot && shape === this.shape) return this.plot.setData(data);
@@ -90,29 +93,35 @@ export class Chart {
   }
 
   look() {
-    const { time, log, zero } = this.options;
+    const { time, log, zero, range, title, unit } = this.options;
     const line = { stroke: resolved("--grid"), width: 1 };
     const ticks = { ...line, size: 4 };
-    const axis = { stroke: resolved("--faint"), font: FONT, grid: line, ticks, gap: 4 };
+    const label = { labelFont: FONT, labelSize: 15, labelGap: 0 };
+    const axis = { stroke: resolved("--faint"), font: FONT, grid: line, ticks, gap: 4, ...label };
+    const padded = log ? (ends) => uPlot.rangeLog(...ends, 10, false) : (ends) =>
+      uPlot.rangeNum(...ends, 0.1, true);
+    const given = { range: () => padded(this.options.range) };
     const fromZero = { range: (plot, low, high) => [0, (high || 1) * 1.05] };
-    const label = (value) => (value === null ? "" : tick(value));
+    const text = (value) => (value === null ? "" : tick(value));
     return {
       legend: { show: false },
       padding: [8, 10, 0, 0],
       scales: {
         x: { time: false, range: (plot, low, high) => this.range(low, high) },
-        y: { distr: log ? 3 : 1, ...(zero && fromZero) },
+        y: { distr: log ? 3 : 1, ...(zero && fromZero), ...(range && given) },
       },
       axes: [
         {
           ...axis,
           size: 26,
           space: 64,
+          label: title,
           ...(time
             ? { incrs: SECONDS, values: (plot, at) => at.map(clockSpan) }
             : { incrs: wholeSteps(), values: (plot, at) => at.map(tick) }),
         },
-        { ...axis, values: (plot, at) => at.map(label), size: (plot, texts) => room(texts) },
+        { ...axis, label: unit ?? undefined, values: (plot, at) => at.map(text),
+          size: (plot, texts) => room(texts) },
       ],
       cursor: {
         y: false,

@@ -94,6 +94,8 @@ function toolbar() {
   const log = toggle("log", "Log", "Logarithmic scale", () => choose({ log: !state.log }));
   const title = "From the lowest to the highest worker";
   const band = toggle("band", "Band", title, () => choose({ band: !state.band }));
+  const all = "Fit the scale to the curve without its outliers";
+  const clip = toggle("clip", "No outliers", all, () => choose({ clip: !state.clip }));
   const smooth = h("input", {
     id: "smooth",
     type: "range",
@@ -109,7 +111,7 @@ function toolbar() {
     { class: "tools", role: "group", "aria-label": "What the curves show" },
     h("div", { class: "find" }, search, tally),
     axis,
-    h("div", { class: "segments" }, log, band),
+    h("div", { class: "segments" }, log, band, clip),
     h("label", { class: "slider" }, "Smoothing", smooth, amount),
     zoom.element,
   );
@@ -122,6 +124,7 @@ function toolbar() {
         button.setAttribute("aria-pressed", String(button.id === `axis-${state.axis}`)));
       log.setAttribute("aria-pressed", String(state.log));
       band.setAttribute("aria-pressed", String(state.band));
+      clip.setAttribute("aria-pressed", String(state.clip));
       smooth.value = fromWeight(state.smooth);
       smooth.setAttribute("aria-valuetext", state.smooth ? `weight ${state.smooth}` : "off");
       amount.textContent = state.smooth ? String(state.smooth) : "off";

@@ -93,3 +93,16 @@ export function splitName(name) {
   if (slash <= 0 || slash === name.length - 1) return ["", name];
   return [name.slice(0, slash), name.slice(slash + 1)];
 }
+
+const LOWER_IS_BETTER = /loss|error|mae|mse|perplexity/i;
+const HIGHER_IS_BETTER =
+  /(?<![a-z])(acc(?!um)|au(ro)?c|bleu|dice|f1|m?iou|map|precision|psnr|recall|score|ssim|top-?\d)/i;
+
+/** Return which values of a scalar are better by its name, "lowest" or "highest", else null. */
+export function goal(name) {
+  if (LOWER_IS_BETTER.test(name)) return "lowest";
+  return HIGHER_IS_BETTER.test(name) ? "highest" : null;
+}
+
+/** Return the best value of a scalar; the highest if its name does not say what is better. */
+export const bestOf = ({ name, lowest, highest }) => (goal(name) === "lowest" ? lowest : highest);

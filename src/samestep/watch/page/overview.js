@@ -1,18 +1,23 @@
 // The state of a run: progress, speed, expected end, and missing parts of its record.
 
+import { answers } from "./answers.js";
 import { h, onChange } from "./dom.js";
 import { ago, count, duration, moment, near, number, several } from "./format.js";
 
 export function overview(root) {
   const age = h("span", { class: "age" });
   const body = h("div", { class: "glance" });
-  root.append(body);
-  const draw = onChange((run, clock) =>
-    body.replaceChildren(...content(run, age, clock).filter(Boolean)),
-  );
+  const three = answers();
+  const below = h("div");
+  root.append(body, three.element, below);
+  const draw = onChange((run, clock) => {
+    body.replaceChildren(...content(run, age, clock).filter(Boolean));
+    below.replaceChildren(...(run ? losses(run) : []));
+  });
   return {
     update(view) {
       const { run } = view;
+      three.element.hidden = !run;
       document.title = run ? `${run.name} – ${run.state} – samestep` : "samestep";
       if (!run) {
         draw(null, view.clock);
@@ -20,6 +25,7 @@ export function overview(root) {
       }
       const { events, scalars, images, config, workers, parts, now, ...shown } = run;
       draw({ ...shown, count: workers.length }, view.clock);
+      three.update(view);
       this.tick(view);
     },
     tick({ run, clock }) {
@@ -45,44 +51,29 @@ function content(run, age, clock) {
   const ofSteps = steps === null ? null : `of ${count(steps)}`;
   const isOther = loop && loop !== "train" && steps !== null;
   const ofLoop = isOther ? `${loop}: ${count(done)} ${ofSteps}` : ofSteps;
-  const facts = [
-    several(run.count, "worker"), several(run.lanes, "lane"), (run.devices ?? []).join(", "),
-    run.torch && `torch ${run.torch}`, run.attempts > 1 && `${run.attempts} starts`,
-  ];
+  const paced = speed === null ? ofLoop : `${ofLoop ?? ""} ${number(speed)} per second`.trim();
   return [
     h("header", { class: "title" },
-      h("h1", { id: "run-name" }, run.name),
+      h("h1", { id: "run-name", title: run.name }, run.name),
       h("span", { class: "state", id: "run-state", "data-state": run.state }, run.state),
-      nonfiniteBadge(run),
+      h("dl", { class: "figures" },
+        figure("epoch", "Epoch", count(ordinal), epochs === null ? null : `of ${count(epochs)}`),
+        figure("step", "Step", count(run.step), paced),
+        left !== null && figure("left", progress.is_of_epoch ? "Left in epoch" : "Left",
+          duration(left), `ends ${near(clock + left, clock)}`),
+        samples !== null && figure("samples", "Samples", count(samples),
+          perSecond === null ? null : `${number(perSecond)} per second`),
+        figure("elapsed", "Elapsed", duration(run.elapsed),
+          run.attempts > 1 && `${run.attempts} starts`),
+        figure("workers", "Workers", count(run.count), several(run.lanes, "lane"))),
       age),
-    h("dl", { class: "figures" },
-      figure("step", "Step", count(run.step), ofLoop),
-      figure("epoch", "Epoch", count(ordinal), epochs === null ? null : `of ${count(epochs)}`),
-      samples !== null && figure("samples", "Samples", count(samples),
-        perSecond === null ? null : `${number(perSecond)} per second`),
-      speed !== null && figure("speed", "Steps per second", number(speed), null),
-      left !== null && figure("left", progress.is_of_epoch ? "Left in epoch" : "Left",
-        duration(left), `ends ${near(clock + left, clock)}`),
-      figure("elapsed", "Elapsed", duration(run.elapsed),
-        `since ${near(run.started, clock)}`)),
     bar(progress),
-    h("p", { class: "facts" }, facts.filter(Boolean).map((fact) => h("span", {}, fact))),
-    ...losses(run),
   ];
 }
 
 function figure(key, label, value, note) {
   const description = h("dd", {}, value, note && h("small", {}, note));
   return h("div", { "data-figure": key }, h("dt", {}, label), description);
-}
-
-/** A badge for values that are NaN or infinite now, which a curve cannot show. */
-export function nonfiniteBadge({ nonfinite }) {
-  if (!nonfinite.length) return null;
-  const [{ name, step }] = nonfinite;
-  const title = nonfinite.map((one) => `${one.name} since step ${count(one.step)}`).join("\n");
-  return h("span", { class: "state", "data-state": "nonfinite", title },
-    `${name} has not been finite since step ${count(step)}`);
 }
 
 function bar({ share, is_of_epoch: isOfEpoch }) {

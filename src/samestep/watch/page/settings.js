@@ -47,8 +47,9 @@ const EMPTY = "No settings in the record yet.";
 const settingsOf = ({ name, defaults, ...run }) => ({ name, defaults, values: [...flat(run)] });
 
 /** Return the job's settings, then options, then the origin of a run, by name as text. */
-export function flat({ settings, config, command, commit }) {
-  const origin = Object.entries({ command, commit }).filter(([, value]) => value);
+export function flat({ settings, config, command, commit, torch, devices }) {
+  const found = { command, commit, torch, devices: devices?.join(", ") };
+  const origin = Object.entries(found).filter(([, value]) => value);
   return new Map([...dotted(settings), ...dotted(config), ...origin]);
 }
 

@@ -8,6 +8,7 @@ const DEFAULTS = {
   axis: "step",
   log: false,
   band: true,
+  clip: false, // ignore outliers
   smooth: 0,
   from: null, // the zoomed range, in steps or in seconds since a run's start
   to: null,

@@ -2,14 +2,13 @@
 
 import { get, report } from "./api.js";
 import { h, onChange, searchBox } from "./dom.js";
-import { ago, count, duration, number } from "./format.js";
+import { ago, bestOf, count, duration, number } from "./format.js";
 import { flat } from "./settings.js";
 import { choose, state } from "./state.js";
 
 const MOST_SCORES = 4; // chosen automatically
 const MOST_SETTINGS = 8;
 const MOST_ROWS = 200; // until "Show all" is pressed
-const LOWER_IS_BETTER = /loss|error|mae|mse|perplexity/i;
 const PAUSE = 3000; // milliseconds between two requests
 
 export function tablePanel(root) {
@@ -63,9 +62,9 @@ function described(run) {
   const settings = flat({ ...run, command: null });
   const pairs = [...settings].map(([name, value]) => `${name}=${value}`);
   const values = new Map(settings);
-  for (const [name, { last, lowest, highest }] of Object.entries(run.scores)) {
-    values.set(name, last);
-    values.set(`best ${name}`, LOWER_IS_BETTER.test(name) ? lowest : highest);
+  for (const [name, scores] of Object.entries(run.scores)) {
+    values.set(name, scores.last);
+    values.set(`best ${name}`, bestOf({ name, ...scores }));
   }
   const text = [run.name, run.id, run.state, ...pairs].join(" ").toLowerCase();
   return { id: run.id, name: run.name, state: run.state, step: run.step, elapsed: run.elapsed,

@@ -17,6 +17,8 @@ const MEANING = {
   other: "the rest of the step: logging, evaluation, your own code",
 };
 
+const TITLES = { title: "step", unit: "seconds per step" };
+
 export function timePanel(root) {
   const strip = h("section", { class: "strip" });
   const canvas = h("div", { class: "canvas" });
@@ -32,7 +34,7 @@ export function timePanel(root) {
   const draw = onChange((parts) => strip.replaceChildren(...content(parts)));
   const load = latest((response) => {
     shown = response;
-    chart.draw(stacked(shown), { ...stepRange(), zero: true });
+    chart.draw(stacked(shown), { ...stepRange(), ...TITLES, zero: true });
   });
   return {
     update({ run }) {

@@ -14,6 +14,8 @@ const QUANTILES = [
   "fastest worker", "lower quartile", "median", "upper quartile", "slowest worker",
 ];
 
+const TITLES = { title: "step", unit: "seconds per step" };
+
 export function workersPanel(root) {
   const map = h("div", { class: "map" });
   const canvas = h("div", { class: "canvas" });
@@ -45,7 +47,7 @@ export function workersPanel(root) {
         const look = rank === slowest ? { color: "--bad" } : faint;
         return { label: `worker ${rank}`, x, value, dash: [], ...look };
       });
-    chart.draw([...curves, ...spread], { ...stepRange(), zero: true });
+    chart.draw([...curves, ...spread], { ...stepRange(), ...TITLES, zero: true });
   });
   return {
     update({ run }) {

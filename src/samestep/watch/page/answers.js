@@ -1,0 +1,148 @@
+// Three answers about the run: is it learning, is it healthy, and what is slow?
+
+import { latest, path } from "./api.js";
+import { partColor, PARTS } from "./colors.js";
+import { h, onChange } from "./dom.js";
+import { bestOf, count, goal, number } from "./format.js";
+import { choose } from "./state.js";
+
+const EVALUATED = /^(val|valid|validation|test|eval)[/_]/i;
+const STEADY = 0.005; // a smaller change is no trend
+const MOST_PARTS = 3; // named beside the bar
+const TREND = "The change of the mean from the fifth of the points before the newest fifth to it";
+
+export function answers() {
+  const cells = {
+    learning: cell("learning", "Learning?", "curves"),
+    healthy: cell("healthy", "Healthy?", "workers"),
+    slow: cell("slow", "What is slow?", "time"),
+  };
+  const asked = {}; // by role: the run and the scalar whose curve was requested
+  const known = {}; // and those of the newest curve
+  let last = null;
+  const loads = Object.fromEntries(["score", "loss"].map((role) => [role, latest((curve) => {
+    known[role] = { ...asked[role], curve };
+    drawLearning(learned(last, known));
+  })]));
+  const drawLearning = onChange((lines) => cells.learning.show(lines.map(scored)));
+  const drawHealth = onChange((lines) => cells.healthy.show(lines.map(checked)));
+  const drawParts = onChange((parts) => cells.slow.show(shares(parts)));
+  return {
+    element: h("div", { class: "answers" }, Object.values(cells).map(({ element }) => element)),
+    update({ run }) {
+      last = run;
+      for (const [role, { name, points, last: newest }] of Object.entries(chosen(run))) {
+        asked[role] = { id: run.id, name };
+        const request = path("curve", { id: run.id, name, points: 300, x: "step" });
+        loads[role](request, `${points} ${newest} ${run.attempts}`);
+      }
+      drawLearning(learned(run, known));
+      drawHealth(health(run));
+      drawParts(run.parts);
+    },
+  };
+}
+
+function cell(key, label, tab) {
+  const place = h("div", { class: "answer" });
+  const click = () => choose({ tab });
+  const question = h("button", { class: "question", type: "button", on: { click } }, label);
+  const element = h("section", { "data-answer": key, "aria-label": label }, question, place);
+  return { element, show: (lines) => place.replaceChildren(...lines) };
+}
+
+/** Return the score and the loss of a run, those of an evaluation first. */
+function chosen({ scalars }) {
+  const first = (wanted) => {
+    const fitting = scalars.filter(({ name }) => goal(name) === wanted);
+    return fitting.find(({ name }) => EVALUATED.test(name)) ?? fitting[0];
+  };
+  const found = { score: first("highest"), loss: first("lowest") };
+  return Object.fromEntries(Object.entries(found).filter(([, scalar]) => scalar));
+}
+
+function learned(run, known) {
+  return Object.entries(chosen(run)).map(([role, scalar]) => {
+    const { name, last } = scalar;
+    const { id, name: drawn, curve } = known[role] ?? {};
+    const line = { name, last, best: bestOf(scalar), trend: null, at: null };
+    if (id !== run.id || drawn !== name) return line;
+    const sign = goal(name) === "lowest" ? 1 : -1;
+    const finite = curve.x.map((x, index) => [x, curve.value[index]]).filter(([, y]) => y !== null);
+    const best = finite.reduce((a, b) => (a && sign * a[1] <= sign * b[1] ? a : b), null);
+    return { ...line, trend: trend(finite.map(([, y]) => y)), at: best?.[0] ?? null };
+  });
+}
+
+/** Return the relative change from one fifth of the values to the newest; null if unknown. */
+function trend(values) {
+  const size = Math.floor(values.length / 5);
+  const mean = (from, to) => values.slice(from, to).reduce((sum, y) => sum + y, 0) / size;
+  const end = values.length;
+  const [before, now] = [mean(end - 2 * size, end - size), mean(end - size, end)];
+  return size && before ? (now - before) / Math.abs(before) : null;
+}
+
+function scored({ name, last, best, trend: change, at }) {
+  const isBetter = change < 0 === (goal(name) === "lowest");
+  const percent = Math.min(999, Math.round(100 * Math.abs(change)));
+  const tone = Math.abs(change) < STEADY ? null : isBetter ? "good" : "bad";
+  const where = at === null ? "" : ` at step ${count(at)}`;
+  const text = `${name} ${number(last)}, best ${number(best)}${where}`;
+  return h("p", { title: text }, `${name} `, h("b", {}, number(last)),
+    change !== null && h("span", { class: "trend", "data-tone": tone, title: TREND },
+      tone ? `${change < 0 ? "↓" : "↑"} ${percent} %` : "steady"),
+    best !== null &&
+      h("small", {}, `best ${number(best)}`, at !== null && ` at ${count(at)}`));
+}
+
+/** Return what is fine and what is not, as pairs of a tone and a text. */
+function health({ state, step, scalars, nonfinite, workers }) {
+  const lines = [];
+  if (["failed", "stalled", "silent"].includes(state)) {
+    lines.push(["bad", `${state} at step ${count(step)}`]);
+  }
+  nonfinite.slice(0, 1).forEach(({ name, step: since }) =>
+    lines.push(["bad", `${name} has not been finite since step ${count(since)}`, "nonfinite"]));
+  const more = nonfinite.length - 1;
+  if (more > 0) lines.push(["bad", `and ${count(more)} more`]);
+  if (scalars.length && !nonfinite.length) lines.push(["good", "all newest values are finite"]);
+  const pace = paces(workers);
+  if (pace) lines.push(pace);
+  if (!lines.length) return [[null, "no values yet"]];
+  return lines.length > 2 ? lines.filter(([tone]) => tone === "bad") : lines;
+}
+
+function paces(workers) {
+  const seconds = workers.map((worker) => worker.seconds).filter((one) => one !== null);
+  const slowest = workers.find((worker) => worker.slowest);
+  if (!slowest) return seconds.length > 1 ? ["good", "all workers are about equally fast"] : null;
+  if (seconds.length < 2) return ["bad", `worker ${slowest.rank} is the slowest`];
+  // the lower middle one of an even number, so that the slower of two workers is compared
+  const median = seconds.sort((a, b) => a - b)[(seconds.length - 1) >> 1];
+  const times = Number((slowest.seconds / median).toPrecision(2));
+  return ["bad", `worker ${slowest.rank}: ${times} times the median`];
+}
+
+function checked([tone, text, state]) {
+  const sign = tone === "good" ? "✓" : "⚠";
+  const mark = tone && h("i", { class: "sign", "aria-hidden": "true" }, sign);
+  const badge = { class: state && "state", "data-state": state };
+  return h("p", { "data-tone": tone, title: text }, mark, h("span", badge, text));
+}
+
+function shares(parts) {
+  const all = PARTS.reduce((sum, part) => sum + (parts?.[part] ?? 0), 0);
+  if (!all) return [h("p", {}, "no step has been timed yet")];
+  const found = PARTS.map((part) => [part, (100 * (parts[part] ?? 0)) / all]);
+  const largest = [...found].sort((a, b) => b[1] - a[1]).slice(0, MOST_PARTS);
+  const key = (part) => h("i", { class: "key", vars: { background: partColor(part) } });
+  const area = ([part, percent]) =>
+    h("i", { vars: { width: `${percent}%`, background: partColor(part) } });
+  const share = ([part, percent]) =>
+    h("span", { "data-part": part }, key(part), `${part} `, h("b", {}, `${Math.round(percent)} %`));
+  return [
+    h("div", { class: "parts", "aria-hidden": "true" }, found.filter(([, one]) => one).map(area)),
+    h("p", { class: "parts-named" }, largest.map(share)),
+  ];
+}
