@@ -151,6 +151,36 @@ def load(path: Path, objects: Collection[str] | None = None) -> Snapshot:
     return Snapshot(path, manifest.step, manifest.info, manifest.score, state)
 
 
+def read_snapshot(
+    directory: str | Path, step: int | None = None, objects: Collection[str] | None = None
+) -> Snapshot:
+    """Return a snapshot of a run without starting a run, after checking every byte of its files.
+
+    `directory` is a run's, of which the newest complete snapshot is read or that of `step`, or a
+    snapshot's. The result has `step`, `score` and `path`, and a `state` with the states of all
+    tracked objects, or of those in `objects`, by the names that `run.track` got, and of the run
+    itself as `run`: what `load_state_dict` accepts, with tensors on the CPU. Nothing is unpickled.
+    Raises `SnapshotError` if there is no such snapshot or object, or if the snapshot is damaged.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise SnapshotError(f"expected the directory of a run or snapshot, got {directory}")
+    if step_of(directory) is not None or (directory / NAME).exists():
+        path = directory
+    elif step is not None:
+        path = directory / directory_name(step)
+    else:
+        paths = reversed(list_snapshots(directory))
+        newest = next((path for path in paths if fault(path, inspect) is None), None)
+        if newest is None:
+            raise SnapshotError(f"{directory} has no complete snapshot")
+        path = newest
+    loaded = load(path, objects)
+    if step is not None and loaded.step != step:
+        raise SnapshotError(f"expected a snapshot of step {step}, got {path} of {loaded.step}")
+    return loaded
+
+
 def read_state(
     directory: Path, manifest: Manifest, objects: Collection[str] | None = None, first_byte: int = 0
 ) -> dict[str, Any]:
