@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.swa_utils import AveragedModel
 
 from samestep.errors import SnapshotError
-from samestep.snapshot import export
+from samestep.snapshot import export, read
 from tests.faults import flip_byte
 from tests.snapshot.exact import exact, tensors
 from tests.snapshot.saving import save_once
@@ -142,13 +142,13 @@ def test_shards_and_their_index(tmp_path, workers):
     # [embedding, head], [convolution.weight: too large], [its bias, all of norm]
     assert files == [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
     assert sorted(content(tmp_path / "out")) == [*files, INDEX]
-    read = {}
+    loaded = {}
     for file in files:
         shard = load_file(tmp_path / "out" / file)
         assert all(index["weight_map"][key] == file for key in shard)
         assert len(shard) == 1 or sum(value.nbytes for value in shard.values()) <= 130
-        read |= shard
-    assert exact(dict(sorted(read.items()))) == exact(dict(sorted(model.state_dict().items())))
+        loaded |= shard
+    assert exact(dict(sorted(loaded.items()))) == exact(dict(sorted(model.state_dict().items())))
 
 
 STATE = {"weight": torch.arange(250.0), "bias": torch.arange(200.0)}
@@ -194,8 +194,8 @@ def test_torch_loads_a_distributed_checkpoint(tmp_path, workers):
     checkpoint.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert exact(state["model"]) == exact(model.state_dict())
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "model.pt")
-    read = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
-    assert {key: exact(value) for key, value in read.items()} == {
+    loaded = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
+    assert {key: exact(value) for key, value in loaded.items()} == {
         key: exact(value) for key, value in model.state_dict().items()
     }
 
@@ -213,6 +213,21 @@ def test_export_reads_only_what_it_writes(tmp_path):
         with pytest.raises(SnapshotError, match=r"step-00000001: tensors.* is damaged"):
             export(snapshot, tmp_path / "damaged", "other", **options)
     assert not list(tmp_path.glob("*damaged*"))
+
+
+def test_export_holds_one_file_or_one_tensor_at_a_time(tmp_path, monkeypatch):
+    save_once(tmp_path, 1, {"model": STATE})
+    held = []
+
+    class Memory(read.StateMemory):
+        def __init__(self, manifest):
+            super().__init__(manifest)
+            held.append([*manifest.specs])
+
+    monkeypatch.setattr(read, "StateMemory", Memory)
+    for number, options in enumerate([{"shard_bytes": 1000}, {"dcp": True}]):
+        export(tmp_path / "step-00000001", tmp_path / f"{number}", **options)
+    assert held == [["model/weight"], ["model/bias"]] * 2
 
 
 def test_directories_that_exist_are_not_overwritten(tmp_path):
