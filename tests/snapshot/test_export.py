@@ -228,6 +228,8 @@ def test_export_holds_one_file_or_one_tensor_at_a_time(tmp_path, monkeypatch):
     for number, options in enumerate([{"shard_bytes": 1000}, {"dcp": True}]):
         export(tmp_path / "step-00000001", tmp_path / f"{number}", **options)
     assert held == [["model/weight"], ["model/bias"]] * 2
+    # torch keeps the tensors of a file until it is written
+    assert len(list((tmp_path / "1").glob("*.distcp"))) == len(STATE)
 
 
 def test_directories_that_exist_are_not_overwritten(tmp_path):

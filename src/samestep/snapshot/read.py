@@ -419,7 +419,7 @@ def export(
     Tensors have their usual names, with nested names joined by dots, and their logical shapes; tied
     tensors appear under each name. The same state gives the same bytes. A destination appears in
     one step: a file is replaced, and a directory must be new or empty. Takes memory for one file,
-    or with `dcp` for one tensor, and checks the bytes that it reads. Returns the names of values
+    or with `dcp` for a few tensors, and checks the bytes that it reads. Returns the names of values
     that are not tensors and were left out. Raises `SnapshotError` if the snapshot is damaged or has
     no such tensors, or if the destination cannot be written.
     """
@@ -571,10 +571,12 @@ def _write_dcp(
         def storage_meta(self) -> StorageMeta:  # without the path and a random number
             return StorageMeta()
 
+    # one file per tensor: torch keeps all tensors of a file in memory until it is written
+    writer = Writer(folder, single_file_per_rank=False)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
-            save(state, storage_writer=Writer(folder), planner=Planner(), no_dist=True)
+            save(state, storage_writer=writer, planner=Planner(), no_dist=True)
     except CheckpointException as error:  # not an `Exception`
         raise next(iter(error.failures.values()))[0] from None
 
