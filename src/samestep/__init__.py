@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from samestep.data.batch import PackedList
     from samestep.metrics import Metric, check_metric
     from samestep.run import Run, init
+    from samestep.snapshot.read import read_snapshot
     from samestep.step.means import Means
 
 _LAZY = {
@@ -36,6 +37,7 @@ _LAZY = {
     "Run": "samestep.run",
     "check_metric": "samestep.metrics",
     "init": "samestep.run",
+    "read_snapshot": "samestep.snapshot.read",
 }
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "check_metric",
     "init",
     "launch",
+    "read_snapshot",
 ]
 
 

@@ -7,6 +7,7 @@ import inspect
 import os
 import random
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -36,7 +37,10 @@ class StorageError(SnapshotError, RecordError):
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; on success, that file durably replaces `path` in one step."""
+    """Yield a path to write to; on success, it durably replaces `path` in one step.
+
+    A directory replaces only an empty one, and whoever fills it syncs its files.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -45,6 +49,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
         sync(path.parent)
     except BaseException:
         with suppress(OSError):
+            if temporary.is_dir():
+                shutil.rmtree(temporary)
             temporary.unlink(missing_ok=True)
         raise
 

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.swa_utils import AveragedModel
 
 from samestep.errors import SnapshotError
-from samestep.snapshot import export
+from samestep.snapshot import export, read
+from tests.faults import flip_byte
 from tests.snapshot.exact import exact, tensors
 from tests.snapshot.saving import save_once
 
@@ -111,3 +117,131 @@ def test_a_write_error_of_export_is_raised(tmp_path):
     save_once(tmp_path, 1, {"model": {"a": torch.ones(1)}})
     with pytest.raises(SnapshotError, match=r"cannot export .*none/x.safetensors"):
         export(tmp_path / "step-00000001", tmp_path / "none" / "x.safetensors")
+
+
+INDEX = "model.safetensors.index.json"
+TIED_BYTES = {"embedding.weight": 60, "head.weight": 60, "convolution.weight": 432}
+
+
+def content(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_shards_and_their_index(tmp_path, workers):
+    model = Tied()
+    save_once(tmp_path, 5, {"model": model.state_dict(), "ema": {"x": torch.ones(9)}}, workers)
+    snapshot = tmp_path / "step-00000005"
+    assert export(snapshot, tmp_path / "out", shard_bytes=130) == []
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    sizes = {key: value.nbytes for key, value in model.state_dict().items()}
+    assert sizes.items() >= TIED_BYTES.items()
+    assert index["metadata"] == {"total_size": sum(sizes.values())}
+    assert index["weight_map"].keys() == model.state_dict().keys()
+    files = sorted(set(index["weight_map"].values()))
+    # [embedding, head], [convolution.weight: too large], [its bias, all of norm]
+    assert files == [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert sorted(content(tmp_path / "out")) == [*files, INDEX]
+    loaded = {}
+    for file in files:
+        shard = load_file(tmp_path / "out" / file)
+        assert all(index["weight_map"][key] == file for key in shard)
+        assert len(shard) == 1 or sum(value.nbytes for value in shard.values()) <= 130
+        loaded |= shard
+    assert exact(dict(sorted(loaded.items()))) == exact(dict(sorted(model.state_dict().items())))
+
+
+STATE = {"weight": torch.arange(250.0), "bias": torch.arange(200.0)}
+
+
+def test_shards_of_the_same_state_have_the_same_bytes(tmp_path):
+    for workers in (1, 2):
+        run = tmp_path / f"run-{workers}"
+        save_once(run, 1, {"model": STATE}, workers)
+        export(run / "step-00000001", tmp_path / f"out-{workers}", shard_bytes=1000)
+        export(run / "step-00000001", tmp_path / f"dcp-{workers}", dcp=True)
+    assert len(content(tmp_path / "out-1")) == 3
+    assert content(tmp_path / "out-1") == content(tmp_path / "out-2")
+    assert content(tmp_path / "dcp-1") == content(tmp_path / "dcp-2")
+
+
+def test_transformers_and_huggingface_hub_load_shards(tmp_path):
+    reason = "an optional package that reads shards"
+    hub = pytest.importorskip("huggingface_hub", reason=reason)
+    utilities = pytest.importorskip("transformers.trainer_utils", reason=reason)
+    model = Tied()
+    save_once(tmp_path, 5, {"model": model.state_dict()}, 2)
+    for number, load in enumerate([utilities.load_sharded_checkpoint, hub.load_torch_model]):
+        folder = tmp_path / f"out-{number}"
+        export(tmp_path / "step-00000005", folder, shard_bytes=130)
+        other = Tied()
+        load(other, str(folder))
+        assert exact(other.state_dict()) == exact(model.state_dict())
+    export(tmp_path / "step-00000005", tmp_path / "one", shard_bytes=10**9)
+    assert list(content(tmp_path / "one")) == ["model.safetensors"]
+    other = Tied()
+    hub.load_torch_model(other, str(tmp_path / "one"))
+    assert exact(other.state_dict()) == exact(model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_torch_loads_a_distributed_checkpoint(tmp_path, workers):
+    model, other = Tied(), Tied()
+    save_once(tmp_path, 5, {"model": model.state_dict()}, workers)
+    assert export(tmp_path / "step-00000005", tmp_path / "dcp", dcp=True) == []
+    state = {"model": other.state_dict()}
+    checkpoint.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert exact(state["model"]) == exact(model.state_dict())
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
+    assert {key: exact(value) for key, value in loaded.items()} == {
+        key: exact(value) for key, value in model.state_dict().items()
+    }
+
+
+def test_export_reads_only_what_it_writes(tmp_path):
+    # several segments of 4 MiB; the first has only `model`, the last only `other`
+    state = {"model": {"x": torch.ones(2**21)}, "other": {"y": torch.zeros(2**21)}}
+    save_once(tmp_path, 1, state | {"array": {"z": torch.ones(1), "numbers": np.ones(3)}})
+    snapshot = tmp_path / "step-00000001"
+    assert export(snapshot, tmp_path / "array.safetensors", "array") == ["numbers"]
+    flip_byte(next(snapshot.glob("tensors*")), -1)
+    export(snapshot, tmp_path / "x.safetensors")
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["x"], torch.ones(2**21))
+    for options in ({}, {"shard_bytes": 10}, {"dcp": True}):
+        with pytest.raises(SnapshotError, match=r"step-00000001: tensors.* is damaged"):
+            export(snapshot, tmp_path / "damaged", "other", **options)
+    assert not list(tmp_path.glob("*damaged*"))
+
+
+def test_export_holds_one_file_or_one_tensor_at_a_time(tmp_path, monkeypatch):
+    save_once(tmp_path, 1, {"model": STATE})
+    held = []
+
+    class Memory(read.StateMemory):
+        def __init__(self, manifest):
+            super().__init__(manifest)
+            held.append([*manifest.specs])
+
+    monkeypatch.setattr(read, "StateMemory", Memory)
+    for number, options in enumerate([{"shard_bytes": 1000}, {"dcp": True}]):
+        export(tmp_path / "step-00000001", tmp_path / f"{number}", **options)
+    assert held == [["model/weight"], ["model/bias"]] * 2
+    # torch keeps the tensors of a file until it is written
+    assert len(list((tmp_path / "1").glob("*.distcp"))) == len(STATE)
+
+
+def test_directories_that_exist_are_not_overwritten(tmp_path):
+    save_once(tmp_path, 1, {"model": STATE})
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for options in ({"shard_bytes": 1000}, {"dcp": True}):
+        (folder / "config.json").write_text("{}")
+        with pytest.raises(SnapshotError, match="is not empty; choose a new one"):
+            export(tmp_path / "step-00000001", folder, **options)
+        (folder / "config.json").unlink()
+    with pytest.raises(SnapshotError, match=r"cannot export .*none/out"):
+        export(tmp_path / "step-00000001", tmp_path / "none" / "out", dcp=True)
+    export(tmp_path / "step-00000001", folder, shard_bytes=1000)
+    assert INDEX in content(folder)

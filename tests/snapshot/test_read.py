@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import samestep as ss
 from samestep.errors import SnapshotError
 from samestep.snapshot import check, find_newest, list_snapshots, load, part, read
 from samestep.snapshot.files import checksum
@@ -327,3 +328,39 @@ def test_tensors_are_independent_of_the_files(snapshot, complete):
         (snapshot / name).write_bytes(bytes(len(complete[name])))
     state["model"]["bias"] += 1
     assert torch.equal(state["model"]["weight"], small_state(2)["model"]["weight"])
+
+
+def test_the_public_reader_returns_the_newest_complete_snapshot_or_that_of_a_step(tmp_path):
+    for step in (1, 2, 3):
+        save_once(tmp_path, step, small_state(step), workers=2)
+    cut(next((tmp_path / "step-00000003").glob("tensors*")), 10)  # as if it were being written
+    newest = ss.read_snapshot(str(tmp_path))
+    assert (newest.step, newest.path) == (2, tmp_path / "step-00000002")
+    assert exact(newest.state) == exact(small_state(2))
+    some = ss.read_snapshot(tmp_path, step=1, objects=["model"])
+    assert exact(some.state) == exact({"model": small_state(1)["model"]})
+    assert ss.read_snapshot(tmp_path / "step-00000001").step == 1
+    (tmp_path / "step-00000001").rename(tmp_path / "copy")
+    assert ss.read_snapshot(tmp_path / "copy", step=1).step == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "step", "objects", "message"),
+    [
+        ("none", None, None, "expected the directory of a run or snapshot, got .*none"),
+        ("empty", None, None, "empty has no complete snapshot"),
+        ("", 7, None, "there is no snapshot .*step-00000007"),
+        ("step-00000001", 2, None, "expected a snapshot of step 2, got .*step-00000001 of 1"),
+        ("", None, ["ema"], "it has no ema; it has model, scheduler"),
+        ("", 2, None, "is damaged"),
+        ("", None, None, "is damaged"),  # no older one instead, silently
+    ],
+)
+def test_what_the_public_reader_refuses(tmp_path, path, step, objects, message):
+    (tmp_path / "empty").mkdir()
+    for number in (1, 2):
+        save_once(tmp_path, number, small_state(number))
+    if message == "is damaged":
+        flip_byte(next((tmp_path / "step-00000002").glob("tensors*")), -1)
+    with pytest.raises(SnapshotError, match=message):
+        ss.read_snapshot(tmp_path / path, step, objects)

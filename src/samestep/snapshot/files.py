@@ -12,7 +12,7 @@ import fcntl
 import os
 import re
 import stat
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -173,11 +173,14 @@ def read_data_file(
     destinations: Sequence[Destination] = (),
     first_byte: int = 0,
     part: tuple[int, int] = (0, 1),
+    *,
+    only_destinations: bool = False,
 ) -> None:
     """Read and check a data file that begins at `first_byte`, filling sorted `destinations`.
 
-    `part` (k, n) reads only the k-th of n parts: several readers have one each. Raises
-    `SnapshotError` if a checksum differs.
+    `part` (k, n) reads only the k-th of n parts: several readers have one each. Segments without
+    destinations are checked as well, unless `only_destinations`. Raises `SnapshotError` if a
+    checksum differs.
     """
 
     def read(segments: Sequence[tuple[int, int, str]]) -> None:
@@ -188,7 +191,12 @@ def read_data_file(
                 if read_into(opened.fileno(), first_byte + start, buffers) != expected:
                     raise damage(file.name, start, stop)
 
-    segments = list(file.segments())
+    def is_used(start: int, stop: int, _: str) -> bool:
+        # the last destination that begins before the segment ends
+        last = bisect_left(destinations, stop, key=itemgetter(0)) - 1
+        return last >= 0 and destinations[last][0] + len(destinations[last][1]) > start
+
+    segments = [one for one in file.segments() if not only_destinations or is_used(*one)]
     number, parts = part
     segments = segments[len(segments) * number // parts : len(segments) * (number + 1) // parts]
     threads = READERS if parts == 1 else 1

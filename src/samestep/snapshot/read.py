@@ -9,14 +9,16 @@ import json
 import mmap
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -150,6 +152,36 @@ def load(path: Path, objects: Collection[str] | None = None) -> Snapshot:
     return Snapshot(path, manifest.step, manifest.info, manifest.score, state)
 
 
+def read_snapshot(
+    directory: str | Path, step: int | None = None, objects: Collection[str] | None = None
+) -> Snapshot:
+    """Return a snapshot of a run without starting a run, after checking every byte of its files.
+
+    `directory` is a run's, of which the newest complete snapshot is read or that of `step`, or a
+    snapshot's. The result has `step`, `score` and `path`, and a `state` with the states of all
+    tracked objects, or of those in `objects`, by the names that `run.track` got, and of the run
+    itself as `run`: what `load_state_dict` accepts, with tensors on the CPU. Nothing is unpickled.
+    Raises `SnapshotError` if there is no such snapshot or object, or if the snapshot is damaged.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise SnapshotError(f"expected the directory of a run or snapshot, got {directory}")
+    if step_of(directory) is not None or (directory / NAME).exists():
+        path = directory
+    elif step is not None:
+        path = directory / directory_name(step)
+    else:
+        paths = reversed(list_snapshots(directory))
+        newest = next((path for path in paths if fault(path, inspect) is None), None)
+        if newest is None:
+            raise SnapshotError(f"{directory} has no complete snapshot")
+        path = newest
+    loaded = load(path, objects)
+    if step is not None and loaded.step != step:
+        raise SnapshotError(f"expected a snapshot of step {step}, got {path} of {loaded.step}")
+    return loaded
+
+
 def read_state(
     directory: Path, manifest: Manifest, objects: Collection[str] | None = None, first_byte: int = 0
 ) -> dict[str, Any]:
@@ -157,19 +189,22 @@ def read_state(
 
     Checks every byte. Raises `SnapshotError` if one is damaged, and the errors of reading files.
     """
-    pairs = manifest.state["dict"]
+    memory = StateMemory(manifest)
+    state: dict[str, Any] = restore({"dict": _objects(manifest, objects)}, memory.tensor)
+    for file, targets in zip(manifest.files, memory.destinations(), strict=True):
+        read_data_file(directory, file, targets, first_byte)
+    return state
+
+
+def _objects(manifest: Manifest, objects: Collection[str] | None) -> list[Any]:
+    """Return the names and plain states of all or some objects."""
+    pairs: list[Any] = manifest.state["dict"]
     present = [name for name, _ in pairs]
     if missing := [name for name in objects or () if name not in present]:
         raise SnapshotError(
             f"it has no {' and no '.join(missing)}; it has {', '.join(map(str, present))}"
         )
-    memory = StateMemory(manifest)
-    state: dict[str, Any] = restore(
-        {"dict": [pair for pair in pairs if objects is None or pair[0] in objects]}, memory.tensor
-    )
-    for file, targets in zip(manifest.files, memory.destinations(), strict=True):
-        read_data_file(directory, file, targets, first_byte)
-    return state
+    return [pair for pair in pairs if objects is None or pair[0] in objects]
 
 
 class StateMemory:
@@ -367,33 +402,184 @@ def _faults_of(path: Path) -> Iterator[None]:
         raise SnapshotError(f"snapshot {path}: {error}") from error
 
 
-def export(snapshot: Path, destination: Path, name: str = "model") -> list[str]:
-    """Write the tensors of object `name` to a plain safetensors file that other tools read.
+def export(
+    snapshot: Path,
+    destination: Path,
+    name: str = "model",
+    *,
+    shard_bytes: int | None = None,
+    dcp: bool = False,
+) -> list[str]:
+    """Write the tensors of object `name` in a format that other tools read.
+
+    `destination` is one safetensors file, or with `shard_bytes` a directory of safetensors files of
+    at most that size and their index, as Hugging Face libraries read them (one file without index
+    if one is enough; a tensor is never split), or with `dcp` a directory for
+    torch.distributed.checkpoint, with the state dict `{name: {tensor's name: tensor}}`.
 
     Tensors have their usual names, with nested names joined by dots, and their logical shapes; tied
-    tensors appear under each name. The same state gives the same bytes. An existing file is
-    replaced atomically. Returns the names of values that are not tensors and were left out. Raises
-    `SnapshotError` if the snapshot is not complete or has no such tensors, or if the file cannot be
-    written.
+    tensors appear under each name. The same state gives the same bytes. A destination appears in
+    one step: a file is replaced, and a directory must be new or empty. Takes memory for one file,
+    or with `dcp` for a few tensors, and checks the bytes that it reads. Returns the names of values
+    that are not tensors and were left out. Raises `SnapshotError` if the snapshot is damaged or has
+    no such tensors, or if the destination cannot be written.
     """
-    loaded = load(snapshot, [name])
-    leaves = list(_leaves(loaded.state[name], ""))
+    manifest = inspect(snapshot)
+    with _faults_of(snapshot):
+        state = restore(
+            {"dict": _objects(manifest, [name])},
+            lambda stored: _Unread(stored, manifest.specs[stored].nbytes),
+        )
+    leaves = list(_leaves(state[name], ""))
     what = f"{name!r} of snapshot {snapshot}"
-    tensors = {key: value.contiguous() for key, value in leaves if isinstance(value, torch.Tensor)}
-    if not tensors:
+    unread = {key: value for key, value in leaves if isinstance(value, _Unread)}
+    if not unread:
         raise SnapshotError(f"{what} has no tensors to export; choose another object")
     if len({key for key, _ in leaves}) < len(leaves):
         raise SnapshotError(
             f"{what} has two tensors with the same name once nested names are joined by dots"
         )
-    metadata = {"format": "pt", "samestep.step": str(loaded.step), "samestep.object": name}
+    metadata = {"format": "pt", "samestep.step": str(manifest.step), "samestep.object": name}
+
+    def write(path: Path, keys: Iterable[str]) -> None:
+        names = {key: unread[key].name for key in keys}
+        save_file(_read_tensors(snapshot, manifest, names), path, metadata)
+        _sort_header(path)
+
     try:
-        with atomic_path(destination) as temporary:
-            save_file(tensors, temporary, metadata)
-            _sort_header(temporary)
+        if dcp:
+            with _new_directory(destination) as folder:
+                specs = {key: manifest.specs[one.name] for key, one in unread.items()}
+                _write_dcp(
+                    folder,
+                    {
+                        name: {
+                            key: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+                            for key, spec in specs.items()
+                        }
+                    },
+                    lambda key: _read_tensors(snapshot, manifest, {key: unread[key].name})[key],
+                )
+        elif shard_bytes is not None:
+            with _new_directory(destination) as folder:
+                _write_shards(
+                    folder, {key: one.nbytes for key, one in unread.items()}, shard_bytes, write
+                )
+        else:
+            with atomic_path(destination) as temporary:
+                write(temporary, unread)
     except (KeyError, OSError, SafetensorError, ValueError) as error:
         raise SnapshotError(f"cannot export {what} to {destination}: {error}") from error
-    return [key for key, _ in leaves if key not in tensors]
+    return [key for key, _ in leaves if key not in unread]
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """Stands for the tensor `name` of a snapshot in a state that is restored without reading."""
+
+    name: str
+    nbytes: int
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """Return memory for an array, which is not exported."""
+        return np.empty(self.nbytes, np.uint8)
+
+
+def _read_tensors(
+    snapshot: Path, manifest: Manifest, names: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """Read and check tensors, whose names in the manifest are the values of `names`."""
+    stored = names.values()
+    memory = StateMemory(
+        replace(
+            manifest,
+            specs={one: manifest.specs[one] for one in stored},
+            pieces={one: manifest.pieces[one] for one in stored},
+        )
+    )
+    tensors = {key: memory.tensor(one) for key, one in names.items()}
+    with _faults_of(snapshot):
+        for file, targets in zip(manifest.files, memory.destinations(), strict=True):
+            if targets:
+                read_data_file(snapshot, file, targets, only_destinations=True)
+    return {key: tensor.contiguous() for key, tensor in tensors.items()}
+
+
+@contextmanager
+def _new_directory(path: Path) -> Iterator[Path]:
+    """Yield a directory to fill, which then becomes `path`, a new or an empty directory."""
+    if path.exists() and any(path.iterdir()):
+        raise FileExistsError("the directory is not empty; choose a new one, or remove its files")
+    with atomic_path(path) as temporary:
+        temporary.mkdir()
+        yield temporary
+        for file in temporary.iterdir():
+            sync(file)
+
+
+def _write_shards(
+    folder: Path,
+    sizes: Mapping[str, int],
+    shard_bytes: int,
+    write: Callable[[Path, Iterable[str]], None],
+) -> None:
+    """Write tensors, in their order, to files of at most `shard_bytes`, and the index of the files.
+
+    Source: https://huggingface.co/docs/safetensors/en/metadata_parsing
+    """
+    shards: list[list[str]] = []
+    room = -1
+    for key, nbytes in sizes.items():
+        if nbytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(key)
+        room -= nbytes
+    if len(shards) == 1:
+        write(folder / "model.safetensors", shards[0])
+        return
+    files: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write(folder / file, shard)
+        files |= dict.fromkeys(shard, file)
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
+    text = json.dumps(index, ensure_ascii=False, indent=2, sort_keys=True) + "\n"
+    (folder / "model.safetensors.index.json").write_text(text, "utf-8")
+
+
+def _write_dcp(
+    folder: Path, state: dict[str, dict[str, torch.Tensor]], read: Callable[[str], torch.Tensor]
+) -> None:
+    """Write a checkpoint of torch.distributed.checkpoint; `read` returns a tensor by its name.
+
+    `state` holds tensors without values. Torch writes its `.metadata` as a pickle, which nothing
+    here ever reads.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import StorageMeta
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    ((name, _),) = state.items()
+
+    class Planner(DefaultSavePlanner):
+        def lookup_object(self, index: Any) -> torch.Tensor:  # one tensor at a time
+            return read(index.fqn.removeprefix(f"{name}."))
+
+    class Writer(FileSystemWriter):
+        def storage_meta(self) -> StorageMeta:  # without the path and a random number
+            return StorageMeta()
+
+    # one file per tensor: torch keeps all tensors of a file in memory until it is written
+    writer = Writer(folder, single_file_per_rank=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+            save(state, storage_writer=writer, planner=Planner(), no_dist=True)
+    except CheckpointException as error:  # not an `Exception`
+        raise next(iter(error.failures.values()))[0] from None
 
 
 def _sort_header(path: Path) -> None:

@@ -140,7 +140,7 @@ def no_tensor(name: str) -> torch.Tensor:
     raise SnapshotError(f"expected plain values only, got tensor {name!r}")
 
 
-def restore(plain: Plain, tensor: Callable[[str], torch.Tensor]) -> Any:
+def restore(plain: Plain, tensor: Callable[[str], Any]) -> Any:
     """Return the state that `flatten` split; `tensor` returns a complete tensor by name.
 
     Raises `SnapshotError` for JSON that `flatten` does not produce.
@@ -267,7 +267,7 @@ def _component(key: Plain) -> str:
     return canonical(key).replace("/", "\\u002f")
 
 
-def _decode(plain: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+def _decode(plain: Any, tensor: Callable[[str], Any]) -> Any:
     if isinstance(plain, list):
         return [_decode(item, tensor) for item in plain]
     if not isinstance(plain, dict):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from samestep.config import is_url
 from samestep.errors import ConfigError, SnapshotError
@@ -18,29 +19,40 @@ from samestep.tools import format_bytes
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.snapshot.manifest import Manifest
 
+SHARD_SIZE: Final = "5GB"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `samestep snapshots` to its parser."""
     add, actions = parser.add_argument, ("list", "check", "export")
     action = (
         "list (default): show snapshots by manifests and sizes; check: verify every byte; "
-        "export: write one safetensors file"
+        "export: write the tensors of an object for other tools"
     )
     add("action", nargs="?", choices=actions, default="list", help=action)
     directory = "directory of a run, or the URL of its copy; check and export also take a snapshot"
     add("directory", help=directory)
-    add("file", type=Path, nargs="?", help="file that export writes")
+    file = "safetensors file that export writes, or DIRECTORY/ for several files and their index"
+    add("file", nargs="?", help=file)
     add("--object", default="model", help="object to export (default: model)")
+    shard_size = f"largest size of the files in a directory (default: {SHARD_SIZE})"
+    add("--shard-size", type=_size, metavar="SIZE", help=shard_size)
+    dcp = "dcp: export a directory for torch.distributed.checkpoint"
+    add("--format", choices=["safetensors", "dcp"], default="safetensors", help=dcp)
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the action and return the exit status. Raises `SnapshotError` and `ConfigError`."""
     if (options.file is None) == (options.action == "export"):
-        needed = "requires a file to write" if options.action == "export" else "accepts no file"
+        needed = (
+            "requires a file or directory to write"
+            if options.action == "export"
+            else "accepts no file"
+        )
         raise ConfigError(f"samestep snapshots {options.action} {needed}")
     snapshots = open_snapshots(options.directory)
     if options.action == "export":
-        return _export(snapshots, options.file, options.object)
+        return _export(snapshots, options.file, options)
     return _check(snapshots) if options.action == "check" else _list(snapshots)
 
 
@@ -140,9 +152,19 @@ def _check(snapshots: LocalSnapshots | RemoteSnapshots) -> int:
     return status
 
 
-def _export(snapshots: LocalSnapshots | RemoteSnapshots, file: Path, name: str) -> int:
+def _export(
+    snapshots: LocalSnapshots | RemoteSnapshots, file: str, options: argparse.Namespace
+) -> int:
     from samestep.snapshot.read import export
 
+    name, dcp = options.object, options.format == "dcp"
+    is_directory = file.endswith("/") or Path(file).is_dir()
+    if options.shard_size and (dcp or not is_directory):
+        raise ConfigError(
+            "--shard-size is for directories of safetensors files: end the name of the directory "
+            f"with /, and leave out --format, got {file}"
+        )
+    shard_bytes = (options.shard_size or _size(SHARD_SIZE)) if is_directory else None
     with ExitStack() as exits:
         for newest in reversed(snapshots.names):
             try:
@@ -152,11 +174,19 @@ def _export(snapshots: LocalSnapshots | RemoteSnapshots, file: Path, name: str) 
                 print(f"snapshot_rejected: {error}", file=sys.stderr)
         else:
             raise SnapshotError(f"no valid snapshot to export in {snapshots.location}")
-        skipped = export(path, file, name)
+        skipped = export(path, Path(file), name, shard_bytes=shard_bytes, dcp=dcp)
     print(f"exported {name} of {snapshots.location_of(newest)} to {file}")
     if skipped:
         print(f"not exported, because they are not tensors: {', '.join(skipped)}")
     return 0
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+) ?([KMGT]?)B?", text.upper())
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"expected a size such as {SHARD_SIZE}, got {text!r}")
+    power: int = 1000 ** " KMGT".index(match[2] or " ")
+    return int(match[1]) * power
 
 
 def _age(seconds: float) -> str:
