@@ -45,6 +45,7 @@ def make_run(folder, steps, images):
             step, 0, values, low=dict.fromkeys(NAMES, 0.0), high=dict.fromkeys(NAMES, 8.0)
         )
     record.timing(steps - 1, [dict.fromkeys(PARTS, seconds) for seconds in (1.0, 2.0)])
+    record.histogram(steps - 1, NASTY, {"0.5": 3})
     for number in range(images):
         record.image(number, NASTY, np.full((4, 4 + number), number, np.uint8))
     record.event("finished", step=steps)
@@ -109,6 +110,14 @@ def test_curves_are_short_and_keep_their_extremes(answers, axis):
     )
     assert max(curve["value"]) == 7.0
     assert curve["x"] == sorted(set(curve["x"]))
+
+
+def test_histograms_are_included(answers):
+    (path,) = (key for key in answers if key.startswith("/api/histogram?"))
+    name = "%3C%2Fscript%3E%3Cscript%3Ealert%281%29%3C%2Fscript%3E%3C%21--"
+    assert path == f"/api/histogram?id=.&name={name}"
+    (item,) = answers[path]["items"]
+    assert (item["step"], item["bins"]) == (STEPS - 1, [[0.5, 3.0]])
 
 
 def test_the_file_is_small(page, run):

@@ -116,6 +116,7 @@ def test_a_run(server):
         *(
             "scalars",
             "images",
+            "histograms",
             "workers",
             "parts",
             "samples",
@@ -196,6 +197,8 @@ def test_paths_outside_the_page_are_not_served(server, path):
         ("/api/run?id=%ED%A0%80", 404, "no such run"),
         ("/api/curve?id=one", 400, "name is missing"),
         ("/api/curve?id=one&name=none", 404, "no such scalar"),
+        ("/api/histogram?id=one", 400, "name is missing"),
+        ("/api/histogram?id=one&name=none", 404, "no such histogram"),
         ("/api/curve?id=one&name=loss&points=1e9", 400, "must be an integer"),
         ("/api/curve?id=one&name=loss&points=20001", 400, "from 0 to 20000"),
         ("/api/curve?id=one&name=loss&smooth=1", 400, "must be a number from 0 to 0.999"),

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from samestep.errors import RecordError
+from samestep.record import read_history
 from samestep.watch import view as view_module
 from samestep.watch.view import MOST_ITEMS, media_type, thin
-from tests.watch.writing import START, loop, scalars, started, system, view_of, write
+from tests.watch.writing import START, histogram, loop, scalars, started, system, view_of, write
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +248,28 @@ def test_images_by_name(tmp_path):
         view.open_image(3)
 
 
+def test_histograms_by_name_without_those_that_a_resume_replaced(tmp_path):
+    late = histogram(3, "w", [1.0, 5])
+    events = [histogram(step, "w", [-0.5, step], [0.0, 2], nan=step) for step in (1, 2)]
+    view = view_of(tmp_path, started(), *events, late, histogram(3, "v", [1.0, 5]))
+    assert view.summary()["histograms"] == [{"name": "w", "count": 3}, {"name": "v", "count": 1}]
+    write(tmp_path, started(2, kind="resumed"), {**late, "bins": []})
+    view.refresh()
+    run = view.summary()
+    assert run["histograms"] == [{"name": "w", "count": 2}]
+    assert [event["kind"] for event in run["events"]] == ["started", "resumed"]
+    assert view.histogram("w") == {
+        "items": [
+            {"step": 1, "bins": [[-0.5, 1.0], [0.0, 2.0]], "nan": 1, "inf": 0, "-inf": 0},
+            {"step": 3, "bins": [], "nan": 0, "inf": 0, "-inf": 0},
+        ]
+    }
+    with pytest.raises(KeyError):
+        view.histogram("v")
+    left = [e["bins"] for e in read_history(tmp_path) if e["event"] == "histogram"]
+    assert left == [[[-0.5, 1], [0.0, 2]], []]
+
+
 @given(st.integers(0, 60), st.integers(1, 10))
 def test_thin_keeps_both_ends(count, most):
     items = list(range(count))
@@ -276,6 +299,13 @@ ODD = [
     {"event": "timing", "step": 1, "workers": [{"data": "inf"}, {}]},
     {"event": "image", "step": 1},
     {"event": "image", "step": 1, "path": "../../etc/passwd", "name": {}, "width": "x"},
+    {"event": "histogram", "step": 1},
+    {"event": "histogram", "step": 1, "bins": [[1, 2], [3]], "name": {}},
+    {"event": "histogram", "step": 1, "bins": [[10**400, 2]]},
+    {"event": "histogram", "step": 1, "bins": [["nan", 1]]},
+    {"event": "histogram", "step": "nan", "bins": [[1, 2]]},
+    {"event": "histogram", "step": 1, "bins": {"a": 1}, "nan": "many"},
+    {"event": "histogram", "step": 1, "bins": [[1, 2]], "nan": "many", "name": []},
     {"event": "loop"},
     {"event": "sink"},
     {"event": "images_dropped", "count": "many"},
@@ -308,6 +338,8 @@ def test_events_that_no_run_writes_do_no_harm(directory, events):
     assert all(len(event["text"]) <= 1000 for event in run["events"])
     for scalar in run["scalars"]:
         view.curve(scalar["name"], smooth=0.9)
+    for series in run["histograms"]:
+        view.histogram(series["name"])
     view.timing()
 
 

@@ -58,6 +58,12 @@ def system(host: str, **fields: Any) -> dict[str, Any]:
     return {"event": "system", "host": host, **shares, "disk_read": 2_000_000, **fields}
 
 
+def histogram(step: int, name: str, *bins: tuple[float, int], **fields: Any) -> dict[str, Any]:
+    """Return the event of a histogram."""
+    others = {"nan": 0, "inf": 0, "-inf": 0, **fields}
+    return {"event": "histogram", "step": step, "name": name, "bins": bins, **others}
+
+
 def loop(step: int, **fields: Any) -> dict[str, Any]:
     """Return the event of a training loop."""
     return {"event": "loop", "name": "train", "step": step, "epoch": 0, "done": 0, **fields}

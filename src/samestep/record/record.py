@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from samestep.errors import RecordError
-from samestep.record.events import FILE_NAME, EventFile
+from samestep.record.events import FILE_NAME, NON_FINITE, EventFile
 from samestep.record.images import AsyncImageWriter, Picture, copy_picture, write_picture
 
 # the parts of a step that `timing` measures
@@ -52,6 +52,20 @@ class Record:
         seconds = [_floats(parts) for parts in workers]
         fields = {"workers": seconds} if len(workers) <= MAX_TIMED_WORKERS else _summary(seconds)
         self.event("timing", step=step, **fields)
+
+    def histogram(
+        self, step: int, name: str, counts: Mapping[str, int], *, between: bool = False
+    ) -> None:
+        """Add a histogram: counts by the edge nearest to zero of each bin, "nan", "inf" or "-inf".
+
+        Bins have the edges 0 and plus and minus 1, 1.25, 1.5 and 1.75 times powers of two.
+        `between` is as for `scalars`.
+        """
+        bins = sorted(
+            [float(edge), count] for edge, count in counts.items() if edge not in NON_FINITE
+        )
+        others = {key: counts.get(key, 0) for key in NON_FINITE}
+        self.event("histogram", step=step, name=name, bins=bins, **others, **_mark(between))
 
     def image(self, step: int, name: str, pixels: Any, *, between: bool = False) -> None:
         """Add an image as a PNG file.

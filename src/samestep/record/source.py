@@ -191,17 +191,17 @@ def open_source(location: str | Path) -> Source:
 StepPosition: TypeAlias = tuple[float, bool]
 
 STARTS: Final = ("started", "resumed")
-STEP_EVENTS: Final = ("scalars", "timing", "image")
+STEP_EVENTS: Final = ("scalars", "timing", "image", "histogram")
 
 
 def read_history(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the events of a run in order, without those that a later start has replaced.
 
-    A start that resumes from a step replaces the scalars, timing and images of later steps, because
-    these steps run again; a start from the beginning replaces all of them. Values that were logged
-    between two steps (`between`) at exactly the step of the resume stay. Events about attempts
-    (`started`, `snapshot`, `failed`, ...) always stay. The file is read twice, and no events are
-    held in memory.
+    A start that resumes from a step replaces the scalars, timing, images and histograms of later
+    steps, because these steps run again; a start from the beginning replaces all of them. Values
+    that were logged between two steps (`between`) at exactly the step of the resume stay. Events
+    about attempts (`started`, `snapshot`, `failed`, ...) always stay. The file is read twice, and
+    no events are held in memory.
 
     Args:
         path: Directory of the run, or its events file.

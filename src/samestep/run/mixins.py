@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +16,8 @@ from samestep.comm.base import World
 from samestep.errors import DataError, RecordError
 from samestep.record import Record
 from samestep.run.progress import Progress
+from samestep.step.gradients import SlicedGradient
+from samestep.step.lane_engine import LaneEngine
 from samestep.step.means import Means
 
 
@@ -88,12 +92,15 @@ class Collectives:
 
 
 CHANNELS = (1, 3)
+CHUNK = 1 << 22  # elements of a histogram that are counted at a time, to limit memory
 Scalars: TypeAlias = dict[str, float]
 
 
 class Log:
-    """The methods of `Run` that record scalars and images, and print."""
+    """The methods of `Run` that record scalars, images and histograms, and print."""
 
+    _world: World
+    _lanes: LaneEngine
     _record: Record
     _progress: Progress
     is_main: bool
@@ -135,6 +142,75 @@ class Log:
             step, between = self._progress.step, self._progress.between_steps
             self._record.image(step, name, pixels(image), between=between)
 
+    def log_histogram(self, name: str, values: Any, *, grad: bool = False) -> None:
+        """Record a histogram of a tensor, or of each parameter of a module, at the current step.
+
+        Each worker counts a part of the elements, so call it on all workers. Counts are exact and
+        the same at any number of workers, because bins are fixed: their edges are 0 and plus and
+        minus 1, 1.25, 1.5 and 1.75 times powers of two. NaN and infinities are counted separately.
+
+        Args:
+            name: Name of a series of histograms. A module's parameters append their own names, as
+                in `name/layer.weight`.
+            values: Real floating-point tensor of any shape with the same values on all workers, or
+                a module.
+            grad: Whether to count the parameters' gradients instead, complete or sharded. Call it
+                before `optimizer.step()`. Parameters without a gradient are left out.
+
+        Raises:
+            RecordError: `values` is something else, nothing has a gradient, or shapes differ
+                between workers.
+
+        Example:
+            >>> run.log_histogram("weights", model)
+            >>> run.log_histogram("noise", torch.randn(16, 8))
+        """
+        tensors = named_tensors(name, values)
+        parts = self._own_gradients(tensors) if grad else self._own_parts(tensors)
+        if not parts:
+            what = "gradients" if grad else "parameters"
+            advice = "; call it after run.backward and before optimizer.step()" if grad else ""
+            raise RecordError(f"run.log_histogram expected {what} for {name!r}, got none{advice}")
+        if self.dir is None:
+            return
+        counts = {full: [list(tensors[full].shape), bin_counts(parts[full])] for full in parts}
+        everyone = self._world.all_gather_json(counts, f"counting the histogram {name!r}")
+        for rank, other in enumerate(everyone):
+            shapes, others = (
+                {key: shape for key, (shape, _) in one.items()} for one in (everyone[0], other)
+            )
+            if others != shapes:
+                raise RecordError(
+                    f"run.log_histogram expected the same shapes of {name!r} on all workers, got "
+                    f"{shapes!s:.200} on worker 0 and {others!s:.200} on worker {rank}"
+                )
+        step, between = self._progress.step, self._progress.between_steps
+        for full in counts if self.is_main else ():
+            total = sum((Counter(other[full][1]) for other in everyone), Counter[str]())
+            self._record.histogram(step, full, total, between=between)
+
+    def _own_parts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+        """Return this worker's share of the elements of each tensor, 1-D."""
+        rank, size = self._world.rank, self._world.size
+        ends = {
+            full: (t.numel() * rank // size, t.numel() * (rank + 1) // size)
+            for full, t in tensors.items()
+        }
+        return {full: [t.detach().reshape(-1)[slice(*ends[full])]] for full, t in tensors.items()}
+
+    def _own_gradients(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+        """Return this worker's share of each gradient, as it is stored if that is in slices."""
+        self._lanes.check_seals()
+        sliced: dict[int, list[torch.Tensor]] = {}
+        for buffer in self._lanes.flat_buffers():
+            buffer.drop_cleared()
+            sliced.update(buffer.own_gradients())
+        found = {full: t.grad for full, t in tensors.items() if t.is_leaf and t.grad is not None}
+        stored = {full: sliced[id(t)] for full, t in tensors.items() if id(t) in sliced}
+        whole = {full: gradient for full, gradient in found.items() if full not in stored}
+        parts = {**self._own_parts(whole), **stored}
+        return {full: parts[full] for full in found}
+
     def print(self, *values: Any, **options: Any) -> None:
         """Print on rank 0 only, like Python's `print`.
 
@@ -144,6 +220,52 @@ class Log:
         """
         if self.is_main:
             print(*values, **{"flush": True, **options})  # noqa: T201  the purpose of this method
+
+
+def named_tensors(name: str, values: Any) -> dict[str, torch.Tensor]:
+    """Return a tensor, or a module's parameters, by name. Raises `RecordError` for other values."""
+    named = {name: values}
+    if isinstance(values, torch.nn.Module):
+        named = {f"{name}/{inner}": one for inner, one in values.named_parameters()}
+    for full, one in named.items():
+        if isinstance(one, SlicedGradient):
+            raise RecordError(
+                f"the gradient for {full!r} is stored in slices, one per worker; pass the parameter"
+                " or the module to run.log_histogram, with grad=True"
+            )
+        if not isinstance(one, torch.Tensor):
+            got = type(one).__name__
+        elif one.is_floating_point() and one.layout == torch.strided:
+            continue
+        else:
+            got = f"a tensor of {one.dtype}, {one.layout}"
+        raise RecordError(
+            f"run.log_histogram expected a real floating-point tensor or a module for {full!r}, got"
+            f" {got}"
+        )
+    return named
+
+
+def bin_counts(parts: Iterable[torch.Tensor]) -> Counter[str]:
+    """Count the elements of 1-D tensors by bin.
+
+    A bin's key is the text of its edge nearest to zero: its numbers without all but the first two
+    bits of their fraction. Subnormal numbers, below 2**-126 (2**-1022 in float64), thus have bins
+    of a width of 2**-128 (2**-1024), and the first one includes 0. Other keys are "nan", "inf" and
+    "-inf".
+    """
+    counts: Counter[str] = Counter()
+    for values in (chunk for part in parts for chunk in part.split(CHUNK)):
+        wide = values if values.dtype == torch.float64 else values.float()
+        integer, drop = (torch.int64, 50) if wide.dtype == torch.float64 else (torch.int32, 21)
+        bits = torch.where(wide.isnan(), math.nan, wide).view(integer) >> drop  # one kind of NaN
+        lowest = -1 << (8 * integer.itemsize - 1 - drop)  # of a signed integer without these bits
+        numbers = torch.bincount(bits - lowest)
+        keys = numbers.nonzero().flatten()
+        edges = ((keys + lowest).to(integer) << drop).view(wide.dtype) + 0.0  # and no -0.0
+        for edge, number in zip(edges.tolist(), numbers[keys].tolist(), strict=True):
+            counts[str(edge)] += number
+    return counts
 
 
 def pixels(image: Any) -> NDArray[Any]:

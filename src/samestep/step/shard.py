@@ -218,6 +218,19 @@ class FlatBuffer:
             if id(self.parameter_of(fragment)) in ids
         ]
 
+    def own_gradients(self) -> dict[int, list[Tensor]]:
+        """Return each parameter's gradient by id, as 1-D parts: over all workers, all of it once.
+
+        A worker may have no part of it, and then has an empty list, also if there is no gradient.
+        """
+        found: dict[int, list[Tensor]] = {id(one): [] for one in self.exchange.parameters}
+        for segment in self.segments:
+            if segment.parameter.grad is not None:
+                for part in filter(None, map(self.own_part, segment.fragments)):
+                    values = segment.part(segment.parameter.grad, part)
+                    found[id(self.parameter_of(part))].append(values)
+        return found
+
     def own_part(self, fragment: Fragment) -> Fragment | None:
         """Return the part of a fragment that this worker saves, None if there is none."""
         size = self.exchange.layout.slice_size

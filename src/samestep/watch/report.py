@@ -94,6 +94,8 @@ def make_report(locations: Iterable[str], *, image_bytes: int) -> Report:
         responses[_path("run", id=view.id)] = summary
         responses[_path("timing", id=view.id)] = _rounded(view.timing(points=SPANS))
         responses[_path("system", id=view.id)] = _rounded(view.system())
+        for name in (one["name"] for one in summary["histograms"]):
+            responses[_path("histogram", id=view.id, name=name)] = view.histogram(name)
         for scalar in summary["scalars"]:
             for axis in AXES:
                 curve = view.curve(scalar["name"], points=points, axis=axis)

@@ -9,6 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.record.events import NON_FINITE
 from samestep.record.source import STARTS, StepPosition, step_position, valid_until
 from samestep.watch.curves import Curve, HostUse, to_float, to_int, to_number, to_text
 from samestep.watch.timings import RECENT, Timings, seconds_of, started_workers
@@ -48,6 +52,18 @@ class Image:
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """A histogram event: `bins` [n, 2] has the edge and count of each bin, `others` NaN and so on."""
+
+    place: StepPosition
+    bins: NDArray[np.float64]
+    others: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": int(self.place[0]), "bins": self.bins.tolist(), **self.others}
+
+
+@dataclass(frozen=True)
 class TimelineEvent:
     """An event on the timeline; `detail` is further text, such as a traceback."""
 
@@ -70,6 +86,7 @@ class RunState:
         self.timings = Timings()
         self.hosts = HostUse()
         self.images: dict[int, Image] = {}
+        self.histograms: dict[str, list[Histogram]] = {}
         self.timeline: list[TimelineEvent] = []
         self.sinks: dict[str, Event] = {}
         self.dropped_images = 0
@@ -115,6 +132,8 @@ class RunState:
             self._add_timing(event, time)
         elif kind == "image":
             self._add_image(event)
+        elif kind == "histogram":
+            self._add_histogram(event)
         elif kind in STARTS:
             self._start(event, kind, time)
         elif self._update(event, kind):
@@ -159,6 +178,11 @@ class RunState:
         self.curves = {name: curve for name, curve in self.curves.items() if len(curve)}
         self.timings.discard_after(last)
         self.images = {key: image for key, image in self.images.items() if image.place <= last}
+        histograms = {
+            name: [one for one in series if one.place <= last]
+            for name, series in self.histograms.items()
+        }
+        self.histograms = {name: series for name, series in histograms.items() if series}
         self.started = time if self.started is None else self.started
         self._add_to_timeline(event, kind, time)
         if self.loop is not None:
@@ -216,6 +240,17 @@ class RunState:
         width, height = (to_int(event.get(field)) or 0 for field in ("width", "height"))
         self.images[number] = Image(number, name, place, path, width, height, size)
         self._image_count += 1
+
+    def _add_histogram(self, event: dict[str, Any]) -> None:
+        place = _place(event)
+        try:
+            bins = np.array(event.get("bins"), dtype=np.float64).reshape(-1, 2)
+        except (OverflowError, TypeError, ValueError):
+            return
+        if place is not None and np.isfinite(bins).all():
+            others = {key: to_int(event.get(key)) or 0 for key in NON_FINITE}
+            series = self.histograms.setdefault(str(event.get("name")), [])
+            series.append(Histogram(place, bins, others))
 
     def _reach(self, step: float | None, time: float | None = None) -> None:
         """Record that `step` steps are done, and the time if it is known."""

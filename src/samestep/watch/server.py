@@ -3,9 +3,11 @@
 GET /, /page/NAME          the page and its files
 GET /api/runs              {"runs": [{id, name, state, started, updated, step, epoch, workers,
                            lanes}], "faults": [{location, text}]}; faults: unreadable locations
-GET /api/run?id=           progress, scalars, images, workers, parts, events, config, sinks
+GET /api/run?id=           progress, scalars, images, histograms, workers, parts, events, config,
+                           sinks
 GET /api/curve?id=&name=   {x, value, low, high, smooth, points, exact}; optional: from=, to=,
                            points=1000, smooth=0, x=step|time
+GET /api/histogram?id=&name= {"items": [{step, bins, nan, inf, -inf}]}; bins: [edge, count]
 GET /api/timing?id=        {x, parts, workers, quantiles}: seconds; optional: from=, to=, points=500
 GET /api/system?id=        {"curves": [{host, name, x, value}]}, x: Unix time; optional: from=, to=
 GET /api/log?id=&worker=   {"workers", "size", "cut", "lines"}: the end of a worker's log; optional:
@@ -115,12 +117,15 @@ def make_app(
         await changes.join()
 
     api = Api(views, changes)
-    data = (api.runs, api.table, api.run, api.curve, api.timing, api.system, api.log, api.image)
+    data = (api.runs, api.table, api.run, api.curve, api.histogram, api.timing, api.system)
     app = Starlette(
         routes=[
             Route("/", page),
             Route("/page/{name}", page),
-            *(Route(f"/api/{endpoint.__name__}", endpoint) for endpoint in (*data, api.changes)),
+            *(
+                Route(f"/api/{endpoint.__name__}", endpoint)
+                for endpoint in (*data, api.log, api.image, api.changes)
+            ),
         ],
         middleware=[Middleware(Guard, token=token, host=host, port=port)],
         lifespan=follow,
@@ -155,6 +160,11 @@ class Api:
         axis, view, name = query.choice("x", AXES), self._view(query), query.text("name")
         curve = partial(view.curve, name, start, end, points, smooth, axis)
         return _json(_find(curve, "the run has no such scalar"))
+
+    def histogram(self, request: Request) -> Response:
+        query = Query(request.query_params, "id", "name")
+        view, name = self._view(query), query.text("name")
+        return _json(_find(lambda: view.histogram(name), "the run has no such histogram"))
 
     def timing(self, request: Request) -> Response:
         query = Query(request.query_params, "id", "from", "to", "points")

@@ -40,6 +40,7 @@ EVENTS_AT_A_TIME: Final = 256  # applied while holding the lock
 TAIL_BYTES: Final = 1024
 SILENT_SECONDS: Final = 60.0
 SILENT_STEPS: Final = 5
+MOST_HISTOGRAMS: Final = 200  # per name, that are sent
 MOST_ITEMS: Final = 2000  # images per name, and events, that are listed
 DEEPEST: Final = 4  # nesting of configuration values
 LOG_BYTES: Final = 256 * 1024
@@ -184,6 +185,9 @@ class View:
                     for name, curve in run.curves.items()
                 ],
                 "images": _images(run),
+                "histograms": [
+                    {"name": name, "count": len(series)} for name, series in run.histograms.items()
+                ],
                 "workers": worker_rows(run.start, run.timings),
                 "parts": run.timings.parts(),
                 "samples": run.hosts.count,
@@ -238,6 +242,16 @@ class View:
         with self._lock:
             curve = self._run.curves[name].points(smooth)
         return curve.to_json(start, end, points, axis)
+
+    def histogram(self, name: str) -> dict[str, Any]:
+        """Return the histograms of a name over the run, evenly thinned to at most 201 items.
+
+        Each has its step, bins as [edge nearest to zero, count], and counts of other values. Raises
+        `KeyError` if there is no such name.
+        """
+        with self._lock:
+            series = list(self._run.histograms[name])
+        return {"items": [one.to_json() for one in thin(series, MOST_HISTOGRAMS)]}
 
     def timing(
         self, start: float | None = None, end: float | None = None, points: int = 500

@@ -17,10 +17,39 @@ from selenium.webdriver.support.select import Select
 from samestep.record import read_events
 from tests.watch.browser.pages import TIMEOUT_SECONDS, Page, serving
 from tests.watch.browser.runs import append, losses, paint, shown_color
-from tests.watch.writing import scalars, started, timing
+from tests.watch.writing import histogram, scalars, started, timing
 from tests.workers import free_port
 
 ROOT = Path(__file__).parents[3]
+
+
+def test_histograms_are_drawn_by_name_and_step(run, page):
+    readout = "return document.getElementById('histogram-readout').textContent === arguments[0]"
+    append(run, started(), histogram(0, "a", [-1.0, 1], [0.0, 2], [0.5, 5], nan=3))
+    page.open(run.name)
+    page.until(readout, "step 0 · 8 values · bins from -1 to 0.5, median near 0.5 · 3 NaN")
+    append(run, histogram(10, "a", [2.0, 4], inf=1), histogram(10, "<b>", [0.0, 1]))
+    newest = "step 10 · 4 values · bins from 2 to 2, median near 2 · 1 infinite"
+    page.until(readout, newest)
+    shades = (
+        "const map = document.querySelector('#histograms canvas');"
+        "const { data } = map.getContext('2d').getImageData(0, 0, map.width, map.height);"
+        "const columns = Array.from({ length: map.width }, () => []);"
+        "data.forEach((value, index) => { if (index % 4 === 3 && value > arguments[0])"
+        " columns[(index >> 2) % map.width].push(Math.floor((index >> 2) / map.width)); });"
+        "return columns;"
+    )
+    # rows: 2 is the first of 129, one power of two takes four, and 0 is in the middle
+    assert page.run(shades, 100) == [[8, 64, 124], [0]]
+    page.driver.find_element(By.ID, "histogram-step").send_keys(Keys.HOME)
+    page.until(readout, "step 0 · 8 values · bins from -1 to 0.5, median near 0.5 · 3 NaN")
+    page.run(
+        "const s = document.querySelector('#histograms select'); s.selectedIndex = 1;"
+        "s.dispatchEvent(new Event('change'))"
+    )
+    page.until(readout, "step 10 · 1 value · bins from 0 to 0, median near 0")
+    assert page.text("#histograms select option:last-child") == "<b>"
+    assert "histogram=" in page.run("return location.hash")
 
 
 def test_an_appended_point_is_drawn_without_a_reload(run, page):

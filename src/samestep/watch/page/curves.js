@@ -3,6 +3,7 @@
 import { Card } from "./card.js";
 import { h, onChange, searchBox, toggle } from "./dom.js";
 import { count, splitName } from "./format.js";
+import { histograms } from "./histograms.js";
 import { choose, state } from "./state.js";
 
 const STRONGEST = 0.999;
@@ -11,7 +12,8 @@ export function curvesPanel(root) {
   const cards = new Map();
   const tools = toolbar();
   const grid = h("div", { class: "groups" });
-  root.append(tools.element, grid);
+  const counts = histograms();
+  root.append(tools.element, grid, counts.element);
   const watcher = new IntersectionObserver(
     (entries) =>
       entries.forEach(({ target, isIntersecting }) =>
@@ -31,8 +33,12 @@ export function curvesPanel(root) {
       tools.update(names.length, all.length, view);
       arrange(names);
       cards.forEach((card) => card.show(view));
+      counts.update(view);
     },
-    repaint: () => cards.forEach((card) => card.chart.repaint()),
+    repaint() {
+      cards.forEach((card) => card.chart.repaint());
+      counts.repaint();
+    },
   };
 }
 

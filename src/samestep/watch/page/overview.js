@@ -23,7 +23,7 @@ export function overview(root) {
         draw(null, view.clock);
         return;
       }
-      const { events, scalars, images, config, workers, parts, now, ...shown } = run;
+      const { events, scalars, histograms, images, config, workers, parts, now, ...shown } = run;
       draw({ ...shown, count: workers.length }, view.clock);
       three.update(view);
       this.tick(view);

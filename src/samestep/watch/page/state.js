@@ -14,6 +14,7 @@ const DEFAULTS = {
   to: null,
   large: "", // the enlarged chart
   versus: "", // the run whose settings are compared
+  histogram: "", // the name whose histograms are shown
   worker: "", // the worker whose log is shown
   find: "", // words in the lines of the log
   filter: "", // of the table of runs
