@@ -388,7 +388,7 @@ def test_the_room_for_all_copies_and_for_a_resume_is_checked(available, fits, mo
         if fits:
             one._check_memory(nbytes)
         else:
-            with pytest.raises(SnapshotError, match="GB into which replacement"):
+            with pytest.raises(SnapshotError, match="GB for replacement workers to read them"):
                 one._check_memory(nbytes)
 
 
