@@ -23,6 +23,7 @@ from torch.distributed import TCPStore
 FORK = get_context("fork")
 FLOOD = 300  # connections to each address
 SOON = timedelta(seconds=1)
+AFTER_FIRST_SECONDS = 0.2  # for other ports, after one was a store
 NOBODY = 65534  # another user
 FORGED = {"host": "forged", "pid": 1, "home": None, "address": None}
 # of this version, and of the one before the stores were protected
@@ -168,13 +169,15 @@ def _stores(run: Run) -> list[TCPStore]:
             store.check(["samestep"])  # other servers accept the connection and then end it
             stores.append(store)
 
-    # daemons: a listener that nobody serves any more never answers
+    # daemons: a listener that is no store, or that nobody serves any more, never answers
     threads = [Thread(target=open_store, args=(port,), daemon=True) for port in run.ports]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 2 * SOON.total_seconds()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    deadline = time.monotonic() + SOON.total_seconds()
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+        if stores:  # a run has one
+            deadline = min(deadline, time.monotonic() + AFTER_FIRST_SECONDS)
+        time.sleep(0.01)
     return list(stores)
 
 

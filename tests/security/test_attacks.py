@@ -74,12 +74,11 @@ def test_attacks_under_other_launchers(tmp_path, undisturbed):
 
 def test_attacks_on_tasks_of_slurm(tmp_path_factory, undisturbed):
     with slurm(tmp_path_factory.mktemp("s")) as cluster:
-        found = attacked(
-            "srun",
-            cluster.directory / "job",
-            dict.fromkeys(PHASES, WITHOUT_FLOODS),
-            environment=cluster.environment,
-        )
-    check(found, undisturbed)
+        directory = cluster.directory / "job"
+        directory.mkdir()
+        (directory / "lasts").touch()
+        attacks = {"forming": ON_STORE, "running": WITHOUT_FLOODS}
+        found = attacked("srun", directory, attacks, environment=cluster.environment)
+    check(found, undisturbed, PHASES[:2])
     assert found.seen["running"]["writes a failure"] == "written"
     assert "worker/0" in found.seen["running"]["reads the store"]

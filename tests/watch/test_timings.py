@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.record.record import PARTS
-from samestep.step import tree
+from samestep.step import layout
 from samestep.watch.timings import RECENT, Timings, lanes_of, seconds_of
 from tests.watch.writing import started, timing, view_of
 
@@ -179,7 +179,7 @@ def test_workers_their_lanes_and_the_slowest(tmp_path):
 def test_lanes_equal_those_of_training(lanes, data):
     workers = data.draw(st.integers(1, lanes))
     for rank in range(workers):
-        own = tree.lanes_of(rank, workers, lanes)
+        own = layout.lanes_of(rank, workers, lanes)
         assert lanes_of(rank, workers, lanes) == (own.start, own.stop)
 
 

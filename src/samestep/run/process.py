@@ -299,11 +299,15 @@ class SystemSampler:
         self._thread = threading.Thread(target=self._run, name="sample the host", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Stop: nothing is written to the record afterwards."""
         self._stopped.set()
         with self._lock:
             pass  # an event that is being written
+
+    def close(self) -> None:
+        """Stop, and wait for the thread for a moment."""
+        self.stop()
         self._thread.join(SAMPLE_SECONDS)
 
     def _run(self) -> None:

@@ -92,6 +92,7 @@ class Progress:
         self.epoch_loops: set[str] = set()  # that end with the current epoch, by name
         self.reads: set[str] = set()  # the attributes that user code has read outside of steps
         self.status, self.is_main = lanes.world.status, lanes.world.rank == 0
+        self.on_end: Callable[[], object] = lambda: None  # is called before the end is recorded
         self._config, self._record, self._snapshots = config, record, snapshots
         self._stop, self._lanes, self._divergence = stop, lanes, divergence
         self._data_check = data_check
@@ -321,6 +322,7 @@ class Progress:
         self.status.finish()
         self._record.flush()
         self._snapshots.finish()
+        self.on_end()
         self._record.event(event, step=self.step, **fields)
         if self.is_main and not is_observed():
             announce(self._describe_end(event))

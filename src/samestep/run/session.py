@@ -165,7 +165,9 @@ class Session:
         if process.local_rank == 0 and config.system_every is not None:
             hosts = {one["rank"]: one["host"] for one in workers if one["local_rank"] == 0}
             status, seconds = self.world.status, config.system_every
-            self._exits.callback(SystemSampler(seconds, hosts, status, self.record).close)
+            sampler = SystemSampler(seconds, hosts, status, self.record)
+            self.progress.on_end = sampler.stop
+            self._exits.callback(sampler.close)
 
     def _gather_workers(self) -> list[dict[str, Any]]:
         """Return a description of each worker by rank; warn if their results may differ."""
