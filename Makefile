@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test models integrations check docs bench bench-more clean
+.PHONY: help demo test test-long models integrations check docs bench bench-more clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo        train a ViT on two workers, evaluate it, and prove that one worker does the same'
 	@echo 'make test        run all tests'
+	@echo 'make test-long   run the tests that CI leaves out: about a minute'
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
 	@echo 'make integrations  test the Trainers of transformers and Lightning: about three minutes on two cores'
 	@echo 'make check       run all checks of style, types, imports, links and public names'
@@ -22,6 +23,9 @@ demo: .venv/ready-vit
 
 test: .venv/ready-dev
 	$(BIN)/pytest --numprocesses 2 --dist worksteal
+
+test-long: .venv/ready-dev
+	$(BIN)/pytest --numprocesses 2 --dist worksteal -m long
 
 models: .venv/ready-dev
 	@$(PIP) --requirement tests/models/requirements.txt

@@ -6,6 +6,8 @@ import sys
 import time
 from contextlib import contextmanager
 
+import pytest
+
 from tests.cluster.started import ROOT, trained
 from tests.jobs import events
 from tests.workers import free_port
@@ -106,6 +108,7 @@ def node(directory, port, started_after, nodes="1:2", own_store="1"):
         process.wait()
 
 
+@pytest.mark.long
 def test_a_late_node_joins_and_changes_nothing_else(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     port, deadline = free_port(), time.monotonic() + SECONDS

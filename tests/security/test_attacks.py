@@ -46,6 +46,7 @@ def read_by_attackers(found):
     }
 
 
+@pytest.mark.long
 def test_attacks_under_other_launchers(tmp_path, undisturbed):
     jobs = {
         "ss.launch": (dict.fromkeys(PHASES, WITHOUT_FLOODS) | {"running": tuple(ATTACKS)}, None),
@@ -72,6 +73,7 @@ def test_attacks_under_other_launchers(tmp_path, undisturbed):
         assert "worker/0" in each.seen["running"]["reads the store"]
 
 
+@pytest.mark.long
 def test_attacks_on_tasks_of_slurm(tmp_path_factory, undisturbed):
     with slurm(tmp_path_factory.mktemp("s")) as cluster:
         directory = cluster.directory / "job"

@@ -89,8 +89,8 @@ class CoordinatorClient:
         store = store_variables(self.address, attempt)
         return {"MASTER_ADDR": host, "MASTER_PORT": str(port), **sockets, **store}
 
-    def report(self, what: str, **fields: Any) -> None:
-        """Report an event on this host."""
+    def report(self, what: str, now: float | None = None, **fields: Any) -> None:
+        """Report an event on this host. The coordinator has another clock than `now`."""
         self._signals += what == "signaled"
         with self._lock:
             self._delivery.add({"report": what, **fields})

@@ -118,9 +118,10 @@ class LocalCoordinator:
         self._store = self._listener = None
         self._store_for_groups = None  # torch closes it with the last reference
 
-    def report(self, what: str, **fields: Any) -> None:
-        """Report an event on this host."""
-        self._membership.receive(self._node, {"report": what, **fields}, time.monotonic())
+    def report(self, what: str, now: float | None = None, **fields: Any) -> None:
+        """Report an event on this host, at a time of `time.monotonic`."""
+        now = time.monotonic() if now is None else now
+        self._membership.receive(self._node, {"report": what, **fields}, now)
 
     def orders(self, step: int | None) -> list[Message]:
         """Return the next orders, given the number of completed steps."""
@@ -279,9 +280,10 @@ class Supervisor:
                 self._reported.add(rank)
                 self._errors[rank] = group.error(rank)
                 self._outputs.log_end(rank, str(failure), failure.traceback)
-                age = time.monotonic() - failure.at
                 fields = {**asdict(failure), "traceback": _shortened(failure.traceback)}
-                self._coordinator.report("failed", attempt=self._attempt, age=age, failure=fields)
+                now = time.monotonic()  # on one host, the same at both ends: the order is exact
+                times = {"now": now, "age": now - failure.at}
+                self._coordinator.report("failed", attempt=self._attempt, failure=fields, **times)
         if not group.running:
             self._result = None if group.failures else group.result()
             self._close_group()
