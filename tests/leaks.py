@@ -1,4 +1,4 @@
-"""Detect what a test leaves behind: processes, threads, shared memory, environment variables."""
+"""Detect what a test leaves behind: processes, threads, shared memory, variables, constants."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ def nothing_left(grace_seconds: float = GRACE_SECONDS) -> Iterator[None]:
     that remain are killed.
     """
     children, threads, files, variables = _children(), _threads(), shared_files(), _variables()
+    constants = _constants()
     yield
     deadline = time.monotonic() + grace_seconds
     while True:
@@ -61,8 +63,23 @@ def nothing_left(grace_seconds: float = GRACE_SECONDS) -> Iterator[None]:
             os.kill(pid, signal.SIGKILL)
     changed = {name for name, _ in variables ^ _variables()}
     left += [f"environment variable {name}" for name in sorted(changed)]
+    now = _constants()
+    left += [
+        f"constant {name}" for name, value in constants.items() if now.get(name, value) is not value
+    ]
     if left:
         raise LeakError("left behind: " + "; ".join(left))
+
+
+def _constants() -> dict[str, object]:
+    """Return the constants of the imported modules of samestep, by their full names."""
+    return {
+        f"{module_name}.{name}": value
+        for module_name, module in list(sys.modules.items())
+        if module_name.startswith("samestep.")
+        for name, value in vars(module).items()
+        if name.isupper()
+    }
 
 
 def _children() -> dict[int, str]:

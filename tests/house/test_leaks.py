@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from samestep.step import exchange
 from tests.leaks import SHARED_MEMORY, LeakError, nothing_left
 from tests.needs import needs
 
@@ -19,6 +20,14 @@ def test_everything_cleaned_up_is_no_leak(monkeypatch):
         thread = threading.Thread(target=int)
         thread.start()
         thread.join()
+
+
+def test_a_constant_left_changed_is_found(monkeypatch):
+    with (
+        pytest.raises(LeakError, match=r"constant samestep\.step\.exchange\.BUCKETS"),
+        nothing_left(grace_seconds=0),
+    ):
+        monkeypatch.setattr(exchange, "BUCKETS", 9)
 
 
 def test_a_process_left_behind_is_found_and_killed():
