@@ -25,7 +25,9 @@ def expected(tmp_path_factory):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("hosts", "kinds"), [(1, ON_ONE_HOST), (2, ON_TWO_HOSTS)])
+@pytest.mark.parametrize(
+    ("hosts", "kinds"), [(1, ON_ONE_HOST), pytest.param(2, ON_TWO_HOSTS, marks=pytest.mark.long)]
+)
 def test_a_run_under_faults_ends_like_an_undisturbed_one(tmp_path, expected, hosts, kinds):
     if hosts > 1:
         needs("ip")

@@ -136,7 +136,7 @@ def test_unused_parameter_is_unchanged(tmp_path):
 
 
 @pytest.mark.timeout(600)  # the first compilation takes minutes on a busy machine
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_model_gives_the_same_bits(backend, tmp_path):
     if backend == "inductor":
         needs("g++")
