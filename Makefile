@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo 'make demo        train a ViT on two workers, evaluate it, and prove that one worker does the same'
 	@echo 'make test        run all tests'
-	@echo 'make test-long   run the tests that CI leaves out: about two minutes on two cores'
+	@echo 'make test-long   run the tests that CI leaves out: about three minutes on two cores'
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
 	@echo 'make integrations  test the Trainers of transformers and Lightning: about three minutes on two cores'
 	@echo 'make check       run all checks of style, types, imports, links and public names'

@@ -21,7 +21,12 @@ from tests.workers import run_workers
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 # the number of blocks for each reason; tests/integrations runs these
 NOT_RUN_BLOCKS = {"needs lightning": 1, "needs transformers": 1}
-RUN = [page for page in PAGES if any(is_run(block) for block in blocks_of(page))]
+LONG = ROOT / "docs/tutorial.md"
+RUN = [
+    pytest.param(page, marks=pytest.mark.long) if page == LONG else page
+    for page in PAGES
+    if any(is_run(block) for block in blocks_of(page))
+]
 CODE = re.compile(
     rf"^\s*(\$ |samestep ({'|'.join(COMMANDS)}) |python |import |from \w+ import)", re.MULTILINE
 )
@@ -29,7 +34,7 @@ CODE = re.compile(
 
 # each command of a page starts Python and imports torch
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", RUN, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_workers(run_page, 1, page, timeout=240)

@@ -33,7 +33,9 @@ def check(found, undisturbed, phases=PHASES):
     assert found.seen.keys() == set(phases)
 
 
-@pytest.mark.parametrize("launcher", ["samestep run", "samestep run --nodes"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("samestep run", marks=pytest.mark.long), "samestep run --nodes"]
+)
 def test_no_attack_disturbs_a_run_with_a_token(launcher, tmp_path, undisturbed):
     check(attacked(launcher, tmp_path / "job", everything()), undisturbed)
 

@@ -217,6 +217,7 @@ def test_a_film_shows_the_screens_of_the_game():
     assert len({screen.tobytes() for screen in np.split(strip, FILMED, axis=1)}) > 1
 
 
+@pytest.mark.long
 def test_samestep_verify_finds_every_step_the_same(capsys):
     assert (
         samestep(["verify", "-n", "2,1x2", "--steps", "2", str(RECIPE / "train.py"), *SMALL]) == 0

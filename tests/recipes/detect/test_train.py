@@ -63,6 +63,7 @@ def trained(tmp_path_factory, digits):
     return directory, train(1, directory, digits)
 
 
+@pytest.mark.long
 def test_samestep_verify_finds_every_step_the_same(digits, capsys):
     assert (
         samestep(

@@ -82,6 +82,7 @@ def test_the_number_of_workers_and_devices_changes_nothing(
     assert run_to_end(workers, tmp_path, data, SAMESTEP_DEVICES=devices) == trained[1]
 
 
+@pytest.mark.long
 def test_samestep_verify_finds_every_step_the_same(data, capsys):
     script = str(Path(train.__file__))
     assert main(["verify", "-n", "2,1x2", "--steps", "2", script, *SMALL, data]) == 0
