@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_a_group_of_two_hosts_is_joined_by_a_new_group(model, monkeypatch, tmp_p
 
 
 def test_a_group_is_destroyed_and_made_again_at_the_same_address():
-    port = free_port()
+    port, destroyed = free_port(), get_context("fork").Barrier(2)
 
     def body():
         rank, found = own_rank(), []
@@ -99,6 +100,7 @@ def test_a_group_is_destroyed_and_made_again_at_the_same_address():
                 found.append(run.all_gather(run.rank))
             dist.barrier()
             dist.destroy_process_group()
+            destroyed.wait()  # a worker may not connect to the store that another is closing
         return found
 
     assert run_workers(body, 2) == [[[0, 1], [0, 1]]] * 2

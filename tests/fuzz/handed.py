@@ -192,13 +192,17 @@ def _lists(folder: Path) -> list[Target]:
         ],
     }
 
-    def annotated(random: Random) -> Path:
-        data = mutate.as_json(random, mutate.of_json(random, annotations))
-        path.write_bytes(mutate.of_bytes(random, data) if random.random() < 0.3 else data)
+    def written(data: bytes) -> Path:
+        path.unlink(missing_ok=True)  # the previous one may be read-only
+        path.write_bytes(data)
         return path
 
+    def annotated(random: Random) -> Path:
+        data = mutate.as_json(random, mutate.of_json(random, annotations))
+        return written(mutate.of_bytes(random, data) if random.random() < 0.3 else data)
+
     def secret(random: Random) -> Path:
-        path.write_bytes(mutate.of_bytes(random, b"a token of the fuzzer\n"))
+        written(mutate.of_bytes(random, b"a token of the fuzzer\n"))
         path.chmod(random.choice((0o600, 0o400, 0o644)))
         return path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import socket
 import threading
@@ -28,6 +29,7 @@ from samestep.launch.coordinator_client import join_cluster
 from tests.launch.coordinators import SECRET, coordinator
 from tests.launch.launchers import wait_until
 from tests.launch.processes import end_soon, listening
+from tests.needs import needs
 from tests.ports import free_port
 
 
@@ -335,8 +337,12 @@ def test_it_exits_with_its_launcher():
 
 def test_all_workers_of_a_host_may_connect_at_once():
     """Two connections each, more than strangers may have in a handshake."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needs("permission to open 10,000 files", found=hard >= 10_000)
     spec = ClusterSpec(("127.0.0.1", free_port()), SECRET, Nodes(1, 1))
     with ExitStack() as exits:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        exits.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         client = exits.enter_context(join_cluster(spec, store_server.MAX_UNAUTHENTICATED, Config()))
         first = exits.enter_context(socket.create_connection(client.address[:2]))
         for _ in range(2 * store_server.MAX_UNAUTHENTICATED):
