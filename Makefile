@@ -1,8 +1,8 @@
 # A fresh machine needs Python, git and make; everything else goes into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 # pip would compile 19,000 modules, of which most are never imported; Python compiles the others.
+PIP := $(BIN)/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-long models integrations check docs bench bench-more clean
@@ -10,8 +10,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo 'make demo        train a ViT on two workers, evaluate it, and prove that one worker does the same'
-	@echo 'make test        run all tests'
-	@echo 'make test-long   run the tests that CI leaves out: about three minutes on two cores'
+	@echo 'make test        run all tests but ten long ones'
+	@echo 'make test-long   run the ten long tests, which CI leaves out: about three minutes on two cores'
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
 	@echo 'make integrations  test the Trainers of transformers and Lightning: about three minutes on two cores'
 	@echo 'make check       run all checks of style, types, imports, links and public names'

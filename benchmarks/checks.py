@@ -5,8 +5,7 @@ usage: python -m benchmarks.checks [--steps 60]
 Two workers train each job once with a sharded and once with a replicated optimizer. The functions
 that check are timed while they train, so the shares need no comparison of noisy runs:
 
-- gradients: whether `run.backward` made every gradient of the step, with a hook per parameter and
-  lane of a replicated optimizer
+- gradients: whether `run.backward` made every gradient of the step
 - workers: whether their models are equal, a hash of all state every `check_every` steps
 - data: whether their samples are equal, one compared sample for each 300 others
 
@@ -16,10 +15,12 @@ Times of a function include its waits for the other worker.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any, Final
 
@@ -40,9 +41,7 @@ WORKERS: Final = 2
 EVERY: Final = Config.check_every or 0  # steps between two comparisons of the workers
 EVERY_STEP: Final[dict[str, list[tuple[Any, str]]]] = {
     "gradients": [
-        (ManualGradients, "collect"),
-        (ManualGradients, "begin_backward"),
-        (ManualGradients, "end_backward"),
+        (ManualGradients, "forget_cleared"),
         (LaneEngine, "before_optimizer_step"),
         (GradientSeal, "check"),
         (GradientSeal, "seal"),
@@ -115,8 +114,7 @@ def train(job: Job, steps: int, *, shards: bool) -> dict[str, float]:
             optimizer.zero_grad()
         seconds = (time.perf_counter() - started) / steps
         found = {name: value / steps for name, value in timer.clear().items()}
-        if not shards:
-            found["gradients"] += _hook_seconds() * len(list(model.parameters()))
+    found["gradients"] += _pass_seconds() * run.lanes / WORKERS
     found["workers"] += first["comparison"] / EVERY
     found["data"] += _digest_seconds(dataset) * job.batch_size / WORKERS / SHARE
     checks = {name: 1e3 * found[name] for name in EVERY_STEP}
@@ -132,23 +130,23 @@ def _digest_seconds(dataset: Any) -> float:
     return (time.perf_counter() - started) / SAMPLES
 
 
-def _hook_seconds() -> float:
-    """Return what one call of the hook of a parameter costs."""
-    parameters = [torch.ones((), requires_grad=True) for _ in range(1000)]
+def _pass_seconds() -> float:
+    """Return what it costs to know of each backward pass who started it."""
+    root = torch.ones((), requires_grad=True)
+    manual = ManualGradients()
 
-    def backward() -> float:
-        for one in parameters:
-            one.grad = None
-        total = torch.stack(parameters).sum()
+    def seconds(*, is_watched: bool) -> float:
+        root.grad = None
         started = time.perf_counter()
-        total.backward()
+        with manual.backward([], 0) if is_watched else nullcontext():
+            root.backward()
         return time.perf_counter() - started
 
-    without = min(backward() for _ in range(9))
-    arrived: list[Any] = []
-    for one in parameters:
-        one.register_post_accumulate_grad_hook(arrived.append)
-    return max(0.0, min(backward() for _ in range(9)) - without) / len(parameters)
+    without = [seconds(is_watched=False) for _ in range(CALLS)]
+    manual.watch(torch.nn.Linear(1, 1))
+    watched = [seconds(is_watched=True) for _ in range(CALLS)]
+    manual.close()
+    return statistics.median(watched) - statistics.median(without)
 
 
 def main() -> None:

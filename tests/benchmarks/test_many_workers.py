@@ -37,7 +37,7 @@ def test_requests_are_linear_in_workers_or_hosts(size, real):
     forming, running, report = (phases[name] for name in ("forming", "heartbeats", "hang report"))
     # its entry, the entries of all, what gloo publishes and reads; worker 0 waits for all entries
     assert forming["requests"] <= 8 * size + 40 + heartbeats(forming["wall"])
-    assert running["requests"] <= heartbeats(running["wall"] * SECONDS) / SECONDS
+    assert running["requests"] <= heartbeats(SECONDS * running["wall"]) / SECONDS
     # who reports, and what each host publishes and asks meanwhile
     assert report["requests"] <= 12 * size + 40 + heartbeats(report["wall"])
 

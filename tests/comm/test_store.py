@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 
@@ -18,7 +20,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCP
 
 from samestep.cluster import find_process, listen_at_master
 from samestep.comm import token_store
-from samestep.comm.store import StoreClient
+from samestep.comm.store import WAIT_SECONDS, StoreClient
 from samestep.comm.token_store import TokenStore, join_store, store_variables
 from samestep.config import TOKEN
 from samestep.errors import WorldError
@@ -276,16 +278,22 @@ def clients(request, store):
     silent.close()
 
 
-def test_values_of_many_keys_are_read_in_two_requests_plus_some_for_each_missing_one(
-    clients, monkeypatch
-):
-    requests = []
+@pytest.fixture
+def requests(monkeypatch):
+    """Return the names of the requests that clients make."""
+    found = []
     request = StoreClient._request
     monkeypatch.setattr(
         StoreClient,
         "_request",
-        lambda self, method, *args: requests.append(method) or request(self, method, *args),
+        lambda self, method, *args: found.append(method) or request(self, method, *args),
     )
+    return found
+
+
+def test_values_of_many_keys_are_read_in_two_requests_plus_some_for_each_missing_one(
+    clients, requests
+):
     keys = [f"many/{number}" for number in range(64)]
     for number, key in enumerate(keys):
         clients.put(key, number)
@@ -298,11 +306,31 @@ def test_values_of_many_keys_are_read_in_two_requests_plus_some_for_each_missing
     assert clients.get_many([]) == []
 
 
-def test_a_client_waits_for_a_key(clients, store):
-    assert clients.wait_for("late", 0.05, 0.01) is None
+def test_a_client_waits_for_late_keys_with_few_requests(clients, store, requests):
+    assert set(map(tuple, clients.wait_for(["early", "late"], 0.05, 1))) == {()}
+    clients.put("early", 1)
     silent = clients._liveness
     other = StoreClient(store.clone(), silent, hosts_store=False, seconds=60, key=clients.key)
-    timer = threading.Timer(0.1, other.put, ["late", {"a": 1}])
+    timer = threading.Timer(1.0, other.put, ["late", {"a": 1}])
+    requests.clear()
+    started = time.monotonic()
     timer.start()
-    assert clients.wait_for("late", 60, 0.01) == {"a": 1}
+    *misses, values = iter_until(clients.wait_for(["early", "late"], 60, 1), len)
+    waited = time.monotonic() - started
     timer.join()
+    assert waited >= 1.0
+    assert values == [1, {"a": 1}]
+    assert misses == [[]] * len(misses)
+    requests.remove("set")
+    assert requests.pop() == "multi_get"
+    if isinstance(store, TokenStore):
+        assert requests == ["wait"] * (1 + int(waited / WAIT_SECONDS))
+    else:  # each pause is 2% of the time that was waited, once that is 25 ms
+        assert 10 < len(requests) < 55 + math.log(waited / 0.025, 1.02)
+
+
+def iter_until(items, condition):
+    for item in items:
+        yield item
+        if condition(item):
+            return

@@ -226,10 +226,10 @@ class _Client(StoreClient):
 
     def __init__(self, values: dict[str, bytes], key: bytes | None) -> None:
         self.hosts_store, self.seconds, self.key, self._is_own = True, None, key, False
-        self._values = _Values(values)
+        self._held = _Values(values)
 
     def _request(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._values, method)(*arguments)
+        return getattr(self._held, method)(*arguments)
 
     def close(self) -> None:
         pass

@@ -95,6 +95,11 @@ def test_a_crash_is_a_violation_and_the_next_input_is_read(monkeypatch):
     ]
 
 
+def test_a_process_that_cannot_start_is_a_violation_and_the_last(monkeypatch):
+    monkeypatch.setattr("tests.fuzz.__main__.run", lambda *_: iter([raise_(SystemExit(3))]))
+    assert list(violations(0, range(1, 4))) == [("none", 1, "the process exited with status 3")]
+
+
 def test_an_occasional_failure_is_found_and_can_be_reproduced(monkeypatch):
     target = Target(
         "picky",

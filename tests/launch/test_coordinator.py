@@ -21,6 +21,7 @@ from samestep.comm.link import HELLO_SECONDS, Link, encode, frame
 from samestep.comm.token_store import join_store, store_variables
 from samestep.config import TOKEN, Config
 from samestep.errors import ConfigError, LaunchError
+from samestep.host import raise_file_limit
 from samestep.launch import coordinator as coordinator_module
 from samestep.launch import coordinator_client as client_module
 from samestep.launch import store_server
@@ -337,12 +338,12 @@ def test_it_exits_with_its_launcher():
 
 def test_all_workers_of_a_host_may_connect_at_once():
     """Two connections each, more than strangers may have in a handshake."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needs("permission to open 10,000 files", found=hard >= 10_000)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needs("permission to open 10,000 files", found=limits[1] >= 10_000)
     spec = ClusterSpec(("127.0.0.1", free_port()), SECRET, Nodes(1, 1))
     with ExitStack() as exits:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        exits.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        exits.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        raise_file_limit()
         client = exits.enter_context(join_cluster(spec, store_server.MAX_UNAUTHENTICATED, Config()))
         first = exits.enter_context(socket.create_connection(client.address[:2]))
         for _ in range(2 * store_server.MAX_UNAUTHENTICATED):

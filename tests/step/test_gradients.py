@@ -5,9 +5,10 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Variable, backward
 
-from samestep.errors import LossError
+from samestep.errors import LossError, OptimizerError
 from samestep.step.gradients import (
     ManualGradients,
     ModuleParameters,
@@ -88,14 +89,32 @@ def test_a_module_is_not_kept_alive():
     assert gone() is None
 
 
-def test_parameters_of_a_sharded_optimizer_never_have_a_hook():
-    sharded, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    manual = ManualGradients()
-    for module in (sharded, other):
-        manual.watch(module)
-    manual.unwatch(sharded.parameters())
-    manual.collect()
+def test_a_watched_parameter_has_no_hook_and_autograd_is_restored():
+    """Hooks would cost more than everything else that is checked in a step."""
+    module, manual = nn.Linear(2, 2), ManualGradients()
+    engine = Variable._execution_engine
+    manual.watch(module)
+    assert Variable._execution_engine is not engine
+    module(torch.ones(2)).sum().backward()
+    assert module.weight._post_accumulate_grad_hooks is None
     manual.close()
-    hooks = [one._post_accumulate_grad_hooks for one in (sharded.weight, other.weight)]
-    assert hooks[0] is None  # autograd would call Python for it even after the hook's removal
-    assert hooks[1] is not None
+    assert type(Variable._execution_engine) is type(engine)
+
+
+@pytest.mark.parametrize("differentiate", [Tensor.backward, backward])
+def test_every_way_to_call_backward_is_noticed(differentiate):
+    module, manual = nn.Linear(2, 2), ManualGradients()
+    optimizer = torch.optim.SGD(module.parameters())
+    manual.watch(module)
+    try:
+        torch.autograd.grad(module(torch.ones(2)).sum(), list(module.parameters()))
+        manual.check(optimizer, is_sharded=False)
+        differentiate(module(torch.ones(2)).sum())
+        with pytest.raises(OptimizerError, match="a gradient of 'weight' of Linear"):
+            manual.check(optimizer, is_sharded=False)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            differentiate(torch.ones(()))
+        optimizer.zero_grad()
+        manual.check(optimizer, is_sharded=False)
+    finally:
+        manual.close()

@@ -293,7 +293,6 @@ def _exchange_infos(
     """
     rank, size = process.rank, process.world_size
     keys = [f"worker/{other}" for other in range(size)]
-    longest_pause = PAUSE_SECONDS * size  # one store answers all workers
     first = PeerInfo.read(rank, client.put_first(keys[rank], asdict(own)))
     outcome = None
     if first != own:
@@ -302,11 +301,11 @@ def _exchange_infos(
     elif rank == 0:
         outcome = _publish_entries(client, keys, seconds)
     if outcome is None:
-        outcome = client.wait_for(OUTCOME, seconds, longest_pause)
+        outcome = _wait_for_outcome(client, seconds, size)
     if outcome is None:  # worker 0 is missing, or reports now
         is_first = client.put_first(REPORTER, rank) == rank
         if not is_first:
-            outcome = client.wait_for(OUTCOME, REPORT_SECONDS, longest_pause)
+            outcome = _wait_for_outcome(client, REPORT_SECONDS, size)
         outcome = outcome or _end_wait(client, keys, seconds)
     kinds = {name: type(value) for name, value in outcome.items()} if type(outcome) is dict else {}
     if kinds not in ({"workers": str}, {"failed": str, "expected": int}):
@@ -325,17 +324,20 @@ def _exchange_infos(
     return [PeerInfo.read(other, entry) for other, entry in enumerate(entries)]
 
 
+def _wait_for_outcome(client: StoreClient, seconds: float, size: int) -> Any:
+    """Return the outcome that another worker publishes, None after `seconds`."""
+    found = client.wait_for([OUTCOME], seconds, size)
+    return next((values[0] for values in found if values and values[0] is not None), None)
+
+
 def _publish_entries(client: StoreClient, keys: Sequence[str], seconds: float) -> Any:
     """Wait for all entries; return the outcome: that of this worker, or an earlier failure."""
-    deadline, pause = time.monotonic() + seconds, PAUSE_SECONDS
-    while not client.has(keys) or None in (entries := client.get_many(keys)):
+    for entries in client.wait_for(keys, seconds, len(keys)):
+        if entries and None not in entries:
+            return client.put_first(OUTCOME, {"workers": _pack(entries)})
         if (outcome := client.get(OUTCOME)) is not None:
             return outcome
-        if time.monotonic() > deadline:
-            return _end_wait(client, keys, seconds)
-        time.sleep(pause)
-        pause = min(2 * pause, PAUSE_SECONDS * len(keys))
-    return client.put_first(OUTCOME, {"workers": _pack(entries)})
+    return _end_wait(client, keys, seconds)
 
 
 def _pack(entries: Sequence[Any]) -> str:

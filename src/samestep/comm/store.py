@@ -13,10 +13,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import wait
@@ -91,34 +91,30 @@ class StoreClient:
         if not keys:
             return []
         if self.has(keys):
-            found = map(self._verified, keys, self._request("multi_get", list(keys)))
-            return [None if text is None else _parse(text) for text in found]
+            return self._values(keys)
         if len(keys) == 1:
             return [None]
         middle = len(keys) // 2
         return self.get_many(keys[:middle]) + self.get_many(keys[middle:])
 
-    def wait_for(self, key: str, seconds: float, longest_pause: float) -> Any:
-        """Return the value of a key once it has one, None after `seconds`.
+    def wait_for(self, keys: Sequence[str], seconds: float, workers: int) -> Iterator[list[Any]]:
+        """Yield the values of keys, [] while some have none, again and again for `seconds`.
 
-        samestep's own store responds when the key is set. Others are asked again, after pauses:
-        a call that waits would print a C++ stack if the store's process exits.
+        samestep's own store responds when all are set, or after `WAIT_SECONDS`. Others are asked
+        again after pauses: a call that waits would print a C++ stack if the store's process exits.
         """
-        deadline, pause = time.monotonic() + seconds, PAUSE_SECONDS
+        deadline, pauses = time.monotonic() + seconds, pauses_of(workers)
         while True:
             remaining = max(0.0, deadline - time.monotonic())
             if self._is_own:
-                with suppress(_KeyTimeoutError):
-                    seconds = min(remaining, WAIT_SECONDS)
-                    self._request("wait", [key], timedelta(seconds=seconds))
-                    return _parse(self._request("get", key))
-            elif (value := self.get(key)) is not None:
-                return value
+                are_set = self._are_set_within(keys, min(remaining, WAIT_SECONDS))
+            else:
+                are_set = self.has(keys)
+            yield self._values(keys) if are_set else []
             if not remaining:
-                return None
+                return
             if not self._is_own:
-                time.sleep(min(pause, remaining))
-                pause = min(2 * pause, longest_pause)
+                time.sleep(min(next(pauses), remaining))
 
     def put(self, key: str, value: Any) -> None:
         """Set a value."""
@@ -147,6 +143,18 @@ class StoreClient:
         if self._owns_liveness and isinstance(self._liveness, socket.socket):
             self._liveness.close()
 
+    def _are_set_within(self, keys: Sequence[str], seconds: float) -> bool:
+        try:
+            self._request("wait", list(keys), timedelta(seconds=seconds))
+        except _KeyTimeoutError:
+            return False
+        return True
+
+    def _values(self, keys: Sequence[str]) -> list[Any]:
+        """Return the values of keys that are set, None for those without a valid signature."""
+        found = map(self._verified, keys, self._request("multi_get", list(keys)))
+        return [None if text is None else _parse(text) for text in found]
+
     def _signed(self, key: str, value: Any) -> str:
         text = json.dumps(value)
         return text if self.key is None else _mac(self.key, key, text.encode()).decode() + text
@@ -174,6 +182,18 @@ class StoreClient:
         if self._store is None or file < 0 or wait([file], seconds):
             raise ConnectionResetError("lost connection to the store")
         return self._store
+
+
+def pauses_of(workers: int) -> Iterator[float]:
+    """Yield the seconds between the checks of one of `workers`, which all ask the same store.
+
+    They grow with the number of workers, and with the time that was waited, to 2% of it.
+    """
+    started, pause = time.monotonic(), PAUSE_SECONDS
+    while True:
+        yield pause
+        waited = time.monotonic() - started
+        pause = min(2 * pause, max(PAUSE_SECONDS * workers, waited / 50))
 
 
 def _parse(data: bytes) -> Any:
@@ -320,7 +340,7 @@ def join_round(client: StoreClient, process: ProcessInfo, seconds: float) -> str
     """
     rank, size = process.rank, process.world_size
     own, others = os.urandom(16).hex(), range(1, size)
-    newest, joined, pause = "", False, PAUSE_SECONDS
+    newest, joined, pauses = "", False, pauses_of(size)
     if rank == 0:
         newest = f"{size}/{own}"  # workers of a round have the same world size
         client.put(ROUND, newest)
@@ -347,8 +367,7 @@ def join_round(client: StoreClient, process: ProcessInfo, seconds: float) -> str
                 "of torchrun; increase timeout if some start late, or set "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
             )
-        time.sleep(pause)
-        pause = min(2 * pause, PAUSE_SECONDS * size)  # one store answers all workers
+        time.sleep(next(pauses))
 
 
 def _call(method: Any, *arguments: Any) -> Any:

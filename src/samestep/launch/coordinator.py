@@ -13,7 +13,6 @@ import asyncio
 import gc
 import math
 import os
-import resource
 import socket
 import time
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from samestep.comm.link import Delivery
-from samestep.host import end_with_parent
+from samestep.host import end_with_parent, raise_file_limit
 from samestep.launch.attempt import ElasticPolicy, Message, Node, Phase
 from samestep.launch.membership import LOST_SECONDS, Membership
 from samestep.launch.store_server import (
@@ -52,8 +51,7 @@ def coordinate(config: CoordinatorConfig, listener: socket.socket, launcher_pid:
     end_with_parent(launcher_pid)
     gc.freeze()  # objects of the launcher may wait for its threads, which a fork does not have
     os.setsid()  # Ctrl-C is for the launcher
-    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+    raise_file_limit()
     asyncio.run(Coordinator(config).serve(listener))
 
 

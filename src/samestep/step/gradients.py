@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress, repeat
 from operator import is_
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._C import _ImperativeEngine
+from torch.autograd import Variable
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.base import World
 from samestep.errors import LossError, OptimizerError
@@ -145,15 +146,6 @@ class ModuleParameters:
         return list(chain.from_iterable(map(dict.values, self._registries)))
 
 
-def _remaining(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Return the parameters, by id, whose gradient was not cleared."""
-    return {
-        id(parameter): parameter
-        for parameter in parameters
-        if parameter.grad is not None and bool(parameter.grad.any())
-    }
-
-
 class ManualGradients:
     """Gradients of a run's parameters from a `backward()` of user code, outside of `run.backward`.
 
@@ -161,84 +153,92 @@ class ManualGradients:
     whose `watch` was called last is active, because a script may leave a run without closing it.
     """
 
-    _watching: ClassVar[ManualGradients | None] = None
-
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
-        # Parameters without a hook yet, with their gradients and how often those were changed.
-        # run.shard may follow, and autograd calls Python forever for a parameter that had a hook.
-        self._pending: dict[int, tuple[Tensor, Tensor | None, int]] = {}
-        self._hooks: dict[int, RemovableHandle] = {}
-        # Autograd calls a hook per parameter and lane. A method of a list costs the least, 0.1 us.
-        self._arrived: list[Tensor] = []
+        self._parameters: list[Tensor] = []  # watched
         self._found: dict[int, Tensor] = {}
-        self._in_lane = False
-        self._has_unwatched = False
+        self._in_lane = self._in_backward = False
+        self._lane_called_backward = False
 
     def watch(self, module: Module) -> None:
         """Watch the module's parameters, including frozen ones, which may be trained later."""
-        if ManualGradients._watching not in {None, self}:
-            ManualGradients._watching.close()
-        ManualGradients._watching = self
+        if not self._is_active():
+            Variable._execution_engine = _WatchedEngine(self)  # noqa: SLF001
         for name, parameter in module.named_parameters():
             has_gradients = parameter.is_floating_point() or parameter.is_complex()
             if id(parameter) not in self._names and has_gradients:
                 self._names[id(parameter)] = f"{name!r} of {type(module).__name__}"
-                gradient = parameter.grad
-                self._pending[id(parameter)] = parameter, gradient, _versions([gradient])[0]
-
-    def _add_hooks(self) -> None:
-        """Add the hooks of watched parameters; note gradients that were made since `watch`."""
-        for parameter, gradient, version in self._pending.values():
-            trained = parameter.requires_grad
-            self._hooks[id(parameter)] = (
-                parameter.requires_grad_().register_post_accumulate_grad_hook(self._arrived.append)
-            )
-            parameter.requires_grad_(trained)
-            if parameter.grad is not gradient or _versions([gradient]) != [version]:
-                self._arrived.append(parameter)
-        self._pending.clear()
+                self._parameters.append(parameter)
 
     def unwatch(self, parameters: Iterable[Tensor]) -> None:
         """Stop watching parameters of a sharded optimizer, which a `GradientSeal` watches."""
-        self._has_unwatched = True
-        for parameter in parameters:
-            self._names.setdefault(id(parameter), "a parameter")
-            self._pending.pop(id(parameter), None)
-            if hook := self._hooks.pop(id(parameter), None):
-                hook.remove()
+        ids = set(map(id, parameters))
+        self._parameters = [one for one in self._parameters if id(one) not in ids]
+        for number in ids:
+            self._names.setdefault(number, "a parameter")
+            self._found.pop(number, None)
 
     def close(self) -> None:
         """Stop watching."""
-        for hook in self._hooks.values():
-            hook.remove()
-        for content in self._pending, self._hooks, self._names, self._arrived, self._found:
+        for content in self._parameters, self._names, self._found:
             content.clear()
-        if ManualGradients._watching is self:
-            ManualGradients._watching = None
+        if self._is_active():
+            Variable._execution_engine = _ImperativeEngine()  # noqa: SLF001
 
-    def collect(self) -> None:
-        """Note new gradients, and forget those that were cleared."""
-        self._add_hooks()
+    def _is_active(self) -> bool:
+        engine = Variable._execution_engine  # noqa: SLF001
+        return isinstance(engine, _WatchedEngine) and engine.manual is self
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Note which watched parameters get gradients in this block, except from `run.backward`."""
+        if self._in_backward:
+            yield
+            return
+        self._lane_called_backward = self._in_lane
+        parameters = self._parameters
+        gradients = [parameter.grad for parameter in parameters]
+        versions = _versions(gradients)
+        try:
+            yield
+        finally:
+            for parameter, gradient, version in zip(parameters, gradients, versions, strict=True):
+                if parameter.grad is not gradient or _versions([gradient]) != [version]:
+                    self._found[id(parameter)] = parameter
+
+    def forget_cleared(self) -> None:
+        """Forget gradients that were cleared."""
         if self._found:
-            self._found = _remaining(self._found.values())
-        if self._arrived:
-            self._found |= _remaining(self._arrived)
-            self._arrived.clear()
+            self._found = {
+                number: parameter
+                for number, parameter in self._found.items()
+                if parameter.grad is not None and bool(parameter.grad.any())
+            }
 
     @contextmanager
     def lanes(self) -> Iterator[None]:
-        """Compute lanes in this block, between two calls of `collect`."""
-        self._in_lane = True
+        """Compute lanes in this block, after a call of `forget_cleared`."""
+        self._in_lane, self._lane_called_backward = True, False
         try:
             yield
         finally:
             self._in_lane = False
 
-    def begin_backward(self, parameters: Parameters, lane: int) -> None:
-        """Raise `LossError` if the loss function itself made gradients of `parameters`."""
-        if not self._arrived and (not self._has_unwatched or have_none(parameters)):
-            return
+    @contextmanager
+    def backward(self, parameters: Parameters, lane: int) -> Iterator[None]:
+        """Differentiate a lane's loss in this block.
+
+        Raises `LossError` if the loss function itself made gradients of `parameters`.
+        """
+        if self._lane_called_backward:
+            self._refuse_gradients(parameters, lane)
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+
+    def _refuse_gradients(self, parameters: Parameters, lane: int) -> None:
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.any():
                 name = self._names.get(id(parameter), "a parameter")
@@ -248,17 +248,12 @@ class ManualGradients:
                     " losses, or call run.backward once for each. For a gradient of something else,"
                     " such as the inputs, use torch.autograd.grad"
                 )
-        self._found |= _remaining(self._arrived)
-        self._arrived.clear()
-
-    def end_backward(self) -> None:
-        """Ignore the gradients of a lane that `run.backward` just made."""
-        self._arrived.clear()
+        self._lane_called_backward = False
+        self.forget_cleared()
 
     def check(self, optimizer: Optimizer, *, is_sharded: bool) -> None:
         """Raise `OptimizerError` if the optimizer must not make a step now."""
-        self._add_hooks()
-        if not (self._arrived or self._found or self._in_lane):
+        if not (self._found or self._in_lane):
             return
         kind = type(optimizer).__name__
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -270,7 +265,7 @@ class ManualGradients:
                     " call it after run.backward"
                 )
             return
-        self.collect()
+        self.forget_cleared()
         for parameter in parameters:
             if id(parameter) in self._found:
                 raise OptimizerError(
@@ -282,6 +277,23 @@ class ManualGradients:
                     " it, before the step. If you wanted the gradient for something else, call"
                     " optimizer.zero_grad() before run.backward, or use torch.autograd.grad"
                 )
+
+
+class _WatchedEngine(_ImperativeEngine):
+    """Autograd's engine, which tells `ManualGradients` of every backward pass.
+
+    One call for each pass costs nothing; hooks of 200 parameters would cost 0.2 ms.
+    """
+
+    def __init__(self, manual: ManualGradients) -> None:
+        self.manual = manual
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """Differentiate; `accumulate_grad` says whether that changes `.grad`."""
+        if not kwargs.get("accumulate_grad"):
+            return super().run_backward(*args, **kwargs)
+        with self.manual.around_backward():
+            return super().run_backward(*args, **kwargs)
 
 
 class SlicedGradient(Tensor):

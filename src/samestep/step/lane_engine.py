@@ -168,7 +168,7 @@ class LaneEngine(LaneContext):
         data_before = batch.data_seconds
         parameters = self._trainable(update)
         overlap = self._overlap_of(parameters)
-        self.manual.collect()
+        self.manual.forget_cleared()
         are_clear = have_none(parameters)
         if not are_clear:
             self.check_seals()

@@ -227,11 +227,10 @@ class LanePass:
         weights: Sequence[Tensor | None],
         parameters: Parameters,
     ) -> Gradients:
-        self.context.manual.begin_backward(parameters, lane)
         is_last = lane == self.context.own[-1]
-        with self.overlap(self._sums) if is_last else nullcontext({}) as self._taken:
+        overlap = self.overlap(self._sums) if is_last else nullcontext({})
+        with self.context.manual.backward(parameters, lane), overlap as self._taken:
             torch.autograd.backward(roots, weights, inputs=parameters)
-        self.context.manual.end_backward()
         return take_gradients(parameters, self.context.round_to)
 
     def _weight(self, loss: Tensor, count: int) -> Tensor | None:
