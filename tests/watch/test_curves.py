@@ -37,6 +37,7 @@ def test_all_of_few_points_are_drawn():
         "low": None,
         "high": None,
         "smooth": None,
+        "spans": None,
         "points": 3,
         "exact": True,
     }
@@ -50,6 +51,7 @@ def test_no_points():
         "low": None,
         "high": None,
         "smooth": [],
+        "spans": None,
         "points": 0,
         "exact": True,
     }
@@ -68,6 +70,20 @@ def test_zooming_in_gives_exact_data():
     far, near = ask(made, points=40), ask(made, start=100, end=139, points=40)
     assert (far["exact"], far["points"], len(far["x"]) <= 40) == (False, 1000, True)
     assert (near["exact"], near["points"], near["x"]) == (True, 40, list(range(100, 140)))
+
+
+def test_the_drawn_points_of_a_span_have_the_extremes_of_all_its_points():
+    values = np.random.default_rng(0).normal(size=1000)
+    made = curve(*[(step, False, 0.0, value, NAN, NAN) for step, value in enumerate(values)])
+    answer = ask(made, points=40)
+    drawn, seen = list(zip(answer["spans"], answer["x"], answer["value"], strict=True)), 0
+    for span in dict.fromkeys(answer["spans"]):
+        steps = [int(x) for number, x, _ in drawn if number == span]
+        some = [value for number, _, value in drawn if number == span]
+        all_points = values[steps[0] : steps[-1] + 1]
+        assert (min(some), max(some)) == (all_points.min(), all_points.max())
+        seen += len(all_points)
+    assert seen == len(values)
 
 
 def test_a_moving_average_is_over_all_points_even_if_few_are_drawn():

@@ -134,7 +134,7 @@ def test_curves(server):
     curve = server.json(
         "/api/curve", id="one", name="loss", points=8, smooth=0.5, **{"from": 10, "to": 90}
     )
-    assert curve.keys() == {"x", "value", "low", "high", "smooth", "points", "exact"}
+    assert curve.keys() == {"x", "value", "low", "high", "smooth", "spans", "points", "exact"}
     assert (curve["points"], curve["exact"], curve["x"][0], curve["x"][-1]) == (81, False, 10, 90)
     assert (
         server.json("/api/curve", id="one", name="<script>&x=1", x="time")["value"] == [2.0] * 100

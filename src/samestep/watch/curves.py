@@ -216,7 +216,7 @@ class Points:
     def to_json(
         self, start: float | None, end: float | None, points: int, axis: str
     ) -> dict[str, Any]:
-        """Return the points to draw: x, value, low, high, smooth, points and exact."""
+        """Return the points to draw: x, value, low, high, smooth, spans, points and exact."""
         x = getattr(self, axis)
         if (x[1:] < x[:-1]).any():  # a clock was set back, or no run wrote this record
             return self.at(np.argsort(x, kind="stable")).to_json(start, end, points, axis)
@@ -225,15 +225,20 @@ class Points:
         lows = [column for column in (inside.value, inside.low) if column is not None]
         highs = [column for column in (inside.value, inside.high) if column is not None]
         rows = select_points(x, lows, highs, points)
-        drawn = inside.at(rows)
+        drawn, spans = inside.at(rows), None
+        if len(rows) < len(x):
+            count = _span_count(points, len(lows) + len(highs))
+            starts = [start for start, _ in equal_spans(x, count)]
+            spans = np.searchsorted(starts, rows, side="right").tolist()
         return {
             "x": to_list(x[rows]),
             "value": to_list(drawn.value),
             "low": None if drawn.low is None else to_list(drawn.low),
             "high": None if drawn.high is None else to_list(drawn.high),
             "smooth": None if drawn.smooth is None else to_list(drawn.smooth),
+            "spans": spans,  # points with the same number stand for all points between them
             "points": len(x),
-            "exact": len(rows) == len(x),
+            "exact": spans is None,
         }
 
 
@@ -251,11 +256,15 @@ def select_points(
     lowest = [np.where(np.isfinite(column), column, np.inf) for column in lows]
     highest = [np.where(np.isfinite(column), column, -np.inf) for column in highs]
     chosen: set[int] = set()
-    for start, stop in equal_spans(x, max(1, points // (2 + len(lowest) + len(highest)))):
+    for start, stop in equal_spans(x, _span_count(points, len(lowest) + len(highest))):
         chosen.update((start, stop - 1))
         chosen.update(start + int(np.argmin(column[start:stop])) for column in lowest)
         chosen.update(start + int(np.argmax(column[start:stop])) for column in highest)
     return np.asarray(sorted(chosen))
+
+
+def _span_count(points: int, extremes: int) -> int:
+    return max(1, points // (2 + extremes))
 
 
 def equal_spans(x: NDArray[Any], count: int) -> list[tuple[int, int]]:

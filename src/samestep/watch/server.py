@@ -5,8 +5,8 @@ GET /api/runs              {"runs": [{id, name, state, started, updated, step, e
                            lanes}], "faults": [{location, text}]}; faults: unreadable locations
 GET /api/run?id=           progress, scalars, images, histograms, workers, parts, events, config,
                            sinks
-GET /api/curve?id=&name=   {x, value, low, high, smooth, points, exact}; optional: from=, to=,
-                           points=1000, smooth=0, x=step|time
+GET /api/curve?id=&name=   {x, value, low, high, smooth, spans, points, exact}; optional: from=,
+                           to=, points=1000, smooth=0, x=step|time
 GET /api/histogram?id=&name= {"items": [{step, bins, nan, inf, -inf}]}; bins: [edge, count]
 GET /api/timing?id=        {x, parts, workers, quantiles}: seconds; optional: from=, to=, points=500
 GET /api/system?id=        {"curves": [{host, name, x, value}]}, x: Unix time; optional: from=, to=

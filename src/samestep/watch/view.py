@@ -233,7 +233,7 @@ class View:
         smooth: float = 0.0,
         axis: str = AXES[0],
     ) -> dict[str, Any]:
-        """Return the points to draw of a scalar: x, value, low, high, smooth, points, exact.
+        """Return the points to draw of a scalar: x, value, low, high, smooth, spans, points, exact.
 
         At most `points` points from `start` to `end` of the axis, inclusive; None means no limit.
         `smooth` is the weight of earlier values in a moving average, 0 for none. Raises `KeyError`

@@ -158,7 +158,7 @@ def test_keyboard_control(run, page, names, place):
     page.points("loss", 100)
     page.reach("[data-scalar=loss] [role=group]")
     page.press(Keys.ARROW_RIGHT)
-    assert "step" in page.until("return document.querySelector('.tip:not([hidden])')?.textContent")
+    assert "step" in page.until("return document.querySelector('.tip:popover-open')?.textContent")
     page.press("+")
     page.until("return Number(document.querySelector('[data-scalar=loss]').dataset.points) < 60")
     page.press(Keys.ESCAPE)

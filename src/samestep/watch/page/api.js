@@ -112,9 +112,9 @@ async function fromReport(responses, request) {
   if (pathname === "/api/timing") {
     return { x: cut(whole.x), parts: cutAll(whole.parts), workers: whole.workers.map(cut) };
   }
-  const { x, value, low, high } = whole;
+  const { x, value, low, high, spans } = whole;
   const average = Number(smooth) > 0 ? movingAverage(whole, Number(smooth)) : null;
-  return { ...whole, ...cutAll({ x, value, low, high, smooth: average }) };
+  return { ...whole, ...cutAll({ x, value, low, high, spans, smooth: average }) };
 }
 
 /** Return the indices of a range in a sorted list, plus a neighbor on each side. */

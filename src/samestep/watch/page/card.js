@@ -1,7 +1,7 @@
 // A scalar: its name, newest value, and a chart that loads its data once it is visible.
 
 import { Chart } from "./chart.js";
-import { colorOf, dashOf } from "./colors.js";
+import { lineKey, lookOf } from "./colors.js";
 import { bestOf, clockSpan, count, goal, number, splitName } from "./format.js";
 import { get, path } from "./api.js";
 import { h } from "./dom.js";
@@ -21,14 +21,13 @@ export class Card {
     this.canvas = h("div", { class: "canvas" });
     this.note = h("p", { class: "note", hidden: true });
     const click = () => choose({ large: this.large ? "" : name });
-    const labels = { title: "Enlarge", "aria-label": `Enlarge ${name}`, "aria-pressed": "false" };
-    const button = { class: "quiet small", type: "button", ...labels, on: { click } };
-    this.enlarge = h("button", button, "⤢");
+    this.enlarge = headButton("Enlarge", name, "⤢", click);
+    this.pin = headButton("Pin", name, "⚲", () => this.togglePin());
+    this.title = h("h3", { title: name });
     this.element = h(
       "article",
       { class: "card", "data-scalar": name },
-      h("header", {}, h("h3", { title: name }, splitName(name)[1]), this.best, this.readout,
-        saveMenu(this), this.enlarge),
+      h("header", {}, this.title, this.best, this.readout, saveMenu(this), this.pin, this.enlarge),
       this.canvas,
       this.note,
     );
@@ -51,8 +50,17 @@ export class Card {
       this.enlarge.setAttribute("aria-pressed", String(large));
       this.chart.plot?.setSize(this.chart.size());
     }
+    const pinned = view.state.pins.includes(this.name);
+    this.pin.setAttribute("aria-pressed", String(pinned));
+    this.title.textContent = pinned ? this.name : splitName(this.name)[1];
     this.view = view;
     if (this.visible) this.load();
+  }
+
+  togglePin() {
+    const { pins } = this.view.state;
+    const others = pins.filter((name) => name !== this.name);
+    choose({ pins: others.length < pins.length ? others : [...pins, this.name] });
   }
 
   setVisible(visible) {
@@ -113,21 +121,22 @@ export class Card {
 
   draw(view, wanted) {
     const { state } = view;
-    const look = JSON.stringify([wanted.map(({ key }) => key), state.log, state.band, state.run,
-      state.clip]);
+    const look = JSON.stringify([wanted.map(({ key }) => key), state.shown, state.log, state.band,
+      state.run, state.clip]);
     if (look === this.look) return;
     this.look = look;
     const crowded = wanted.length > MANY;
     this.curves = wanted.map(({ row }) => {
-      const { x, value, low, high, smooth, points, exact } = this.responses.get(row.id);
+      const { x, value, low, high, smooth, spans, points, exact } = this.responses.get(row.id);
       const banded = state.band && (!crowded || row.id === state.run);
       const line = {
         id: row.id,
         label: row.name,
-        color: colorOf(row.id),
-        dash: dashOf(row.id),
+        ...lookOf(row.id),
         x,
         value,
+        raw: value,
+        spans,
         points,
         exact,
         edges: [low, high],
@@ -193,15 +202,15 @@ export class Card {
         h(
           "div",
           {},
-          h("i", { class: "key", vars: { background: curve.color } }),
-          found.length > 1 && h("span", { class: "who" }, curve.label),
+          lineKey(curve),
+          h("span", { class: "who" }, curve.label),
           h("b", {}, number(value)),
-          curve.edges[0] && h("span", { class: "edges" },
-            `${number(curve.edges[0][index])} to ${number(curve.edges[1][index])}`),
+          h("span", { class: "edges" }, rangeAt(curve, index)),
         ),
       );
+    const where = time ? `after ${clockSpan(place)}` : `step ${count(place)}`;
     return [
-      h("div", { class: "where" }, time ? `after ${clockSpan(place)}` : `step ${count(place)}`),
+      h("div", { class: "where" }, h("span", {}, `${where} · ${this.name}`)),
       ...rows,
       more > 0 && h("div", { class: "where" }, `and ${more} more`),
     ].filter(Boolean);
@@ -218,6 +227,20 @@ export class Card {
     this.chart.destroy();
     this.element.remove();
   }
+}
+
+function headButton(title, name, sign, click) {
+  const labels = { title, "aria-label": `${title} ${name}`, "aria-pressed": "false" };
+  return h("button", { class: "quiet small", type: "button", ...labels, on: { click } }, sign);
+}
+
+/** Return the range of all steps and workers that a drawn point stands for; empty if it is one. */
+function rangeAt({ raw, edges, spans }, index) {
+  const isSame = (_, other) => (spans ? spans[other] === spans[index] : other === index);
+  const values = [raw, ...edges].flatMap((list) => list?.filter(isSame) ?? []);
+  const finite = values.filter((value) => value !== null);
+  if (finite.length < 2) return "";
+  return `${number(Math.min(...finite))} to ${number(Math.max(...finite))}`;
 }
 
 /**

@@ -12,6 +12,7 @@ const SECONDS = [
 ];
 const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 const FAINT = 0.15;
+const GAP = 14; // pixels between a chart and its box
 // limits of a logarithmic axis, about those of float32; otherwise it could have hundreds of decades
 const SMALLEST = 1e-40;
 const LARGEST = 1e40;
@@ -33,7 +34,7 @@ export class Chart {
     const keys = "Arrow keys move along the curve, plus and minus zoom, Escape shows all.";
     host.setAttribute("aria-label", `${label}. ${keys}`);
     host.tabIndex = 0;
-    this.box = h("div", { class: "tip", hidden: true });
+    this.box = h("div", { class: "tip", popover: "manual" });
     this.resizer = new ResizeObserver(() => this.plot && this.plot.setSize(this.size()));
     this.resizer.observe(host);
     chartKeys(this);
@@ -161,14 +162,27 @@ export class Chart {
     const isPointed = plot.over.matches(":hover") || plot.over.dataset.touched;
     const mine = isPointed || this.host.matches(":focus-visible");
     if (at === null || !mine || !this.tip) {
-      this.box.hidden = true;
+      this.box.hidePopover();
       return;
     }
     this.box.replaceChildren(...this.tip(at));
-    this.box.hidden = false;
-    const room = plot.over.clientWidth - this.box.offsetWidth - 8;
-    const before = Math.max(4, Math.min(room, left - this.box.offsetWidth - 12));
-    this.box.style.left = `${left + 12 > room ? before : left + 12}px`;
+    this.box.showPopover();
+    this.placeBox(plot.over.getBoundingClientRect().left + left);
+  }
+
+  /** Place the box to the right or left of the chart, or above or below `center` without room. */
+  placeBox(center) {
+    const chart = this.host.getBoundingClientRect();
+    const { offsetWidth: width, offsetHeight: height } = this.box;
+    const { clientWidth, clientHeight } = document.documentElement;
+    const within = (place, size, all) => Math.max(0, Math.min(place, all - size));
+    const fitting = [chart.right + GAP, chart.left - GAP - width].find(
+      (place) => place >= 0 && place + width <= clientWidth);
+    const above = chart.top - GAP - height;
+    const outside = above >= 0 ? above : chart.bottom + GAP;
+    const x = fitting ?? within(center - width / 2, width, clientWidth);
+    const y = fitting === undefined ? outside : within(chart.top, height, clientHeight);
+    Object.assign(this.box.style, { left: `${x + scrollX}px`, top: `${y + scrollY}px` });
   }
 
   mark(plot) {

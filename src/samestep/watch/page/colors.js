@@ -1,27 +1,30 @@
 // Colors of runs and of parts of a step, and the light and dark themes.
 // Okabe and Ito 2008, "Color Universal Design": distinct for color-blind readers.
 
-import { byId } from "./dom.js";
+import { byId, h } from "./dom.js";
+import { state } from "./state.js";
 
-const DASHES = [[], [8, 4], [2, 4]]; // of runs 1 to 7, 8 to 14, and so on
+const DASHES = [[], [8, 4], [2, 4]]; // of lines 1 to 7, 8 to 14, and so on
 const COLORS = 7;
 const KEY = "samestep-theme";
 const ORDER = ["auto", "light", "dark"];
 const LABELS = { auto: "Theme: system", light: "Theme: light", dark: "Theme: dark" };
-const places = new Map();
 
-/** Number all runs by their start time, so that each keeps its color as others are added. */
-export function placeRuns(rows) {
-  const order = [...rows].sort((a, b) => a.started - b.started || (a.id < b.id ? -1 : 1));
-  order.forEach((row) => places.has(row.id) || places.set(row.id, places.size));
+/** Return the color, as a CSS variable, and the dash of one of several lines. */
+export const lookAt = (place) => ({
+  color: `var(--run-${place % COLORS})`,
+  dash: DASHES[Math.floor(place / COLORS) % DASHES.length],
+});
+
+/** Return those of a run by its place among the shown runs, so that few have distinct colors. */
+export function lookOf(id) {
+  const place = state.shown.indexOf(id);
+  return place < 0 ? { color: "var(--line)", dash: [] } : lookAt(place);
 }
 
-const place = (id) => places.get(id) ?? 0;
-
-export const dashOf = (id) => DASHES[Math.floor(place(id) / COLORS) % DASHES.length];
-
-/** The CSS variable of a run's color: "var(--run-3)". */
-export const colorOf = (id) => `var(--run-${place(id) % COLORS})`;
+/** Return a piece of a line, for the place next to its name. */
+export const lineKey = ({ color, dash }) =>
+  h("i", { class: "key", "data-dash": dash.join(" "), vars: { "--color": color } });
 
 /** Return the value of a CSS variable in the current theme, because a canvas has no variables. */
 export function resolved(variable) {

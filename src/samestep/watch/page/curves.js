@@ -20,7 +20,7 @@ export function curvesPanel(root) {
         cards.get(target.dataset.scalar)?.setVisible(isIntersecting)),
     { rootMargin: "200px 0px" },
   );
-  const arrange = onChange((names) => place(names, cards, grid, watcher));
+  const arrange = onChange(({ names, pins }) => place(names, pins, cards, grid, watcher));
 
   document.addEventListener("emphasize", ({ detail }) =>
     cards.forEach((card) => card.emphasize(detail)));
@@ -31,7 +31,7 @@ export function curvesPanel(root) {
       const all = [...new Set(scalars.map(({ name }) => name))];
       const names = all.filter((name) => matches(name, state.search));
       tools.update(names.length, all.length, view);
-      arrange(names);
+      arrange({ names, pins: state.pins.filter((name) => names.includes(name)) });
       cards.forEach((card) => card.show(view));
       counts.update(view);
     },
@@ -50,17 +50,21 @@ function matches(name, search) {
     .every((word) => name.toLowerCase().includes(word));
 }
 
-/** Arrange cards in groups. Existing cards keep their data. */
-function place(names, cards, grid, watcher) {
+/** Arrange cards in groups, pinned ones first. Existing cards keep their data and the focus. */
+function place(names, pins, cards, grid, watcher) {
   for (const [name, card] of cards) {
     if (names.includes(name)) continue;
     watcher.unobserve(card.element);
     card.destroy();
     cards.delete(name);
   }
-  const groups = grouped(names);
-  const sections = [...groups].map(([group, members]) => section(group, members, cards, watcher));
+  const { activeElement: active } = document;
+  const preventScroll = !active.matches(":focus-visible"); // a mouse stays where it is
+  const groups = [...grouped(names.filter((name) => !pins.includes(name)))];
+  if (pins.length) groups.unshift(["Pinned", pins]);
+  const sections = groups.map(([group, members]) => section(group, members, cards, watcher));
   grid.replaceChildren(...sections);
+  if (grid.contains(active)) active.focus({ preventScroll });
   const text = state.search ? "No scalar has that in its name." : "No scalars yet.";
   if (!names.length) grid.append(h("p", { class: "empty" }, text));
 }

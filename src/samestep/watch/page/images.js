@@ -1,15 +1,17 @@
-// Images over time: one slider for all names; each shows its newest image up to that step.
+// Images over time, of several runs side by side: one slider for all names; each shows its newest
+// image up to that step.
 
 import { h, onChange, searchBox } from "./dom.js";
 import { bytes, count } from "./format.js";
-import { imageUrl } from "./api.js";
+import { imageUrl, report } from "./api.js";
+import { choose, state } from "./state.js";
 
+const MOST_COMPARED = 4; // runs; of more, only the chosen one is shown
 const LARGE_BYTES = 2e6;
 const LARGE_PIXELS = 8e6; // a browser decodes them to four bytes each, whatever the file's size
 
 export function imagesPanel(root) {
-  let step = null; // null: follow the newest
-  let last;
+  let runs = [];
   let text = "";
   const slider = h("input", {
     id: "image-step",
@@ -32,17 +34,17 @@ export function imagesPanel(root) {
     h("label", { class: "slider wide" }, "Step", slider, shownStep),
   );
   const grid = h("div", { class: "pictures" });
-  root.append(tools, grid);
+  const enlarged = enlargement();
+  root.append(tools, grid, enlarged.element);
   const figures = new Map();
 
   const steps = () => {
-    const all = last.images.flatMap(({ items }) => items.map((item) => item.step));
-    return [...new Set(all)].sort((a, b) => a - b);
+    const all = runs.flatMap(({ images }) => images).flatMap(({ items }) => items);
+    return [...new Set(all.map((item) => item.step))].sort((a, b) => a - b);
   };
   const seek = () => {
     const all = steps();
-    step = Number(slider.value) === all.length - 1 ? null : all[slider.value];
-    draw();
+    choose({ image: Number(slider.value) === all.length - 1 ? null : all[slider.value] });
   };
   const arrange = onChange((names) =>
     grid.replaceChildren(
@@ -51,9 +53,14 @@ export function imagesPanel(root) {
         : [h("p", { class: "empty" }, "No images. Log them with run.log_image(name, pixels).")]),
     ),
   );
+  const restart = onChange(() => {
+    figures.clear();
+    arrange([]); // other runs may have the same names
+  });
 
   function draw() {
     const all = steps();
+    const { image: step } = state;
     const newest = all.findLastIndex((one) => step === null || one <= step);
     const at = step === null ? newest : Math.max(0, newest);
     slider.max = Math.max(0, all.length - 1);
@@ -63,56 +70,75 @@ export function imagesPanel(root) {
     const suffix = step === null ? " (newest)" : "";
     shownStep.textContent = all.length ? `${count(all[at])}${suffix}` : "";
     tools.hidden = !all.length;
-    search.parentElement.hidden = last.images.length < 2;
-    const found = last.images.filter(({ name }) => name.toLowerCase().includes(text));
-    for (const { name, items } of found) {
-      if (!figures.has(name)) figures.set(name, figure(name));
-      const index = Math.max(0, items.findLastIndex((item) => item.step <= all[at]));
-      const place = `${count(index + 1)} of ${count(items.length)}`;
-      figures.get(name).update(last.id, items[index], place);
+    const names = [...new Set(runs.flatMap(({ images }) => images.map(({ name }) => name)))];
+    search.parentElement.hidden = names.length < 2;
+    grid.classList.toggle("compared", runs.length > 1);
+    const found = names.filter((name) => name.toLowerCase().includes(text));
+    for (const name of found) {
+      if (!figures.has(name)) figures.set(name, figure(name, runs, enlarged.open));
+      figures.get(name).update(runs, all[at]);
     }
-    arrange(found.map(({ name }) => name));
+    arrange(found);
   }
   return {
-    update({ run }) {
+    update({ run, runs: shown, details }) {
       if (!run) return;
-      if (last?.id !== run.id) {
-        figures.clear();
-        arrange([]); // the new run may have the same names
-        step = null;
-      }
-      last = run;
+      const compared = shown.map(({ id }) => details.get(id)).filter(Boolean);
+      const isSmall = compared.length <= MOST_COMPARED && compared.includes(run);
+      runs = isSmall ? compared : [run];
+      restart(runs.map(({ id }) => id));
       draw();
     },
   };
 }
 
-function figure(name) {
-  const frame = h("div", { class: "frame-of" });
-  const note = h("small", {});
-  const caption = h("figcaption", {}, h("b", { title: name }, name), note);
-  const element = h("figure", { "data-image": name }, caption, frame);
-  const requested = new Set(); // large images that the reader chose to load
-  const draw = onChange(({ id, item }) => fill(frame, name, id, item, requested));
+function figure(name, runs, enlarge) {
+  const made = runs.map(() => side(name, () => enlarge(name, sides)));
+  const sides = h("div", { class: "sides" }, made.map(({ element }) => element));
+  const element = h("figure", { "data-image": name },
+    h("figcaption", {}, h("b", { title: name }, name)), sides);
   return {
     element,
-    update(id, item, place) {
-      note.textContent = `step ${count(item.step)} · ${place} · ${item.width}×${item.height}`;
-      draw({ id, item });
+    update: (now, step) =>
+      made.forEach((one, index) => one.update(now[index], step, now.length > 1)),
+  };
+}
+
+/** One run's image of a name. */
+function side(name, enlarge) {
+  const frame = h("div", { class: "frame-of" });
+  const who = h("b");
+  const note = h("small");
+  const element = h("div", { class: "side" }, h("p", {}, who, note), frame);
+  const requested = new Set(); // large images that the reader chose to load
+  const draw = onChange(({ id, item, alt }) => fill(frame, alt, id, item, requested, enlarge));
+  return {
+    element,
+    update({ id, name: run, images }, step, compared) {
+      const items = images.find((one) => one.name === name)?.items ?? [];
+      const index = Math.max(0, items.findLastIndex((item) => item.step <= step));
+      const item = items[index];
+      const place = `${count(index + 1)} of ${count(items.length)}`;
+      who.textContent = compared ? run : "";
+      const size = `${item?.width}×${item?.height}`;
+      note.textContent = item ? `step ${count(item.step)} · ${place} · ${size}` : "";
+      const alt = `${name} at step ${item?.step}${compared ? ` of ${run}` : ""}`;
+      draw({ id, item, alt });
     },
   };
 }
 
-function fill(frame, name, id, item, requested) {
-  const address = imageUrl(id, item.number);
+function fill(frame, alt, id, item, requested, enlarge) {
   const say = (...content) => frame.replaceChildren(h("p", { class: "instead" }, ...content));
+  if (!item) return say("This run has no image of this name.");
+  const address = imageUrl(id, item.number);
   if (!address) return say("left out of this report");
   const isLarge = item.bytes > LARGE_BYTES || item.width * item.height > LARGE_PIXELS;
   if (isLarge && !requested.has(item.number)) {
     const load = () => {
       requested.add(item.number);
-      fill(frame, name, id, item, requested);
-      frame.querySelector("a")?.focus();
+      fill(frame, alt, id, item, requested, enlarge);
+      frame.querySelector("button")?.focus();
     };
     return say(
       h(
@@ -125,15 +151,37 @@ function fill(frame, name, id, item, requested) {
   }
   const image = h("img", {
     src: address,
-    alt: `${name} at step ${item.step}`,
+    alt,
     width: item.width,
     height: item.height,
     decoding: "async",
     on: { error: () => say("This image cannot be shown: its file is missing or damaged.") },
   });
   image.classList.toggle("tiny", item.width <= 96);
-  const label = `Open ${name} at step ${item.step} in a new tab`;
-  frame.replaceChildren(
-    h("a", { href: address, target: "_blank", rel: "noopener", "aria-label": label }, image),
-  );
+  const button = { type: "button", "aria-label": `Enlarge ${alt}`, on: { click: enlarge } };
+  frame.replaceChildren(h("button", button, image));
+}
+
+/** A dialog with the images of a name, as large as the window permits. Escape closes it. */
+function enlargement() {
+  const element = h("dialog", { class: "enlarged",
+    on: { click: ({ target }) => target === element && element.close() } });
+  const close = () => element.close();
+  return {
+    element,
+    open(name, sides) {
+      const copy = sides.cloneNode(true);
+      copy.querySelectorAll("button").forEach((button) => {
+        const image = button.querySelector("img");
+        const link = { href: image?.src, target: "_blank", rel: "noopener" };
+        const text = "Open in a new tab";
+        if (image && !report) button.closest(".side").firstChild.append(h("a", link, text));
+        button.replaceWith(image ?? "");
+      });
+      element.setAttribute("aria-label", name);
+      element.replaceChildren(h("header", {}, h("h2", {}, name),
+        h("button", { class: "quiet", type: "button", on: { click: close } }, "Close")), copy);
+      element.showModal();
+    },
+  };
 }

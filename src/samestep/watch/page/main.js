@@ -1,6 +1,6 @@
 // The entry point: loads data, reloads what has news, and passes it to the visible parts.
 
-import { placeRuns, startTheme } from "./colors.js";
+import { startTheme } from "./colors.js";
 import { curvesPanel } from "./curves.js";
 import { announce, byId } from "./dom.js";
 import { eventsPanel } from "./events.js";
@@ -72,7 +72,6 @@ async function load() {
   try {
     const { runs, faults } = await get("/api/runs");
     found.rows = runs;
-    placeRuns(found.rows);
     settle();
     showFaults(faults);
     await Promise.all(wanted().map((id) => detail(id, all || ids.has(id))));

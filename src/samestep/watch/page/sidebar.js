@@ -1,6 +1,6 @@
 // The list of runs: checkboxes select curves to overlay, names the run shown elsewhere on the page.
 
-import { colorOf, dashOf } from "./colors.js";
+import { lineKey, lookOf } from "./colors.js";
 import { byId, h, onChange, searchBox } from "./dom.js";
 import { count } from "./format.js";
 import { choose, state } from "./state.js";
@@ -63,13 +63,13 @@ function item(id) {
   const click = () => choose({ run: id, shown: [...new Set([...state.shown, id])] });
   const name = h("button", { type: "button", class: "name", on: { click } });
   const note = h("span", { class: "note" });
-  const key = h("i", { class: "key" });
+  const label = h("label", {}, box, lineKey(lookOf(id)));
   const emphasize = (detail) => () =>
     document.dispatchEvent(new CustomEvent("emphasize", { detail }));
   const [enter, leave] = [emphasize(id), emphasize(null)];
   const on = { pointerenter: enter, pointerleave: leave, focusin: enter, focusout: leave };
   const element = h("li", { "data-run": id, on },
-    h("label", {}, box, key), h("span", { class: "text" }, name, note));
+    label, h("span", { class: "text" }, name, note));
   const draw = onChange((row) => {
     box.setAttribute("aria-label", `Show curves of ${row.name}`);
     name.textContent = row.name;
@@ -79,13 +79,13 @@ function item(id) {
     if (row.nonfinite.length) {
       note.append(" ", h("span", { class: "state", "data-state": "nonfinite" }, "not finite"));
     }
-    key.style.setProperty("--color", colorOf(id));
-    key.dataset.dash = dashOf(id).join(" ");
   });
+  const drawKey = onChange((look) => label.lastChild.replaceWith(lineKey(look)));
   return {
     element,
     update(row) {
       draw(row);
+      drawKey(lookOf(id));
       box.checked = state.shown.includes(id);
       element.toggleAttribute("data-chosen", id === state.run);
       name.setAttribute("aria-current", String(id === state.run));

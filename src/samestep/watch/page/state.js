@@ -13,7 +13,9 @@ const DEFAULTS = {
   from: null, // the zoomed range, in steps or in seconds since a run's start
   to: null,
   large: "", // the enlarged chart
+  pins: [], // the charts in the first group
   versus: "", // the run whose settings are compared
+  image: null, // the step of the images; null: the newest
   histogram: "", // the name whose histograms are shown
   worker: "", // the worker whose log is shown
   find: "", // words in the lines of the log

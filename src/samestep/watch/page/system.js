@@ -3,6 +3,7 @@
 import { latest, path } from "./api.js";
 import { nearest } from "./card.js";
 import { Chart } from "./chart.js";
+import { lineKey, lookAt } from "./colors.js";
 import { h, onChange } from "./dom.js";
 import { clockSpan, number } from "./format.js";
 import { choose, timeRange } from "./state.js";
@@ -21,8 +22,6 @@ const CHARTS = {
 };
 const MOST_LINES = 32;
 const MOST_IN_TIP = 12;
-const COLORS = 7;
-const DASHES = [[], [8, 4], [2, 4]]; // of lines 1 to 7, 8 to 14, and so on
 
 export function systemPanel(root) {
   const grid = h("div", { class: "grid" });
@@ -80,8 +79,7 @@ function chartOf(name) {
     draw(curves, started) {
       lines = curves.slice(0, MOST_LINES).map((curve, index) => ({
         label: labelOf(curve),
-        color: `var(--run-${index % COLORS})`,
-        dash: DASHES[Math.floor(index / COLORS) % DASHES.length],
+        ...lookAt(index),
         x: curve.x.map((time) => time - started),
         value: curve.value.map((value) => (value === null ? null : value / scale)),
       }));
@@ -109,11 +107,11 @@ function rows(lines, at, unit) {
   const more = found.length - MOST_IN_TIP;
   return [
     h("div", { class: "where" }, `after ${clockSpan(at)}`),
-    ...found.slice(0, MOST_IN_TIP).map(({ label, color, value, index }) =>
+    ...found.slice(0, MOST_IN_TIP).map((line) =>
       h("div", {},
-        h("i", { class: "key", vars: { background: color } }),
-        h("span", { class: "who" }, label),
-        h("b", {}, `${number(value[index])} ${unit}`))),
+        lineKey(line),
+        h("span", { class: "who" }, line.label),
+        h("b", {}, `${number(line.value[line.index])} ${unit}`))),
     more > 0 && h("div", { class: "where" }, `and ${more} more`),
   ].filter(Boolean);
 }

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import pytest
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from tests.watch.browser.runs import append, losses, paint, shown_color
+from tests.watch.writing import scalars, started
+
+TIP = "document.querySelector('.tip:popover-open')"
+KEYS = (
+    "return Object.fromEntries([...document.querySelectorAll('#runs [data-run]')].map((item) => {"
+    "const look = getComputedStyle(item.querySelector('.key'));"
+    "return [item.dataset.run, `${look.borderTopColor} ${look.borderTopStyle}`] }))"
+)
+GROUPS = (
+    "return [...document.querySelectorAll('.groups .group')].map((group) => [group.dataset.group,"
+    "...[...group.querySelectorAll('h3')].map((title) => title.textContent)])"
+)
+
+
+@pytest.mark.parametrize("screen", ["phone", "desktop"])
+def test_the_box_of_values_is_beside_the_curves_with_full_names(run, page, screen):
+    getattr(page, f"use_{screen}_screen")()
+    other = run.with_name(f"{run.name}-{'long-name-' * 12}end")
+    scalar = f"train/{'a-very-long-scalar-' * 8}end"
+    for folder in (run, other):
+        append(folder, *(scalars(step, **{scalar: step, "loss": 1.0}) for step in range(100)))
+    page.wait_for_run(other.name)
+    for large in ("", scalar):
+        page.open(run.name, other.name, large=large).points(scalar, 200)
+        chart = page.driver.find_element(By.CSS_SELECTOR, f"[data-scalar='{scalar}'] .u-over")
+        for share in (-0.45, 0.0, 0.45):
+            left = round(share * chart.size["width"])
+            ActionChains(page.driver, duration=0).move_to_element_with_offset(
+                chart, left, 0
+            ).perform()
+            text = page.until(f"return {TIP}?.innerText")
+            assert scalar in text
+            assert {run.name, other.name} < set(text.splitlines())
+            assert page.run(
+                f"const [tip, chart] = [{TIP}, arguments[0]].map((one) =>"
+                " one.getBoundingClientRect());"
+                "return tip.right <= chart.left || tip.left >= chart.right ||"
+                " tip.bottom <= chart.top || tip.top >= chart.bottom",
+                chart,
+            )
+            assert page.run(
+                f"const tip = {TIP}; const place = tip.getBoundingClientRect();"
+                "return place.left >= 0 && place.right <= innerWidth && place.top >= 0 &&"
+                " [tip, ...tip.querySelectorAll('*')].every((one) =>"
+                " one.scrollWidth <= one.clientWidth + 1 || !one.clientWidth)"
+            )
+
+
+def test_the_box_has_the_range_of_the_steps_and_workers_that_a_point_stands_for(run, page):
+    append(run, *losses(0, 1), scalars(0, few=1.0), scalars(1, few=2.0))
+    append(run, *(scalars(step, many=step % 10) for step in range(20_000)))
+    page.open(run.name)
+    page.until("return document.querySelector('[data-scalar=many]')?.dataset.exact === 'false'")
+    expected = {"many": "0 to 9", "few": "", "loss": "0.95 to 1.05"}
+    for scalar, text in expected.items():
+        page.points(scalar)
+        page.driver.find_element(By.CSS_SELECTOR, f"[data-scalar={scalar}] .canvas").send_keys(
+            Keys.ARROW_RIGHT
+        )
+        page.until(f"return {TIP}?.innerText.includes(arguments[0])", scalar)
+        assert page.run(f"return {TIP}.querySelector('.edges').textContent") == text
+    page.open(run.name, **{"from": 100, "to": 140}).points("many", 41)
+    page.driver.find_element(By.CSS_SELECTOR, "[data-scalar=many] .canvas").send_keys(Keys.HOME)
+    assert page.run(f"return {TIP}.querySelector('.edges').textContent") == ""
+
+
+def test_charts_are_pinned_to_the_top(run, page):
+    append(run, scalars(0, **{"train/loss": 1.0, "val/loss": 2.0, "val/top1": 0.5, "Pinned/x": 1}))
+    page.open(run.name).points("val/top1", 1)
+    unpinned = [["train", "loss"], ["val", "loss", "top1"], ["Pinned", "x"]]
+    assert page.run(GROUPS) == unpinned
+    page.choose_tab("curves")
+    page.reach("[aria-label='Pin val/top1']")
+    page.press(Keys.ENTER)
+    pinned = [["Pinned", "val/top1"], ["train", "loss"], ["val", "loss"], ["Pinned", "x"]]
+    assert page.run(GROUPS) == pinned
+    focused = (
+        "return document.activeElement.matches(`[aria-label='Pin val/top1'][aria-pressed=true]`)"
+    )
+    assert page.run(focused)
+    page.driver.find_element(By.CSS_SELECTOR, "[aria-label='Pin train/loss']").click()
+    both = [["Pinned", "val/top1", "train/loss"], ["val", "loss"], ["Pinned", "x"]]
+    assert page.run(GROUPS) == both
+    page.until("return location.hash.includes('pins=val%2Ftop1&pins=train%2Floss')")
+    append(run, scalars(1, **{"val/top1": 0.6}))
+    page.points("val/top1", 2)
+    assert page.run(GROUPS) == both
+    page.driver.refresh()
+    page.points("val/top1", 2)
+    assert page.run(GROUPS) == both
+    for name in ("val/top1", "train/loss"):
+        page.driver.find_element(By.CSS_SELECTOR, f"[aria-label='Pin {name}']").click()
+    assert page.run(GROUPS) == unpinned
+
+
+def test_few_shown_runs_have_distinct_colors_among_many(run, page):
+    runs = [run.with_name(f"{run.name}-{number:02d}") for number in range(22)]
+    for number, folder in enumerate(runs):
+        append(folder, {**started(), "time": 1.0 + number}, *losses(0, 1))
+    page.wait_for_run(runs[-1].name)
+    for shown in ((0, 7, 14, 21), (7, 0), (1, 8, 2, 9, 3, 10, 4)):
+        names = [runs[number].name for number in shown]
+        page.open(*names).points("loss", 2 * len(names))
+        looks = page.run(KEYS)
+        assert len({looks[name].split(")")[0] for name in names}) == len(names)
+        assert all(looks[name].endswith(" solid") for name in names)
+        chart = page.driver.find_element(By.CSS_SELECTOR, "[data-scalar=loss] .canvas")
+        chart.send_keys(Keys.HOME)
+        drawn = page.until(
+            f"const rows = [...({TIP}?.querySelectorAll('.key') ?? [])];"
+            "return Object.fromEntries(rows.map((key) => [key.nextSibling.textContent,"
+            " `${getComputedStyle(key).borderTopColor} ${getComputedStyle(key).borderTopStyle}`]))"
+        )
+        assert drawn == {name: looks[name] for name in names}
+    append(runs[4], *losses(2))
+    append(run.with_name(f"{run.name}-new"), {**started(), "time": 0.5}, *losses(0))
+    page.until("return document.querySelector(`[data-run='${arguments[0]}']`)", f"{run.name}-new")
+    page.points("loss", 15)
+    assert {name: page.run(KEYS)[name] for name in names} == drawn
+    page.driver.find_element(By.CSS_SELECTOR, f"[data-run='{runs[20].name}'] input").send_keys(" ")
+    page.points("loss", 17)
+    looks = page.run(KEYS)
+    assert {name: looks[name] for name in names} == drawn
+    assert looks[runs[20].name] == drawn[names[0]].replace("solid", "dashed")
+    assert page.run("return document.activeElement.type") == "checkbox"
+
+
+def test_an_image_is_enlarged_by_mouse_and_keyboard(run, page):
+    append(run, paint(run, 0, "red", (200, 100)), *losses(0))
+    for screen in (page.use_desktop_screen, page.use_phone_screen):
+        screen()
+        page.open(run.name, tab="images")
+        shown_color(page, 0)
+        button = page.driver.find_element(By.CSS_SELECTOR, "[data-image=cells] button")
+        width = button.find_element(By.TAG_NAME, "img").size["width"]
+        button.click()
+        page.until("return document.querySelector('dialog[open] img')?.naturalWidth === 200")
+        assert page.run("return document.querySelector('dialog img').clientWidth") > width
+        page.press(Keys.ESCAPE)
+        page.until("return !document.querySelector('dialog[open]')")
+        page.choose_tab("images")
+        page.reach("[aria-label='Enlarge cells at step 0']")
+        page.press(Keys.ENTER)
+        page.until("return document.querySelector('dialog[open] img')")
+        assert page.run("return document.activeElement.textContent") == "Close"
+        page.press(Keys.ESCAPE)
+        page.until("return !document.querySelector('dialog[open]')")
+        assert page.run("return document.activeElement.ariaLabel") == "Enlarge cells at step 0"
+
+
+def test_images_of_two_runs_are_side_by_side_at_the_step_of_the_address(run, page, place, names):
+    other = place / next(names)
+    for folder, colors in ((run, ("red", "lime")), (other, ("blue", "white"))):
+        append(folder, *(paint(folder, step, color) for step, color in enumerate(colors)))
+    append(run, {**paint(run, 1, "lime"), "name": "alone"})
+    page.use_phone_screen()
+    page.open(run.name, other.name, tab="images")
+    alts = (
+        "return JSON.stringify([...document.querySelectorAll(`${arguments[0]} img`)]"
+        ".filter((one) => one.naturalWidth).map((one) => one.alt)) === JSON.stringify(arguments[1])"
+    )
+    cells = "[data-image=cells]"
+    page.until(alts, cells, [f"cells at step 1 of {one.name}" for one in (run, other)])
+    page.until(alts, "[data-image=alone]", [f"alone at step 1 of {run.name}"])
+    assert "no image of this name" in page.text("[data-image=alone]")
+    page.driver.find_element(By.ID, "image-step").send_keys(Keys.HOME)
+    first = [f"cells at step 0 of {one.name}" for one in (run, other)]
+    page.until(alts, cells, first)
+    page.until("return location.hash.includes('image=0')")
+    page.driver.refresh()
+    page.until(alts, cells, first)
+    beside = (
+        "const [one, other] = [...document.querySelectorAll(`${arguments[0]} img`)]"
+        ".map((image) => image.getBoundingClientRect());"
+        "return one.right <= other.left && one.bottom === other.bottom"
+    )
+    assert page.run(beside, cells)
+    assert page.run("return document.scrollingElement.scrollWidth") == 360
+    page.use_desktop_screen()
+    page.driver.find_element(By.CSS_SELECTOR, f"{cells} button").click()
+    page.until(alts, "dialog[open]", first)
+    assert page.run(beside, "dialog")
