@@ -14,12 +14,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from urllib.request import urlopen
+
+import httpx
 
 from benchmarks.measure import spread
 from samestep.watch.runs import open_views
 from tests.watch.browser.pages import CHROMIUM, Page, Server, browsing, serving
-from tests.watch.writing import scalars, started, timing, write as write_events
+from tests.watch.writing import scalars, started, timing
+from tests.watch.writing import write as write_events
 
 SMOOTH, SPAN = 0.9, 900
 STEPS = 100  # of each of many runs
@@ -100,13 +102,13 @@ def write_many(directory: Path, runs: int) -> None:
         write_events(directory / f"run-{number:04d}", *events, end, start=1.7e9 + 100 * number)
 
 
-def measure_many(directory: Path, runs: int) -> dict[str, float]:
+def measure_many(directory: Path) -> dict[str, float]:
     """Return the seconds of a server, and of the page in Chromium if it is installed."""
     found, began = {}, time.perf_counter()
 
     def rows(server: Server, name: str, endpoint: str) -> list[dict[str, object]]:
         asked = time.perf_counter()
-        answer = json.load(urlopen(f"{server.address}api/{endpoint}"))
+        answer = httpx.get(f"{server.address}api/{endpoint}", timeout=600, trust_env=False).json()
         found[name] = time.perf_counter() - asked
         return answer["runs"]
 
@@ -124,7 +126,7 @@ def measure_many(directory: Path, runs: int) -> dict[str, float]:
             time.sleep(0.1)
         found["all records read"] = time.perf_counter() - began
         rows(server, "list", "runs")
-        assert len(rows(server, "table", "table")) == runs
+        rows(server, "table", "table")
         if not shutil.which(CHROMIUM):
             return found
         with browsing(Path(folder)) as driver:
@@ -156,7 +158,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_many(Path(folder), options.runs)
         print(f"{options.runs} runs of {STEPS} steps, {options.rounds} rounds; milliseconds")
-        _print(options.rounds, lambda: measure_many(Path(folder), options.runs))
+        _print(options.rounds, lambda: measure_many(Path(folder)))
 
 
 def _print(rounds: int, ask: Callable[[], dict[str, float]]) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 from hypothesis import given
@@ -24,7 +23,7 @@ def test_tags_and_a_note_are_written_and_read(notes, tmp_path):
     assert notes.read() == Notes(tmp_path).read() == written
     notes.write([], "", notes.version())
     assert notes.read() == {"tags": [], "note": "", "locked": None}
-    assert os.listdir(tmp_path) == ["notes.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.json"]
 
 
 def test_an_edit_of_an_old_version_is_refused(notes, tmp_path):
@@ -64,7 +63,7 @@ def test_a_file_that_cannot_be_read_is_left_as_it_is(notes, tmp_path, text):
     found = notes.read()
     assert (found["tags"], found["note"]) == ([], "")
     assert "notes.json is " in found["locked"]
-    with pytest.raises(RecordError, match="notes.json is "):
+    with pytest.raises(RecordError, match=r"is damaged|is of a newer format"):
         notes.write(["b"], "", notes.version())
     assert file.read_text() == text
 
@@ -80,7 +79,7 @@ def test_links_are_not_followed(notes, tmp_path):
     (tmp_path / "real").mkdir()
     with pytest.raises(RecordError, match="must be a file"):
         Notes(tmp_path / "linked").write(["b"], "", None)
-    assert os.listdir(tmp_path / "real") == []
+    assert not list((tmp_path / "real").iterdir())
 
 
 def test_a_read_only_directory_says_so(notes, monkeypatch):
@@ -95,16 +94,26 @@ def test_a_failed_write_keeps_the_old_file(notes, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("samestep.storage.sync", full)
-    with pytest.raises(RecordError, match="cannot write notes.json: No space left"):
+    with pytest.raises(RecordError, match="No space left"):
         notes.write(["b"], "new", notes.version())
     assert notes.read()["note"] == "old"
-    assert os.listdir(tmp_path) == ["notes.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.json"]
 
 
 @pytest.mark.parametrize(
     ("tags", "note"),
-    [("a", ""), (["a b"], ""), (["a,b"], ""), ([""], ""), (["x" * 51], ""), (["\n"], ""), ([1], "")]
-    + [(["a"] * 21, ""), ([], None), ([], "x" * 10_001)],
+    [
+        ("a", ""),
+        (["a b"], ""),
+        (["a,b"], ""),
+        ([""], ""),
+        (["x" * 51], ""),
+        (["\n"], ""),
+        ([1], ""),
+        (["a"] * 21, ""),
+        ([], None),
+        ([], "x" * 10_001),
+    ],
 )
 def test_invalid_tags_and_notes_are_refused(notes, tags, note):
     with pytest.raises(ValueError, match="must"):

@@ -97,9 +97,7 @@ JSON = {"Content-Type": "application/json"}
 )
 def test_only_the_page_itself_may_write_notes(open_server, run, headers, status):
     body = b'{"tags": [], "note": "from elsewhere", "version": null}'
-    response = open_server.client.put(
-        "/api/notes?id=.", content=body, headers={**JSON, **headers}
-    )
+    response = open_server.client.put("/api/notes?id=.", content=body, headers={**JSON, **headers})
     assert response.status_code == status
     assert not (run / "notes.json").exists()
 
@@ -110,7 +108,9 @@ def test_notes_are_written_from_the_page_and_with_the_token_only(address, open_s
     own = {"Origin": address, "Sec-Fetch-Site": "same-origin"}
     assert httpx.put(f"{address}{path}", json=body, headers=own, trust_env=False).status_code == 401
     wrong = {**own, "Authorization": "Bearer wrong"}
-    assert httpx.put(f"{address}{path}", json=body, headers=wrong, trust_env=False).status_code == 401
+    assert (
+        httpx.put(f"{address}{path}", json=body, headers=wrong, trust_env=False).status_code == 401
+    )
     assert not (run / "notes.json").exists()
     with httpx.Client(base_url=address, trust_env=False) as client:
         client.post("/login", data={"token": TOKEN})

@@ -124,8 +124,9 @@ class PollInterval:
         return min(self.longest, max(self.shortest, idle / 10))
 
 
-LOCAL: Final = PollInterval(shortest=0.2, longest=0.2)
-LOCAL_SCAN: Final = PollInterval(shortest=1.0, longest=1.0)
+# a folder of 1,000 runs would otherwise take half of a core
+LOCAL: Final = PollInterval(shortest=0.2, longest=1.0)
+LOCAL_SCAN: Final = PollInterval(shortest=1.0, longest=5.0)
 # every poll is at least one request, which may cost money
 REMOTE: Final = PollInterval(shortest=1.0, longest=60.0)
 REMOTE_SCAN: Final = PollInterval(shortest=1.0, longest=10.0)

@@ -10,12 +10,16 @@ import { choose, state } from "./state.js";
 
 const MOST_SCORES = 4; // chosen automatically
 const MOST_SETTINGS = 8;
-const MOST_ROWS = 200; // until "Show all" is pressed
+const MOST_ROWS = 100; // until "Show all" is pressed
 const PAUSE = 3000; // milliseconds between two requests
 
 export function tablePanel(root) {
   let runs = [];
+  let names = [];
+  let usual = []; // columns
+  let lines = new Map(); // rows of the table by run
   let asked = -Infinity;
+  let answered = 0;
   let all = false;
   let last;
   const search = searchBox("run-filter", "Filter: name, tag=…, lr=0.1", (text) =>
@@ -27,22 +31,27 @@ export function tablePanel(root) {
   const more = h("button", { class: "quiet", type: "button", hidden: true, on }, "Show all");
   const find = h("span", { class: "find" }, search);
   root.append(h("div", { class: "tools" }, find, columns, chart.tools), chart.element, table, more);
-  const drawChoice = onChange(({ names, chosen }) =>
+  const drawChoice = onChange(([chosen, ...found]) =>
     columns.replaceChildren(h("summary", {}, "Columns"),
-      ...names.map((name) => choice(name, chosen))));
-  const drawTable = onChange(({ rows, chosen, sort, run, clock, tagged }) => {
-    table.replaceChildren(head(chosen, sort, tagged),
-      h("tbody", {}, rows.map((row) => line(row, chosen, run, clock, tagged))));
+      ...found.map((name) => choice(name, chosen))));
+  const forget = onChange(() => (lines = new Map()));
+  const drawTable = onChange(({ look }, rows) => {
+    const { chosen, run, clock, tagged } = look;
+    rows.forEach((row) =>
+      lines.has(row) || lines.set(row, line(row, chosen, run, clock, tagged)));
+    table.replaceChildren(head(chosen, state.sort, tagged),
+      h("tbody", {}, rows.map((row) => lines.get(row))));
   });
   function draw() {
-    const names = namesOf(runs);
-    const chosen = state.columns.length ? state.columns : automatic(runs, names);
-    drawChoice({ names, chosen });
+    const chosen = state.columns.length ? state.columns : usual;
+    drawChoice([chosen, ...names]);
     const matching = runs.filter(matches(runs));
     const rows = sorted(matching).slice(0, all ? runs.length : MOST_ROWS);
     const clock = report ? report.written : Math.round(Date.now() / 10_000) * 10;
     const tagged = runs.some(({ tags }) => tags.length);
-    drawTable({ rows, chosen, sort: state.sort, run: last.run.id, clock, tagged });
+    const look = { chosen, clock, tagged, run: last.run.id, answered };
+    forget(look);
+    drawTable({ look, sort: state.sort, ids: rows.map(({ id }) => id) }, rows);
     more.hidden = rows.length === matching.length;
     chart.update(matching, names, last.run.id);
   }
@@ -57,6 +66,9 @@ export function tablePanel(root) {
       asked = performance.now();
       const response = await get("/api/table");
       runs = response.runs.map(described);
+      names = namesOf(runs);
+      usual = automatic(runs, names);
+      answered += 1;
       draw();
     },
   };
