@@ -1,6 +1,8 @@
 """Time to read and draw a record of many points, and a folder of many runs, also in Chromium.
 
 usage: python -m benchmarks.watching [--points 1000000] [--runs 1000] [--rounds 3]
+
+The page of many runs needs /usr/bin/chromium and /usr/bin/chromedriver.
 """
 
 from __future__ import annotations
@@ -8,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import tempfile
 import time
 from collections import defaultdict
@@ -19,7 +20,7 @@ import httpx
 
 from benchmarks.measure import spread
 from samestep.watch.runs import open_views
-from tests.watch.browser.pages import CHROMIUM, Page, Server, browsing, serving
+from tests.watch.browser.pages import Page, Server, browsing, serving
 from tests.watch.writing import scalars, started, timing
 from tests.watch.writing import write as write_events
 
@@ -27,6 +28,7 @@ SMOOTH, SPAN = 0.9, 900
 STEPS = 100  # of each of many runs
 SCALARS = ("train/loss", "train/top1", "val/loss", "val/top1")
 OPTIONS = {f"option{number}": number for number in range(40)}
+SHOWN = "return document.querySelectorAll('#runs-table tbody tr').length > 0"
 FILTER = """
 const done = arguments[arguments.length - 1], field = document.getElementById("run-filter");
 field.value = arguments[0];
@@ -103,8 +105,8 @@ def write_many(directory: Path, runs: int) -> None:
 
 
 def measure_many(directory: Path) -> dict[str, float]:
-    """Return the seconds of a server, and of the page in Chromium if it is installed."""
-    found, began = {}, time.perf_counter()
+    """Return the seconds of a server and of the page, by name."""
+    found: dict[str, float] = {}
 
     def rows(server: Server, name: str, endpoint: str) -> list[dict[str, object]]:
         asked = time.perf_counter()
@@ -115,30 +117,30 @@ def measure_many(directory: Path) -> dict[str, float]:
     def show(page: Page, name: str) -> None:
         asked = time.perf_counter()
         page.driver.get(f"{page.server.address}#tab=table")
-        page.until("return document.querySelectorAll('#runs-table tbody tr').length > 0")
+        page.until(SHOWN)
         found[name] = time.perf_counter() - asked
         page.driver.get("about:blank")
 
-    with tempfile.TemporaryDirectory() as folder, serving(directory) as server:
-        found["server starts"] = time.perf_counter() - began
-        rows(server, "list, while reading", "runs")
-        while any(row["state"] != "finished" for row in rows(server, "list", "runs")):
-            time.sleep(0.1)
-        found["all records read"] = time.perf_counter() - began
-        rows(server, "list", "runs")
-        rows(server, "table", "table")
-        if not shutil.which(CHROMIUM):
-            return found
-        with browsing(Path(folder)) as driver:
+    with tempfile.TemporaryDirectory() as folder, browsing(Path(folder)) as driver:
+        driver.get("about:blank")
+        began = time.perf_counter()
+        with serving(directory) as server:
+            found["server starts"] = time.perf_counter() - began
             page = Page(driver, server)
-            show(page, "page, with a cold browser")
+            rows(server, "list, while records are read", "runs")
+            show(page, "page, while records are read")
+            while any(row["state"] != "finished" for row in rows(server, "list", "runs")):
+                time.sleep(0.1)
+            found["all records read"] = time.perf_counter() - began
+            rows(server, "list", "runs")
+            rows(server, "table", "table")
             show(page, "page")
             driver.get(f"{server.address}#tab=table")
-            page.until("return document.querySelectorAll('#runs-table tbody tr').length > 0")
+            page.until(SHOWN)
             for text in ("optimizer=adam", "optimizer=adam model.depth=4", "run-0777", ""):
                 milliseconds = driver.execute_async_script(FILTER, text)
-                name = f"filter {text or 'removed'}"
-                found[name] = milliseconds / 1000
+                found[f"filter {text or 'removed'}"] = milliseconds / 1000
+            driver.get("about:blank")
     return found
 
 
