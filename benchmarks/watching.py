@@ -1,22 +1,41 @@
-"""Time of the page's server to read a record of many points, and to answer for a curve.
+"""Time to read and draw a record of many points, and a folder of many runs, also in Chromium.
 
-usage: python -m benchmarks.watching [--points 1000000] [--rounds 3]
+usage: python -m benchmarks.watching [--points 1000000] [--runs 1000] [--rounds 3]
+
+The page of many runs needs /usr/bin/chromium and /usr/bin/chromedriver.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
+
 from benchmarks.measure import spread
 from samestep.watch.runs import open_views
+from tests.watch.browser.pages import Page, Server, browsing, serving
+from tests.watch.writing import scalars, started, timing
+from tests.watch.writing import write as write_events
 
 SMOOTH, SPAN = 0.9, 900
+STEPS = 100  # of each of many runs
+SCALARS = ("train/loss", "train/top1", "val/loss", "val/top1")
+OPTIONS = {f"option{number}": number for number in range(40)}
+SHOWN = "return document.querySelectorAll('#runs-table tbody tr').length > 0"
+FILTER = """
+const done = arguments[arguments.length - 1], field = document.getElementById("run-filter");
+field.value = arguments[0];
+const began = performance.now();
+field.dispatchEvent(new Event("input"));
+requestAnimationFrame(() => setTimeout(() => done(performance.now() - began)));
+"""
 
 
 def write(directory: Path, points: int) -> float:
@@ -67,25 +86,90 @@ def measure(directory: Path, points: int) -> dict[str, float]:
     return found
 
 
+def write_many(directory: Path, runs: int) -> None:
+    """Write the records of many finished runs with 4 workers, 4 scalars and their own settings."""
+    chance = random.Random(0)
+    for number in range(runs):
+        settings = {
+            "lr": round(10 ** chance.uniform(-4, -1), 6),
+            "optimizer": chance.choice(("sgd", "adam")),
+            "model": {"depth": chance.choice((2, 4, 8)), "width": 256},
+            "seed": number,
+        }
+        events = [started(workers=4, config=OPTIONS, settings=settings)]
+        for step in range(STEPS):
+            events.append(scalars(step, **{name: chance.random() for name in SCALARS}))
+            events.append(timing(step, *[(0.1, 0.2, 0.1, 0.1, 0.0)] * 4))
+        end = {"event": "finished", "step": STEPS}
+        write_events(directory / f"run-{number:04d}", *events, end, start=1.7e9 + 100 * number)
+
+
+def measure_many(directory: Path) -> dict[str, float]:
+    """Return the seconds of a server and of the page, by name."""
+    found: dict[str, float] = {}
+
+    def rows(server: Server, name: str, endpoint: str) -> list[dict[str, object]]:
+        asked = time.perf_counter()
+        answer = httpx.get(f"{server.address}api/{endpoint}", timeout=600, trust_env=False).json()
+        found[name] = time.perf_counter() - asked
+        return answer["runs"]
+
+    def show(page: Page, name: str) -> None:
+        asked = time.perf_counter()
+        page.driver.get(f"{page.server.address}#tab=table")
+        page.until(SHOWN)
+        found[name] = time.perf_counter() - asked
+        page.driver.get("about:blank")
+
+    with tempfile.TemporaryDirectory() as folder, browsing(Path(folder)) as driver:
+        driver.get("about:blank")
+        began = time.perf_counter()
+        with serving(directory) as server:
+            found["server starts"] = time.perf_counter() - began
+            page = Page(driver, server)
+            rows(server, "list, while records are read", "runs")
+            show(page, "page, while records are read")
+            while any(row["state"] != "finished" for row in rows(server, "list", "runs")):
+                time.sleep(0.1)
+            found["all records read"] = time.perf_counter() - began
+            rows(server, "list", "runs")
+            rows(server, "table", "table")
+            show(page, "page")
+            driver.get(f"{server.address}#tab=table")
+            page.until(SHOWN)
+            for text in ("optimizer=adam", "optimizer=adam model.depth=4", "run-0777", ""):
+                milliseconds = driver.execute_async_script(FILTER, text)
+                found[f"filter {text or 'removed'}"] = milliseconds / 1000
+            driver.get("about:blank")
+    return found
+
+
 def main() -> None:
     """Measure, and print medians with their range."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--points", type=int, default=1_000_000, help="points of the curve (default: %(default)s)"
     )
+    parser.add_argument("--runs", type=int, default=1000, help="of a folder, default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     options = parser.parse_args()
-    found = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
-        print(
-            f"{options.points} points, {write(Path(folder), options.points):.0f} MB, "
-            f"{options.rounds} rounds; milliseconds"
-        )
-        for _ in range(options.rounds):
-            for what, seconds in measure(Path(folder), options.points).items():
-                found[what].append(1000 * seconds)
+        size = write(Path(folder), options.points)
+        print(f"{options.points} points, {size:.0f} MB, {options.rounds} rounds; milliseconds")
+        _print(options.rounds, lambda: measure(Path(folder), options.points))
+    with tempfile.TemporaryDirectory() as folder:
+        write_many(Path(folder), options.runs)
+        print(f"{options.runs} runs of {STEPS} steps, {options.rounds} rounds; milliseconds")
+        _print(options.rounds, lambda: measure_many(Path(folder)))
+
+
+def _print(rounds: int, ask: Callable[[], dict[str, float]]) -> None:
+    found = defaultdict(list)
+    for _ in range(rounds):
+        for what, seconds in ask().items():
+            found[what].append(1000 * seconds)
     for what, milliseconds in found.items():
-        print(f"  {what:26} {spread(milliseconds)}")
+        print(f"  {what:36} {spread(milliseconds)}")
 
 
 if __name__ == "__main__":

@@ -20,18 +20,20 @@ from samestep.watch.runs import Changes, Views
 from samestep.watch.security import HEADERS
 from samestep.watch.server import PAGE, make_app
 from tests.fuzz import mutate
-from tests.fuzz.records import BREAK_OUT, NAMES, SECRET, write_run
+from tests.fuzz.records import BREAK_OUT, NAMES, SECRET, write_notes, write_run
 from tests.fuzz.target import Target
 
 TOKEN = "a-token-of-many-letters"
 PORT = 7007
 PASS = hashlib.sha256(f"samestep watch {TOKEN}".encode()).hexdigest()
-STATUSES = {200, 400, 401, 404, 405, 415, 421}
+STATUSES = {200, 400, 401, 403, 404, 405, 409, 413, 415, 421}
 LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?", re.IGNORECASE)
 METHODS = ("GET",) * 30 + ("HEAD", "HEAD", "POST", "PUT", "get", "TRACE", "")
+NOTES = "/api/notes"
+GIVEN = {"tags": ["a"], "note": BREAK_OUT, "version": None}  # of no file, so nothing is written
 API = ("/api/run", "/api/curve", "/api/timing", "/api/system", "/api/log", "/api/image")
 PATHS = (
-    *API * 3, "/", "/api/runs", "/api/changes", "/page/main.js", "/page/../server.py",
+    *API * 3, NOTES, "/", "/api/runs", "/api/changes", "/page/main.js", "/page/../server.py",
     "/page//etc/passwd", "/api/runs/", "/none", "/login",
 )  # fmt: skip
 PARAMETERS = {
@@ -56,6 +58,7 @@ ASKED = {
     "/api/system": ("id", "from", "to"),
     "/api/log": ("id", "worker", "search", "have"),
     "/api/image": ("id", "number"),
+    NOTES: ("id",),
     "/": ("token",),
 }
 HEADER_VALUES = {
@@ -67,6 +70,9 @@ HEADER_VALUES = {
     f"samestep-{PORT}={TOKEN}", "samestep-1=x", ";=;"),
     "range": ("bytes=0-1",),
     "x-forwarded-host": ("localhost",),
+    "origin": ("http://localhost", "http://example", "null"),
+    "sec-fetch-site": ("same-origin", "cross-site"),
+    "content-type": (*["application/json"] * 3, "text/plain"),
     "content-length": ("99",),
 }  # fmt: skip
 SIGNATURES = {
@@ -107,7 +113,8 @@ def targets(folder: Path) -> list[Target]:
 
     def served(token: str | None) -> Target:
         def make(random: Random) -> tuple[Views, Starlette, Asked]:
-            write_run(folder / "runs" / "one", random if random.random() < 0.5 else None)
+            run = write_run(folder / "runs" / "one", random if random.random() < 0.5 else None)
+            write_notes(run, random)
             views = Views(folder / "runs")
             return views, make_app(views, Changes(views), token=token, port=PORT), _request(random)
 
@@ -157,8 +164,13 @@ def _request(random: Random) -> Asked:
         (name.encode(), re.sub(rb"[\0\r\n]", b"", value.encode(errors="surrogatepass")))
         for name, value in headers
     ]
-    form = mutate.of_bytes(random, b"token=wrong") if random.random() < 0.5 else b"token=wrong"
-    return Asked(random.choice(METHODS), path, re.sub(rb"[^\x21-\x7e]", b"", query), whole, form)
+    method, form = random.choice(METHODS), b"token=wrong"
+    if path == NOTES and random.random() < 0.9:
+        method, form = "PUT", json.dumps(GIVEN).encode()
+        whole.append((b"content-type", b"application/json"))
+    if random.random() < 0.5:
+        form = mutate.of_bytes(random, form)
+    return Asked(method, path, re.sub(rb"[^\x21-\x7e]", b"", query), whole, form)
 
 
 def _likely(random: Random, values: tuple[str, ...]) -> str:

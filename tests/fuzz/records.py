@@ -13,7 +13,7 @@ from typing import Any
 from samestep.errors import RecordError
 from samestep.record.cursor import FILE, Cursor
 from samestep.record.events import FILE_NAME, read_events
-from samestep.record.files import FOLDER, EventChunk, LocalFiles
+from samestep.record.files import FOLDER, EventChunk, LocalFiles, Notes
 from samestep.record.sinks import SinkAdapter
 from samestep.record.source import RunLocation, Source, open_source, read_history
 from samestep.watch.curves import AXES
@@ -107,6 +107,18 @@ def write_run(directory: Path, random: Random | None) -> Path:
     return directory
 
 
+def write_notes(directory: Path, random: Random) -> None:
+    """Write a run's notes, damaged in half of all cases."""
+    file = directory / Notes.NAME
+    file.unlink(missing_ok=True)
+    if random.random() < 0.2:
+        file.symlink_to("../secret.png")
+    else:
+        given = {"format": 1, "tags": ["a", "b"], "note": BREAK_OUT}
+        data = mutate.as_json(random, mutate.of_json(random, given))
+        file.write_bytes(mutate.of_bytes(random, data) if random.random() < 0.5 else data)
+
+
 def record(random: Random) -> bytes:
     """Return the bytes of a record with some unusual events, damaged in half of all cases."""
     given = [json.loads(line) for line in lines(*EVENTS).splitlines()]
@@ -142,6 +154,7 @@ class Growing(LocalFiles):
 def _views(folder: Path) -> list[Target]:
     def run(random: Random) -> tuple[Path, int, dict[str, Any]]:
         directory = write_run(folder / "all" / "one", random)
+        write_notes(directory, random)
         ends = [
             random.choice((None, None, 0.0, 1.0, 2.5, -1e308, 1e308, 2.0**53)) for _ in range(2)
         ]

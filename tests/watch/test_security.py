@@ -53,7 +53,7 @@ def test_every_response_has_the_headers(open_server, path):
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "ODD"])
 def test_other_methods_are_rejected(open_server, method):
-    for path in ("/", "/api/runs", "/none"):
+    for path in ("/", "/api/runs", "/none", *["/api/notes"] * (method != "PUT")):
         response = open_server.client.request(method, path)
         assert (response.status_code, response.headers["allow"]) == (405, "GET, HEAD")
 
@@ -75,6 +75,52 @@ def test_without_a_token_names_of_other_sites_are_rejected(open_server, host):
     response = open_server.get("/api/runs", headers={"Host": host})
     assert response.status_code in {400, 421}
     assert "runs" not in response.text
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "http://127.0.0.1:1"}, 403),  # another program's page on this machine
+        ({"Origin": "http://localhost"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": ""}, 403),
+        ({"Origin": "http://evil.example", "Host": "evil.example"}, 421),  # DNS rebinding
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Content-Type": "text/plain"}, 403),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 403),
+    ],
+)
+def test_only_the_page_itself_may_write_notes(open_server, run, headers, status):
+    body = b'{"tags": [], "note": "from elsewhere", "version": null}'
+    response = open_server.client.put("/api/notes?id=.", content=body, headers={**JSON, **headers})
+    assert response.status_code == status
+    assert not (run / "notes.json").exists()
+
+
+def test_notes_are_written_from_the_page_and_with_the_token_only(address, open_server, run):
+    body = {"tags": [], "note": "", "version": None}
+    path = "/api/notes?id=."
+    own = {"Origin": address, "Sec-Fetch-Site": "same-origin"}
+    assert httpx.put(f"{address}{path}", json=body, headers=own, trust_env=False).status_code == 401
+    wrong = {**own, "Authorization": "Bearer wrong"}
+    assert (
+        httpx.put(f"{address}{path}", json=body, headers=wrong, trust_env=False).status_code == 401
+    )
+    assert not (run / "notes.json").exists()
+    with httpx.Client(base_url=address, trust_env=False) as client:
+        client.post("/login", data={"token": TOKEN})
+        evil = {"Origin": "http://127.0.0.1:1"}  # gets the cookie, since ports share it
+        assert client.put(path, json=body, headers=evil).status_code == 403
+        assert client.put(path, json=body, headers=own).status_code == 204
+    (run / "notes.json").unlink()
+    own = {"Origin": open_server.address.rstrip("/")}
+    assert open_server.client.put(path, json=body, headers=own).status_code == 204
+    (run / "notes.json").unlink()
 
 
 @pytest.mark.parametrize(

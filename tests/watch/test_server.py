@@ -89,6 +89,7 @@ def test_runs(server):
         "epoch",
         "workers",
         "lanes",
+        "noted",
     }
     assert (run["id"], run["step"], run["workers"], run["lanes"]) == ("one", 99, 2, 8)
 
@@ -126,6 +127,7 @@ def test_a_run(server):
             "dropped_images",
         ),
         *("skipped_lines", "failure", "stall", "settings", "defaults", "command", "commit"),
+        *("noted", "tags", "note", "locked"),
     }
     assert [scalar["name"] for scalar in run["scalars"]] == ["loss", "<script>&x=1", "nan"]
 
@@ -153,6 +155,52 @@ def test_the_use_of_hosts(server):
     assert server.json("/api/system", id="one", **{"from": curve["x"][0] + 1})["curves"] == [
         {"host": "<b>", "name": "cpu", "x": [], "value": []}
     ]
+
+
+def test_notes_are_written_to_the_directory_of_the_run(server, runs, tmp_path):
+    def put(given, run="one", **options):
+        return server.client.put("/api/notes", params={"id": run}, json=given, **options)
+
+    before = server.json("/api/run", id="one")
+    assert (before["tags"], before["note"], before["locked"], before["noted"]) == (
+        [],
+        "",
+        None,
+        None,
+    )
+    given = {"tags": ["<b>", "base"], "note": "a\nb", "version": None}
+    assert put(given).status_code == 204
+    run, (row,) = server.json("/api/run", id="one"), server.json("/api/table")["runs"]
+    assert run["tags"] == row["tags"] == ["<b>", "base"]
+    assert run["note"] == row["note"] == "a\nb"
+    response = put(given)
+    assert (response.status_code, "changed in the meantime" in response.text) == (409, True)
+    file, whole = runs / "one" / "notes.json", (runs / "one" / "notes.json").read_bytes()
+    for wrong in ({}, [], 3, {**given, "tags": ["a b"]}, {**given, "note": 1}):
+        assert put(wrong).status_code == 400
+    assert put({**given, "note": "x" * 2**18}).status_code == 413
+    assert put(given, run="../one").status_code == 404
+    assert server.get("/api/notes", params={"id": "one"}).status_code == 405
+    assert file.read_bytes() == whole
+    file.write_text("{")
+    run = server.json("/api/run", id="one")
+    assert "notes.json is damaged and was left as it is" in run["locked"]
+    response = put({**given, "version": run["noted"]})
+    assert (response.status_code, response.text) == (409, run["locked"])
+    file.unlink()
+
+
+def test_notes_of_a_run_at_a_url_and_of_a_read_only_server(runs):
+    given = {"tags": [], "note": "", "version": None}
+    with serving(f"file://{runs}") as served:
+        assert "at a URL" in served.json("/api/run", id="one")["locked"]
+        response = served.client.put("/api/notes", params={"id": "one"}, json=given)
+        assert (response.status_code, response.text) == (409, "a run at a URL is read-only")
+    with serving(runs, "--read-only") as served:
+        assert "--read-only" in served.json("/api/run", id="one")["locked"]
+        response = served.client.put("/api/notes", params={"id": "one"}, json=given)
+        assert response.status_code == 405
+    assert not (runs / "one" / "notes.json").exists()
 
 
 def test_the_page_and_its_files(server):

@@ -1,4 +1,4 @@
-"""A run's directory: its lock, access to its files, and the chunks that hold its events at a URL.
+"""A run's directory: its lock, files and notes, and the chunks that hold its events at a URL.
 
 One run at a time writes there. On one host the kernel decides: rank 0 locks `run.lock` (an open
 file description lock, which no other code of the process can release), and the launcher keeps the
@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from samestep.errors import RecordError
 from samestep.handoff import LauncherState
+from samestep.storage import write_atomically
 
 NAME: Final = "run.lock"
 HEARTBEAT_SECONDS: Final = 5.0
@@ -189,7 +190,7 @@ class LocalFiles:
     def size(self, path: str) -> int | None:
         """Return the size of a regular file in bytes, or None if there is no such file."""
         try:
-            found = self._resolve(path).stat()
+            found = self.resolve(path).stat()
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -199,7 +200,7 @@ class LocalFiles:
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Return bytes [start, stop) of a file. Raises `RecordError`."""
         try:
-            with self._resolve(path).open("rb") as file:
+            with self.resolve(path).open("rb") as file:
                 file.seek(start)
                 data = file.read(stop - start)
         except OSError as error:
@@ -213,14 +214,15 @@ class LocalFiles:
 
     def _entries(self, folder: str) -> list[os.DirEntry[str]]:
         try:
-            with os.scandir(self._resolve(folder)) as entries:
+            with os.scandir(self.resolve(folder)) as entries:
                 return list(entries)
         except FileNotFoundError:
             return []
         except OSError as error:
             raise self._read_error(folder, error) from error
 
-    def _resolve(self, path: str) -> Path:
+    def resolve(self, path: str) -> Path:
+        """Return the path of a file, which may be missing. Raises `OSError` for a link."""
         full = self._folder.resolve() / path
         if full.resolve() != full:
             raise FileNotFoundError(errno.ENOENT, "links are not followed")
@@ -229,6 +231,105 @@ class LocalFiles:
     def _read_error(self, path: str, error: OSError | ValueError) -> RecordError:
         reason = getattr(error, "strerror", error)
         return RecordError(f"{self._folder / path} cannot be read: {reason}")
+
+
+class Notes:
+    """The tags and the note of a run, which people write: `notes.json` in its directory.
+
+    A file that is damaged or of a newer format is not replaced, and links are not followed. Methods
+    may be called from any thread.
+    """
+
+    NAME: Final = "notes.json"
+    FORMAT: Final = 1
+    LONGEST_NOTE: Final = 10_000
+    LONGEST_TAG: Final = 50
+    MOST_TAGS: Final = 20
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / self.NAME
+        self._lock = threading.Lock()
+        self._known: tuple[str | None, dict[str, Any]] = None, {}
+
+    def version(self) -> str | None:
+        """Return a text that changes with the file, None if there is none."""
+        try:
+            found = self._path.lstat()
+        except OSError:
+            return None
+        return f"{found.st_mtime_ns}-{found.st_ino}-{found.st_size}"
+
+    def read(self) -> dict[str, Any]:
+        """Return `tags`, `note` and why they cannot be changed (`locked`), which may be None."""
+        found, locked = {}, None
+        try:
+            found = self._read()
+            if not os.access(self._path.parent, os.W_OK):
+                locked = "the run's directory is read-only"
+        except RecordError as error:
+            locked = str(error)
+        return {"tags": found.get("tags", []), "note": found.get("note", ""), "locked": locked}
+
+    def write(self, tags: list[str], note: str, version: str | None) -> None:
+        """Replace tags and note, and keep other fields. `version` is that of the file to replace.
+
+        Raises `RecordError` if the file was changed since, is damaged or cannot be written, and
+        `ValueError` for invalid tags or an invalid note.
+        """
+        self.check(tags, note)
+        with self._lock:
+            if version != self.version():
+                raise RecordError(
+                    f"{self.NAME} was changed in the meantime; copy your text, press Cancel and "
+                    "edit again"
+                )
+            self._refuse_link()
+            data = {**self._read(), "format": self.FORMAT, "tags": tags, "note": note}
+            try:
+                write_atomically(self._path, json.dumps(data, indent=1).encode() + b"\n")
+            except OSError as error:
+                raise RecordError(f"cannot write {self.NAME}: {error.strerror}") from error
+
+    def _read(self) -> dict[str, Any]:
+        version, (known, found) = self.version(), self._known
+        if version is None or version == known:
+            return found if version else {}
+        self._refuse_link()
+        try:
+            data = self._path.read_bytes()
+        except OSError as error:
+            raise RecordError(f"cannot read {self.NAME}: {error.strerror}") from error
+        try:
+            found = dict(json.loads(data))
+            self.check(found["tags"], found["note"])
+            is_newer = found["format"] > self.FORMAT
+        except (LookupError, RecursionError, TypeError, ValueError) as error:
+            raise RecordError(
+                f"{self.NAME} is damaged and was left as it is; fix or remove it: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if is_newer:
+            raise RecordError(f"{self.NAME} is of a newer format; update samestep to edit it")
+        self._known = version, found
+        return found
+
+    def _refuse_link(self) -> None:
+        is_file = self._path.is_file() or not self._path.exists()
+        if self._path.resolve() != self._path or not is_file:
+            raise RecordError(f"{self.NAME} must be a file, not a link or anything else")
+
+    @classmethod
+    def check(cls, tags: object, note: object) -> None:
+        """Raise `ValueError` unless these are valid tags and a valid note."""
+        if not isinstance(note, str) or len(note) > cls.LONGEST_NOTE:
+            raise ValueError(f"the note must be a text of at most {cls.LONGEST_NOTE} characters")
+        if not isinstance(tags, list) or len(tags) > cls.MOST_TAGS:
+            raise ValueError(f"tags must be a list of at most {cls.MOST_TAGS}")
+        for tag in tags:
+            is_text = isinstance(tag, str) and 0 < len(tag) <= cls.LONGEST_TAG
+            if not is_text or not tag.isprintable() or " " in tag or "," in tag:
+                most = f"1 to {cls.LONGEST_TAG} printable characters without spaces and commas"
+                raise ValueError(f"a tag must have {most}, got {ascii(tag)[:80]}")
 
 
 FOLDER: Final = "record"

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cached_property
 from itertools import accumulate, islice
 from pathlib import Path
 from posixpath import join
@@ -20,6 +21,7 @@ from samestep.record.files import (
     LOGS,
     EventChunk,
     LocalFiles,
+    Notes,
     chunk_at,
     covered_end,
     find_chunks,
@@ -52,6 +54,14 @@ class Source:
         self._files, self._folder = files, folder
         self._size = 0
         self._chunks: list[EventChunk] = []
+
+    @cached_property
+    def notes(self) -> Notes | None:
+        """The tags and the note of the run, None if it is not in a local folder."""
+        with suppress(OSError):
+            if isinstance(self._files, LocalFiles):
+                return Notes(self._files.resolve(self._folder))
+        return None
 
     def version(self) -> object:
         """Return a value that changes when there may be more to read."""

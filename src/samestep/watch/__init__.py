@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=7007, help=port)
     file = "file with one line, readable only by you: the token with which users log in"
     parser.add_argument("--token-file", type=Path, help=file)
+    read_only = "do not let users edit the tags and notes of runs"
+    parser.add_argument("--read-only", action="store_true", help=read_only)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -51,7 +53,7 @@ def main(options: argparse.Namespace) -> int:
         runs = counted(len(views), "run") if views else "no run yet"
         sys.stdout.write(f"samestep: {runs} at http://{host}:{listener.getsockname()[1]}/{hint}\n")
         sys.stdout.flush()
-        serve(views, listener, options.host, token)
+        serve(views, listener, options.host, token, read_only=options.read_only)
     return 0
 
 

@@ -124,8 +124,9 @@ class PollInterval:
         return min(self.longest, max(self.shortest, idle / 10))
 
 
-LOCAL: Final = PollInterval(shortest=0.2, longest=0.2)
-LOCAL_SCAN: Final = PollInterval(shortest=1.0, longest=1.0)
+# a folder of 1,000 runs would otherwise take half of a core
+LOCAL: Final = PollInterval(shortest=0.2, longest=1.0)
+LOCAL_SCAN: Final = PollInterval(shortest=1.0, longest=5.0)
 # every poll is at least one request, which may cost money
 REMOTE: Final = PollInterval(shortest=1.0, longest=60.0)
 REMOTE_SCAN: Final = PollInterval(shortest=1.0, longest=10.0)
@@ -219,7 +220,7 @@ class Changes:
     def start(self) -> None:
         """Follow all locations. Call this in the event loop."""
         self._loop = asyncio.get_running_loop()
-        notify = partial(self._call_soon, self._publish)
+        notify = partial(self._call_soon, self.publish)
         for location in self._views.locations:
             self._followers.append(Follower(self._views, location, notify))
             self._followers[-1].start()
@@ -270,14 +271,15 @@ class Changes:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(action, *arguments)
 
-    def _publish(self, ids: Iterable[str]) -> None:
+    def publish(self, ids: Iterable[str]) -> None:
+        """Announce that some runs changed. Call this in the event loop."""
         for has_news, changed in self._subscribers:
             changed.update(ids)
             has_news.set()
 
     def _stop(self) -> None:
         self._stopped.set()
-        self._publish(())
+        self.publish(())
 
 
 async def _is_set(event: asyncio.Event, seconds: float) -> bool:

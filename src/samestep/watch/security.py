@@ -35,6 +35,7 @@ HEADERS: Final = {
 }
 LONGEST_PARAMETER: Final = 4096  # characters
 LOGIN: Final = "/login"
+NOTES: Final = "/api/notes"  # the only path that writes
 LONGEST_FORM: Final = 4096  # bytes
 MOST_FAILURES: Final = 10  # from an address, within `FAILURE_SECONDS`
 FAILURE_SECONDS: Final = 60.0
@@ -52,10 +53,17 @@ autocomplete="current-password"></label> <button>Log in</button></p>
 
 
 class Guard:
-    """Middleware that passes on only permitted requests, and adds `HEADERS` to every response."""
+    """Middleware that passes on only permitted requests, and adds `HEADERS` to every response.
 
-    def __init__(self, app: ASGIApp, *, token: str | None, host: str, port: int) -> None:
+    A request that writes must be a PUT, which no form can send, and a browser's must come from the
+    page itself: not from another site, nor from another port of this machine.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, token: str | None, host: str, port: int, read_only: bool = False
+    ) -> None:
         self._app = app
+        self._read_only = read_only
         self._token = token
         self._names = LOOPBACK_NAMES | {host.lower()}
         self._cookie = f"samestep-{port}"  # browsers share cookies between ports
@@ -83,12 +91,17 @@ class Guard:
     def _respond(self, request: Request) -> Response | None:
         """Return the response to a request that must not pass, else None."""
         is_login = self._token is not None and request.url.path == LOGIN
-        if request.method not in ({"GET", "HEAD", "POST"} if is_login else {"GET", "HEAD"}):
-            text = "this server is read-only: expected GET or HEAD"
+        is_notes = not self._read_only and request.url.path == NOTES
+        writing = {"POST"} if is_login else {"PUT"} if is_notes else set[str]()
+        if request.method not in {"GET", "HEAD"} | writing:
+            text = "this address is read-only: expected GET or HEAD"
             return PlainTextResponse(text, 405, {"Allow": "GET, HEAD"})
         if not self._is_host_allowed(request):
             text = "expected a loopback name as host, such as localhost or 127.0.0.1"
             return PlainTextResponse(text, 421)
+        if request.method == "PUT" and not _is_from_page(request):
+            text = "expected JSON from the page itself; a proxy must pass on the Host header"
+            return PlainTextResponse(text, 403)
         if self._token is None or _equal(request.cookies.get(self._cookie, ""), self._pass):
             return None
         return self._authorize(request, self._token)
@@ -112,11 +125,9 @@ class Guard:
 
     async def _log_in(self, request: Request) -> Response:
         """Exchange the token for a cookie."""
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > LONGEST_FORM:
-                return PlainTextResponse("the form is too long", 413)
+        body = await read_body(request, LONGEST_FORM)
+        if body is None:
+            return PlainTextResponse("the form is too long", 413)
         given = parse_qs(body.decode(errors="replace")).get("token", [""])[0].strip()
         if not _equal(given, self._token or ""):
             self._failures.add(_address(request))
@@ -155,6 +166,25 @@ class Failures:
         if len(times) < MOST_FAILURES:
             return 0
         return max(0, math.ceil(times[0] + FAILURE_SECONDS - time.monotonic()))
+
+
+async def read_body(request: Request, most: int) -> bytes | None:
+    """Return the body of a request, None if it has more than `most` bytes."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            return None
+    return body
+
+
+def _is_from_page(request: Request) -> bool:
+    """Return whether a request is JSON, and no page but the server's own sent it."""
+    origins, hosts = (request.headers.getlist(name) for name in ("origin", "host"))
+    is_own = not origins or (len(hosts) == 1 and origins[0].partition("://")[2] == hosts[0])
+    site = request.headers.get("sec-fetch-site", "same-origin")
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return len(origins) <= 1 and is_own and site == "same-origin" and kind == "application/json"
 
 
 def _address(request: Request) -> str:

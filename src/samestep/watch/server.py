@@ -1,4 +1,4 @@
-"""The page's server. It is read-only, and all its data comes from records.
+"""The page's server. All its data comes from records; it writes only notes.
 
 GET /, /page/NAME          the page and its files
 GET /api/runs              {"runs": [{id, name, state, started, updated, step, epoch, workers,
@@ -13,11 +13,13 @@ GET /api/system?id=        {"curves": [{host, name, x, value}]}, x: Unix time; o
 GET /api/log?id=&worker=   {"workers", "size", "cut", "lines"}: the end of a worker's log; optional:
                            search=words, have=SIZE (lines is null if that is still its size)
 GET /api/image?id=&number= an image; its first bytes determine its media type
+PUT /api/notes?id=         replace {"tags", "note"} of "version", the file's `noted` in /api/run
 GET /api/changes           server-sent events: {"ids": [...]} of the runs that changed, empty if
                            faults changed, at most one per 0.75 s
 
 States are running, stopped, finished, failed and silent. Times are Unix seconds. Nonfinite numbers
-are null. The status is 400 for an invalid parameter, and 404 for an unknown run, curve or image.
+are null. The status is 400 for an invalid parameter, 404 for an unknown run, curve or image, and 409
+for notes that cannot be written.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from typing import Any, Final, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -42,7 +45,7 @@ from starlette.routing import Route
 from samestep.errors import RecordError
 from samestep.watch.curves import AXES
 from samestep.watch.runs import Changes, Views
-from samestep.watch.security import Guard, Query
+from samestep.watch.security import NOTES, Guard, Query, read_body
 from samestep.watch.view import View
 
 Result = TypeVar("Result")
@@ -60,6 +63,7 @@ MOST_SPANS: Final = 5_000
 MOST_IMAGES: Final = 10**9
 MOST_WORKERS: Final = 10**6
 MOST_BYTES: Final = 10**15
+LONGEST_NOTES: Final = 2**17  # bytes of a request
 LARGEST_SMOOTHING: Final = 0.999
 
 
@@ -75,11 +79,13 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def serve(views: Views, listener: socket.socket, host: str, token: str | None) -> None:
+def serve(
+    views: Views, listener: socket.socket, host: str, token: str | None, *, read_only: bool
+) -> None:
     """Serve the page on an open socket until SIGINT or SIGTERM."""
-    changes = Changes(views)
+    changes, port = Changes(views), listener.getsockname()[1]
     config = uvicorn.Config(
-        make_app(views, changes, token=token, host=host, port=listener.getsockname()[1]),
+        make_app(views, changes, token=token, host=host, port=port, read_only=read_only),
         access_log=False,
         http="h11",
         limit_concurrency=500,
@@ -98,8 +104,12 @@ def make_app(
     token: str | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
+    read_only: bool = False,
 ) -> Starlette:
-    """Return the application that serves `views`, with a `token` only to requests that have it."""
+    """Return the application that serves `views`, with a `token` only to requests that have it.
+
+    `read_only` refuses to write notes.
+    """
     files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in MEDIA_TYPES}
 
     def page(request: Request) -> Response:
@@ -116,7 +126,7 @@ def make_app(
         changes.stop()
         await changes.join()
 
-    api = Api(views, changes)
+    api = Api(views, changes, read_only=read_only)
     data = (api.runs, api.table, api.run, api.curve, api.histogram, api.timing, api.system)
     app = Starlette(
         routes=[
@@ -126,8 +136,9 @@ def make_app(
                 Route(f"/api/{endpoint.__name__}", endpoint)
                 for endpoint in (*data, api.log, api.image, api.changes)
             ),
+            Route(NOTES, api.notes, methods=["PUT"]),
         ],
-        middleware=[Middleware(Guard, token=token, host=host, port=port)],
+        middleware=[Middleware(Guard, token=token, host=host, port=port, read_only=read_only)],
         lifespan=follow,
     )
     app.router.redirect_slashes = False
@@ -135,10 +146,10 @@ def make_app(
 
 
 class Api:
-    """The endpoints under /api. Starlette calls all but `changes` in threads."""
+    """The endpoints under /api. Starlette calls all but `notes` and `changes` in threads."""
 
-    def __init__(self, views: Views, changes: Changes) -> None:
-        self._views, self._changes = views, changes
+    def __init__(self, views: Views, changes: Changes, *, read_only: bool) -> None:
+        self._views, self._changes, self._read_only = views, changes, read_only
 
     def runs(self, request: Request) -> Response:
         Query(request.query_params)
@@ -150,7 +161,10 @@ class Api:
         return _json({"runs": [view.table_row() for view in self._views.values()]})
 
     def run(self, request: Request) -> Response:
-        return _json(self._view(Query(request.query_params, "id")).summary())
+        summary = self._view(Query(request.query_params, "id")).summary()
+        if self._read_only:
+            summary["locked"] = summary["locked"] or "this server was started with --read-only"
+        return _json(summary)
 
     def curve(self, request: Request) -> Response:
         query = Query(request.query_params, "id", "name", "from", "to", "points", "smooth", "x")
@@ -198,6 +212,23 @@ class Api:
         if request.method == "HEAD":
             chunks = iter(())
         return StreamingResponse(chunks, media_type=kind, headers={"Content-Length": str(size)})
+
+    async def notes(self, request: Request) -> Response:
+        view = self._view(Query(request.query_params, "id"))
+        body = await read_body(request, LONGEST_NOTES)
+        if body is None:
+            return PlainTextResponse(f"notes must have at most {LONGEST_NOTES} bytes", 413)
+        try:
+            given = json.loads(body)
+            tags, note, version = (given[name] for name in ("tags", "note", "version"))
+            await run_in_threadpool(view.write_notes, tags, note, version)
+        except RecordError as error:
+            return PlainTextResponse(str(error), 409)
+        except (KeyError, RecursionError, TypeError, ValueError) as error:
+            text = ascii(str(error))[:200]
+            return PlainTextResponse(f"expected tags, note and version: {text}", 400)
+        self._changes.publish({view.id})
+        return Response(status_code=204)
 
     async def changes(self, request: Request) -> Response:
         Query(request.query_params)

@@ -166,6 +166,7 @@ class View:
             "epoch": run.epoch,
             "workers": len(started_workers(run.start)),
             "lanes": to_int(run.start.get("lanes")),
+            "noted": self.source.notes and self.source.notes.version(),
         }
 
     def summary(self) -> dict[str, Any]:
@@ -175,6 +176,7 @@ class View:
             row, config = self._row(now), run.start.get("config")
             return {
                 **row,
+                **self._notes(),
                 "now": now,
                 "attempts": run.attempts,
                 "torch": to_text(run.start.get("torch")),
@@ -211,13 +213,25 @@ class View:
             }
 
     def table_row(self) -> dict[str, Any]:
-        """Return the run's row in the table of runs: scores by scalar, settings and origin."""
+        """Return the run's row in the table of runs: tags, scores by scalar, settings, origin."""
         with self._lock:
             run = self._run
             scores = {name: curve.extremes() for name, curve in run.curves.items()}
             config = run.start.get("config")
             config = _config(config) if isinstance(config, dict) else {}
-            return {**self._row(time.time()), "scores": scores, "config": config, **_origin(run)}
+            row = {**self._row(time.time()), **self._notes(), **_origin(run)}
+            return {**row, "scores": scores, "config": config}
+
+    def _notes(self) -> dict[str, Any]:
+        if (notes := self.source.notes) is None:
+            return {"tags": [], "note": "", "locked": "a run at a URL is read-only"}
+        return notes.read()
+
+    def write_notes(self, tags: list[str], note: str, version: str | None) -> None:
+        """Replace the run's tags and note; see `Notes.write`."""
+        if self.source.notes is None:
+            raise RecordError("a run at a URL is read-only")
+        self.source.notes.write(tags, note, version)
 
     def scalars(self) -> list[str]:
         """Return the names of the scalars that have points."""

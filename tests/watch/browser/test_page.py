@@ -215,6 +215,82 @@ def test_the_table_of_runs_is_sorted_and_filtered(place, page, names):
     )
 
 
+def test_tags_and_a_note_are_edited_and_filtered_by(place, page, names):
+    one, other = (place / next(names) for _ in range(2))
+    append(one, *losses(0, 1))
+    append(other, *losses(0, 1))
+    page.open(one.name).points("loss", 2)
+    page.driver.find_element(By.ID, "edit-notes").click()
+    page.driver.find_element(By.ID, "tags-text").send_keys("base, <b>x</b> base")
+    page.driver.find_element(By.ID, "note-text").send_keys("<i>diverged</i>")
+    append(one, *losses(2))  # news do not close the form
+    page.points("loss", 3)
+    page.driver.find_element(By.ID, "save-notes").click()
+    page.until("return document.querySelector('#note p')?.textContent === '<i>diverged</i>'")
+    tags = "return [...document.querySelectorAll('#tags .tag')].map((tag) => tag.textContent)"
+    assert page.run(tags) == ["base", "<b>x</b>"]
+    written = json.loads((one / "notes.json").read_text())
+    assert written == {"format": 1, "tags": ["base", "<b>x</b>"], "note": "<i>diverged</i>"}
+    (other / "notes.json").write_text('{"format": 1, "tags": ["baseline"], "note": ""}')
+    page.driver.find_element(By.CSS_SELECTOR, "#tags .tag").click()
+    rows = "return [...document.querySelectorAll('#runs-table tbody tr')].map((r) => r.dataset.run)"
+    page.until(f"return JSON.stringify((() => {{ {rows} }})()) === arguments[0]", f'["{one.name}"]')
+    assert "filter=tag%3Dbase" in page.run("return location.hash")
+    page.open(one.name, tab="table", filter="diverged")
+    page.until(f"return JSON.stringify((() => {{ {rows} }})()) === arguments[0]", f'["{one.name}"]')
+
+    page.open(one.name).points("loss", 3)
+    page.driver.find_element(By.ID, "edit-notes").click()
+    (one / "notes.json").write_text('{"format": 1, "tags": ["theirs"], "note": ""}')
+    page.driver.find_element(By.ID, "note-text").send_keys(" at step 2")
+    page.driver.find_element(By.ID, "save-notes").click()
+    alert = "return document.querySelector('#note [role=alert]').textContent"
+    assert "changed in the meantime" in page.until(alert)
+    typed = "return document.getElementById('note-text').value"
+    assert page.run(typed) == "<i>diverged</i> at step 2"  # nothing is lost
+    assert "theirs" in (one / "notes.json").read_text()
+    assert all("409" in error for error in page.errors())
+    (other / "notes.json").write_text("{")
+    page.open(other.name).points("loss", 2)
+    locked = page.until("return document.getElementById('notes-locked')?.textContent")
+    assert "notes.json is damaged and was left as it is" in locked
+    assert page.run("return document.getElementById('edit-notes')") is None
+
+
+def test_a_setting_is_drawn_against_a_score(place, page, names):
+    runs = [place / next(names) for _ in range(3)]
+    for run, rate, name in zip(runs, (0.001, 0.1, 0.01), ("sgd", "adam", "sgd"), strict=True):
+        settings = {"rate": rate, "optimizer": name, "study": "scatter"}
+        append(run, {**started(), "settings": settings}, scalars(0, accuracy=10 * rate))
+    append(runs[0], scalars(1, accuracy=0.5))
+    page.open(runs[0].name, tab="table", filter="study=scatter")
+    for key, name in {"setting": "rate", "score": "accuracy"}.items():
+        chosen = f"#scatter-{key} option[value='{name}']"
+        page.until("return document.querySelector(arguments[0])", chosen)
+        page.driver.find_element(By.CSS_SELECTOR, chosen).click()
+    dots = (
+        "return [...document.querySelectorAll('#scatter button')].sort((a, b) =>"
+        " a.offsetLeft - b.offsetLeft).map((dot) => dot.dataset.run)"
+    )
+    assert page.run(dots) == [runs[number].name for number in (0, 2, 1)]
+    scales = "return document.getElementById('scatter').dataset.scales === arguments[0]"
+    assert page.run(scales, "linear linear")
+    append(runs[1], {**started(), "settings": {**settings, "rate": 1.0}}, scalars(0, accuracy=1.0))
+    page.until(scales, "log linear")  # 0.001 to 1
+    assert page.run(
+        "return [...document.querySelectorAll('#scatter .below')].map((tick) => tick.textContent)"
+    ) == ["0.001", "0.01", "0.1", "1"]
+    page.until("return location.hash.includes('setting=rate') && location.hash.includes('score=')")
+    options = {"tab": "table", "filter": "study=scatter", "setting": "optimizer"}
+    page.open(runs[0].name, **options, score="best accuracy")
+    page.until(scales, "categories linear")
+    page.driver.find_element(By.CSS_SELECTOR, f"#scatter [data-run='{runs[1].name}']").click()
+    page.until(
+        "return document.getElementById('run-name')?.textContent === arguments[0]", runs[1].name
+    )
+    assert "curves" in page.until("return document.querySelector('[aria-selected=true]').id")
+
+
 def test_a_real_run_with_a_killed_and_replaced_worker(place, page):
     run = place / "real"
     command = [

@@ -29,6 +29,18 @@ export function get(request, signal) {
   });
 }
 
+/** Send JSON to the server, and return why it was refused, or an empty text. */
+export async function put(endpoint, query, value) {
+  const headers = { "Content-Type": "application/json" };
+  const options = { method: "PUT", headers, body: JSON.stringify(value) };
+  try {
+    const response = await fetch(`.${path(endpoint, query)}`, options);
+    return response.ok ? "" : (await response.text()) || `status ${response.status}`;
+  } catch {
+    return "The server does not respond.";
+  }
+}
+
 /** The server did not respond, or with an error. The page keeps its data and retries later. */
 export class NoResponse extends Error {}
 

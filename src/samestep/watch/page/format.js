@@ -7,6 +7,8 @@ const UNITS = [
   ["s", 1],
 ];
 
+const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 6 });
+
 /** "1.500e+7" as "1.5e7". */
 const short = (text) => text.replace(/\.?0*e\+?/, "e");
 
@@ -15,11 +17,11 @@ export function number(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return short(value.toExponential(3));
-  return Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
+  return plain.format(Number(value.toPrecision(4)));
 }
 
 export const count = (value) =>
-  value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en");
+  value === null || value === undefined ? "–" : plain.format(Math.round(value));
 
 /** "1 lane", "8 lanes". */
 export const several = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;

@@ -3,21 +3,25 @@
 import { answers } from "./answers.js";
 import { h, onChange } from "./dom.js";
 import { ago, count, duration, moment, near, number, several } from "./format.js";
+import { notes } from "./notes.js";
 
 export function overview(root) {
   const age = h("span", { class: "age" });
   const body = h("div", { class: "glance" });
+  const noted = notes();
   const three = answers();
   const below = h("div");
-  root.append(body, three.element, below);
+  root.append(body, noted.text, three.element, below);
   const draw = onChange((run, clock) => {
-    body.replaceChildren(...content(run, age, clock).filter(Boolean));
+    const focused = noted.line.contains(document.activeElement) && document.activeElement;
+    body.replaceChildren(...content(run, age, clock, noted.line).filter(Boolean));
+    if (focused) focused.focus();
     below.replaceChildren(...(run ? losses(run) : []));
   });
   return {
     update(view) {
       const { run } = view;
-      three.element.hidden = !run;
+      three.element.hidden = noted.text.hidden = !run;
       document.title = run ? `${run.name} – ${run.state} – samestep` : "samestep";
       if (!run) {
         draw(null, view.clock);
@@ -25,6 +29,7 @@ export function overview(root) {
       }
       const { events, scalars, histograms, images, config, workers, parts, now, ...shown } = run;
       draw({ ...shown, count: workers.length }, view.clock);
+      noted.update(run);
       three.update(view);
       this.tick(view);
     },
@@ -37,7 +42,7 @@ export function overview(root) {
   };
 }
 
-function content(run, age, clock) {
+function content(run, age, clock, tags) {
   if (!run) {
     const text = "No run yet. It appears here once it has written its first event.";
     return [h("p", { class: "empty" }, text)];
@@ -66,7 +71,7 @@ function content(run, age, clock) {
         figure("elapsed", "Elapsed", duration(run.elapsed),
           run.attempts > 1 && `${run.attempts} starts`),
         figure("workers", "Workers", count(run.count), several(run.lanes, "lane"))),
-      age),
+      tags, age),
     bar(progress),
   ];
 }

@@ -22,6 +22,8 @@ const DEFAULTS = {
   filter: "", // of the table of runs
   sort: "", // its column, with "-" before it for the highest first
   columns: [], // of the table; none: chosen automatically
+  setting: "", // of the scatter chart of the table
+  score: "",
 };
 
 const listeners = [];

@@ -3,55 +3,72 @@
 import { get, report } from "./api.js";
 import { h, onChange, searchBox } from "./dom.js";
 import { ago, bestOf, count, duration, number } from "./format.js";
+import { tagButtons } from "./notes.js";
+import { scatter } from "./scatter.js";
 import { flat } from "./settings.js";
 import { choose, state } from "./state.js";
 
 const MOST_SCORES = 4; // chosen automatically
 const MOST_SETTINGS = 8;
-const MOST_ROWS = 200; // until "Show all" is pressed
+const MOST_ROWS = 100; // until "Show all" is pressed
 const PAUSE = 3000; // milliseconds between two requests
 
 export function tablePanel(root) {
   let runs = [];
+  let names = [];
+  let usual = []; // columns
+  let lines = new Map(); // rows of the table by run
   let asked = -Infinity;
+  let answered = 0;
   let all = false;
   let last;
-  const search = searchBox("run-filter", "Filter: name, state, lr=0.1", (text) =>
+  const search = searchBox("run-filter", "Filter: name, tag=…, lr=0.1", (text) =>
     choose({ filter: text }));
   const columns = h("details", { class: "columns" });
   const table = h("table", { class: "config runs-table", id: "runs-table" });
+  const chart = scatter();
   const on = { click: () => ((all = true), draw()) };
   const more = h("button", { class: "quiet", type: "button", hidden: true, on }, "Show all");
-  root.append(h("div", { class: "tools" }, h("span", { class: "find" }, search), columns), table,
-    more);
-  const drawChoice = onChange(({ names, chosen }) =>
+  const find = h("span", { class: "find" }, search);
+  root.append(h("div", { class: "tools" }, find, columns, chart.tools), chart.element, table, more);
+  const drawChoice = onChange(([chosen, ...found]) =>
     columns.replaceChildren(h("summary", {}, "Columns"),
-      ...names.map((name) => choice(name, chosen))));
-  const drawTable = onChange(({ rows, chosen, sort, run, clock }) => {
-    table.replaceChildren(head(chosen, sort), h("tbody", {}, rows.slice(0, all ? rows.length :
-      MOST_ROWS).map((row) => line(row, chosen, run, clock))));
-    more.hidden = all || rows.length <= MOST_ROWS;
+      ...found.map((name) => choice(name, chosen))));
+  const forget = onChange(() => (lines = new Map()));
+  const drawTable = onChange(({ look }, rows) => {
+    const { chosen, run, clock, tagged } = look;
+    rows.forEach((row) =>
+      lines.has(row) || lines.set(row, line(row, chosen, run, clock, tagged)));
+    table.replaceChildren(head(chosen, state.sort, tagged),
+      h("tbody", {}, rows.map((row) => lines.get(row))));
   });
   function draw() {
-    const names = namesOf(runs);
-    const chosen = state.columns.length ? state.columns : automatic(runs, names);
-    drawChoice({ names, chosen });
-    const words = state.filter.toLowerCase().split(/\s+/);
-    const rows = sorted(runs.filter(({ text }) => words.every((word) => text.includes(word))));
+    const chosen = state.columns.length ? state.columns : usual;
+    drawChoice([chosen, ...names]);
+    const matching = runs.filter(matches(runs));
+    const rows = sorted(matching).slice(0, all ? runs.length : MOST_ROWS);
     const clock = report ? report.written : Math.round(Date.now() / 10_000) * 10;
-    drawTable({ rows, chosen, sort: state.sort, run: last.run.id, clock, all });
+    const tagged = runs.some(({ tags }) => tags.length);
+    const look = { chosen, clock, tagged, run: last.run.id, answered };
+    forget(look);
+    drawTable({ look, sort: state.sort, ids: rows.map(({ id }) => id) }, rows);
+    more.hidden = rows.length === matching.length;
+    chart.update(matching, names, last.run.id);
   }
   return {
     async update(view) {
       last = view;
       if (document.activeElement !== search) search.value = state.filter;
       draw();
-      const isOld = view.rows.some(({ id, updated }, n) =>
-        runs[n]?.id !== id || runs[n].updated !== updated);
+      const isOld = view.rows.length !== runs.length || view.rows.some((row, n) =>
+        ["id", "updated", "noted"].some((key) => runs[n][key] !== row[key]));
       if (!isOld || performance.now() - asked < PAUSE) return;
       asked = performance.now();
       const response = await get("/api/table");
       runs = response.runs.map(described);
+      names = namesOf(runs);
+      usual = automatic(runs, names);
+      answered += 1;
       draw();
     },
   };
@@ -66,10 +83,21 @@ function described(run) {
     values.set(name, scores.last);
     values.set(`best ${name}`, bestOf({ name, ...scores }));
   }
-  const text = [run.name, run.id, run.state, ...pairs].join(" ").toLowerCase();
-  return { id: run.id, name: run.name, state: run.state, step: run.step, elapsed: run.elapsed,
-    updated: run.updated, values: Object.fromEntries(values), scores: Object.keys(run.scores),
-    text };
+  const tags = run.tags.map((tag) => `tag=${tag}`.toLowerCase());
+  const text = [run.name, run.id, run.state, ...pairs, ...tags, run.note].join(" ").toLowerCase();
+  const { id, name, state: now, step, elapsed, updated, noted, note } = run;
+  return { id, name, state: now, step, elapsed, updated, noted, note, text,
+    words: new Set(tags), tags: run.tags, label: run.tags.join(" ") || null,
+    values: Object.fromEntries(values), scores: Object.keys(run.scores) };
+}
+
+/** Return whether a run has all words of the filter; a tag of some run is compared as a whole. */
+function matches(runs) {
+  const words = state.filter.toLowerCase().split(/\s+/);
+  const [whole, parts] = [[], []];
+  words.forEach((word) => (runs.some((run) => run.words.has(word)) ? whole : parts).push(word));
+  return (run) => whole.every((word) => run.words.has(word)) &&
+    parts.every((word) => run.text.includes(word));
 }
 
 /** Return the names of all columns: scores, then settings in which the runs differ. */
@@ -99,7 +127,8 @@ function automatic(runs, names) {
   return [...some.flatMap((name) => [name, `best ${name}`]), ...settings.slice(0, MOST_SETTINGS)];
 }
 
-const FIXED = { run: "name", state: "state", step: "step", duration: "elapsed", age: "updated" };
+const FIXED = { run: "name", state: "state", step: "step", duration: "elapsed", age: "updated",
+  tags: "label" };
 
 /** Return runs in the chosen order, or newest first. Runs without a value come last. */
 function sorted(runs) {
@@ -118,8 +147,9 @@ function sorted(runs) {
   });
 }
 
-function head(chosen, sort) {
-  const titles = ["run", "state", ...chosen, "step", "duration", "age"];
+function head(chosen, sort, tagged) {
+  const first = tagged ? ["run", "tags"] : ["run"];
+  const titles = [...first, "state", ...chosen, "step", "duration", "age"];
   const cells = titles.map((title) => {
     const order = sort === title ? "ascending" : sort === `-${title}` ? "descending" : "none";
     const click = () => choose({ sort: sort === `-${title}` ? title : `-${title}` });
@@ -130,12 +160,13 @@ function head(chosen, sort) {
   return h("thead", {}, h("tr", {}, cells));
 }
 
-function line(run, chosen, current, clock) {
+function line(run, chosen, current, clock, tagged) {
   const click = () => choose({ run: run.id, shown: [...new Set([...state.shown, run.id])] });
   const name = h("button", { class: "quiet small", type: "button", on: { click } }, run.name);
   const shown = (value) => (typeof value === "number" ? number(value) : value ?? "–");
   return h("tr", { "data-run": run.id, "data-chosen": run.id === current },
-    h("th", { scope: "row" }, name),
+    h("th", { scope: "row", title: run.note }, name),
+    tagged && h("td", {}, tagButtons(run.tags)),
     h("td", {}, h("span", { class: "state", "data-state": run.state }, run.state)),
     chosen.map((column) => h("td", {}, shown(run.values[column]))),
     h("td", {}, count(run.step)), h("td", {}, duration(run.elapsed)),
