@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 
 from samestep.comm.base import World
 from samestep.config import Config
-from samestep.data.batch import Batch, to_device
+from samestep.data.batch import Batch
 from samestep.data.random_state import generators_restored, key, set_generators
 from samestep.errors import DataError, LossError, OutOfMemoryError
 from samestep.step.buffers import Buffers
@@ -111,6 +111,7 @@ class LanePass:
             for lane, data in self.batch.lane_batches()
             if data is not None or counts is None  # a `collate_fn` dropped all samples
         }
+        self._begun: dict[int, Callable[[], Any]] = {}  # copies of lane batches, which these end
         self._copies = HostCopies()
         self._results: list[tuple[int, int, dict[str, Tensor]]] = []  # with such copies
         self.exchange_seconds = 0.0  # of `run`
@@ -203,7 +204,7 @@ class LanePass:
 
     def _gradients(self, lane: int, replica: Replica) -> Gradients:
         context = self.context
-        batch = to_device(self._batches[lane], replica.device)
+        batch = self._moved(lane, replica)
         count = self._count_of(batch, lane)
         if count == 0 and self.loss.reduction == "mean":
             return [None] * len(self.parameters)
@@ -219,6 +220,13 @@ class LanePass:
                 context.buffers.end_lane(lane, replica.number)
         self._results.append((lane, count, scalars))
         return gradients
+
+    def _moved(self, lane: int, replica: Replica) -> Any:
+        """Return a lane's batch on its device, and begin to copy that of the next lane there."""
+        for n in [n for n in replica.lanes if n >= lane and n in self._batches][:2]:
+            if n not in self._begun:
+                self._begun[n] = replica.copier.begin(self._batches[n])
+        return self._begun.pop(lane)()
 
     def _copied(self, scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Begin to copy scalars to the host before backward, so that reading waits for forward."""

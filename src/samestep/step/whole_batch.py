@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from samestep.comm.base import World
-from samestep.data.batch import to_device
 from samestep.data.random_state import generators_restored, key, keyed, set_generators
 from samestep.errors import LossError, OutOfMemoryError
 from samestep.step.buffers import INTEGERS
@@ -101,7 +100,7 @@ class WholeBatchPass(LanePass):
 
     def _gradients(self, lane: int, replica: Replica) -> Gradients:
         context = self.context
-        batch = to_device(self._batches[lane], replica.device)
+        batch = self._moved(lane, replica)
         gradients: Gradients = []
         if (count := self._count_of(batch, lane)) == 0:
             return gradients
