@@ -46,6 +46,29 @@ def test_copies_that_are_not_waited_for_land_late(gpus):
     assert is_garbage
 
 
+def streams(*, waits, records):
+    """Use a copy of another stream, and free it."""
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        copy = torch.ones(4).pin_memory().to("cuda", non_blocking=True)
+        event = other.record_event()
+    if waits:
+        torch.cuda.current_stream().wait_event(event)
+    total = copy.sum()
+    if records:
+        copy.record_stream(torch.cuda.current_stream())
+    del copy
+    return total.item()
+
+
+def test_streams_wait_for_each_other_and_record_memory(gpus):
+    assert gpus.call(streams, waits=True, records=True) == 4.0
+    with pytest.raises(AssertionError, match="a stream used a tensor without waiting for its copy"):
+        gpus.call(streams, waits=False, records=True)
+    with pytest.raises(AssertionError, match="freed while a stream used it that was not recorded"):
+        gpus.call(streams, waits=True, records=False)
+
+
 def waits():
     from tests.gpu.simulated.device import counted
 

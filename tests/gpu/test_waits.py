@@ -35,12 +35,12 @@ def waits_of(lanes, *, layers=12, devices=1, shards=False):
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 def test_step_waits_once_for_a_device(lanes, gpus):
-    assert gpus.call(waits_of, lanes) == (["copy to host on cuda:0"], [])
+    assert gpus.call(waits_of, lanes) == (["event on cuda:0"], [])
 
 
 def test_step_waits_once_for_each_device(gpus):
     backward, rest = gpus.call(waits_of, 4, devices=2)
-    assert sorted(backward) == ["copy to host on cuda:0", "copy to host on cuda:1"]
+    assert sorted(backward) == ["event on cuda:0", "event on cuda:1"]
     assert rest == []
 
 
@@ -50,7 +50,7 @@ def sharded_waits():
 
 def test_step_of_several_workers_waits_once_for_a_device(gpus):
     for rank, waits in enumerate(gpus.workers(2, sharded_waits, **{VISIBLE: "0,1"})):
-        assert waits == ([f"copy to host on cuda:{rank}"], [])
+        assert waits == ([f"event on cuda:{rank}"], [])
 
 
 def waits_of_evaluation():
@@ -64,4 +64,65 @@ def waits_of_evaluation():
 
 
 def test_evaluation_waits_once(gpus):
-    assert gpus.call(waits_of_evaluation) == ["copy to host on cuda:0"]
+    assert gpus.call(waits_of_evaluation) == ["event on cuda:0"]
+
+
+def waits_with_embed():
+    from tests.gpu.simulated.device import counted
+
+    def embed(model, batch):
+        return model(batch[0])
+
+    with ss.init(lanes=4, timeout=60) as run:
+        model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        for batch in run.batches(images(16), 16, steps=1):
+            with counted() as waits:
+                run.backward(lambda _, x: (x @ x.T).logsumexp(1).mean(), model, batch, embed=embed)
+        return waits
+
+
+def test_step_with_embed_waits_once(gpus):
+    assert gpus.call(waits_with_embed) == ["event on cuda:0"]
+
+
+def order_of_step(lanes, devices, loss_factor=1.0):
+    """Return in which order a step computes, and records and waits for events."""
+    order = []
+
+    class LoggedEvent(torch.cuda.Event):
+        def record(self, stream=None):
+            super().record(stream)
+            order.append("record")
+
+        def synchronize(self):
+            super().synchronize()
+            order.append("wait")
+
+    def logged(model, batch):
+        loss = classify(model, batch)[0] * loss_factor
+        order.append("forward")
+        loss.register_hook(lambda _: order.append("backward"))
+        return loss
+
+    torch.cuda.Event = LoggedEvent
+    with ss.init(lanes=lanes, devices=devices, timeout=60) as run:
+        model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        for batch in run.batches(images(16), 16, steps=1):
+            try:
+                run.backward(logged, model, batch)
+            except ss.NonFiniteLossError as error:
+                order.append(str(error))
+    return order
+
+
+def test_losses_are_copied_before_backward(gpus):
+    lane = ["forward", "record", "backward"]
+    assert gpus.call(order_of_step, 1, 1) == [*lane, "wait"]
+    assert gpus.call(order_of_step, 2, 1) == [*lane, *lane, "wait"]
+    assert gpus.call(order_of_step, 2, 2) == [*lane, *lane, "wait", "wait"]
+
+
+def test_loss_that_is_not_finite_is_noticed_in_its_step(gpus):
+    *_, waited, message = gpus.call(order_of_step, 2, 1, float("nan"))
+    assert waited == "wait"
+    assert message.startswith("the loss is nan at step 0 in lane 0")

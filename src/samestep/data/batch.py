@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from numbers import Number
 from opcode import opmap
@@ -177,16 +177,62 @@ def _kind(part: Any) -> Any:
 
 def to_device(batch: Any, device: Any) -> Any:
     """Return a collated batch with every tensor on `device`; containers keep their types."""
+    # a non-blocking copy to the CPU could be read before it is complete
+    non_blocking = str(device) != "cpu"
+    return _mapped(batch, lambda part: part.to(device, non_blocking=non_blocking))
+
+
+def _mapped(batch: Any, move: Callable[[Any], Any]) -> Any:
+    """Return a batch with `move` of every tensor, and of other objects with a method `to`."""
     if hasattr(batch, "to"):
-        # a non-blocking copy to the CPU could be read before it is complete
-        return batch.to(device, non_blocking=str(device) != "cpu")
+        return move(batch)
     if isinstance(batch, dict):
-        return type(batch)((name, to_device(value, device)) for name, value in batch.items())
+        return type(batch)((name, _mapped(value, move)) for name, value in batch.items())
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(_mapped(value, move) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(_mapped(value, move) for value in batch)
     return batch
+
+
+class BatchCopier:
+    """Copies batches to a device. A GPU copies pinned tensors while it computes something else."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)
+
+    def begin(self, batch: Any) -> Callable[[], Any]:
+        """Begin to copy a batch; return a call that returns it, for the device's current stream."""
+        if self._device.type != "cuda":
+            return partial(to_device, batch, self._device)
+        with torch.cuda.stream(self._stream):
+            begun = _mapped(batch, self._begin_part)
+            copied = self._stream.record_event()
+
+        def end() -> Any:
+            torch.cuda.current_stream(self._device).wait_event(copied)
+            return _mapped(begun, self._end_part)
+
+        return end
+
+    def _begin_part(self, part: Any) -> Any:
+        is_ready = _is_plain(part) and part.is_pinned()
+        return part.to(self._device, non_blocking=True) if is_ready else part
+
+    def _end_part(self, part: Any) -> Any:
+        part = part.to(self._device, non_blocking=True)
+        if _is_plain(part):  # its memory is not reused until this stream is done with it
+            part.record_stream(torch.cuda.current_stream(self._device))
+        return part
+
+
+def _is_plain(part: Any) -> bool:
+    """Return whether an object is a tensor with memory of its own: dense, and of no subclass."""
+    return type(part) is torch.Tensor and part.layout == torch.strided and not part.is_nested
 
 
 class LaneStream(Iterator[Any]):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from itertools import zip_longest
 from operator import itemgetter
 from typing import Any, Final, Literal
 
@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 
 from samestep.comm.base import World
 from samestep.config import Config
-from samestep.data.batch import Batch, to_device
+from samestep.data.batch import Batch
 from samestep.data.random_state import generators_restored, key, set_generators
 from samestep.errors import DataError, LossError, OutOfMemoryError
 from samestep.step.buffers import Buffers
@@ -111,7 +111,9 @@ class LanePass:
             for lane, data in self.batch.lane_batches()
             if data is not None or counts is None  # a `collate_fn` dropped all samples
         }
-        self._results: list[tuple[int, int, dict[str, Tensor]]] = []
+        self._begun: dict[int, Callable[[], Any]] = {}  # copies of lane batches, which these end
+        self._copies = HostCopies()
+        self._results: list[tuple[int, int, dict[str, Tensor]]] = []  # with such copies
         self.exchange_seconds = 0.0  # of `run`
         self._sums: dict[Span, Gradients] = {}
         self._taken: Mapping[int, Gradients] = {}
@@ -159,19 +161,17 @@ class LanePass:
 
     def report(self, own: Sequence[Gradients]) -> dict[str, Any]:
         """Return JSON: lane results, parameters without a gradient, and written buffers."""
-        scalars = [value for _, _, metrics in self._results for value in metrics.values()]
-        flags = self.context.buffers.flags()
-        read = read_together([*scalars, *flags])
-        numbers = chain.from_iterable(read)
+        flags = self._copies.of(self.context.buffers.flags())
+        self._copies.wait()
         results = [
-            (lane, count, {name: next(numbers) for name in metrics})
+            (lane, count, {name: float(value.double()) for name, value in metrics.items()})
             for lane, count, metrics in self._results
         ]
         missing = ({n for n, gradient in enumerate(some) if gradient is None} for some in own)
         return {
             "lanes": sorted(results, key=itemgetter(0)),
             "missing": sorted(set.intersection(*missing)),
-            "buffers": self.context.buffers.written(read[len(scalars) :]),
+            "buffers": self.context.buffers.written([some.tolist() for some in flags]),
         }
 
     def _run_lane(self, lane: int, replica: Replica) -> Gradients:
@@ -204,7 +204,7 @@ class LanePass:
 
     def _gradients(self, lane: int, replica: Replica) -> Gradients:
         context = self.context
-        batch = to_device(self._batches[lane], replica.device)
+        batch = self._moved(lane, replica)
         count = self._count_of(batch, lane)
         if count == 0 and self.loss.reduction == "mean":
             return [None] * len(self.parameters)
@@ -213,12 +213,24 @@ class LanePass:
             set_generators(key(context.config.seed, "lane", *self.seed, lane))
             with context.autocast(), no_reentrant_checkpoints():
                 loss, metrics = split_loss(self.loss.fn(self.loss.model, batch), lane)
+            scalars = self._copied({"loss": loss.detach(), **metrics})
             weights = [self._weight(loss, count)]
             gradients = self._differentiate(lane, [loss], weights, parameters)
             if context.lanes > 1:
                 context.buffers.end_lane(lane, replica.number)
-        self._results.append((lane, count, {"loss": loss.detach(), **metrics}))
+        self._results.append((lane, count, scalars))
         return gradients
+
+    def _moved(self, lane: int, replica: Replica) -> Any:
+        """Return a lane's batch on its device, and begin to copy that of the next lane there."""
+        for n in [n for n in replica.lanes if n >= lane and n in self._batches][:2]:
+            if n not in self._begun:
+                self._begun[n] = replica.copier.begin(self._batches[n])
+        return self._begun.pop(lane)()
+
+    def _copied(self, scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Begin to copy scalars to the host before backward, so that reading waits for forward."""
+        return dict(zip(scalars, self._copies.of([*scalars.values()]), strict=True))
 
     def _differentiate(
         self,
@@ -322,16 +334,41 @@ def _detached(name: str, value: Any) -> Tensor:
     raise LossError(f"metric {name!r} must be a scalar, got {_kind(value)}; {advice}")
 
 
+class HostCopies:
+    """Copies scalar and 1-D tensors of GPUs to the host; only `wait` waits, once per GPU.
+
+    It does not wait for what a GPU computes after its last copy.
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[torch.device, torch.cuda.Event] = {}
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return float64 copies of a GPU's tensors, valid after `wait`; others as they are."""
+        copies = dict(enumerate(tensors))
+        for device in dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda):
+            there = [n for n, tensor in enumerate(tensors) if tensor.device == device]
+            joined = torch.cat([tensors[n].double().reshape(-1) for n in there])
+            on_host = joined.to("cpu", non_blocking=True)  # in pinned memory
+            event = self._events.setdefault(device, torch.cuda.Event())
+            event.record(torch.cuda.current_stream(device))
+            sizes = [tensors[n].numel() for n in there]
+            copies.update(zip(there, on_host.split(sizes), strict=True))
+        return list(copies.values())
+
+    def wait(self) -> None:
+        """Wait until all copies are complete."""
+        for event in self._events.values():
+            event.synchronize()
+        self._events.clear()
+
+
 def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:
     """Return the values of scalar and 1-D tensors, with one wait per device."""
-    if all(tensor.is_cpu and tensor.numel() == 1 for tensor in tensors):
-        return [[float(tensor.double())] for tensor in tensors]
-    values: dict[int, list[float]] = {}
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
-        there = [n for n, tensor in enumerate(tensors) if tensor.device == device]
-        joined = iter(torch.cat([tensors[n].double().reshape(-1) for n in there]).tolist())
-        values.update({n: list(islice(joined, tensors[n].numel())) for n in there})
-    return [values[n] for n in range(len(tensors))]
+    copies = HostCopies()
+    read = copies.of(tensors)
+    copies.wait()
+    return [tensor.double().reshape(-1).tolist() for tensor in read]
 
 
 def is_out_of_memory(error: Exception) -> bool:

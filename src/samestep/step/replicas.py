@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from samestep.comm.base import World
+from samestep.data.batch import BatchCopier
 from samestep.errors import ModelError
 from samestep.step.layout import lanes_of
 
@@ -101,6 +102,7 @@ class Replica:
 
     def __init__(self, number: int, device: torch.device, lanes: range) -> None:
         self.number, self.device, self.lanes = number, device, lanes
+        self.copier = BatchCopier(device)
         # One per home, none on device 0. While this device computes, the tensors that it replaced.
         self.tensors: list[Tensor] = []
         self.twins: dict[int, Tensor] = {}  # by the ids of the modules' own tensors

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from samestep.comm.base import World
-from samestep.data.batch import to_device
 from samestep.data.random_state import generators_restored, key, keyed, set_generators
 from samestep.errors import LossError, OutOfMemoryError
 from samestep.step.buffers import INTEGERS
@@ -78,6 +77,7 @@ class WholeBatchPass(LanePass):
         return 1.0
 
     def report(self, own: Sequence[Gradients]) -> dict[str, Any]:
+        report = super().report(own)  # waits for the differences, too
         for lane, differs in self._differences:
             if differs:
                 raise LossError(
@@ -85,7 +85,7 @@ class WholeBatchPass(LanePass):
                     " depend only on the model, the lane batch and the global random generators,"
                     " and must not change the batch or a buffer that it reads"
                 )
-        return super().report(own)
+        return report
 
     def _embed_on(self, replica: Replica) -> Iterator[None]:
         for lane in replica.lanes:
@@ -100,7 +100,7 @@ class WholeBatchPass(LanePass):
 
     def _gradients(self, lane: int, replica: Replica) -> Gradients:
         context = self.context
-        batch = to_device(self._batches[lane], replica.device)
+        batch = self._moved(lane, replica)
         gradients: Gradients = []
         if (count := self._count_of(batch, lane)) == 0:
             return gradients
@@ -124,7 +124,8 @@ class WholeBatchPass(LanePass):
         """Return the gradients of a lane, given those of its embeddings."""
         if self.context.config.deterministic or replica.device.type == "cpu":
             for one, first in zip(embeddings, self._embeddings[lane], strict=True):
-                self._differences.append((lane, _differs(one.detach(), first.detach())))
+                (differs,) = self._copies.of([_differs(one.detach(), first.detach())])
+                self._differences.append((lane, differs))
         roots: list[Tensor] = []
         weights: list[Tensor | None] = []
         for one, weight in zip(embeddings, self._weights.pop(lane), strict=True):
@@ -186,7 +187,7 @@ class WholeBatchPass(LanePass):
                     f" {context.world.rank} at step {self.seed[0]}; use a smaller batch_size, or"
                     " compute the loss in parts with activation checkpointing"
                 ) from error
-        self._scalars = {"loss": loss.detach(), **metrics}
+        self._scalars = self._copied({"loss": loss.detach(), **metrics})
         self._loss = loss if has_lane_0 else None
         gradients = dict(zip(map(id, inputs), found, strict=True))
         for lane in own:

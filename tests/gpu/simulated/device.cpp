@@ -3,7 +3,8 @@
 // A device's memory is host memory, and its operations run at once with the CPU's kernels. What the
 // host may see of them is as late as CUDA permits: a copy without waiting lands when its target is
 // used or when the host waits, memory holds NaN before it is written and after it is freed, and each
-// wait of the host is counted.
+// wait of the host is counted. A stream must wait for the copies of another one before it uses them,
+// and memory that a stream other than its own used must not be freed without `record_stream`.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -35,6 +36,7 @@ constexpr size_t ALIGNMENT = 512;
 struct Copy {
   int64_t number;
   DeviceIndex device;
+  c10::StreamId stream;
   at::Tensor target, source;  // as seen by the host; they keep the memory alive
   at::Tensor value;           // of the source when the copy was enqueued
   bool landed;
@@ -43,6 +45,7 @@ struct Copy {
 std::recursive_mutex mutex;
 int visible = MAX_DEVICES;
 thread_local DeviceIndex current = 0;
+thread_local c10::StreamId current_streams[MAX_DEVICES] = {};
 thread_local int inside = 0;  // of a kernel: its own copies are no waits
 std::vector<Copy> copies;
 int64_t copy_number = 0;
@@ -51,6 +54,10 @@ bool stuck = false;
 std::string failure;
 std::map<const char*, size_t> pinned;       // start and size
 std::map<const char*, size_t> blocks;       // device memory
+std::map<const char*, std::set<c10::StreamId>> allowed;  // streams that may use a block
+std::map<const char*, std::set<c10::StreamId>> used_on;  // streams that used it
+// up to which copy of a stream (last) another stream of a device (first) has waited
+std::map<std::tuple<DeviceIndex, c10::StreamId, c10::StreamId>, int64_t> waited;
 std::map<const char*, int> in_flight;       // used by collectives, by start of the block
 std::set<void*> freed_in_flight;
 size_t pinned_bytes = 0;                    // as reserved: powers of two, like CUDA's allocator
@@ -94,13 +101,21 @@ bool same_bytes(const at::Tensor& left, const at::Tensor& right) {
   return std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0;
 }
 
-// Complete the copies of a device up to a number; the host has waited for them.
-void complete(DeviceIndex device, int64_t up_to) {
+// Whether what a stream does next comes after a copy.
+bool comes_after(const Copy& copy, c10::StreamId stream) {
+  if (copy.stream == stream) return true;
+  auto found = waited.find({copy.device, stream, copy.stream});
+  return found != waited.end() && found->second >= copy.number;
+}
+
+// Complete the copies up to a number of a device, or of a stream; the host has waited for them.
+void complete(DeviceIndex device, int64_t up_to, std::optional<c10::StreamId> stream) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
   Inside guard;
   bool changed = false;
   for (auto copy = copies.begin(); copy != copies.end();) {
-    if (copy->device != device || copy->number > up_to) {
+    bool is_awaited = !stream || comes_after(*copy, *stream);
+    if (copy->device != device || copy->number > up_to || !is_awaited) {
       ++copy;
       continue;
     }
@@ -115,8 +130,14 @@ void complete(DeviceIndex device, int64_t up_to) {
 void use(const at::Tensor& t) {
   if (inside || !t.defined() || !t.is_cuda()) return;
   std::lock_guard<std::recursive_mutex> lock(mutex);
+  c10::StreamId stream = current_streams[t.device().index()];
   for (auto& copy : copies)
-    if (!copy.landed && copy.target.storage().data() == t.storage().data()) land(copy);
+    if (!copy.landed && copy.target.storage().data() == t.storage().data()) {
+      TORCH_CHECK(comes_after(copy, stream), "a stream used a tensor without waiting for its copy");
+      land(copy);
+    }
+  auto block = containing(blocks, t.storage().data());
+  if (block != blocks.end()) used_on[block->first].insert(stream);
 }
 
 void block_while_stuck() {
@@ -124,15 +145,16 @@ void block_while_stuck() {
 }
 
 // The host waits for a device.
-void wait_for(DeviceIndex device, const std::string& reason, int64_t up_to = INT64_MAX) {
+void wait_for(DeviceIndex device, const std::string& reason, int64_t up_to = INT64_MAX,
+              std::optional<c10::StreamId> stream = std::nullopt) {
   if (inside) return;
   {
     std::lock_guard<std::recursive_mutex> lock(mutex);
     waits.push_back(reason + " on cuda:" + std::to_string(device));
   }
   block_while_stuck();
+  complete(device, up_to, stream);
   TORCH_CHECK(failure.empty(), failure);
-  complete(device, up_to);
 }
 
 struct DeviceAllocator final : c10::Allocator {
@@ -144,6 +166,7 @@ struct DeviceAllocator final : c10::Allocator {
     std::memset(pointer, GARBAGE, rounded);
     std::lock_guard<std::recursive_mutex> lock(mutex);
     blocks[static_cast<char*>(pointer)] = rounded;
+    allowed[static_cast<char*>(pointer)] = {current_streams[current]};
     return {pointer, pointer, &release, device};
   }
   static void release(void* pointer) {
@@ -151,6 +174,11 @@ struct DeviceAllocator final : c10::Allocator {
     std::lock_guard<std::recursive_mutex> lock(mutex);
     auto block = blocks.find(static_cast<char*>(pointer));
     std::memset(pointer, GARBAGE, block->second);  // as if another tensor used it
+    for (auto stream : used_on[block->first])
+      if (!allowed[block->first].count(stream))
+        failure = "memory was freed while a stream used it that was not recorded";
+    used_on.erase(block->first);
+    allowed.erase(block->first);
     if (in_flight.count(block->first)) {
       freed_in_flight.insert(pointer);
       return;
@@ -227,10 +255,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(Device device) const noexcept override { current = device.index(); }
   Stream getStream(Device device) const override {
     DeviceIndex index = device.index() < 0 ? current : device.index();
+    return Stream(Stream::UNSAFE, Device(DeviceType::CUDA, index), current_streams[index]);
+  }
+  Stream getDefaultStream(Device device) const override {
+    DeviceIndex index = device.index() < 0 ? current : device.index();
     return Stream(Stream::DEFAULT, Device(DeviceType::CUDA, index));
   }
-  Stream getDefaultStream(Device device) const override { return getStream(device); }
-  Stream exchangeStream(Stream stream) const override { return stream; }
+  Stream exchangeStream(Stream stream) const override {
+    Stream before = getStream(stream.device());
+    current_streams[stream.device_index()] = stream.id();
+    return before;
+  }
   DeviceIndex deviceCount() const noexcept override { return MAX_DEVICES; }
   void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const Stream&) const override {}
@@ -238,7 +273,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
   bool queryStream(const Stream&) const override { return !stuck; }
   void synchronizeStream(const Stream& stream) const override {
-    wait_for(stream.device_index(), "stream");
+    wait_for(stream.device_index(), "stream", INT64_MAX, stream.id());
   }
   void synchronizeDevice(const DeviceIndex device) const override { wait_for(device, "device"); }
   void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
@@ -321,10 +356,13 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
       from = value;  // later kernels may change the device's memory
       std::memset(self.data_ptr(), GARBAGE, self.nbytes());
     }
-    copies.push_back({++copy_number, device, to, from, value, false});
+    copies.push_back({++copy_number, device, current_streams[device], to, from, value, false});
     return self;
   }
-  wait_for(device, self.is_cuda() ? "copy to device" : "copy to host");
+  wait_for(device, self.is_cuda() ? "copy to device" : "copy to host", INT64_MAX,
+           current_streams[device]);
+  use(self);
+  use(source);
   Inside guard;
   to.copy_(from);
   return self;
@@ -349,7 +387,8 @@ void foreach_copy_(at::TensorList self, at::TensorList sources, bool non_blockin
 }
 
 at::Scalar item(const at::Tensor& t) {
-  wait_for(t.device().index(), "item");
+  wait_for(t.device().index(), "item", INT64_MAX, current_streams[t.device().index()]);
+  use(t);
   return host(t).item();
 }
 
@@ -411,7 +450,11 @@ const at::Tensor& resize_(const at::Tensor& t, at::IntArrayRef size,
   return t;
 }
 
-void record_stream(at::Tensor&, Stream) {}
+void record_stream(at::Tensor& t, Stream stream) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  auto block = containing(blocks, t.storage().data());
+  if (block != blocks.end()) allowed[block->first].insert(stream.id());
+}
 
 bool starts_with(const std::string& text, const char* start) { return text.rfind(start, 0) == 0; }
 
@@ -446,7 +489,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         if (t) check(*t);
   }
   DeviceIndex index = device && device->is_cuda() ? device->index() : current;
-  if (waits_here && !inside) wait_for(index, name);
+  if (waits_here && !inside) wait_for(index, name, INT64_MAX, current_streams[index]);
   Inside guard;
   c10::DeviceGuard on(Device(DeviceType::CUDA, index));
   if (op.hasTag(at::Tag::nondeterministic_seeded)) {
@@ -495,10 +538,12 @@ int sim_exchange_device(int device) {
 }
 
 // An error of a wait is returned as text, because exceptions must not reach ctypes.
-const char* sim_wait(int device, const char* reason, int64_t up_to) {
+const char* sim_wait(int device, const char* reason, int64_t up_to, int64_t stream) {
   static thread_local std::string error;
+  std::optional<c10::StreamId> only;
+  if (stream >= 0) only = stream;
   try {
-    wait_for(device, reason, up_to < 0 ? INT64_MAX : up_to);
+    wait_for(device, reason, up_to < 0 ? INT64_MAX : up_to, only);
   } catch (const c10::Error& caught) {
     error = caught.what_without_backtrace();
     return error.c_str();
@@ -508,10 +553,23 @@ const char* sim_wait(int device, const char* reason, int64_t up_to) {
 
 int64_t sim_record() { return copy_number; }
 
-int sim_is_done(int device, int64_t up_to) {
+int sim_is_done(int device, int64_t up_to, int64_t stream) {
   if (stuck) return 0;
-  complete(device, up_to);
+  complete(device, up_to, stream);
   return 1;
+}
+
+int64_t sim_exchange_stream(int device, int64_t stream) {
+  int64_t before = current_streams[device];
+  if (stream >= 0) current_streams[device] = stream;
+  return before;
+}
+
+// What `stream` does from now on comes after the copies of `other` up to a number.
+void sim_stream_wait(int device, int64_t stream, int64_t other, int64_t up_to) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  auto& number = waited[{device, stream, other}];
+  number = std::max(number, up_to);
 }
 
 int sim_waits() { return static_cast<int>(waits.size()); }

@@ -6,6 +6,7 @@ Import it before torch is used in any other way: torch asks only once whether it
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -18,12 +19,16 @@ from torch import cuda  # noqa: E402
 from tests.gpu.simulated import VISIBLE  # noqa: E402
 
 MAX_DEVICES = 4
+CUDA_TYPE = 1  # c10::DeviceType::CUDA
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 LIBRARY.sim_wait.restype = ctypes.c_char_p
-LIBRARY.sim_wait.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int64]
+LIBRARY.sim_wait.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
 LIBRARY.sim_record.restype = ctypes.c_int64
-LIBRARY.sim_is_done.argtypes = [ctypes.c_int, ctypes.c_int64]
+LIBRARY.sim_is_done.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+LIBRARY.sim_exchange_stream.restype = ctypes.c_int64
+LIBRARY.sim_exchange_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
+LIBRARY.sim_stream_wait.argtypes = [ctypes.c_int, *[ctypes.c_int64] * 3]
 LIBRARY.sim_wait_reason.restype = ctypes.c_char_p
 LIBRARY.sim_fail.argtypes = [ctypes.c_char_p]
 LIBRARY.sim_pinned_bytes.restype = ctypes.c_int64
@@ -37,6 +42,7 @@ _used_by: list[int] = []
 _initialized_by: list[int] = []
 calls: list[str] = []  # to torch.cuda that ask the driver
 refuses_pinning = False  # of memory that exists: `ulimit -l` is too small
+_stream_ids = itertools.count(1)
 opened: set[int] = set()  # devices that this process has a context on
 
 
@@ -116,8 +122,8 @@ def _set_device(device: object) -> None:
     opened.add(_index(device))
 
 
-def _wait(device: int, reason: str, up_to: int = -1) -> None:
-    message = LIBRARY.sim_wait(device, reason.encode(), up_to)
+def _wait(device: int, reason: str, up_to: int = -1, stream: int = -1) -> None:
+    message = LIBRARY.sim_wait(device, reason.encode(), up_to, stream)
     if message is not None:
         raise torch.AcceleratorError(message.decode())
 
@@ -126,40 +132,74 @@ class Event:
     """`torch.cuda.Event`: the first `query` returns False, as if the device was still busy."""
 
     def __init__(self, **_: object) -> None:
-        self._number, self._device, self._asked = -1, 0, False
+        self._number, self._stream, self._asked = -1, None, False
 
-    def record(self, stream: object = None) -> None:
-        self._device = LIBRARY.sim_exchange_device(-1) if stream is None else stream.device_index
+    def record(self, stream: Stream | None = None) -> None:
+        self._stream = stream or _current_stream()
         self._number, self._asked = LIBRARY.sim_record(), False
 
     def query(self) -> bool:
-        if self._number < 0:
+        if self._stream is None:
             return True
         asked, self._asked = self._asked, True
-        return asked and bool(LIBRARY.sim_is_done(self._device, self._number))
+        return asked and bool(
+            LIBRARY.sim_is_done(self._stream.device_index, self._number, self._stream.stream_id)
+        )
 
     def synchronize(self) -> None:
-        if self._number >= 0:
-            _wait(self._device, "event", self._number)
+        if self._stream is not None:
+            _wait(self._stream.device_index, "event", self._number, self._stream.stream_id)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        if self._stream is not None:
+            stream = stream or _current_stream()
+            LIBRARY.sim_stream_wait(
+                stream.device_index, stream.stream_id, self._stream.stream_id, self._number
+            )
 
 
-class Stream:
-    """`torch.cuda.Stream`: all streams of a device are in fact one."""
+class Stream(torch.Stream):
+    """`torch.cuda.Stream`: kernels run at once in each, only copies are later."""
 
-    def __init__(self, device: object = None, **_: object) -> None:
-        self.device_index = _index(device)
-        self.device = torch.device("cuda", self.device_index)
+    def __new__(cls, device: object = None, stream_id: int | None = None, **_: object):
+        stream_id = next(_stream_ids) if stream_id is None else stream_id
+        return super().__new__(
+            cls, stream_id=stream_id, device_index=_index(device), device_type=CUDA_TYPE
+        )
 
     def synchronize(self) -> None:
-        _wait(self.device_index, "stream")
+        _wait(self.device_index, "stream", stream=self.stream_id)
 
     def query(self) -> bool:
-        return bool(LIBRARY.sim_is_done(self.device_index, LIBRARY.sim_record()))
+        number = LIBRARY.sim_record()
+        return bool(LIBRARY.sim_is_done(self.device_index, number, self.stream_id))
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+
+def _current_stream(device: object = None) -> Stream:
+    return Stream(device, LIBRARY.sim_exchange_stream(_index(device), -1))
+
+
+def _default_stream(device: object = None) -> Stream:
+    return Stream(device, 0)
 
 
 @contextmanager
-def _stream(_: object):
-    yield
+def _stream(stream: Stream):
+    device = LIBRARY.sim_exchange_device(stream.device_index)
+    before = LIBRARY.sim_exchange_stream(stream.device_index, stream.stream_id)
+    try:
+        yield
+    finally:
+        LIBRARY.sim_exchange_stream(stream.device_index, before)
+        LIBRARY.sim_exchange_device(device)
 
 
 class Runtime:
@@ -210,8 +250,8 @@ def install() -> None:
         "Event": Event,
         "Stream": Stream,
         "stream": _stream,
-        "current_stream": Stream,
-        "default_stream": Stream,
+        "current_stream": _current_stream,
+        "default_stream": _default_stream,
         "cudart": Runtime,
         "get_device_name": lambda device=None: "Simulated GPU",
         "get_device_properties": _get_device_properties,

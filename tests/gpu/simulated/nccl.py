@@ -119,7 +119,7 @@ def init_process_group(backend: str, *, timeout: timedelta, **options: Any) -> N
 
 
 def destroy_process_group(group: Any = None) -> None:
-    LIBRARY.sim_wait(0, b"destroying NCCL", -1)  # until collectives have ended
+    LIBRARY.sim_wait(0, b"destroying NCCL", -1, -1)  # until collectives have ended
     _real["destroy_process_group"](group)
 
 
