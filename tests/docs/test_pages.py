@@ -20,7 +20,14 @@ from tests.workers import run_workers
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 # the number of blocks for each reason; tests/integrations runs these
-NOT_RUN_BLOCKS = {"needs lightning": 1, "needs transformers": 1}
+NOT_RUN_BLOCKS = {
+    "needs a notebook": 1,
+    "needs hydra-core": 1,
+    "needs lightning": 1,
+    "needs ray": 1,
+    "needs submitit": 1,
+    "needs transformers": 1,
+}
 LONG = ROOT / "docs/tutorial.md"
 RUN = [
     pytest.param(page, marks=pytest.mark.long) if page == LONG else page

@@ -23,6 +23,7 @@ from torch import nn
 
 from samestep import host as files
 from samestep.cluster import find_process
+from samestep.cluster.launchers import SUBMITIT
 from samestep.data.loader import Request, load
 from samestep.errors import ConfigError, LaunchError, WorkerError, WorldError
 from samestep.handoff import LAUNCHER_STATE
@@ -166,6 +167,44 @@ def test_an_invalid_variable_is_an_error_before_anything_starts(monkeypatch):
     monkeypatch.setenv("SAMESTEP_LANES", "many")
     with pytest.raises(ConfigError, match="SAMESTEP_LANES must be an integer or none, got 'many'"):
         launch(rank)
+
+
+SEVERAL = {  # variables of the second of two processes, and of a process that is alone
+    "srun": {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "n1",
+    },
+    "submitit": dict(zip(SUBMITIT, ("1", "2", "1", "7"), strict=True)),
+    "torchrun": {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
+}
+ALONE = {
+    "srun of one task": {**SEVERAL["srun"], "SLURM_STEP_NUM_TASKS": "1"},
+    "submitit with one task": {**SEVERAL["submitit"], SUBMITIT[1]: "1"},
+    "torchrun with one worker": {**SEVERAL["torchrun"], "RANK": "0", "WORLD_SIZE": "1"},
+    "a leftover rank": {"RANK": "1"},
+}
+
+
+@pytest.mark.parametrize("launcher", SEVERAL)
+def test_processes_of_one_job_do_not_launch_separate_runs(monkeypatch, launcher):
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a worker was started"))
+    for name, value in SEVERAL[launcher].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=r"each of 2 processes \(\w+=1 of \w+=2\) would start wo"):
+        launch(rank)
+
+
+@pytest.mark.parametrize("launcher", ALONE)
+def test_a_process_of_a_launcher_that_is_alone_launches(monkeypatch, launcher):
+    for name, value in ALONE[launcher].items():
+        monkeypatch.setenv(name, value)
+    assert launch(rank, workers=2) == 0
 
 
 @pytest.mark.parametrize("workers", [0, -1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import closing
 
@@ -478,6 +479,17 @@ def test_invalid_flag_is_named(tmp_path, capsys):
     script.write_text("raise SystemExit('it was started')")
     assert main(["run", "--keep-last", "few", str(script)]) == 2
     assert "--keep-last must be an integer, got 'few'" in capsys.readouterr().err
+
+
+def test_workers_have_the_same_directory(tmp_path):
+    def body():
+        with ss.init(lanes=2, dir=tmp_path / os.environ["RANK"]):
+            pass
+
+    for outcome in try_workers(body, 2):
+        assert type(outcome.error) is ss.ConfigError
+        words = "dir must be the same on all workers, got .*/0 on worker 0 and .*/1 on worker 1; "
+        assert re.match(words, str(outcome.error))
 
 
 def test_more_workers_than_lanes_is_an_error_on_every_worker():

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep.cluster import STARTED_BY
+from samestep.cluster import STARTED_BY, find_process
 from samestep.config import PREFIX, TOKEN, Config, flag_name, merge, parse
 from samestep.errors import ConfigError, LaunchError
 from samestep.handoff import LauncherState, open_launcher_state
@@ -86,6 +86,8 @@ def start(
     config = merge({}, {**os.environ, **variables}, is_complete=False)
     if workers < 1:
         raise LaunchError(f"workers must be at least 1, got {workers}")
+    if spec is None:
+        _refuse_separate_runs(os.environ)
     raise_file_limit()
     with ExitStack() as exits:
         client = None
@@ -125,6 +127,18 @@ def start(
     if signals.received:
         _stop_by_signal(signals.received[0])
     return result
+
+
+def _refuse_separate_runs(environment: Mapping[str, str]) -> None:
+    """Raise `LaunchError` if this process is one of several, each of which would start a run."""
+    with suppress(ConfigError):  # leftover variables, which workers do not read
+        process = find_process(environment)
+        if process.world_size > 1:
+            raise LaunchError(
+                f"each of {process.world_size} processes ({process.source}) would start workers of "
+                "a separate run; call samestep.init in these processes instead of launching, start "
+                "one process per host with samestep run --nodes, or unset these variables"
+            )
 
 
 def _variables(options: Mapping[str, Any]) -> dict[str, str]:

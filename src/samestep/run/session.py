@@ -170,16 +170,26 @@ class Session:
             self._exits.callback(sampler.close)
 
     def _gather_workers(self) -> list[dict[str, Any]]:
-        """Return a description of each worker by rank; warn if their results may differ."""
+        """Return a description of each worker by rank; warn if their results may differ.
+
+        Raises `ConfigError` if they have different directories.
+        """
         worker = {
             "rank": self._process.rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "local_rank": self._process.local_rank,
             "devices": [str(device) for device in self.devices],
+            "dir": str(self.config.dir),
             "environment": environment_of_results(self.config, self.devices),
         }
         workers = self.world.all_gather_json(worker, "starting")
+        for rank, one in enumerate(workers):
+            if one["dir"] != workers[0]["dir"]:
+                raise ConfigError(
+                    f"dir must be the same on all workers, got {workers[0]['dir']} on worker 0 and "
+                    f"{one['dir']} on worker {rank}; leave times and process ids out of its name"
+                )
         first = workers[0]["environment"]
         found = ((rank, differences(first, one["environment"])) for rank, one in enumerate(workers))
         rank, lines = next((pair for pair in found if pair[1]), (0, ""))

@@ -1,0 +1,173 @@
+"""The programs of docs/guides.md: the same bits under each tool, and after a kill or a requeue."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import samestep as ss
+from tests.docs.blocks import ROOT, blocks_of
+from tests.jobs import fingerprint
+from tests.slurm import slurm
+
+BLOCKS = {block.test: block.text for block in blocks_of(ROOT / "docs" / "guides.md")}
+JOB = BLOCKS["file job.py"]
+AT_STEP_30 = """
+plain, calls = loss_fn, iter(range(10**6))
+
+def loss_fn(model, batch):
+    import os, pathlib, signal, time
+    failed, manifest = pathlib.Path({failed!r}), pathlib.Path({manifest!r})
+    if next(calls) == 2 * 30 and os.environ.get({variable!r}) == "1" and not failed.exists():
+        while not manifest.exists():
+            time.sleep(0.01)
+        failed.touch()
+        signal.raise_signal(signal.{signal})
+    return plain(model, batch)
+"""
+RAY_CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+node = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args=node)
+cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
+cluster.wait_for_nodes(timeout=300)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Return the folder of a user, with the job."""
+    (tmp_path / "job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+def program(package):
+    """Write the program for a package. Skip the test without the package."""
+    if importlib.util.find_spec(package.partition("-")[0]) is None:
+        pytest.skip(f"{package} is missing: run `make integrations`")
+    Path("train.py").write_text(BLOCKS[f"not run: needs {package}"])
+
+
+def train(*arguments, status=0, environment=None):
+    """Run the program and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "train.py", *map(str, arguments)],
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode != 0) == status, done.stdout
+    return done.stdout
+
+
+def state(directory):
+    """Return the hashes of what a run has saved last, after all of its steps."""
+    snapshot = ss.read_snapshot(directory)
+    assert snapshot.step == 80
+    return fingerprint({name: snapshot.state[name] for name in ("model", "optimizer")})
+
+
+def alone(lr=0.01):
+    """Return the hashes of the run on one worker, without any tool."""
+    directory = f"alone-{lr}"
+    command = f"from job import train; train({directory!r}, {lr})"
+    subprocess.run([sys.executable, "-c", command], check=True)
+    return state(directory)
+
+
+def fail_once(signal, variable, directory):
+    """Let rank 1 get a signal at step 30, once the snapshot of step 20 exists."""
+    manifest = f"{directory}/step-00000020/manifest.json"
+    failed = str(Path("failed").resolve())
+    text = AT_STEP_30.format(signal=signal, variable=variable, manifest=manifest, failed=failed)
+    Path("job.py").write_text(JOB + text)
+
+
+@pytest.fixture
+def ray_cluster(monkeypatch):
+    """Start a Ray cluster of two nodes with a CPU each, for the programs of the test."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is missing: run `make integrations`")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("SAMESTEP_SNAPSHOT_EVERY", "20")
+    # Ray gives up if a node takes 30 s to start, as on a busy machine.
+    for _ in range(3):
+        command = [sys.executable, "-c", RAY_CLUSTER]
+        nodes = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        with nodes:
+            address = nodes.stdout.readline().strip()
+            if address:
+                monkeypatch.setenv("RAY_ADDRESS", address)
+                yield
+                return
+    pytest.fail("Ray's nodes did not start")
+
+
+@pytest.mark.timeout(1200)
+def test_ray_trains_on_two_nodes_and_resumes_after_a_kill(ray_cluster, folder):
+    program("ray")
+    expected = alone()
+    assert "rank 0 of 1, from step 0" in train(1, folder / "one")
+    assert state("one") == expected
+
+    fail_once("SIGKILL", "RANK", folder / "two")
+    train(2, folder / "two", status=1)
+    assert "rank 1 of 2, from step 20" in train(2, folder / "two")
+    assert state("two") == expected
+
+
+def test_hydra_sweeps_and_resumes(folder):
+    program("hydra-core")
+    rates = (0.01, 0.05)
+    expected = [alone(lr) for lr in rates]
+    swept = train(
+        "--multirun", "lr=0.01,0.05", "hydra.hydra_logging.disable_existing_loggers=false"
+    )
+    assert swept.count("rank 1 of 2, from step 0") == len(rates)
+    assert [state(f"runs/lr={lr}") for lr in rates] == expected
+    assert (folder / "runs/lr=0.05/.hydra/config.yaml").read_text() == "lr: 0.05\nworkers: 2\n"
+    assert "rank 0 of 1, from step 80" in train("lr=0.05", "workers=1")
+
+
+def test_submitit_requeues_a_local_job_that_resumes(folder):
+    program("submitit")
+    expected = alone()
+    fail_once("SIGUSR2", "SUBMITIT_LOCAL_GLOBALID", "one")
+    train("local", 1, 2, "one", environment={"SAMESTEP_SNAPSHOT_EVERY": "20"})
+    (log,) = (folder / "logs").glob("*_1_log.out")
+    assert "rank 1 of 2, from step 3" in log.read_text()
+    assert state("one") == expected
+
+
+def test_submitit_trains_on_two_nodes_of_slurm(folder, tmp_path_factory):
+    program("submitit")
+    expected = alone()
+    with slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+        train("slurm", 2, 1, "one", environment=dict(cluster.environment))
+    assert state("one") == expected
+
+
+def test_a_notebook_trains_and_resumes(folder):
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    cells = [nbformat.v4.new_code_cell(BLOCKS["not run: needs a notebook"]) for _ in range(2)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(notebook, timeout=300).execute()
+    first, second = ("".join(one.get("text", "") for one in cell.outputs) for cell in cells)
+    assert "rank 0 of 2, from step 0" in first
+    assert "rank 0 of 2, from step 80" in second
+    assert state("runs/notebook") == alone()
