@@ -20,7 +20,13 @@ from tests.workers import run_workers
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 # the number of blocks for each reason; tests/integrations runs these
-NOT_RUN_BLOCKS = {"needs lightning": 1, "needs transformers": 1}
+NOT_RUN_BLOCKS = {
+    "needs lightning": 1,
+    "needs mosaicml-streaming": 1,
+    "needs pyarrow": 1,
+    "needs transformers": 1,
+    "needs webdataset": 1,
+}
 LONG = ROOT / "docs/tutorial.md"
 RUN = [
     pytest.param(page, marks=pytest.mark.long) if page == LONG else page
