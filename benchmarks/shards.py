@@ -200,7 +200,8 @@ def with_webdataset(directory: Path, *, epochs: int = 1, buffer: int = BUFFER) -
     import webdataset
 
     urls = [str(path) for path in sorted((directory / "tar").iterdir())]
-    dataset = webdataset.WebDataset(urls, shardshuffle=len(urls), seed=random.randrange(2**31))
+    # without detshuffle, every epoch has the same order of shards
+    dataset = webdataset.WebDataset(urls, shardshuffle=len(urls), detshuffle=True, seed=0)
     for epoch in range(epochs):
         samples = iter(dataset.shuffle(buffer, rng=random.Random(epoch)))
         while batch := list(islice(samples, BATCH_SIZE)):
