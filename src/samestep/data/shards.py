@@ -56,8 +56,9 @@ class ShardOrder:
         DataError: `sizes` are not whole numbers of at least 0.
 
     Example:
-        >>> order = ss.ShardOrder([50, 51], window=1)
-        >>> loop = run.batches(train_set, 32, epochs=1, order=order)
+        >>> order = ss.ShardOrder([1000, 1000, 500], window=2)
+        >>> int(order.sizes.sum())
+        2500
     """
 
     def __init__(self, sizes: ArrayLike, window: int = 8) -> None:
