@@ -25,6 +25,7 @@ from samestep.launch import launch
 
 if TYPE_CHECKING:
     from samestep.data.batch import PackedList
+    from samestep.data.shards import ShardedDataset, ShardOrder
     from samestep.metrics import Metric, check_metric
     from samestep.run import Run, init
     from samestep.snapshot.read import read_snapshot
@@ -35,6 +36,8 @@ _LAZY = {
     "Metric": "samestep.metrics",
     "PackedList": "samestep.data.batch",
     "Run": "samestep.run",
+    "ShardOrder": "samestep.data.shards",
+    "ShardedDataset": "samestep.data.shards",
     "check_metric": "samestep.metrics",
     "init": "samestep.run",
     "read_snapshot": "samestep.snapshot.read",
@@ -51,6 +54,8 @@ __all__ = [
     "PackedList",
     "Run",
     "SamestepError",
+    "ShardOrder",
+    "ShardedDataset",
     "SnapshotError",
     "WorkerError",
     "WorldError",

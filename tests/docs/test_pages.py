@@ -24,9 +24,12 @@ NOT_RUN_BLOCKS = {
     "needs a notebook": 1,
     "needs hydra-core": 1,
     "needs lightning": 1,
+    "needs mosaicml-streaming": 1,
+    "needs pyarrow": 1,
     "needs ray": 1,
     "needs submitit": 1,
     "needs transformers": 1,
+    "needs webdataset": 1,
 }
 LONG = ROOT / "docs/tutorial.md"
 RUN = [

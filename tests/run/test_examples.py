@@ -16,7 +16,17 @@ from samestep.record import read_events, read_history
 from tests.docs import given
 from tests.docs.blocks import ROOT
 
-PUBLIC = [ss.init, ss.launch, ss.Run, ss.Means, ss.PackedList, ss.Metric, ss.check_metric]
+PUBLIC = [
+    ss.init,
+    ss.launch,
+    ss.Run,
+    ss.Means,
+    ss.PackedList,
+    ss.ShardOrder,
+    ss.ShardedDataset,
+    ss.Metric,
+    ss.check_metric,
+]
 READERS = [read_events, read_history]
 
 

@@ -123,7 +123,7 @@ class WeightedPlan(ShuffledPlan):
 
     def __post_init__(self, weights: ArrayLike) -> None:
         super().__post_init__()
-        given = _array(weights, "weights", "numbers", "biuf").astype(np.float64)
+        given = checked_array(weights, "weights", "numbers", "biuf").astype(np.float64)
         if len(given) != self.size:
             raise DataError(
                 f"weights has {len(given)} entries for {self.size} samples; pass one weight per"
@@ -140,7 +140,7 @@ class WeightedPlan(ShuffledPlan):
             raise DataError("weights are all 0; at least one sample needs a larger weight")
         given /= high  # the sum is then 1 to `size`
         self._cumulative = np.cumsum(given, out=given)
-        self._digest = _digest(self._cumulative)
+        self._digest = array_digest(self._cumulative)
 
     def _span(self, epoch: int, start: int, stop: int) -> Indices:
         draws = uniform(key(self.seed, "weights", epoch), np.arange(start, stop))
@@ -285,7 +285,7 @@ class TokenPlan(ChunkedPlan):
     def __post_init__(self, lengths: ArrayLike) -> None:
         self._check()
         _check_positive("max_tokens", self.max_tokens, "each lane batch, with its padding")
-        given = _array(lengths, "lengths", "whole numbers", "iu")
+        given = checked_array(lengths, "lengths", "whole numbers", "iu")
         if len(given) != self.size:
             raise DataError(
                 f"lengths has {len(given)} entries for {self.size} samples; pass the number of"
@@ -301,7 +301,7 @@ class TokenPlan(ChunkedPlan):
                 " longer samples"
             )
         negative = -given.astype(np.int64)
-        self._digest = _digest(negative)
+        self._digest = array_digest(negative)
         order = np.argsort(negative, kind="stable")
         negative = negative[order]  # ascending, as searchsorted needs
         members, chunks, start = [], [], 0
@@ -369,7 +369,7 @@ def _call(
 
 def _checked(given: ArrayLike, name: str, size: int) -> tuple[Indices, str]:
     """Return indices as a read-only copy and their digest; raise `DataError` for unusable ones."""
-    array = _array(given, name, "whole numbers", "iu")
+    array = checked_array(given, name, "whole numbers", "iu")
     outside = (array < 0) | (array >= size)
     if outside.any():
         position = int(outside.argmax())
@@ -379,11 +379,11 @@ def _checked(given: ArrayLike, name: str, size: int) -> tuple[Indices, str]:
         )
     indices = array.astype(np.int64)
     indices.flags.writeable = False
-    return indices, _digest(indices)
+    return indices, array_digest(indices)
 
 
-def _array(given: Any, name: str, of: str, kinds: str) -> NDArray[Any]:
-    """Return a one-dimensional array, whose dtype is of one of the kinds."""
+def checked_array(given: Any, name: str, of: str, kinds: str) -> NDArray[Any]:
+    """Return a one-dimensional array of one of the kinds of dtype; raise `DataError` for others."""
     expected = f"{name} must be a one-dimensional list, array or tensor of {of}"
     try:
         array = np.asarray(given.detach().cpu() if hasattr(given, "detach") else given)
@@ -397,7 +397,8 @@ def _array(given: Any, name: str, of: str, kinds: str) -> NDArray[Any]:
     return array
 
 
-def _digest(array: NDArray[Any]) -> str:
+def array_digest(array: NDArray[Any]) -> str:
+    """Return 16 hexadecimal digits that depend on the array's bytes."""
     return hashlib.blake2b(array.data, digest_size=8).hexdigest()
 
 

@@ -24,6 +24,7 @@ from samestep.data.plan import (
     WeightedPlan,
     check_end,
 )
+from samestep.data.shards import ShardOrder, ShardPlan
 from samestep.errors import ConfigError, DataError
 from samestep.run.progress import Position, Progress
 
@@ -258,7 +259,7 @@ def make_plan(
     drop_last: bool,
     group_by: GroupBy | None,
     weights: ArrayLike | None,
-    order: Order | None,
+    order: Order | ShardOrder | None,
     lengths: ArrayLike | None,
     max_tokens: int | None,
 ) -> Plan:
@@ -287,6 +288,8 @@ def make_plan(
                 " leave out one of the two"
             )
         return WeightedPlan(*sizes, drop_last=drop_last, weights=weights)
+    if isinstance(order, ShardOrder):
+        return ShardPlan(*sizes, drop_last=drop_last, order=order)
     if order is not None:
         return OrderedPlan(*sizes, shuffle=False, drop_last=drop_last, order=order)
     if group_by is None:

@@ -19,6 +19,7 @@ from samestep.data.batch import Batch
 from samestep.data.loader import plan_batches
 from samestep.data.plan import GroupBy, Order
 from samestep.data.random_state import add_seeder, key
+from samestep.data.shards import ShardOrder
 from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
 from samestep.host import trim_memory
@@ -208,7 +209,7 @@ class Run(Collectives, Log):
         loader_workers: int = 0,
         group_by: GroupBy | None = None,
         weights: ArrayLike | None = None,
-        order: Order | None = None,
+        order: Order | ShardOrder | None = None,
         lengths: ArrayLike | None = None,
         max_tokens: int | None = None,
         name: str = "train",
@@ -240,6 +241,7 @@ class Run(Collectives, Log):
                 them, of the same length for all epochs. They may repeat or leave out samples. Needs
                 8 bytes per index, for a function those of 4 epochs. The function is called ahead
                 and more than once per epoch, with the global generators seeded for the epoch.
+                Or a `ShardOrder`, which shuffles data in shards and needs a few bytes per shard.
             lengths: Tokens of each sample: whole numbers of at least 1. Each sample is then used
                 once per epoch, with others of similar lengths. Needs 8 bytes per sample.
             max_tokens: Largest size of a lane batch, of which there is one per lane in each step:

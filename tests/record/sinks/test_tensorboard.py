@@ -14,7 +14,7 @@ from tensorboard.plugins.hparams.metadata import (
 
 from samestep.errors import ConfigError
 from samestep.record import read_history
-from samestep.record.sinks.tensorboard import TensorBoardSink
+from samestep.record.sinks.trackers import TensorBoardSink
 from tests.record.sinks.send_record import (
     CONFIG,
     ODD,

@@ -24,7 +24,7 @@ from samestep.storage import Storage
 
 # class and required package by name; samestep's extras have the sinks' names
 NAMED: Final = {
-    "tensorboard": ("samestep.record.sinks.tensorboard:TensorBoardSink", "tensorboard"),
+    "tensorboard": ("samestep.record.sinks.trackers:TensorBoardSink", "tensorboard"),
     "mlflow": ("samestep.record.sinks.trackers:MlflowSink", "mlflow"),
     "wandb": ("samestep.record.sinks.trackers:WandbSink", "wandb"),
 }

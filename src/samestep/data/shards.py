@@ -1,0 +1,407 @@
+"""Data sets in shards: files of many samples each, perhaps in a remote storage."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import InitVar, dataclass
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import ArrayLike
+from torch.utils.data import Dataset
+
+from samestep.data.batch import PackedList
+from samestep.data.plan import (
+    CACHED_EPOCHS,
+    Indices,
+    ShuffledPlan,
+    array_digest,
+    checked_array,
+)
+from samestep.data.random_state import Permutation, key
+from samestep.errors import ConfigError, DataError
+from samestep.storage import Storage, StorageError, sync
+
+DOWNLOADS: Final = 8  # at a time, for one lane batch
+CHUNK_BYTES: Final = 16 * 2**20  # of a download; in memory
+_NOTE: Final = re.compile(rb"(\d+) ([0-9a-f]{16})")
+
+
+class ShardOrder:
+    """A random order for `run.batches(order=...)` that reads few shards at a time.
+
+    Every epoch shuffles the shards and gives each lane its share of them. A lane shuffles the
+    samples of `window` shards, uses them, and goes on to the next ones. So a worker reads only the
+    shards of its own lanes, at most `2 * window` of each lane in a step, and every sample is used
+    once per epoch. The order depends on the seed, the epoch and the number of lanes. It needs a few
+    bytes per shard.
+
+    Args:
+        sizes: Number of samples of each shard, in the order of the data set.
+        window: Number of shards whose samples a lane mixes.
+
+    Raises:
+        ConfigError: `window` is not a whole number of at least 1.
+        DataError: `sizes` are not whole numbers of at least 0.
+
+    Example:
+        >>> order = ss.ShardOrder([1000, 1000, 500], window=2)
+        >>> int(order.sizes.sum())
+        2500
+    """
+
+    def __init__(self, sizes: ArrayLike, window: int = 8) -> None:
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ConfigError(
+                f"window must be a whole number of at least 1 (of shards), got {window!r}"
+            )
+        self.window = window
+        self.sizes: Indices = checked_array(sizes, "sizes", "whole numbers", "iu").astype(np.int64)
+        if (low := self.sizes.min()) < 0:
+            raise DataError(
+                f"sizes must be at least 0, got {low} for shard {int(self.sizes.argmin())}"
+            )
+
+
+@dataclass(kw_only=True)
+class ShardPlan(ShuffledPlan):
+    """The plan of a `ShardOrder`.
+
+    The samples of the shuffled shards are numbered from 0. Each lane has a range of these numbers,
+    as long as its number of samples in an epoch, so lanes share at most the shards at the ends.
+    """
+
+    order: InitVar[ShardOrder]
+
+    def __post_init__(self, order: ShardOrder) -> None:
+        self._sizes, self._window = order.sizes, order.window
+        if (total := int(self._sizes.sum())) != self.size:
+            raise DataError(
+                f"order has shards with {total} samples in all for a data set with {self.size};"
+                " pass the number of samples of each shard to ShardOrder"
+            )
+        super().__post_init__()
+        self._first_sample = np.cumsum(self._sizes) - self._sizes
+        full_steps, rest = divmod(self.samples, self.batch_size)
+        last = [0] * self.lanes if self.drop_last else self._deal(rest)
+        lengths = [
+            full_steps * full + more for full, more in zip(self._full_counts, last, strict=True)
+        ]
+        self._lane_start = [0, *accumulate(lengths)]
+        self._digest = array_digest(np.append(self._sizes, self._window))
+        self._shards = lru_cache(CACHED_EPOCHS)(self._shuffled)
+
+    def indices(self, epoch: int, step: int, lane: int) -> Indices:
+        shards, starts = self._shards(epoch)
+        begin, end = self._lane_start[lane : lane + 2]
+        at = begin + step * self._full_counts[lane]
+        stop = at + self.counts(epoch, step)[lane]
+        # lanes start within a window, so that they do not all begin new ones in the same step
+        origin = int(np.searchsorted(starts, begin, side="right")) - 1 - lane % self._window
+        spans = [np.empty(0, dtype=np.int64)]
+        while at < stop:
+            shard = int(np.searchsorted(starts, at, side="right")) - 1
+            number = (shard - origin) // self._window
+            first = origin + number * self._window
+            low = max(begin, int(starts[max(0, first)]))
+            high = min(end, int(starts[min(first + self._window, len(shards))]))
+            order = _order(high - low, self.seed, "window", epoch, lane, number)
+            until = min(stop, high)
+            spans.append(low + order.span(at - low, until - low))
+            at = until
+        numbers = np.concatenate(spans)
+        places = np.searchsorted(starts, numbers, side="right") - 1
+        offsets = numbers - starts[places]
+        # lanes share the shards at their ends, of which each gets random samples
+        for end_place in set(np.searchsorted(starts, [begin, end - 1], side="right") - 1):
+            shard, there = int(shards[end_place]), places == end_place
+            if there.any():
+                order = _order(int(self._sizes[shard]), self.seed, "shard", epoch, shard)
+                offsets[there] = order[offsets[there]]
+        return self._first_sample[shards[places]] + offsets
+
+    def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
+        return {**super().describe(epoch), "order": self._digest}
+
+    def _shuffled(self, epoch: int) -> tuple[Indices, Indices]:
+        """Return the shards in an epoch's order, and the number of each one's first sample."""
+        order = Permutation(len(self._sizes), key(self.seed, "shards", epoch))
+        shards = order[np.arange(len(order))]
+        return shards, np.concatenate([[0], np.cumsum(self._sizes[shards])])
+
+
+@lru_cache(maxsize=128)  # several for each lane of a worker
+def _order(size: int, seed: int, scope: str, *numbers: int) -> Permutation:
+    return Permutation(size, key(seed, scope, *numbers))
+
+
+class ShardedDataset(Dataset[Any]):
+    """A map-style data set in shards, which are copied into a local cache when they are needed.
+
+    All workers and loader processes of a host share the cache: a shard is downloaded once, and the
+    least recently used ones are removed. Use it with `order=ShardOrder(dataset.sizes)`, since an
+    order over all samples would need every shard in every step.
+
+    Args:
+        shards: Number of samples of each shard, by its URL for fsspec or its local path. Local
+            paths are read where they are.
+        read: Opens a local file and returns its samples as a sequence, which may read them when
+            they are used. It gets a `pathlib.Path` that ends with the shard's name. The file may be
+            removed once it has returned, so it must open or load it. If the sequence has `close`,
+            that is called when it is no longer used.
+        cache_dir: A folder on a disk of this host; needed for URLs.
+        max_bytes: Largest size of the cache, which may exceed it by one shard.
+        max_open: Number of sequences that each process keeps.
+
+    Raises:
+        ConfigError: An argument is unusable, or fsspec or a package for a URL is missing.
+        DataError: `shards` is not a mapping to numbers of samples; on access, a shard cannot be
+            fetched or read, has another number of samples, or has changed since it was first
+            fetched into this cache.
+
+    Example:
+        >>> lines = lambda path: path.read_text().splitlines()
+        >>> dataset = ss.ShardedDataset({"a.txt": 3, "b.txt": 2}, lines)
+        >>> len(dataset), dataset.sizes.tolist()
+        (5, [3, 2])
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[str, int] | Mapping[Path, int],
+        read: Callable[[Path], Sequence[Any]],
+        *,
+        cache_dir: str | os.PathLike[str] | None = None,
+        max_bytes: int = 10 * 2**30,
+        max_open: int = 64,
+    ) -> None:
+        if not isinstance(shards, Mapping):
+            raise DataError(
+                "shards must be a dict of the number of samples by URL or path, got"
+                f" {type(shards).__name__}"
+            )
+        for name, value in {"max_bytes": max_bytes, "max_open": max_open}.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self._names = PackedList(os.fspath(name) for name in shards)
+        if cache_dir is None and (url := next(filter(_is_url, self._names), None)):
+            raise ConfigError(f"{url} needs cache_dir, a local folder for copies of shards")
+        self.sizes = ShardOrder(list(shards.values())).sizes
+        self._ends = np.cumsum(self.sizes)
+        self._read, self._max_open = read, max_open
+        self._cache = None if cache_dir is None else ShardCache(Path(cache_dir), max_bytes)
+        self._opened: OrderedDict[int, Sequence[Any]] = OrderedDict()
+        self._process = os.getpid()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        index = range(len(self))[index]
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        samples, number = self._samples(shard), index - int(self._ends[shard] - self.sizes[shard])
+        try:
+            return samples[number]
+        except Exception as error:
+            raise DataError(
+                f"cannot read sample {number} of shard {self._names[shard]}:"
+                f" {type(error).__name__}: {error}"
+            ) from error
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples at `indices`, after fetching their shards at the same time."""
+        shards = np.unique(np.searchsorted(self._ends, indices, side="right")).tolist()
+        opened = self._opened_here()
+        names = [self._names[shard] for shard in shards if shard not in opened]
+        missing = [name for name in names if _is_url(name)]
+        if self._cache and len(missing) > 1:
+            with ThreadPoolExecutor(DOWNLOADS) as pool:
+                list(pool.map(self._cache.fetch, missing))
+        return [self[index] for index in indices]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": OrderedDict()}
+
+    def _samples(self, shard: int) -> Sequence[Any]:
+        opened = self._opened_here()
+        if shard in opened:
+            opened.move_to_end(shard)
+            return opened[shard]
+        name = self._names[shard]
+        if self._cache and _is_url(name):
+            with self._cache.file(name) as path:
+                samples = self._checked(shard, path)
+        else:
+            samples = self._checked(shard, Path(name))
+        opened[shard] = samples
+        if len(opened) > self._max_open:
+            _close(opened.popitem(last=False)[1])
+        return samples
+
+    def _opened_here(self) -> OrderedDict[int, Sequence[Any]]:
+        if self._process != os.getpid():  # a forked process shares the positions in open files
+            opened, self._opened, self._process = self._opened, OrderedDict(), os.getpid()
+            for samples in opened.values():
+                _close(samples)
+        return self._opened
+
+    def _checked(self, shard: int, path: Path) -> Sequence[Any]:
+        name, size = self._names[shard], int(self.sizes[shard])
+        try:
+            samples = self._read(path)
+            found = len(samples)
+        except Exception as error:
+            raise DataError(
+                f"cannot read shard {name}: {type(error).__name__}: {error}; check that it is"
+                " complete and in the format that read expects"
+            ) from error
+        if found != size:
+            _close(samples)
+            raise DataError(
+                f"shard {name} has {found} samples, expected {size}; it is truncated or was"
+                " replaced: write it again, or pass its new number of samples"
+            )
+        return samples
+
+
+class ShardCache:
+    """Copies of files in a storage, in a folder that the processes of a host share.
+
+    `locks/NAME` is locked by who downloads (exclusively) or opens (shared) the copy NAME. It also
+    holds the size and checksum of the first download, so that later ones can be compared. The lock
+    `room` is held while copies are removed and the space for NAME.tmp is reserved.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        self._directory, self._max_bytes = directory, max_bytes
+        self._storages: dict[tuple[int, str], Storage] = {}
+
+    def fetch(self, url: str) -> None:
+        """Download a shard unless the cache has it."""
+        with self.file(url):
+            pass
+
+    @contextmanager
+    def file(self, url: str) -> Iterator[Path]:
+        """Yield the path of a shard's copy, which is not removed within the block."""
+        name = f"{xxhash.xxh3_64_hexdigest(url.encode())}-{url.rpartition('/')[2]}"
+        path = self._directory / name
+        with self._lock(f"locks/{name}", fcntl.LOCK_SH) as lock:
+            while not _is_complete(path, lock):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not _is_complete(path, lock):
+                    self._download(url, path, lock)
+                fcntl.flock(lock, fcntl.LOCK_SH)  # others may remove it before this returns
+            os.utime(path, ns=(time.time_ns(),) * 2)  # the kernel's own time is coarse
+            yield path
+
+    def _download(self, url: str, path: Path, lock: int) -> None:
+        folder, _, name = url.rpartition("/")
+        # connections do not survive a fork
+        storage = self._storages.setdefault((os.getpid(), folder), Storage(folder))
+        temporary = path.with_name(f"{path.name}.tmp")
+        try:
+            size = storage.size(name)
+            if size is None:
+                raise DataError(f"shard {url} is missing; check its URL")
+            for leftover in (temporary, path):
+                leftover.unlink(missing_ok=True)
+            with self._room(size, temporary):
+                checksum = xxhash.xxh3_64()
+                with temporary.open("r+b") as file:
+                    for start in range(0, size, CHUNK_BYTES):
+                        data = storage.read(name, start, min(start + CHUNK_BYTES, size))
+                        checksum.update(data)
+                        file.write(data)
+                found = f"{size} {checksum.hexdigest()}".encode()
+                noted = _noted(lock)
+                if noted not in {None, found}:
+                    raise DataError(
+                        f"shard {url} has changed since it was first fetched; restore it, or use"
+                        f" another cache_dir than {self._directory} for the new data"
+                    )
+                os.pwrite(lock, found, 0)
+                sync(temporary)
+                temporary.replace(path)
+        except (StorageError, OSError) as error:
+            raise DataError(f"cannot fetch shard {url} into the cache: {error}") from error
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    @contextmanager
+    def _room(self, size: int, temporary: Path) -> Iterator[None]:
+        """Make room for a file and reserve it; without enough, admit one download at a time."""
+        with self._lock("locks/room", fcntl.LOCK_EX) as lock:
+            fits = self._remove(self._max_bytes - size, fcntl.LOCK_NB) or (
+                self._remove(self._max_bytes, 0) and False
+            )
+            with temporary.open("xb") as file:
+                file.truncate(size)
+            if fits:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+            yield
+
+    def _remove(self, limit: int, wait: int) -> bool:
+        """Remove the least recently used copies until `limit` bytes are left; return whether so."""
+        found = []
+        with os.scandir(self._directory) as entries:
+            for entry in entries:
+                if entry.is_file():
+                    with suppress(FileNotFoundError):
+                        found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.name))
+        total = sum(size for _, size, _ in found)
+        for _, size, name in sorted(found):
+            if total <= limit:
+                break
+            copy = name.removesuffix(".tmp")
+            with suppress(BlockingIOError), self._lock(f"locks/{copy}", fcntl.LOCK_EX | wait):
+                for path in (self._directory / copy, self._directory / f"{copy}.tmp"):
+                    path.unlink(missing_ok=True)
+                total -= size
+        return total <= limit
+
+    @contextmanager
+    def _lock(self, name: str, how: int) -> Iterator[int]:
+        path = self._directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, how)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def _is_complete(path: Path, lock: int) -> bool:
+    noted = _noted(lock)
+    try:
+        return noted is not None and path.stat().st_size == int(noted.split()[0])
+    except FileNotFoundError:
+        return False
+
+
+def _noted(lock: int) -> bytes | None:
+    """Return the size and checksum in a lock file, None if there are none."""
+    content = os.pread(lock, 100, 0)
+    return content if _NOTE.fullmatch(content) else None
+
+
+def _is_url(name: str) -> bool:
+    return "://" in name
+
+
+def _close(samples: Any) -> None:
+    if hasattr(samples, "close"):
+        samples.close()

@@ -1,0 +1,137 @@
+"""The formats and libraries of docs/data.md, with the code of that page."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import fsspec
+import pytest
+
+import samestep as ss
+from tests.docs.blocks import ROOT, blocks_of
+from tests.workers import run_workers
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+SHARDS, SIZE = 6, 8
+TOTAL = SHARDS * SIZE
+BATCH = 4  # of the page
+MISSING = "{} is missing: run `make integrations`"
+
+
+def code(test):
+    """Return the names that the page's block with a test comment defines."""
+    names = {"ss": ss}
+    for block in blocks_of(ROOT / "docs" / "data.md"):
+        if block.test == test:
+            exec(block.text, names)
+    return names
+
+
+@pytest.fixture
+def streaming():
+    try:
+        import streaming
+    except (ImportError, RuntimeError) as error:  # it needs torchvision for this version of torch
+        pytest.skip(f"mosaicml-streaming cannot be imported: {error}")
+    return streaming
+
+
+def used(dataset, sizes, column, workers):
+    """Return the sorted samples of an epoch that workers use."""
+
+    def body():
+        found = []
+        with ss.init(lanes=4) as run:
+            order = ss.ShardOrder(sizes, window=2)
+            for batch in run.batches(dataset, 10, epochs=1, order=order):
+                for samples in batch:
+                    found += [int(value) for value in samples[column]]
+        return found
+
+    return sorted(chain(*run_workers(body, workers)))
+
+
+def test_parquet(tmp_path):
+    pytest.importorskip("pyarrow", reason=MISSING.format("pyarrow"))
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    for number in range(SHARDS):
+        rows = range(number * SIZE, (number + 1) * SIZE)
+        table = pa.table({"x": list(rows), "text": [str(row) for row in rows]})
+        parquet.write_table(table, tmp_path / f"{number}.parquet")
+    page = code("not run: needs pyarrow")
+    names = [f"{number}.parquet" for number in range(SHARDS)]
+    sizes = page["sizes_of_parquet"](tmp_path.as_uri(), names, fsspec.filesystem("file"))
+    dataset = ss.ShardedDataset(sizes, page["Rows"], cache_dir=tmp_path / "cache")
+    assert dataset[9] == {"x": 9, "text": "9"}
+    assert used(dataset, dataset.sizes, "x", 2) == list(range(TOTAL))
+
+
+def write_mds(streaming, directory):
+    sample_bytes = 8 + 4 + 4 + 3
+    columns = {"x": "int", "text": "str"}
+    limit = SIZE * sample_bytes + 200
+    with streaming.MDSWriter(out=str(directory), columns=columns, size_limit=limit) as writer:
+        for number in range(TOTAL):
+            writer.write({"x": number, "text": f"{number:03}"})
+
+
+def test_mds(streaming, tmp_path):
+    write_mds(streaming, tmp_path / "far")
+    index = (tmp_path / "far" / "index.json").read_text()
+    url = (tmp_path / "far").as_uri()
+    dataset = code("not run: needs mosaicml-streaming")["mds"](
+        url, index, cache_dir=tmp_path / "cache"
+    )
+    assert len(dataset.sizes) > 1
+    assert dataset[9] == {"x": 9, "text": "009"}
+    assert used(dataset, dataset.sizes, "x", 2) == list(range(TOTAL))
+
+
+def test_streaming_dataset(streaming, tmp_path):
+    write_mds(streaming, tmp_path / "far")
+    options = {"remote": str(tmp_path / "far"), "local": str(tmp_path / "near")}
+
+    def body():
+        dataset = streaming.StreamingDataset(**options, batch_size=1)
+        sizes = dataset.samples_per_shard
+        found = []
+        with ss.init(lanes=4) as run:
+            for batch in run.batches(dataset, 10, epochs=1, order=ss.ShardOrder(sizes, window=2)):
+                for samples in batch:
+                    found += samples["x"].tolist()
+        return found, len(sizes)
+
+    ((found, shards),) = run_workers(body, 1)
+    assert shards > 1
+    assert sorted(found) == list(range(TOTAL))
+
+
+def test_webdataset(tmp_path):
+    webdataset = pytest.importorskip("webdataset", reason=MISSING.format("webdataset"))
+    urls = [str(tmp_path / f"{number}.tar") for number in range(SHARDS)]
+    for number, url in enumerate(urls):
+        with webdataset.TarWriter(url) as writer:
+            for row in range(number * SIZE, (number + 1) * SIZE):
+                writer.write({"__key__": f"{row:03}", "cls": row})
+    pipeline = code("not run: needs webdataset")["pipeline"]
+    steps = TOTAL // 2 // BATCH  # an epoch of each of two lanes
+
+    def body():
+        found = {}
+        with ss.init(lanes=2) as run:
+            loop = run.streams(lambda lane: pipeline(urls, 2, lane), steps=steps, name="tars")
+            for batch in loop:
+                for lane, samples in batch.lane_batches():
+                    found[loop.step, lane] = [int(sample["cls"]) for sample in samples]
+        return found
+
+    (alone,) = run_workers(body, 1)
+    first, second = run_workers(body, 2)
+    assert {**first, **second} == alone
+    assert sorted(chain(*alone.values())) == list(range(TOTAL))
+
+    dataset = ss.ShardedDataset(dict.fromkeys(urls, SIZE), code("file tars.py")["Tar"])
+    assert used(dataset, dataset.sizes, "cls", 2) == list(range(TOTAL))
