@@ -344,9 +344,9 @@ class ShardCache:
     def _room(self, size: int, temporary: Path) -> Iterator[None]:
         """Make room for a file and reserve it; without enough, admit one download at a time."""
         with self._lock("locks/room", fcntl.LOCK_EX) as lock:
-            fits = self._remove(self._max_bytes - size, fcntl.LOCK_NB) or (
-                self._remove(self._max_bytes, 0) and False
-            )
+            fits = self._remove(self._max_bytes - size, fcntl.LOCK_NB)
+            if not fits:
+                self._remove(self._max_bytes, 0)
             with temporary.open("xb") as file:
                 file.truncate(size)
             if fits:
