@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo  # optimizers import it at their first step: once here, not in every worker
@@ -69,6 +70,12 @@ def in_threads(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
 def shared_world(timeout: float = TIMEOUT_SECONDS) -> Shared:
     """Return the world of this worker and the others of its host."""
     return Shared(rendezvous(find_process(os.environ), timeout, share=True))
+
+
+def patient_shared_world(timeout: float) -> Shared:
+    """Return a world whose workers have time to start, as under load, whatever `timeout` is."""
+    with patch("samestep.comm.rendezvous._start_seconds", lambda _: TIMEOUT_SECONDS):
+        return shared_world(timeout)
 
 
 def distributed_world(timeout: float = TIMEOUT_SECONDS, hosts: int = 1) -> Distributed:

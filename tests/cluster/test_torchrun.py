@@ -12,7 +12,7 @@ from tests.cluster.started import ROOT, trained
 from tests.jobs import events
 from tests.workers import free_port
 
-SECONDS = 60.0
+SECONDS = 240.0
 # A single worker stays in its fourth step until torchrun stops it because another node joined.
 JOB = """
 import signal, sys, threading

@@ -16,7 +16,7 @@ from samestep.comm.rendezvous import PeerInfo, PeerListener
 from samestep.errors import WorldError
 from tests.leaks import shared_files
 from tests.workers import run_workers, try_workers
-from tests.worlds import in_processes, shared_world
+from tests.worlds import in_processes, patient_shared_world, shared_world
 
 
 def wait_until_error(world, what):
@@ -103,7 +103,7 @@ def test_a_worker_that_was_stopped_is_named_after_the_timeout():
     named = get_context("fork").Barrier(2)
 
     def body():
-        world = shared_world(timeout=1)
+        world = patient_shared_world(timeout=3)
         pids = world.all_gather_json(os.getpid(), "sharing pids")
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -121,15 +121,15 @@ def test_a_worker_that_was_stopped_is_named_after_the_timeout():
     messages = [outcome.value for outcome in try_workers(body, 3)]
     (report,) = [message for message in messages if "likely cause: SIGSTOP" in message]
     assert report.startswith(
-        "timed out after 1 s waiting for worker 1: workers 0 and 2 were waiting at step 0\n"
+        "timed out after 3 s waiting for worker 1: workers 0 and 2 were waiting at step 0\n"
     )
     (other,) = {messages[0], messages[2]} - {report}
     assert re.search(
-        r"timed out after 1 s waiting for worker 1 \(process \d+, which is stopped\); last ",
+        r"timed out after 3 s waiting for worker 1 \(process \d+, which is stopped\); last ",
         other,
     )
     assert re.search(
-        r"; timed out after 1 s waiting for worker 1: .*; see the report of worker \d \(host", other
+        r"; timed out after 3 s waiting for worker 1: .*; see the report of worker \d \(host", other
     )
 
 

@@ -325,7 +325,7 @@ def test_forming_ends_in_time_if_the_store_is_stopped(phase, monkeypatch):
                 "STORE_PID": str(host.pid),
             },
         )
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
     finally:
         host.kill()
         host.join()

@@ -12,7 +12,7 @@ import pytest
 from samestep.comm import rendezvous, watchdog
 from samestep.errors import HangError, WorldError
 from tests.workers import run_workers, try_workers
-from tests.worlds import distributed_world, in_processes, on_hosts, shared_world
+from tests.worlds import distributed_world, in_processes, on_hosts, patient_shared_world
 
 
 def names_of_threads():
@@ -98,7 +98,7 @@ def test_garbage_in_the_store_is_harmless(garbage, monkeypatch):
 
 def test_one_worker_reports_and_the_others_name_it(monkeypatch):
     def body():
-        world = shared_world(timeout=0.3)
+        world = patient_shared_world(timeout=3)
         world.barrier("waiting")
         if world.rank == 3:
             time.sleep(3600)
@@ -114,7 +114,7 @@ def test_one_worker_reports_and_the_others_name_it(monkeypatch):
     summaries = [text for is_report, text in (end.value for end in others) if not is_report]
     assert len(reports) == 1
     assert reports[0].startswith(
-        "timed out after 0.3 s waiting for worker 3: "
+        "timed out after 3 s waiting for worker 3: "
         "workers 0, 1 and 2 were waiting again at step 0\n"
     )
     assert len(summaries) == 2
