@@ -13,7 +13,7 @@ help:
 	@echo 'make test        run all tests but ten long ones'
 	@echo 'make test-long   run the ten long tests, which CI leaves out: about three minutes on two cores'
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
-	@echo 'make integrations  test the Trainers of transformers and Lightning, and programs for Ray, Hydra and submitit: about five minutes on two cores'
+	@echo 'make integrations  test the Trainers of transformers and Lightning, and programs for Ray, Hydra and submitit: about seven minutes on two cores'
 	@echo 'make check       run all checks of style, types, imports, links and public names'
 	@echo 'make docs        build the site of the documentation in docs/_build/html'
 	@echo 'make bench       measure four jobs beside seven ways to train them: about fifteen minutes on two cores'
