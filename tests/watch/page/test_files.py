@@ -58,6 +58,19 @@ def test_scripts_are_short_and_start_with_a_comment(path):
     assert lines[0].startswith("// ")
 
 
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.name)
+def test_scripts_import_what_others_export(path):
+    """A browser would show nothing else than "Connecting"."""
+    for names, script in re.findall(
+        r'^import \{([^}]*)\} from "\./(.*)";$', path.read_text(), re.MULTILINE
+    ):
+        other = (PAGE / script).read_text()
+        exported = re.findall(
+            r"^export (?:async )?(?:const|let|function\*?|class) (\w+)", other, re.MULTILINE
+        )
+        assert {name.split()[0] for name in names.split(",") if name.strip()} <= {*exported}
+
+
 def test_html_has_no_inline_styles_or_scripts(page):
     assert not any("".join(texts) for texts in page.texts.values())
     for tag, attributes in page.elements:

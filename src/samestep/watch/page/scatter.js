@@ -1,6 +1,6 @@
 // One setting against one score: each run of the table is a point.
 
-import { colorOf } from "./colors.js";
+import { lookOf } from "./colors.js";
 import { h, onChange } from "./dom.js";
 import { number, several, tick } from "./format.js";
 import { choose, state } from "./state.js";
@@ -23,7 +23,7 @@ export function scatter() {
       title: `${point.name}\n${state.setting}: ${point.x}\n${state.score}: ${number(point.y)}`,
       "aria-label": `${point.name}, ${point.x}, ${number(point.y)}`,
       vars: { left: `${100 * x.at(point.x)}%`, bottom: `${100 * y.at(point.y)}%`,
-        background: colorOf(point.id) },
+        background: point.color },
       on: { click: () => open(point.id) },
     }));
     place.dataset.scales = `${x.kind} ${y.kind}`;
@@ -42,7 +42,8 @@ export function scatter() {
       if (element.hidden) return;
       const points = runs
         .map(({ id, name, values }) => ({ id, name, x: values[state.setting],
-          y: values[state.score] }))
+          y: values[state.score],
+          color: state.shown.includes(id) ? lookOf(id).color : "var(--faint)" }))
         .filter(({ x, y }) => x !== undefined && typeof y === "number");
       const { setting, score } = state;
       draw({ points, hidden: runs.length - points.length, current, setting, score });
