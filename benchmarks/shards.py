@@ -2,13 +2,13 @@
 
 usage: python -m benchmarks.shards [--rounds 5] [--epochs 200]
 
-Needs mosaicml-streaming, webdataset and samestep[remote]. One process without loader processes reads
-an epoch of 20,000 samples of 4 kB in 40 shards, in batches of 64, from a folder that stands for a
-remote storage. Each measurement runs in its own process with an empty cache, in turn. Bytes read
-are those that all read calls return: a download into a cache and a read of the copy are two, and a
-tar has half a kilobyte for each file's name. The last two rows have a cache of a quarter of the shards. Randomness is measured
-over epochs of a smaller set: chi-square per degree of freedom of the 16 positions of each sample
-(1 is uniform), and the shards in a batch.
+Needs mosaicml-streaming, webdataset and samestep[remote]. One process without loader processes
+reads an epoch of 20,000 samples of 4 kB in 40 shards, in batches of 64, from a folder that stands
+for a remote storage. Each measurement runs in its own process with an empty cache, in turn. Bytes
+read are those that all read calls return: a download into a cache and a read of the copy are two,
+and a tar has half a kilobyte for each file's name. The last two rows have a cache of a quarter of
+the shards. Randomness is measured over epochs of a smaller set: chi-square per degree of freedom of
+the 16 positions of each sample (1 is uniform), and the shards in a batch.
 """
 
 from __future__ import annotations

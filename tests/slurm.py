@@ -23,6 +23,17 @@ COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
 MOST_JOBS = 1_000_000
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
+SECOND_OF_TWO_TASKS = {  # the variables that srun gives it
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_STEP_NODELIST": "n1",
+    "SLURM_NTASKS": "2",
+}
 CONFIGURATION = """
 ClusterName=samestep
 SlurmctldHost={host}(127.0.0.1)

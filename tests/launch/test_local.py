@@ -31,6 +31,7 @@ from samestep.launch import launch, supervisor
 from samestep.launch.local import preload
 from samestep.snapshot.commit import PeerFailedError
 from tests.launch.processes import SOON_SECONDS, children, end_soon, for_ever, listening, rank
+from tests.slurm import SECOND_OF_TWO_TASKS
 
 FORK = multiprocessing.get_context("fork")
 
@@ -170,21 +171,12 @@ def test_an_invalid_variable_is_an_error_before_anything_starts(monkeypatch):
 
 
 SEVERAL = {  # variables of the second of two processes, and of a process that is alone
-    "srun": {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": "1",
-        "SLURM_LOCALID": "1",
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_STEP_NODELIST": "n1",
-    },
+    "srun": SECOND_OF_TWO_TASKS,
     "submitit": dict(zip(SUBMITIT, ("1", "2", "1", "7"), strict=True)),
     "torchrun": {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
 }
 ALONE = {
-    "srun of one task": {**SEVERAL["srun"], "SLURM_STEP_NUM_TASKS": "1"},
+    "srun of one task": {**SECOND_OF_TWO_TASKS, "SLURM_STEP_NUM_TASKS": "1"},
     "submitit with one task": {**SEVERAL["submitit"], SUBMITIT[1]: "1"},
     "torchrun with one worker": {**SEVERAL["torchrun"], "RANK": "0", "WORLD_SIZE": "1"},
     "a leftover rank": {"RANK": "1"},

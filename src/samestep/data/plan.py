@@ -39,7 +39,7 @@ class Plan(ABC):
     def _check(self) -> None:
         if self.size < 1:
             raise DataError("the data set has no samples; check its path and filters")
-        _check_positive("batch_size", self.batch_size, "all lanes together")
+        check_positive("batch_size", self.batch_size, "for all lanes together")
 
     @property
     def samples(self) -> int:
@@ -284,7 +284,7 @@ class TokenPlan(ChunkedPlan):
 
     def __post_init__(self, lengths: ArrayLike) -> None:
         self._check()
-        _check_positive("max_tokens", self.max_tokens, "each lane batch, with its padding")
+        check_positive("max_tokens", self.max_tokens, "for each lane batch, with its padding")
         given = checked_array(lengths, "lengths", "whole numbers", "iu")
         if len(given) != self.size:
             raise DataError(
@@ -402,9 +402,11 @@ def array_digest(array: NDArray[Any]) -> str:
     return hashlib.blake2b(array.data, digest_size=8).hexdigest()
 
 
-def _check_positive(name: str, value: int, of: str) -> None:
+def check_positive(name: str, value: int, of: str = "") -> None:
+    """Raise `ConfigError`, which says what the number is `of`, unless `value` is at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1 (for {of}), got {value!r}")
+        note = f" ({of})" if of else ""
+        raise ConfigError(f"{name} must be a whole number of at least 1{note}, got {value!r}")
 
 
 def check_end(name: str, value: int | None) -> None:

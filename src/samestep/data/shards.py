@@ -27,6 +27,7 @@ from samestep.data.plan import (
     Indices,
     ShuffledPlan,
     array_digest,
+    check_positive,
     checked_array,
 )
 from samestep.data.random_state import Permutation, key
@@ -62,10 +63,7 @@ class ShardOrder:
     """
 
     def __init__(self, sizes: ArrayLike, window: int = 8) -> None:
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise ConfigError(
-                f"window must be a whole number of at least 1 (of shards), got {window!r}"
-            )
+        check_positive("window", window, "of shards")
         self.window = window
         self.sizes: Indices = checked_array(sizes, "sizes", "whole numbers", "iu").astype(np.int64)
         if (low := self.sizes.min()) < 0:
@@ -191,9 +189,8 @@ class ShardedDataset(Dataset[Any]):
                 "shards must be a dict of the number of samples by URL or path, got"
                 f" {type(shards).__name__}"
             )
-        for name, value in {"max_bytes": max_bytes, "max_open": max_open}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        check_positive("max_bytes", max_bytes)
+        check_positive("max_open", max_open)
         self._names = PackedList(os.fspath(name) for name in shards)
         if cache_dir is None and (url := next(filter(_is_url, self._names), None)):
             raise ConfigError(f"{url} needs cache_dir, a local folder for copies of shards")

@@ -131,14 +131,16 @@ def start(
 
 def _refuse_separate_runs(environment: Mapping[str, str]) -> None:
     """Raise `LaunchError` if this process is one of several, each of which would start a run."""
-    with suppress(ConfigError):  # leftover variables, which workers do not read
+    try:
         process = find_process(environment)
-        if process.world_size > 1:
-            raise LaunchError(
-                f"each of {process.world_size} processes ({process.source}) would start workers of "
-                "a separate run; call samestep.init in these processes instead of launching, start "
-                "one process per host with samestep run --nodes, or unset these variables"
-            )
+    except ConfigError:
+        return  # leftover variables, which workers do not read
+    if process.world_size > 1:
+        raise LaunchError(
+            f"each of {process.world_size} processes ({process.source}) would start workers of a "
+            "separate run; call samestep.init in these processes instead of launching, start one "
+            "process per host with samestep run --nodes, or unset these variables"
+        )
 
 
 def _variables(options: Mapping[str, Any]) -> dict[str, str]:

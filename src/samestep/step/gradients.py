@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress, repeat
-from operator import is_
+from operator import eq, is_
 from typing import Any, Final
 
 import torch
@@ -202,8 +202,9 @@ class ManualGradients:
         try:
             yield
         finally:
-            for parameter, gradient, version in zip(parameters, gradients, versions, strict=True):
-                if parameter.grad is not gradient or _versions([gradient]) != [version]:
+            are_same = map(eq, versions, _versions(gradients))
+            for parameter, gradient, is_same in zip(parameters, gradients, are_same, strict=True):
+                if parameter.grad is not gradient or not is_same:
                     self._found[id(parameter)] = parameter
 
     def forget_cleared(self) -> None:

@@ -9,6 +9,7 @@ from samestep.tools.doctor.cluster import (
     nccl_interfaces,
 )
 from samestep.tools.doctor.system import Folder, Interface, Space
+from tests.slurm import SECOND_OF_TWO_TASKS
 from tests.tools.doctor.fake_system import (
     DIRECTORY,
     ETHERNET,
@@ -20,17 +21,6 @@ from tests.tools.doctor.fake_system import (
 
 ACCOUNT = "var/run/secrets/kubernetes.io/serviceaccount"
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
-SLURM_STEP = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "0",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2",
-    "SLURM_STEP_NODELIST": "n1",
-    "SLURM_NTASKS": "2",
-}
 ONE_OF_TWO_HOSTS = {
     "RANK": "0",
     "WORLD_SIZE": "2",
@@ -74,7 +64,9 @@ def test_leftover_variables_are_a_problem(tmp_path):
 
 
 def test_a_task_of_slurm_is_reported(tmp_path):
-    section = examine_launchers(case_of(tmp_path, environment=SLURM_STEP, commands={"srun": ""}))
+    section = examine_launchers(
+        case_of(tmp_path, environment=SECOND_OF_TWO_TASKS, commands={"srun": ""})
+    )
     assert section.facts["this_process"].startswith("rank 1 of 2 workers, started by slurm")
     assert section.facts["variables"]["SLURM_JOB_ID"] == "7"
     assert "this is Slurm job 7" in findings(section, "good")
