@@ -20,6 +20,7 @@ def place(tmp_path):
     return page
 
 
+@pytest.mark.long
 def test_proofs_and_speeds_are_inserted_into_a_file(place, monkeypatch, capsys):
     monkeypatch.setattr(
         gpu,

@@ -31,9 +31,9 @@ NOT_RUN_BLOCKS = {
     "needs transformers": 1,
     "needs webdataset": 1,
 }
-LONG = ROOT / "docs/tutorial.md"
+LONG = (ROOT / "docs/index.md", ROOT / "docs/tutorial.md")
 RUN = [
-    pytest.param(page, marks=pytest.mark.long) if page == LONG else page
+    pytest.param(page, marks=pytest.mark.long) if page in LONG else page
     for page in PAGES
     if any(is_run(block) for block in blocks_of(page))
 ]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from bisect import bisect
+
 import pytest
 import torch
 import torchmetrics
 
 import samestep as ss
+from samestep.comm.distributed import Distributed
 from tests.gpu.simulated import VISIBLE
 from tests.jobs import Net, classify, fingerprint, images
 
@@ -89,6 +93,39 @@ def test_options_have_the_same_bits(options, gpus):
 
 def with_options(options):
     return trained({}, **options)
+
+
+def on_machines(first_ranks):
+    """Return the result of training on machines, and how many numbers it sent to other ones."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    bounds = [*first_ranks, size]
+    number = bisect(first_ranks, rank) - 1
+    machine = range(bounds[number], bounds[number + 1])
+    os.environ["LOCAL_RANK"] = str(rank - machine.start)
+    os.environ["LOCAL_WORLD_SIZE"] = str(len(machine))
+    os.environ[VISIBLE] = ",".join(map(str, machine))
+    begin, sent = Distributed.begin_all_to_all, []
+
+    def begin_all_to_all(world, out, out_sizes, own, own_sizes, what, **options):
+        if what == "exchanging gradients":
+            assert own.is_cuda
+            sent.append(sum(size for to, size in enumerate(own_sizes) if to not in machine))
+        return begin(world, out, out_sizes, own, own_sizes, what, **options)
+
+    Distributed.begin_all_to_all = begin_all_to_all
+    return trained({})[0], sum(sent)
+
+
+def test_machines_add_up_gradients_before_they_send_them(gpus, expected):
+    sent = {}
+    for first_ranks in ([0, 2], [0, 3], [0, 1, 2, 3]):
+        results = gpus.workers(4, on_machines, first_ranks)
+        assert [result for result, _ in results] == [expected] * 4
+        sent[len(first_ranks), first_ranks[1]] = sum(each for _, each in results)
+    # In gradients: alone, each worker sends a quarter to each other one. A machine of two sends one
+    # sum. One of three has two sums, of lanes 0 and 1 and of lane 2, but only a quarter is needed.
+    whole = sent[4, 1] / 3
+    assert sent == {(4, 1): 3 * whole, (2, 2): whole, (2, 3): 5 / 4 * whole}
 
 
 def continued(directory, steps):

@@ -32,7 +32,8 @@ class World(ABC):
     """The workers of a run and how they communicate; this worker is `rank` of `size`.
 
     `hosts` has one range of ranks per host, in rank order. Workers of one host share memory; a
-    worker that shares none counts as a separate host. `local_ranks` are the ranks that were started
+    worker that shares none counts as a separate host. `machines` has the ranks of each machine if
+    those are not `hosts`: with NCCL, workers share no memory but are near each other. `local_ranks` are the ranks that were started
     on this host, None for those of `host`. `made_group` is whether torch.distributed's default
     group exists only for users' code; the caller of `connect` ends it with `end_group`. `barriers`
     counts the calls in which every worker waited for all others: barriers and all gathering calls.
@@ -47,6 +48,7 @@ class World(ABC):
     rank: int
     size: int
     hosts: Sequence[range]
+    machines: Sequence[range] = ()
     barriers: int = 0
     local_ranks: range | None = None
     signing_key: bytes | None = None
@@ -93,9 +95,19 @@ class World(ABC):
         """Send consecutive `own_sizes[r]` elements of `own` to rank r; fill `out` likewise."""
 
     def begin_all_to_all(
-        self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
+        self,
+        out: Tensor,
+        out_sizes: Sizes,
+        own: Tensor,
+        own_sizes: Sizes,
+        what: str,
+        *,
+        polled: bool = True,
     ) -> Callable[[], None]:
-        """Start an `all_to_all`; return a call that completes it and frees `out` and `own`."""
+        """Start an `all_to_all`; return a call that completes it and frees `out` and `own`.
+
+        Unless `polled`, `wait_for_gpu` does not wait for it; a later call must follow.
+        """
         self.all_to_all(out, out_sizes, own, own_sizes, what)
         return lambda: None
 

@@ -47,6 +47,7 @@ class Distributed(World):
 
     def __init__(self, rendezvous: Rendezvous, *, cuda: bool) -> None:
         self.rank, self.size, self.hosts = rendezvous.rank, rendezvous.size, rendezvous.hosts
+        self.machines = rendezvous.machines
         self.status, self.signing_key = rendezvous.status, rendezvous.signing_key
         self._mesh = rendezvous.mesh
         self._row_bytes: dict[str, int] = {}  # by `what`, if not `ROW_BYTES`
@@ -234,7 +235,14 @@ class Distributed(World):
         self.begin_all_to_all(out, out_sizes, own, own_sizes, what)()
 
     def begin_all_to_all(
-        self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
+        self,
+        out: Tensor,
+        out_sizes: Sizes,
+        own: Tensor,
+        own_sizes: Sizes,
+        what: str,
+        *,
+        polled: bool = True,
     ) -> Callable[[], None]:
         with self._waiting(what):
             if own.is_cuda:
@@ -246,16 +254,18 @@ class Distributed(World):
                 received[self.rank].copy_(sent[self.rank])
                 works = self._transfer(sent, received)
         self.barriers += 1
-        return self._end_of(works, what, own)
+        return self._end_of(works, what, own, polled=polled)
 
-    def _end_of(self, works: Sequence[dist.Work], what: str, sent: Tensor) -> Callable[[], None]:
+    def _end_of(
+        self, works: Sequence[dist.Work], what: str, sent: Tensor, *, polled: bool = True
+    ) -> Callable[[], None]:
         """Return a call that completes a transfer; `sent` stays in memory until then."""
 
         def end(kept: Tensor = sent) -> None:
             with self._waiting(what):
                 for work in works:
                     work.wait()
-                if kept.is_cuda:
+                if polled and kept.is_cuda:
                     self._note(what)
             del kept
 

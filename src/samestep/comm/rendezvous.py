@@ -162,7 +162,7 @@ def _connect(member: PeerInfo, exits: ExitStack) -> socket.socket:
 class Rendezvous:
     """The result of `rendezvous`, from which a world is made.
 
-    `hosts` is as in `World`. `mesh` connects the workers of this host, None if there is only one.
+    `hosts` and `machines` are as in `World`. `mesh` connects the workers of this host, None if there is only one.
     `signing_key` is None without a token. With `nccl`, every worker has GPUs of its own: NCCL
     connects them, so they share no memory and each is a host of its own.
     """
@@ -176,6 +176,7 @@ class Rendezvous:
     timeout_seconds: float
     signing_key: bytes | None
     nccl: bool = False
+    machines: Sequence[range] = ()
 
 
 def rendezvous(
@@ -220,7 +221,10 @@ def rendezvous(
                     watchdog.close()
                     raise
     key = _signing_key(infos)
-    return Rendezvous(rank, size, hosts, mesh, store, watchdog, timeout_seconds, key, nccl)
+    machines = homes if nccl else ()
+    return Rendezvous(
+        rank, size, hosts, mesh, store, watchdog, timeout_seconds, key, nccl, machines
+    )
 
 
 def locate(process: ProcessInfo, timeout_seconds: float) -> ProcessInfo:

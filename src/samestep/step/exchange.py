@@ -5,6 +5,9 @@ each other's gradients in shared memory. A host first adds the gradients of its 
 the sums of its subtrees to the slices' owners on other hosts. What every host needs completely,
 gradients of unsharded optimizers and of those sharded within a host, travels on from the owners;
 two hosts with one sum each swap their sums instead, which are the same bytes in one message.
+
+GPUs share no memory. Workers of one machine send each other their gradients instead, and then, as
+soon as the next exchange starts, the machine's sums to the owners on other machines.
 """
 
 from __future__ import annotations
@@ -119,6 +122,9 @@ class Exchange:
         self._total: Tensor | None = None
         self._converted: tuple[Tensor, list[Tensor]] | None = None
         self._summed_at = -1  # the world's number of barriers then
+        near = world.machines if self.across == "world" else ()
+        self._machine = Route(near, world.rank) if 1 < len(near) < world.size else None
+        self._nearby: tuple[Callable[[], None], dict[int, dict[Span, Tensor]]] | None = None
         self._started: list[Part] | None = None  # of an exchange whose parts are not added yet
         self._end: Callable[[], None] | None = None  # completes the sums that are held
         # two hosts with one sum each need no owners
@@ -178,13 +184,24 @@ class Exchange:
 
         `add` calls this if nothing was started.
         """
-        if self._swaps:
+        if self._machine is not None:
+            self._nearby = self._send_nearby(self._machine)
+        elif self._swaps:
             self._started = self._swap()
         elif self._route.others:
-            self._started = [self._send_to_owners()]
+            owners, numbers = self._route.owners[self.world.rank], self._route.numbers
+            sums = {r: self._host_sums(range(numbers[r], numbers[r] + 1)) for r in owners}
+            self._started = [self._send_to_owners(self._route, sums)]
         else:
             known = self._host_sums(self.held)
             self._started = [Part(known, self.slices(self._own[0], self.held), lambda: None)]
+
+    def start_between_machines(self) -> None:
+        """Send on what was exchanged within this machine, if only that was started."""
+        if self._machine is not None and self._nearby is not None:
+            wait, sums = self._nearby
+            wait()
+            self._started, self._nearby = [self._send_to_owners(self._machine, sums)], None
 
     @property
     def sends_on(self) -> bool:
@@ -193,8 +210,9 @@ class Exchange:
 
     def add(self) -> None:
         """Add up what arrives, in that order, and begin to send sums on if `sends_on`."""
-        if self._started is None:
+        if self._started is None and self._nearby is None:
             self.start()
+        self.start_between_machines()
         for part in self._started or ():
             part.wait()
             if (0, self._lanes) not in part.known:
@@ -248,28 +266,52 @@ class Exchange:
             parts.append(Part({span: sent, other_span: received}, out, wait, converted))
         return parts
 
-    def _send_to_owners(self) -> Part:
-        """Send sums of this host to the owners of their slices on other hosts."""
-        size, own_spans = self.layout.slice_size, self._spans_of(self._route.host)
-        numbers, served = self._route.numbers, self._route.served[self.world.rank]
-        sums = [self._host_sums(range(numbers[r], numbers[r] + 1)) for r in served]
-        parts = [_add_up(span, some) for some in sums for span in own_spans]
+    def _send_nearby(
+        self, machine: Route
+    ) -> tuple[Callable[[], None], dict[int, dict[Span, Tensor]]]:
+        """Begin to send the workers of this machine what they add up.
+
+        Returns a call that waits, and the sums that this worker then has, by owner of the slice.
+        """
+        size, owners, ranks = self.layout.slice_size, machine.owners, range(self.world.size)
+        sums = self._own[: len(self.own_spans)]
+        parts = [self.slice_of(flat, o) for some in owners.values() for flat in sums for o in some]
+        spans_from = {rank: self._spans_of(range(rank, rank + 1)) for rank in owners}
+        spans = [span for some in spans_from.values() for span in some]
+        owned = owners[self.world.rank]
+        out = parts[0].new_empty((len(spans), len(owned), size))
+        wait = self.world.begin_all_to_all(
+            out.view(-1),
+            [size * len(owned) * len(spans_from.get(rank, ())) for rank in ranks],
+            torch.cat(parts),
+            [size * len(owners.get(rank, ())) * len(sums) for rank in ranks],
+            "exchanging gradients",
+            polled=False,
+        )
+        by_owner = zip(owned, out.unbind(1), strict=True)
+        return wait, {owner: dict(zip(spans, part, strict=True)) for owner, part in by_owner}
+
+    def _send_to_owners(self, route: Route, sums: Mapping[int, Mapping[Span, Tensor]]) -> Part:
+        """Send sums of this host, by owner, to the owners of their slices on other hosts."""
+        size, own_spans, rank = self.layout.slice_size, self._spans_of(route.host), self.world.rank
+        served = route.owners[rank][1:]
+        parts = [_add_up(span, sums[owner]) for owner in served for span in own_spans]
         spans_from = {
             partner: self._spans_of(host)
-            for partner, host in zip(self._route.partners, self._route.others, strict=True)
+            for partner, host in zip(route.partners, route.others, strict=True)
         }
         spans = [span for some in spans_from.values() for span in some]
         out = self._own[0].new_empty((len(spans), size))
-        ranks = range(self.world.size)
+        others = range(self.world.size)
         wait = self.world.begin_all_to_all(
             out.view(-1),
-            [size * len(spans_from.get(rank, ())) for rank in ranks],
+            [size * len(spans_from.get(other, ())) for other in others],
             torch.cat(parts) if parts else out.new_empty(0),
-            [size * len(own_spans) * (rank in served) for rank in ranks],
+            [size * len(own_spans) * (other in served) for other in others],
             "exchanging gradients",
         )
         own = range(self.own_number, self.own_number + 1)
-        known = {**self._host_sums(own), **dict(zip(spans, out, strict=True))}
+        known = {**sums[rank], **dict(zip(spans, out, strict=True))}
         return Part(known, self.slices(self._own[0], own), wait)
 
     def _spans_of(self, host: range) -> list[Span]:
@@ -315,7 +357,7 @@ class Exchange:
                 held = self._held_by(worker)
                 self.slices(own, held).copy_(self.slices(flat, held))
             elif worker != rank:
-                for owner in (worker, *self._route.served[worker]):
+                for owner in self._route.owners[worker]:
                     self.slice_of(own, owner).copy_(self.slice_of(flat, owner))
 
     def free(self) -> None:
@@ -325,7 +367,7 @@ class Exchange:
     def _fetch(self, own: Tensor, what: str) -> Callable[[], None]:
         """Begin to fetch the slices of the remote workers that this worker serves."""
         size, ranks = self.layout.slice_size, range(self.world.size)
-        owners, partners = self._route.served[self.world.rank], self._route.partners
+        owners, partners = self._route.owners[self.world.rank][1:], self._route.partners
         out = own.new_empty((len(owners), size))
         wait = self.world.begin_all_to_all(
             out.view(-1),
@@ -375,9 +417,10 @@ def gather(exchanges: Sequence[Exchange]) -> list[list[Tensor]]:
 class Route:
     """The communication partners of a worker: one per other host, which handles its slice there.
 
-    Pure: ranks only. `partners` is in rank order. `served` lists, for each worker of this host, the
-    remote ranks whose partner it is. `numbers` has the place of each rank's slice: on hosts of one
-    size, the slices of a worker and its partners are adjacent.
+    Pure: ranks only. `partners` is in rank order. `owners` lists, for each worker of this host, the
+    ranks whose slices it handles here: itself, and the remote ones whose partner it is. `numbers`
+    has the place of each rank's slice: on hosts of one size, the slices of a worker and its
+    partners are adjacent.
     """
 
     def __init__(self, hosts: Sequence[range], rank: int) -> None:
@@ -385,10 +428,10 @@ class Route:
         self.local_rank = rank - self.host.start
         self.others = [host for host in hosts if host != self.host]
         self.partners = [host[self.local_rank % len(host)] for host in self.others]
-        self.served: dict[int, list[int]] = {worker: [] for worker in self.host}
+        self.owners = {worker: [worker] for worker in self.host}
         for host in self.others:
             for number, owner in enumerate(host):
-                self.served[self.host[number % len(self.host)]].append(owner)
+                self.owners[self.host[number % len(self.host)]].append(owner)
         self.is_uniform = len(set(map(len, hosts))) == 1
         by_number = sorted((rank - host.start, rank) for host in hosts for rank in host)
         ranks = [rank for _, rank in by_number]

@@ -172,6 +172,7 @@ class EarlyExchange(Overlap):
 
     def start(self) -> None:
         self._start_until(self._put)
+        self.order[-1].exchange.start_between_machines()
 
     def _take_next(self) -> None:
         """Add the last lane's gradients of the next bucket to the sums, and put them."""
@@ -217,6 +218,8 @@ class EarlyExchange(Overlap):
 
     def _start_until(self, number: int) -> None:
         while self._started < number:
+            if self._started:
+                self.order[self._started - 1].exchange.start_between_machines()
             self._started += 1
             self.order[self._started - 1].exchange.start()
 

@@ -126,7 +126,8 @@ def test_the_page_reconnects_to_a_restarted_server(run, page):
 
 def test_an_unreadable_location_is_reported_until_it_is_readable(run, page, place):
     append(run, scalars(0, loss=1.0))
-    page.open(run.name).until("return document.querySelector('#banner').hidden")
+    page.open(run.name).points("loss", 1)
+    page.until("return document.querySelector('#banner').hidden")
     away = place.rename(place.with_name("away"))
     place.write_bytes(b"no folder")
     try:
