@@ -5,15 +5,16 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-long models integrations check docs bench bench-more clean
+.PHONY: help demo test test-long models integrations versions check docs bench bench-more clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo        train a ViT on two workers, evaluate it, and prove that one worker does the same'
-	@echo 'make test        run all tests but ten long ones'
-	@echo 'make test-long   run the ten long tests, which CI leaves out: about three minutes on two cores'
+	@echo 'make test        run all tests but twelve long ones'
+	@echo 'make test-long   run the twelve long tests, which CI leaves out: about four minutes on two cores'
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
 	@echo 'make integrations  test the Trainers of transformers and Lightning, and programs for Ray, Hydra and submitit: about seven minutes on two cores'
+	@echo 'make versions    run all tests on every Python found, and with the lowest versions of dependencies: about fifteen minutes each on two cores'
 	@echo 'make check       run all checks of style, types, imports, links and public names'
 	@echo 'make docs        build the site of the documentation in docs/_build/html'
 	@echo 'make bench       measure four jobs beside seven ways to train them: about fifteen minutes on two cores'
@@ -36,6 +37,10 @@ models: .venv/ready-dev
 integrations: .venv/ready-dev
 	@$(PIP) --requirement tests/integrations/requirements.txt
 	$(BIN)/pytest tests/integrations
+
+versions: .venv/ready-dev
+	@$(PIP) 'uv>=0.8'
+	$(BIN)/python -m tests.versions
 
 check: .venv/ready-dev
 	$(BIN)/ruff check

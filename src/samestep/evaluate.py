@@ -142,13 +142,13 @@ class Evaluation:
             again = partial(load_again, self._dataset, compared(use, use.earlier), workers)
             self._check.add(use, use.earlier, next(batches)[0], again)
         replicas.refresh()
-        with evaluating(model), torch.no_grad():
+        with evaluating(model), torch.no_grad(), lanes.keep_casts():
             turns = cycle(replicas.holding(model))
             for (number, span), loaded in zip(spans.items(), batches, strict=True):
                 replica = next(turns)
                 data, planned = loaded if isinstance(loaded, Incomplete) else (loaded, len(span))
                 batch = to_device(data, replica.device)
-                block = Block(number, batch, planned, self._is_exact)
+                block = Block(number, data, planned, self._is_exact)  # not on a GPU, to count it
                 if batch is None:
                     raise EvaluationError(
                         f"block {number} of the evaluation has no samples, because collate_fn"

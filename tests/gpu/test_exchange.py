@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 
 import pytest
+from torch import nn
 
 import samestep as ss
+from samestep.step import exchange
+from tests.gpu.machines import enter_machine
 from tests.gpu.simulated import VISIBLE
-from tests.jobs import events
+from tests.jobs import classify, events, images
 
 
 def chosen(visible, variables, directory):
@@ -40,3 +43,37 @@ def test_worker_without_a_gpu_is_named(gpus, tmp_path):
     for end in gpus.ends_of(2, chosen, ["0", ""], {}, tmp_path):
         assert isinstance(end.error, ss.ConfigError)
         assert "torch finds no GPU on worker 1" in str(end.error)
+
+
+def peak_of_step(options, first_ranks=()):
+    """Return the most memory of the first device in a step, beyond that before, in gradients."""
+    from tests.gpu.simulated.device import LIBRARY
+
+    if first_ranks:
+        enter_machine(first_ranks)
+    exchange.BUCKET_BYTES = 1 << 16
+    with ss.init(timeout=60, **options) as run:
+        inner = [nn.Linear(128, 128, bias=False) for _ in range(30)]
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128, bias=False), *inner)
+        model = run.replicate(model)
+        index = run.devices[0].index
+        for batch in run.batches(images(8), 4, steps=2):
+            model.zero_grad()
+            LIBRARY.sim_peak_bytes(index)  # since here
+            before = LIBRARY.sim_peak_bytes(index)
+            run.backward(classify, model, batch)
+            peak = LIBRARY.sim_peak_bytes(index) - before
+        return peak / sum(parameter.nbytes for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("first_ranks", "most"),
+    [pytest.param([], 1.1, id="1 machine"), pytest.param([0, 2], 1.6, id="2 machines")],
+)
+def test_exchange_takes_little_more_memory_than_the_gradients(first_ranks, most, gpus):
+    for peak in gpus.workers(4, peak_of_step, {"lanes": 4}, first_ranks):
+        assert 1.0 <= peak < most
+
+
+def test_sums_of_other_devices_are_fetched_in_turn(gpus):
+    assert 1.0 <= gpus.call(peak_of_step, {"lanes": 4, "devices": 4}) < 3.3

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from bisect import bisect
-
 import pytest
 import torch
 import torchmetrics
 
 import samestep as ss
 from samestep.comm.distributed import Distributed
+from samestep.step import exchange
+from tests.gpu.machines import enter_machine
 from tests.gpu.simulated import VISIBLE
 from tests.jobs import Net, classify, fingerprint, images
 
@@ -97,13 +96,8 @@ def with_options(options):
 
 def on_machines(first_ranks):
     """Return the result of training on machines, and how many numbers it sent to other ones."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    bounds = [*first_ranks, size]
-    number = bisect(first_ranks, rank) - 1
-    machine = range(bounds[number], bounds[number + 1])
-    os.environ["LOCAL_RANK"] = str(rank - machine.start)
-    os.environ["LOCAL_WORLD_SIZE"] = str(len(machine))
-    os.environ[VISIBLE] = ",".join(map(str, machine))
+    machine = enter_machine(first_ranks)
+    exchange.BUCKET_BYTES = 1 << 12  # several exchanges, also during backward
     begin, sent = Distributed.begin_all_to_all, []
 
     def begin_all_to_all(world, out, out_sizes, own, own_sizes, what, **options):

@@ -8,10 +8,16 @@ from torch import nn
 
 import samestep as ss
 from tests.gpu.simulated import VISIBLE
-from tests.jobs import classify, images
+from tests.jobs import classify, events, images
+
+PHASES = ("compute", "exchange", "optimizer")
 
 
-def waits_of(lanes, *, layers=12, devices=1, shards=False):
+def items(batch):
+    return (batch[1] >= 0).sum()
+
+
+def waits_of(lanes, *, layers=12, devices=1, shards=False, count=None):
     """Return the reasons for waits in the third step, in its parts."""
     from tests.gpu.simulated.device import counted
 
@@ -25,7 +31,7 @@ def waits_of(lanes, *, layers=12, devices=1, shards=False):
         run.track(model=model, optimizer=optimizer)
         for batch in run.batches(images(64), 16, steps=3):
             with counted() as backward:
-                run.backward(classify, model, batch)
+                run.backward(classify, model, batch, count=count)
             with counted() as rest:
                 run.clip_grad_norm(model, 1.0)
                 optimizer.step()
@@ -35,7 +41,7 @@ def waits_of(lanes, *, layers=12, devices=1, shards=False):
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 def test_step_waits_once_for_a_device(lanes, gpus):
-    assert gpus.call(waits_of, lanes) == (["event on cuda:0"], [])
+    assert gpus.call(waits_of, lanes, count=items) == (["event on cuda:0"], [])
 
 
 def test_step_waits_once_for_each_device(gpus):
@@ -59,7 +65,7 @@ def waits_of_evaluation():
     with ss.init(timeout=60) as run:
         model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
         with counted() as waits:
-            run.evaluate(classify, model, images(40), 10)
+            run.evaluate(classify, model, images(40), 10, count=items)
         return waits
 
 
@@ -90,9 +96,14 @@ def order_of_step(lanes, devices, loss_factor=1.0):
     order = []
 
     class LoggedEvent(torch.cuda.Event):
+        def __init__(self, enable_timing=False):  # noqa: FBT002  as in torch
+            super().__init__()
+            self.is_clock = enable_timing
+
         def record(self, stream=None):
             super().record(stream)
-            order.append("record")
+            if not self.is_clock:
+                order.append("record")
 
         def synchronize(self):
             super().synchronize()
@@ -126,3 +137,45 @@ def test_loss_that_is_not_finite_is_noticed_in_its_step(gpus):
     *_, waited, message = gpus.call(order_of_step, 2, 1, float("nan"))
     assert waited == "wait"
     assert message.startswith("the loss is nan at step 0 in lane 0")
+
+
+def peer_copies_of(layers):
+    from tests.gpu.simulated.device import LIBRARY
+
+    with ss.init(lanes=2, devices=2, timeout=60) as run:
+        norms = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(layers)]
+        model = run.replicate(nn.Sequential(nn.Flatten(), *norms, nn.Linear(64, 10)))
+        for batch in run.batches(images(32), 16, steps=2):
+            model.zero_grad()
+            before = LIBRARY.sim_peer_copies()
+            run.evaluate(classify, model, images(4), 4)
+            evaluated = LIBRARY.sim_peer_copies() - before
+            run.backward(classify, model, batch)
+    return evaluated
+
+
+def test_parameters_are_copied_to_other_devices_together(gpus):
+    assert gpus.call(peer_copies_of, 9) == 1
+
+
+def timings_of_steps(directory):
+    """Return the seconds of each step, if each phase of a GPU takes 2 s."""
+    torch.cuda.Event.elapsed_time = lambda self, end: 2000.0
+    with ss.init(lanes=2, timeout=60, dir=directory) as run:
+        model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        run.track(model=model, optimizer=optimizer)
+        for batch in run.batches(images(16), 8, steps=2):
+            for _ in range(2):
+                run.backward(classify, model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_phases_of_a_step_are_measured_by_the_device(gpus, tmp_path):
+    gpus.call(timings_of_steps, tmp_path)
+    timings = events(tmp_path, "timing")
+    assert [event["step"] for event in timings] == [0, 1]
+    for event in timings:
+        (seconds,) = event["workers"]
+        assert [seconds[phase] for phase in PHASES] == [4.0, 4.0, 2.0]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep as ss
-from tests.jobs import events, image_job, left_by
+from tests.jobs import events, image_job, images, left_by
 from tests.needs import needs
 from tests.run import kinds
 
@@ -62,6 +64,42 @@ def test_bfloat16_autocast_gives_the_same_bits(tmp_path):
     assert fingerprint_of(image_job, tmp_path / "bfloat16", precision="bfloat16") != left_by(
         image_job, tmp_path / "float32", 1, lanes=8
     )
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of a tensor of `shape` from float32."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
+            self.count += args[0].dtype == torch.float32
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("embed", [None, lambda model, batch: model(batch[0].flatten(1))])
+def test_lanes_and_blocks_cast_a_parameter_once(embed):
+    def loss_fn(model, batch):
+        if torch.rand(()) < 0.5:
+            with torch.no_grad():
+                model(batch[0].flatten(1))
+        return model(batch[0].flatten(1)).float().square().mean()
+
+    def contrast(_, outputs):
+        return outputs.float().square().mean()
+
+    with ss.init(lanes=8, precision="bfloat16") as run:
+        model = run.replicate(torch.nn.Linear(64, 10))
+        (batch,) = run.batches(images(16), 16, steps=1)
+        with Casts(model.weight.shape) as casts:
+            run.backward(contrast if embed else loss_fn, model, batch, embed=embed)
+        assert casts.count == 1
+        assert model.weight.grad.abs().sum() > 0
+        with Casts(model.weight.shape) as casts:
+            run.evaluate(loss_fn, model, images(16), 4)
+        assert casts.count == 1
 
 
 def test_sharding_gives_the_same_bits_for_a_vit_with_mixup_clipping_and_ema(tmp_path):

@@ -108,6 +108,26 @@ def divided(world, sizes, *arguments):
     return exchanged(world, *arguments)
 
 
+def on_machines(world, sizes, *arguments):
+    """Run `exchanged` without shared memory, on machines with `sizes` workers."""
+    ends = list(accumulate(sizes))
+    world.machines = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return divided(world, [1] * world.size, *arguments, "world")
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    more_lanes=st.integers(0, 9),
+    seed=st.integers(0, 1000),
+)
+def test_machines_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed):
+    workers = sum(sizes)
+    arguments = (workers + more_lanes, [torch.float32], [seed, seed + 1])
+    found = in_threads(workers, on_machines, sizes, *arguments)
+    assert found == [expected_of(*arguments)] * workers
+
+
 @settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),

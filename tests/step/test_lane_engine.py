@@ -55,7 +55,7 @@ def loss_fn(model, batch):
 
 
 def backward(
-    lanes, model, *, step=0, update=None, count=None, loss_fn=loss_fn, note=None, planned=True
+    lanes, model, *, step=0, update=None, count=None, loss_fn=loss_fn, note=dict, planned=True
 ):
     return lanes.backward(
         LossSpec(loss_fn, model, count),
@@ -84,7 +84,7 @@ def everything(world, bucket_bytes=None):
     lanes = LaneEngine(world, Config(), LANES, [CPU])
     model = model_of(lanes)
     found = []
-    result = backward(lanes, model, note={"from": world.rank})
+    result = backward(lanes, model, note=lambda: {"from": world.rank})
     assert result.notes == [{"from": rank} for rank in range(world.size)]
     found.append(
         [
@@ -181,7 +181,7 @@ def test_each_leaf_and_each_sum_is_rounded_once():
     lanes, model = alone(exchange_dtype="bfloat16"), nn.Linear(6, 40)
     lanes.add(model)
     spec = LossSpec(loss_fn, model, len, "sum")
-    lanes.backward(spec, batch_of(lanes), model, (0, 0), None)
+    lanes.backward(spec, batch_of(lanes), model, (0, 0), dict)
     left = rounded_once(leaf(0) + rounded_once(leaf(2) + leaf(3)))
     assert torch.equal(model.weight.grad, rounded_once(left + leaf(4)) * (1 / sum(COUNTS)))
 
@@ -241,7 +241,7 @@ def test_gradients_are_sent_to_other_hosts_during_backward_of_the_last_lane(each
                 Batch(0, lanes.own, [3] * lanes.lanes, iter(samples)),
                 model,
                 (0, 0),
-                None,
+                dict,
             )
         return order, gradients(model)
 
@@ -284,7 +284,7 @@ def test_hosts_with_several_workers_send_gradients_during_backward():
                 Batch(0, lanes.own, [3] * 8, iter(samples)),
                 model,
                 (step, 0),
-                None,
+                dict,
             )
         return order, gradients(model)
 
@@ -323,7 +323,7 @@ def test_large_gradients_are_copied_into_the_exchange_during_backward():
                 batch,
                 model,
                 (step, 0),
-                None,
+                dict,
             )
             found.append(gradients(model))
             if step == 0:

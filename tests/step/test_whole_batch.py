@@ -137,7 +137,7 @@ def everything(world, lanes=LANES, bucket_bytes=None):
         update = model.text if step == 2 else model
         spec = LossSpec(clip_loss, model, embed=embed)
         result = engine.backward(
-            spec, Batch(0, engine.own, counts, iter(batches)), update, (step, 0), None
+            spec, Batch(0, engine.own, counts, iter(batches)), update, (step, 0), dict
         )
         found.append([gradients(model), [(one.lane, one.metrics) for one in result.results]])
         if step == 0:
@@ -175,7 +175,7 @@ def test_the_first_lane_may_have_no_samples():
         parts = {1: slice(0, 3), 3: slice(3, 5)}
         batches = [(images[parts[n]], texts[parts[n]]) for n in engine.own if n in parts]
         batch = Batch(0, engine.own, counts, iter(batches))
-        engine.backward(LossSpec(clip_loss, model, embed=embed), batch, model, (0, 0), None)
+        engine.backward(LossSpec(clip_loss, model, embed=embed), batch, model, (0, 0), dict)
         reference = Clip()
         clip_loss(reference, embed(reference, (images, texts)))[0].backward()
         assert_close(model, reference)
@@ -325,7 +325,7 @@ def test_lanes_whose_embeddings_differ_in_shape_are_named():
         batches = [pairs(size) for size in [[2, 2, 3][lane] for lane in engine.own]]
         batch = Batch(0, engine.own, [2, 2, 3], iter(batches))
         with pytest.raises(LossError) as caught:
-            engine.backward(LossSpec(clip_loss, model, embed=by_size), batch, model, (0, 0), None)
+            engine.backward(LossSpec(clip_loss, model, embed=by_size), batch, model, (0, 0), dict)
         return str(caught.value)
 
     expected = (

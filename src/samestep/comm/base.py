@@ -33,13 +33,14 @@ class World(ABC):
 
     `hosts` has one range of ranks per host, in rank order. Workers of one host share memory; a
     worker that shares none counts as a separate host. `machines` has the ranks of each machine if
-    those are not `hosts`: with NCCL, workers share no memory but are near each other. `local_ranks` are the ranks that were started
-    on this host, None for those of `host`. `made_group` is whether torch.distributed's default
-    group exists only for users' code; the caller of `connect` ends it with `end_group`. `barriers`
-    counts the calls in which every worker waited for all others: barriers and all gathering calls.
-    `what` describes the purpose of a call in error messages. Calls raise `WorldError` if a worker
-    has exited or times out. `exchange` names what carries gradients. `abandoned` is set once this
-    worker has failed: the others may not have, so that nothing can be ended together.
+    those are not `hosts`: with NCCL, workers share no memory but are near each other. `local_ranks`
+    are the ranks that were started on this host, None for those of `host`. `made_group` is whether
+    torch.distributed's default group exists only for users' code; the caller of `connect` ends it
+    with `end_group`. `barriers` counts the calls in which every worker waited for all others:
+    barriers and all gathering calls. `what` describes the purpose of a call in error messages.
+    Calls raise `WorldError` if a worker has exited or times out. `exchange` names what carries
+    gradients. `abandoned` is set once this worker has failed: the others may not have, so that
+    nothing can be ended together.
 
     samestep's own messages are JSON and tensors. Only users' objects are pickled; with a
     `signing_key`, each is signed by its sender and verified before it is unpickled.

@@ -219,8 +219,7 @@ class Distributed(World):
         works = []
         with self._waiting(what):
             if own.is_cuda:
-                _all_gather_flat(out, own, self._group)
-                self._note(what)
+                works = [_all_gather_flat(out, own, self._group, async_op=True)]
             else:
                 parts = dict(enumerate(out.split(len(own)) if len(own) else ()))
                 if parts and parts[self.rank].data_ptr() != own.data_ptr():

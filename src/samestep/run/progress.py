@@ -100,6 +100,7 @@ class Progress:
         self._optimizer_seconds = 0.0
         self._measured: tuple[float, float] | None = None  # time and waits at the last measurement
         self._seconds: dict[str, float] = {}
+        self._gpu_seconds: Callable[[], dict[str, float]] = dict  # replace those of the host
         self._decision, self._requested = Decision(), False
         self._score: float | None = None
         self._first_step = 0 if resumed is None else resumed.step  # of this start
@@ -240,7 +241,7 @@ class Progress:
             "snapshot_due": self._snapshots.time_is_up(),
             "copy_due": self._snapshots.in_memory.time_is_up(),
             "writing": self._snapshots.is_writing,
-            "seconds": self._seconds,
+            "seconds": {**self._seconds, **self._gpu_seconds()},
             "data": self._data_check.note(),
         }
 
@@ -255,19 +256,20 @@ class Progress:
         self._decision = Decision(signal, notes[0]["snapshot_due"], notes[0]["copy_due"], writing)
         if self._seconds:
             self._record.timing(self.step - 1, [note["seconds"] for note in notes])
-            self._seconds = {}
+            self._seconds, self._gpu_seconds = {}, dict
         self.status.set_activity(OUTSIDE if self._current is None else BODY)
 
     def time_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure the time of an optimizer's steps."""
-        started = 0.0
+        clock, started, begun = self._lanes.gpu_clock, 0.0, None
 
         def start(*_: Any) -> None:
-            nonlocal started
-            started = time.perf_counter()
+            nonlocal started, begun
+            started, begun = time.perf_counter(), clock.mark()
 
         def stop(*_: Any) -> None:
             self._optimizer_seconds += time.perf_counter() - started
+            clock.add("optimizer", begun, clock.mark())
 
         optimizer.register_step_pre_hook(start)
         optimizer.register_step_post_hook(stop)
@@ -284,6 +286,7 @@ class Progress:
             "snapshot": self._snapshots.stall_seconds,
             OWN: now[0] - began - (now[1] - waited),
         }
+        self._gpu_seconds = lanes.gpu_clock.take()
         lanes.compute_seconds = lanes.exchange_seconds = 0.0
         self._optimizer_seconds = self._snapshots.stall_seconds = 0.0
 

@@ -334,7 +334,8 @@ class Run(Collectives, Log):
             model: First argument of `loss_fn`.
             batch: Batch of a loop.
             update: Module whose parameters get gradients; default: `model`.
-            count: Returns the number of items in a lane batch, over which the lane's mean is taken;
+            count: Returns the number of items in a lane batch, which is still in host memory, over
+                which the lane's mean is taken;
                 default: its samples, the length that all of its tensors and lists have. Lanes
                 without items are skipped.
             reduction: With "sum", the loss and the scalars are sums, which are divided by
@@ -384,7 +385,7 @@ class Run(Collectives, Log):
         if embed is not None and self.lanes == 1:
             loss_fn, embed = loss_of_one_lane(loss_fn, embed), None
         loss, progress = LossSpec(loss_fn, model, count, reduction, embed), self._progress
-        result = self._lanes.backward(loss, batch, update, progress.next_call(), progress.note())
+        result = self._lanes.backward(loss, batch, update, progress.next_call(), progress.note)
         progress.receive(result.notes)
         return Means(result.results, reduction)
 

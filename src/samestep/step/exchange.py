@@ -12,7 +12,9 @@ soon as the next exchange starts, the machine's sums to the owners on other mach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -26,11 +28,11 @@ from samestep.step.layout import (
     GPU_ALIGNMENT_BYTES,
     Layout,
     Span,
-    flattened,
     halves,
     lanes_of,
     subtrees,
     tree_sum,
+    view_like,
 )
 
 Across = Literal["host", "world"]
@@ -142,7 +144,7 @@ class Exchange:
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return a view of flat storage per parameter, with its shape and storage order."""
         return [
-            _view_like(flat, offset, like)
+            view_like(flat, offset, like)
             for offset, like in zip(self.layout.offsets, self.parameters, strict=False)
         ]
 
@@ -198,10 +200,20 @@ class Exchange:
 
     def start_between_machines(self) -> None:
         """Send on what was exchanged within this machine, if only that was started."""
-        if self._machine is not None and self._nearby is not None:
-            wait, sums = self._nearby
+        if self._machine is None or self._nearby is None:
+            return
+        (wait, sums), self._nearby = self._nearby, None
+        device = self.parameters[0].device
+        with _stream_beside(device) as stream:  # backward need not wait for the network
             wait()
-            self._started, self._nearby = [self._send_to_owners(self._machine, sums)], None
+            self._started = [part] = [self._send_to_owners(self._machine, sums)]
+        if stream is not None:  # memory is not reused until both streams are done with it
+            for received, user in (
+                *((rows, stream) for rows in sums.values()),
+                (part.known, torch.cuda.current_stream(device)),
+            ):
+                for row in received.values():
+                    row.record_stream(user)
 
     @property
     def sends_on(self) -> bool:
@@ -294,25 +306,29 @@ class Exchange:
     def _send_to_owners(self, route: Route, sums: Mapping[int, Mapping[Span, Tensor]]) -> Part:
         """Send sums of this host, by owner, to the owners of their slices on other hosts."""
         size, own_spans, rank = self.layout.slice_size, self._spans_of(route.host), self.world.rank
-        served = route.owners[rank][1:]
-        parts = [_add_up(span, sums[owner]) for owner in served for span in own_spans]
+        ranks, served = range(self.world.size), route.owners[rank][1:]
         spans_from = {
             partner: self._spans_of(host)
             for partner, host in zip(route.partners, route.others, strict=True)
         }
-        spans = [span for some in spans_from.values() for span in some]
-        out = self._own[0].new_empty((len(spans), size))
-        others = range(self.world.size)
+        serves_all = len(served) == len(ranks) - 1 and self._route.numbers == [*ranks]
+        if serves_all and len(own_spans) == 1:  # one more slice is sent, to itself, but none copied
+            own, served, spans_from[rank] = self._own[0], [*ranks], own_spans
+        else:
+            parts = [_add_up(span, sums[owner]) for owner in served for span in own_spans]
+            own = torch.cat([self._own[0][:0], *parts])
+        spans = [span for other in ranks for span in spans_from.get(other, ())]
+        out = own.new_empty((len(spans), size))
         wait = self.world.begin_all_to_all(
             out.view(-1),
-            [size * len(spans_from.get(other, ())) for other in others],
-            torch.cat(parts) if parts else out.new_empty(0),
-            [size * len(own_spans) * (other in served) for other in others],
+            [size * len(spans_from.get(other, ())) for other in ranks],
+            own,
+            [size * len(own_spans) * (other in served) for other in ranks],
             "exchanging gradients",
         )
-        own = range(self.own_number, self.own_number + 1)
+        slices = range(self.own_number, self.own_number + 1)
         known = {**sums[rank], **dict(zip(spans, out, strict=True))}
-        return Part(known, self.slices(self._own[0], own), wait)
+        return Part(known, self.slices(self._own[0], slices), wait)
 
     def _spans_of(self, host: range) -> list[Span]:
         lanes = [lanes_of(rank, self.world.size, self._lanes) for rank in (host[0], host[-1])]
@@ -443,7 +459,18 @@ def _add_up(span: Span, known: Mapping[Span, Tensor]) -> Tensor:
     return tree_sum(span, known.get, Tensor.add_)
 
 
-def _view_like(flat: Tensor, offset: int, like: Tensor) -> Tensor:
-    dense = flattened(like).data_ptr() == like.data_ptr()
-    strides = (like if dense else like.contiguous()).stride()
-    return flat.as_strided(like.shape, strides, flat.storage_offset() + offset)
+@contextmanager
+def _stream_beside(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+    """Enter a stream of its own on a GPU, which waits for what the current one has to do so far."""
+    if device.type != "cuda":
+        yield None
+        return
+    stream = _second_stream(device)
+    stream.wait_event(torch.cuda.current_stream(device).record_event())
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+@cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,6 +43,50 @@ class StepResult:
     notes: list[Any]
 
 
+class GpuClock:
+    """Measures what a GPU does between points of a program, in its current stream; not on CPUs.
+
+    Events measure it: the host only puts them into the stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._phases: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return a point in the stream, after all that the host has given to the GPU so far."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def add(self, phase: str, start: torch.cuda.Event | None, end: torch.cuda.Event | None) -> None:
+        """Count the time between two points as a part of a phase."""
+        if start is not None and end is not None:
+            self._phases.append((phase, start, end))
+
+    def take(self) -> Callable[[], dict[str, float]]:
+        """Return a call that returns the seconds of each phase since the last `take`.
+
+        The GPU should have passed all points by then, or the call waits for it.
+        """
+        phases, self._phases = self._phases, []
+
+        def seconds() -> dict[str, float]:
+            found: dict[str, float] = {}
+            for phase, start, end in phases:
+                try:
+                    milliseconds = start.elapsed_time(end)
+                except RuntimeError:  # not yet passed
+                    end.synchronize()
+                    milliseconds = start.elapsed_time(end)
+                found[phase] = found.get(phase, 0.0) + milliseconds / 1000
+            return found
+
+        return seconds
+
+
 class LaneEngine(LaneContext):
     """Computes gradients over all lanes, and holds the state shared between steps."""
 
@@ -52,6 +96,7 @@ class LaneEngine(LaneContext):
         self.seals: list[GradientSeal] = []
         self.compute_seconds = 0.0
         self.exchange_seconds = 0.0
+        self.gpu_clock = GpuClock(self.devices[0])
         # parameters by id, with their dtypes and devices when they were replicated
         self._replicated: dict[int, tuple[Parameter, torch.dtype, torch.device]] = {}
         self._modules: list[Module] = []  # replicated
@@ -158,11 +203,17 @@ class LaneEngine(LaneContext):
         return [flat_buffer for shard in self.shards for flat_buffer in shard.flat_buffers]
 
     def backward(
-        self, loss: LossSpec, batch: Batch, update: Module, seed: tuple[int, ...], note: Any
+        self,
+        loss: LossSpec,
+        batch: Batch,
+        update: Module,
+        seed: tuple[int, ...],
+        note: Callable[[], Any],
     ) -> StepResult:
         """Set `.grad` in `update` to the gradient of the mean loss over the global batch.
 
-        `seed` numbers this call in the run. `note` is JSON that is sent to all workers.
+        `seed` numbers this call in the run. `note` returns JSON that is sent to all workers; it is
+        called when GPUs have completed the steps before.
         """
         started = time.perf_counter()
         data_before = batch.data_seconds
@@ -178,8 +229,10 @@ class LaneEngine(LaneContext):
         earlier = [] if are_clear else stash_gradients(parameters)
         kind = LanePass if loss.embed is None else WholeBatchPass
         lane_pass = kind(self, loss, batch, parameters, seed, overlap.active)
+        begun = self.gpu_clock.mark()
         with self.manual.lanes():
             own = lane_pass.run()
+        computed = self.gpu_clock.mark()
         self.world.wait_for_gpu()
         report = lane_pass.report(own)  # reads losses, so it waits until a GPU has computed them
         elsewhere = batch.data_seconds - data_before + lane_pass.exchange_seconds
@@ -188,7 +241,7 @@ class LaneEngine(LaneContext):
 
         started = time.perf_counter()
         overlap.finish(own)
-        receive = self.world.begin_all_gather_json([report, note], "exchanging losses")
+        receive = self.world.begin_all_gather_json([report, note()], "exchanging losses")
         overlap.start()
         reports = receive()  # all workers synchronize here
         results = [
@@ -208,6 +261,8 @@ class LaneEngine(LaneContext):
             _add_earlier(parameters, earlier)
         self.seal(parameters)
         self.exchange_seconds += time.perf_counter() - started
+        self.gpu_clock.add("compute", begun, computed)
+        self.gpu_clock.add("exchange", computed, self.gpu_clock.mark())
         return StepResult(results, [worker_note for _, worker_note in reports])
 
     def _trainable(self, update: Module) -> Parameters:

@@ -85,6 +85,13 @@ class LaneContext:
             return nullcontext()
         return torch.autocast(self.devices[0].type, getattr(torch, self.config.precision))
 
+    def keep_casts(self) -> AbstractContextManager[Any]:
+        """Return a context in which several `autocast` blocks cast each parameter once."""
+        if self.config.precision == "float32":
+            return nullcontext()
+        # torch forgets casts at the end of the outermost block, enabled or not
+        return torch.autocast(self.devices[0].type, enabled=False)
+
 
 @dataclass
 class LanePass:
@@ -124,15 +131,18 @@ class LanePass:
         replicas = self.context.replicas
         replicas.refresh()
         sums = self._sums
-        with generators_restored():
+        with generators_restored(), self.context.keep_casts():
             for _ in zip_longest(*map(self._run_on, replicas.all)):
                 pass  # devices take turns, one lane each, so that all get work early
-        if len(replicas.all) > 1:
-            first = replicas.all[0].device
-            for span, some in sums.items():
-                sums[span] = [None if gradient is None else gradient.to(first) for gradient in some]
+        first = replicas.all[0].device
+
+        def moved(span: Span) -> Gradients | None:
+            some = sums.pop(span, None)  # only two are on the first device at a time
+            return some and [None if gradient is None else gradient.to(first) for gradient in some]
+
+        known = sums.get if len(replicas.all) == 1 else moved
         own_spans = subtrees(self.context.own, self.context.lanes)
-        own = [tree_sum(span, sums.get, add_gradients) for span in own_spans]
+        own = [tree_sum(span, known, add_gradients) for span in own_spans]
         for n, gradients in self._taken.items():
             for some, gradient in zip(own, gradients, strict=True):
                 some[n] = gradient
@@ -204,8 +214,8 @@ class LanePass:
 
     def _gradients(self, lane: int, replica: Replica) -> Gradients:
         context = self.context
+        count = self._count_of(lane)
         batch = self._moved(lane, replica)
-        count = self._count_of(batch, lane)
         if count == 0 and self.loss.reduction == "mean":
             return [None] * len(self.parameters)
         parameters = replica.of(self.parameters)
@@ -252,7 +262,9 @@ class LanePass:
             return None if share == count else torch.full_like(loss, share / max(1, count))
         return torch.full_like(loss, share / (self._total or 1))
 
-    def _count_of(self, batch: Any, lane: int) -> int:
+    def _count_of(self, lane: int) -> int:
+        """Count the items of a lane's batch where it was loaded: a GPU would have to be awaited."""
+        batch = self._batches[lane]
         if self.loss.count is None:
             return self.batch.samples(lane, batch)
         count = self.loss.count(batch)

@@ -170,3 +170,10 @@ def flattened(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.permute(storage_order(tensor)).reshape(-1).contiguous()
+
+
+def view_like(flat: Tensor, offset: int, like: Tensor) -> Tensor:
+    """Return a view of 1-D storage from `offset`, with the shape and storage order of `like`."""
+    dense = flattened(like).data_ptr() == like.data_ptr()
+    strides = (like if dense else like.contiguous()).stride()
+    return flat.as_strided(like.shape, strides, flat.storage_offset() + offset)

@@ -179,7 +179,7 @@ class EarlyExchange(Overlap):
         bucket = self.order[self._put]
         spans, dtype = bucket.exchange.own_spans, bucket.exchange.dtype
         known = {span: bucket.select(gradients) for span, gradients in self._sums.items()}
-        last = bucket.select([parameter.grad for parameter in self._parameters])
+        last = [None if n is None else self._parameters[n].grad for n in bucket.numbers]
         if known:  # without other lanes, the copy into the exchange rounds
             last = [None if one is None else one.to(dtype) for one in last]
         known[spans[-1][1] - 1, spans[-1][1]] = last

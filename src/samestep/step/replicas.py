@@ -19,9 +19,9 @@ from torch.nn import Module, Parameter
 from samestep.comm.base import World
 from samestep.data.batch import BatchCopier
 from samestep.errors import ModelError
-from samestep.step.layout import lanes_of
+from samestep.step.layout import GPU_ALIGNMENT_BYTES, Layout, lanes_of, view_like
 
-# Larger tensors are sent separately: concatenating them would use memory and copy them twice.
+# Larger tensors are sent separately: joining them would use memory and copy them twice.
 LARGE_BYTES: Final = 1 << 20
 WHAT: Final = "replicating a model"
 
@@ -89,12 +89,25 @@ class Home(NamedTuple):
     registry: dict[str, Any]
     name: str
 
+    @property
+    def tensor(self) -> Any:
+        """The tensor that is here now."""
+        return self.registry[self.name]
+
     def put(self, tensor: Tensor) -> None:
         """Store a tensor here."""
         if type(self.owner).__setattr__ is Module.__setattr__:
             self.registry[self.name] = tensor
         else:  # recurrent layers also have a list of their weights
             setattr(self.owner, self.name, tensor)
+
+
+class Staged(NamedTuple):
+    """Small tensors of one dtype: `views` of the first of `flats`, of which each device has one."""
+
+    homes: list[Home]
+    views: list[Tensor]
+    flats: list[Tensor]
 
 
 class Replica:
@@ -106,6 +119,7 @@ class Replica:
         # One per home, none on device 0. While this device computes, the tensors that it replaced.
         self.tensors: list[Tensor] = []
         self.twins: dict[int, Tensor] = {}  # by the ids of the modules' own tensors
+        self.staged: set[int] = set()  # ids of those that lie in a `Staged`
 
     def of(self, parameters: Sequence[Parameter]) -> list[Parameter]:
         """Return this device's replicas of parameters."""
@@ -114,12 +128,20 @@ class Replica:
         # the twin of a parameter is a parameter
         return [self.twins[id(parameter)] for parameter in parameters]  # type: ignore[misc]
 
-    def add(self, tensor: Tensor) -> None:
-        """Make a replica for the next home; a tensor with several homes gets one replica."""
+    def add(self, tensor: Tensor, memory: Tensor | None) -> None:
+        """Make a replica for the next home; a tensor with several homes gets one replica.
+
+        It lies in `memory` if that is given.
+        """
         if id(tensor) not in self.twins:
-            twin = tensor.detach().to(self.device, copy=True)
+            if memory is None:
+                twin = tensor.detach().to(self.device, copy=True)
+            else:
+                twin = memory.copy_(tensor.detach())
             if isinstance(tensor, Parameter):
                 twin = Parameter(twin, tensor.requires_grad)
+            if memory is not None:
+                self.staged.add(id(twin))
             self.twins[id(tensor)] = twin
         self.tensors.append(self.twins[id(tensor)])
 
@@ -134,14 +156,42 @@ class Replicas:
             for number, (device, some) in enumerate(zip(devices, ranges, strict=True))
         ]
         self._homes: dict[tuple[int, str], Home] = {}
+        self._staged: list[Staged] = []
 
     def add(self, module: Module) -> None:
         """Copy a module's new parameters and buffers to all devices."""
-        for key, home in _homes(module).items():
-            if key not in self._homes:
-                self._homes[key] = home
-                for replica in self.all[1:]:
-                    replica.add(home.registry[home.name])
+        homes = [home for key, home in _homes(module).items() if key not in self._homes]
+        self._homes |= _homes(module)
+        if len(self.all) == 1:
+            return
+        memory = self._memory_of(homes)
+        for home in homes:
+            views = memory.get(id(home.tensor), [None] * len(self.all))
+            for replica, view in zip(self.all[1:], views[1:], strict=True):
+                replica.add(home.tensor, view)
+
+    def _memory_of(self, homes: Sequence[Home]) -> dict[int, tuple[Tensor, ...]]:
+        """Return memory on each device for small tensors, by id; `refresh` copies it at once."""
+        memory: dict[int, tuple[Tensor, ...]] = {}
+        known = self.all[1].twins
+        small = {id(home.tensor): home for home in homes if _is_small(home.tensor)}
+        new = [home for number, home in small.items() if number not in known]
+        for dtype in dict.fromkeys(home.tensor.dtype for home in new):
+            some = [home for home in new if home.tensor.dtype == dtype]
+            tensors = [home.tensor for home in some]
+            sizes = tuple(tensor.numel() for tensor in tensors)
+            layout = Layout(sizes, 1, GPU_ALIGNMENT_BYTES // dtype.itemsize)
+            flats = [
+                torch.zeros(layout.flat_size, dtype=dtype, device=replica.device)
+                for replica in self.all
+            ]
+            views = [
+                [view_like(flat, n, t) for n, t in zip(layout.offsets, tensors, strict=False)]
+                for flat in flats
+            ]
+            self._staged.append(Staged(some, views[0], flats))
+            memory.update(zip(map(id, tensors), zip(*views, strict=True), strict=True))
+        return memory
 
     def holding(self, model: Any) -> list[Replica]:
         """Return the devices that can run a model: only the first for an unreplicated module."""
@@ -151,17 +201,20 @@ class Replicas:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the modules' current values to all other devices."""
+        for staged in self._staged:
+            torch._foreach_copy_(staged.views, [home.tensor for home in staged.homes])
+            for flat in staged.flats[1:]:
+                flat.copy_(staged.flats[0], non_blocking=True)
         for replica in self.all[1:]:
             pairs = {
-                id(twin): (twin, home.registry[home.name])
+                id(twin): (twin, home.tensor)
                 for twin, home in zip(replica.tensors, self._homes.values(), strict=True)
             }
             for twin, tensor in pairs.values():
                 if twin.requires_grad != tensor.requires_grad:
                     twin.requires_grad_(tensor.requires_grad)
-            if pairs:
-                twins, tensors = zip(*pairs.values(), strict=True)
-                torch._foreach_copy_(list(twins), list(tensors))
+                if id(twin) not in replica.staged:  # or user code has replaced it
+                    twin.copy_(tensor, non_blocking=True)
 
     @contextmanager
     def on(self, replica: Replica) -> Iterator[None]:
@@ -176,8 +229,13 @@ class Replicas:
     def _swap(self, replica: Replica) -> None:
         homes = self._homes.values()
         for number, (home, tensor) in enumerate(zip(homes, replica.tensors, strict=False)):
-            replica.tensors[number] = home.registry[home.name]
+            replica.tensors[number] = home.tensor
             home.put(tensor)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    is_plain = type(tensor) in {Tensor, Parameter} and tensor.layout == torch.strided
+    return is_plain and tensor.nbytes < LARGE_BYTES
 
 
 def _homes(module: Module) -> dict[tuple[int, str], Home]:

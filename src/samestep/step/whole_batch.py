@@ -65,12 +65,13 @@ class WholeBatchPass(LanePass):
         context = self.context
         context.buffers.begin_step()
         context.replicas.refresh()
-        with generators_restored():
-            for _ in zip_longest(*map(self._embed_on, context.replicas.all)):
-                pass  # devices take turns
-        self._compute_loss()
-        self._is_second = True
-        return super().run()
+        with context.keep_casts():
+            with generators_restored():
+                for _ in zip_longest(*map(self._embed_on, context.replicas.all)):
+                    pass  # devices take turns
+            self._compute_loss()
+            self._is_second = True
+            return super().run()
 
     def scale(self, results: object) -> float:
         """Return 1: the loss is that of all items already."""
@@ -100,9 +101,9 @@ class WholeBatchPass(LanePass):
 
     def _gradients(self, lane: int, replica: Replica) -> Gradients:
         context = self.context
-        batch = self._moved(lane, replica)
+        count, batch = self._count_of(lane), self._moved(lane, replica)
         gradients: Gradients = []
-        if (count := self._count_of(batch, lane)) == 0:
+        if count == 0:
             return gradients
         embed = cast(LossFn, self.loss.embed)
         with context.replicas.on(replica), context.observe((self.loss, self.seed)):

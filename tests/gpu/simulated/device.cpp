@@ -20,6 +20,7 @@
 #include <mutex>
 #include <set>
 #include <thread>
+#include <utility>
 
 using c10::Device;
 using c10::DeviceIndex;
@@ -61,6 +62,9 @@ std::map<std::tuple<DeviceIndex, c10::StreamId, c10::StreamId>, int64_t> waited;
 std::map<const char*, int> in_flight;       // used by collectives, by start of the block
 std::set<void*> freed_in_flight;
 size_t pinned_bytes = 0;                    // as reserved: powers of two, like CUDA's allocator
+std::map<const char*, DeviceIndex> device_of;  // device memory
+size_t used_bytes[MAX_DEVICES] = {}, peak_bytes[MAX_DEVICES] = {};
+int64_t peer_copies = 0;                    // from one device to another
 
 struct Inside {
   Inside() { ++inside; }
@@ -167,6 +171,8 @@ struct DeviceAllocator final : c10::Allocator {
     std::lock_guard<std::recursive_mutex> lock(mutex);
     blocks[static_cast<char*>(pointer)] = rounded;
     allowed[static_cast<char*>(pointer)] = {current_streams[current]};
+    device_of[static_cast<char*>(pointer)] = current;
+    peak_bytes[current] = std::max(peak_bytes[current], used_bytes[current] += rounded);
     return {pointer, pointer, &release, device};
   }
   static void release(void* pointer) {
@@ -174,6 +180,7 @@ struct DeviceAllocator final : c10::Allocator {
     std::lock_guard<std::recursive_mutex> lock(mutex);
     auto block = blocks.find(static_cast<char*>(pointer));
     std::memset(pointer, GARBAGE, block->second);  // as if another tensor used it
+    used_bytes[device_of[block->first]] -= block->second;
     for (auto stream : used_on[block->first])
       if (!allowed[block->first].count(stream))
         failure = "memory was freed while a stream used it that was not recorded";
@@ -341,6 +348,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     use(self);
     use(source);
     Inside guard;
+    if (self.is_cuda() && source.is_cuda() && self.device() != source.device()) ++peer_copies;
     to.copy_(from);
     return self;
   }
@@ -574,6 +582,12 @@ void sim_stream_wait(int device, int64_t stream, int64_t other, int64_t up_to) {
 
 int sim_waits() { return static_cast<int>(waits.size()); }
 const char* sim_wait_reason(int number) { return waits[number].c_str(); }
+
+int64_t sim_peer_copies() { return peer_copies; }
+// Returns the most bytes in use on a device since the last call.
+int64_t sim_peak_bytes(int device) {
+  return std::exchange(peak_bytes[device], used_bytes[device]);
+}
 
 void sim_set_stuck(int value) { stuck = value; }
 void sim_fail(const char* message) { failure = message; }

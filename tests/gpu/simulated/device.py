@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -32,6 +33,8 @@ LIBRARY.sim_stream_wait.argtypes = [ctypes.c_int, *[ctypes.c_int64] * 3]
 LIBRARY.sim_wait_reason.restype = ctypes.c_char_p
 LIBRARY.sim_fail.argtypes = [ctypes.c_char_p]
 LIBRARY.sim_pinned_bytes.restype = ctypes.c_int64
+LIBRARY.sim_peer_copies.restype = ctypes.c_int64
+LIBRARY.sim_peak_bytes.restype = ctypes.c_int64
 LIBRARY.sim_register.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 LIBRARY.sim_unregister.argtypes = [ctypes.c_void_p]
 LIBRARY.sim_begin_use.argtypes = LIBRARY.sim_end_use.argtypes = [ctypes.c_void_p]
@@ -137,6 +140,7 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         self._stream = stream or _current_stream()
         self._number, self._asked = LIBRARY.sim_record(), False
+        self._time = time.perf_counter()
 
     def query(self) -> bool:
         if self._stream is None:
@@ -145,6 +149,13 @@ class Event:
         return asked and bool(
             LIBRARY.sim_is_done(self._stream.device_index, self._number, self._stream.stream_id)
         )
+
+    def elapsed_time(self, end: Event) -> float:
+        for event in (self, end):
+            stream = event._stream
+            if not LIBRARY.sim_is_done(stream.device_index, event._number, stream.stream_id):
+                raise torch.AcceleratorError("CUDA error: device not ready")
+        return 1000 * (end._time - self._time)
 
     def synchronize(self) -> None:
         if self._stream is not None:
