@@ -264,3 +264,26 @@ def test_other_objects_and_lazy_modules_are_rejected():
     ):
         replicate(nn.LazyLinear(3), CPU, Alone())
     replicate(nn.ReLU(), CPU, Alone())
+
+
+class Counting(nn.Module):
+    """Changes a buffer in place between its layers, while autograd keeps a parameter of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, values):
+        result = self.last(self.first(values))
+        self.calls += 1
+        return result
+
+
+def test_a_buffer_may_change_while_backward_needs_a_parameter():
+    module = Counting()
+    replicas = replicas_of(module)
+    replicas.refresh()
+    with replicas.on(replicas.all[1]):
+        module(torch.ones(2, 3)).sum().backward()
+        assert module.first.weight.grad is not None

@@ -190,7 +190,9 @@ class Replicas:
                 for flat in flats
             ]
             self._staged.append(Staged(some, views[0], flats))
-            memory.update(zip(map(id, tensors), zip(*views, strict=True), strict=True))
+            # views count changes together; autograd asks each tensor whether it changed
+            own = [[view.data for view in some] for some in views]
+            memory.update(zip(map(id, tensors), zip(*own, strict=True), strict=True))
         return memory
 
     def holding(self, model: Any) -> list[Replica]:
