@@ -113,6 +113,7 @@ def test_abort_by_nccl_restarts_the_workers(gpus):
     ("failure", "kind", "expected"),
     [
         ("CUDA error: device-side assert triggered", torch.AcceleratorError, "device-side assert"),
+        ("CUDA out of memory. Tried to allocate", torch.OutOfMemoryError, "out of memory"),
         (NCCL_ERROR, ss.WorldError, "last error: socketStartConnect: Connect to 10.0.0.1 failed"),
     ],
 )

@@ -12,6 +12,7 @@ from samestep.step import exchange
 from tests.gpu.machines import enter_machine
 from tests.gpu.simulated import VISIBLE
 from tests.jobs import Net, classify, fingerprint, images
+from tests.run.kinds import streams_job
 
 
 def moved(state):
@@ -67,8 +68,10 @@ def expected(gpus):
     ("workers", "devices", "visible"),
     [
         pytest.param(1, 2, "0,1", id="1 worker, 2 devices"),
+        pytest.param(1, 3, "0,1,2", id="1 worker, 3 devices"),
         pytest.param(1, 4, "0,1,2,3", id="1 worker, 4 devices"),
         pytest.param(2, 1, "0,1", id="2 workers with NCCL"),
+        pytest.param(3, 1, "0,1,2", id="3 workers with NCCL"),
         pytest.param(4, 1, "0,1,2,3", id="4 workers with NCCL"),
         pytest.param(2, 2, "0,1,2,3", id="2 workers with 2 devices and NCCL"),
         pytest.param(2, 1, "0", id="2 workers that share a device"),
@@ -144,3 +147,44 @@ def test_run_resumes_with_the_same_bits_on_other_devices(gpus, tmp_path):
     expected = gpus.call(continued, tmp_path / "straight", 4)
     gpus.workers(2, continued, tmp_path / "resumed", 2)
     assert gpus.call(continued, tmp_path / "resumed", 4) == expected
+
+
+def streamed(devices):
+    with ss.init(lanes=4, timeout=60, devices=devices) as run:
+        torch.manual_seed(0)
+        return fingerprint(moved(streams_job(run)["model"].state_dict()))
+
+
+def test_streams_have_the_same_bits(gpus):
+    one = gpus.call(streamed, 1)
+    assert gpus.call(streamed, 2) == one
+    assert gpus.workers(2, streamed, 1, **{VISIBLE: "0,1"}) == [one] * 2
+
+
+def compared(flipped):
+    """Return the waits of a comparison of equal workers, and the error after one differs."""
+    from tests.gpu.simulated.device import counted
+
+    with ss.init(lanes=2, timeout=60, check_every=None) as run:
+        torch.manual_seed(0)
+        model = run.replicate(Net())
+        run.track(model=model)
+        check = run._progress._divergence
+        check.expire()
+        with counted() as waits:
+            check.compare(1)
+        if run.rank == 1:
+            bits = model.get_parameter(flipped).data.view(torch.int32)
+            bits.bitwise_xor_(torch.ones_like(bits))
+        check.expire()
+        try:
+            check.compare(2)
+        except ss.errors.DivergenceError as error:
+            return waits, str(error)
+
+
+def test_workers_that_differ_are_named_and_only_a_hash_is_copied(gpus):
+    ends = gpus.workers(2, compared, "head.bias", **{VISIBLE: "0,1"})
+    for rank, (waits, message) in enumerate(ends):
+        assert waits == [f"copy to host on cuda:{rank}"]
+        assert message.startswith("workers differ after step 2 in 'model/head.bias': ")

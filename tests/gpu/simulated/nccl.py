@@ -92,7 +92,9 @@ def _hangs(name: str) -> bool:
     call = f"{name} {state['collectives'][name]}"
     if call == os.environ.get(FAILS_AT):
         text = os.environ[FAILURE]
-        raise (dist.DistBackendError if text.startswith("NCCL") else torch.AcceleratorError)(text)
+        kinds = {"NCCL": dist.DistBackendError, "CUDA out of memory": torch.OutOfMemoryError}
+        found = (kind for start, kind in kinds.items() if text.startswith(start))
+        raise next(found, torch.AcceleratorError)(text)
     if call != os.environ.get(HANGS_AT):
         return False
     LIBRARY.sim_set_stuck(1)
