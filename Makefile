@@ -10,8 +10,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo 'make demo        train a ViT on two workers, evaluate it, and prove that one worker does the same'
-	@echo 'make test        run all tests but twelve long ones'
-	@echo 'make test-long   run the twelve long tests, which CI leaves out: about four minutes on two cores'
+	@echo 'make test        run all tests but the long ones'
+	@echo 'make test-long   run the long tests, which CI leaves out: about five minutes on two cores'
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
 	@echo 'make integrations  test the Trainers of transformers and Lightning, and programs for Ray, Hydra and submitit: about seven minutes on two cores'
 	@echo 'make versions    run all tests on every Python found, and with the lowest versions of dependencies: about fifteen minutes each on two cores'

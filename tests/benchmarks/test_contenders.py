@@ -43,6 +43,7 @@ def plain_loss(job):
     return train("plain", 1, job)[0]["loss"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "job"),
     [

@@ -14,6 +14,7 @@ def task():
     return evaluation.Task(model, TensorDataset(*dataset[:512]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", evaluation.WAYS)
 def test_every_contender_computes_the_accuracy_of_the_complete_data_set(way):
     _, scores = evaluation.score(task().model, task().dataset[:])

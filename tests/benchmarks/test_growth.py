@@ -19,6 +19,7 @@ def test_a_network_has_about_the_requested_number_of_parameters(parameters):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["samestep", "ddp", "zero"])
 def test_workers_measure_time_and_memory_of_their_steps(way):
     figures = run_workers(growth_steps.WAYS[way], 2, 10_000, 5)
