@@ -99,12 +99,15 @@ class Guard:
         if not self._is_host_allowed(request):
             text = "expected a loopback name as host, such as localhost or 127.0.0.1"
             return PlainTextResponse(text, 421)
+        has_pass = _equal(request.cookies.get(self._cookie, ""), self._pass)
+        if self._token is not None and not has_pass:
+            response = self._authorize(request, self._token)
+            if response is not None:
+                return response
         if request.method == "PUT" and not _is_from_page(request):
             text = "expected JSON from the page itself; a proxy must pass on the Host header"
             return PlainTextResponse(text, 403)
-        if self._token is None or _equal(request.cookies.get(self._cookie, ""), self._pass):
-            return None
-        return self._authorize(request, self._token)
+        return None
 
     def _authorize(self, request: Request, token: str) -> Response | None:
         """Return the response to a request without a cookie, None if it may pass."""
