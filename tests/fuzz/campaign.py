@@ -18,7 +18,7 @@ from tests.fuzz.targets import targets
 # Imported on first use: by json, pickle and lookups of host names; by a server; by a median of NaN.
 UTF = tuple(f"utf-{bits}{order}" for bits in (16, 32) for order in ("", "-le", "-be"))
 CODECS = ("idna", "punycode", "raw-unicode-escape", "unicode-escape", "utf-8-sig", *UTF)
-MODULES = ("anyio._backends._asyncio", "numpy.ma")
+MODULES = ("anyio._backends._asyncio", "numpy.ma", "psutil")
 # unchecked inputs of each target, so that readers import what they need
 WARM_UP = 5
 FAST_TURNS = 4  # inputs of a fast target for each one of a slow target
