@@ -43,11 +43,11 @@ CODE = re.compile(
 
 
 # each command of a page starts Python and imports torch
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_workers(run_page, 1, page, timeout=240)
+    run_workers(run_page, 1, page, timeout=840)
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "sh"], ids=str)

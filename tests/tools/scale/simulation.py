@@ -63,7 +63,12 @@ class RecordingWorld(World):
         raise NotImplementedError
 
     def all_to_all(self, out, out_sizes, own, own_sizes, what):
-        sizes = ([size * own.element_size() for size in some] for some in (own_sizes, out_sizes))
+        itemsize = own.element_size()
+        sizes = (
+            # a worker copies what it sends to itself
+            [size * itemsize * (rank != self.rank) for rank, size in enumerate(some)]
+            for some in (own_sizes, out_sizes)
+        )
         self.calls.append(AllToAll(*sizes))
 
     def shared(self, nbytes):
