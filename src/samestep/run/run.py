@@ -335,9 +335,8 @@ class Run(Collectives, Log):
             batch: Batch of a loop.
             update: Module whose parameters get gradients; default: `model`.
             count: Returns the number of items in a lane batch, which is still in host memory, over
-                which the lane's mean is taken;
-                default: its samples, the length that all of its tensors and lists have. Lanes
-                without items are skipped.
+                which the lane's mean is taken; default: its samples, the length that all of its
+                tensors and lists have. Lanes without items are skipped.
             reduction: With "sum", the loss and the scalars are sums, which are divided by
                 max(1, items of all lanes). Lanes without items are then run as well.
             embed: For losses that compare samples with each other. Called per lane as

@@ -126,7 +126,7 @@ class Exchange:
         self._summed_at = -1  # the world's number of barriers then
         near = world.machines if self.across == "world" else ()
         self._machine = Route(near, world.rank) if 1 < len(near) < world.size else None
-        self._nearby: tuple[Callable[[], None], dict[int, dict[Span, Tensor]]] | None = None
+        self._nearby: Callable[[], Part] | None = None  # sends on what was exchanged in a machine
         self._started: list[Part] | None = None  # of an exchange whose parts are not added yet
         self._end: Callable[[], None] | None = None  # completes the sums that are held
         # two hosts with one sum each need no owners
@@ -200,20 +200,8 @@ class Exchange:
 
     def start_between_machines(self) -> None:
         """Send on what was exchanged within this machine, if only that was started."""
-        if self._machine is None or self._nearby is None:
-            return
-        (wait, sums), self._nearby = self._nearby, None
-        device = self.parameters[0].device
-        with _stream_beside(device) as stream:  # backward need not wait for the network
-            wait()
-            self._started = [part] = [self._send_to_owners(self._machine, sums)]
-        if stream is not None:  # memory is not reused until both streams are done with it
-            for received, user in (
-                *((rows, stream) for rows in sums.values()),
-                (part.known, torch.cuda.current_stream(device)),
-            ):
-                for row in received.values():
-                    row.record_stream(user)
+        if self._nearby is not None:
+            self._started, self._nearby = [self._nearby()], None
 
     @property
     def sends_on(self) -> bool:
@@ -278,12 +266,10 @@ class Exchange:
             parts.append(Part({span: sent, other_span: received}, out, wait, converted))
         return parts
 
-    def _send_nearby(
-        self, machine: Route
-    ) -> tuple[Callable[[], None], dict[int, dict[Span, Tensor]]]:
+    def _send_nearby(self, machine: Route) -> Callable[[], Part]:
         """Begin to send the workers of this machine what they add up.
 
-        Returns a call that waits, and the sums that this worker then has, by owner of the slice.
+        Returns a call that begins to send the machine's sums to the owners on other machines.
         """
         size, owners, ranks = self.layout.slice_size, machine.owners, range(self.world.size)
         sums = self._own[: len(self.own_spans)]
@@ -301,7 +287,19 @@ class Exchange:
             polled=False,
         )
         by_owner = zip(owned, out.unbind(1), strict=True)
-        return wait, {owner: dict(zip(spans, part, strict=True)) for owner, part in by_owner}
+        known = {owner: dict(zip(spans, part, strict=True)) for owner, part in by_owner}
+
+        def send_on() -> Part:
+            with _stream_beside(out.device) as stream:  # backward need not wait for the network
+                wait()
+                part = self._send_to_owners(machine, known)
+            if stream is not None:  # memory is not reused until both streams are done with it
+                out.record_stream(stream)
+                for row in part.known.values():
+                    row.record_stream(torch.cuda.current_stream(out.device))
+            return part
+
+        return send_on
 
     def _send_to_owners(self, route: Route, sums: Mapping[int, Mapping[Span, Tensor]]) -> Part:
         """Send sums of this host, by owner, to the owners of their slices on other hosts."""

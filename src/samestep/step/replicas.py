@@ -160,18 +160,17 @@ class Replicas:
 
     def add(self, module: Module) -> None:
         """Copy a module's new parameters and buffers to all devices."""
-        homes = [home for key, home in _homes(module).items() if key not in self._homes]
-        self._homes |= _homes(module)
-        if len(self.all) == 1:
-            return
-        memory = self._memory_of(homes)
-        for home in homes:
-            views = memory.get(id(home.tensor), [None] * len(self.all))
-            for replica, view in zip(self.all[1:], views[1:], strict=True):
+        new = {key: home for key, home in _homes(module).items() if key not in self._homes}
+        self._homes |= new
+        others = self.all[1:]
+        memory = self._memory_of([*new.values()]) if others else {}
+        for home in new.values():
+            views = memory.get(id(home.tensor), [None] * len(others))
+            for replica, view in zip(others, views, strict=True):
                 replica.add(home.tensor, view)
 
     def _memory_of(self, homes: Sequence[Home]) -> dict[int, tuple[Tensor, ...]]:
-        """Return memory on each device for small tensors, by id; `refresh` copies it at once."""
+        """Return memory on each other device for small tensors, by id; `refresh` fills it at once."""
         memory: dict[int, tuple[Tensor, ...]] = {}
         known = self.all[1].twins
         small = {id(home.tensor): home for home in homes if _is_small(home.tensor)}
@@ -191,7 +190,7 @@ class Replicas:
             ]
             self._staged.append(Staged(some, views[0], flats))
             # views count changes together; autograd asks each tensor whether it changed
-            own = [[view.data for view in some] for some in views]
+            own = [[view.data for view in some] for some in views[1:]]
             memory.update(zip(map(id, tensors), zip(*own, strict=True), strict=True))
         return memory
 
