@@ -44,20 +44,22 @@ def test_a_good_script_passes_even_if_a_worker_is_killed(verify):
             "step 1: 'metric loss' differs between n=1 and n=2",
             "Likely cause: a lane draws from the generator loss_fn: unseeded, which samestep does",
         ),
-        (
+        pytest.param(
             "depends on the rank",
             "step 2: 'optimizer/state/0/momentum_buffer' differs between n=1 and n=2",
             "after step 2; code that runs on some workers only has changed it",
+            marks=pytest.mark.long,
         ),
         (
             "counts calls",
             "step 1: 'metric loss' differs",
             "Likely cause: a lane changes the attribute Counter.calls, which stays on its worker",
         ),
-        (
+        pytest.param(
             "rank 0 goes forward",
             "step 2: 'model/0.running_mean' differs",
             "Likely cause: Sequential/0.running_mean differs between workers 0 and 1 of n=2 after",
+            marks=pytest.mark.long,
         ),
         (
             "builds early",

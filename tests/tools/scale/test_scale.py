@@ -29,6 +29,7 @@ def scale(capsys):
     return run
 
 
+@pytest.mark.long
 def test_a_script_is_measured_and_larger_runs_are_predicted(scale, tmp_path):
     picture, file = tmp_path / "scale.svg", tmp_path / "scale.json"
     network = ["--latency", "20e-6", "--bandwidth", "12.5e9", "--workers-per-host", "2"]
