@@ -25,21 +25,24 @@ from samestep.launch import launch
 
 if TYPE_CHECKING:
     from samestep.data.batch import PackedList
-    from samestep.data.shards import ShardedDataset, ShardOrder
+    from samestep.data.shards import ShardedDataset, ShardOrder, ShardStream
     from samestep.metrics import Metric, check_metric
     from samestep.run import Run, init
+    from samestep.snapshot.dcp import read_dcp
     from samestep.snapshot.read import read_snapshot
-    from samestep.step.means import Means
+    from samestep.step import Means
 
 _LAZY = {
-    "Means": "samestep.step.means",
+    "Means": "samestep.step",
     "Metric": "samestep.metrics",
     "PackedList": "samestep.data.batch",
     "Run": "samestep.run",
     "ShardOrder": "samestep.data.shards",
+    "ShardStream": "samestep.data.shards",
     "ShardedDataset": "samestep.data.shards",
     "check_metric": "samestep.metrics",
     "init": "samestep.run",
+    "read_dcp": "samestep.snapshot.dcp",
     "read_snapshot": "samestep.snapshot.read",
 }
 
@@ -55,6 +58,7 @@ __all__ = [
     "Run",
     "SamestepError",
     "ShardOrder",
+    "ShardStream",
     "ShardedDataset",
     "SnapshotError",
     "WorkerError",
@@ -62,6 +66,7 @@ __all__ = [
     "check_metric",
     "init",
     "launch",
+    "read_dcp",
     "read_snapshot",
 ]
 

@@ -22,9 +22,9 @@ from samestep.data.loader import Request, compared, load, load_again, size_of
 from samestep.data.random_state import key, keyed
 from samestep.errors import ConfigError, DataError, EvaluationError
 from samestep.metrics import Metric, as_metric, merged_values, unique
+from samestep.step import LaneResult, Means
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.lane_pass import Count, LossFn, read_together
-from samestep.step.means import LaneResult, Means
 from samestep.torchmetrics import TorchMetrics
 
 # Metrics that were returned before. A metric that is returned twice holds samples of two blocks.

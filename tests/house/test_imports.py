@@ -17,7 +17,7 @@ MAY_USE_DISTRIBUTED = {"comm", "launch"}
 # They measure torch's own communication.
 MEASURES = {"tools/doctor/probe.py"}
 # It writes the files of torch.distributed.checkpoint, alone (no_dist), and uses nothing else.
-CHECKPOINTS = "snapshot/read.py"
+CHECKPOINTS = "snapshot/dcp.py"
 OTHERS = [
     path
     for path in sorted(PACKAGE.rglob("*.py"))

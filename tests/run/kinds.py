@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import samestep as ss
 from tests.jobs import Net, classify, fit, images
 
 
@@ -374,11 +375,22 @@ def noise(lane):
         yield torch.rand(lane + 1, 3)
 
 
+def points_of(shard):
+    """Yield the samples of a shard, none for shard 0."""
+    for number in range(shard):
+        yield torch.tensor([shard, number, 1.0])
+
+
 def streams_job(run, hook=lambda step: None):
+    def shards(lane):
+        return ss.ShardStream(
+            range(5), points_of, batch_size=2, lane=lane, lanes=run.lanes, buffer=3
+        )
+
     model = run.replicate(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)))
     optimizer = run.shard(torch.optim.Rprop(model.parameters()))
     run.track(model=model, optimizer=optimizer)
-    for steps, make_stream in ((4, Walk), (None, noise)):  # the second loop is endless
+    for steps, make_stream in ((2, Walk), (3, shards), (None, noise)):  # the last one is endless
         for batch in run.streams(make_stream, steps=steps, name=make_stream.__name__):
             if run.step == 8:
                 break

@@ -8,7 +8,7 @@ import torch
 import samestep as ss
 from samestep.errors import RecordError
 from samestep.run.mixins import scalars_of
-from samestep.step.means import LaneResult, Means
+from samestep.step import LaneResult, Means
 from tests.jobs import Net, classify, images
 from tests.jobs import events as events_in
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from samestep.errors import EvaluationError
-from samestep.step.means import LaneResult, Mean, Means
+from samestep.step import LaneResult, Mean, Means
 
 COUNTS = st.integers(1, 10**6)
 ANY = st.lists(st.tuples(st.floats(), COUNTS), min_size=1, max_size=12)

@@ -16,9 +16,9 @@ from samestep.comm.base import World
 from samestep.errors import DataError, RecordError
 from samestep.record import Record
 from samestep.run.progress import Progress
+from samestep.step import Means
 from samestep.step.gradients import SlicedGradient
 from samestep.step.lane_engine import LaneEngine
-from samestep.step.means import Means
 
 
 class Collectives:

@@ -27,11 +27,11 @@ from samestep.run.loops import PlannedLoop, StreamLoop, make_plan, without_loade
 from samestep.run.mixins import Collectives, Log
 from samestep.run.process import plain_settings, reaches_terminal
 from samestep.run.session import Session
+from samestep.step import Means
 from samestep.step.exchange import Across
 from samestep.step.gradients import GradientSeal, GradScaler
 from samestep.step.lane_engine import clip_gradients
 from samestep.step.lane_pass import Count, LossFn, LossSpec, Reduction
-from samestep.step.means import Means
 from samestep.step.replicas import replicate
 from samestep.step.shard import Shard, check_shardable, choose_across
 from samestep.step.whole_batch import loss_of_one_lane

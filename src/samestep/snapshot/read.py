@@ -9,7 +9,6 @@ import json
 import mmap
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from safetensors.torch import save_file
 from samestep.comm.base import World
 from samestep.comm.shared_memory import share_files
 from samestep.errors import SnapshotError
+from samestep.snapshot.dcp import write_dcp
 from samestep.snapshot.files import (
     READING,
     Destination,
@@ -450,7 +450,7 @@ def export(
         if dcp:
             with _new_directory(destination) as folder:
                 specs = {key: manifest.specs[one.name] for key, one in unread.items()}
-                _write_dcp(
+                write_dcp(
                     folder,
                     {
                         name: {
@@ -546,40 +546,6 @@ def _write_shards(
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
     text = json.dumps(index, ensure_ascii=False, indent=2, sort_keys=True) + "\n"
     (folder / "model.safetensors.index.json").write_text(text, "utf-8")
-
-
-def _write_dcp(
-    folder: Path, state: dict[str, dict[str, torch.Tensor]], read: Callable[[str], torch.Tensor]
-) -> None:
-    """Write a checkpoint of torch.distributed.checkpoint; `read` returns a tensor by its name.
-
-    `state` holds tensors without values. Torch writes its `.metadata` as a pickle, which nothing
-    here ever reads.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.metadata import StorageMeta
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    ((name, _),) = state.items()
-
-    class Planner(DefaultSavePlanner):
-        def lookup_object(self, index: Any) -> torch.Tensor:  # one tensor at a time
-            return read(index.fqn.removeprefix(f"{name}."))
-
-    class Writer(FileSystemWriter):
-        def storage_meta(self) -> StorageMeta:  # without the path and a random number
-            return StorageMeta()
-
-    # one file per tensor: torch keeps all tensors of a file in memory until it is written
-    writer = Writer(folder, single_file_per_rank=False)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
-            save(state, storage_writer=writer, planner=Planner(), no_dist=True)
-    except CheckpointException as error:  # not an `Exception`
-        raise next(iter(error.failures.values()))[0] from None
 
 
 def _sort_header(path: Path) -> None:

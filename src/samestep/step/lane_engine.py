@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from samestep.comm.base import World
 from samestep.data.batch import Batch
 from samestep.errors import ModelError, NonFiniteLossError, OptimizerError
+from samestep.step import LaneResult
 from samestep.step.exchange import Exchange, buckets
 from samestep.step.gradients import (
     Gradients,
@@ -29,7 +30,6 @@ from samestep.step.gradients import (
 )
 from samestep.step.lane_pass import LaneContext, LanePass, LossSpec
 from samestep.step.layout import ALIGNMENT, flattened
-from samestep.step.means import LaneResult
 from samestep.step.overlap import Bucket, EarlyCopies, EarlyExchange, Overlap
 from samestep.step.shard import FlatBuffer, Shard
 from samestep.step.whole_batch import WholeBatchPass

@@ -20,6 +20,7 @@ from samestep.config import Config
 from samestep.data.batch import Batch
 from samestep.data.random_state import generators_restored, key, set_generators
 from samestep.errors import DataError, LossError, OutOfMemoryError
+from samestep.step import LaneResult
 from samestep.step.buffers import Buffers
 from samestep.step.gradients import (
     Gradients,
@@ -29,7 +30,6 @@ from samestep.step.gradients import (
     take_gradients,
 )
 from samestep.step.layout import Span, lanes_of, subtrees, tree_steps, tree_sum
-from samestep.step.means import LaneResult
 from samestep.step.replicas import Replica, Replicas
 
 LossFn = Callable[[Any, Any], Any]
