@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
+from unittest import mock
 
 import pytest
 
 import samestep as ss
 from samestep.handoff import open_launcher_state
 from samestep.launch import launch
-from samestep.snapshot import in_memory
+from samestep.snapshot import in_memory, memory_slot, write
 from samestep.snapshot.part import StagingBuffer
 from tests.faults import kill_at
 from tests.jobs import (
@@ -93,32 +95,66 @@ def test_replacement_workers_resume_from_the_in_memory_snapshot(job, before, aft
     assert left_in(job, tmp_path / "run", lanes=8) == undisturbed
 
 
-def damage(state, slot):
-    """Invert one byte of the tensors in a slot of every worker."""
-    for pair in state.slots:
-        byte = os.pread(pair[slot], 1, 5000)[0]
-        os.pwrite(pair[slot], bytes([byte ^ 0xFF]), 5000)
+def damage(state, count):
+    """Invert one byte of the tensors in the `count` newest copies; return the steps of all."""
+    copies = [
+        [(memory_slot.read(slot).label["key"][0], slot) for slot in each] for each in state.slots
+    ]
+    for pair in copies:
+        for _, slot in sorted(pair, reverse=True)[:count]:
+            byte = os.pread(slot, 1, 5000)[0]
+            os.pwrite(slot, bytes([byte ^ 0xFF]), 5000)
+    return sorted({step for pair in copies for step, _ in pair}, reverse=True)
 
 
 def test_damaged_copies_are_skipped_for_older_ones_and_then_for_a_snapshot_on_disk(tmp_path):
     undisturbed = left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
-    snapshot = str(tmp_path / "1" / "step-00000003")
-    for number, (slots, expected) in enumerate(
-        (([0], "in-memory-snapshot-of-step-4"), ([0, 1], snapshot))
-    ):
-        directory = tmp_path / str(number)
+    for count in (1, 2):
+        directory = tmp_path / str(count)
         with open_launcher_state(2) as state:
             kill(state, 2, image_job, directory, 5, committed=3, snapshot_every=3)
-            # Step 1 is in slot 0, step 2 in slot 1, step 3 in slot 0, and so on.
-            for slot in slots:
-                damage(state, slot)
+            steps = damage(state, count)
+            # the copy of step 4 is overwritten while that of step 3 is written to disk
+            assert steps in ([5, 4], [5, 3])
+            older = f"in-memory-snapshot-of-step-{steps[1]}"
+            expected = older if count == 1 else str(directory / "step-00000003")
             assert resume(state, 2, image_job, directory) == expected
         reasons = [event["reason"] for event in events(directory, "in_memory_snapshot_rejected")]
         assert [reason.partition(" cannot")[0] for reason in reasons] == [
-            f"the in-memory snapshot of step {5 - n}" for n in range(len(slots))
+            f"the in-memory snapshot of step {step}" for step in steps[:count]
         ]
         assert all("damaged" in reason for reason in reasons)
         assert left_in(image_job, directory, lanes=8) == undisturbed
+
+
+def train_while_the_disk_is_slow(directory):
+    """Write the files of the first snapshot on disk once two later ones are in memory."""
+    released, write_part = threading.Event(), write.write_part
+
+    def write_late(*args):
+        assert released.wait(300)
+        return write_part(*args)
+
+    def hook(step):
+        if step == 5:
+            released.set()
+
+    with mock.patch.object(write, "write_part", write_late):
+        train(partial(image_job, hook=hook), directory, {"snapshot_every": 3, "hot_every": 1})
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_memory_that_is_being_written_to_disk_is_not_overwritten(tmp_path, workers):
+    with open_launcher_state(workers) as state:
+        run_workers(
+            train_while_the_disk_is_slow, workers, tmp_path / "slow", environment=state.environment
+        )
+    run_workers(train, 1, image_job, tmp_path / "undisturbed", {"snapshot_every": 3})
+    found, expected = (
+        fingerprint(ss.read_snapshot(tmp_path / name, step=3).state["model"])
+        for name in ("slow", "undisturbed")
+    )
+    assert found == expected
 
 
 def test_snapshots_on_disk_are_also_in_memory(tmp_path):

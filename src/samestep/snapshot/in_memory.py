@@ -166,11 +166,12 @@ class InMemorySnapshots:
         may still write a snapshot to disk. Raises `SnapshotError` or `OSError` if the memory does
         not suffice.
         """
+        if step == self._saved_step:  # by `stage`, after the workers agreed on `writing`
+            return
         if not writing:
             self._written_slot = None
-        if step != self._saved_step:
-            mine, values = contribution(shared, own, self._world.rank, self._world.size)
-            self._write(step, attempt, info, started, mine, values)
+        mine, values = contribution(shared, own, self._world.rank, self._world.size)
+        self._write(step, attempt, info, started, mine, values)
 
     @property
     def can_stage(self) -> bool:
