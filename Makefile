@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-long models integrations versions check docs bench bench-more clean
+.PHONY: help demo test test-long models integrations versions lint check docs bench bench-more clean
 .NOTPARALLEL:
 
 help:
@@ -15,7 +15,7 @@ help:
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
 	@echo 'make integrations  test the Trainers of transformers and Lightning, and programs for Ray, Hydra and submitit: about seven minutes on two cores'
 	@echo 'make versions    run all tests on every Python found, and with the lowest versions of dependencies: about fifteen minutes each on two cores'
-	@echo 'make check       run all checks of style, types, imports, links and public names'
+	@echo 'make check       run all checks of style, types, imports (make lint), links and public names'
 	@echo 'make docs        build the site of the documentation in docs/_build/html'
 	@echo 'make bench       measure four jobs beside seven ways to train them: about fifteen minutes on two cores'
 	@echo 'make bench-more  measure what stands around a step, and how all of it grows: about forty minutes'
@@ -36,18 +36,20 @@ models: .venv/ready-dev
 
 integrations: .venv/ready-dev
 	@$(PIP) --requirement tests/integrations/requirements.txt
-	$(BIN)/pytest tests/integrations
+	$(BIN)/pytest tests/integrations -m 'long or not long'
 
 versions: .venv/ready-dev
 	@$(PIP) 'uv>=0.8'
 	$(BIN)/python -m tests.versions
 
-check: .venv/ready-dev
+lint: .venv/ready-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/vulture
+
+check: lint
 	$(BIN)/pytest tests/house
 
 docs: .venv/ready-docs

@@ -14,7 +14,8 @@ from tests.needs import needs
 
 EPOCHS = 9
 # The other kinds are parts of these: `kill_twice` also kills once.
-ON_ONE_HOST = ("kill_twice", "stop_worker", "damage_hot_copies", "resize", "truncate_snapshot")
+ON_ONE_HOST = ("kill_twice", "stop_worker", "damage_hot_copies")
+WITH_A_RESUME = ("resize", "truncate_snapshot")
 ON_TWO_HOSTS = ("cut_link", "slow_disk", "kill_first_host")
 
 
@@ -26,7 +27,12 @@ def expected(tmp_path_factory):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("hosts", "kinds"), [(1, ON_ONE_HOST), pytest.param(2, ON_TWO_HOSTS, marks=pytest.mark.long)]
+    ("hosts", "kinds"),
+    [
+        (1, ON_ONE_HOST),
+        pytest.param(1, WITH_A_RESUME, marks=pytest.mark.long),
+        pytest.param(2, ON_TWO_HOSTS, marks=pytest.mark.long),
+    ],
 )
 def test_a_run_under_faults_ends_like_an_undisturbed_one(tmp_path, expected, hosts, kinds):
     if hosts > 1:

@@ -127,6 +127,7 @@ def test_a_late_node_joins_and_changes_nothing_else(tmp_path):
     assert left == [trained()] * 2
 
 
+@pytest.mark.long
 def test_after_a_kill_workers_find_each_other_in_a_store_that_outlives_them(tmp_path):
     (tmp_path / "job.py").write_text(KILLED)
     port, deadline = free_port(), time.monotonic() + SECONDS

@@ -161,6 +161,7 @@ def test_submitit_trains_on_two_nodes_of_slurm(folder, tmp_path_factory):
     assert state("one") == expected
 
 
+@pytest.mark.long
 def test_a_notebook_trains_and_resumes(folder):
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")

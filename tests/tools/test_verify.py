@@ -23,6 +23,7 @@ def verify(capsys):
     return run
 
 
+@pytest.mark.long
 def test_a_good_script_passes_even_if_a_worker_is_killed(verify):
     status, printed = verify("-n", "1,2,1x2", "--lanes", "4", "--steps", "4", "--kill", way="good")
     assert status == 0
@@ -61,12 +62,18 @@ def test_a_good_script_passes_even_if_a_worker_is_killed(verify):
             "Likely cause: Sequential/0.running_mean differs between workers 0 and 1 of n=2 after",
             marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             "builds early",
             "step 0: 'model/weight' differs",
             "Usual cause: the state before the first step: a model or optimizer built before",
+            marks=pytest.mark.long,
         ),
-        ("ends early", "step 3: n=2 did not reach it", "number of steps"),
+        pytest.param(
+            "ends early",
+            "step 3: n=2 did not reach it",
+            "number of steps",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_faulty_script_fails_at_its_first_difference(way, first, cause, verify):
