@@ -25,10 +25,10 @@ demo: .venv/ready-vit
 	$(BIN)/python recipes/vit/demo.py
 
 test: .venv/ready-dev
-	$(BIN)/pytest --numprocesses 3 --dist worksteal
+	$(BIN)/pytest --numprocesses 4 --dist worksteal
 
 test-long: .venv/ready-dev
-	$(BIN)/pytest --numprocesses 3 --dist worksteal -m long
+	$(BIN)/pytest --numprocesses 4 --dist worksteal -m long
 
 models: .venv/ready-dev
 	@$(PIP) --requirement tests/models/requirements.txt

@@ -1,11 +1,12 @@
-"""Cost of a record per step: with sinks, and with an image at every step.
+"""Cost of a record per step: with sinks, images, histograms, settings and samples of the host.
 
 usage: python -m benchmarks.record [--rounds 5] [--steps 300] [--workers 1 2]
 
 Ways take turns, and every ratio compares two runs of one round: the time of all steps after the
-warm-up over that of "directory", a record without either. With as many workers as cores, the
+warm-up over that of "directory", a record without any of them. With as many workers as cores, the
 process that writes has no core of its own. In "image in the step", a step waits until its image is
-written.
+written. Histograms are those of all parameters, in every tenth step; samples are taken ten times as
+often as by default; there are 100 settings. Images are logged at every step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,18 @@ from samestep.record.images import copy_picture, write_picture
 WARMUP_STEPS = 30
 WIDTH, DEPTH, BATCH_SIZE = 512, 4, 64
 IMAGE = 256  # pixels, height and width
-WAYS = ("directory", "file://", "tensorboard", "image", "image, file://", "image in the step")
+HISTOGRAMS_EVERY = 10  # steps
+WAYS = (
+    "directory",
+    "samples",
+    "settings",
+    "histograms",
+    "file://",
+    "tensorboard",
+    "image",
+    "image, file://",
+    "image in the step",
+)
 
 
 def loss_fn(
@@ -57,7 +69,8 @@ def train(way: str, steps: int) -> float:
         layer for _ in range(DEPTH) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())
     ]
     data = TensorDataset(torch.randn(8 * BATCH_SIZE, WIDTH), torch.randint(10, (8 * BATCH_SIZE,)))
-    with ss.init() as run:
+    settings = {f"setting {number}": number for number in range(100)} if way == "settings" else None
+    with ss.init(settings=settings) as run:
         model = run.replicate(torch.nn.Sequential(*layers))
         optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
         started = 0.0
@@ -67,6 +80,8 @@ def train(way: str, steps: int) -> float:
             run.log(run.backward(loss_fn, model, batch))
             optimizer.step()
             optimizer.zero_grad()
+            if way == "histograms" and run.step % HISTOGRAMS_EVERY == 0:
+                run.log_histogram("weights", model)
             if way == "image in the step":
                 if run.is_main:
                     write_picture(
@@ -90,6 +105,7 @@ def measure(way: str, steps: int, workers: int) -> float:
             "lanes": 2,
             "snapshot_every": None,
             "sinks": sinks.get(way),
+            "system_every": 0.5 if way == "samples" else None,
         }
         return ss.launch(train, way, steps, workers=workers, **options)
 

@@ -69,8 +69,8 @@ def read_dcp(directory: str | os.PathLike[str]) -> dict[str, Any]:
         directory: A local directory with the file `.metadata`.
 
     Returns:
-        The state as nested dicts, such as `{"model": {"0.weight": tensor}}`, with tensors on the
-        CPU. Values that are not tensors are left out, and a list becomes a dict by position.
+        The state as nested dicts with tensors on the CPU. Values that are not tensors are left
+        out, and a list becomes a dict by position.
 
     Raises:
         SnapshotError: There is no such checkpoint, a part of it is missing or damaged, it is

@@ -18,7 +18,6 @@ from urllib.request import urlopen
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 CHROMIUM = "/usr/bin/chromium"
@@ -138,6 +137,15 @@ class Page:
             time.sleep(0.01)
         return found
 
+    def element(self, selector: str) -> Any:
+        """Wait until an element is shown, and return it."""
+        return self.until(
+            "const found = document.querySelector(arguments[0]);"
+            "const isShown = found?.tagName === 'OPTION' || found?.getClientRects().length;"
+            "return isShown && found",
+            selector,
+        )
+
     def text(self, selector: str) -> str:
         return str(
             self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
@@ -161,12 +169,12 @@ class Page:
         )
 
     def choose_tab(self, name: str) -> None:
-        self.driver.find_element(By.ID, f"tab-{name}").click()
+        self.element(f"#tab-{name}").click()
         self.until("return !document.getElementById(`panel-${arguments[0]}`).hidden", name)
 
     def drag(self, scalar: str, start: float, end: float) -> None:
         """Drag the mouse over a chart; start and end are fractions of its width."""
-        chart = self.driver.find_element(By.CSS_SELECTOR, f"[data-scalar='{scalar}'] .u-over")
+        chart = self.element(f"[data-scalar='{scalar}'] .u-over")
         left, right = ((share - 0.5) * chart.size["width"] for share in (start, end))
         actions = (
             ActionChains(self.driver, duration=20)

@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from PIL import Image
-from selenium.webdriver.common.by import By
 
 from tests.watch.browser.pages import Page, browsing, serving
 
@@ -31,9 +30,7 @@ def main(runs: Path, out: Path) -> None:
         take(page, out / "images.png", "tissue", tab="images")
         take(page, out / "workers.png", "tissue", tab="workers")
         page.open("tissue", tab="events")
-        page.driver.find_element(
-            By.CSS_SELECTOR, "[aria-label='Kinds of events'] [data-kind=snapshot_removed]"
-        ).click()
+        page.element("[aria-label='Kinds of events'] [data-kind=snapshot_removed]").click()
         save(page, out / "events.png")
         page.use_color_scheme("dark")
         page.use_phone_screen()

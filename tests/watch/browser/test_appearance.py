@@ -29,7 +29,7 @@ def test_the_slider_selects_images_by_step(run, page):
     )
     page.open(run.name, tab="images")
     assert shown_color(page, 20) == [0, 0, 255]
-    slider = page.driver.find_element(By.ID, "image-step")
+    slider = page.element("#image-step")
     slider.send_keys(Keys.ARROW_LEFT)
     assert shown_color(page, 10) == [0, 255, 0]
     slider.send_keys(Keys.HOME)
@@ -186,8 +186,9 @@ def test_values_that_are_not_finite_have_a_badge_in_the_list_as_well(run, page):
         f"[data-run='{run.name}']": "not finite",
         "#overview": "loss has not been finite since step 2",
     }.items():
-        badge = page.driver.find_element(By.CSS_SELECTOR, f"{place} [data-state=nonfinite]")
-        assert badge.text == text
+        badge = f"{place} [data-state=nonfinite]"
+        page.until("return document.querySelector(arguments[0])", badge)  # the list comes later
+        assert page.text(badge) == text
 
 
 def test_a_link_to_an_unknown_run_says_so(run, page):
@@ -209,7 +210,7 @@ def test_an_epoch_that_may_not_be_the_last_has_its_own_progress(run, page):
         page.until("return document.querySelector('[data-figure=left] dt')?.textContent")
         == "Left in epoch"
     )
-    bar = page.driver.find_element(By.ID, "progress")
+    bar = page.element("#progress")
     assert bar.get_attribute("aria-label") == "Progress in this epoch"
 
 
@@ -227,9 +228,9 @@ def test_the_theme_follows_the_system_and_the_button(run, page):
         seen[scheme] = page.run(brightness)
     assert seen["light"] > 200
     assert seen["dark"] < 60
-    page.driver.find_element(By.ID, "theme").click()
+    page.element("#theme").click()
     assert page.run(brightness) > 200
-    page.driver.find_element(By.ID, "theme").click()
+    page.element("#theme").click()
     assert page.run(brightness) < 60
 
 
@@ -250,10 +251,10 @@ def test_a_log_is_followed_and_searched(run, page):
     page.until(is_shown, "Traceback of <b>worker</b> 0")  # without an event in the record
     assert page.run(at_end)
     assert page.text("#log-text").splitlines()[0] == "line 1501"
-    page.driver.find_element(By.ID, "log-search").send_keys("LINE 1777")
+    page.element("#log-search").send_keys("LINE 1777")
     page.until("return document.getElementById('log-text').textContent === 'line 1777'")
-    page.driver.find_element(By.ID, "log-search").send_keys(Keys.CONTROL + "a", Keys.DELETE)
-    page.driver.find_element(By.CSS_SELECTOR, "#log-worker option[value='1']").click()
+    page.element("#log-search").send_keys(Keys.CONTROL + "a", Keys.DELETE)
+    page.element("#log-worker option[value='1']").click()
     page.until(is_shown, EVIL_IMAGE)
     assert page.text("#log-text").splitlines() == [EVIL, EVIL_IMAGE]
     assert page.run("return document.querySelectorAll('#log-text *').length") == 0
@@ -281,7 +282,7 @@ def test_the_use_of_hosts_is_drawn_live(run, page):
     values = ("2 to 75", "2 to 50", "2 to 50", "2 to 25")
     expected = [*map("".join, zip(titles, values, strict=True)), f"{reads}2 to 2"]
     page.until(script, " | ".join(expected))
-    chart = page.driver.find_element(By.CSS_SELECTOR, "[data-measure='cpu'] .canvas")
+    chart = page.element("[data-measure='cpu'] .canvas")
     chart.send_keys(Keys.END)
     tip = page.until("return document.querySelector('[data-measure=cpu] .tip').innerText")
     assert tip.split() == ["after", tip.split()[1], "b", "75", "%", "a", "25", "%"]

@@ -30,7 +30,7 @@ def test_the_box_of_values_is_beside_the_curves_with_full_names(run, page, scree
     page.wait_for_run(other.name)
     for large in ("", scalar):
         page.open(run.name, other.name, large=large).points(scalar, 200)
-        chart = page.driver.find_element(By.CSS_SELECTOR, f"[data-scalar='{scalar}'] .u-over")
+        chart = page.element(f"[data-scalar='{scalar}'] .u-over")
         for share in (-0.45, 0.0, 0.45):
             left = round(share * chart.size["width"])
             ActionChains(page.driver, duration=0).move_to_element_with_offset(
@@ -62,13 +62,11 @@ def test_the_box_has_the_range_of_the_steps_and_workers_that_a_point_stands_for(
     expected = {"many": "0 to 9", "few": "", "loss": "0.95 to 1.05"}
     for scalar, text in expected.items():
         page.points(scalar)
-        page.driver.find_element(By.CSS_SELECTOR, f"[data-scalar={scalar}] .canvas").send_keys(
-            Keys.ARROW_RIGHT
-        )
+        page.element(f"[data-scalar={scalar}] .canvas").send_keys(Keys.ARROW_RIGHT)
         page.until(f"return {TIP}?.innerText.includes(arguments[0])", scalar)
         assert page.run(f"return {TIP}.querySelector('.edges').textContent") == text
     page.open(run.name, **{"from": 100, "to": 140}).points("many", 41)
-    page.driver.find_element(By.CSS_SELECTOR, "[data-scalar=many] .canvas").send_keys(Keys.HOME)
+    page.element("[data-scalar=many] .canvas").send_keys(Keys.HOME)
     assert page.run(f"return {TIP}.querySelector('.edges').textContent") == ""
 
 
@@ -86,7 +84,7 @@ def test_charts_are_pinned_to_the_top(run, page):
         "return document.activeElement.matches(`[aria-label='Pin val/top1'][aria-pressed=true]`)"
     )
     assert page.run(focused)
-    page.driver.find_element(By.CSS_SELECTOR, "[aria-label='Pin train/loss']").click()
+    page.element("[aria-label='Pin train/loss']").click()
     both = [["Pinned", "val/top1", "train/loss"], ["val", "loss"], ["Pinned", "x"]]
     assert page.run(GROUPS) == both
     page.until("return location.hash.includes('pins=val%2Ftop1&pins=train%2Floss')")
@@ -97,7 +95,7 @@ def test_charts_are_pinned_to_the_top(run, page):
     page.points("val/top1", 2)
     assert page.run(GROUPS) == both
     for name in ("val/top1", "train/loss"):
-        page.driver.find_element(By.CSS_SELECTOR, f"[aria-label='Pin {name}']").click()
+        page.element(f"[aria-label='Pin {name}']").click()
     assert page.run(GROUPS) == unpinned
 
 
@@ -112,7 +110,7 @@ def test_few_shown_runs_have_distinct_colors_among_many(run, page):
         looks = page.run(KEYS)
         assert len({looks[name].split(")")[0] for name in names}) == len(names)
         assert all(looks[name].endswith(" solid") for name in names)
-        chart = page.driver.find_element(By.CSS_SELECTOR, "[data-scalar=loss] .canvas")
+        chart = page.element("[data-scalar=loss] .canvas")
         chart.send_keys(Keys.HOME)
         drawn = page.until(
             f"const rows = [...({TIP}?.querySelectorAll('.key') ?? [])];"
@@ -125,7 +123,7 @@ def test_few_shown_runs_have_distinct_colors_among_many(run, page):
     page.until("return document.querySelector(`[data-run='${arguments[0]}']`)", f"{run.name}-new")
     page.points("loss", 15)
     assert {name: page.run(KEYS)[name] for name in names} == drawn
-    page.driver.find_element(By.CSS_SELECTOR, f"[data-run='{runs[20].name}'] input").send_keys(" ")
+    page.element(f"[data-run='{runs[20].name}'] input").send_keys(" ")
     page.points("loss", 17)
     looks = page.run(KEYS)
     assert {name: looks[name] for name in names} == drawn
@@ -139,7 +137,7 @@ def test_an_image_is_enlarged_by_mouse_and_keyboard(run, page):
         screen()
         page.open(run.name, tab="images")
         shown_color(page, 0)
-        button = page.driver.find_element(By.CSS_SELECTOR, "[data-image=cells] button")
+        button = page.element("[data-image=cells] button")
         width = button.find_element(By.TAG_NAME, "img").size["width"]
         button.click()
         page.until("return document.querySelector('dialog[open] img')?.naturalWidth === 200")
@@ -171,7 +169,7 @@ def test_images_of_two_runs_are_side_by_side_at_the_step_of_the_address(run, pag
     page.until(alts, cells, [f"cells at step 1 of {one.name}" for one in (run, other)])
     page.until(alts, "[data-image=alone]", [f"alone at step 1 of {run.name}"])
     assert "no image of this name" in page.text("[data-image=alone]")
-    page.driver.find_element(By.ID, "image-step").send_keys(Keys.HOME)
+    page.element("#image-step").send_keys(Keys.HOME)
     first = [f"cells at step 0 of {one.name}" for one in (run, other)]
     page.until(alts, cells, first)
     page.until("return location.hash.includes('image=0')")
@@ -185,6 +183,6 @@ def test_images_of_two_runs_are_side_by_side_at_the_step_of_the_address(run, pag
     assert page.run(beside, cells)
     assert page.run("return document.scrollingElement.scrollWidth") == 360
     page.use_desktop_screen()
-    page.driver.find_element(By.CSS_SELECTOR, f"{cells} button").click()
+    page.element(f"{cells} button").click()
     page.until(alts, "dialog[open]", first)
     assert page.run(beside, "dialog")

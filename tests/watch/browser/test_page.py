@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 from PIL import Image
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
@@ -41,7 +40,7 @@ def test_histograms_are_drawn_by_name_and_step(run, page):
     )
     # rows: 2 is the first of 129, one power of two takes four, and 0 is in the middle
     assert page.run(shades, 100) == [[8, 64, 124], [0]]
-    page.driver.find_element(By.ID, "histogram-step").send_keys(Keys.HOME)
+    page.element("#histogram-step").send_keys(Keys.HOME)
     page.until(readout, "step 0 · 8 values · bins from -1 to 0.5, median near 0.5 · 3 NaN")
     page.run(
         "const s = document.querySelector('#histograms select'); s.selectedIndex = 1;"
@@ -88,7 +87,7 @@ def test_dragging_zooms_to_exact_data(run, page):
     )
     assert 9000 < first < last < 11000
     assert page.points("loss") == math.floor(last) - math.ceil(first) + 1
-    page.driver.find_element(By.ID, "zoom-reset").click()
+    page.element("#zoom-reset").click()
     page.until("return document.querySelector('[data-scalar=loss]').dataset.exact === 'false'")
 
 
@@ -180,8 +179,8 @@ def test_two_runs_are_overlaid_and_their_configurations_compared(run, page, name
     page.open(run.name, other.name)
     page.points("loss", 30)
     page.choose_tab("settings")
-    Select(page.driver.find_element(By.ID, "versus")).select_by_visible_text(other.name)
-    page.driver.find_element(By.ID, "only-differences").click()
+    Select(page.element("#versus")).select_by_visible_text(other.name)
+    page.element("#only-differences").click()
     seeds = [str(int(folder.name.removeprefix("run-"))) for folder in (run, other)]
     page.until("return document.querySelectorAll('#config tbody tr').length === 1")
     assert page.text("#config tbody tr").split() == ["seed", "differs", *seeds]
@@ -200,15 +199,15 @@ def test_the_table_of_runs_is_sorted_and_filtered(place, page, names):
         f"return JSON.stringify({rows}) === arguments[0]",
         json.dumps(by_score, separators=(",", ":")),
     )
-    page.driver.find_element(By.CSS_SELECTOR, "#runs-table [data-column=lr] button").click()
+    page.element("#runs-table [data-column=lr] button").click()
     page.until("return location.hash.includes('sort=-lr')")
-    page.driver.find_element(By.CSS_SELECTOR, "#runs-table [data-column=lr] button").click()
+    page.element("#runs-table [data-column=lr] button").click()
     by_rate = [runs[number].name for number in (0, 2, 1)]
     page.until(
         f"return JSON.stringify({rows}) === arguments[0]",
         json.dumps(by_rate, separators=(",", ":")),
     )
-    page.driver.find_element(By.ID, "run-filter").send_keys(" lr=0.2")
+    page.element("#run-filter").send_keys(" lr=0.2")
     page.until(f"return JSON.stringify({rows}) === arguments[0]", json.dumps([runs[2].name]))
     page.choose_tab("settings")
     page.until(
@@ -221,19 +220,19 @@ def test_tags_and_a_note_are_edited_and_filtered_by(place, page, names):
     append(one, *losses(0, 1))
     append(other, *losses(0, 1))
     page.open(one.name).points("loss", 2)
-    page.driver.find_element(By.ID, "edit-notes").click()
-    page.driver.find_element(By.ID, "tags-text").send_keys("base, <b>x</b> base")
-    page.driver.find_element(By.ID, "note-text").send_keys("<i>diverged</i>")
+    page.element("#edit-notes").click()
+    page.element("#tags-text").send_keys("base, <b>x</b> base")
+    page.element("#note-text").send_keys("<i>diverged</i>")
     append(one, *losses(2))  # news do not close the form
     page.points("loss", 3)
-    page.driver.find_element(By.ID, "save-notes").click()
+    page.element("#save-notes").click()
     page.until("return document.querySelector('#note p')?.textContent === '<i>diverged</i>'")
     tags = "return [...document.querySelectorAll('#tags .tag')].map((tag) => tag.textContent)"
     assert page.run(tags) == ["base", "<b>x</b>"]
     written = json.loads((one / "notes.json").read_text())
     assert written == {"format": 1, "tags": ["base", "<b>x</b>"], "note": "<i>diverged</i>"}
     (other / "notes.json").write_text('{"format": 1, "tags": ["baseline"], "note": ""}')
-    page.driver.find_element(By.CSS_SELECTOR, "#tags .tag").click()
+    page.element("#tags .tag").click()
     rows = "return [...document.querySelectorAll('#runs-table tbody tr')].map((r) => r.dataset.run)"
     page.until(f"return JSON.stringify((() => {{ {rows} }})()) === arguments[0]", f'["{one.name}"]')
     assert "filter=tag%3Dbase" in page.run("return location.hash")
@@ -241,10 +240,10 @@ def test_tags_and_a_note_are_edited_and_filtered_by(place, page, names):
     page.until(f"return JSON.stringify((() => {{ {rows} }})()) === arguments[0]", f'["{one.name}"]')
 
     page.open(one.name).points("loss", 3)
-    page.driver.find_element(By.ID, "edit-notes").click()
+    page.element("#edit-notes").click()
     (one / "notes.json").write_text('{"format": 1, "tags": ["theirs"], "note": ""}')
-    page.driver.find_element(By.ID, "note-text").send_keys(" at step 2")
-    page.driver.find_element(By.ID, "save-notes").click()
+    page.element("#note-text").send_keys(" at step 2")
+    page.element("#save-notes").click()
     alert = "return document.querySelector('#note [role=alert]').textContent"
     assert "changed in the meantime" in page.until(alert)
     typed = "return document.getElementById('note-text').value"
@@ -268,7 +267,7 @@ def test_a_setting_is_drawn_against_a_score(place, page, names):
     for key, name in {"setting": "rate", "score": "accuracy"}.items():
         chosen = f"#scatter-{key} option[value='{name}']"
         page.until("return document.querySelector(arguments[0])", chosen)
-        page.driver.find_element(By.CSS_SELECTOR, chosen).click()
+        page.element(chosen).click()
     dots = (
         "return [...document.querySelectorAll('#scatter button')].sort((a, b) =>"
         " a.offsetLeft - b.offsetLeft).map((dot) => dot.dataset.run)"
@@ -285,7 +284,7 @@ def test_a_setting_is_drawn_against_a_score(place, page, names):
     options = {"tab": "table", "filter": "study=scatter", "setting": "optimizer"}
     page.open(runs[0].name, **options, score="best accuracy")
     page.until(scales, "categories linear")
-    page.driver.find_element(By.CSS_SELECTOR, f"#scatter [data-run='{runs[1].name}']").click()
+    page.element(f"#scatter [data-run='{runs[1].name}']").click()
     page.until(
         "return document.getElementById('run-name')?.textContent === arguments[0]", runs[1].name
     )
@@ -374,7 +373,7 @@ def test_the_first_screen_answers_three_questions_and_shows_a_chart(run, page):
     assert 0 < page.run(top) <= 200
     append(run, scalars(20, **{"val/acc": "nan"}))
     page.until(f"{answer}.startsWith('⚠val/acc has not been finite since step 20')", "healthy")
-    page.driver.find_element(By.CSS_SELECTOR, "[data-answer=slow] button").click()
+    page.element("[data-answer=slow] button").click()
     page.until("return !document.getElementById('panel-time').hidden")
 
 
@@ -391,7 +390,7 @@ def test_a_chart_is_saved_and_its_outliers_are_ignored(run, page, tmp_path):
         "const draw = pen.fillText;"
         "pen.fillText = function (text, ...at) { drawn.push(text); draw.call(this, text, ...at) }"
     )
-    page.driver.find_element(By.ID, "clip").click()
+    page.element("#clip").click()
     page.until(f"return {card}.querySelector('.note').textContent.endsWith('not shown: 1')")
     page.until("return location.hash.includes('clip=1')")
     page.until("return drawn.includes('step') && drawn.includes('3')")
@@ -414,4 +413,4 @@ def test_a_chart_is_saved_and_its_outliers_are_ignored(run, page, tmp_path):
         assert picture.width > 250
         assert len(picture.convert("RGB").getcolors(1 << 20)) > 3
     page.open(run.name, clip=1).points("val/loss", 20)
-    assert page.driver.find_element(By.ID, "clip").get_attribute("aria-pressed") == "true"
+    assert page.element("#clip").get_attribute("aria-pressed") == "true"
