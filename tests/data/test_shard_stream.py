@@ -1,4 +1,4 @@
-"""`ShardStream`: shards without an index, read from end to end and shuffled in a buffer."""
+"""`ShardStream`: shards without an index, read sequentially and shuffled in a buffer."""
 
 from __future__ import annotations
 

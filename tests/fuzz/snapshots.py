@@ -1,9 +1,10 @@
-"""Targets that read snapshots, and the parts that workers write before a commit."""
+"""Targets that read snapshots, parts that workers write before a commit, and torch's checkpoints."""
 
 from __future__ import annotations
 
 import json
 import threading
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -11,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import checkpoint
 
 from samestep.errors import SnapshotError
 from samestep.snapshot import load
 from samestep.snapshot.commit import CommitProtocol, combine
+from samestep.snapshot.dcp import METADATA, read_dcp
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manifest import NAME, Manifest
 from samestep.snapshot.state import canonical, flatten, no_tensor, restore
@@ -25,7 +28,7 @@ from tests.snapshot.saving import small_state, team
 
 def targets(folder: Path) -> list[Target]:
     """Return the targets that read snapshots; their files are under `folder`."""
-    return [*_read(folder), *_commits(folder)]
+    return [*_read(folder), *_commits(folder), *_checkpoints(folder)]
 
 
 def _saved(folder: Path) -> dict[str, bytes]:
@@ -136,3 +139,20 @@ def _commits(folder: Path) -> list[Target]:
         Target("part", part, commit, (Exception,)),
         Target("failed", failed, CommitProtocol.receive_parts, (Exception,)),
     ]
+
+
+def _checkpoints(folder: Path) -> list[Target]:
+    place = folder / "checkpoint"
+    state = {"model": {"weight": torch.arange(6.0).view(2, 3), "bias": torch.ones(3)}, "step": 7}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+        checkpoint.save(state, checkpoint_id=place, no_dist=True)
+    whole = {path.name: path.read_bytes() for path in sorted(place.iterdir())}
+
+    def damaged(random: Random) -> Path:
+        for name, content in whole.items():
+            is_changed = random.random() < (0.7 if name == METADATA else 0.4)
+            (place / name).write_bytes(mutate.of_bytes(random, content) if is_changed else content)
+        return place
+
+    return [Target("checkpoint", damaged, read_dcp, (SnapshotError,))]

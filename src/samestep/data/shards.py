@@ -276,19 +276,19 @@ class ShardedDataset(Dataset[Any]):
 
 
 class ShardStream:
-    """The endless batches of a lane for `run.streams`, from shards that are read from end to end.
+    """The endless batches of a lane for `run.streams`, from shards that are read sequentially.
 
-    For files that have no index, such as compressed ones: nothing needs to know their numbers of
-    samples. Each pass over the shards shuffles them, and the lanes take them in turn, so that every
-    shard is used once per pass. A lane draws its samples from a buffer that it refills.
+    For files without an index, such as compressed ones; their numbers of samples need not be known.
+    Each pass over the shards shuffles them, and lanes take turns, so every shard is used once per
+    pass. A lane draws its samples from a buffer that it refills.
 
-    A saved state has the numbers of the samples in the buffer. To resume, a lane reads the shards
-    that they came from once more, and no others.
+    The state holds the positions of the samples in the buffer. To resume, a lane reads the shards
+    of these samples again, and no others.
 
     Args:
         shards: What `read` opens, such as URLs.
-        read: Returns an iterable over the samples of a shard, always the same ones in the same
-            order. Random augmentation belongs in `collate_fn`.
+        read: Returns an iterable over the samples of a shard, the same ones in the same order each
+            time. Random augmentation belongs in `collate_fn`.
         batch_size: Number of samples of each lane batch.
         lane: Number of this lane.
         lanes: Number of lanes.
@@ -297,9 +297,9 @@ class ShardStream:
         collate_fn: Makes a lane batch of a list of samples, as for `run.batches`.
 
     Raises:
-        ConfigError: A number is not whole, or too small.
-        DataError: There are no shards; while reading, a shard cannot be read, all of them are
-            empty, or on a resume there are other shards than before.
+        ConfigError: A number is not a whole number, or is too small.
+        DataError: There are no shards. Later: a shard cannot be read, all shards are empty, or a
+            resume finds fewer samples or another number of shards.
 
     Example:
         >>> def read(shard):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import pickletools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from operator import add
 from pathlib import Path
 from types import MappingProxyType
@@ -84,8 +86,9 @@ def read_dcp(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """
     folder = Path(directory)
     try:
-        with (folder / METADATA).open("rb") as file:
-            metadata = _Reader(file).load().fields
+        content = (folder / METADATA).read_bytes()
+        _check_lengths(content)
+        metadata = _Reader(io.BytesIO(content)).load().fields
         tensors = _read_tensors(folder, metadata)
         paths = metadata["planner_data"] or {}
         return _nested({paths.get(name, (name,)): tensor for name, tensor in tensors.items()})
@@ -100,11 +103,15 @@ def read_dcp(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _read_tensors(folder: Path, metadata: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     described = {name: one.fields for name, one in metadata["state_dict_metadata"].items()}
-    tensors = {
-        name: torch.empty(fields["size"], dtype=fields["properties"].fields[0])
+    shapes = {
+        name: (fields["size"], fields["properties"].fields[0])
         for name, fields in described.items()
         if "size" in fields
     }
+    needed = sum(prod(size) * dtype.itemsize for size, dtype in shapes.values())
+    if needed > (present := sum(path.stat().st_size for path in folder.rglob("*"))):
+        raise ValueError(f"its tensors have {needed} bytes, but its files only {present}")
+    tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in shapes.items()}
     missing = {name: tensor.numel() for name, tensor in tensors.items()}
     for index, stored in metadata["storage_data"].items():
         if (name := index.fields["fqn"]) in tensors:
@@ -147,6 +154,13 @@ class _Reader(pickle.Unpickler):
             f"its metadata names {module}.{name}, which torch does not write there; it may be an "
             "attack"
         )
+
+
+def _check_lengths(content: bytes) -> None:
+    """Raise `ValueError` for a pickle that would take more memory than it is long."""
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name.endswith("PUT") and (argument or 0) > len(content):  # the size of a table
+            raise ValueError("its metadata is damaged")
 
 
 def _read_part(
