@@ -159,6 +159,10 @@ def stored(**fields):
             lambda metadata: vars(metadata.state_dict_metadata["x"]).update(size=torch.Size([1])),
             r"a part of shape \[2\] at \[0\] does not fit",
         ),
+        (
+            lambda metadata: vars(metadata.state_dict_metadata["x"]).update(size=[2**40]),
+            r"its tensors have 4398046511104 bytes, but its files only \d+",
+        ),
     ],
 )
 def test_a_fault_is_named(tmp_path, change, message):
@@ -176,6 +180,13 @@ def test_other_directories_are_refused(tmp_path):
             ss.read_dcp(folder)
     (tmp_path / METADATA).write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(SnapshotError, match="cannot be read"):
+        ss.read_dcp(tmp_path)
+
+
+def test_metadata_that_would_take_gigabytes_is_refused(tmp_path):
+    number = (2**28).to_bytes(4, "little")  # of an entry in a table that is as long
+    (tmp_path / METADATA).write_bytes(b"\x80\x02]r" + number + b".")
+    with pytest.raises(SnapshotError, match="its metadata is damaged"):
         ss.read_dcp(tmp_path)
 
 
