@@ -307,6 +307,21 @@ def test_a_killed_worker_is_named(others):
     assert (caught.value.rank, caught.value.traceback) == (1, "")
 
 
+@pytest.mark.parametrize("handled", [False, True])
+def test_a_worker_that_the_launcher_stops_is_not_named(handled):
+    def wait_to_be_stopped():
+        if handled:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        for_ever()
+
+    def lose_the_others():
+        raise WorldError("worker 1 did not respond")
+
+    message = r"^worker 0 failed first: WorldError: worker 1 did not respond"
+    with pytest.raises(WorkerError, match=message):
+        launch(on_rank_one(wait_to_be_stopped, lose_the_others), max_restarts=0)
+
+
 def test_a_worker_that_exits_without_a_report_has_its_status():
     with pytest.raises(WorkerError, match=r"^worker 1 failed first: exited with status 7$"):
         launch(on_rank_one(lambda: os._exit(7)))

@@ -42,6 +42,7 @@ class WorkerGroup:
         self._job = job
         self._reports: dict[int, Report] = {}
         self._stopped_since: dict[int, float] = {}
+        self._sent: set[int] = set()  # signals
         self._files: dict[int, int] = {}  # pidfds by rank
         self._outputs = outputs
         self._groups: dict[int, str] = {}  # when their leaders started
@@ -114,6 +115,8 @@ class WorkerGroup:
                 out_of_memory=oom,
                 uses_nccl=self._job.launcher_state.uses_nccl,
             )
+            if failure.status - 128 in self._sent:  # others failed before it was stopped
+                failure = replace(failure, is_secondary=True, is_retryable=False)
             step = self._job.launcher_state.step
             host = "" if step is None else socket.gethostname()
             self.failures[rank] = replace(failure, step=step, host=host)
@@ -136,6 +139,7 @@ class WorkerGroup:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all running workers."""
+        self._sent.add(number)
         for process in self.running.values():
             if process.pid is not None:
                 with suppress(ProcessLookupError):
