@@ -18,6 +18,8 @@ import samestep as ss
 from samestep.config import Config
 from samestep.errors import ConfigError
 from samestep.record import open_record
+from samestep.record.cursor import Cursor
+from samestep.record.sinks import HOOK, begin_hook
 from tests.jobs import STEPS, events, image_job, train
 
 SCRIPT = """
@@ -128,6 +130,16 @@ def test_a_worker_that_failed_is_named_by_at_most_two_events(tmp_path):
     assert ended.returncode == 1
     assert "ValueError: the data is wrong" in [event["error"] for event in hooks.events]
     assert hooks.kinds in (["failed"], ["failed", "failed"])
+
+
+def test_a_failure_that_is_recorded_before_the_start_is_posted(tmp_path):
+    early = {"event": "failed", "error": "an earlier run's", "time": 1.0}
+    started = {"event": "started", "time": 2.0}
+    failed = {"event": "failed", "error": "this run's", "time": 3.0}
+    lines = [json.dumps(event) + "\n" for event in (early, failed, started)]
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    begin_hook(tmp_path)
+    assert Cursor(tmp_path).offset(HOOK) == len(lines[0])
 
 
 def test_a_kill_is_posted_as_a_restart_and_then_as_a_failure(tmp_path):

@@ -234,15 +234,26 @@ class HookAdapter(SinkAdapter):
 
 
 def begin_hook(directory: Path) -> None:
-    """If a run has a hook for the first time, let it begin with the run's last start."""
+    """If a run has a hook for the first time, let it begin with the run's last start.
+
+    A worker that fails at once may record that before worker 0 has recorded the start.
+    """
     cursor = Cursor(directory)
     if cursor.get(HOOK) is not None:
         return
     (directory / FOLDER).mkdir(exist_ok=True)
     offset = last = 0
+    failures: list[tuple[float, int]] = []  # since the last start: times and offsets
     with (directory / FILE_NAME).open("rb") as lines:
         for line in lines:
-            if any(event.get("event") in STARTS for event in parse_events([line])):
-                last = offset
+            for event in parse_events([line]):
+                time = event.get("time")
+                if not isinstance(time, float):
+                    continue
+                if event.get("event") in STARTS:
+                    last = min((at for at_time, at in failures if at_time >= time), default=offset)
+                    failures = []
+                elif event.get("event") == "failed":
+                    failures.append((time, offset))
             offset += len(line)
     cursor.save(HOOK, last)
