@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import InitVar, dataclass
 from functools import lru_cache
-from itertools import accumulate, repeat
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -368,15 +368,15 @@ class ShardStream:
         wanted = set(places)
         for number, stop in stops.items():
             samples = self._samples_of(number)
-            for place in zip(repeat(number), range(stop)):
+            for index in range(stop):
                 one = next(samples, _END)
                 if one is _END:
                     raise DataError(
                         f"shard {self._shard(number)} has fewer samples than before the resume;"
                         " restore it"
                     )
-                if place in wanted:
-                    found[place] = one
+                if (number, index) in wanted:
+                    found[number, index] = one
             if number == shard:
                 self._samples = samples
         self._buffer = [(place, found[place]) for place in places]

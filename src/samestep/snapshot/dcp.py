@@ -135,21 +135,23 @@ class _Fields:
         self.fields = fields
 
 
+_STAND_INS: Final = {
+    ("collections", "OrderedDict"): dict,
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _Fields,
+}
+
+
 class _Reader(pickle.Unpickler):
     """Reads metadata: numbers, texts, containers, dtypes, and `_Fields` for everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith(_DESCRIBING) or (module, name) == (
-            "torch.serialization",
-            "_get_layout",
-        ):
+        if module.startswith(_DESCRIBING):
             return _Fields
-        if (module, name) == ("torch", "Size"):
-            return tuple
+        if (module, name) in _STAND_INS:
+            return _STAND_INS[module, name]
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
         raise pickle.UnpicklingError(
             f"its metadata names {module}.{name}, which torch does not write there; it may be an "
             "attack"

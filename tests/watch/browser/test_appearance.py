@@ -186,9 +186,7 @@ def test_values_that_are_not_finite_have_a_badge_in_the_list_as_well(run, page):
         f"[data-run='{run.name}']": "not finite",
         "#overview": "loss has not been finite since step 2",
     }.items():
-        badge = f"{place} [data-state=nonfinite]"
-        page.until("return document.querySelector(arguments[0])", badge)  # the list comes later
-        assert page.text(badge) == text
+        assert page.element(f"{place} [data-state=nonfinite]").text == text
 
 
 def test_a_link_to_an_unknown_run_says_so(run, page):

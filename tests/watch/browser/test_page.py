@@ -265,9 +265,7 @@ def test_a_setting_is_drawn_against_a_score(place, page, names):
     append(runs[0], scalars(1, accuracy=0.5))
     page.open(runs[0].name, tab="table", filter="study=scatter")
     for key, name in {"setting": "rate", "score": "accuracy"}.items():
-        chosen = f"#scatter-{key} option[value='{name}']"
-        page.until("return document.querySelector(arguments[0])", chosen)
-        page.element(chosen).click()
+        page.element(f"#scatter-{key} option[value='{name}']").click()
     dots = (
         "return [...document.querySelectorAll('#scatter button')].sort((a, b) =>"
         " a.offsetLeft - b.offsetLeft).map((dot) => dot.dataset.run)"
