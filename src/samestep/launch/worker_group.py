@@ -42,7 +42,7 @@ class WorkerGroup:
         self._job = job
         self._reports: dict[int, Report] = {}
         self._stopped_since: dict[int, float] = {}
-        self._sent: set[int] = set()  # signals
+        self._sent: set[int] = set()  # signals that this launcher sent
         self._files: dict[int, int] = {}  # pidfds by rank
         self._outputs = outputs
         self._groups: dict[int, str] = {}  # when their leaders started
@@ -115,7 +115,7 @@ class WorkerGroup:
                 out_of_memory=oom,
                 uses_nccl=self._job.launcher_state.uses_nccl,
             )
-            if failure.status - 128 in self._sent:  # others failed before it was stopped
+            if failure.status - 128 in self._sent:  # stopped, for instance after others failed
                 failure = replace(failure, is_secondary=True, is_retryable=False)
             step = self._job.launcher_state.step
             host = "" if step is None else socket.gethostname()

@@ -247,13 +247,12 @@ def begin_hook(directory: Path) -> None:
     with (directory / FILE_NAME).open("rb") as lines:
         for line in lines:
             for event in parse_events([line]):
-                time = event.get("time")
-                if not isinstance(time, float):
-                    continue
-                if event.get("event") in STARTS:
-                    last = min((at for at_time, at in failures if at_time >= time), default=offset)
-                    failures = []
-                elif event.get("event") == "failed":
-                    failures.append((time, offset))
+                kind, time = event.get("event"), event.get("time")
+                since = time if isinstance(time, float) else math.inf  # of a damaged event
+                if kind in STARTS:
+                    later = (at for then, at in failures if since <= then < math.inf)
+                    last, failures = min(later, default=offset), []
+                elif kind == "failed":
+                    failures.append((since, offset))
             offset += len(line)
     cursor.save(HOOK, last)
