@@ -91,8 +91,8 @@ def test_step_with_embed_waits_once(gpus):
     assert gpus.call(waits_with_embed) == ["event on cuda:0"]
 
 
-def order_of_step(lanes, devices, loss_factor=1.0):
-    """Return in which order a step computes, and records and waits for events."""
+def order_of_step(lanes, devices, loss_factor=1.0, *, norm=None, steps=1):
+    """Return in which order the last step computes, and records and waits for events."""
     order = []
 
     class LoggedEvent(torch.cuda.Event):
@@ -117,8 +117,10 @@ def order_of_step(lanes, devices, loss_factor=1.0):
 
     torch.cuda.Event = LoggedEvent
     with ss.init(lanes=lanes, devices=devices, timeout=60) as run:
-        model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
-        for batch in run.batches(images(16), 16, steps=1):
+        layers = [nn.Flatten(), nn.Linear(64, 10), *([nn.BatchNorm1d(10)] if norm else [])]
+        model = run.replicate(nn.Sequential(*layers))
+        for batch in run.batches(images(16 * steps), 16, steps=steps):
+            order.clear()
             try:
                 run.backward(logged, model, batch)
             except ss.NonFiniteLossError as error:
@@ -133,29 +135,47 @@ def test_losses_are_copied_before_backward(gpus):
     assert gpus.call(order_of_step, 2, 2) == [*lane, *lane, "wait", "wait"]
 
 
+def test_buffers_are_compared_before_backward_after_the_first_step(gpus):
+    lane = ["forward", "record", "record", "backward"]
+    order = gpus.call(order_of_step, 2, 1, norm=True)
+    assert order == [*lane, *lane, "record", "wait"]
+    order = gpus.call(order_of_step, 2, 1, norm=True, steps=2)
+    assert order == [*lane, *lane, "wait"]
+
+
 def test_loss_that_is_not_finite_is_noticed_in_its_step(gpus):
     *_, waited, message = gpus.call(order_of_step, 2, 1, float("nan"))
     assert waited == "wait"
     assert message.startswith("the loss is nan at step 0 in lane 0")
 
 
-def peer_copies_of(layers):
+def peer_copies_of(layers, norm):
+    """Return how often tensors are copied between devices in an evaluation and before a step."""
     from tests.gpu.simulated.device import LIBRARY
 
+    def copies_before(call, *args):
+        before, during = LIBRARY.sim_peer_copies(), []
+
+        def fn(model, batch):
+            during.append(LIBRARY.sim_peer_copies() - before)
+            return classify(model, batch)
+
+        call(fn, model, *args)
+        return during[0]
+
     with ss.init(lanes=2, devices=2, timeout=60) as run:
-        norms = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(layers)]
+        norms = [nn.Sequential(nn.Linear(64, 64), norm(64)) for _ in range(layers)]
         model = run.replicate(nn.Sequential(nn.Flatten(), *norms, nn.Linear(64, 10)))
         for batch in run.batches(images(32), 16, steps=2):
             model.zero_grad()
-            before = LIBRARY.sim_peer_copies()
-            run.evaluate(classify, model, images(4), 4)
-            evaluated = LIBRARY.sim_peer_copies() - before
-            run.backward(classify, model, batch)
-    return evaluated
+            evaluated = copies_before(run.evaluate, images(4), 4)
+            trained = copies_before(run.backward, batch)
+    return evaluated, trained
 
 
-def test_parameters_are_copied_to_other_devices_together(gpus):
-    assert gpus.call(peer_copies_of, 9) == 1
+@pytest.mark.parametrize(("norm", "dtypes"), [(nn.LayerNorm, 1), (nn.BatchNorm1d, 2)])
+def test_small_tensors_of_a_dtype_are_copied_to_other_devices_together(norm, dtypes, gpus):
+    assert gpus.call(peer_copies_of, 9, norm) == (dtypes, dtypes)
 
 
 def timings_of_steps(directory):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from samestep.step.buffers import Buffers
 from samestep.step.layout import lanes_of, tree_sum
+from samestep.step.replicas import Replicas
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads
 
@@ -60,7 +61,7 @@ def after_a_step(world, lanes, writes):
     `writes` has the names for each lane with samples, and None for other lanes.
     """
     model = Model()
-    buffers = Buffers(world, lanes, [CPU])
+    buffers = Buffers(world, lanes, Replicas([CPU], range(lanes)))
     buffers.add(model)
     buffers.add(model.tied)
     for _ in range(2):
@@ -180,7 +181,7 @@ def test_batch_norm_over_lanes():
 
     def body(world):
         norm = torch.nn.BatchNorm1d(5)
-        buffers = Buffers(world, 4, [CPU])
+        buffers = Buffers(world, 4, Replicas([CPU], range(4)))
         buffers.add(norm)
         buffers.begin_step()
         for lane in lanes_of(world.rank, world.size, 4):

@@ -3,11 +3,15 @@
 A floating-point buffer (BatchNorm's running statistics) becomes the tree mean of the values of the
 lanes that had samples. Any other buffer takes the value of the first such lane. A buffer that no
 lane wrote stays unchanged.
+
+The host must know which buffers were written, but should not wait until a GPU has completed the
+backward pass. So a GPU reports what forward wrote. What only backward writes is read with the first
+step; a later step must not write other buffers in backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -17,26 +21,35 @@ from torch import Tensor
 from torch.nn import Module
 
 from samestep.comm.base import World
+from samestep.errors import ModelError
 from samestep.step.layout import Span, lanes_of, subtrees, tree_sum
+from samestep.step.replicas import Replicas
 
+Copy = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # begins to copy from GPUs to the host
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 class Buffers:
     """The buffers of all replicated modules, saved and restored around each lane."""
 
-    def __init__(self, world: World, lanes: int, devices: Sequence[torch.device]) -> None:
-        self._world, self._lanes = world, lanes
+    def __init__(self, world: World, lanes: int, replicas: Replicas) -> None:
+        self._world, self._lanes, self._replicas = world, lanes, replicas
         self._lanes_by_rank = [lanes_of(rank, world.size, lanes) for rank in range(world.size)]
         self._spans = [subtrees(own, lanes) for own in self._lanes_by_rank]
         self._most_spans = max(map(len, self._spans))
         self._homes: list[tuple[dict[str, Any], str]] = []
-        self._starts: list[tuple[torch.device, list[Tensor]]] = [(device, []) for device in devices]
+        self._starts: list[tuple[torch.device, list[Tensor]]] = [
+            (one.device, []) for one in replicas.all
+        ]
         self._start = self._starts[0][1]
         self._written: dict[int, dict[int, Tensor]] = {}
-        # of each lane on a GPU: some buffers, and int64 on it, 0 for those that it did not write
-        self._flags: list[tuple[int, list[int], Tensor]] = []
         self._groups: dict[tuple[int, torch.device], list[_Group]] = {}
+        # what forward of each lane wrote on a GPU: some buffers, and 0 for those not written
+        self._flags: list[tuple[int, list[int], Tensor]] = []  # on the host
+        self._by_forward: list[Tensor] = []  # of the current lane, by group
+        self._by_backward: set[int] = set()  # what only backward writes
+        self._first: list[tuple[list[int], Tensor]] = []  # the same, not yet read
+        self._known: set[int] = set()  # parameters for which it is known
 
     def add(self, module: Module) -> None:
         """Manage the buffers of a module; shared ones are added once."""
@@ -50,55 +63,86 @@ class Buffers:
                         start.append(buffer.detach().to(device, copy=True))
 
     def begin_step(self) -> None:
-        """Save the current values, from which every lane starts."""
+        """Save each device's current values, from which all of its lanes start."""
         self._written, self._flags = {}, []
-        current = self._current()
-        for _, starts in self._starts if current else ():
-            torch._foreach_copy_(starts, [buffer.detach() for buffer in current])
+        for replica, (_, starts) in zip(self._replicas.all, self._starts, strict=True):
+            if starts:
+                with self._replicas.on(replica):
+                    torch._foreach_copy_(starts, self._detached())
+
+    def end_forward(self, lane: int, device: int, copy: Copy) -> None:
+        """Note what a lane's forward pass wrote on a GPU; `copy` begins to copy to the host."""
+        groups, current = self._groups_on(device), self._detached()
+        starts = self._starts[device][1]
+        self._by_forward = [
+            group.changed(group.joined(starts), group.joined(current)) for group in groups
+        ]
+        for group, flags in zip(groups, copy(self._by_forward), strict=True):
+            self._flags.append((lane, group.numbers, flags))
 
     def end_lane(self, lane: int, device: int = 0) -> None:
         """Save the values that a lane wrote on device number `device`; restore the start values.
 
         Bits are compared, because BatchNorm's kernels do not increase the tensor's version.
-        A GPU compares by itself; the results are read with the losses.
+        A GPU compares by itself.
         """
         written = self._written[lane] = {}
         where, starts = self._starts[device]
-        current = [buffer.detach() for buffer in self._current()]
+        current = self._detached()
         if where.type == "cpu":
             for number, (start, buffer) in enumerate(zip(starts, current, strict=True)):
                 if not _same_bits(start, buffer):
                     written[number] = buffer.clone()
                     buffer.data.copy_(start)
         elif current:
-            key = len(current), where
-            if key not in self._groups:
-                self._groups[key] = _groups_of(starts)
-            for group in self._groups[key]:
-                before, after = group.joined(starts), group.joined(current)
-                self._flags.append((lane, group.numbers, group.changed(before, after)))
+            for n, group in enumerate(self._groups_on(device)):
+                after = group.joined(current)
+                if self._by_forward:
+                    changed = group.changed(group.joined(starts), after)
+                    group.late.add_(changed * (self._by_forward[n] == 0))
                 parts = after.split(group.sizes)
                 for number, part in zip(group.numbers, parts, strict=True):
                     written[number] = part.view(starts[number].shape)
             torch._foreach_copy_(current, starts)
+            self._by_forward = []
 
-    def flags(self) -> list[Tensor]:
-        """Return what `written` needs to know from GPUs: 1-D tensors of integers."""
-        return [flags for _, _, flags in self._flags]
+    def end_lanes(self, parameters: int, copy: Copy) -> None:
+        """End the lanes of a step that computes gradients of `parameters`, a number for them.
 
-    def written(self, flags: Sequence[Sequence[float]] = ()) -> list[int]:
+        In the first one, `copy` copies what backward alone wrote on GPUs.
+        """
+        if parameters not in self._known:
+            self._known.add(parameters)
+            groups = self._all_groups()
+            copies = copy([group.late for group in groups])
+            self._first = [(one.numbers, some) for one, some in zip(groups, copies, strict=True)]
+
+    def written(self) -> list[int]:
         """Return the numbers of the buffers that a lane of this worker wrote.
 
-        `flags` are the values of the tensors that `flags` returned.
+        The copies that `copy` of `end_forward` and `end_lanes` began must be complete.
         """
-        for (lane, numbers, _), values in zip(self._flags, flags, strict=True):
-            for number, value in zip(numbers, values, strict=True):
-                if not value:
+        self._by_backward.update(_nonzero(self._first))
+        self._first = []
+        for lane, numbers, flags in self._flags:
+            for number, value in zip(numbers, flags.tolist(), strict=True):
+                if not value and number not in self._by_backward:
                     del self._written[lane][number]
         device = self._starts[0][0]
         for written in self._written.values():
             written.update({number: value.to(device) for number, value in written.items()})
         return sorted({number for values in self._written.values() for number in values})
+
+    def check(self) -> None:
+        """Raise `ModelError` if backward wrote buffers that it did not write in the first step."""
+        for number in _nonzero([(group.numbers, group.late) for group in self._all_groups()]):
+            if number not in self._by_backward:
+                raise ModelError(
+                    f"the buffer {self._homes[number][1]!r} was written during backward, but not"
+                    " during forward, and not in the first step; its new values are lost, because"
+                    " workers agree on buffers before a GPU has completed backward. Write it in"
+                    " forward, or in every step"
+                )
 
     def end_step(self, written: Sequence[int], lanes_with_items: Sequence[int]) -> None:
         """Agree on the buffers that any lane wrote; collective if there are any."""
@@ -158,15 +202,35 @@ class Buffers:
     def _current(self) -> list[Tensor]:
         return [registry[name] for registry, name in self._homes]
 
+    def _detached(self) -> list[Tensor]:
+        return [buffer.detach() for buffer in self._current()]
+
+    def _groups_on(self, device: int) -> list[_Group]:
+        """Return the groups of all buffers on a device, none on a CPU."""
+        where, starts = self._starts[device]
+        if where.type == "cpu" or not starts:
+            return []
+        key = len(starts), where
+        if key not in self._groups:
+            self._groups[key] = _groups_of(starts)
+        return self._groups[key]
+
+    def _all_groups(self) -> list[_Group]:
+        return [group for some in self._groups.values() for group in some]
+
 
 @dataclass(frozen=True)
 class _Group:
-    """The buffers of one dtype on one GPU, compared together. `bounds` has their ends in words."""
+    """The buffers of one dtype on one GPU, compared together. `bounds` has their ends in words.
+
+    `late` counts, for each buffer, changes by backward that forward had not made.
+    """
 
     numbers: list[int]
     sizes: list[int]
     words: torch.dtype
     bounds: Tensor
+    late: Tensor
 
     def joined(self, buffers: Sequence[Tensor]) -> Tensor:
         return torch.cat([buffers[number].reshape(-1) for number in self.numbers])
@@ -186,8 +250,19 @@ def _groups_of(buffers: Sequence[Tensor]) -> list[_Group]:
         words = INTEGERS[min(dtype.itemsize, 8)]
         per_element = dtype.itemsize // words.itemsize
         bounds = list(accumulate((size * per_element for size in sizes), initial=0))
-        groups.append(_Group(numbers, sizes, words, torch.tensor(bounds, device=buffers[0].device)))
+        ends = torch.tensor(bounds, device=buffers[0].device)
+        groups.append(_Group(numbers, sizes, words, ends, torch.zeros_like(ends[1:])))
     return groups
+
+
+def _nonzero(flags: Sequence[tuple[list[int], Tensor]]) -> list[int]:
+    """Return the numbers of buffers whose flag is not 0."""
+    return [
+        number
+        for numbers, values in flags
+        for number, value in zip(numbers, values.tolist(), strict=True)
+        if value
+    ]
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:

@@ -146,13 +146,15 @@ class LaneEngine(LaneContext):
                 )
 
     def check_models(self) -> None:
-        """Raise `ModelError` if user code changed a replicated model, before a snapshot of it.
+        """Raise `ModelError` if a snapshot of replicated models would be wrong.
 
-        It may have moved to another device, as for an export at the end of a script.
+        User code changed one, or backward wrote a buffer too late. A model may have moved to
+        another device, as for an export at the end of a script.
         """
         for module in self._modules:
             parameters = self._parameters.setdefault(module, ModuleParameters()).trainable(module)
             self._check_unchanged(module, parameters, may_move=True)
+        self.buffers.check()
 
     def _check_unchanged(
         self, module: Module, parameters: Parameters, *, may_move: bool = False

@@ -69,7 +69,7 @@ class LaneContext:
     def __post_init__(self) -> None:
         self.own = lanes_of(self.world.rank, self.world.size, self.lanes)
         self.replicas = Replicas(self.devices, self.own)
-        self.buffers = Buffers(self.world, self.lanes, self.devices)
+        self.buffers = Buffers(self.world, self.lanes, self.replicas)
         self.manual = ManualGradients()
         # entered for each lane, with its loss and seed; `samestep verify` looks for changes
         self.observe: Callable[..., AbstractContextManager[Any]] = nullcontext
@@ -127,9 +127,9 @@ class LanePass:
 
     def run(self) -> list[Gradients]:
         """Return the gradients of this worker's subtrees, in lane order, on its first device."""
-        self.context.buffers.begin_step()
         replicas = self.context.replicas
         replicas.refresh()
+        self.context.buffers.begin_step()
         sums = self._sums
         with generators_restored(), self.context.keep_casts():
             for _ in zip_longest(*map(self._run_on, replicas.all)):
@@ -171,7 +171,8 @@ class LanePass:
 
     def report(self, own: Sequence[Gradients]) -> dict[str, Any]:
         """Return JSON: lane results, parameters without a gradient, and written buffers."""
-        flags = self._copies.of(self.context.buffers.flags())
+        buffers = self.context.buffers
+        buffers.end_lanes(id(self.parameters), self._copies.of)
         self._copies.wait()
         results = [
             (lane, count, {name: float(value.double()) for name, value in metrics.items()})
@@ -181,7 +182,7 @@ class LanePass:
         return {
             "lanes": sorted(results, key=itemgetter(0)),
             "missing": sorted(set.intersection(*missing)),
-            "buffers": self.context.buffers.written([some.tolist() for some in flags]),
+            "buffers": buffers.written(),
         }
 
     def _run_lane(self, lane: int, replica: Replica) -> Gradients:
@@ -224,6 +225,8 @@ class LanePass:
             with context.autocast(), no_reentrant_checkpoints():
                 loss, metrics = split_loss(self.loss.fn(self.loss.model, batch), lane)
             scalars = self._copied({"loss": loss.detach(), **metrics})
+            if context.lanes > 1:
+                context.buffers.end_forward(lane, replica.number, self._copies.of)
             weights = [self._weight(loss, count)]
             gradients = self._differentiate(lane, [loss], weights, parameters)
             if context.lanes > 1:

@@ -63,8 +63,8 @@ class WholeBatchPass(LanePass):
 
     def run(self) -> list[Gradients]:
         context = self.context
-        context.buffers.begin_step()
         context.replicas.refresh()
+        context.buffers.begin_step()
         with context.keep_casts():
             with generators_restored():
                 for _ in zip_longest(*map(self._embed_on, context.replicas.all)):
@@ -111,6 +111,7 @@ class WholeBatchPass(LanePass):
             with context.autocast(), no_reentrant_checkpoints():
                 form, embeddings = split_embeddings(embed(self.loss.model, batch), lane)
             if self._is_second:
+                context.buffers.end_forward(lane, replica.number, self._copies.of)
                 gradients = self._continue(lane, embeddings, replica)
                 self._results.append((lane, count, self._scalars))
             else:  # the graph is built and dropped: without it, torch may choose other kernels
