@@ -1,6 +1,6 @@
 """Cost of a record per step: with sinks, images, histograms, settings and samples of the host.
 
-usage: python -m benchmarks.record [--rounds 5] [--steps 300] [--workers 1 2]
+usage: python -m benchmarks.record [--rounds 5] [--steps 300] [--workers 1 2] [--ways WAY ...]
 
 Ways take turns, and every ratio compares two runs of one round: the time of all steps after the
 warm-up over that of "directory", a record without any of them. With as many workers as cores, the
@@ -116,19 +116,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     parser.add_argument("--steps", type=int, default=300, help="of each run (default: 300)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="default: 1 2")
+    compared = f"compared with {WAYS[0]} (default: all)"
+    parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=WAYS[1:], help=compared)
     options = parser.parse_args()
     for workers in options.workers:
-        found = in_turn(
-            {way: partial(measure, way, options.steps, workers) for way in WAYS}, options.rounds
-        )
+        ways = [WAYS[0], *options.ways]
+        runs = {way: partial(measure, way, options.steps, workers) for way in ways}
+        found = in_turn(runs, options.rounds)
         print(
             f"{workers} workers: ms per step, and relative to a record in its directory; "
             f"{options.rounds} rounds"
         )
         for way, milliseconds in found.items():
-            ratios = [
-                mine / base for mine, base in zip(milliseconds, found["directory"], strict=True)
-            ]
+            ratios = [mine / base for mine, base in zip(milliseconds, found[WAYS[0]], strict=True)]
             print(
                 f"  {way:18} {spread(milliseconds)}  {statistics.median(ratios):5.3f} "
                 f"({min(ratios):.3f} to {max(ratios):.3f})",

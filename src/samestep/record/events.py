@@ -170,14 +170,16 @@ def to_json(event: Mapping[str, Any]) -> str:
 
 
 def _encode(value: Any) -> Any:
+    if type(value) is int:  # most values of histograms
+        return value
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value))
     if isinstance(value, str) and NON_FINITE_OR_ESCAPED.fullmatch(value):
         return "\\" + value
-    if isinstance(value, Mapping):
-        return {key: _encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_encode(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _encode(item) for key, item in value.items()}
     return value
 
 

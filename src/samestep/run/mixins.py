@@ -257,15 +257,22 @@ def bin_counts(parts: Iterable[torch.Tensor]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for values in (chunk for part in parts for chunk in part.split(CHUNK)):
         wide = values if values.dtype == torch.float64 else values.float()
-        integer, drop = (torch.int64, 50) if wide.dtype == torch.float64 else (torch.int32, 21)
-        bits = torch.where(wide.isnan(), math.nan, wide).view(integer) >> drop  # one kind of NaN
-        lowest = -1 << (8 * integer.itemsize - 1 - drop)  # of a signed integer without these bits
-        numbers = torch.bincount(bits - lowest)
-        keys = numbers.nonzero().flatten()
-        edges = ((keys + lowest).to(integer) << drop).view(wide.dtype) + 0.0  # and no -0.0
-        for edge, number in zip(edges.tolist(), numbers[keys].tolist(), strict=True):
+        edges, numbers = _bins(wide)
+        if not edges.isfinite().all():  # infinity and some kinds of NaN have one bin
+            edges, numbers = _bins(torch.where(wide.isnan(), math.nan, wide))
+        for edge, number in zip(edges.tolist(), numbers.tolist(), strict=True):
             counts[str(edge)] += number
     return counts
+
+
+def _bins(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the edges and the sizes of the bins that are not empty."""
+    integer, drop = (torch.int64, 50) if values.dtype == torch.float64 else (torch.int32, 21)
+    lowest = -1 << (8 * integer.itemsize - 1 - drop)  # of a signed integer without these bits
+    numbers = torch.bincount((values.view(integer) >> drop) - lowest)
+    keys = numbers.nonzero().flatten()
+    edges = ((keys + lowest).to(integer) << drop).view(values.dtype) + 0.0  # and no -0.0
+    return edges, numbers[keys]
 
 
 def pixels(image: Any) -> NDArray[Any]:
