@@ -61,6 +61,7 @@ def speed(directory: Path, rounds: int) -> None:
     small = size // 4
     readers: dict[str, Callable[..., Batches]] = {
         "samestep, tar": partial(with_samestep, kind="tar"),
+        "samestep, tar, ShardStream": partial(with_stream, samples=40 * 500),
         "webdataset, tar": with_webdataset,
         "samestep, MDS": partial(with_samestep, kind="mds"),
         "mosaicml-streaming, MDS": with_streaming,
@@ -108,6 +109,9 @@ def randomness(directory: Path, epochs: int) -> None:
     readers: dict[str, Callable[..., Batches]] = {
         "samestep, 1 lane": partial(with_samestep, kind="tar"),
         "samestep, 8 lanes": partial(with_samestep, kind="tar", lanes=8),
+        "samestep, ShardStream": partial(
+            with_stream, samples=shards * samples, buffer=WINDOW * samples
+        ),
         "webdataset": partial(with_webdataset, buffer=WINDOW * samples),
         "mosaicml-streaming": with_streaming,
     }
@@ -130,7 +134,8 @@ def order_of(
     batches = reader(directory, epochs=epochs)
     for _ in range(epochs):
         found = list(islice(batches, total // BATCH_SIZE))
-        counts[np.concatenate(found), np.arange(total) * BINS // total] += 1
+        # a stream may give a sample twice in one pass and not in the next
+        np.add.at(counts, (np.concatenate(found), np.arange(total) * BINS // total), 1)
         mixed += [len({index // samples for index in batch}) for batch in found]
     expected = epochs / BINS
     return float(((counts - expected) ** 2 / expected).sum(1).mean() / (BINS - 1)), np.mean(mixed)
@@ -193,6 +198,40 @@ def with_samestep(
                 for lane in batch
                 for sample in lane
             ]
+
+
+def with_stream(directory: Path, *, samples: int, epochs: int = 1, buffer: int = BUFFER) -> Batches:
+    """Yield the indices of each batch of a stream, which reads the files without copies."""
+    with samestep.init(lanes=1) as run:
+
+        def stream(lane: int) -> samestep.ShardStream:
+            paths = sorted((directory / "tar").iterdir())
+            return samestep.ShardStream(
+                paths,
+                samples_of,
+                batch_size=BATCH_SIZE,
+                lane=lane,
+                lanes=run.lanes,
+                buffer=buffer,
+                collate_fn=list,
+            )
+
+        for batch in run.streams(stream, steps=epochs * samples // BATCH_SIZE):
+            yield [int(sample["cls"]) for lane in batch for sample in lane]
+
+
+def samples_of(path: Path) -> Iterator[dict[str, bytes]]:
+    """Yield the samples of a WebDataset tar in their order."""
+    with tarfile.open(path, "r|") as tar:
+        last, sample = "", {}
+        for member in tar:
+            key, _, extension = member.name.partition(".")
+            if key != last and sample:
+                yield sample
+                sample = {}
+            last, sample[extension] = key, tar.extractfile(member).read()  # type: ignore[union-attr]  # a file
+        if sample:
+            yield sample
 
 
 def with_webdataset(directory: Path, *, epochs: int = 1, buffer: int = BUFFER) -> Batches:

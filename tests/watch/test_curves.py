@@ -154,15 +154,15 @@ def test_points_after_a_place_are_discarded(last, left):
     assert len(answer["smooth"]) == len(made) == len(left)
 
 
-def test_last_lowest_and_highest():
+def test_summary():
     made = straight(3)
-    assert made.extremes() == {"last": 2, "lowest": 0, "highest": 2}
+    assert made.summary() == {"points": 3, "last": 2, "lowest": 0, "highest": 2}
     made.append((3, True), 0.0, -5.0, NAN, NAN)
     made.append((4, True), 0.0, NAN, NAN, NAN)
-    assert made.extremes() == {"last": None, "lowest": -5, "highest": 2}
+    assert made.summary() == {"points": 5, "last": None, "lowest": -5, "highest": 2}
     made.discard_after((1, False))
-    assert made.extremes() == {"last": 0, "lowest": 0, "highest": 0}
-    assert Curve().extremes() == {"last": None, "lowest": None, "highest": None}
+    assert made.summary() == {"points": 1, "last": 0, "lowest": 0, "highest": 0}
+    assert Curve().summary() == {"points": 0, "last": None, "lowest": None, "highest": None}
 
 
 def test_returned_points_do_not_change_later():

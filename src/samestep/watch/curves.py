@@ -103,7 +103,7 @@ class Curve:
         # step, between, time, value, low, high
         self._table = Table(np.float64, np.bool_, *[np.float64] * 4)
         self._average: MovingAverage | None = None
-        self._extremes: tuple[int, dict[str, float | None]] | None = None  # of that many points
+        self._summary: tuple[int, dict[str, float | None]] | None = None  # of that many points
 
     def __len__(self) -> int:
         return len(self._table)
@@ -118,20 +118,21 @@ class Curve:
         """Remove all points after a place."""
         step, between, *_ = self._table.columns()
         self._table.filter((step < last[0]) | ((step == last[0]) & between))
-        self._average = self._extremes = None
+        self._average = self._summary = None
 
-    def extremes(self) -> dict[str, float | None]:
-        """Return the last, the lowest and the highest value; those that are not finite are None."""
-        if self._extremes is None or self._extremes[0] != len(self):
+    def summary(self) -> dict[str, float | None]:
+        """Return the number of points, and the last, lowest and highest value, None if not finite."""
+        if self._summary is None or self._summary[0] != len(self):
             value = self._table.columns()[3]
             finite = value[np.isfinite(value)]
             found = {
+                "points": len(value),
                 "last": float(value[-1]) if len(value) and np.isfinite(value[-1]) else None,
                 "lowest": float(finite.min()) if len(finite) else None,
                 "highest": float(finite.max()) if len(finite) else None,
             }
-            self._extremes = len(self), found
-        return self._extremes[1]
+            self._summary = len(self), found
+        return self._summary[1]
 
     def nonfinite_since(self) -> int | None:
         """Return the step since which no value was finite, None if the last one is."""

@@ -183,8 +183,7 @@ class View:
                 "devices": to_texts(run.start.get("devices")),
                 "progress": _progress(run, is_running=row["state"] == "running"),
                 "scalars": [
-                    {"name": name, "points": len(curve), **curve.extremes()}
-                    for name, curve in run.curves.items()
+                    {"name": name, **curve.summary()} for name, curve in run.curves.items()
                 ],
                 "images": _images(run),
                 "histograms": [
@@ -216,7 +215,7 @@ class View:
         """Return the run's row in the table of runs: tags, scores by scalar, settings, origin."""
         with self._lock:
             run = self._run
-            scores = {name: curve.extremes() for name, curve in run.curves.items()}
+            scores = {name: curve.summary() for name, curve in run.curves.items()}
             config = run.start.get("config")
             config = _config(config) if isinstance(config, dict) else {}
             row = {**self._row(time.time()), **self._notes(), **_origin(run)}

@@ -223,6 +223,10 @@ class Page:
         size = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
+    def use_laptop_screen(self) -> None:
+        size = {"width": 1280, "height": 720, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
     def use_desktop_screen(self) -> None:
         size = {"width": 1440, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)

@@ -1,8 +1,9 @@
 """Take the pictures of docs/watch.md: `python -m tests.watch.browser.screenshots FOLDER OUT`.
 
-FOLDER has runs with two workers: `digits` and `digits-low` of recipes/vit with digits.yaml, 16
-epochs and an evaluation every 2, the second with a learning rate of 0.0003; and `tissue` of
-recipes/stain, 60 epochs and an evaluation every 6, with a worker killed during training.
+FOLDER has runs with two workers: `digits`, `digits-low` and others whose names begin with `digits`,
+of recipes/vit with digits.yaml, 16 epochs and an evaluation every 2, the second with a learning
+rate of 0.0003; and `tissue` of recipes/stain, 60 epochs and an evaluation every 6, with a worker
+killed during training.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ def main(runs: Path, out: Path) -> None:
         page.element("[aria-label='Kinds of events'] [data-kind=snapshot_removed]").click()
         save(page, out / "events.png")
         page.use_color_scheme("dark")
+        page.use_laptop_screen()
+        against = {"setting": "optimizer.learning_rate", "score": "best model_top1"}
+        take(page, out / "table.png", "digits", tab="table", filter="digits", **against)
+        take(page, out / "system.png", "tissue", tab="system")
         page.use_phone_screen()
         take(page, out / "phone.png", "digits", smooth=0.8)
 

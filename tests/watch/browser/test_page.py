@@ -359,7 +359,7 @@ def test_the_first_screen_answers_three_questions_and_shows_a_chart(run, page):
     assert score == "val/acc 0.82↓ 2 %best 0.9 at 15"
     assert loss == "train/loss 1.05↓ 15 %best 1.05 at 19"
     assert list(filter(None, page.run(answer, "healthy").splitlines())) == [
-        "✓all newest values are finite",
+        "✓newest values finite",
         "⚠worker 1: 2.3 times the median",
     ]
     assert page.run(answer, "slow").split("\n") == [

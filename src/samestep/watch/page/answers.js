@@ -3,10 +3,9 @@
 import { latest, path } from "./api.js";
 import { partColor, PARTS } from "./colors.js";
 import { h, onChange } from "./dom.js";
-import { bestOf, count, goal, number } from "./format.js";
+import { bestOf, count, goal, number, principal } from "./format.js";
 import { choose } from "./state.js";
 
-const EVALUATED = /^(val|valid|validation|test|eval)[/_]/i;
 const STEADY = 0.005; // a smaller change is no trend
 const MOST_PARTS = 3; // named beside the bar
 const TREND = "The change of the mean from the fifth of the points before the newest fifth to it";
@@ -31,7 +30,7 @@ export function answers() {
     element: h("div", { class: "answers" }, Object.values(cells).map(({ element }) => element)),
     update({ run }) {
       last = run;
-      for (const [role, { name, points, last: newest }] of Object.entries(chosen(run))) {
+      for (const [role, { name, points, last: newest }] of Object.entries(principal(run.scalars))) {
         asked[role] = { id: run.id, name };
         const request = path("curve", { id: run.id, name, points: 300, x: "step" });
         loads[role](request, `${points} ${newest} ${run.attempts}`);
@@ -51,18 +50,8 @@ function cell(key, label, tab) {
   return { element, show: (lines) => place.replaceChildren(...lines) };
 }
 
-/** Return the score and the loss of a run, those of an evaluation first. */
-function chosen({ scalars }) {
-  const first = (wanted) => {
-    const fitting = scalars.filter(({ name }) => goal(name) === wanted);
-    return fitting.find(({ name }) => EVALUATED.test(name)) ?? fitting[0];
-  };
-  const found = { score: first("highest"), loss: first("lowest") };
-  return Object.fromEntries(Object.entries(found).filter(([, scalar]) => scalar));
-}
-
 function learned(run, known) {
-  return Object.entries(chosen(run)).map(([role, scalar]) => {
+  return Object.entries(principal(run.scalars)).map(([role, scalar]) => {
     const { name, last } = scalar;
     const { id, name: drawn, curve } = known[role] ?? {};
     const line = { name, last, best: bestOf(scalar), trend: null, at: null };
@@ -106,7 +95,7 @@ function health({ state, step, scalars, nonfinite, workers }) {
     lines.push(["bad", `${name} has not been finite since step ${count(since)}`, "nonfinite"]));
   const more = nonfinite.length - 1;
   if (more > 0) lines.push(["bad", `and ${count(more)} more`]);
-  if (scalars.length && !nonfinite.length) lines.push(["good", "all newest values are finite"]);
+  if (scalars.length && !nonfinite.length) lines.push(["good", "newest values finite"]);
   const pace = paces(workers);
   if (pace) lines.push(pace);
   if (!lines.length) return [[null, "no values yet"]];
@@ -116,7 +105,7 @@ function health({ state, step, scalars, nonfinite, workers }) {
 function paces(workers) {
   const seconds = workers.map((worker) => worker.seconds).filter((one) => one !== null);
   const slowest = workers.find((worker) => worker.slowest);
-  if (!slowest) return seconds.length > 1 ? ["good", "all workers are about equally fast"] : null;
+  if (!slowest) return seconds.length > 1 ? ["good", "workers equally fast"] : null;
   if (seconds.length < 2) return ["bad", `worker ${slowest.rank} is the slowest`];
   // the lower middle one of an even number, so that the slower of two workers is compared
   const median = seconds.sort((a, b) => a - b)[(seconds.length - 1) >> 1];

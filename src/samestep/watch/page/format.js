@@ -108,3 +108,17 @@ export function goal(name) {
 
 /** Return the best value of a scalar; the highest if its name does not say what is better. */
 export const bestOf = ({ name, lowest, highest }) => (goal(name) === "lowest" ? lowest : highest);
+
+const EVALUATED = /^(val|valid|validation|test|eval)[/_]/i;
+
+/** Return the `score` and the `loss` among scalars, first those of an evaluation: it is rarer. */
+export function principal(scalars) {
+  const first = (wanted) => {
+    const fitting = scalars.filter(({ name }) => goal(name) === wanted);
+    const most = Math.max(...fitting.map(({ points }) => points));
+    return fitting.find(({ name }) => EVALUATED.test(name)) ??
+      fitting.find(({ points }) => points < most / 2) ?? fitting[0];
+  };
+  const found = { score: first("highest"), loss: first("lowest") };
+  return Object.fromEntries(Object.entries(found).filter(([, scalar]) => scalar));
+}

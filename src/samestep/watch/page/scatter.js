@@ -5,7 +5,7 @@ import { h, onChange } from "./dom.js";
 import { number, several, tick } from "./format.js";
 import { choose, state } from "./state.js";
 
-const DECADES = 2; // a wider span of values has a logarithmic axis
+const DECADES = 1.5; // a wider span of values has a logarithmic axis
 const MOST_TICKS = 8;
 
 export function scatter() {

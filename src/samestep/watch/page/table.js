@@ -2,21 +2,20 @@
 
 import { get, report } from "./api.js";
 import { h, onChange, searchBox } from "./dom.js";
-import { ago, bestOf, count, duration, number } from "./format.js";
+import { ago, bestOf, count, duration, number, principal } from "./format.js";
 import { tagButtons } from "./notes.js";
 import { scatter } from "./scatter.js";
 import { flat } from "./settings.js";
 import { choose, state } from "./state.js";
 
-const MOST_SCORES = 4; // chosen automatically
-const MOST_SETTINGS = 8;
+const MOST_SCORES = 2; // chosen automatically
+const MOST_SETTINGS = 6;
 const MOST_ROWS = 100; // until "Show all" is pressed
 const PAUSE = 3000; // milliseconds between two requests
 
 export function tablePanel(root) {
   let runs = [];
   let names = [];
-  let usual = []; // columns
   let lines = new Map(); // rows of the table by run
   let asked = -Infinity;
   let answered = 0;
@@ -43,9 +42,9 @@ export function tablePanel(root) {
       h("tbody", {}, rows.map((row) => lines.get(row))));
   });
   function draw() {
-    const chosen = state.columns.length ? state.columns : usual;
-    drawChoice([chosen, ...names]);
     const matching = runs.filter(matches(runs));
+    const chosen = state.columns.length ? state.columns : automatic(matching);
+    drawChoice([chosen, ...names]);
     const rows = sorted(matching).slice(0, all ? runs.length : MOST_ROWS);
     const clock = report ? report.written : Math.round(Date.now() / 10_000) * 10;
     const tagged = runs.some(({ tags }) => tags.length);
@@ -67,7 +66,6 @@ export function tablePanel(root) {
       const response = await get("/api/table");
       runs = response.runs.map(described);
       names = namesOf(runs);
-      usual = automatic(runs, names);
       answered += 1;
       draw();
     },
@@ -83,12 +81,14 @@ function described(run) {
     values.set(name, scores.last);
     values.set(`best ${name}`, bestOf({ name, ...scores }));
   }
+  const scalars = Object.entries(run.scores).map(([name, scores]) => ({ name, ...scores }));
   const tags = run.tags.map((tag) => `tag=${tag}`.toLowerCase());
   const text = [run.name, run.id, run.state, ...pairs, ...tags, run.note].join(" ").toLowerCase();
   const { id, name, state: now, step, elapsed, updated, noted, note } = run;
   return { id, name, state: now, step, elapsed, updated, noted, note, text,
     words: new Set(tags), tags: run.tags, label: run.tags.join(" ") || null,
-    values: Object.fromEntries(values), scores: Object.keys(run.scores) };
+    values: Object.fromEntries(values), scores: Object.keys(run.scores),
+    principal: Object.values(principal(scalars)).map(({ name: scalar }) => scalar) };
 }
 
 /** Return whether a run has all words of the filter; a tag of some run is compared as a whole. */
@@ -116,13 +116,13 @@ function namesOf(runs) {
   return [...[...scores].flatMap((name) => [name, `best ${name}`]), ...settings];
 }
 
-/** Return scores of validation first, and the first settings. */
-function automatic(runs, names) {
+/** Return a few scores, and settings in which the runs differ. */
+function automatic(runs) {
+  const names = namesOf(runs);
   const scores = new Set(runs.flatMap(({ scores: found }) => found));
   const isBest = (name) => name.startsWith("best ") && scores.has(name.slice(5));
-  const usual = names.filter((name) => scores.has(name));
-  const first = [...usual.filter((name) => /val|test|eval/i.test(name)), ...usual];
-  const some = [...new Set(first)].slice(0, MOST_SCORES);
+  const first = new Set([...runs.flatMap((run) => run.principal), ...scores]);
+  const some = [...first].slice(0, MOST_SCORES);
   const settings = names.filter((name) => !scores.has(name) && !isBest(name));
   return [...some.flatMap((name) => [name, `best ${name}`]), ...settings.slice(0, MOST_SETTINGS)];
 }
