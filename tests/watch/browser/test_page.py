@@ -259,7 +259,7 @@ def test_tags_and_a_note_are_edited_and_filtered_by(place, page, names):
 
 def test_a_setting_is_drawn_against_a_score(place, page, names):
     runs = [place / next(names) for _ in range(3)]
-    for run, rate, name in zip(runs, (0.001, 0.1, 0.01), ("sgd", "adam", "sgd"), strict=True):
+    for run, rate, name in zip(runs, (0.01, 0.1, 0.02), ("sgd", "adam", "sgd"), strict=True):
         settings = {"rate": rate, "optimizer": name, "study": "scatter"}
         append(run, {**started(), "settings": settings}, scalars(0, accuracy=10 * rate))
     append(runs[0], scalars(1, accuracy=0.5))
@@ -274,10 +274,10 @@ def test_a_setting_is_drawn_against_a_score(place, page, names):
     scales = "return document.getElementById('scatter').dataset.scales === arguments[0]"
     assert page.run(scales, "linear linear")
     append(runs[1], {**started(), "settings": {**settings, "rate": 1.0}}, scalars(0, accuracy=1.0))
-    page.until(scales, "log linear")  # 0.001 to 1
+    page.until(scales, "log linear")  # 0.01 to 1
     assert page.run(
         "return [...document.querySelectorAll('#scatter .below')].map((tick) => tick.textContent)"
-    ) == ["0.001", "0.01", "0.1", "1"]
+    ) == ["0.01", "0.1", "1"]
     page.until("return location.hash.includes('setting=rate') && location.hash.includes('score=')")
     options = {"tab": "table", "filter": "study=scatter", "setting": "optimizer"}
     page.open(runs[0].name, **options, score="best accuracy")
