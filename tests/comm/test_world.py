@@ -12,7 +12,13 @@ import torch.distributed as dist
 
 from samestep.comm import rendezvous
 from samestep.comm.connect import Staged
-from samestep.comm.distributed import HEAD_BYTES, PIECE_BYTES, ROW_BYTES
+from samestep.comm.distributed import (
+    HEAD_BYTES,
+    PIECE_BYTES,
+    ROW_BYTES,
+    SWAPPED_IN_FLIGHT,
+    SWAPPED_PIECE_BYTES,
+)
 from samestep.comm.shared_memory import INLINE_BYTES
 from samestep.errors import WorldError
 from tests.workers import run_workers, try_workers
@@ -291,6 +297,83 @@ def test_large_messages_are_sent_in_pieces(monkeypatch):
     # a small rest is divided among the pieces
     sizes = [7 * [PIECE_BYTES + 4] + [PIECE_BYTES - 12], 4 * [PIECE_BYTES]]
     assert on_hosts(2, 2, body) == [found + 4 * [PIECE_BYTES] for found in sizes]
+
+
+def swapped(world, elements):
+    """Begin two swaps with the opposite worker, send them later, and complete them in any order."""
+    partner = world.size - 1 - world.rank
+
+    def values(rank, number):
+        return torch.arange(elements) + 1000.0 * number + 10_000 * rank
+
+    received = [[torch.empty(elements) for _ in range(3)] for _ in range(2)]
+    sends = [world.begin_swap(partner, some, "swapping") for some in received]
+    world.barrier("sending other messages in between")
+    ends = [send([values(world.rank, 3 * n + m) for m in range(3)]) for n, send in enumerate(sends)]
+    for end in reversed([*ends[0], *ends[1]]):
+        end()
+    for n, some in enumerate(received):
+        for m, one in enumerate(some):
+            assert torch.equal(one, values(partner, 3 * n + m))
+
+
+@pytest.mark.parametrize("run", [in_threads, in_processes, functools.partial(on_hosts, 2)])
+@pytest.mark.parametrize("elements", [1, SWAPPED_PIECE_BYTES // 3])
+def test_workers_swap_tensors_in_pairs(run, elements):
+    run(4, swapped, elements)
+
+
+def test_few_pieces_of_a_swap_are_in_flight(monkeypatch):
+    """So that a worker that is ahead does not fill the connection."""
+    sent, total = [], 8
+    send = dist.isend
+    monkeypatch.setattr(dist, "isend", lambda *args: (sent.append(args[0]), send(*args))[1])
+
+    def body(world):
+        sent.clear()
+        tensor = torch.ones(total * SWAPPED_PIECE_BYTES // 4)
+        begin = world.begin_swap(1 - world.rank, [torch.empty_like(tensor)], "swapping")
+        world.barrier("starting")
+        before, most = len(sent), SWAPPED_IN_FLIGHT
+        if world.rank == 0:
+            (end,) = begin([tensor])
+            while len(sent) - before < most:
+                time.sleep(0.001)
+            time.sleep(0.2)  # a defect would use this time to send more
+            early = len(sent) - before
+        world.barrier("sending more")
+        if world.rank == 1:
+            (end,) = begin([tensor])
+            early = most
+        end()
+        return early, sum(piece.nbytes == SWAPPED_PIECE_BYTES for piece in sent)
+
+    assert on_hosts(2, 2, body) == [(SWAPPED_IN_FLIGHT, total)] * 2
+
+
+def test_a_partner_that_exits_during_a_swap_is_an_error_within_seconds():
+    def body():
+        world = distributed_world(timeout=300, hosts=2)
+        tensor = torch.ones(8 * SWAPPED_PIECE_BYTES // 4)
+        begin = world.begin_swap(1 - world.rank, [torch.empty_like(tensor)] * 2, "swapping")
+        world.barrier("starting")
+        if world.rank == 1:
+            os._exit(7)
+        started = time.monotonic()
+        messages = []
+        for end in begin([tensor] * 2):
+            with pytest.raises(WorldError) as caught:
+                end()
+            messages.append(str(caught.value))
+        world.close()
+        return time.monotonic() - started, messages
+
+    outcome, exited = try_workers(body, 2)
+    assert exited.exitcode == 7
+    seconds, (first, second) = outcome.value
+    assert seconds < 60
+    assert "swapping" in first
+    assert "an earlier call failed, while swapping" in second
 
 
 def calls(world):

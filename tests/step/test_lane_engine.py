@@ -210,6 +210,18 @@ def test_rounded_gradients_are_sent_and_stored_in_half_the_bytes():
         assert [size // 2 for size in sent] == half
 
 
+def log_sends(world, order):
+    """Append "exchange" to `order` whenever gradients are sent to other hosts."""
+    begin, begin_swap = world.begin_all_to_all, world.begin_swap
+
+    def logged_swap(*arguments):
+        send = begin_swap(*arguments)
+        return lambda sent: (order.append("exchange"), send(sent))[1]
+
+    world.begin_all_to_all = lambda *arguments: (order.append("exchange"), begin(*arguments))[1]
+    world.begin_swap = logged_swap
+
+
 @pytest.mark.parametrize("exchange_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("each", [1, 2, 3])  # lanes per worker
 def test_gradients_are_sent_to_other_hosts_during_backward_of_the_last_lane(each, exchange_dtype):
@@ -223,8 +235,7 @@ def test_gradients_are_sent_to_other_hosts_during_backward_of_the_last_lane(each
         order = []
         for number, layer in enumerate(model):
             layer.weight.register_hook(lambda gradient, number=number: order.append(number))
-        begin = world.begin_all_to_all
-        world.begin_all_to_all = lambda *arguments: (order.append("exchange"), begin(*arguments))[1]
+        log_sends(world, order)
 
         def loss_fn(model, batch):
             # worker 1 never reaches the last bucket, which starts first
@@ -272,8 +283,7 @@ def test_hosts_with_several_workers_send_gradients_during_backward():
 
         for number, layer in enumerate(model):
             layer.bias.register_hook(lambda _, number=number: arrives(number))
-        begin = world.begin_all_to_all
-        world.begin_all_to_all = lambda *arguments: (order.append("exchange"), begin(*arguments))[1]
+        log_sends(world, order)
         for step in range(2):
             samples = [
                 torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + lane))

@@ -117,6 +117,24 @@ class World(ABC):
         self.all_gather(out, own, what)
         return lambda: None
 
+    def begin_swap(
+        self, partner: int, received: Sequence[Tensor], what: str
+    ) -> Callable[[Sequence[Tensor]], list[Callable[[], None]]]:
+        """Begin to receive 1-D CPU tensors from a worker that also begins a swap with this one.
+
+        Returns a call that begins to send it others of the same sizes. That call returns one call
+        for each pair, which completes it; a tensor must stay as it is until then.
+        """
+        sizes = [[len(one) * (rank == partner) for rank in range(self.size)] for one in received]
+
+        def send(sent: Sequence[Tensor]) -> list[Callable[[], None]]:
+            return [
+                self.begin_all_to_all(out, counts, own, counts, what)
+                for out, counts, own in zip(received, sizes, sent, strict=True)
+            ]
+
+        return send
+
     def transfer(
         self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], what: str
     ) -> None:

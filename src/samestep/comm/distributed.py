@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +32,9 @@ ROW_BYTES = 1024  # of the first row for each `what`; later rows are as long as 
 KEPT_ROW_BYTES = 64 << 10  # the longest row whose length and tables are kept for the next one
 # gloo sends one large message at a time; pieces in flight fill both directions of a link
 PIECE_BYTES = 1 << 20
+# in a swap only a few are in flight, or TCP takes in more than it can send, and slows down
+SWAPPED_PIECE_BYTES = 1 << 19
+SWAPPED_IN_FLIGHT = 2
 TAGS = 1 << 20  # of transfers in turn, from 1: rows have tag 0
 # gloo then reads the addresses of all workers in one request, and each has the same few bytes
 GLOO_FEW_REQUESTS = ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
@@ -37,6 +46,64 @@ NCCL_EXTRA_SECONDS = 120.0
 POLL_SECONDS = 1e-4  # between checks of a GPU
 # renamed in torch 2.13
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Piece(NamedTuple):
+    """A piece of a swap; when the last one has been sent and received, its `done` gets a result."""
+
+    receiving: Any  # a `dist.Work`: None is only for workers outside of the group
+    send: Callable[[], Any]  # returns another one
+    done: Future[Exception | None] | None
+
+
+class Swaps:
+    """Sends pieces of swaps to another worker while as many arrive, in a thread of its own.
+
+    The thread sends the next piece when an earlier one has arrived, so that neither worker gets far
+    ahead of the other. Starting a message copies it, which the program would have to wait for.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: SimpleQueue[Piece | None] = SimpleQueue()
+        Thread(target=self._run, daemon=True, name="samestep swaps").start()
+
+    def add(
+        self, receiving: Sequence[Any], sends: Sequence[Callable[[], Any]]
+    ) -> Future[Exception | None]:
+        """Return the future of a tensor, whose result is the error of a message, or None."""
+        done: Future[Exception | None] = Future()
+        last = len(sends) - 1
+        for n, (work, send) in enumerate(zip(receiving, sends, strict=True)):
+            self._pieces.put(Piece(work, send, done if n == last else None))
+        return done
+
+    def close(self) -> None:
+        """End the thread after the pieces that it has."""
+        self._pieces.put(None)
+
+    def _run(self) -> None:
+        in_flight: deque[tuple[Piece, Any]] = deque()
+        failure: Exception | None = None  # the first one; no piece is sent after it
+        while True:
+            is_full = len(in_flight) == SWAPPED_IN_FLIGHT
+            if not is_full and not (in_flight and self._pieces.empty()):
+                piece = self._pieces.get()
+                if piece is None:
+                    return
+                try:
+                    in_flight.append((piece, piece.send() if failure is None else None))
+                except RuntimeError as error:
+                    failure = error
+                    in_flight.append((piece, None))
+                continue
+            piece, sending = in_flight.popleft()
+            try:
+                for work in (piece.receiving, sending) if failure is None else ():
+                    work.wait()
+            except RuntimeError as error:
+                failure = error
+            if piece.done is not None:
+                piece.done.set_result(failure)
 
 
 class Distributed(World):
@@ -54,6 +121,7 @@ class Distributed(World):
         self._tables: dict[int, Tensor] = {}  # by row size
         self._turn = 0
         self._transfers = 0
+        self._swaps: Swaps | None = None
         self._failure = ""
         self._timeout_seconds = rendezvous.timeout_seconds
         self.exchange = "NCCL" if cuda else "gloo"
@@ -255,6 +323,35 @@ class Distributed(World):
         self.barriers += 1
         return self._end_of(works, what, own, polled=polled)
 
+    def begin_swap(
+        self, partner: int, received: Sequence[Tensor], what: str
+    ) -> Callable[[Sequence[Tensor]], list[Callable[[], None]]]:
+        tag = self._next_tag()
+        swaps = self._swaps = self._swaps or Swaps()
+        with self._waiting(what):
+            receiving = [
+                [dist.irecv(piece, partner, self._group, tag) for piece in _small_pieces(one)]
+                for one in received
+            ]
+
+        def begin_send(works: Sequence[Any], own: Tensor) -> Callable[[], None]:
+            pieces = _small_pieces(own)
+            sends = [partial(dist.isend, piece, partner, self._group, tag) for piece in pieces]
+            done = swaps.add(works, sends)
+
+            def end() -> None:
+                with self._waiting(what):
+                    if failure := done.result():
+                        raise failure
+
+            return end
+
+        def send(sent: Sequence[Tensor]) -> list[Callable[[], None]]:
+            self.barriers += 1
+            return list(map(begin_send, receiving, sent))
+
+        return send
+
     def _end_of(
         self, works: Sequence[dist.Work], what: str, sent: Tensor, *, polled: bool = True
     ) -> Callable[[], None]:
@@ -304,16 +401,20 @@ class Distributed(World):
         All workers make the same transfers in the same order. Each transfer has a tag of its own,
         because several may be in flight; messages with one tag keep their order.
         """
-        self._transfers = self._transfers % TAGS + 1
+        tag = self._next_tag()
         ranks = [(self.rank + offset) % self.size for offset in range(1, self.size)]
         calls = [(dist.irecv, received), (dist.isend, sent)]
         # no work is None: that is so only for workers outside of the group
         return [
-            call(piece, rank, self._group, self._transfers)  # type: ignore[misc]
+            call(piece, rank, self._group, tag)  # type: ignore[misc]
             for call, tensors in calls
             for rank in ranks
             for piece in _pieces(tensors.get(rank))
         ]
+
+    def _next_tag(self) -> int:
+        self._transfers = self._transfers % TAGS + 1
+        return self._transfers
 
     def transfer(
         self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], what: str
@@ -341,6 +442,8 @@ class Distributed(World):
 
     def close(self) -> None:
         self.status.close()  # first, so that workers that find this one gone know why
+        if self._swaps is not None:
+            self._swaps.close()
         if self._mesh is not None:
             self._mesh.close()
         # NCCL may wait forever for workers that have not failed
@@ -382,12 +485,16 @@ def _length(data: bytes) -> int:
     return int.from_bytes(data, "little")
 
 
-def _pieces(tensor: Tensor | None) -> tuple[Tensor, ...]:
+def _pieces(tensor: Tensor | None, size: int = PIECE_BYTES) -> tuple[Tensor, ...]:
     if tensor is None or not len(tensor):
         return ()
     # a small rest is not a piece of its own
-    pieces: tuple[Tensor, ...] = tensor.detach().chunk(max(1, tensor.nbytes // PIECE_BYTES))
+    pieces: tuple[Tensor, ...] = tensor.detach().chunk(max(1, tensor.nbytes // size))
     return pieces
+
+
+def _small_pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    return _pieces(tensor, SWAPPED_PIECE_BYTES)
 
 
 def _rows(table: Tensor, host: range) -> Tensor:

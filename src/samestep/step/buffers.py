@@ -72,8 +72,8 @@ class Buffers:
 
     def end_forward(self, lane: int, device: int, copy: Copy) -> None:
         """Note what a lane's forward pass wrote on a GPU; `copy` begins to copy to the host."""
-        groups, current = self._groups_on(device), self._detached()
-        starts = self._starts[device][1]
+        starts, groups = self._starts[device][1], self._groups_on(device)
+        current = self._detached() if groups else []
         self._by_forward = [
             group.changed(group.joined(starts), group.joined(current)) for group in groups
         ]

@@ -36,6 +36,7 @@ from samestep.step.layout import (
 )
 
 Across = Literal["host", "world"]
+Send = Callable[[Sequence[Tensor]], list[Callable[[], None]]]
 
 # Gradients that are exchanged together: a few buckets keep the network busy during backward.
 BUCKETS: Final = 8
@@ -127,6 +128,7 @@ class Exchange:
         near = world.machines if self.across == "world" else ()
         self._machine = Route(near, world.rank) if 1 < len(near) < world.size else None
         self._nearby: Callable[[], Part] | None = None  # sends on what was exchanged in a machine
+        self._swapping: tuple[Tensor, Send] | None = None  # what arrives, and a call that sends
         self._started: list[Part] | None = None  # of an exchange whose parts are not added yet
         self._end: Callable[[], None] | None = None  # completes the sums that are held
         # two hosts with one sum each need no owners
@@ -180,6 +182,15 @@ class Exchange:
         wait_until_free([self])
         for views, gradients in zip(self.own_views, own, strict=True):
             copy_gradients(views, gradients)
+
+    def receive(self) -> None:
+        """Begin to receive what the other host sends, if `start` swaps sums with it.
+
+        gloo sends only what the receiver awaits. The earlier it says so, the fewer other messages
+        are sent before that one.
+        """
+        if self._swaps:
+            self._swapping = self._swapping or self._begin_swap()
 
     def start(self) -> None:
         """Begin to exchange sums with other hosts; all workers of this one must have called `put`.
@@ -247,23 +258,29 @@ class Exchange:
             for span, flat in zip(spans, flats, strict=False)
         }
 
+    def _begin_swap(self) -> tuple[Tensor, Send]:
+        (partner,) = self._route.partners
+        received = torch.empty_like(self.slices(self._own[0], self.held))
+        parts = received.split(CHUNK_BYTES // received.element_size())
+        return received, self.world.begin_swap(partner, parts, "exchanging gradients")
+
     def _swap(self) -> list[Part]:
         """Send the sum of this host to the other one, in parts that are added as they arrive."""
-        (partner,), (other,) = self._route.partners, self._route.others
+        received, send = self._swapping or self._begin_swap()
+        self._swapping = None
+        (other,) = self._route.others
         (span,), (other_span,) = self._spans_of(self._route.host), self._spans_of(other)
         own = _add_up(span, self._host_sums(self.held))
         out = self.slices(self._own[0], self.held)
         if self._total is None and self.converts and self.dtype != self.parameters[0].dtype:
             self._total = torch.empty_like(out, dtype=self.parameters[0].dtype)
         size = CHUNK_BYTES // own.element_size()
-        flats = [own, torch.empty_like(own), out, out if self._total is None else self._total]
+        flats = [own, received, out, out if self._total is None else self._total]
+        sent, arriving, *outs = (flat.split(size) for flat in flats)
         parts = []
-        for sent, received, out, total in zip(*(flat.split(size) for flat in flats), strict=True):
-            sizes = [len(sent) * (rank == partner) for rank in range(self.world.size)]
-            what = "exchanging gradients"
-            wait = self.world.begin_all_to_all(received, sizes, sent, sizes, what)
+        for one, other_one, out, total, wait in zip(sent, arriving, *outs, send(sent), strict=True):
             converted = None if self._total is None else total
-            parts.append(Part({span: sent, other_span: received}, out, wait, converted))
+            parts.append(Part({span: one, other_span: other_one}, out, wait, converted))
         return parts
 
     def _send_nearby(self, machine: Route) -> Callable[[], Part]:

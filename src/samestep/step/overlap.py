@@ -148,6 +148,8 @@ class EarlyExchange(Overlap):
     def _begin(self) -> None:
         self._is_begun = True
         wait_until_free([bucket.exchange for bucket in self.order])
+        for bucket in self.order:
+            bucket.exchange.receive()
         self._awaited = [sum(n is not None for n in bucket.numbers) for bucket in self.order]
         self._put = self._started = 0
         self._before += len(self.order)
