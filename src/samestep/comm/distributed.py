@@ -38,6 +38,7 @@ SWAPPED_IN_FLIGHT = 2
 TAGS = 1 << 20  # of transfers in turn, from 1: rows have tag 0
 # gloo then reads the addresses of all workers in one request, and each has the same few bytes
 GLOO_FEW_REQUESTS = ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
+CLOSE_SECONDS = 5.0  # at most, for the thread that swaps
 SLACK_SECONDS = 1.0  # after the backend's own timeout, if the store does not respond
 LATE = 0.95  # of the timeout: a later error is the backend's timeout
 KEPT: list[object] = []  # groups of users' code that stay until the process exits
@@ -65,7 +66,8 @@ class Swaps:
 
     def __init__(self) -> None:
         self._pieces: SimpleQueue[Piece | None] = SimpleQueue()
-        Thread(target=self._run, daemon=True, name="samestep swaps").start()
+        self._thread = Thread(target=self._run, daemon=True, name="samestep swaps")
+        self._thread.start()
 
     def add(
         self, receiving: Sequence[Any], sends: Sequence[Callable[[], Any]]
@@ -78,8 +80,12 @@ class Swaps:
         return done
 
     def close(self) -> None:
-        """End the thread after the pieces that it has."""
+        """End the thread, which a message of a closed group does not keep waiting.
+
+        It must not be in torch when the interpreter exits, which would abort the process.
+        """
         self._pieces.put(None)
+        self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         in_flight: deque[tuple[Piece, Any]] = deque()
@@ -442,13 +448,13 @@ class Distributed(World):
 
     def close(self) -> None:
         self.status.close()  # first, so that workers that find this one gone know why
-        if self._swaps is not None:
-            self._swaps.close()
         if self._mesh is not None:
             self._mesh.close()
         # NCCL may wait forever for workers that have not failed
         if not (self._cuda and (self._failure or self.abandoned)):
             dist.destroy_process_group(self._group)
+        if self._swaps is not None:
+            self._swaps.close()
 
 
 def _is_of_gpu(error: Exception) -> bool:
