@@ -2,7 +2,7 @@
 
 usage: python -m benchmarks.shards [--rounds 5] [--epochs 200]
 
-Needs mosaicml-streaming, webdataset and samestep[remote]. One process without loader processes
+Needs webdataset and samestep[remote], and mosaicml-streaming for MDS files. One process without loader processes
 reads an epoch of 20,000 samples of 4 kB in 40 shards, in batches of 64, from a folder that stands
 for a remote storage. Each measurement runs in its own process with an empty cache, in turn. Bytes
 read are those that all read calls return: a download into a cache and a read of the copy are two,
@@ -23,6 +23,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +40,7 @@ SAMPLE_BYTES = 4096
 BINS = 16
 BUFFER = 4096  # samples that webdataset shuffles, as many as 8 shards have
 WINDOW = 8
+HAS_MDS = find_spec("streaming") is not None
 
 Batches = Iterator[list[int]]
 
@@ -63,8 +65,8 @@ def speed(directory: Path, rounds: int) -> None:
         "samestep, tar": partial(with_samestep, kind="tar"),
         "samestep, tar, ShardStream": partial(with_stream, samples=40 * 500),
         "webdataset, tar": with_webdataset,
-        "samestep, MDS": partial(with_samestep, kind="mds"),
-        "mosaicml-streaming, MDS": with_streaming,
+        **({"samestep, MDS": partial(with_samestep, kind="mds")} if HAS_MDS else {}),
+        **({"mosaicml-streaming, MDS": with_streaming} if HAS_MDS else {}),
         "samestep, tar, small cache": partial(with_samestep, kind="tar", max_bytes=small),
         "the same, any order": partial(
             with_samestep, kind="tar", max_bytes=small, window=0, steps=20
@@ -113,7 +115,7 @@ def randomness(directory: Path, epochs: int) -> None:
             with_stream, samples=shards * samples, buffer=WINDOW * samples
         ),
         "webdataset": partial(with_webdataset, buffer=WINDOW * samples),
-        "mosaicml-streaming": with_streaming,
+        **({"mosaicml-streaming": with_streaming} if HAS_MDS else {}),
     }
     print(f"{shards} shards of {samples} samples, {epochs} epochs")
     for name, reader in readers.items():
@@ -143,22 +145,24 @@ def order_of(
 
 def write(directory: Path, *, shards: int, samples: int, sample_bytes: int) -> int:
     """Write the same samples as tar and MDS files; return the bytes of the tar files."""
-    from streaming import MDSWriter
-
     (directory / "tar").mkdir()
     rng = np.random.default_rng(0)
-    columns = {"index": "int", "data": "bytes"}
-    shard_bytes = samples * (sample_bytes + 16) + 200  # a little more than its samples
-    with MDSWriter(out=str(directory / "mds"), columns=columns, size_limit=shard_bytes) as writer:
-        for shard in range(shards):
-            with tarfile.open(directory / "tar" / f"{shard:03}.tar", "w") as tar:
-                for index in range(shard * samples, (shard + 1) * samples):
-                    data = rng.bytes(sample_bytes)
-                    writer.write({"index": index, "data": data})
-                    for extension, content in (("bin", data), ("cls", str(index).encode())):
-                        member = tarfile.TarInfo(f"{index:08}.{extension}")
-                        member.size = len(content)
-                        tar.addfile(member, io.BytesIO(content))
+    contents = [rng.bytes(sample_bytes) for _ in range(shards * samples)]
+    for shard in range(shards):
+        with tarfile.open(directory / "tar" / f"{shard:03}.tar", "w") as tar:
+            for index in range(shard * samples, (shard + 1) * samples):
+                for extension, content in (("bin", contents[index]), ("cls", str(index).encode())):
+                    member = tarfile.TarInfo(f"{index:08}.{extension}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    if HAS_MDS:
+        from streaming import MDSWriter
+
+        columns = {"index": "int", "data": "bytes"}
+        size = samples * (sample_bytes + 16) + 200  # of a shard: a little more than its samples
+        with MDSWriter(out=str(directory / "mds"), columns=columns, size_limit=size) as writer:
+            for index, content in enumerate(contents):
+                writer.write({"index": index, "data": content})
     return sum(path.stat().st_size for path in (directory / "tar").iterdir())
 
 

@@ -27,6 +27,7 @@ def main(runs: Path, out: Path) -> None:
     with TemporaryDirectory() as folder, serving(runs) as server, browsing(Path(folder)) as driver:
         page = Page(driver, server)
         page.use_color_scheme("light")
+        page.use_desktop_screen()
         take(page, out / "curves.png", "digits", "digits-low", smooth=0.8)
         take(page, out / "images.png", "tissue", tab="images")
         take(page, out / "workers.png", "tissue", tab="workers")
