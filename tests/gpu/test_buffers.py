@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import nn
 
 import samestep as ss
+from tests.gpu.simulated import VISIBLE
 from tests.jobs import classify, images
 
 
@@ -49,3 +52,61 @@ def test_buffer_that_only_backward_writes_in_a_later_step_is_refused(saves, gpus
     options = {"dir": tmp_path} if saves else {}
     with pytest.raises(AssertionError, match="'passes' was written during backward, but not"):
         gpus.call(counted, 1, **options)
+
+
+class Heads(nn.Module):
+    """Two layers; the second one counts the backward passes through it."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 10), nn.Linear(64, 10)
+        self.counting = Counting(first)
+
+    def forward(self, pictures):
+        x = pictures.flatten(1)
+        return self.one(x) + self.counting(self.two(x))
+
+
+def counted_by_two(first):
+    """Return the count after steps that train one layer from the first on, and both from step 2."""
+    with ss.init(lanes=2, timeout=60) as run:
+        model = run.replicate(Heads(first))
+        for step, batch in enumerate(run.batches(images(32), 8, steps=4)):
+            model.counting.step = step
+            run.backward(classify, model, batch, update=model if step >= 2 else model.two)
+            model.zero_grad()
+        return model.counting.passes.item()
+
+
+def test_buffer_that_backward_writes_is_known_for_each_update(gpus):
+    assert gpus.call(counted_by_two, 0) == 4
+
+
+def test_lost_value_is_noticed_although_a_later_first_step_writes_the_buffer(gpus):
+    with pytest.raises(AssertionError, match="'passes' was written during backward, but not"):
+        gpus.call(counted_by_two, 1)
+
+
+class CountingOnOne(Counting):
+    """Counts only on one worker."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.register_buffer("rank", torch.tensor(rank))
+
+    def forward(self, x):
+        return super().forward(x) if int(os.environ["RANK"]) == int(self.rank) else x
+
+
+def counted_on_one_worker():
+    with ss.init(lanes=2, timeout=60) as run:
+        counting = CountingOnOne(1)
+        model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10), counting))
+        for batch in run.batches(images(32), 8, steps=3):
+            run.backward(classify, model, batch)
+        return counting.passes.item()
+
+
+def test_buffer_that_backward_writes_on_one_worker_has_the_same_value_on_all(gpus):
+    first, second = gpus.workers(2, counted_on_one_worker, **{VISIBLE: "0,1"})
+    assert first == second > 0

@@ -11,7 +11,7 @@ step; a later step must not write other buffers in backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -22,6 +22,7 @@ from torch.nn import Module
 
 from samestep.comm.base import World
 from samestep.errors import ModelError
+from samestep.step.gradients import Parameters
 from samestep.step.layout import Span, lanes_of, subtrees, tree_sum
 from samestep.step.replicas import Replicas
 
@@ -49,10 +50,11 @@ class Buffers:
         self._by_forward: list[Tensor] = []  # of the current lane, by group
         self._by_backward: set[int] = set()  # what only backward writes
         self._first: list[tuple[list[int], Tensor]] = []  # the same, not yet read
-        self._known: set[int] = set()  # parameters for which it is known
+        self._known: set[tuple[int, ...]] = set()  # ids of parameters for which it is known
 
     def add(self, module: Module) -> None:
         """Manage the buffers of a module; shared ones are added once."""
+        self._known.clear()
         known = {id(buffer) for buffer in self._current()}
         for owner in module.modules():
             for name, buffer in owner.named_buffers(recurse=False):
@@ -62,9 +64,16 @@ class Buffers:
                     for device, start in self._starts:
                         start.append(buffer.detach().to(device, copy=True))
 
-    def begin_step(self) -> None:
-        """Save each device's current values, from which all of its lanes start."""
-        self._written, self._flags = {}, []
+    def begin_step(self, parameters: Parameters) -> None:
+        """Save each device's current values, from which all of its lanes start.
+
+        The step computes gradients of `parameters`.
+        """
+        self._written, self._flags, self._by_forward, self._first = {}, [], [], []
+        if tuple(map(id, parameters)) not in self._known:
+            self.check()  # before what is lost could be mistaken for this step's
+            for group in self._all_groups():
+                group.late.zero_()
         for replica, (_, starts) in zip(self._replicas.all, self._starts, strict=True):
             if starts:
                 with self._replicas.on(replica):
@@ -106,24 +115,31 @@ class Buffers:
             torch._foreach_copy_(current, starts)
             self._by_forward = []
 
-    def end_lanes(self, parameters: int, copy: Copy) -> None:
-        """End the lanes of a step that computes gradients of `parameters`, a number for them.
-
-        In the first one, `copy` copies what backward alone wrote on GPUs.
-        """
-        if parameters not in self._known:
-            self._known.add(parameters)
-            groups = self._all_groups()
+    def end_lanes(self, parameters: Parameters, copy: Copy) -> None:
+        """End the lanes of a step; in the first one, `copy` copies what backward alone wrote."""
+        groups, key = self._all_groups(), tuple(map(id, parameters))
+        if groups and key not in self._known:
+            self._known.add(key)
             copies = copy([group.late for group in groups])
             self._first = [(one.numbers, some) for one, some in zip(groups, copies, strict=True)]
 
-    def written(self) -> list[int]:
-        """Return the numbers of the buffers that a lane of this worker wrote.
+    def late(self) -> list[int]:
+        """Return what only backward of this worker wrote, if this is the first step with lanes.
 
         The copies that `copy` of `end_forward` and `end_lanes` began must be complete.
         """
-        self._by_backward.update(_nonzero(self._first))
-        self._first = []
+        return _nonzero(self._first)
+
+    def learn(self, late: Iterable[int]) -> None:
+        """Remember what only backward writes on any worker."""
+        new = set(late) - self._by_backward
+        if new and not self._first:
+            self.check()  # whether this worker has lost them in this step
+        self._by_backward |= new
+
+    def written(self) -> list[int]:
+        """Return the numbers of the buffers that a lane of this worker wrote, as for `late`."""
+        self.learn(self.late())
         for lane, numbers, flags in self._flags:
             for number, value in zip(numbers, flags.tolist(), strict=True):
                 if not value and number not in self._by_backward:
@@ -140,8 +156,8 @@ class Buffers:
                 raise ModelError(
                     f"the buffer {self._homes[number][1]!r} was written during backward, but not"
                     " during forward, and not in the first step; its new values are lost, because"
-                    " workers agree on buffers before a GPU has completed backward. Write it in"
-                    " forward, or in every step"
+                    " workers agree on buffers before a GPU has completed backward. Change it in"
+                    " forward, or also in the first step"
                 )
 
     def end_step(self, written: Sequence[int], lanes_with_items: Sequence[int]) -> None:

@@ -253,6 +253,7 @@ class LaneEngine(LaneContext):
         ]
         self._check_finite(results, seed[0])
         written = sorted({number for report, _ in reports for number in report["buffers"]})
+        self.buffers.learn(number for report, _ in reports for number in report["late"])
         self.buffers.end_step(written, [result.lane for result in results])
         if overlap.buckets:
             missing = set.intersection(*(set(report["missing"]) for report, _ in reports))

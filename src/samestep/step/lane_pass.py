@@ -129,7 +129,7 @@ class LanePass:
         """Return the gradients of this worker's subtrees, in lane order, on its first device."""
         replicas = self.context.replicas
         replicas.refresh()
-        self.context.buffers.begin_step()
+        self.context.buffers.begin_step(self.parameters)
         sums = self._sums
         with generators_restored(), self.context.keep_casts():
             for _ in zip_longest(*map(self._run_on, replicas.all)):
@@ -170,9 +170,9 @@ class LanePass:
         return (self._total or 1) / max(1, sum(result.count for result in results))
 
     def report(self, own: Sequence[Gradients]) -> dict[str, Any]:
-        """Return JSON: lane results, parameters without a gradient, and written buffers."""
+        """Return JSON: lane results, parameters without a gradient, written buffers, late ones."""
         buffers = self.context.buffers
-        buffers.end_lanes(id(self.parameters), self._copies.of)
+        buffers.end_lanes(self.parameters, self._copies.of)
         self._copies.wait()
         results = [
             (lane, count, {name: float(value.double()) for name, value in metrics.items()})
@@ -183,6 +183,7 @@ class LanePass:
             "lanes": sorted(results, key=itemgetter(0)),
             "missing": sorted(set.intersection(*missing)),
             "buffers": buffers.written(),
+            "late": buffers.late(),
         }
 
     def _run_lane(self, lane: int, replica: Replica) -> Gradients:

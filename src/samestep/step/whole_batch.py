@@ -64,7 +64,7 @@ class WholeBatchPass(LanePass):
     def run(self) -> list[Gradients]:
         context = self.context
         context.replicas.refresh()
-        context.buffers.begin_step()
+        context.buffers.begin_step(self.parameters)
         with context.keep_casts():
             with generators_restored():
                 for _ in zip_longest(*map(self._embed_on, context.replicas.all)):
