@@ -20,7 +20,7 @@ from samestep.comm.distributed import (
     SWAPPED_PIECE_BYTES,
 )
 from samestep.comm.shared_memory import INLINE_BYTES
-from samestep.errors import WorldError
+from samestep.errors import HangError, WorldError
 from tests.workers import run_workers, try_workers
 from tests.worlds import distributed_world, in_processes, in_threads, on_hosts, shared_world
 
@@ -374,6 +374,27 @@ def test_a_partner_that_exits_during_a_swap_is_an_error_within_seconds():
     assert seconds < 60
     assert "swapping" in first
     assert "an earlier call failed, while swapping" in second
+
+
+def test_the_timeout_of_a_swap_counts_from_its_first_message():
+    """The program may begin to wait much later."""
+
+    def body():
+        world = distributed_world(timeout=4, hosts=2)
+        tensor = torch.ones(4 * SWAPPED_PIECE_BYTES // 4)
+        begin = world.begin_swap(1 - world.rank, [torch.empty_like(tensor)], "swapping")
+        world.barrier("starting")
+        if world.rank == 1:
+            time.sleep(9)
+            os._exit(0)
+        (end,) = begin([tensor])
+        time.sleep(2)
+        with pytest.raises(HangError, match="swapping"):
+            end()
+        return "noticed"
+
+    first, _ = try_workers(body, 2)
+    assert first.value == "noticed"
 
 
 def calls(world):

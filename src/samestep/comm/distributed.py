@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -38,7 +39,7 @@ SWAPPED_IN_FLIGHT = 2
 TAGS = 1 << 20  # of transfers in turn, from 1: rows have tag 0
 # gloo then reads the addresses of all workers in one request, and each has the same few bytes
 GLOO_FEW_REQUESTS = ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
-CLOSE_SECONDS = 5.0  # at most, for the thread that swaps
+CLOSE_SECONDS = 1.0  # at most, for the thread that swaps
 SLACK_SECONDS = 1.0  # after the backend's own timeout, if the store does not respond
 LATE = 0.95  # of the timeout: a later error is the backend's timeout
 KEPT: list[object] = []  # groups of users' code that stay until the process exits
@@ -65,7 +66,10 @@ class Swaps:
     """
 
     def __init__(self) -> None:
+        self.waits_since = math.inf  # time.monotonic(), if the thread waits or has failed
         self._pieces: SimpleQueue[Piece | None] = SimpleQueue()
+        self._in_flight: deque[tuple[Piece, Any]] = deque()
+        self._failure: Exception | None = None  # the first one; no piece is sent after it
         self._thread = Thread(target=self._run, daemon=True, name="samestep swaps")
         self._thread.start()
 
@@ -80,36 +84,48 @@ class Swaps:
         return done
 
     def close(self) -> None:
-        """End the thread, which a message of a closed group does not keep waiting.
+        """End the thread, if no message keeps it waiting.
 
-        It must not be in torch when the interpreter exits, which would abort the process.
+        It should not be in torch when the interpreter exits, which may abort the process.
         """
         self._pieces.put(None)
         self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
-        in_flight: deque[tuple[Piece, Any]] = deque()
-        failure: Exception | None = None  # the first one; no piece is sent after it
-        while True:
-            is_full = len(in_flight) == SWAPPED_IN_FLIGHT
-            if not is_full and not (in_flight and self._pieces.empty()):
-                piece = self._pieces.get()
-                if piece is None:
-                    return
-                try:
-                    in_flight.append((piece, piece.send() if failure is None else None))
-                except RuntimeError as error:
-                    failure = error
-                    in_flight.append((piece, None))
-                continue
-            piece, sending = in_flight.popleft()
-            try:
-                for work in (piece.receiving, sending) if failure is None else ():
-                    work.wait()
-            except RuntimeError as error:
-                failure = error
-            if piece.done is not None:
-                piece.done.set_result(failure)
+        is_open = True
+        while is_open:
+            is_full = len(self._in_flight) == SWAPPED_IN_FLIGHT
+            if is_full or (self._in_flight and self._pieces.empty()):
+                self._complete()
+            else:
+                is_open = self._send_next()
+
+    def _send_next(self) -> bool:
+        """Wait for a piece, and send it; return False if there are no more."""
+        piece = self._pieces.get()
+        if piece is None:
+            return False
+        sending = None
+        try:
+            sending = None if self._failure else piece.send()
+        except Exception as error:  # noqa: BLE001  the program gets it
+            self._failure = error
+        self._in_flight.append((piece, sending))
+        return True
+
+    def _complete(self) -> None:
+        (receiving, _, done), sending = self._in_flight.popleft()
+        try:
+            if self._failure is None:
+                self.waits_since = time.monotonic()
+                receiving.wait()
+                sending.wait()
+                self.waits_since = math.inf
+        except Exception as error:  # noqa: BLE001  the program gets it
+            self._failure = error
+        del receiving, sending  # with their memory, before the program goes on
+        if done is not None:
+            done.set_result(self._failure)
 
 
 class Distributed(World):
@@ -128,6 +144,7 @@ class Distributed(World):
         self._turn = 0
         self._transfers = 0
         self._swaps: Swaps | None = None
+        self._receiving: dict[int, list[list[Any]]] = {}  # of swaps not yet sent, by tag
         self._failure = ""
         self._timeout_seconds = rendezvous.timeout_seconds
         self.exchange = "NCCL" if cuda else "gloo"
@@ -178,6 +195,8 @@ class Distributed(World):
             except (RuntimeError, TimeoutError) as error:
                 if _is_of_gpu(error):
                     raise
+                if self._swaps is not None:  # its timeout is an error of other messages, too
+                    started = min(started, self._swaps.waits_since)
                 timed_out = time.monotonic() - started >= LATE * self._timeout_seconds
                 reason = _reason(error)
                 failure = self.status.explain(what, reason, timed_out=timed_out)
@@ -335,7 +354,7 @@ class Distributed(World):
         tag = self._next_tag()
         swaps = self._swaps = self._swaps or Swaps()
         with self._waiting(what):
-            receiving = [
+            self._receiving[tag] = [
                 [dist.irecv(piece, partner, self._group, tag) for piece in _small_pieces(one)]
                 for one in received
             ]
@@ -354,7 +373,7 @@ class Distributed(World):
 
         def send(sent: Sequence[Tensor]) -> list[Callable[[], None]]:
             self.barriers += 1
-            return list(map(begin_send, receiving, sent))
+            return list(map(begin_send, self._receiving.pop(tag), sent))
 
         return send
 
@@ -448,6 +467,7 @@ class Distributed(World):
 
     def close(self) -> None:
         self.status.close()  # first, so that workers that find this one gone know why
+        self._receiving.clear()  # messages keep connections open
         if self._mesh is not None:
             self._mesh.close()
         # NCCL may wait forever for workers that have not failed
