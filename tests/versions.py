@@ -2,8 +2,8 @@
 
 usage: python -m tests.versions [--python 3.10 3.13] [--torch 2.6.0 2.13.0] [-- ARGS]
 
-By default this takes every Python that uv finds and pyproject.toml allows, and the torch of
-constraints.txt. The first Python gets the lowest versions that pyproject.toml allows of everything
+By default this takes every Python that uv finds and pyproject.toml allows, and the torch of this
+environment, in the same build: a CUDA build is several gigabytes. The first Python gets the lowest versions that pyproject.toml allows of everything
 else, the others the newest. Each combination gets an environment of its own, which is removed
 afterwards. ARGS are passed to pytest. The status is 1 if tests fail with any of the combinations.
 """
@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -40,9 +40,9 @@ def main() -> int:
     """Run all combinations and print the outcome of each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     found = [one for one in PYTHONS if _runs(UV, "python", "find", "--no-python-downloads", one)]
-    pinned = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    same = [version("torch")]
     parser.add_argument("--python", nargs="+", default=found, help="default: %(default)s")
-    parser.add_argument("--torch", nargs="+", default=pinned, help="default: %(default)s")
+    parser.add_argument("--torch", nargs="+", default=same, help="default: %(default)s")
     parser.add_argument("args", nargs="*", help="for pytest")
     given = parser.parse_args()
     outcomes = {}
