@@ -3,9 +3,10 @@
 usage: python -m tests.versions [--python 3.10 3.13] [--torch 2.6.0 2.13.0] [-- ARGS]
 
 By default this takes every Python that uv finds and pyproject.toml allows, and the torch of this
-environment, in the same build: a CUDA build is several gigabytes. The first Python gets the lowest versions that pyproject.toml allows of everything
-else, the others the newest. Each combination gets an environment of its own, which is removed
-afterwards. ARGS are passed to pytest. The status is 1 if tests fail with any of the combinations.
+environment, in the same build: a CUDA build is several gigabytes. The first Python gets the lowest
+versions that pyproject.toml allows of everything else, the others the newest. Each combination gets
+an environment of its own, which is removed afterwards. ARGS are passed to pytest. The status is 1
+if tests fail with any of the combinations.
 """
 
 from __future__ import annotations

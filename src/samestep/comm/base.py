@@ -25,6 +25,8 @@ MAC_BYTES = 32
 MAX_WHAT = 200  # characters of another worker's call that an error quotes
 
 Sizes = Sequence[int]
+# begins to send tensors, and returns a call for each that completes its swap
+Send = Callable[[Sequence[Tensor]], list[Callable[[], None]]]
 Value = TypeVar("Value")
 
 
@@ -117,9 +119,7 @@ class World(ABC):
         self.all_gather(out, own, what)
         return lambda: None
 
-    def begin_swap(
-        self, partner: int, received: Sequence[Tensor], what: str
-    ) -> Callable[[Sequence[Tensor]], list[Callable[[], None]]]:
+    def begin_swap(self, partner: int, received: Sequence[Tensor], what: str) -> Send:
         """Begin to receive 1-D CPU tensors from a worker that also begins a swap with this one.
 
         Returns a call that begins to send it others of the same sizes. That call returns one call

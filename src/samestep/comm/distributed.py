@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.comm.base import Sizes, World
+from samestep.comm.base import Send, Sizes, World
 from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.shared_memory import share
 from samestep.comm.status import FORMING, mismatched_calls, no_response
@@ -348,9 +348,7 @@ class Distributed(World):
         self.barriers += 1
         return self._end_of(works, what, own, polled=polled)
 
-    def begin_swap(
-        self, partner: int, received: Sequence[Tensor], what: str
-    ) -> Callable[[Sequence[Tensor]], list[Callable[[], None]]]:
+    def begin_swap(self, partner: int, received: Sequence[Tensor], what: str) -> Send:
         tag = self._next_tag()
         swaps = self._swaps = self._swaps or Swaps()
         with self._waiting(what):

@@ -50,7 +50,8 @@ class Buffers:
         self._by_forward: list[Tensor] = []  # of the current lane, by group
         self._by_backward: set[int] = set()  # what only backward writes
         self._first: list[tuple[list[int], Tensor]] = []  # the same, not yet read
-        self._known: set[tuple[int, ...]] = set()  # ids of parameters for which it is known
+        self._known: set[tuple[int, ...]] = set()  # keys of parameters for which it is known
+        self._parameters: Parameters = []  # of the current step
 
     def add(self, module: Module) -> None:
         """Manage the buffers of a module; shared ones are added once."""
@@ -70,9 +71,11 @@ class Buffers:
         The step computes gradients of `parameters`.
         """
         self._written, self._flags, self._by_forward, self._first = {}, [], [], []
-        if tuple(map(id, parameters)) not in self._known:
+        self._parameters = parameters
+        groups = self._all_groups()
+        if groups and self._key() not in self._known:
             self.check()  # before what is lost could be mistaken for this step's
-            for group in self._all_groups():
+            for group in groups:
                 group.late.zero_()
         for replica, (_, starts) in zip(self._replicas.all, self._starts, strict=True):
             if starts:
@@ -115,11 +118,11 @@ class Buffers:
             torch._foreach_copy_(current, starts)
             self._by_forward = []
 
-    def end_lanes(self, parameters: Parameters, copy: Copy) -> None:
+    def end_lanes(self, copy: Copy) -> None:
         """End the lanes of a step; in the first one, `copy` copies what backward alone wrote."""
-        groups, key = self._all_groups(), tuple(map(id, parameters))
-        if groups and key not in self._known:
-            self._known.add(key)
+        groups = self._all_groups()
+        if groups and self._key() not in self._known:
+            self._known.add(self._key())
             copies = copy([group.late for group in groups])
             self._first = [(one.numbers, some) for one, some in zip(groups, copies, strict=True)]
 
@@ -230,6 +233,10 @@ class Buffers:
         if key not in self._groups:
             self._groups[key] = _groups_of(starts)
         return self._groups[key]
+
+    def _key(self) -> tuple[int, ...]:
+        """Return the ids of the step's parameters; only needed for GPUs."""
+        return tuple(map(id, self._parameters))
 
     def _all_groups(self) -> list[_Group]:
         return [group for some in self._groups.values() for group in some]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from samestep.comm.base import World
+from samestep.comm.base import Send, World
 from samestep.step.gradients import Gradients, Parameters, copy_gradients, sum_dtype
 from samestep.step.layout import (
     ALIGNMENT,
@@ -36,7 +36,6 @@ from samestep.step.layout import (
 )
 
 Across = Literal["host", "world"]
-Send = Callable[[Sequence[Tensor]], list[Callable[[], None]]]
 
 # Gradients that are exchanged together: a few buckets keep the network busy during backward.
 BUCKETS: Final = 8

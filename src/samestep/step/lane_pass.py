@@ -172,7 +172,7 @@ class LanePass:
     def report(self, own: Sequence[Gradients]) -> dict[str, Any]:
         """Return JSON: lane results, parameters without a gradient, written buffers, late ones."""
         buffers = self.context.buffers
-        buffers.end_lanes(self.parameters, self._copies.of)
+        buffers.end_lanes(self._copies.of)
         self._copies.wait()
         results = [
             (lane, count, {name: float(value.double()) for name, value in metrics.items()})

@@ -121,7 +121,7 @@ class Curve:
         self._average = self._summary = None
 
     def summary(self) -> dict[str, float | None]:
-        """Return the number of points, and the last, lowest and highest value, None if not finite."""
+        """Return the number of points, and the last, lowest and highest value or None."""
         if self._summary is None or self._summary[0] != len(self):
             value = self._table.columns()[3]
             finite = value[np.isfinite(value)]

@@ -16,6 +16,7 @@ const PAUSE = 3000; // milliseconds between two requests
 export function tablePanel(root) {
   let runs = [];
   let names = [];
+  let usual = { of: null, columns: [] }; // for a filter and an answer
   let lines = new Map(); // rows of the table by run
   let asked = -Infinity;
   let answered = 0;
@@ -43,7 +44,9 @@ export function tablePanel(root) {
   });
   function draw() {
     const matching = runs.filter(matches(runs));
-    const chosen = state.columns.length ? state.columns : automatic(matching);
+    const of = `${answered} ${state.filter}`;
+    if (usual.of !== of) usual = { of, columns: automatic(matching) };
+    const chosen = state.columns.length ? state.columns : usual.columns;
     drawChoice([chosen, ...names]);
     const rows = sorted(matching).slice(0, all ? runs.length : MOST_ROWS);
     const clock = report ? report.written : Math.round(Date.now() / 10_000) * 10;
