@@ -8,8 +8,9 @@ import pickle
 import shutil
 import tracemalloc
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 import samestep as ss
 from samestep import storage
 from samestep.data import shards
-from samestep.data.shards import ShardedDataset, ShardOrder, ShardPlan
+from samestep.data.shards import ShardCache, ShardedDataset, ShardOrder, ShardPlan
 from samestep.errors import ConfigError, DataError
 from samestep.step.layout import lanes_of
 from tests.data.test_own_order import read_by
@@ -181,8 +182,13 @@ def write_shards(directory, sizes):
 
 
 def content(cache):
-    """Return the bytes of the files in a cache, by name."""
-    return {path.name: path.stat().st_size for path in cache.iterdir() if path.is_file()}
+    """Return the bytes of the files in a cache, by name; others may rename and remove them."""
+    sizes = {}
+    for path in cache.iterdir():
+        with suppress(FileNotFoundError):
+            if path.is_file():
+                sizes[path.name] = path.stat().st_size
+    return sizes
 
 
 @pytest.fixture
@@ -296,6 +302,28 @@ def test_workers_share_a_cache_that_is_smaller_than_what_they_need(tmp_path):
         return max(sizes)
 
     assert max(run_workers(body, 3)) <= limit + 10 * LINE
+
+
+def test_a_copy_that_is_renamed_while_the_cache_is_listed_counts(tmp_path, monkeypatch):
+    urls = list(write_shards(tmp_path / "far", [10] * 3))
+    cache = ShardCache(tmp_path / "cache", 20 * LINE)
+    cache.fetch(urls[0])
+    (finished,) = content(tmp_path / "cache")
+    download = tmp_path / "cache" / f"{finished}.tmp"
+    (tmp_path / "cache" / finished).rename(download)
+    iterdir = Path.iterdir
+
+    def rename_afterwards(directory):
+        paths = list(iterdir(directory))
+        if download.exists():
+            download.rename(tmp_path / "cache" / finished)
+        return paths
+
+    monkeypatch.setattr(Path, "iterdir", rename_afterwards)
+    for url in urls[1:]:
+        cache.fetch(url)
+    assert not download.exists()
+    assert len(content(tmp_path / "cache")) == 2
 
 
 def train(urls, cache, directory, *, steps, loader_workers=0):

@@ -498,19 +498,22 @@ class ShardCache:
 
     def _remove(self, limit: int, wait: int) -> bool:
         """Remove the least recently used copies until `limit` bytes are left; return whether so."""
+        # A list of a folder may lack a file that is renamed meanwhile: NAME.tmp to NAME.
+        listed = {path.name for _ in range(2) for path in self._directory.iterdir()}
         found = []
-        with os.scandir(self._directory) as entries:
-            for entry in entries:
-                if entry.is_file():
+        for name in {name.removesuffix(".tmp") for name in listed}:
+            for path in (self._directory / f"{name}.tmp", self._directory / name):
+                if path.is_file():
                     with suppress(FileNotFoundError):
-                        found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.name))
+                        status = path.stat()
+                        found.append((status.st_mtime_ns, status.st_size, name))
+                        break
         total = sum(size for _, size, _ in found)
         for _, size, name in sorted(found):
             if total <= limit:
                 break
-            copy = name.removesuffix(".tmp")
-            with suppress(BlockingIOError), self._lock(f"locks/{copy}", fcntl.LOCK_EX | wait):
-                for path in (self._directory / copy, self._directory / f"{copy}.tmp"):
+            with suppress(BlockingIOError), self._lock(f"locks/{name}", fcntl.LOCK_EX | wait):
+                for path in (self._directory / name, self._directory / f"{name}.tmp"):
                     path.unlink(missing_ok=True)
                 total -= size
         return total <= limit
