@@ -13,6 +13,7 @@ import samestep as ss
 from samestep.config import merge
 from samestep.launch import fork_server, worker
 from tests.gpu.simulated import VISIBLE
+from tests.workers import run_workers
 
 
 def devices():
@@ -32,6 +33,19 @@ def launched_after_asking(nvml, **options):
     with pytest.raises(ss.errors.LaunchError, match=r"torch\.cuda\.is_available\(\)"):
         launched()
     return None
+
+
+def launched_after_asking_without_gpus():
+    os.environ[VISIBLE] = ""
+    torch.cuda.is_available()
+    in_fork = run_workers(torch.cuda._is_in_bad_fork, 1)[0]
+    with pytest.raises(ss.errors.WorkerError, match="torch finds no GPU"):
+        launched(device="cuda")
+    return in_fork, launched()
+
+
+def test_launcher_may_ask_the_driver_on_a_machine_without_gpus(gpus):
+    assert gpus.call(launched_after_asking_without_gpus) == (True, "cpu")
 
 
 def test_launcher_that_asked_the_driver_is_refused(gpus):

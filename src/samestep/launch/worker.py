@@ -33,7 +33,7 @@ NVML_CHECK: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def can_use_gpus() -> bool:
-    """Return whether processes that are forked from this one can use GPUs.
+    """Return whether processes that are forked from this one can use GPUs, if there are any.
 
     They cannot if it has asked the driver for GPUs, as `torch.cuda.is_available()` may do: only a
     fork can tell.
@@ -44,17 +44,17 @@ def can_use_gpus() -> bool:
         return False
     if not torch.backends.cuda.is_built():
         return True
-    probe = FORK.Process(target=_exit_if_bad, name="probe of GPUs")
+    probe = FORK.Process(target=_exit_if_gpus_are_lost, name="probe of GPUs")
     with no_garbage_collection():
         probe.start()
     probe.join()
     return probe.exitcode == 0
 
 
-def _exit_if_bad() -> None:
-    import torch
+def _exit_if_gpus_are_lost() -> None:
+    from samestep.run.process import gpus_are_lost
 
-    os._exit(torch.cuda._is_in_bad_fork())  # noqa: SLF001  no public check
+    os._exit(gpus_are_lost())
 
 
 class StopSignals:

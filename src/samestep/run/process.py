@@ -40,8 +40,7 @@ def set_up_devices(config: Config, process: ProcessInfo) -> list[torch.device]:
 
     Raises `ConfigError` if the requested GPUs do not exist.
     """
-    # torch itself would only report that there is no GPU.
-    if config.device != "cpu" and torch.cuda._is_in_bad_fork():  # noqa: SLF001  no public check
+    if config.device != "cpu" and gpus_are_lost():
         raise ConfigError(
             "CUDA cannot be used in this worker, because the process it was forked from had "
             "already used CUDA; call launch before any use of CUDA"
@@ -69,6 +68,14 @@ def set_up_devices(config: Config, process: ProcessInfo) -> list[torch.device]:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.cuda.set_device(devices[0])
     return devices
+
+
+def gpus_are_lost() -> bool:
+    """Return whether the process that this one was forked from kept it from using GPUs.
+
+    It did if it asked CUDA for GPUs and there are any. torch itself reports that there are none.
+    """
+    return torch.cuda._is_in_bad_fork() and torch.cuda.device_count() > 0  # noqa: SLF001  no public check
 
 
 def _gpus(asked: int | tuple[str, ...], process: ProcessInfo, count: int) -> list[torch.device]:
