@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Final, NamedTuple, NoReturn
 
 from samestep.errors import ConfigError, SamestepError, WorkerError
+from samestep.host import RED, colored
 
 
 class Command(NamedTuple):
@@ -64,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = module.main(parse(given.arguments))
     except SamestepError as error:
-        print(f"samestep: error: {error}", file=sys.stderr)  # noqa: T201  stderr may be None
+        title = colored("error:", RED, sys.stderr)
+        print(f"samestep: {title} {error}", file=sys.stderr)  # noqa: T201  stderr may be None
         if isinstance(error, WorkerError):
             return error.status
         return EXIT_WRONG_USE if isinstance(error, ConfigError) else EXIT_FAILURE

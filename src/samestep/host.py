@@ -1,4 +1,4 @@
-"""Linux: anonymous memory, processes, control-group limits, and malloc."""
+"""Linux: anonymous memory, processes, control-group limits, malloc, and colors of terminals."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ import stat
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from multiprocessing import process
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 from samestep.errors import ConfigError
+
+RED: Final = 31
+YELLOW: Final = 33
+GREEN: Final = 32
 
 Read = Callable[[str], str | None]
 
@@ -83,6 +87,15 @@ def raise_file_limit() -> None:
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def colored(text: str, color: int, stream: TextIO | None) -> str:
+    """Return the text in a color if the stream is a terminal, unless NO_COLOR is set."""
+    is_wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    with suppress(ValueError):  # closed
+        if is_wanted and stream is not None and stream.isatty():
+            return f"\033[{color}m{text}\033[0m"
+    return text
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TextIO
 
+from samestep.host import YELLOW, colored
 from samestep.launch.screen import WAIT_SECONDS, Log, Screen, encoding_of, standard_screens
 
 _READ_BYTES: Final = 64 * 1024  # per read, and of an unfinished line: the capacity of a pipe
@@ -108,8 +109,9 @@ class Outputs:
         self._ends.clear()
 
     def print(self, text: str) -> None:
-        """Print a message of the launcher to stderr."""
-        self._screens[1].write_lines(f"samestep: {text}\n".encode(errors="backslashreplace"))
+        """Print a warning of the launcher to stderr."""
+        title = colored("samestep:", YELLOW, sys.stderr)
+        self._screens[1].write_lines(f"{title} {text}\n".encode(errors="backslashreplace"))
 
     def close(self) -> None:
         """Drain, and wait until everything is printed."""

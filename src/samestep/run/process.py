@@ -27,6 +27,7 @@ from samestep.comm.status import WorkerStatus, host_name
 from samestep.config import Config
 from samestep.errors import ConfigError, RecordError
 from samestep.handoff import TERMINAL
+from samestep.host import YELLOW, colored
 from samestep.record import Record
 from samestep.record.events import samestep_version
 
@@ -171,7 +172,10 @@ def announce(text: str, level: int = logging.INFO) -> None:
     if logger.hasHandlers():
         logger.log(level, text)
     elif sys.stderr is not None:
-        sys.stderr.write(f"samestep: {text}\n")
+        title = "samestep:"
+        if level >= logging.WARNING:
+            title = colored(title, YELLOW, sys.stderr)
+        sys.stderr.write(f"{title} {text}\n")
         sys.stderr.flush()
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import random
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from samestep.errors import VerifyError
+from samestep.host import GREEN, RED, colored
 
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.tools.trace import Finding, StepTrace
@@ -95,9 +97,9 @@ def print_report(
         print_row(str(step), [trace.digest() if trace else "-" for trace in row.values()])
         difference = difference or find_difference(step, row, findings)
     if difference is None:
-        print(f"the same at every step: {', '.join(traces)}")
+        print(colored("the same at every step:", GREEN, sys.stdout), ", ".join(traces))
         return 0
-    print(f"DIFFERENT, first at {difference}")
+    print(f"{colored('DIFFERENT', RED, sys.stdout)}, first at {difference}")
     return 1
 
 

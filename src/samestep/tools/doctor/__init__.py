@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from samestep.config import PREFIX
 from samestep.errors import ConfigError
+from samestep.host import GREEN, RED, colored
 from samestep.tools import format_bytes, some
 from samestep.tools.doctor.cluster import examine_directory, examine_launchers, examine_links
 from samestep.tools.doctor.resources import (
@@ -67,6 +68,8 @@ def main(options: argparse.Namespace) -> int:
         text = json.dumps(report, indent=1)
     else:  # variables may hold any bytes
         text = as_text(sections, verbose=options.verbose).encode(errors="backslashreplace").decode()
+        verdict, end, rest = text.partition("\n")
+        text = colored(verdict, GREEN if healthy else RED, sys.stdout) + end + rest
     sys.stdout.write(f"{text}\n")
     return 0 if healthy else 1
 
