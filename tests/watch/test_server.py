@@ -127,6 +127,7 @@ def test_a_run(server):
             "dropped_images",
         ),
         *("skipped_lines", "failure", "stall", "settings", "defaults", "command", "commit"),
+        *("environment", "hosts"),
         *("noted", "tags", "note", "locked"),
     }
     assert [scalar["name"] for scalar in run["scalars"]] == ["loss", "<script>&x=1", "nan"]

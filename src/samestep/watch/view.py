@@ -405,10 +405,13 @@ def thin(items: Sequence[Item], most: int) -> list[Item]:
 
 
 def _origin(run: RunState) -> dict[str, Any]:
-    """Return the job's own settings, the command, and the commit, as far as they are known."""
-    settings = run.start.get("settings")
+    """Return the job's settings, the versions, hosts, command and commit, as far as known."""
+    settings, versions = run.start.get("settings"), run.start.get("environment")
+    hosts = dict.fromkeys(to_text(worker.get("host")) for worker in started_workers(run.start))
     return {
         "settings": _config(settings) if isinstance(settings, dict) else {},
+        "environment": _config(versions) if isinstance(versions, dict) else {},
+        "hosts": [host for host in hosts if host],
         "command": to_text(run.start.get("command")),
         "commit": run.commit,
     }

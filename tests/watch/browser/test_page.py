@@ -186,6 +186,24 @@ def test_two_runs_are_overlaid_and_their_configurations_compared(run, page, name
     assert page.text("#config tbody tr").split() == ["seed", "differs", *seeds]
 
 
+def test_versions_and_hosts_of_two_runs_are_compared(place, page, names):
+    runs = [place / next(names) for _ in range(2)]
+    for run, torch, host in zip(runs, ("2.6.0", "2.13.0"), ("one", "two"), strict=True):
+        versions = {"torch": torch, "numpy": "2.4.6", "cuda": "None"}
+        append(run, {**started(environment=versions), "workers": [{"host": host}] * 2})
+    page.open(runs[0].name, tab="settings", versus=runs[1].name)
+    page.until("return document.querySelectorAll('#config [data-differs]').length === 2")
+    rows = page.run(
+        "return [...document.querySelectorAll('#config tbody tr')].map((row) =>"
+        " [row.dataset.key, ...[...row.cells].slice(1).map((cell) => cell.textContent)])"
+    )
+    values = {key: found for key, *found in rows}
+    assert values["hosts"] == ["one", "two"]
+    assert values["environment.torch"] == ["2.6.0", "2.13.0"]
+    assert values["environment.numpy"] == ["2.4.6", "2.4.6"]
+    assert "environment.cuda" not in values
+
+
 def test_the_table_of_runs_is_sorted_and_filtered(place, page, names):
     runs = [place / next(names) for _ in range(3)]
     for run, rate, score in zip(runs, (0.1, 0.3, 0.2), (0.7, 0.9, 0.8), strict=True):

@@ -47,10 +47,11 @@ const EMPTY = "No settings in the record yet.";
 const settingsOf = ({ name, defaults, ...run }) => ({ name, defaults, values: [...flat(run)] });
 
 /** Return the job's settings, then options, then the origin of a run, by name as text. */
-export function flat({ settings, config, command, commit, torch, devices }) {
-  const found = { command, commit, torch, devices: devices?.join(", ") };
+export function flat({ settings, config, command, commit, hosts, environment }) {
+  const found = { command, commit, hosts: hosts.join(", ") };
   const origin = Object.entries(found).filter(([, value]) => value);
-  return new Map([...dotted(settings), ...dotted(config), ...origin]);
+  const versions = dotted(environment, "environment.").filter(([, value]) => value !== "None");
+  return new Map([...dotted(settings), ...dotted(config), ...origin, ...versions]);
 }
 
 /** Return the rows to show, and those of options that have their defaults in all runs. */
