@@ -6,7 +6,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-EPOCHS, BATCH_SIZE = 8, 64
+EPOCHS, BATCH_SIZE, LR = 8, 64, 0.003
 
 
 def loss_fn(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -38,7 +38,7 @@ def main() -> None:
         nn.Linear(288, 10),
     )
     model = nn.Sequential(*layers).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    optimizer = torch.optim.Adam(model.parameters(), LR)
     for _ in range(EPOCHS):
         for batch in DataLoader(train_set, BATCH_SIZE, shuffle=True):
             loss, _ = loss_fn(model, [part.to(device) for part in batch])

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 import samestep as ss
 
-EPOCHS, BATCH_SIZE = 8, 64
+EPOCHS, BATCH_SIZE, LR = 8, 64, 0.003
 
 
 def loss_fn(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -38,7 +38,7 @@ def main(run: ss.Run) -> None:
         nn.Linear(288, 10),
     )
     model = run.replicate(nn.Sequential(*layers))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    optimizer = torch.optim.Adam(model.parameters(), LR)
     run.track(model=model, optimizer=optimizer)
     for batch in run.batches(train_set, BATCH_SIZE, epochs=EPOCHS):
         means = run.backward(loss_fn, model, batch)
@@ -51,5 +51,5 @@ def main(run: ss.Run) -> None:
 
 
 if __name__ == "__main__":
-    with ss.init(lanes=8) as run:
+    with ss.init(lanes=8, settings={"lr": LR, "batch_size": BATCH_SIZE}) as run:
         main(run)

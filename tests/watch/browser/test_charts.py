@@ -118,6 +118,9 @@ def test_few_shown_runs_have_distinct_colors_among_many(run, page):
             " `${getComputedStyle(key).borderTopColor} ${getComputedStyle(key).borderTopStyle}`]))"
         )
         assert drawn == {name: looks[name] for name in names}
+    listed = page.run("return [...document.querySelectorAll('#runs li')].map((i) => i.dataset.run)")
+    newest_first = [folder.name for folder in reversed(runs)]
+    assert [name for name in listed if name in set(newest_first)] == newest_first
     append(runs[4], *losses(2))
     append(run.with_name(f"{run.name}-new"), {**started(), "time": 0.5}, *losses(0))
     page.until("return document.querySelector(`[data-run='${arguments[0]}']`)", f"{run.name}-new")

@@ -71,7 +71,7 @@ async function load() {
   [stale, allStale] = [new Set(), false];
   try {
     const { runs, faults } = await get("/api/runs");
-    found.rows = runs;
+    found.rows = runs.toSorted((a, b) => (b.started ?? 0) - (a.started ?? 0)); // newest first
     settle();
     showFaults(faults);
     await Promise.all(wanted().map((id) => detail(id, all || ids.has(id))));
