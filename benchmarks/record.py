@@ -1,4 +1,4 @@
-"""Cost of a record per step: with sinks, images, histograms, settings and samples of the host.
+"""Cost of a record per step: with sinks, images, histograms, settings, samples and alerts.
 
 usage: python -m benchmarks.record [--rounds 5] [--steps 300] [--workers 1 2] [--ways WAY ...]
 
@@ -6,12 +6,15 @@ Ways take turns, and every ratio compares two runs of one round: the time of all
 warm-up over that of "directory", a record without any of them. With as many workers as cores, the
 process that writes has no core of its own. In "image in the step", a step waits until its image is
 written. Histograms are those of all parameters, in every tenth step; samples are taken ten times as
-often as by default; there are 100 settings. Images are logged at every step.
+often as by default; there are 100 settings. The alert, of a value that is not finite, goes to a URL
+that never responds, so it is sent again until the run has ended. Images are logged at every step.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import socket
 import statistics
 import tempfile
 import time
@@ -36,6 +39,7 @@ WAYS = (
     "samples",
     "settings",
     "histograms",
+    "alert",
     "file://",
     "tensorboard",
     "image",
@@ -78,6 +82,8 @@ def train(way: str, steps: int) -> float:
             if run.step == WARMUP_STEPS:
                 started = time.perf_counter()
             run.log(run.backward(loss_fn, model, batch))
+            if way == "alert" and run.step == WARMUP_STEPS:
+                run.log({"not finite": math.nan})
             optimizer.step()
             optimizer.zero_grad()
             if way == "histograms" and run.step % HISTOGRAMS_EVERY == 0:
@@ -94,7 +100,7 @@ def train(way: str, steps: int) -> float:
 
 def measure(way: str, steps: int, workers: int) -> float:
     """Train with a record in a new directory; return the milliseconds of a step."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as silent:
         sinks = {
             "file://": f"file://{folder}/far",
             "image, file://": f"file://{folder}/far",
@@ -105,6 +111,7 @@ def measure(way: str, steps: int, workers: int) -> float:
             "lanes": 2,
             "snapshot_every": None,
             "sinks": sinks.get(way),
+            "on_event": f"http://127.0.0.1:{silent.getsockname()[1]}/" if way == "alert" else None,
             "system_every": 0.5 if way == "samples" else None,
         }
         return ss.launch(train, way, steps, workers=workers, **options)
