@@ -99,6 +99,7 @@ def check(settings: Settings, lanes: int) -> None:
     }
     counts = {
         **shared,
+        "game.frame_skip": settings.game.frame_skip,
         "game.frame_stack": settings.game.frame_stack,
         "collect.steps": settings.collect.steps,
         "collect.updates": settings.collect.updates,

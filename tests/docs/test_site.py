@@ -69,8 +69,8 @@ WORDS = {
 @pytest.mark.parametrize("recipe", WORDS)
 def test_the_search_finds_the_words_of_the_replaced_systems(site, recipe):
     index = (site / "searchindex.js").read_text()
-    names = json.loads(re.search(r'"?docnames"?:(\[[^]]*\])', index)[1])
-    terms = json.loads(re.search(r'"?terms"?:(\{.*?\})', index)[1])
+    names = json.loads(re.search(r'"?docnames"?: ?(\[[^]]*\])', index)[1])
+    terms = json.loads(re.search(r'"?terms"?: ?(\{.*?\})', index)[1])
     page = names.index(f"recipes/{recipe}")
     for word in WORDS[recipe].split():
         # the search splits words at other characters, and stems them

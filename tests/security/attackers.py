@@ -62,11 +62,11 @@ class Run:
         ports, inodes = set(), set()
         for process in found.values():
             with suppress(psutil.Error, OSError):
-                for one in process.net_connections("tcp"):
-                    if one.status == psutil.CONN_LISTEN:
-                        ports.add((_reachable(one.laddr.ip), one.laddr.port))
                 links = [str(path.readlink()) for path in Path(f"/proc/{process.pid}/fd").iterdir()]
                 inodes |= {link[8:-1] for link in links if link.startswith("socket:")}
+        for one in psutil.net_connections("tcp"):
+            if one.pid in found and one.status == psutil.CONN_LISTEN:
+                ports.add((_reachable(one.laddr.ip), one.laddr.port))
         rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
         names = {row[7][1:] for row in rows if row[6] in inodes and row[7:] and row[7][0] == "@"}
         return cls(sorted(ports), sorted(names), bomb)

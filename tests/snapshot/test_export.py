@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.swa_utils import AveragedModel
@@ -18,7 +19,12 @@ from tests.faults import flip_byte
 from tests.snapshot.exact import exact, tensors
 from tests.snapshot.saving import save_once
 
-UNKNOWN_TO_SAFETENSORS = {torch.complex128, torch.float4_e2m1fn_x2}
+
+def is_known(tensor):
+    """Return whether safetensors can store the dtype, which depends on its version."""
+    with suppress(KeyError, SafetensorError, ValueError):
+        return bool(save({"empty": torch.empty(0, dtype=tensor.dtype)}))
+    return False
 
 
 class Tied(torch.nn.Module):
@@ -51,7 +57,7 @@ def test_a_model_is_exported_under_its_usual_names(tmp_path, workers):
     assert "module.head.weight" in load_file(tmp_path / "model.safetensors")
 
 
-@given(tensor=tensors().filter(lambda tensor: tensor.dtype not in UNKNOWN_TO_SAFETENSORS))
+@given(tensor=tensors().filter(is_known))
 @settings(max_examples=50)
 def test_tensors_are_exported_exactly(tmp_path_factory, tensor):
     directory = tmp_path_factory.mktemp("run")
@@ -102,7 +108,7 @@ def test_nested_states_are_joined_by_dots_and_the_rest_is_left_out(tmp_path):
         (
             {"model": {"a": torch.ones(1, dtype=torch.complex128)}},
             "model",
-            "cannot export .*complex128",
+            r"cannot export .*: safetensors does not know torch\.complex128",
         ),
     ],
 )

@@ -469,7 +469,8 @@ def export(
             with atomic_path(destination) as temporary:
                 write(temporary, unread)
     except (KeyError, OSError, SafetensorError, ValueError) as error:
-        raise SnapshotError(f"cannot export {what} to {destination}: {error}") from error
+        reason = f"safetensors does not know {error}" if isinstance(error, KeyError) else error
+        raise SnapshotError(f"cannot export {what} to {destination}: {reason}") from error
     return [key for key, _ in leaves if key not in unread]
 
 

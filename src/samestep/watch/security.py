@@ -90,8 +90,8 @@ class Guard:
 
     def _respond(self, request: Request) -> Response | None:
         """Return the response to a request that must not pass, else None."""
-        is_login = self._token is not None and request.url.path == LOGIN
-        is_notes = not self._read_only and request.url.path == NOTES
+        is_login = self._token is not None and request.scope["path"] == LOGIN
+        is_notes = not self._read_only and request.scope["path"] == NOTES
         writing = {"POST"} if is_login else {"PUT"} if is_notes else set[str]()
         if request.method not in {"GET", "HEAD"} | writing:
             text = "this address is read-only: expected GET or HEAD"
@@ -121,7 +121,7 @@ class Guard:
             return None
         if is_bearer:
             self._failures.add(_address(request))
-        if request.url.path in {"/", LOGIN}:
+        if request.scope["path"] in {"/", LOGIN}:
             return _form("")
         text = "a token is required: log in at /, or send Authorization: Bearer ..."
         return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
@@ -136,7 +136,7 @@ class Guard:
             self._failures.add(_address(request))
             return _form("Wrong token.")
         response = RedirectResponse("./", 303)
-        secure = request.url.scheme == "https"
+        secure = request.scope["scheme"] == "https"
         response.set_cookie(
             self._cookie, self._pass, httponly=True, samesite="strict", secure=secure
         )

@@ -191,7 +191,7 @@ class WandbSink:
         self._run: Any = wandb.init(
             id=_run_id(folder / RUN_FILE),
             name=os.environ.get("WANDB_NAME") or directory.resolve().name,
-            dir=directory,
+            dir=str(directory),
             resume="allow",
             settings=settings,
         )
