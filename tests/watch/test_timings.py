@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from samestep.record.record import PARTS
 from samestep.step import layout
 from samestep.watch.timings import RECENT, Timings, lanes_of, seconds_of
-from tests.watch.writing import started, timing, view_of
+from tests.watch.writing import loop, started, timing, view_of, write
 
 EQUAL = (0.1, 0.2, 0.4, 0.0, 0.0)  # data, compute, exchange, optimizer, snapshot
 
@@ -210,6 +210,21 @@ def test_many_workers_have_quantiles_and_the_slowest(tmp_path):
     assert answer["x"] == [0, 1, 2, 3]
     assert answer["workers"] == []
     assert answer["quantiles"] == [pytest.approx([value] * 4) for value in own]
+
+
+def test_a_start_that_only_evaluates_keeps_the_seconds_of_the_workers_that_trained(tmp_path):
+    many = [summary(step, slowest=5, own=(1, 1, 1, 1, 2 + step)) for step in range(3)]
+    few = [timing(step, (step, 1.0, 0.0, 0.0, 0.0)) for step in range(3)]
+    for name, steps, own in (("many", many, 2.5), ("few", few, 1.5)):
+        events = loop(0), *steps, {"event": "finished", "step": 3}
+        evaluated = started(2, kind="resumed", workers=3)  # step 2 is void
+        view = view_of(tmp_path / name, started(workers=6), *events, evaluated)
+        assert [worker["seconds"] for worker in view.summary()["workers"]] == [None] * 3
+        write(tmp_path / name, {"event": "finished", "step": 2})
+        view.refresh()
+        workers = view.summary()["workers"]
+        assert len(workers) == 6
+        assert [worker["seconds"] for worker in workers if worker["seconds"]] == [own]
 
 
 def test_a_run_may_have_few_workers_and_then_many(tmp_path):

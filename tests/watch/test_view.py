@@ -13,7 +13,17 @@ from samestep.errors import RecordError
 from samestep.record import read_history
 from samestep.watch import view as view_module
 from samestep.watch.view import MOST_ITEMS, media_type, thin
-from tests.watch.writing import START, histogram, loop, scalars, started, system, view_of, write
+from tests.watch.writing import (
+    START,
+    histogram,
+    loop,
+    scalars,
+    started,
+    system,
+    timing,
+    view_of,
+    write,
+)
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +195,7 @@ def test_a_run_that_was_evaluated_later_shows_how_it_was_trained(tmp_path):
         started(workers=2),
         loop(0, steps=8, epochs=2),
         *[scalars(step, loss=1.0) for step in range(8)],
+        timing(7, *[(0.0, 1.0, 0.0, 0.0, 0.0)] * 2),
         {"event": "finished", "step": 8},
     ]
     view = view_of(tmp_path, *events, started(8, kind="resumed", workers=1, epoch=2))
@@ -197,7 +208,9 @@ def test_a_run_that_was_evaluated_later_shows_how_it_was_trained(tmp_path):
         row, progress = view.row(), view.summary()["progress"]
         assert (row["workers"], row["epoch"], row["step"], row["state"]) == (2, 2, 8, "finished")
         assert (progress["epochs"], progress["done"]) == (2, 8)
-        assert [worker["lanes"] for worker in view.summary()["workers"]] == [[0, 4], [4, 8]]
+        workers = view.summary()["workers"]
+        assert [worker["lanes"] for worker in workers] == [[0, 4], [4, 8]]
+        assert [worker["seconds"] for worker in workers] == [1.0, 1.0]
         write(tmp_path, started(8, kind="resumed", workers=3, epoch=2))
         view.refresh()
         assert view.row()["workers"] == 3

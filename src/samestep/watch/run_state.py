@@ -151,6 +151,7 @@ class RunState:
         self.state = STATES.get(kind, self.state)
         if kind == "finished" and self.loop is None and self._trained is not None:
             self.start, self.loop = self._trained  # this start only evaluated
+            self.timings.restore()
         if kind != "restarting":
             self._reach(to_number(event.get("step")))
         if kind == "failed":
@@ -176,7 +177,7 @@ class RunState:
         for curve in self.curves.values():
             curve.discard_after(last)
         self.curves = {name: curve for name, curve in self.curves.items() if len(curve)}
-        self.timings.discard_after(last)
+        self.timings.discard_after(last, trained=self.loop is not None)
         self.images = {key: image for key, image in self.images.items() if image.place <= last}
         histograms = {
             name: [one for one in series if one.place <= last]

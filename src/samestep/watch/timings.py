@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,25 @@ NO_QUANTILES: Final = (math.nan,) * len(QUANTILES)
 CLEARLY_SLOWER: Final = 1.1  # than the median of all workers
 
 
+class Newest(NamedTuple):
+    """The newest steps of an attempt, each with its number."""
+
+    # each worker's seconds by part, and its own
+    workers: deque[tuple[float, Sequence[Sequence[float]]]]
+    # the rank and own seconds of the slowest of many workers, and the median of all
+    slowest: deque[tuple[float, tuple[int, float, float]]]
+
+    @classmethod
+    def of_steps(cls) -> Newest:
+        return cls(deque(maxlen=RECENT), deque(maxlen=RECENT))
+
+    def before(self, end: float) -> Newest:
+        """Return those with smaller numbers than `end`."""
+        workers = (one for one in self.workers if one[0] < end)
+        slowest = (one for one in self.slowest if one[0] < end)
+        return Newest(deque(workers, RECENT), deque(slowest, RECENT))
+
+
 class Timings:
     """Seconds of each step: 64 bytes per step, and 4 more per worker.
 
@@ -44,10 +63,10 @@ class Timings:
         numbers = [np.float32] * len((*PARTS, *QUANTILES))
         self._steps = Table(np.float64, np.float64, np.int32, np.int32, *numbers)
         self._own = Table(np.float32)  # per worker of each step, in rank order
-        # steps of this attempt: each worker's seconds by part, and its own
-        self._newest: deque[Sequence[Sequence[float]]] = deque(maxlen=RECENT)
-        # the rank and own seconds of the slowest of many workers, and the median of all
-        self._slowest: deque[tuple[int, float, float]] = deque(maxlen=RECENT)
+        self._newest = Newest.of_steps()
+        self._trained = (
+            self._newest
+        )  # of the last attempt with a loop, for those that only evaluate
 
     def append(
         self, step: float, time: float, attempt: int, workers: Sequence[Sequence[float]]
@@ -57,7 +76,7 @@ class Timings:
         self._steps.append((step, time, attempt, len(workers), *means, *NO_QUANTILES))
         for *_, own in workers:
             self._own.append((own,))
-        self._newest.append(workers)
+        self._newest.workers.append((step, workers))
 
     def append_summary(
         self, step: float, time: float, attempt: int, event: Mapping[str, Any]
@@ -70,17 +89,24 @@ class Timings:
         parts, own = [to_float(means.get(part)) for part in PARTS], [*map(to_float, own)]
         self._steps.append((step, time, attempt, 0, *parts, *own))
         if (rank := to_int(event.get("slowest"))) is not None:
-            self._slowest.append((rank, own[-1], own[len(own) // 2]))
+            self._newest.slowest.append((step, (rank, own[-1], own[len(own) // 2])))
         return True
 
-    def discard_after(self, last: StepPosition) -> None:
-        """Remove all steps after a place, because a new attempt starts there."""
+    def discard_after(self, last: StepPosition, *, trained: bool = False) -> None:
+        """Remove all steps after a place, because a new attempt starts there.
+
+        `trained` says whether the attempt before had a loop.
+        """
         step, _, _, workers, *_ = self._steps.columns()
         remaining = step < last[0]
         self._own.filter(np.repeat(remaining, workers))
         self._steps.filter(remaining)
-        self._newest.clear()
-        self._slowest.clear()
+        self._trained = (self._newest if trained else self._trained).before(last[0])
+        self._newest = Newest.of_steps()
+
+    def restore(self) -> None:
+        """Return to the last attempt with a loop, because the current one only evaluated."""
+        self._newest = self._trained
 
     def steps(self) -> Steps:
         """Return all steps."""
@@ -97,11 +123,12 @@ class Timings:
 
         `slowest` marks at most one worker, which is clearly slower than the median worker.
         """
-        if not self._newest:
+        newest = [workers for _, workers in self._newest.workers]
+        if not newest:
             return []
-        count = len(self._newest[-1])
+        count = len(newest[-1])
         # [steps, workers, parts and own]
-        seconds = np.asarray([step for step in self._newest if len(step) == count])
+        seconds = np.asarray([step for step in newest if len(step) == count])
         own = np.median(seconds[:, :, -1], axis=0).tolist()
         known = [value if np.isfinite(value) else 0.0 for value in own]
         slowest = count > 1 and max(known) > CLEARLY_SLOWER * median(known)
@@ -122,12 +149,13 @@ class Timings:
 
         It is the one that was the slowest most often in the newest steps.
         """
-        ranks = [rank for rank, _, _ in self._slowest]
+        newest = [slowest for _, slowest in self._newest.slowest]
+        ranks = [rank for rank, _, _ in newest]
         if not ranks:
             return None
         rank = max(set(ranks), key=ranks.count)
-        seconds = median(most for one, most, _ in self._slowest if one == rank)
-        middle = median(middle for one, _, middle in self._slowest if one == rank)
+        seconds = median(most for one, most, _ in newest if one == rank)
+        middle = median(middle for one, _, middle in newest if one == rank)
         is_often = 2 * ranks.count(rank) > len(ranks)
         return (rank, seconds) if is_often and seconds > CLEARLY_SLOWER * middle else None
 
