@@ -124,6 +124,16 @@ def test_elapsed_leaves_out_the_time_between_two_starts(tmp_path):
     assert view.row()["elapsed"] == 3
 
 
+def test_elapsed_is_never_negative_if_a_clock_is_set_back(tmp_path):
+    view = view_of(tmp_path, started(), scalars(0, loss=1.0))
+    write(tmp_path, scalars(1, loss=1.0), start=START - 60)
+    view.refresh()
+    assert view.row()["elapsed"] == 0
+    write(tmp_path, started(1, kind="resumed"), scalars(1, loss=1.0), start=START - 50)
+    view.refresh()
+    assert view.row()["elapsed"] == 1
+
+
 def test_lines_that_are_skipped_are_counted(tmp_path):
     view = view_of(tmp_path, started())
     with (tmp_path / "events.jsonl").open("ab") as file:

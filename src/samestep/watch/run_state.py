@@ -123,7 +123,7 @@ class RunState:
         if self.state == "stalled" and kind not in APART:
             self.state = "running"
         if kind in STARTS and before is not None:
-            self._earlier_seconds += before - (self._started_at or before)
+            self._earlier_seconds += max(0.0, before - (self._started_at or before))
         if self._started_at is None or kind in STARTS:
             self._started_at = time
         if kind == "scalars":
@@ -141,10 +141,13 @@ class RunState:
 
     @property
     def elapsed(self) -> float | None:
-        """The seconds from each start to the last event before the next one, without the gaps."""
+        """The seconds from each start to the last event before the next one, without the gaps.
+
+        A start after which the clock was set back counts as no time.
+        """
         if self._started_at is None or self.updated is None:
             return None
-        return max(0.0, self._earlier_seconds + self.updated - self._started_at)
+        return self._earlier_seconds + max(0.0, self.updated - self._started_at)
 
     def _update(self, event: dict[str, Any], kind: str) -> bool:
         """Apply an event of the run itself, and return whether it belongs on the timeline."""

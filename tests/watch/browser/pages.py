@@ -172,6 +172,14 @@ class Page:
         self.element(f"#tab-{name}").click()
         self.until("return !document.getElementById(`panel-${arguments[0]}`).hidden", name)
 
+    def collect_drawn_texts(self) -> None:
+        """Collect the texts that charts draw from now on in `drawn`."""
+        self.run(
+            "window.drawn = []; const pen = CanvasRenderingContext2D.prototype;"
+            "const draw = pen.fillText;"
+            "pen.fillText = function (text, ...at) { drawn.push(text); draw.call(this, text, ...at) }"
+        )
+
     def drag(self, scalar: str, start: float, end: float) -> None:
         """Drag the mouse over a chart; start and end are fractions of its width."""
         chart = self.element(f"[data-scalar='{scalar}'] .u-over")

@@ -386,7 +386,9 @@ def test_the_first_screen_answers_three_questions_and_shows_a_chart(run, page):
         "exchange 9 %",
     ]
     top = "return document.querySelector('[data-scalar]').getBoundingClientRect().top"
-    assert 0 < page.run(top) <= 200
+    for use_screen in (page.use_desktop_screen, page.use_laptop_screen):
+        use_screen()
+        assert 0 < page.run(top) <= 200
     append(run, scalars(20, **{"val/acc": "nan"}))
     page.until(f"{answer}.startsWith('⚠val/acc has not been finite since step 20')", "healthy")
     page.element("[data-answer=slow] button").click()
@@ -401,11 +403,7 @@ def test_a_chart_is_saved_and_its_outliers_are_ignored(run, page, tmp_path):
     page.open(run.name).points("val/loss", 20)
     card = "document.querySelector('[data-scalar]')"
     assert page.text("[data-scalar] .best") == "best 1"
-    page.run(
-        "window.drawn = []; const pen = CanvasRenderingContext2D.prototype;"
-        "const draw = pen.fillText;"
-        "pen.fillText = function (text, ...at) { drawn.push(text); draw.call(this, text, ...at) }"
-    )
+    page.collect_drawn_texts()
     page.element("#clip").click()
     page.until(f"return {card}.querySelector('.note').textContent.endsWith('not shown: 1')")
     page.until("return location.hash.includes('clip=1')")

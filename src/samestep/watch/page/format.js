@@ -50,10 +50,11 @@ export function duration(seconds) {
 
 /** The same for an axis: "1:30:00", "2:05". */
 export function clockSpan(seconds) {
-  const rest = Math.round(Math.abs(seconds));
+  if (seconds < 0) return "–"; // clocks that differ
+  const rest = Math.round(seconds);
   const [hours, minutes, left] = [Math.floor(rest / 3600), Math.floor(rest / 60) % 60, rest % 60];
   const two = (value) => String(value).padStart(2, "0");
-  const isExact = Math.abs(seconds) < 10 && !Number.isInteger(seconds);
+  const isExact = seconds < 10 && !Number.isInteger(seconds);
   if (isExact) return Number(seconds.toPrecision(3)).toString();
   return hours ? `${hours}:${two(minutes)}:${two(left)}` : `${minutes}:${two(left)}`;
 }

@@ -135,8 +135,8 @@ const FIXED = { run: "name", state: "state", step: "step", duration: "elapsed", 
 
 /** Return runs in the chosen order, or newest first. Runs without a value come last. */
 function sorted(runs) {
-  const isDown = state.sort.startsWith("-") || !state.sort;
   const name = state.sort.replace(/^-/, "") || "age";
+  const isDown = state.sort.startsWith("-") !== (name === "age"); // the newest has the lowest age
   const value = (run) => {
     const found = name in FIXED ? run[FIXED[name]] : run.values[name];
     return typeof found === "string" && found !== "" && !isNaN(found) ? Number(found) : found;

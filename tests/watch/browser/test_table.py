@@ -1,0 +1,131 @@
+"""The table of runs, and the scores that it and "Learning?" prefer."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from selenium.webdriver.common.keys import Keys
+
+from tests.watch.browser.runs import append
+from tests.watch.writing import scalars, started, write
+
+COLUMNS = (
+    "return [...document.querySelectorAll('#runs-table th[data-column]')]"
+    ".map((title) => title.dataset.column)"
+)
+ROWS = "[...document.querySelectorAll('#runs-table tbody tr')].map((row) => row.dataset.run)"
+
+
+def wait_for_rows(page, *runs):
+    names = json.dumps([run.name for run in runs], separators=(",", ":"))
+    page.until(f"return JSON.stringify({ROWS}) === arguments[0]", names)
+
+
+def test_chosen_columns_are_kept_in_the_address(run, place, page, names):
+    for folder, rate in ((run, 0.1), (place / next(names), 0.2)):
+        settings = {"lr": rate, "study": "columns"}
+        values = {"loss": 1.0, "accuracy": 0.5, "speed": 3.0}
+        append(folder, {**started(), "settings": settings}, scalars(0, **values))
+    page.open(run.name, tab="table", filter="study=columns")
+    page.until("return document.querySelectorAll('#runs-table tbody tr').length === 2")
+    scores = ["accuracy", "best accuracy", "loss"]
+    assert page.run(COLUMNS)[2:-3] == [*scores, "best loss", "lr"]
+    page.element(".columns summary").click()
+    for name in ("best loss", "speed"):
+        page.run(
+            "[...document.querySelectorAll('.columns label')]"
+            ".find((one) => one.textContent === arguments[0]).click()",
+            name,
+        )
+    chosen = [*scores, "lr", "speed"]
+    assert page.run(COLUMNS)[2:-3] == chosen
+    page.until("return location.hash.includes('columns=lr&columns=speed')")
+    page.driver.refresh()
+    page.until("return document.querySelectorAll('#runs-table tbody tr').length === 2")
+    assert page.run(COLUMNS)[2:-3] == chosen
+
+
+def test_runs_are_listed_newest_first_and_sorted_by_duration_and_age(run, page):
+    runs = [run.with_name(f"{run.name}-{number}") for number in range(3)]
+    for one, length, age in zip(runs, (50, 5, 500), (1000, 3000, 2000), strict=True):
+        events = started(), {"event": "finished", "step": 0}
+        write(one, *events, start=time.time() - age - length, seconds=length)
+    first, second, third = runs
+    page.open(run.name, tab="table", filter=f"{run.name}-")
+    wait_for_rows(page, first, third, second)
+    for column, highest_first in {
+        "duration": (third, first, second),
+        "age": (second, third, first),
+    }.items():
+        for order, rows in {
+            "descending": highest_first,
+            "ascending": highest_first[::-1],
+        }.items():
+            page.element(f"#runs-table [data-column={column}] button").click()
+            wait_for_rows(page, *rows)
+            title = page.element(f"#runs-table [data-column={column}]")
+            assert title.get_attribute("aria-sort") == order
+
+
+def test_a_clock_that_was_set_back_gives_no_negative_duration(run, page):
+    other = run.with_name(f"{run.name}-back")
+    now = time.time()
+    write(other, started(), start=now)
+    write(
+        other, *(scalars(step, loss=step + 1.0) for step in range(4)), start=now - 2.5, seconds=0.5
+    )
+    page.wait_for_run(other.name)
+    page.open(other.name).points("loss", 4)
+    assert page.text("[data-figure=elapsed] dd") == "0 s"
+    page.collect_drawn_texts()
+    page.element("#axis-time").click()
+    page.until("return drawn.some((text) => text.startsWith('time since the start'))")
+    assert not [text for text in page.run("return drawn") if text.startswith("-")]
+    page.element("[data-scalar=loss] .canvas").send_keys(Keys.HOME)
+    page.until(
+        "return document.querySelector('.tip:popover-open')?.innerText.startsWith('after \\u2013 · loss')"
+    )
+    page.choose_tab("table")
+    page.until(f"return {ROWS}.length > 1")
+    row = page.text(f"#runs-table [data-run='{other.name}']")
+    assert row.split("\t")[-2] == "0 s"
+
+
+def test_scores_of_an_evaluation_come_before_those_of_training(run, place, page, names):
+    other = place / next(names)
+    for folder, study in ((run, "val"), (other, "train")):
+        append(folder, {**started(), "settings": {"study": study}})
+        for step in range(9):
+            append(folder, scalars(step, **{"train/accuracy": 0.9, "train/loss": 0.1}))
+    append(run, scalars(9, **{"val/accuracy": 0.5, "val/loss": 0.6}))
+    for folder, group in ((run, "val"), (other, "train")):
+        page.open(folder.name, tab="table", filter=f"study={group}")
+        wait_for_rows(page, folder)
+        scores = [f"{group}/{name}" for name in ("accuracy", "loss")]
+        columns = [column for name in scores for column in (name, f"best {name}")]
+        assert page.run(COLUMNS)[2:6] == columns
+        lines = filter(None, page.text("[data-answer=learning] .answer").split("\n"))
+        assert [line.split()[0] for line in lines] == scores
+
+
+def test_the_principal_scalars_of_a_run(run, page):
+    page.open(run.name)
+
+    def principal(**points):
+        scalars = [{"name": name, "points": count} for name, count in points.items()]
+        found = page.run(
+            "return import('./page/format.js').then(({ principal }) => principal(arguments[0]))",
+            scalars,
+        )
+        return {role: scalar["name"] for role, scalar in found.items()}
+
+    train = {"train/loss": 100, "train/accuracy": 100, "lr": 100}
+    assert principal(**train) == {"score": "train/accuracy", "loss": "train/loss"}
+    evaluated = {"val/accuracy": 10, "val/loss": 10}
+    expected = {"score": "val/accuracy", "loss": "val/loss"}
+    assert principal(**train, **evaluated) == principal(**evaluated, **train) == expected
+    assert principal(**{**evaluated, "val/loss": 100}, **train) == expected
+    assert principal(loss=100, error=49) == {"loss": "error"}  # it is rarer
+    assert principal(loss=100, error=50) == {"loss": "loss"}
+    assert principal(lr=100) == principal() == {}
