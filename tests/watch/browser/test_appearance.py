@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import random
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from PIL import Image
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from samestep.watch import plot
+from samestep.watch.report import make_report
 from tests.watch.browser.pages import OWN_SCRIPTS
 from tests.watch.browser.runs import append, losses, paint, shown_color
-from tests.watch.writing import scalars, started, system, timing, write
+from tests.watch.writing import loop, scalars, started, system, timing, write
 
 TABS = ("curves", "images", "time", "workers", "logs", "system", "events", "settings", "table")
 
@@ -284,6 +287,19 @@ def test_the_use_of_hosts_is_drawn_live(run, page):
     chart.send_keys(Keys.END)
     tip = page.until("return document.querySelector('[data-measure=cpu] .tip').innerText")
     assert tip.split() == ["after", tip.split()[1], "b", "75", "%", "a", "25", "%"]
+    traffic = {"disk_written": 3e6, "network_received": 4e6, "network_sent": 5e6}
+    append(run, system("b", cpu=0.75, **traffic))
+    titles = ("Written to disks", "Received from the network", "Sent to the network")
+    expected += [f"{title}, MB/s 1 {value}" for title, value in zip(titles, (3, 4, 5), strict=True)]
+    page.until(script, " | ".join(expected))
+
+
+def open_report(page, run, folder):
+    """Write the report of a run to a folder, and open it."""
+    file = folder / "report.html"
+    file.write_text(make_report([str(run)], image_bytes=1_000_000).page)
+    page.driver.get(file.as_uri())
+    page.until("return document.getElementById('run-name')")
 
 
 def test_a_report_is_self_contained(run, page, tmp_path):
@@ -306,3 +322,86 @@ def test_a_report_is_self_contained(run, page, tmp_path):
     page.until("return document.querySelector('[data-measure=cpu] .readout')?.textContent === '25'")
     own = ("data:", "chrome", file.as_uri())  # the browser opens its own pages, too
     assert [url for url in page.requests() if not url.startswith(own)] == []
+
+
+ANSWERS = (
+    "return [...document.querySelectorAll('.answer')].map((answer) => answer.innerText.trim())"
+)
+PACES = "return [...document.querySelectorAll('.seconds')].map((pace) => pace.innerText)"
+
+
+def test_a_run_without_a_step_says_so_on_the_page_and_in_a_report(run, page, tmp_path):
+    page.open(run.name, tab="workers")
+    for is_report in (False, True):
+        if is_report:
+            open_report(page, run, tmp_path)
+            page.choose_tab("workers")
+        assert page.run(ANSWERS) == [
+            "no score or loss yet",
+            "no values yet",
+            "no step has been timed yet",
+        ]
+        assert page.run(PACES) == ["no step yet"] * 2
+    step = scalars(0, accuracy=0.5), timing(0, *[(0.0, 2.0, 0.0, 0.0, 0.0)] * 2)
+    finished = {"event": "finished", "step": 1}
+    again = started(1, kind="resumed")  # only evaluates
+    append(run, started(), loop(0, steps=1), *step, finished, again, finished)
+    open_report(page, run, tmp_path)
+    learning, healthy, slow = page.run(ANSWERS)
+    assert learning.startswith("accuracy 0.5")
+    assert healthy.splitlines()[-1].endswith("workers equally fast")
+    assert slow.startswith("compute 100 %")
+    page.choose_tab("workers")
+    assert page.run(PACES) == ["2 s per step"] * 2
+    page.choose_tab("time")
+    assert page.text("#panel-time").startswith("A step takes 2 s")
+
+
+def test_page_report_and_plot_agree_about_a_run_that_was_resumed(run, page, tmp_path, monkeypatch):
+    values = {0: 1.0, 1: 0.5, 2: 0.123456, 3: 0.8, 4: 0.7}
+    before = [scalars(step, loss=value) for step, value in {**values, 3: 0.01, 5: 0.02}.items()]
+    after = [scalars(step, loss=value) for step, value in values.items() if step >= 3]
+    append(run, *before, started(3, kind="resumed"), *after, {"event": "finished", "step": 5})
+
+    def shown():
+        page.points("loss", len(values))
+        page.until("return document.querySelector('.answer').innerText.includes('at 2')")
+        places = "[data-figure=step] dd", "[data-scalar=loss] .readout", "[data-scalar=loss] .best"
+        return (*map(page.text, places), page.run(ANSWERS)[0])
+
+    page.open(run.name)
+    on_page = shown()
+    assert on_page == ("5", "0.7", "best 0.1235", "loss 0.7↓ 13 %best 0.1235 at 2")
+    open_report(page, run, tmp_path)
+    assert shown() == on_page
+    figures = []
+    monkeypatch.setattr(plot, "_save", lambda figure, _: figures.append(figure))
+    parser = argparse.ArgumentParser()
+    plot.add_arguments(parser)
+    plot.main(parser.parse_args([str(run), "--out", "loss.svg"]))
+    (line,) = figures[0].axes[0].lines
+    assert dict(zip(*line.get_data(), strict=True)) == values
+
+
+def test_settings_have_the_origin_of_a_run_and_fold_options_with_default_values(run, page):
+    origin = {"command": "python train.py --lr 0.1", "commit": "0a1b2c3d" * 5}
+    config = {"lanes": 8, "seed": 7, "timeout": 120.0}
+    append(run, {**started(config=config), **origin, "dirty": True})
+    page.open(run.name, tab="settings")
+    has_commit = (
+        "return document.querySelector('[data-key=commit] td')?.textContent === arguments[0]"
+    )
+    page.until(has_commit, f"{origin['commit']}, with changes")
+    names = (
+        "return [...document.querySelectorAll(`#${arguments[0]} [data-key]`)]"
+        ".map((row) => row.dataset.key)"
+    )
+    assert page.run(names, "config") == ["lanes", "seed", "command", "commit", "torch", "devices"]
+    assert page.text("#config [data-key=command] td") == origin["command"]
+    assert page.run(names, "defaults") == ["timeout"]
+    is_open = "return document.getElementById('defaults').checkVisibility()"
+    assert not page.run(is_open)
+    page.element("#panel-settings summary").click()
+    page.until(is_open)
+    append(run, {**started(config=config, kind="resumed"), **origin, "dirty": False})
+    page.until(has_commit, origin["commit"])

@@ -23,7 +23,8 @@ export function answers() {
     known[role] = { ...asked[role], curve };
     drawLearning(learned(last, known));
   })]));
-  const drawLearning = onChange((lines) => cells.learning.show(lines.map(scored)));
+  const drawLearning = onChange((lines) => cells.learning.show(
+    lines.length ? lines.map(scored) : [h("p", {}, "no score or loss yet")]));
   const drawHealth = onChange((lines) => cells.healthy.show(lines.map(checked)));
   const drawParts = onChange((parts) => cells.slow.show(shares(parts)));
   return {

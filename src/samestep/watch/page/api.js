@@ -122,7 +122,9 @@ async function fromReport(responses, request) {
   const cutAll = (lists) =>
     Object.fromEntries(Object.entries(lists).map(([key, list]) => [key, cut(list)]));
   if (pathname === "/api/timing") {
-    return { x: cut(whole.x), parts: cutAll(whole.parts), workers: whole.workers.map(cut) };
+    const { x, parts, workers, quantiles } = whole;
+    return { x: cut(x), parts: cutAll(parts), workers: workers.map(cut),
+      quantiles: quantiles.map(cut) };
   }
   const { x, value, low, high, spans } = whole;
   const average = Number(smooth) > 0 ? movingAverage(whole, Number(smooth)) : null;
