@@ -70,6 +70,17 @@ def test_the_box_has_the_range_of_the_steps_and_workers_that_a_point_stands_for(
     assert page.run(f"return {TIP}.querySelector('.edges').textContent") == ""
 
 
+def test_an_enlarged_chart_has_its_scalar_as_the_title_of_its_y_axis(run, page):
+    append(run, *(scalars(step, **{"val/loss": 1.0 + step}) for step in range(3)))
+    page.open(run.name).points("val/loss", 3)
+    page.collect_drawn_texts()
+    page.element("#log").click()
+    page.until("return drawn.includes('step')")
+    assert page.run("return !drawn.includes('val/loss')")
+    page.element("[aria-label='Enlarge val/loss']").click()
+    page.until("return drawn.includes('val/loss')")
+
+
 def test_charts_are_pinned_to_the_top(run, page):
     append(run, scalars(0, **{"train/loss": 1.0, "val/loss": 2.0, "val/top1": 0.5, "Pinned/x": 1}))
     page.open(run.name).points("val/top1", 1)
