@@ -1,28 +1,22 @@
 from __future__ import annotations
 
-import fcntl
 import io
 import multiprocessing
 import os
-import pty
-import re
 import shutil
 import signal
-import struct
-import subprocess
 import sys
-import termios
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 
-from samestep.host import RED, colored
 from samestep.launch import output as outputs
 from samestep.launch.output import Outputs
 from samestep.launch.screen import FileStream, Screen, standard_screens
 from tests.launch.processes import SOON_SECONDS, for_ever
+from tests.terminal import run_samestep
 
 FORK = multiprocessing.get_context("fork")
 EVERY_BYTE = bytes(byte for byte in range(256) if byte not in b"\r\n")
@@ -511,82 +505,16 @@ with ss.init() as run:
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_rank_0_draws_a_bar_if_stderr_is_a_terminal(tmp_path, is_terminal):
     (tmp_path / "bar.py").write_text(BAR)
-    shown, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-    command = [sys.executable, "-m", "samestep", "run", "-n", "2", "bar.py"]
-    paths = {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
-    file = terminal if is_terminal else subprocess.PIPE
-    with subprocess.Popen(
-        command, stdout=file, stderr=file, cwd=tmp_path, env={**os.environ, **paths}
-    ) as process:
-        os.close(terminal)
-        text = read_terminal(shown) if is_terminal else b"".join(process.communicate())
-    os.close(shown)
-    assert process.returncode == 0
-    lines = text.replace(b"\r\n", b"\n").split(b"\n")
-    assert b"[1] hello from 1" in lines
-    assert {b"score 1", b"score 2"} <= set(lines)
-    bars = [line.rpartition(b"\r")[2] for line in lines if b"2/2 [" in line]
+    status, text = run_samestep(
+        "run", "-n", "2", "bar.py", folder=tmp_path, is_terminal=is_terminal
+    )
+    assert status == 0
+    lines = text.split("\n")
+    assert "[1] hello from 1" in lines
+    assert {"score 1", "score 2"} <= set(lines)
+    bars = [line.rpartition("\r")[2] for line in lines if "2/2 [" in line]
     assert bool(bars) is is_terminal
-    assert [bar for bar in bars if not (bar.startswith(b"100%") and len(bar.decode()) == 99)] == []
-
-
-FAILS_TWICE = """
-import os, signal
-import samestep as ss
-with ss.init():
-    if os.environ["SAMESTEP_INTERNAL_ATTEMPT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise ValueError("once more")
-"""
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_warnings_and_errors_have_colors_on_a_terminal(tmp_path, is_terminal):
-    (tmp_path / "fails.py").write_text(FAILS_TWICE)
-    shown, terminal = pty.openpty()
-    reading, writing = (shown, terminal) if is_terminal else os.pipe()
-    paths = {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
-    environment = {**os.environ, **paths, "TERM": "xterm", "NO_COLOR": ""}
-    command = [sys.executable, "-m", "samestep", "run", "-n", "1", "fails.py"]
-    with subprocess.Popen(
-        command, stdout=writing, stderr=writing, cwd=tmp_path, env=environment
-    ) as process:
-        os.close(writing)
-        text = read_terminal(reading).decode()
-    for file in {reading, shown, terminal} - {writing}:
-        os.close(file)
-    assert process.returncode == 1
-    plain = re.sub(r"\033\[\d+m", "", text)
-    assert "samestep: worker 0: killed by SIGKILL" in plain
-    assert "samestep: error: worker 0 failed" in plain
-    assert ("\033[33msamestep:\033[0m worker 0: killed" in text) is is_terminal
-    assert ("samestep: \033[31merror:\033[0m worker 0 failed" in text) is is_terminal
-    assert (plain != text) is is_terminal
-
-
-@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_terminals_can_be_without_colors(variables, monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    shown, terminal = pty.openpty()
-    with os.fdopen(terminal, "w") as stream:
-        before = colored("text", RED, stream)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        after = colored("text", RED, stream)
-    os.close(shown)
-    assert (before, after) == ("\033[31mtext\033[0m", "text")
-    assert colored("text", RED, stream) == colored("text", RED, None) == "text"
-
-
-def read_terminal(file):
-    """Return everything that is printed on a terminal until all programs have closed it."""
-    text = b""
-    with suppress(OSError):  # EIO at the end
-        while data := os.read(file, 65536):
-            text += data
-    return text
+    assert [bar for bar in bars if not (bar.startswith("100%") and len(bar) == 99)] == []
 
 
 def test_a_line_on_stdout_does_not_continue_a_bar_on_stderr():

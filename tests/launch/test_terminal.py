@@ -1,0 +1,136 @@
+"""What a user sees on a terminal: the lines of a run, and errors with the diagnosis first."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+
+import pytest
+
+from samestep import cli
+from samestep.host import RED, colored
+from tests.terminal import run_samestep
+
+SCRIPT = """
+import time
+import samestep, torch
+
+def loss(model, batch):
+    return (FAULT) or model(batch.float()[:, None]).mean()
+
+def train(run):
+    model = run.replicate(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    for batch in run.batches(list(range(8)), 4, epochs=2):
+        run.backward(loss, model, batch)
+        optimizer.step()
+
+with samestep.init(OPTIONS) as run:
+    train(run)
+"""
+
+
+def train(folder, *flags, fault="None", options="lanes=2"):
+    """Train with two workers; return the status and the printed lines."""
+    script = SCRIPT.replace("FAULT", fault).replace("OPTIONS", options)
+    (folder / "train.py").write_text(script)
+    status, text = run_samestep("run", "-n", "2", *flags, "train.py", folder=folder)
+    return status, text.splitlines()
+
+
+def test_a_run_says_that_it_starts_stops_resumes_and_ends(tmp_path):
+    where = "runs/one (watch: samestep watch runs/one)"
+    assert train(tmp_path, "--dir", "runs/one", "--stop-after", "3") == (
+        0,
+        [
+            f"samestep: 2 workers, 2 lanes, {where}",
+            "samestep: stopped at step 3, snapshot saved; run the same command to resume",
+        ],
+    )
+    assert train(tmp_path, "--dir", "runs/one") == (
+        0,
+        [
+            f"samestep: resumed at step 3, 2 workers, 2 lanes, {where}",
+            "samestep: finished after 4 steps",
+        ],
+    )
+
+
+def test_an_error_begins_with_the_diagnosis_and_its_traceback_ends_in_the_script(tmp_path):
+    status, (_, first, title, *frames, last) = train(tmp_path, fault="3")
+    assert status == 1
+    diagnosis = "LossError: "
+    assert first.startswith("samestep: error: worker ")
+    assert diagnosis in first
+    assert title == "Traceback (most recent call last):"
+    assert frames[-1].strip() == "run.backward(loss, model, batch)"
+    assert last.startswith(f"samestep.errors.{diagnosis}")
+
+
+def test_an_invalid_option_is_only_the_diagnosis(tmp_path):
+    status, (line,) = train(tmp_path, options="lane=2")
+    assert status == 1
+    assert line.endswith("ConfigError: lane is not an option of samestep; did you mean lanes?")
+
+
+def test_a_hang_names_the_worker_that_is_awaited(tmp_path):
+    fault = "run.rank == 1 and run.step == 1 and time.sleep(3600)"
+    status, lines = train(tmp_path, fault=fault, options="lanes=2, timeout=2.0")
+    assert status == 1
+    first = next(line for line in lines if line.startswith("samestep: error: "))
+    awaited = "HangError: timed out after 2 s waiting for worker 1: worker 0 was "
+    assert first.startswith(f"samestep: error: {awaited}")
+    assert lines[-1].startswith("likely cause: ")
+
+
+def test_samestep_alone_and_help_list_all_commands_and_a_misspelt_one_is_corrected(tmp_path):
+    status, alone = run_samestep(folder=tmp_path)
+    assert status == 0
+    listed = alone.partition("commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in listed] == list(cli.COMMANDS)
+    assert run_samestep("help", folder=tmp_path) == (0, alone)
+    status, text = run_samestep("rum", folder=tmp_path)
+    assert status == 2
+    assert text.splitlines()[-1] == "samestep: error: unknown command 'rum'; did you mean run?"
+
+
+FAILS_TWICE = """
+import os, signal
+import samestep as ss
+with ss.init():
+    if os.environ["SAMESTEP_INTERNAL_ATTEMPT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("once more")
+"""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_warnings_and_errors_have_colors_on_a_terminal(tmp_path, is_terminal):
+    (tmp_path / "fails.py").write_text(FAILS_TWICE)
+    status, text = run_samestep(
+        "run", "-n", "1", "fails.py", folder=tmp_path, is_terminal=is_terminal, colors=True
+    )
+    assert status == 1
+    plain = re.sub(r"\033\[\d+m", "", text)
+    assert "samestep: worker 0: killed by SIGKILL" in plain
+    assert "samestep: error: worker 0 failed" in plain
+    assert ("\033[33msamestep:\033[0m worker 0: killed" in text) is is_terminal
+    assert ("samestep: \033[31merror:\033[0m worker 0 failed" in text) is is_terminal
+    assert (plain != text) is is_terminal
+
+
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_terminals_can_be_without_colors(variables, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    shown, terminal = pty.openpty()
+    with os.fdopen(terminal, "w") as stream:
+        before = colored("text", RED, stream)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        after = colored("text", RED, stream)
+    os.close(shown)
+    assert (before, after) == ("\033[31mtext\033[0m", "text")
+    assert colored("text", RED, stream) == colored("text", RED, None) == "text"

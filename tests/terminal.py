@@ -1,0 +1,43 @@
+"""Commands of samestep on a terminal of their own."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from contextlib import suppress
+from pathlib import Path
+
+ROWS, COLUMNS = 30, 100
+
+
+def run_samestep(
+    *words: str, folder: Path, is_terminal: bool = True, colors: bool = False
+) -> tuple[int, str]:
+    """Run a command in a folder, on a terminal or with a pipe; return its status and output."""
+    shown, output = pty.openpty() if is_terminal else os.pipe()
+    if is_terminal:
+        fcntl.ioctl(output, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path]),
+        "TERM": "xterm",
+        "NO_COLOR": "" if colors else "1",
+    }
+    with subprocess.Popen(
+        [sys.executable, "-m", "samestep", *words],
+        stdout=output,
+        stderr=output,
+        cwd=folder,
+        env={**os.environ, **variables},
+    ) as process:
+        os.close(output)
+        text = b""
+        with suppress(OSError):  # EIO at the end of a terminal
+            while data := os.read(shown, 65536):
+                text += data
+    os.close(shown)
+    return process.returncode, text.decode().replace("\r\n", "\n")
