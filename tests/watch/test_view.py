@@ -212,8 +212,8 @@ def test_a_run_that_was_evaluated_later_shows_how_it_was_trained(tmp_path):
     row = view.row()
     assert (row["workers"], row["epoch"], row["step"]) == (1, 2, 8)  # while it is running
     assert view.summary()["progress"]["epochs"] is None
-    for _ in range(2):
-        write(tmp_path, {"event": "finished", "step": 8})
+    for again in ([], [loop(8, epoch=2, done=8, steps=8)]):  # only evaluates, or has no step left
+        write(tmp_path, *again, {"event": "finished", "step": 8})
         view.refresh()
         row, progress = view.row(), view.summary()["progress"]
         assert (row["workers"], row["epoch"], row["step"], row["state"]) == (2, 2, 8, "finished")

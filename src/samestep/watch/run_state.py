@@ -152,8 +152,8 @@ class RunState:
     def _update(self, event: dict[str, Any], kind: str) -> bool:
         """Apply an event of the run itself, and return whether it belongs on the timeline."""
         self.state = STATES.get(kind, self.state)
-        if kind == "finished" and self.loop is None and self._trained is not None:
-            self.start, self.loop = self._trained  # this start only evaluated
+        if kind == "finished" and self._trained is not None and self._made_no_step(event):
+            self.start, self.loop = self._trained
             self.timings.restore()
         if kind != "restarting":
             self._reach(to_number(event.get("step")))
@@ -173,6 +173,10 @@ class RunState:
             self.epoch = to_int(event.get("epoch"))
             return before.get("name") != event.get("name")  # many loops start again each epoch
         return True
+
+    def _made_no_step(self, end: Event) -> bool:
+        """Return whether the last start only evaluated, or found the run finished."""
+        return self.loop is None or to_number(end.get("step")) == to_number(self.start.get("step"))
 
     def _start(self, event: dict[str, Any], kind: str, time: float) -> None:
         step, between = valid_until(event)

@@ -64,9 +64,7 @@ class Timings:
         self._steps = Table(np.float64, np.float64, np.int32, np.int32, *numbers)
         self._own = Table(np.float32)  # per worker of each step, in rank order
         self._newest = Newest.of_steps()
-        self._trained = (
-            self._newest
-        )  # of the last attempt with a loop, for those that only evaluate
+        self._trained = self._newest  # of the last attempt with a loop, for those that make no step
 
     def append(
         self, step: float, time: float, attempt: int, workers: Sequence[Sequence[float]]
@@ -105,7 +103,7 @@ class Timings:
         self._newest = Newest.of_steps()
 
     def restore(self) -> None:
-        """Return to the last attempt with a loop, because the current one only evaluated."""
+        """Return to the last attempt with a loop, because the current one made no step."""
         self._newest = self._trained
 
     def steps(self) -> Steps:
