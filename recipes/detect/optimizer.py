@@ -41,7 +41,7 @@ def describe(schedule: Schedule, settings: OptimizerSettings, batch_size: int) -
     decays = ", ".join(map(str, schedule.decay_steps)) or "never"
     return (
         f"peak learning rate {schedule.learning_rate:g}, {schedule.steps} steps, decays at "
-        f"{decays}, at batch size {batch_size}; scaled from {settings.learning_rate:g} and "
+        f"{decays}, at batch size {batch_size},\nscaled from {settings.learning_rate:g} and "
         f"{settings.steps} steps at batch size {settings.reference_batch_size}"
     )
 

@@ -20,7 +20,7 @@ block (`<!-- test: setup`, Python code, `-->`) prepares what a reader has alread
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +32,7 @@ PAGES = sorted(
 )
 LANGUAGES = {"", "diff", "json", "python", "sh", "text", "yaml"}
 NOT_RUN = "not run: "
+COLUMNS = 100
 WORDS = {
     "python": r"in a run|in a step|file \w+\.py",
     "sh": r"run(, status \d+| together)?",
@@ -98,3 +99,12 @@ def blocks_of(page: Path) -> list[Block]:
             f"{page} has a test comment without a block; put it on the line before the block"
         )
     return found
+
+
+def long_lines(block: Block) -> list[str]:
+    """Return the page and number of each line that a reader has to scroll sideways."""
+    return [
+        f"{replace(block, line=number)}"
+        for number, line in enumerate(block.text.splitlines(), start=block.line)
+        if len(line) > COLUMNS
+    ]

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch._dynamo  # noqa: F401  as in test_pages.py
 
-from tests.docs.blocks import blocks_of
+from tests.docs.blocks import blocks_of, long_lines
 from tests.docs.commands import check, commands_of, here
 from tests.docs.page import run_page
 from tests.workers import WorkerFailedError, run_workers
@@ -42,6 +42,12 @@ def test_blocks_have_a_language_a_line_and_a_test(page):
         ("python", 10, "b = 2\nc = 3\n", "in a run"),
         ("sh", 15, "make test\n", ""),
     ]
+
+
+def test_lines_of_more_than_100_columns_are_found(page):
+    first, second = blocks_of(page(f"text\n{'─' * 100}\n{'─' * 101}", "sh\nmake test"))
+    assert long_lines(first) == ["page.md:3"]
+    assert long_lines(second) == []
 
 
 @pytest.mark.parametrize(

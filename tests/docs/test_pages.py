@@ -13,7 +13,7 @@ import torch._dynamo  # noqa: F401
 import yaml
 
 from samestep.cli import COMMANDS
-from tests.docs.blocks import NOT_RUN, PAGES, ROOT, blocks_of
+from tests.docs.blocks import NOT_RUN, PAGES, ROOT, blocks_of, long_lines
 from tests.docs.commands import check, commands_of
 from tests.docs.page import is_run, run_page
 from tests.workers import run_workers
@@ -74,6 +74,10 @@ def test_data_can_be_read(block):
         if block.language == "yaml"
         else [json.loads(line) for line in block.text.splitlines()]
     )
+
+
+def test_lines_of_blocks_fit_100_columns():
+    assert [line for block in BLOCKS for line in long_lines(block)] == []
 
 
 def test_blocks_without_a_language_are_not_code():

@@ -40,7 +40,8 @@ def test_the_rate_grows_from_a_third_and_falls_by_ten():
 def test_the_scaling_is_said():
     settings = OptimizerSettings(learning_rate=0.02, steps=100, decay_steps=(60, 80))
     assert describe(make_schedule(settings, 8), settings, 8) == (
-        "peak learning rate 0.01, 200 steps, decays at 120, 160, at batch size 8; scaled from 0.02 and 100 steps at batch size 16"
+        "peak learning rate 0.01, 200 steps, decays at 120, 160, at batch size 8,\n"
+        "scaled from 0.02 and 100 steps at batch size 16"
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep.tools.scale import report
 from samestep.tools.scale.model import PARTS, Range, StepTiming
 from samestep.tools.scale.network import Link, Network
 from samestep.tools.scale.report import milliseconds, report_lines, table
@@ -179,6 +180,25 @@ def test_a_bandwidth_that_noise_hides_is_not_printed_as_measured(memory, between
     assert json.loads(json.dumps(study.to_json()))["network"]["memory"]["is_bound"] is (
         memory is NOISY
     )
+
+
+def test_lines_fit_100_columns(monkeypatch):
+    study = replace(
+        _study(
+            {1: [_timing(9e3, other=1e3), _timing(1.0)], 2: [_timing(8e3), _timing(1.5)]},
+            batch_size=1_000_000,
+            load=9.0,
+            learning_rate=1.23456e-7,
+        ),
+        network=Network(NOISY, Link(1.0, 1e12, is_bound=True), 8),
+        network_is_given=False,
+        memory=MemoryModel(100e6, 1.0),
+    )
+    assert max(map(len, report_lines(study))) <= 100
+    monkeypatch.setattr(report, "WIDTH", 1000)  # tables fit without being wrapped
+    rows = [line for line in report_lines(study) if re.match(r" *(workers|\d+)  ", line)]
+    assert len(rows) == 2 * 3 + 3 * 4
+    assert max(map(len, rows)) <= 100
 
 
 def test_columns_are_aligned():

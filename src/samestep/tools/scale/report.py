@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,10 +15,18 @@ from samestep.tools.scale.study import PREDICTED_WORKERS, WARM_UP_EPOCHS, Study,
 BUSY: Final = 0.5  # of the machine's capacity
 DRAWN_WORKERS: Final = tuple(2**exponent for exponent in range(11))
 SIZE_INCHES: Final = (10, 4.4)
+WIDTH: Final = 100  # columns; the tables are narrower
 
 
 def report_lines(study: Study) -> Iterator[str]:
     """Yield the lines of the report: measurements, bottleneck, predictions, and advice."""
+    for line in _unwrapped_lines(study):
+        indent = line[: len(line) - len(line.lstrip())]
+        wrapped = textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+        yield from wrapped or [""]
+
+
+def _unwrapped_lines(study: Study) -> Iterator[str]:
     for section in (_measurements, _bottleneck, _predictions):
         yield from section(study)
         yield ""
@@ -35,13 +44,16 @@ def _measurements(study: Study) -> Iterator[str]:
     )
     runs = some(max(map(len, study.timings.values())), "interleaved run")
     yield f"Milliseconds per step, median of {runs} per worker count (lowest to highest):"
-    rows = [["workers", *PARTS, "step", "speedup", "efficiency"]]
+    rows, parts = [["workers", "step", "speedup", "efficiency"]], [["workers", *PARTS]]
     for workers in sorted(study.timings):
         speedup = study.speedup(workers)
-        parts = [milliseconds(study.part(workers, name).middle) for name in PARTS]
         step, efficiency = _time_range(study.step(workers)), f"{speedup.middle / workers:.0%}"
-        rows.append([str(workers), *parts, step, _factor(speedup), efficiency])
+        rows.append([str(workers), step, _factor(speedup), efficiency])
+        medians = [milliseconds(study.part(workers, name).middle) for name in PARTS]
+        parts.append([str(workers), *medians])
     yield from table(rows)
+    yield "The parts of a step:"
+    yield from table(parts)
     if machine.load > BUSY * machine.capacity:
         yield f"This machine was busy (load {machine.load:.1f}): measure again when it is idle."
     if oversubscribed := [str(n) for n in study.timings if n > machine.capacity]:
@@ -70,17 +82,16 @@ def _bottleneck(study: Study) -> Iterator[str]:
     if serial is not None and serial >= 1:
         yield f"More workers were not faster than {study.fewest}."
     elif serial:
-        yield (
-            f"{serial:.1%} of a step did not get faster (Karp and Flatt 1990). If that share "
-            f"stays, the speedup is at most {study.fewest / serial:.3g} (Amdahl 1967)."
-        )
+        yield f"{serial:.1%} of a step did not get faster (Karp and Flatt 1990)."
+        limit = f"{study.fewest / serial:.3g}"
+        yield f"If that share stays, the speedup is at most {limit} (Amdahl 1967)."
 
 
 def _predictions(study: Study) -> Iterator[str]:
     network = study.network
     hint = "this machine's loopback; set your network's --latency and --bandwidth"
-    formula = "latency x messages + bytes / bandwidth"
-    yield f"Predictions for this machine's computing speed, by {formula} (lowest to highest):"
+    yield "Predicted milliseconds per step at this machine's computing speed (lowest to highest):"
+    yield "  exchange: latency x messages + bytes / bandwidth"
     per_host = some(network.workers_per_host, "worker")
     yield f"  within a host: {_link(network.memory)}; {per_host} per host"
     source = "as given" if study.network_is_given else hint
@@ -89,13 +100,9 @@ def _predictions(study: Study) -> Iterator[str]:
     if any(link.is_bound for link in measured_links):
         yield (
             "  too noisy to tell a bandwidth: the transfer took less than the measurements vary. The "
-            "lowest that it"
+            "lowest that it may be is assumed, so an exchange may be faster than predicted. Measure "
+            "again on an idle machine, or pass --latency and --bandwidth of the network."
         )
-        yield (
-            "  may be is assumed, so an exchange may be faster than predicted. Measure again on an "
-            "idle machine, or"
-        )
-        yield "  pass --latency and --bandwidth of the network."
     if check := study.check():
         workers, expected = check
         measured = study.step(workers)
@@ -105,7 +112,7 @@ def _predictions(study: Study) -> Iterator[str]:
             f"  check: fewer workers alone predict {_time_range(expected)} ms at {workers} "
             f"workers; measured {_time_range(measured)}, {verdict}"
         )
-    yield from _prediction_table(study)
+    yield from _prediction_tables(study)
     most, lanes = max(PREDICTED_WORKERS), study.workload.lanes
     if study.same_lane_batch(most).largest_part == "exchange":
         share = study.latency_share(most)
@@ -123,20 +130,22 @@ def _predictions(study: Study) -> Iterator[str]:
         yield f"With the same batch, samestep starts at most one worker per lane ({lanes})."
 
 
-def _prediction_table(study: Study) -> Iterator[str]:
+def _prediction_tables(study: Study) -> Iterator[str]:
     lanes, batch_size = study.workload.lanes, study.workload.batch_size
     samples = "" if batch_size is None else f" of {-(-batch_size // lanes)}"
-    strong = ["same batch: ms", "speedup", "largest part"]
-    weak = [f"same lane batch{samples}: ms", "speedup", "efficiency", "largest part"]
-    rows = [["workers", *strong, *weak]]
+    strong = [["workers", "step", "speedup", "largest part"]]
+    weak = [["workers", "step", "speedup", "efficiency", "largest part"]]
     for workers in PREDICTED_WORKERS:
         same, larger = study.same_batch(workers), study.same_lane_batch(workers)
         missing = [f"(only {some(lanes, 'lane')})", "", ""]
-        strong = missing if same is None else _cells(study, same)
+        strong.append([str(workers), *(missing if same is None else _cells(study, same))])
         step, speedup, part = _cells(study, larger)
         efficiency = f"{study.predicted_speedup(larger).middle / workers:.0%}"
-        rows.append([str(workers), *strong, step, speedup, efficiency, part])
-    yield from table(rows)
+        weak.append([str(workers), step, speedup, efficiency, part])
+    yield "With the same batch:"
+    yield from table(strong)
+    yield f"With the same lane batch{samples}, one lane per worker:"
+    yield from table(weak)
 
 
 def _cells(study: Study, prediction: Prediction) -> list[str]:
@@ -191,7 +200,7 @@ def _lanes_and_learning_rate_advice(study: Study) -> Iterator[str]:
         f"Learning rate, now {rate:g} at batch size {now}, with one lane per worker and a warm-up "
         "from the rate in parentheses:"
     )
-    rules = ["linear (SGD: Goyal et al. 2017)", "square root (Adam: Malladi et al. 2022)"]
+    rules = ["linear (SGD)", "square root (Adam)"]
     rows = [["workers", "batch", *rules, "warm-up", "betas of (0.9, 0.999)"]]
     for workers in PREDICTED_WORKERS:
         larger = workers * -(-batch_size // study.workload.lanes)
@@ -201,8 +210,9 @@ def _lanes_and_learning_rate_advice(study: Study) -> Iterator[str]:
         rows.append([str(workers), str(larger), *rates, f"{WARM_UP_EPOCHS} epochs", betas])
     yield from table(rows)
     yield (
-        "Each rule holds up to a batch size that depends on the workload (8,192 images of ImageNet "
-        "in Goyal et al.): check the loss."
+        "The linear rule is that of Goyal et al. (2017), the square root rule that of Malladi et al. "
+        "(2022). Each holds up to a batch size that depends on the workload (8,192 images of "
+        "ImageNet in Goyal et al.): check the loss."
     )
 
 
