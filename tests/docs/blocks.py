@@ -10,6 +10,7 @@ An HTML comment on the line before a block, which readers do not see, selects it
 | `<!-- test: run -->` | sh | its commands are run; otherwise their arguments are only parsed |
 | `<!-- test: run, status 1 -->` | sh | the same, with this exit status |
 | `<!-- test: run together -->` | sh | its commands run at once here, at an own address |
+| `<!-- test: serve -->` | sh | its `samestep watch` serves a page, which is fetched |
 | `<!-- test: printed -->` | text | equals the output of the previous block; ... matches anything |
 | `<!-- test: not run: REASON -->` | python | compiled only; test_pages.py lists the reasons |
 
@@ -35,7 +36,7 @@ NOT_RUN = "not run: "
 COLUMNS = 100
 WORDS = {
     "python": r"in a run|in a step|file \w+\.py",
-    "sh": r"run(, status \d+| together)?",
+    "sh": r"run(, status \d+| together)?|serve",
     "text": "printed",
 }
 

@@ -17,9 +17,11 @@ from tests.docs import given
 from tests.docs.blocks import NOT_RUN, ROOT, Block, blocks_of
 from tests.docs.commands import commands_of, here
 from tests.ports import free_port
+from tests.watch.serving import serving
 
 FILE = "file "
 TOGETHER = "run together"
+SERVE = "serve"
 ADDRESS, PORT = "192.168.0.10", "29400"  # of the first machine, on the pages
 LANES = 4
 TIMEOUT_SECONDS = 500.0
@@ -27,10 +29,10 @@ _AS_DOCTEST = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def is_run(block: Block) -> bool:
-    """Return whether a block is run, written to a file, or compared with output."""
+    """Return whether a block is run, served, written to a file, or compared with output."""
     return (
         block.language == "python" and not block.test.startswith(NOT_RUN)
-    ) or block.test.startswith(("run", "printed"))
+    ) or block.test.startswith(("run", SERVE, "printed"))
 
 
 def run_page(page: Path) -> None:
@@ -56,6 +58,8 @@ def run_page(page: Path) -> None:
             assert doctest.OutputChecker().check_output(block.text, printed, _AS_DOCTEST), (
                 f"{block}: expected this output, got:\n{printed}"
             )
+        elif block.test == SERVE:
+            _fetch_page(block)
         elif block.language == "sh":
             printed = _run_commands(block)
         elif block.test.startswith(FILE):
@@ -89,6 +93,15 @@ def _context(test: str, names: dict[str, Any]) -> Iterator[None]:
         else:
             for names["batch"] in run.batches(given.train_set, 32, steps=1):
                 yield
+
+
+def _fetch_page(block: Block) -> None:
+    """Run `samestep watch` on a free port, and fetch its page and its list of runs."""
+    ((*program, location),) = commands_of(block.text)
+    assert program == ["samestep", "watch"], f"{block}: expected samestep watch and a folder"
+    with serving(location) as served:
+        assert "<title>" in served.get("/").text, block
+        assert served.json("/api/runs")["runs"], f"{block}: the page has no runs"
 
 
 def _run_commands(block: Block) -> str:

@@ -104,6 +104,8 @@ def test_blocks_of_a_page_share_variables_and_their_output_is_compared(page):
             "exited with status 2:\n.*got nowhere",
         ),
         (["<!-- test: run, status 1 -->", "sh\nsamestep snapshots --help"], "exited with status 0"),
+        (["<!-- test: serve -->", "sh\nsamestep watch nowhere"], "run's folder, .*got .*nowhere"),
+        (["<!-- test: serve -->", "sh\nsamestep watch ."], "the page has no runs"),
     ],
 )
 def test_a_mistake_fails_with_its_line(page, parts, message):
