@@ -39,6 +39,26 @@ def test_exchange_is_chosen_from_the_gpus_of_all(visible, variables, exchange, g
     assert ("NCCL refuses two workers on one GPU" in gpus.printed) == (exchange != "NCCL")
 
 
+def found_without(names, directory):
+    """Return the exchange and device of this worker, whose launcher does not set some variables."""
+    for name in names:
+        del os.environ[name]
+    with ss.init(timeout=60, dir=directory) as run:
+        return run._world.exchange, str(run.device)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["LOCAL_WORLD_SIZE"], id="as DeepSpeed's"),
+        pytest.param(["LOCAL_WORLD_SIZE", "LOCAL_RANK"], id="only MASTER_ADDR and ranks"),
+    ],
+)
+def test_launchers_without_local_numbers_have_nccl_and_a_gpu_per_worker(names, gpus, tmp_path):
+    found = gpus.workers(3, found_without, names, tmp_path)
+    assert found == [("NCCL", f"cuda:{rank}") for rank in range(3)]
+
+
 def test_worker_without_a_gpu_is_named(gpus, tmp_path):
     for end in gpus.ends_of(2, chosen, ["0", ""], {}, tmp_path):
         assert isinstance(end.error, ss.ConfigError)
