@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import samestep as ss
+from samestep.comm.distributed import Distributed
+from samestep.step import exchange
 from tests.gpu.simulated import VISIBLE
 from tests.jobs import classify, events, images
 
@@ -50,13 +52,25 @@ def test_step_waits_once_for_each_device(gpus):
     assert rest == []
 
 
-def sharded_waits():
-    return waits_of(4, shards=True)
+def sharded_waits(bucket_bytes):
+    """Return the waits of a step, and how many exchanges of gradients three steps have."""
+    exchange.BUCKET_BYTES = bucket_bytes
+    begin, exchanges = Distributed.begin_all_to_all, []
+
+    def begin_all_to_all(world, out, out_sizes, own, own_sizes, what, **options):
+        exchanges.append(what)
+        return begin(world, out, out_sizes, own, own_sizes, what, **options)
+
+    Distributed.begin_all_to_all = begin_all_to_all
+    return waits_of(4, shards=True), exchanges.count("exchanging gradients")
 
 
 def test_step_of_several_workers_waits_once_for_a_device(gpus):
-    for rank, waits in enumerate(gpus.workers(2, sharded_waits, **{VISIBLE: "0,1"})):
-        assert waits == ([f"event on cuda:{rank}"], [])
+    for bucket_bytes, least in ((1 << 30, 3), (1 << 12, 6)):
+        found = gpus.workers(2, sharded_waits, bucket_bytes, **{VISIBLE: "0,1"})
+        for rank, (waits, exchanges) in enumerate(found):
+            assert waits == ([f"event on cuda:{rank}"], [])
+            assert exchanges >= least
 
 
 def waits_of_evaluation():
@@ -73,22 +87,24 @@ def test_evaluation_waits_once(gpus):
     assert gpus.call(waits_of_evaluation) == ["event on cuda:0"]
 
 
-def waits_with_embed():
+def waits_with_embed(norm):
     from tests.gpu.simulated.device import counted
 
     def embed(model, batch):
         return model(batch[0])
 
     with ss.init(lanes=4, timeout=60) as run:
-        model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
-        for batch in run.batches(images(16), 16, steps=1):
+        layers = [nn.Flatten(), nn.Linear(64, 10), *([nn.BatchNorm1d(10)] if norm else [])]
+        model = run.replicate(nn.Sequential(*layers))
+        for batch in run.batches(images(48), 16, steps=3):
             with counted() as waits:
                 run.backward(lambda _, x: (x @ x.T).logsumexp(1).mean(), model, batch, embed=embed)
         return waits
 
 
 def test_step_with_embed_waits_once(gpus):
-    assert gpus.call(waits_with_embed) == ["event on cuda:0"]
+    assert gpus.call(waits_with_embed, norm=False) == ["event on cuda:0"]
+    assert gpus.call(waits_with_embed, norm=True) == ["event on cuda:0"]
 
 
 def order_of_step(lanes, devices, loss_factor=1.0, *, norm=None, steps=1):
