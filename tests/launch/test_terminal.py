@@ -77,10 +77,10 @@ def test_an_invalid_option_is_only_the_diagnosis(tmp_path):
 
 def test_a_hang_names_the_worker_that_is_awaited(tmp_path):
     fault = "run.rank == 1 and run.step == 1 and time.sleep(3600)"
-    status, lines = train(tmp_path, fault=fault, options="lanes=2, timeout=2.0")
+    status, lines = train(tmp_path, fault=fault, options="lanes=2, timeout=5.0")
     assert status == 1
     first = next(line for line in lines if line.startswith("samestep: error: "))
-    awaited = "HangError: timed out after 2 s waiting for worker 1: worker 0 was "
+    awaited = "HangError: timed out after 5 s waiting for worker 1: worker 0 was "
     assert first.startswith(f"samestep: error: {awaited}")
     assert lines[-1].startswith("likely cause: ")
 

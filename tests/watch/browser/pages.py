@@ -172,6 +172,13 @@ class Page:
         self.element(f"#tab-{name}").click()
         self.until("return !document.getElementById(`panel-${arguments[0]}`).hidden", name)
 
+    def wait_for(self, expected: Any, script: str, *arguments: Any) -> None:
+        """Wait until a script returns a value. Raises `AssertionError` with another one."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while (found := self.run(script, *arguments)) != expected:
+            assert time.monotonic() < deadline, f"expected {expected}, got {found}"
+            time.sleep(0.05)
+
     def collect_drawn_texts(self) -> None:
         """Collect the texts that charts draw from now on in `drawn`."""
         self.run(

@@ -336,23 +336,21 @@ def test_a_run_without_a_step_says_so_on_the_page_and_in_a_report(run, page, tmp
         if is_report:
             open_report(page, run, tmp_path)
             page.choose_tab("workers")
-        assert page.run(ANSWERS) == [
-            "no score or loss yet",
-            "no values yet",
-            "no step has been timed yet",
-        ]
-        assert page.run(PACES) == ["no step yet"] * 2
+        page.wait_for(
+            ["no score or loss yet", "no values yet", "no step has been timed yet"], ANSWERS
+        )
+        page.wait_for(["no step yet"] * 2, PACES)
     step = scalars(0, accuracy=0.5), timing(0, *[(0.0, 2.0, 0.0, 0.0, 0.0)] * 2)
     finished = {"event": "finished", "step": 1}
     again = started(1, kind="resumed")  # only evaluates
     append(run, started(), loop(0, steps=1), *step, finished, again, finished)
     open_report(page, run, tmp_path)
-    learning, healthy, slow = page.run(ANSWERS)
-    assert learning.startswith("accuracy 0.5")
+    page.until("return document.querySelector('.answer').innerText.startsWith('accuracy 0.5')")
+    _, healthy, slow = page.run(ANSWERS)
     assert healthy.splitlines()[-1].endswith("workers equally fast")
     assert slow.startswith("compute 100 %")
     page.choose_tab("workers")
-    assert page.run(PACES) == ["2 s per step"] * 2
+    page.wait_for(["2 s per step"] * 2, PACES)
     page.choose_tab("time")
     assert page.text("#panel-time").startswith("A step takes 2 s")
 
@@ -396,7 +394,7 @@ def test_settings_have_the_origin_of_a_run_and_fold_options_with_default_values(
         "return [...document.querySelectorAll(`#${arguments[0]} [data-key]`)]"
         ".map((row) => row.dataset.key)"
     )
-    assert page.run(names, "config") == ["lanes", "seed", "command", "commit", "torch", "devices"]
+    assert page.run(names, "config") == ["lanes", "seed", "command", "commit", "hosts"]
     assert page.text("#config [data-key=command] td") == origin["command"]
     assert page.run(names, "defaults") == ["timeout"]
     is_open = "return document.getElementById('defaults').checkVisibility()"

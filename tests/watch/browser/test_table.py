@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 from selenium.webdriver.common.keys import Keys
@@ -12,14 +11,13 @@ from tests.watch.writing import scalars, started, write
 
 COLUMNS = (
     "return [...document.querySelectorAll('#runs-table th[data-column]')]"
-    ".map((title) => title.dataset.column)"
+    ".map((title) => title.dataset.column).slice(2, -3)"
 )
 ROWS = "[...document.querySelectorAll('#runs-table tbody tr')].map((row) => row.dataset.run)"
 
 
 def wait_for_rows(page, *runs):
-    names = json.dumps([run.name for run in runs], separators=(",", ":"))
-    page.until(f"return JSON.stringify({ROWS}) === arguments[0]", names)
+    page.wait_for([run.name for run in runs], f"return {ROWS}")
 
 
 def test_chosen_columns_are_kept_in_the_address(run, place, page, names):
@@ -28,9 +26,8 @@ def test_chosen_columns_are_kept_in_the_address(run, place, page, names):
         values = {"loss": 1.0, "accuracy": 0.5, "speed": 3.0}
         append(folder, {**started(), "settings": settings}, scalars(0, **values))
     page.open(run.name, tab="table", filter="study=columns")
-    page.until("return document.querySelectorAll('#runs-table tbody tr').length === 2")
     scores = ["accuracy", "best accuracy", "loss"]
-    assert page.run(COLUMNS)[2:-3] == [*scores, "best loss", "lr"]
+    page.wait_for([*scores, "best loss", "lr"], COLUMNS)
     page.element(".columns summary").click()
     for name in ("best loss", "speed"):
         page.run(
@@ -39,11 +36,10 @@ def test_chosen_columns_are_kept_in_the_address(run, place, page, names):
             name,
         )
     chosen = [*scores, "lr", "speed"]
-    assert page.run(COLUMNS)[2:-3] == chosen
+    page.wait_for(chosen, COLUMNS)
     page.until("return location.hash.includes('columns=lr&columns=speed')")
     page.driver.refresh()
-    page.until("return document.querySelectorAll('#runs-table tbody tr').length === 2")
-    assert page.run(COLUMNS)[2:-3] == chosen
+    page.wait_for(chosen, COLUMNS)
 
 
 def test_runs_are_listed_newest_first_and_sorted_by_duration_and_age(run, page):
@@ -101,12 +97,13 @@ def test_scores_of_an_evaluation_come_before_those_of_training(run, place, page,
     append(run, scalars(9, **{"val/accuracy": 0.5, "val/loss": 0.6}))
     for folder, group in ((run, "val"), (other, "train")):
         page.open(folder.name, tab="table", filter=f"study={group}")
-        wait_for_rows(page, folder)
         scores = [f"{group}/{name}" for name in ("accuracy", "loss")]
         columns = [column for name in scores for column in (name, f"best {name}")]
-        assert page.run(COLUMNS)[2:6] == columns
-        lines = filter(None, page.text("[data-answer=learning] .answer").split("\n"))
-        assert [line.split()[0] for line in lines] == scores
+        page.wait_for(columns, f"{COLUMNS}.slice(0, 4)")
+        wait_for_rows(page, folder)
+        answer = "document.querySelector('[data-answer=learning] .answer').innerText"
+        words = f"return {answer}.split('\\n').filter(Boolean).map((line) => line.split(/\\s/)[0])"
+        page.wait_for(scores, words)
 
 
 def test_the_principal_scalars_of_a_run(run, page):
