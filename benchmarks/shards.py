@@ -223,7 +223,7 @@ def with_stream(directory: Path, *, samples: int, epochs: int = 1, buffer: int =
                 collate_fn=list,
             )
 
-        for batch in run.streams(stream, steps=epochs * samples // BATCH_SIZE):
+        for batch in run.streams(stream, steps=epochs * samples // BATCH_SIZE, name="shards"):
             yield [int(sample["cls"]) for lane in batch for sample in lane]
 
 

@@ -33,6 +33,7 @@ maximum_signature_line_length = 80  # longer signatures have one line per parame
 napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True
 html_theme = "furo"
+html_static_path = html_css_files = ["site.css"]
 html_title = "samestep"
 html_copy_source = False
 html_show_copyright = html_show_sphinx = False

@@ -12,6 +12,9 @@ import pytest
 from samestep import cli
 from samestep.config import Config
 from tests.docs.blocks import PAGES, ROOT
+from tests.leaks import nothing_left
+from tests.needs import needs
+from tests.watch.browser.pages import browsing
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,23 @@ def test_nothing_is_loaded_from_other_sites(site):
         r'|<link[^>]*rel="stylesheet"[^>]*href="(?:https?:)?//'
     )
     assert [page for page in site.rglob("*.html") if loaded.search(page.read_text())] == []
+
+
+@pytest.mark.long
+def test_code_fits_its_column(site, tmp_path):
+    needs("chromium")
+    needs("chromedriver")
+    cut = "return [...document.querySelectorAll('pre')].some((e) => e.scrollWidth > e.clientWidth)"
+    pages = [page for page in site.rglob("*.html") if page.parent.name != "_modules"]
+    with nothing_left(), browsing(tmp_path) as driver:
+        size = {"width": 1280, "height": 720, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        found = []
+        for page in pages:
+            driver.get(page.as_uri())
+            found += [page.name] if driver.execute_script(cut) else []
+    assert len(pages) > len(PAGES) / 2
+    assert found == []
 
 
 # What the multi-GPU guides of the four systems name

@@ -32,11 +32,11 @@ with samestep.init(OPTIONS) as run:
 """
 
 
-def train(folder, *flags, fault="None", options="lanes=2"):
-    """Train with two workers; return the status and the printed lines."""
+def train(folder, *flags, workers=2, fault="None", options="lanes=2"):
+    """Train; return the status and the printed lines."""
     script = SCRIPT.replace("FAULT", fault).replace("OPTIONS", options)
     (folder / "train.py").write_text(script)
-    status, text = run_samestep("run", "-n", "2", *flags, "train.py", folder=folder)
+    status, text = run_samestep("run", "-n", str(workers), *flags, "train.py", folder=folder)
     return status, text.splitlines()
 
 
@@ -49,11 +49,18 @@ def test_a_run_says_that_it_starts_stops_resumes_and_ends(tmp_path):
             "samestep: stopped at step 3, snapshot saved; run the same command to resume",
         ],
     )
-    assert train(tmp_path, "--dir", "runs/one") == (
+    assert train(tmp_path, "--dir", "runs/one", workers=1) == (
         0,
         [
-            f"samestep: resumed at step 3, 2 workers, 2 lanes, {where}",
+            f"samestep: resumed at step 3, 1 worker (was 2), 2 lanes, {where}",
             "samestep: finished after 4 steps",
+        ],
+    )
+    assert train(tmp_path, "--dir", "runs/one", workers=1) == (
+        0,
+        [
+            f"samestep: resumed at step 4, 1 worker, 2 lanes, {where}",
+            "samestep: nothing left to do: the run in runs/one already finished at step 4",
         ],
     )
 
@@ -79,7 +86,8 @@ def test_a_hang_names_the_worker_that_is_awaited(tmp_path):
     fault = "run.rank == 1 and run.step == 1 and time.sleep(3600)"
     status, lines = train(tmp_path, fault=fault, options="lanes=2, timeout=5.0")
     assert status == 1
-    first = next(line for line in lines if line.startswith("samestep: error: "))
+    stalled, first = [line for line in lines if line.startswith("samestep: ")][1:3]
+    assert re.match(r"samestep: stalled: worker 0 has waited \d+ s at step 1 while ", stalled)
     awaited = "HangError: timed out after 5 s waiting for worker 1: worker 0 was "
     assert first.startswith(f"samestep: error: {awaited}")
     assert lines[-1].startswith("likely cause: ")
@@ -91,9 +99,21 @@ def test_samestep_alone_and_help_list_all_commands_and_a_misspelt_one_is_correct
     listed = alone.partition("commands:\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in listed] == list(cli.COMMANDS)
     assert run_samestep("help", folder=tmp_path) == (0, alone)
-    status, text = run_samestep("rum", folder=tmp_path)
-    assert status == 2
-    assert text.splitlines()[-1] == "samestep: error: unknown command 'rum'; did you mean run?"
+    for words, expected in {
+        "rum": "samestep: error: unknown command 'rum'; did you mean run?",
+        "run --max-restart 3 x.py": "did you mean --max-restarts?",
+        "watch --port 99999 .": "samestep: error: --port must be from 0 to 65535, got 99999",
+    }.items():
+        status, text = run_samestep(*words.split(), folder=tmp_path)
+        assert status == 2
+        assert text.splitlines()[-1].endswith(expected)
+
+
+def test_doctor_begins_with_the_verdict_and_hides_facts(tmp_path):
+    status, text = run_samestep("doctor", "--quick", folder=tmp_path, colors=True)
+    verdict = r"\[32mno problems" if status == 0 else r"\[31m\d+ problems? to fix"
+    assert re.match(rf"\033{verdict}\033\[0m\n", text)
+    assert text.endswith("facts: --verbose\n")
 
 
 FAILS_TWICE = """

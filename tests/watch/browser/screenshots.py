@@ -39,8 +39,12 @@ def main(runs: Path, out: Path) -> None:
         against = {"setting": "optimizer.learning_rate", "score": "best model_top1"}
         take(page, out / "table.png", "digits", tab="table", filter="digits", **against)
         take(page, out / "system.png", "tissue", tab="system")
+        page.use_desktop_screen()
+        take(page, out / "logs.png", "tissue", tab="logs")
         page.use_phone_screen()
         take(page, out / "phone.png", "digits", smooth=0.8)
+        page.use_color_scheme("light")
+        take(page, out / "phone-settings.png", "digits", tab="settings", versus="digits-low")
 
 
 def take(page: Page, file: Path, *runs: str, **chosen: Any) -> None:

@@ -189,7 +189,32 @@ def test_values_that_are_not_finite_have_a_badge_in_the_list_as_well(run, page):
         f"[data-run='{run.name}']": "not finite",
         "#overview": "loss has not been finite since step 2",
     }.items():
-        assert page.element(f"{place} [data-state=nonfinite]").text == text
+        badge = page.element(f"{place} [data-state=nonfinite]")
+        assert badge.text == text
+        assert badge.value_of_css_property("background-color") == "rgba(179, 38, 30, 1)"
+    page.choose_tab("table")
+    badge = page.element(f"#runs-table [data-run='{run.name}'] [data-state=nonfinite]")
+    assert badge.text == "not finite"
+
+
+def test_a_torn_line_is_counted_and_time_between_starts_is_not(run, page):
+    file = run / "events.jsonl"
+    now = time.time()
+    first = started(), loop(0, steps=18, steps_per_epoch=2, epochs=9), scalars(1, loss=1.0)
+    write(run, *first, start=now - 9000, seconds=10.0)
+    with file.open("a") as record:
+        record.write('{"event": "scal\n')
+    again = started(2, kind="resumed"), {**scalars(17, loss=0.5), "epoch": 9}
+    write(run, *again, {"event": "finished", "step": 18}, start=now - 30, seconds=10.0)
+    page.open(run.name).points("loss", 2)
+    page.wait_for("skipped 1 line of the record: torn or not events", LOSSES)
+    page.wait_for(
+        "40 s", "return document.querySelector('[data-figure=elapsed] dd').firstChild.data"
+    )
+    assert page.text("[data-figure=epoch] dd") == "9of 9"
+
+
+LOSSES = "return document.getElementById('losses')?.textContent"
 
 
 def test_a_link_to_an_unknown_run_says_so(run, page):
@@ -363,13 +388,13 @@ def test_page_report_and_plot_agree_about_a_run_that_was_resumed(run, page, tmp_
 
     def shown():
         page.points("loss", len(values))
-        page.until("return document.querySelector('.answer').innerText.includes('at 2')")
+        page.until("return document.querySelector('.answer').innerText.includes('@2')")
         places = "[data-figure=step] dd", "[data-scalar=loss] .readout", "[data-scalar=loss] .best"
         return (*map(page.text, places), page.run(ANSWERS)[0])
 
     page.open(run.name)
     on_page = shown()
-    assert on_page == ("5", "0.7", "best 0.1235", "loss 0.7↓ 13 %best 0.1235 at 2")
+    assert on_page == ("5", "0.7", "best 0.1235", "loss 0.7↓13%best 0.1235@2")
     open_report(page, run, tmp_path)
     assert shown() == on_page
     figures = []

@@ -16,7 +16,7 @@ from selenium.webdriver.support.select import Select
 from samestep.record import read_events
 from tests.watch.browser.pages import TIMEOUT_SECONDS, Page, serving
 from tests.watch.browser.runs import append, losses, paint, shown_color
-from tests.watch.writing import histogram, scalars, started, timing
+from tests.watch.writing import histogram, loop, scalars, started, timing
 from tests.workers import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -357,6 +357,7 @@ def test_a_real_run_with_a_killed_and_replaced_worker(place, page):
 
 def test_the_first_screen_answers_three_questions_and_shows_a_chart(run, page):
     page.use_desktop_screen()
+    append(run, loop(0, steps=9000, steps_per_epoch=300, epochs=30, samples=19_200))
     append(
         run,
         *(
@@ -372,13 +373,13 @@ def test_the_first_screen_answers_three_questions_and_shows_a_chart(run, page):
     )
     page.open(run.name).points("train/loss", 20)
     answer = "return document.querySelector(`[data-answer=${arguments[0]}] .answer`).innerText"
-    page.until(f"{answer}.includes('at 15') && {answer[7:]}.includes('at 19')", "learning")
+    page.until(f"{answer}.includes('@15') && {answer[7:]}.includes('@19')", "learning")
     score, loss = filter(None, page.run(answer, "learning").splitlines())
-    assert score == "val/acc 0.82↓ 2 %best 0.9 at 15"
-    assert loss == "train/loss 1.05↓ 15 %best 1.05 at 19"
+    assert score == "val/acc 0.82↓2%best 0.9@15"
+    assert loss == "train/loss 1.05↓15%best 1.05@19"
     assert list(filter(None, page.run(answer, "healthy").splitlines())) == [
         "✓newest values finite",
-        "⚠worker 1: 2.3 times the median",
+        "⚠worker 1: 2.3\N{MULTIPLICATION SIGN} the median",
     ]
     assert page.run(answer, "slow").split("\n") == [
         "compute 73 %",
@@ -386,13 +387,21 @@ def test_the_first_screen_answers_three_questions_and_shows_a_chart(run, page):
         "exchange 9 %",
     ]
     top = "return document.querySelector('[data-scalar]').getBoundingClientRect().top"
+    is_cut = (
+        "return [...document.querySelectorAll('.answer p')].filter((line) =>"
+        " line.scrollWidth > line.clientWidth && line.innerText)"
+    )
     for use_screen in (page.use_desktop_screen, page.use_laptop_screen):
         use_screen()
         assert 0 < page.run(top) <= 200
+        assert [line.text for line in page.run(is_cut)] == []
     append(run, scalars(20, **{"val/acc": "nan"}))
     page.until(f"{answer}.startsWith('⚠val/acc has not been finite since step 20')", "healthy")
     page.element("[data-answer=slow] button").click()
     page.until("return !document.getElementById('panel-time').hidden")
+    page.choose_tab("workers")
+    slowest = "return [...document.querySelectorAll('[data-slowest]')].map((e) => e.dataset.worker)"
+    page.wait_for(["1"], slowest)
 
 
 def test_a_chart_is_saved_and_its_outliers_are_ignored(run, page, tmp_path):

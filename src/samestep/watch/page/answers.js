@@ -81,9 +81,9 @@ function scored({ name, last, best, trend: change, at }) {
   const text = `${name} ${number(last)}, best ${number(best)}${where}`;
   return h("p", { title: text }, `${name} `, h("b", {}, number(last)),
     change !== null && h("span", { class: "trend", "data-tone": tone, title: TREND },
-      tone ? `${change < 0 ? "↓" : "↑"} ${percent} %` : "steady"),
+      tone ? `${change < 0 ? "↓" : "↑"}${percent}%` : "steady"),
     best !== null &&
-      h("small", {}, `best ${number(best)}`, at !== null && ` at ${count(at)}`));
+      h("small", {}, `best ${number(best)}`, at !== null && `@${count(at)}`));
 }
 
 /** Return what is fine and what is not, as pairs of a tone and a text. */
@@ -111,7 +111,7 @@ function paces(workers) {
   // the lower middle one of an even number, so that the slower of two workers is compared
   const median = seconds.sort((a, b) => a - b)[(seconds.length - 1) >> 1];
   const times = Number((slowest.seconds / median).toPrecision(2));
-  return ["bad", `worker ${slowest.rank}: ${times} times the median`];
+  return ["bad", `worker ${slowest.rank}: ${times}× the median`];
 }
 
 function checked([tone, text, state]) {

@@ -1,6 +1,6 @@
 // A scalar: its name, newest value, and a chart that loads its data once it is visible.
 
-import { Chart } from "./chart.js";
+import { Chart, TIME } from "./chart.js";
 import { lineKey, lookOf } from "./colors.js";
 import { bestOf, clockSpan, count, goal, number, splitName } from "./format.js";
 import { get, path } from "./api.js";
@@ -153,7 +153,7 @@ export class Card {
     const marks = this.curves.length === 1 ? view.restarts(this.curves[0].id) : [];
     const { log, from, to } = state;
     const time = state.axis === "time";
-    const title = time ? "time since the start (h:min:s)" : "step";
+    const title = time ? TIME : "step";
     const unit = this.large ? this.name : null;
     this.chart.draw(this.curves, { time, log, from, to, marks, title, unit, range: range?.range });
     this.showValue(null);

@@ -17,6 +17,7 @@ const GAP = 14; // pixels between a chart and its box
 const SMALLEST = 1e-40;
 const LARGEST = 1e40;
 const cursors = uPlot.sync("samestep");
+export const TIME = "time since the start (h:min:s)"; // the title of an axis
 
 /**
  * A chart in `host`. A curve is {label, color, dash, x, value}, optionally with low, high, smooth,

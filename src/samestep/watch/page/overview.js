@@ -66,11 +66,11 @@ function content(run, age, clock, tags) {
         figure("step", "Step", count(run.step), paced),
         left !== null && figure("left", progress.is_of_epoch ? "Left in epoch" : "Left",
           duration(left), `ends ${near(clock + left, clock)}`),
+        figure("workers", "Workers", count(run.count), several(run.lanes, "lane")),
         samples !== null && figure("samples", "Samples", count(samples),
           perSecond === null ? null : `${number(perSecond)} per second`),
         figure("elapsed", "Elapsed", duration(run.elapsed),
-          run.attempts > 1 && `${run.attempts} starts`),
-        figure("workers", "Workers", count(run.count), several(run.lanes, "lane"))),
+          run.attempts > 1 && `${run.attempts} starts`)),
       tags, age),
     bar(progress),
   ];

@@ -27,7 +27,9 @@ export function scatter() {
       on: { click: () => open(point.id) },
     }));
     place.dataset.scales = `${x.kind} ${y.kind}`;
-    place.replaceChildren(...labels(x, "below", "left"), ...labels(y, "beside", "bottom"), ...dots);
+    const titles = { across: state.setting, up: state.score };
+    place.replaceChildren(...labels(x, "below", "left"), ...labels(y, "beside", "bottom"), ...dots,
+      ...Object.entries(titles).map(([side, text]) => h("span", { class: `title-${side}` }, text)));
     note.textContent = hidden ? `${several(hidden, "run")} without these values not shown` : "";
   });
   return {

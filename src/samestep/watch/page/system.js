@@ -2,7 +2,7 @@
 
 import { latest, path } from "./api.js";
 import { nearest } from "./card.js";
-import { Chart } from "./chart.js";
+import { Chart, TIME } from "./chart.js";
 import { lineKey, lookAt } from "./colors.js";
 import { h, onChange } from "./dom.js";
 import { clockSpan, number } from "./format.js";
@@ -83,7 +83,7 @@ function chartOf(name) {
         x: curve.x.map((time) => time - started),
         value: curve.value.map((value) => (value === null ? null : value / scale)),
       }));
-      chart.draw(lines, { ...timeRange(), time: true, zero: true });
+      chart.draw(lines, { ...timeRange(), time: true, zero: true, title: TIME });
       const newest = lines.map(({ value }) => value.at(-1));
       const of = curves.length > MOST_LINES ? `, first ${MOST_LINES} of ${curves.length}` : "";
       const text = lines.length === 1 ? number(newest[0]) : `to ${number(Math.max(...newest))}`;

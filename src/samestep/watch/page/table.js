@@ -87,8 +87,8 @@ function described(run) {
   const scalars = Object.entries(run.scores).map(([name, scores]) => ({ name, ...scores }));
   const tags = run.tags.map((tag) => `tag=${tag}`.toLowerCase());
   const text = [run.name, run.id, run.state, ...pairs, ...tags, run.note].join(" ").toLowerCase();
-  const { id, name, state: now, step, elapsed, updated, noted, note } = run;
-  return { id, name, state: now, step, elapsed, updated, noted, note, text,
+  const { id, name, state: now, step, elapsed, updated, noted, note, nonfinite } = run;
+  return { id, name, state: now, nonfinite: nonfinite.length > 0, step, elapsed, updated, noted, note, text,
     words: new Set(tags), tags: run.tags, label: run.tags.join(" ") || null,
     values: Object.fromEntries(values), scores: Object.keys(run.scores),
     principal: Object.values(principal(scalars)).map(({ name: scalar }) => scalar) };
@@ -170,7 +170,8 @@ function line(run, chosen, current, clock, tagged) {
   return h("tr", { "data-run": run.id, "data-chosen": run.id === current },
     h("th", { scope: "row", title: run.note }, name),
     tagged && h("td", {}, tagButtons(run.tags)),
-    h("td", {}, h("span", { class: "state", "data-state": run.state }, run.state)),
+    h("td", {}, h("span", { class: "state", "data-state": run.state }, run.state), " ",
+      run.nonfinite && h("span", { class: "state", "data-state": "nonfinite" }, "not finite")),
     chosen.map((column) => h("td", {}, shown(run.values[column]))),
     h("td", {}, count(run.step)), h("td", {}, duration(run.elapsed)),
     h("td", {}, ago(run.updated, clock)));
