@@ -88,9 +88,10 @@ function described(run) {
   const tags = run.tags.map((tag) => `tag=${tag}`.toLowerCase());
   const text = [run.name, run.id, run.state, ...pairs, ...tags, run.note].join(" ").toLowerCase();
   const { id, name, state: now, step, elapsed, updated, noted, note, nonfinite } = run;
-  return { id, name, state: now, nonfinite: nonfinite.length > 0, step, elapsed, updated, noted, note, text,
-    words: new Set(tags), tags: run.tags, label: run.tags.join(" ") || null,
-    values: Object.fromEntries(values), scores: Object.keys(run.scores),
+  return { id, name, state: now, step, elapsed, updated, noted, note, text,
+    nonfinite: nonfinite.length > 0, words: new Set(tags), tags: run.tags,
+    label: run.tags.join(" ") || null, values: Object.fromEntries(values),
+    scores: Object.keys(run.scores),
     principal: Object.values(principal(scalars)).map(({ name: scalar }) => scalar) };
 }
 
