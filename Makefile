@@ -1,7 +1,7 @@
 # A fresh machine needs Python, git and make; everything else goes into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-# pip would compile 19,000 modules, of which most are never imported; Python compiles the others.
+# pip would compile 19,000 modules, of which most are never imported; Python compiles the rest on import.
 PIP := $(BIN)/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -9,16 +9,16 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 
 help:
-	@echo 'make demo        train a ViT on two workers, evaluate it, and prove that one worker does the same'
-	@echo 'make test        run all tests but the long ones'
+	@echo 'make demo        train a ViT on two workers, evaluate it, and verify that one worker does the same'
+	@echo 'make test        run all tests except the long ones'
 	@echo 'make test-long   run the long tests, which CI leaves out: about five minutes on two cores'
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
 	@echo 'make integrations  test the Trainers of transformers and Lightning, and programs for Ray, Hydra and submitit: about seven minutes on two cores'
 	@echo 'make versions    run all tests on every Python found, and with the lowest versions of dependencies: about fifteen minutes each on two cores'
-	@echo 'make check       run all checks of style, types, imports (make lint), links and public names'
-	@echo 'make docs        build the site of the documentation in docs/_build/html'
-	@echo 'make bench       measure four jobs beside seven ways to train them: about fifteen minutes on two cores'
-	@echo 'make bench-more  measure what stands around a step, and how all of it grows: about forty minutes'
+	@echo 'make check       check style, types and imports (make lint), links and public names'
+	@echo 'make docs        build the documentation site in docs/_build/html'
+	@echo 'make bench       benchmark four jobs against seven other implementations: about fifteen minutes on two cores'
+	@echo 'make bench-more  run the remaining benchmarks (start, recovery, snapshots, scaling): about forty minutes'
 	@echo 'make clean       remove .venv and all caches'
 
 demo: .venv/ready-vit
