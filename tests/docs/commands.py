@@ -21,6 +21,7 @@ from tests.docs.blocks import ROOT
 
 # Other programs, whose arguments are not checked.
 OTHER_PROGRAMS = {
+    "cd",
     "cp",
     "git",
     "kubectl",
