@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.comm import rendezvous
-from samestep.comm.connect import Staged
+from samestep.comm.connect import HostMemoryWorld
 from samestep.comm.distributed import (
     HEAD_BYTES,
     PIECE_BYTES,
@@ -215,7 +215,9 @@ def test_every_world_conforms(launch, workers):
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_staged_world_conforms(workers):
-    assert in_processes(workers, lambda world: conforms(Staged(world))) == list(range(workers))
+    assert in_processes(workers, lambda world: conforms(HostMemoryWorld(world))) == list(
+        range(workers)
+    )
 
 
 @pytest.mark.parametrize(("hosts", "workers"), [(1, 2), (2, 2), (2, 4), (3, 3), (4, 4)])

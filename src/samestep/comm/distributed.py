@@ -42,7 +42,7 @@ GLOO_FEW_REQUESTS = ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_N
 CLOSE_SECONDS = 1.0  # at most, for the thread that swaps
 SLACK_SECONDS = 1.0  # after the backend's own timeout, if the store does not respond
 LATE = 0.95  # of the timeout: a later error is the backend's timeout
-KEPT: list[object] = []  # groups of users' code that stay until the process exits
+KEPT_GROUPS: list[object] = []  # groups of users' code that stay until the process exits
 # NCCL ends the process without a report when a call exceeds its own limit: after ours, in seconds
 NCCL_EXTRA_SECONDS = 120.0
 POLL_SECONDS = 1e-4  # between checks of a GPU
@@ -175,7 +175,7 @@ class Distributed(World):
             within(self._timeout_seconds + SLACK_SECONDS, form)
         own = self._group or dist.group.WORLD
         # others should notice when this worker leaves
-        KEPT[:] = [group for group in KEPT if group is not own]
+        KEPT_GROUPS[:] = [group for group in KEPT_GROUPS if group is not own]
         if cuda:
             self.status.overdue = self._overdue
             limit = timedelta(seconds=self._timeout_seconds + NCCL_EXTRA_SECONDS)

@@ -299,7 +299,7 @@ class Trainer(transformers.Trainer):
             prediction_loss_only = args.prediction_loss_only
         self.callback_handler.eval_dataloader = dataloader
 
-        def evaluate(model: Any, inputs: Any) -> list[Block | None]:
+        def evaluate(model: Any, inputs: Any) -> list[BlockOutput | None]:
             items, samples = self.count_items(inputs), find_batch_size(inputs)
             main = (
                 inputs[getattr(model, "main_input_name", "input_ids")]
@@ -313,7 +313,9 @@ class Trainer(transformers.Trainer):
                 logits = self.preprocess_logits_for_metrics(logits, labels)
             self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
             # one entry per sample, all but the first of them empty
-            return [Block(items, samples, loss, logits, labels, main)] + [None] * (samples - 1)
+            return [BlockOutput(items, samples, loss, logits, labels, main)] + [None] * (
+                samples - 1
+            )
 
         entries = run.evaluate(
             evaluate,
@@ -334,7 +336,7 @@ class Trainer(transformers.Trainer):
         run.log({name: value for name, value in output.metrics.items() if _is_number(value)})
         return output
 
-    def _output(self, blocks: list[Block], prefix: str) -> EvalLoopOutput:
+    def _output(self, blocks: list[BlockOutput], prefix: str) -> EvalLoopOutput:
         """Return the predictions of all blocks, in data set order, and their metrics."""
         predictions, labels, inputs = (
             _joined([getattr(block, name) for block in blocks])
@@ -407,7 +409,7 @@ class Trainer(transformers.Trainer):
         return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
 
 
-class Block(NamedTuple):
+class BlockOutput(NamedTuple):
     """The outputs of one block of an evaluation."""
 
     items: int

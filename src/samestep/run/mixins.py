@@ -96,7 +96,7 @@ CHUNK = 1 << 22  # elements of a histogram that are counted at a time, to limit 
 Scalars: TypeAlias = dict[str, float]
 
 
-class Log:
+class Recording:
     """The methods of `Run` that record scalars, images and histograms, and print."""
 
     _world: World

@@ -37,7 +37,7 @@ from samestep.snapshot.commit import combine
 from samestep.snapshot.files import TRANSFER_BYTES
 from samestep.snapshot.memory_slot import MemorySlot, SlotContent
 from samestep.snapshot.part import Contribution, Part, contribution
-from samestep.snapshot.read import READ_ERRORS, Snapshot, Source, read_together
+from samestep.snapshot.read import READ_ERRORS, Snapshot, SnapshotSource, read_together
 from samestep.snapshot.state import States
 
 SHARE_OF_TIME: Final = 0.01
@@ -303,7 +303,7 @@ class InMemorySnapshots:
         self._next_slot = (key.slot + 1) % SLOTS
         described = self._describe(key)
 
-        def find() -> Source:
+        def find() -> SnapshotSource:
             parts = [described[rank] for rank in range(key.workers)]
             info = parts[0].label["info"]
             manifest = combine(
@@ -315,7 +315,7 @@ class InMemorySnapshots:
             )
             manifest.validate()
             files = [rank for rank in range(key.workers) if (key, rank) in self._contents]
-            return Source(manifest, _OPEN_FILES, "", files, memory_slot.START)
+            return SnapshotSource(manifest, _OPEN_FILES, "", files, memory_slot.START)
 
         manifest, state, shared = read_together(self._world, find, partial(_faults_of, key))
         path = Path(f"in-memory-snapshot-of-step-{key.step}")

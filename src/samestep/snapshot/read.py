@@ -266,7 +266,7 @@ class StateMemory:
 
 
 @dataclass(frozen=True)
-class Source:
+class SnapshotSource:
     """A snapshot of which this worker can read the data files with the indices `present`, or all.
 
     `identity` is equal on all workers that read the same snapshot.
@@ -285,16 +285,18 @@ def load_together(path: Path, world: World) -> Snapshot:
     Raises the same `SnapshotError` on all workers, also if only one of them cannot read it.
     """
 
-    def find() -> Source:
+    def find() -> SnapshotSource:
         manifest = _manifest(path)
-        return Source(manifest, path, f"{manifest.attempt} {manifest.created}")
+        return SnapshotSource(manifest, path, f"{manifest.attempt} {manifest.created}")
 
     manifest, state, shared = read_together(world, find, partial(_faults_of, path))
     return Snapshot(path, manifest.step, manifest.info, manifest.score, state, shared=shared)
 
 
 def read_together(
-    world: World, find: Callable[[], Source], faults: Callable[[], AbstractContextManager[None]]
+    world: World,
+    find: Callable[[], SnapshotSource],
+    faults: Callable[[], AbstractContextManager[None]],
 ) -> tuple[Manifest, dict[str, Any], bool]:
     """Return a snapshot's manifest and state, and whether workers of this host share it.
 
@@ -350,7 +352,9 @@ class _Reading:
                 self.fault = str(error)
         return None
 
-    def begin(self, source: Source, memory: StateMemory, files: list[int]) -> dict[str, Any]:
+    def begin(
+        self, source: SnapshotSource, memory: StateMemory, files: list[int]
+    ) -> dict[str, Any]:
         """Return the state, in memory that is read later."""
         self._source = source
         if files:

@@ -109,13 +109,13 @@ class Curve:
         return len(self._table)
 
     def append(
-        self, place: StepPosition, time: float, value: float, low: float, high: float
+        self, position: StepPosition, time: float, value: float, low: float, high: float
     ) -> None:
         """Append a point; `low` and `high` are NaN if it has no band."""
-        self._table.append((place[0], not place[1], time, value, low, high))
+        self._table.append((position[0], not position[1], time, value, low, high))
 
     def discard_after(self, last: StepPosition) -> None:
-        """Remove all points after a place."""
+        """Remove all points after a position."""
         step, between, *_ = self._table.columns()
         self._table.filter((step < last[0]) | ((step == last[0]) & between))
         self._average = self._summary = None

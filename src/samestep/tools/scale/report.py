@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from samestep.tools import some
 from samestep.tools.scale.model import PARTS, Prediction, Range
-from samestep.tools.scale.network import Link
+from samestep.tools.scale.network import LinkModel
 from samestep.tools.scale.study import PREDICTED_WORKERS, WARM_UP_EPOCHS, Study, learning_rates
 
 BUSY: Final = 0.5  # of the machine's capacity
@@ -243,7 +243,7 @@ def _time_range(seconds: Range) -> str:
     return f"{milliseconds(seconds.middle)} ({lowest} to {highest})"
 
 
-def _link(link: Link) -> str:
+def _link(link: LinkModel) -> str:
     bandwidth = f"{'at least ' * link.is_bound}{_digits(link.bandwidth / 1e9)} GB/s"
     return f"{_digits(link.latency * 1e6)} us per message, {bandwidth}"
 
