@@ -137,7 +137,7 @@ class ForeignGenerators:
 
 
 def find(**roots: Any) -> list[Reference]:
-    """Return references to all generators, and of objects with a method that seeds them.
+    """Return references to all generators, and to objects with a method that seeds them.
 
     The global generators of Python, NumPy and torch are left out. A generator may have several
     references, because any of them may get another generator later.

@@ -126,13 +126,11 @@ class Exchange:
         self._summed_at = -1  # the world's number of barriers then
         near = world.machines if self.across == "world" else ()
         self._machine = Route(near, world.rank) if 1 < len(near) < world.size else None
-        self._nearby: Callable[[], PartialSums] | None = (
-            None  # sends on what was exchanged in a machine
-        )
+        # sends on what was exchanged within a machine
+        self._nearby: Callable[[], PartialSums] | None = None
         self._swapping: tuple[Tensor, Send] | None = None  # what arrives, and a call that sends
-        self._started: list[PartialSums] | None = (
-            None  # of an exchange whose parts are not added yet
-        )
+        # of an exchange whose parts are not added yet
+        self._started: list[PartialSums] | None = None
         self._end: Callable[[], None] | None = None  # completes the sums that are held
         # two hosts with one sum each need no owners
         hosts = [route.host, *route.others]
