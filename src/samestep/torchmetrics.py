@@ -216,7 +216,7 @@ def _copied(leaf: Any, state: Any) -> Any:
         return state.detach().clone()
     if not all(isinstance(part, torch.Tensor) for part in state):
         raise EvaluationError(
-            f"{type(leaf).__name__} has a state that is not made of tensors, which cannot be "
+            f"{type(leaf).__name__} has a non-tensor state, which cannot be "
             "merged; use gather=True and compute it from the outputs"
         )
     return [part.detach().clone() for part in state]

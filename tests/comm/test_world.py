@@ -215,9 +215,8 @@ def test_every_world_conforms(launch, workers):
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_staged_world_conforms(workers):
-    assert in_processes(workers, lambda world: conforms(HostMemoryWorld(world))) == list(
-        range(workers)
-    )
+    found = in_processes(workers, lambda world: conforms(HostMemoryWorld(world)))
+    assert found == list(range(workers))
 
 
 @pytest.mark.parametrize(("hosts", "workers"), [(1, 2), (2, 2), (2, 4), (3, 3), (4, 4)])

@@ -70,7 +70,7 @@ def test_a_good_script_passes_even_if_a_worker_is_killed(verify):
         ),
         pytest.param(
             "ends early",
-            "step 3: n=2 did not reach it",
+            "step 3: n=2 never reached it",
             "number of steps",
             marks=pytest.mark.long,
         ),

@@ -241,7 +241,7 @@ class World(ABC):
         if not hmac.compare_digest(mac, self._mac(data, rank, call, what)):
             raise WorldError(
                 f"worker {self.rank} refused an object from worker {rank} while {what}: it is not "
-                f"signed with this run's token; another process sent it, or {TOKEN} differs "
+                f"signed with this run's token; it came from another process, or {TOKEN} differs "
                 "between hosts"
             )
         return data

@@ -115,7 +115,7 @@ class Watchdog(WorkerStatus):
         found = self._call(self._diagnose, DIAGNOSIS_SECONDS)
         if isinstance(found, str):
             return no_response(self.rank, what, reason, found)
-        details = "the store that holds their status does not respond either: check its host"
+        details = "the store with their statuses is not responding either: check its host"
         unknown = no_response(self.rank, what, reason, details)
         return found or HangError(str(unknown), is_retryable=True)
 

@@ -185,8 +185,8 @@ class DataCheck:
             self._raise(f"sample {indices[number]}{part} of the data set of {where}", shown)
         if where not in self._warned and self._rank == 0:
             logging.getLogger("samestep").warning(
-                "samples of the data set of %s differ between two loads with the same random "
-                "state, so results depend on the number of workers; draw from random, numpy.random "
+                "samples of the data set of %s differ between two loads with the same "
+                "seed, so results depend on the number of workers; draw from random, numpy.random "
                 "or torch instead of a generator of your own, a clock or a process id",
                 where,
             )

@@ -313,9 +313,8 @@ class Trainer(transformers.Trainer):
                 logits = self.preprocess_logits_for_metrics(logits, labels)
             self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
             # one entry per sample, all but the first of them empty
-            return [BlockOutput(items, samples, loss, logits, labels, main)] + [None] * (
-                samples - 1
-            )
+            first = BlockOutput(items, samples, loss, logits, labels, main)
+            return [first] + [None] * (samples - 1)
 
         entries = run.evaluate(
             evaluate,

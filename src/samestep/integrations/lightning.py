@@ -134,7 +134,7 @@ class Trainer:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"self.trainer.{name} does not exist in a run: samestep has no Trainer of Lightning; "
-            "use what the run offers, or one optimizer with automatic optimization"
+            "use the run's own attributes, or one optimizer with automatic optimization"
         )
 
     @property

@@ -173,7 +173,7 @@ class CoordinatorClient:
             if self._signals > (1 if has_workers else 0):
                 raise self._lost(f"{reason}; stopped by a signal")
             if now >= self._end_at:
-                raise self._lost(f"{reason}; it did not respond for {JOIN_SECONDS:g} s since then")
+                raise self._lost(f"{reason}; it has not responded for {JOIN_SECONDS:g} s since")
             try:
                 self._link = self._join_once()
             except ConnectionRefusedError as error:
@@ -238,8 +238,8 @@ class CoordinatorClient:
             raise LaunchError(f"the first host at {address} refused this host: {answer['refused']}")
         if "unknown" in answer:
             link.close()
-            self._lose("it has ended, or continued without this host")
-            raise ConnectionResetError("it does not know this host's workers")
+            self._lose("the run ended or continued without this host")
+            raise ConnectionResetError("it has no record of this host's workers")
         with self._lock:
             self._delivery.resume(answer["received"])
         self._has_joined = True

@@ -186,7 +186,7 @@ class Membership:
         elif attempt.failures:
             self._decide(now)
         elif now >= self._settled_at and self._can_use_more(now):
-            self._log(f"workers take a snapshot to continue on more hosts: {self._present()}")
+            self._log(f"taking a snapshot to continue on more hosts: {self._present()}")
             self._request_exit(StopReason.RESIZE, signal.SIGTERM, now)
 
     def _can_use_more(self, now: float) -> bool:

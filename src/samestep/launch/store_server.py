@@ -268,7 +268,7 @@ class StoreServer:
             logged.add(address)
             reason = str(error) or f"it sent no hello within {self._hello_seconds:g} s"
             is_last = len(logged) == MAX_LOGGED_ADDRESSES
-            more = "; connections from further addresses are refused silently" if is_last else ""
+            more = "; further refused addresses are not logged" if is_last else ""
             log(f"refused a connection from {address}: {reason}{more}")
 
 

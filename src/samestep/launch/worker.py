@@ -280,7 +280,7 @@ def _exit_within(seconds: float, rank: int, code: int) -> None:
         names = [each.name for each in left if each is not threading.main_thread()]
         names += [child.name for child in multiprocessing.active_children()]
         sys.stderr.write(
-            f"worker {rank} was ended, because its body returned but its process did not exit "
+            f"worker {rank} was killed because its function returned but its process did not exit "
             f"within timeout={seconds:g} s; still running: {', '.join(names) or 'exit functions'}\n"
         )
         sys.stdout.flush()

@@ -170,7 +170,7 @@ class WorkerGroup:
             self._outputs.print(
                 f"worker {rank} (process {process.pid}) did not exit within {KILL_SECONDS:g} s of "
                 "SIGKILL: it waits in the kernel, as for a disk, a network file system or a device "
-                "that does not respond. It is left behind; check that hardware"
+                "that does not respond. The launcher gives up on it; check that hardware"
             )
             processes._children.discard(process)  # type: ignore[attr-defined]  # noqa: SLF001  joined at exit
             self._handle_exit(rank, -signal.SIGKILL)

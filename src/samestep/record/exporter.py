@@ -139,8 +139,8 @@ class ExporterProcess:
             if name == HOOK:
                 option, name = "--on-event", "VALUE"
             logger.warning(
-                "%d bytes of the record were not sent to %s. The run sends them when it starts "
-                "again, or run: python -m samestep.record.exporter %s %s %s",
+                "%d bytes of the record were not sent to %s. They will be sent when the run "
+                "starts again; or run: python -m samestep.record.exporter %s %s %s",
                 *(nbytes, status["name"], self._directory, option, name),
             )
         with suppress(RecordError):  # the run itself reports a full disk

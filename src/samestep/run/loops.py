@@ -29,7 +29,7 @@ from samestep.errors import ConfigError, DataError
 from samestep.run.progress import Position, Progress
 
 END_MISSING: Final = (
-    "loop %r trains a second epoch, and nothing shows where a run that resumes should stop: "
+    "loop %r trains a second epoch, and samestep cannot know where a resumed run should stop: "
     "for epoch in range(3) would train three more epochs at every start. "
     "Write for epoch in range(run.epoch, 3), or one loop with run.batches(..., epochs=3)"
 )

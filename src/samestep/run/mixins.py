@@ -73,7 +73,7 @@ class Collectives:
         for rank, other in enumerate(everyone):
             if other.keys() != names:
                 raise DataError(
-                    "reduce_dict expected the same names on all workers, got "
+                    "run.reduce_dict expected the same names on all workers, got "
                     f"{sorted(names)} on worker 0 and {sorted(other)} on worker {rank}"
                 )
         divisor = self.world_size if average else 1

@@ -44,7 +44,7 @@ def set_up_devices(config: Config, process: ProcessInfo) -> list[torch.device]:
     if config.device != "cpu" and gpus_are_lost():
         raise ConfigError(
             "CUDA cannot be used in this worker, because the process it was forked from had "
-            "already used CUDA; call launch before any use of CUDA"
+            "already used CUDA; call ss.launch before using CUDA"
         )
     torch.set_num_threads(config.threads)
     names = config.devices if isinstance(config.devices, tuple) else None
@@ -329,7 +329,7 @@ class SystemSampler:
         except RecordError:
             pass  # the run itself reports a full disk
         except Exception as error:  # noqa: BLE001  the run does not need samples
-            text = "the use of this host is no longer recorded: %s: %s"
+            text = "system samples of this host are no longer recorded: %s: %s"
             logging.getLogger("samestep").warning(text, type(error).__name__, error)
 
     def _take(self, sample: Mapping[str, Any]) -> None:

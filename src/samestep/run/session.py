@@ -195,8 +195,8 @@ class Session:
         rank, lines = next((pair for pair in found if pair[1]), (0, ""))
         if lines and self._process.rank == 0:
             logging.getLogger("samestep").warning(
-                "results may depend on the number of workers, because worker %s differs from "
-                "worker 0:\n%s",
+                "results may depend on the number of workers, because the environment of worker "
+                "%s differs from that of worker 0:\n%s",
                 rank,
                 lines,
             )

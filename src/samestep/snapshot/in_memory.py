@@ -220,8 +220,8 @@ class InMemorySnapshots:
         if not self._slots:
             raise SnapshotError(
                 "this host refuses memfd_create, usually by the seccomp profile of a container, "
-                "and no other memory outlives workers: after a worker is killed, the run resumes "
-                "from its newest snapshot; allow the call, or use hot_every=none"
+                "and without it, no memory outlives workers, so after a worker is killed, the run "
+                "resumes from its newest snapshot; allow the call, or use hot_every=none"
             )
         names = {"run": self._run, "key": list(astuple(key)), "rank": self._world.rank}
         before = time.monotonic()

@@ -201,8 +201,8 @@ class SnapshotManager:
             return
         if untracked := self.tracked.untracked():
             raise SnapshotError(
-                f"the run resumed from a snapshot that also holds {untracked}; track it, too, so "
-                "that it is not lost"
+                f"the run resumed from a snapshot that also holds {untracked}; track it as well "
+                "so that it is not lost"
             )
         self.check_models()
         # after this, workers communicate through files, which cannot show that a worker has exited

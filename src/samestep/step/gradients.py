@@ -397,7 +397,7 @@ def refuse_unless_zero(gradient: Tensor | None) -> None:
     if gradient is not None and gradient.any():
         raise OptimizerError(
             "a gradient of a sharded optimizer was set or changed outside of run.backward, which"
-            f" has no effect, because it is stored in slices, one per worker. {SHARDED_ADVICE}"
+            " has no effect because the gradient is stored in slices, one per worker. {SHARDED_ADVICE}"
         )
 
 

@@ -56,7 +56,7 @@ FOUND: Final = {
     "it, make it a buffer (register_buffer) or compute it from the batch",
 }
 TENSORS: Final = (
-    "{} differs {} after step {}; code that runs on some workers only has changed it, such as a "
+    "{} differs {} after step {}; it was changed by code that runs on only some workers, such as a "
     "forward pass in training mode or other gradients on rank 0"
 )
 

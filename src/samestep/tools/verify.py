@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # --help must not load torch
 SHOWN: Final = 5  # likely causes
 AT_START: Final = (
     "the state before the first step: a model or optimizer built before ss.init, from random "
-    "numbers that samestep does not seed, or from data that depend on the number of workers"
+    "numbers that samestep does not seed, or from data that depends on the number of workers"
 )
 # by the first pattern that matches the name of the difference
 CAUSES: Final = {
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lanes", type=int, metavar="N", help=lanes)
     kill = "also kill a worker during a run, resume, and compare"
     add("--kill", action="store_true", help=kill)
-    seed = "selects the step and worker of --kill (default: 0)"
+    seed = "seed that selects the step and the worker to kill (default: 0)"
     add("--seed", type=int, default=0, metavar="N", help=seed)
     add("script", help="training script; it must track the objects to compare (run.track)")
     add("arguments", nargs="...", help="arguments of the script")
@@ -112,7 +112,7 @@ def find_difference(
     """
     if missing := ", ".join(title for title, trace in row.items() if trace is None):
         cause = "a number of steps that depends on the number of workers"
-        return f"step {step}: {missing} did not reach it\nUsual cause: {cause}"
+        return f"step {step}: {missing} never reached it\nUsual cause: {cause}"
     (first_title, first), *others = row.items()
     for title, trace in others:
         if first and trace and (name := first.first_difference(trace)):

@@ -176,7 +176,7 @@ def test_a_bandwidth_that_noise_hides_is_not_printed_as_measured(memory, between
     )
     text = _text(study)
     assert text.count("20 us per message, at least 5 GB/s") == bounds
-    assert ("too noisy to tell a bandwidth" in text) is (bounds > 0)
+    assert ("too noisy to estimate the bandwidth" in text) is (bounds > 0)
     assert json.loads(json.dumps(study.to_json()))["network"]["memory"]["is_bound"] is (
         memory is NOISY
     )

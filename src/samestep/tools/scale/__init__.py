@@ -141,7 +141,7 @@ def _measure_memory(runner: TrialRunner, trial: Trial) -> MemoryModel | None:
     try:
         return fit_memory(trial, runner.run(trial.workers, lanes))
     except LaunchError as error:  # the script requires its own lanes; all else is measured
-        sys.stderr.write(f"memory is not measured: with {lanes} lanes, {error}\n")
+        sys.stderr.write(f"memory was not measured: with {lanes} lanes: {error}\n")
         return None
 
 
