@@ -47,7 +47,7 @@ class TorchMetrics:
         self.reset()
 
     def reset(self) -> None:
-        """Reset the object and every metric in it, also those that its own `reset` leaves out."""
+        """Reset the object and every metric in it, even those that its own `reset` leaves out."""
         inside = _modules(self.metric)
         _reset(inside)
         self._check_attributes(_attributes(inside))
@@ -105,7 +105,7 @@ class TorchMetrics:
 
 
 def _modules(metric: Any) -> list[Any]:
-    """Return a torchmetrics object and all modules in it, also those in plain lists and dicts."""
+    """Return a torchmetrics object and all modules in it, even those in plain lists and dicts."""
     kinds = _kinds("Metric", "MetricCollection")
     found: dict[int, torch.nn.Module] = {}
 

@@ -162,9 +162,9 @@ def _connect(member: PeerInfo, exits: ExitStack) -> socket.socket:
 class Rendezvous:
     """The result of `rendezvous`, from which a world is made.
 
-    `hosts` and `machines` are as in `World`. `mesh` connects the workers of this host, None if there
-    is only one. `signing_key` is None without a token. With `nccl`, every worker has GPUs of its
-    own: NCCL connects them, so they share no memory and each is a host of its own.
+    `hosts` and `machines` are as in `World`. `mesh` connects the workers of this host, None if
+    there is only one. `signing_key` is None without a token. With `nccl`, every worker has its own
+    GPUs: NCCL connects them, so they share no memory and each counts as a separate host.
     """
 
     rank: int

@@ -108,7 +108,7 @@ def process_state(pid: int) -> str:
 
 
 def host_name() -> str:
-    """Return a name that is equal for processes of one running kernel, also in containers."""
+    """Return a name that is equal for processes of one running kernel, even in containers."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()

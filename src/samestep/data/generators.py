@@ -75,7 +75,7 @@ class Reference(NamedTuple):
 class ForeignGenerators:
     """The generators that the `roots` reach: found at the first draw, and seeded for each draw.
 
-    Each gets a seed of its own, made from the draw's key and the generator's name.
+    Each gets a separate seed, made from the draw's key and the generator's name.
     """
 
     def __init__(self, **roots: Any) -> None:

@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face transformers, with the steps of a run."""
+"""The Trainer of Hugging Face transformers, running inside a samestep run."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Trainer(transformers.Trainer):
         if not isinstance(args, TrainingArguments):
             raise ConfigError(
                 f"expected TrainingArguments of samestep.integrations.huggingface, got those of "
-                f"{type(args).__module__}, which start communication of their own; change the import"
+                f"{type(args).__module__}, which start their own communication; change the import"
             )
         _check(args, run, type(self))
         super().__init__(model, _of_worker(args, run), *more, **options)

@@ -27,12 +27,12 @@ from samestep.launch.membership import JOIN_SECONDS, LOST_SECONDS
 from samestep.launch.store_server import MAX_UNAUTHENTICATED
 from samestep.launch.worker import FORK
 
-RETRY_SECONDS: Final = 0.2
-MIN_SECONDS: Final = 0.2  # for an attempt to connect
+RETRY_SECONDS: Final = 0.2  # time between attempts to connect
+MIN_SECONDS: Final = 0.2  # shortest time limit of an attempt to connect
 # A host without messages ends its workers before the other hosts treat it as lost and continue.
 SILENCE_SECONDS: Final = LOST_SECONDS - HEARTBEAT_SECONDS
-QUIET_SECONDS: Final = 3.0  # without messages, until a host connects again
-END_SECONDS: Final = LOST_SECONDS + 5.0  # for the other hosts to receive the end
+QUIET_SECONDS: Final = 3.0  # time without messages after which a host connects again
+END_SECONDS: Final = LOST_SECONDS + 5.0  # time for the other hosts to learn that the run has ended
 
 
 class CoordinatorClient:

@@ -33,8 +33,8 @@ class ForkServer:
     """The launcher's side of the fork server.
 
     Imports may take seconds, start threads or crash. Without this server, each worker would repeat
-    them; the launcher cannot import, because it supervises workers and must remain able to fork.
-    The launcher forks workers until the imports are done, or always if it has all modules.
+    them; the launcher does not import itself, because it must stay responsive and able to fork. The
+    launcher forks workers until the imports are done, or always if it has all modules.
     """
 
     def __init__(self, job: Job) -> None:

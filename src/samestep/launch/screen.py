@@ -142,7 +142,7 @@ class TextStream:
 
 
 def terminal_variables() -> dict[str, str]:
-    """Return the variables that tell workers whether stderr is a terminal, and its size."""
+    """Return the variables that describe the launcher's terminal, if any, to workers."""
     try:
         if sys.stderr.isatty():
             size = os.get_terminal_size(sys.stderr.fileno())

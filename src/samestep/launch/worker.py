@@ -35,8 +35,8 @@ NVML_CHECK: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 def can_use_gpus() -> bool:
     """Return whether processes that are forked from this one can use GPUs, if there are any.
 
-    They cannot if it has asked the driver for GPUs, as `torch.cuda.is_available()` may do: only a
-    fork can tell.
+    They cannot if it has asked the driver for GPUs, as `torch.cuda.is_available()` may do: this
+    can only be observed in a fork.
     """
     import torch
 

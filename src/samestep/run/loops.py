@@ -38,8 +38,8 @@ Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 OWN_ORDER: Final = (
     "samestep selects the samples, so that they are the same at any number of workers; run.batches"
-    " has weights= (draws with replacement), order= (indices, or a function of the epoch), shuffle=,"
-    " group_by=, and lengths= with max_tokens=, and run.evaluate uses each sample once"
+    " has weights= (draws with replacement), order= (indices, or a function of the epoch),"
+    " shuffle=, group_by=, and lengths= with max_tokens=, and run.evaluate uses each sample once"
 )
 LOADER_PROCESSES: Final = "loader_workers= starts the loader processes, which need no other option"
 INSTEAD: Final = {

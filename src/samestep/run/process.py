@@ -231,7 +231,7 @@ def plain_settings(settings: Any) -> dict[str, Any]:
 
 
 class SystemUse:
-    """The use of this host: shares from 0 to 1, bytes, and bytes per second since the last call."""
+    """Resource usage of this host: shares (0 to 1), bytes, and bytes/second since the last call."""
 
     FIELDS: Final = (
         "cpu", "memory", "memory_total", "disk_read", "disk_written", "network_received",

@@ -58,7 +58,7 @@ class Position:
 
 @dataclass
 class CurrentStep:
-    """The step whose body runs, or that was left early; then it counts only if it made updates."""
+    """The current step. A step that was left early counts only if it made updates."""
 
     batch: Batch
     complete: Callable[[], int]

@@ -157,8 +157,8 @@ class Run(Collectives, Recording):
             optimizer: An elementwise optimizer of `torch.optim`.
             across: With several hosts, "host" makes each of them update all parameters, divided
                 among its workers: gradients are sent during backward, and no parameters. With
-                "world", a worker updates its slice of all workers, which takes the least memory,
-                and parameters are sent after the update. By default the faster one that fits in
+                "world", parameters are divided among all workers, which takes the least memory,
+                and are sent after the update. By default the faster one that fits in
                 memory; the record's `sharded` event has the choice. GPUs, and hosts with different
                 numbers of workers, always use "world". The bits are the same.
 

@@ -203,7 +203,7 @@ class Session:
         return workers
 
     def _check_exchange(self) -> None:
-        """Report NCCL, whose errors end processes, to the launcher; warn if the exchange is slow."""
+        """Tell the launcher about NCCL, whose errors end processes; warn of a slow exchange."""
         state = LauncherState.from_environment(os.environ)
         if state is not None and self.world.exchange == "NCCL":
             state.report_nccl()

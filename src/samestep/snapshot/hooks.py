@@ -28,7 +28,7 @@ CLOSE_SECONDS: Final = 2.0
 
 
 class Hook:
-    """A thread that makes a pass after commits; a pass handles its own errors.
+    """A thread that runs a pass after commits; a pass handles its own errors.
 
     All requests during a pass cause one more pass.
     """

@@ -187,7 +187,7 @@ class InMemorySnapshots:
         mine: Contribution,
         values: Sequence[torch.Tensor],
     ) -> memoryview | None:
-        """Copy a contribution, also for a snapshot on disk; return its data file, None without one.
+        """Copy a contribution, even for a snapshot on disk; return its data file, None without one.
 
         All workers call this, and only after they wrote the last one to disk. Raises as `save`.
         """

@@ -282,7 +282,7 @@ class SnapshotSource:
 def load_together(path: Path, world: World) -> Snapshot:
     """Load a snapshot as `load` does, with every byte read once per host; collective.
 
-    Raises the same `SnapshotError` on all workers, also if only one of them cannot read it.
+    Raises the same `SnapshotError` on all workers, even if only one of them cannot read it.
     """
 
     def find() -> SnapshotSource:

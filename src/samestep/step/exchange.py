@@ -67,7 +67,7 @@ def buckets(parameters: Parameters, world: World) -> list[list[Parameter]]:
 
 
 class PartialSums(NamedTuple):
-    """A part of an exchange: `known` sums of spans, once `wait` returns; they add up to `out`.
+    """A part of an exchange: after `wait`, `known` holds sums by span, which add up to `out`.
 
     `converted` gets them in the parameters' dtype, if that is another one.
     """
@@ -175,7 +175,7 @@ class Exchange:
 
     @property
     def is_read(self) -> bool:
-        """Whether workers may still read the previous gradients: no barrier came since."""
+        """Whether workers may still read the previous gradients: no barrier has happened since."""
         return self.world.shares_memory and self.world.barriers == self._summed_at
 
     def put(self, own: Sequence[Gradients]) -> None:
@@ -187,8 +187,8 @@ class Exchange:
     def receive(self) -> None:
         """Begin to receive what the other host sends, if `start` swaps sums with it.
 
-        gloo sends only what the receiver awaits. The earlier it says so, the fewer other messages
-        are sent before that one.
+        gloo sends only to a posted receive. Posting it early means that fewer other messages go out
+        before this one.
         """
         if self._swaps:
             self._swapping = self._swapping or self._begin_swap()
@@ -479,7 +479,7 @@ def _add_up(span: Span, known: Mapping[Span, Tensor]) -> Tensor:
 
 @contextmanager
 def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """Enter a stream of its own on a GPU, which waits for what the current one has to do so far."""
+    """Enter a separate stream on a GPU, which waits for what the current one has to do so far."""
     if device.type != "cuda":
         yield None
         return

@@ -170,7 +170,7 @@ class Replicas:
                 replica.add(home.tensor, view)
 
     def _memory_of(self, homes: Sequence[Home]) -> dict[int, tuple[Tensor, ...]]:
-        """Return memory on each other device for small tensors, by id; `refresh` fills it at once."""
+        """Return memory on each other device for small tensors, by id; `refresh` fills it."""
         memory: dict[int, tuple[Tensor, ...]] = {}
         known = self.all[1].twins
         small = {id(home.tensor): home for home in homes if _is_small(home.tensor)}

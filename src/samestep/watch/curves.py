@@ -156,7 +156,7 @@ class Curve:
 
 
 class HostUse:
-    """Samples of the use of hosts, as one series per host and measure: 12 bytes a value.
+    """Resource usage of hosts, as one series per host and measure: 12 bytes a value.
 
     Shares are in percent, throughput in bytes per second. A GPU's measures end with its number, as
     in "gpu 0" and "gpu_memory 0".
@@ -302,7 +302,7 @@ def to_int(value: object) -> int | None:
 
 
 def to_float(value: object) -> float:
-    """Return a number of any size as float, also if it is not finite; NaN for anything else."""
+    """Return a number of any size as float, even if it is not finite; NaN for anything else."""
     if type(value) is float:  # most values are
         return value
     if isinstance(value, (int, float)):

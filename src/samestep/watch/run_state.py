@@ -36,7 +36,7 @@ GOOD, BAD, INFO = "good", "bad", "info"
 
 @dataclass(frozen=True)
 class Image:
-    """An image event. `number` counts all image events of the record, including void ones."""
+    """An image event. `number` counts all image events of the record, even invalidated ones."""
 
     number: int
     name: str
@@ -53,7 +53,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Histogram:
-    """A histogram event: `bins` [n, 2] has the edge and count of each bin, `others` NaN and so on."""
+    """A histogram event: `bins` [n, 2] has the edge and count of each bin, `others` NaN etc."""
 
     position: StepPosition
     bins: NDArray[np.float64]
@@ -78,7 +78,7 @@ class TimelineEvent:
 class RunState:
     """The state of a run after some of its events, with its curves, timings, images and timeline.
 
-    A start removes the events that it makes void, as `samestep.record.read_history` does.
+    A start removes the events that it invalidates, as `samestep.record.read_history` does.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ ROUNDS: Final = 15
 SMALL_CALLS: Final = 10  # per round: one small call is shorter than the scheduler's delays
 LEAST_BYTES: Final = 1 << 20
 MOST_BYTES: Final = 64 << 20
-VISIBLE_TRANSFER: Final = 0.1  # of a large message: less is not told from noise
+VISIBLE_TRANSFER: Final = 0.1  # of a large message: smaller shares count as noise
 ACTIVITY: Final = "measuring links"
 
 

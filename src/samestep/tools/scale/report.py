@@ -100,7 +100,7 @@ def _predictions(study: Study) -> Iterator[str]:
     if any(link.is_bound for link in measured_links):
         yield (
             "  too noisy to estimate the bandwidth: the transfer time is within measurement noise. "
-            "The lowest possible bandwidth is assumed, so an exchange may be faster than predicted. "
+            "The lowest possible bandwidth is assumed, so exchanges may be faster than predicted. "
             "Measure again on an idle machine, or pass --latency and --bandwidth of the network."
         )
     if check := study.check():
@@ -210,8 +210,8 @@ def _lanes_and_learning_rate_advice(study: Study) -> Iterator[str]:
         rows.append([str(workers), str(larger), *rates, f"{WARM_UP_EPOCHS} epochs", betas])
     yield from table(rows)
     yield (
-        "The linear rule is that of Goyal et al. (2017), the square root rule that of Malladi et al. "
-        "(2022). Each holds up to a batch size that depends on the workload (8,192 images of "
+        "The linear rule is that of Goyal et al. (2017), the square root rule that of Malladi et "
+        "al. (2022). Each holds up to a batch size that depends on the workload (8,192 images of "
         "ImageNet in Goyal et al.): check the loss."
     )
 

@@ -8,7 +8,8 @@ import { choose } from "./state.js";
 
 const STEADY = 0.005; // a smaller change is no trend
 const MOST_PARTS = 3; // named beside the bar
-const TREND = "The change of the mean from the fifth of the points before the newest fifth to it";
+const TREND =
+  "The change between the mean of the newest fifth of the points and that of the fifth before it";
 
 export function answers() {
   const cells = {
