@@ -118,7 +118,7 @@ def test_a_step_of_one_task_is_ignored(changed):
         ),
         (
             {"SLURM_NTASKS": "2"},
-            "SLURM_STEP_NUM_TASKS=4, left over from the step .*, contradicts SLURM_NTASKS=2; .* srun",
+            "SLURM_STEP_NUM_TASKS=4, left over from .*, contradicts SLURM_NTASKS=2; .* srun",
         ),
         (
             {"SLURM_NODEID": "0"},
