@@ -26,6 +26,8 @@ PUBLIC = [
     ss.ShardedDataset,
     ss.Metric,
     ss.check_metric,
+    ss.read_dcp,
+    ss.read_snapshot,
 ]
 READERS = [read_events, read_history]
 
