@@ -59,6 +59,7 @@ def test_every_call_is_in_the_reference_and_has_an_example():
     assert calls - entries == set()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # `save` without a group
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_an_example_is_right(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
