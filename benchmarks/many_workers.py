@@ -2,8 +2,8 @@
 
 usage: python -m benchmarks.many_workers [--processes 64] [--simulated 1024] [--per-host 8]
 
-Workers find each other, publish heartbeats and report a hang through a store server that is a
-process of its own, over TCP. The first workers are processes that connect with gloo and exchange
+Workers find each other, publish heartbeats and report a hang through a store server in a
+separate process, over TCP. The first workers are processes that connect with gloo and exchange
 messages as in a step. The others are 64 threads per process, which make the same calls over their
 own connections, except that the requests of gloo are made as counted with the processes. The
 server's seconds are processor time; the others are wall time on this machine, whose cores all
@@ -57,7 +57,7 @@ Figures = dict[str, float]
 
 
 class Server:
-    """A store server in a process of its own, and what it has received and sent so far."""
+    """A store server in a separate process, and what it has received and sent so far."""
 
     def __init__(self, workers: int) -> None:
         self._pipe, other = FORK.Pipe()

@@ -4,7 +4,7 @@ usage: python -m benchmarks.record [--rounds 5] [--steps 300] [--workers 1 2] [-
 
 Ways take turns, and every ratio compares two runs of one round: the time of all steps after the
 warm-up over that of "directory", a record without any of them. With as many workers as cores, the
-process that writes has no core of its own. In "image in the step", a step waits until its image is
+process that writes has no separate core. In "image in the step", a step waits until its image is
 written. Histograms are those of all parameters, in every tenth step; samples are taken ten times as
 often as by default; there are 100 settings. The alert, of a value that is not finite, goes to a URL
 that never responds, so it is sent again until the run has ended. Images are logged at every step.

@@ -1,4 +1,4 @@
-"""Time to read and draw a record of many points, and a folder of many runs, also in Chromium.
+"""Time to read and draw a record of many points, and a folder of many runs, including in Chromium.
 
 usage: python -m benchmarks.watching [--points 1000000] [--runs 1000] [--rounds 3]
 

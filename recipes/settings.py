@@ -44,7 +44,8 @@ class RunSettings:
     """The settings that all recipes share; a recipe's settings extend them."""
 
     lanes: int | None = setting(
-        None, "slices of a batch, at least one per worker; default: workers"
+        None,
+        "number of slices of a batch, at least the number of workers (default: number of workers)",
     )
     seed: int = setting(0, "determines all random draws")
     precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16: with autocast")
@@ -111,7 +112,7 @@ def parser(kind: type, description: str) -> Parser:
     made = Parser(description=description, epilog="\n".join(lines), formatter_class=style)
     files = "files and settings; settings override files, later ones override earlier ones"
     made.add_argument("settings", nargs="*", metavar="FILE.yaml|key=value", help=files)
-    made.add_argument("--dir", type=Path, help="directory of the run; a run in it is continued")
+    made.add_argument("--dir", type=Path, help="directory of the run; an existing run is resumed")
     # torch.distributed.launch and DeepSpeed's launcher pass it, and also set LOCAL_RANK
     made.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     return made

@@ -186,7 +186,10 @@ def test_snapshot_every_is_in_steps_or_minutes():
         (
             {"precision": "bfloat"},
             {},
-            "precision must be one of float32, bfloat16, float16, got 'bfloat'; did you mean bfloat16?",
+            (
+                "precision must be one of float32, bfloat16, float16, got 'bfloat'; "
+                "did you mean bfloat16?"
+            ),
         ),
         (
             {"exchange_dtype": "float16"},

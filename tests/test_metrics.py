@@ -405,7 +405,7 @@ def test_states_that_are_no_tensors_are_refused():
 
     metric = Words()
     metric.update("a")
-    with pytest.raises(EvaluationError, match="Words has a state that is not made of tensors"):
+    with pytest.raises(EvaluationError, match="Words has a non-tensor state"):
         as_metric("x", metric)
 
 

@@ -90,7 +90,7 @@ def distributed_world(timeout: float = TIMEOUT_SECONDS, hosts: int = 1) -> Distr
 def launcher_store() -> Iterator[tuple[TCPStore, dict[str, str]]]:
     """Yield a store such as a launcher's, and the variables by which workers find it.
 
-    It runs in a process of its own. Its thread looks up names, and a worker that is forked meanwhile
+    It runs in a separate process. Its thread looks up names, and a worker that is forked meanwhile
     would wait for glibc's lock in its own lookups forever.
     """
     own, other = FORK.Pipe()

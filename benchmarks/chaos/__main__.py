@@ -2,7 +2,7 @@
 
 usage: python -m benchmarks.chaos [--hosts 1 2] [--faults 1000] [--seed 0] [--log FILE]
 
-Faults come in independent rounds, each a run of its own, of which `--parallel` run at a time. Rounds
+Faults come in independent rounds, each a separate run, of which `--parallel` run at a time. Rounds
 take turns in their number of hosts; two hosts are network namespaces with a link between them.
 They and faults of a disk need root. With `--log`, complete rounds are recorded in FILE, and a
 later command continues after them. If a round fails, the others go on; its output and record stay

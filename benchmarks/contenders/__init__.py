@@ -22,8 +22,8 @@ WORKERS = 2
 class Contender:
     """A way to train a job: `train` in `module` with `options`.
 
-    A tuned peer has options beyond the first pages of its documentation. Those with 16 bits exchange
-    rounded gradients, so they are compared to each other only.
+    A tuned peer has options beyond the first pages of its documentation. Those with 16 bits
+    exchange rounded gradients, so they are compared to each other only.
     """
 
     title: str

@@ -16,15 +16,19 @@ class GameSettings:
     frame_size: int = setting(84, "height and width of a gray frame, in pixels")
     frame_stack: int = setting(4, "newest frames in an observation")
     frame_skip: int = setting(4, "frames per action; the last two are merged by their maximum")
-    no_ops: int = setting(30, "maximum frames without an action before a game, at random")
+    no_ops: int = setting(30, "maximum number of random no-op frames at the start of a game")
 
 
 @dataclass(frozen=True)
 class ModelSettings:
     """The network: three convolutions, a layer, and streams for value and advantages."""
 
-    channels: tuple[int, ...] = setting((32, 64, 64), "of convolutions 8x8/4, 4x4/2 and 3x3/1")
-    features: int = setting(512, "of the layer after them, and of each stream's hidden layer")
+    channels: tuple[int, ...] = setting(
+        (32, 64, 64), "channels of the convolutions 8x8/4, 4x4/2 and 3x3/1"
+    )
+    features: int = setting(
+        512, "features of the layer after the convolutions and of each stream's hidden layer"
+    )
     dueling: bool = setting(True, "two streams (Wang et al. 2016); false: one stream")
 
 
@@ -37,7 +41,7 @@ class CollectSettings:
     updates: int = setting(4, "updates between two collections")
     warmup_steps: int = setting(5000, "environment steps of random play before the first update")
     exploration_start: float = setting(1.0, "fraction of random actions after warmup")
-    exploration_end: float = setting(0.05, "limit of the exponential decay")
+    exploration_end: float = setting(0.05, "fraction of random actions that the decay approaches")
     exploration_decay: float = setting(1e6, "environment steps of a decay by 1/e")
 
 
@@ -47,7 +51,7 @@ class ReplaySettings:
 
     size: int = setting(400_000, "newest environment steps in memory, over all lanes")
     steps: int = setting(3, "rewards before the value of an observation is used (Sutton 1988)")
-    discount: float = setting(0.99, "of a reward one environment step later")
+    discount: float = setting(0.99, "discount factor per environment step")
     prioritized: bool = setting(False, "draw by last error (Schaul et al. 2016); false: uniformly")
     priority_exponent: float = setting(0.6, "0: uniform; 1: proportional to the error")
     priority_correction: float = setting(0.4, "exponent of the weights; grows to 1 by the end")
@@ -57,8 +61,8 @@ class ReplaySettings:
 class OptimizerSettings:
     """The optimizer, Adam (Kingma and Ba 2015), and the loss."""
 
-    learning_rate: float = setting(1e-4, "constant")
-    epsilon: float = setting(1e-8, "of Adam")
+    learning_rate: float = setting(1e-4, "learning rate (constant)")
+    epsilon: float = setting(1e-8, "epsilon of Adam")
     loss: Literal["huber", "squared"] = setting("huber", "huber: squared up to 1, linear beyond")
     double: bool = setting(
         True, "the online network chooses the target's action (van Hasselt 2016)"
@@ -71,7 +75,7 @@ class OptimizerSettings:
 class EvaluationSettings:
     """The evaluation: complete games, scored in the game's own points."""
 
-    every: int = setting(4000, "updates between evaluations; the last update is evaluated, too")
+    every: int = setting(4000, "updates between evaluations; the last update is evaluated as well")
     games: int = setting(8, "games of an evaluation, always the same")
     block: int = setting(4, "games that a worker plays in parallel")
     exploration: float = setting(0.0, "fraction of random actions")

@@ -15,10 +15,14 @@ class ModelSettings:
 
     blocks: tuple[int, ...] = setting((3, 4, 6, 3), "residual blocks per stage; stages halve sizes")
     widths: tuple[int, ...] = setting((256, 512, 1024, 2048), "output channels per stage")
-    bottleneck: int = setting(4, "a block has width / this inner channels; 1: basic blocks")
+    bottleneck: int = setting(
+        4, "bottleneck ratio: inner channels are width divided by this; 1: basic blocks"
+    )
     stem_width: int = setting(64, "channels of the first convolution, which has stride 2")
     stem_pool: bool = setting(True, "max pooling with stride 2 after the first convolution")
-    strides: tuple[int, ...] = setting((8, 16, 32, 64, 128), "pixels, per level; each doubles")
+    strides: tuple[int, ...] = setting(
+        (8, 16, 32, 64, 128), "stride of each level in pixels; doubles per level"
+    )
     width: int = setting(256, "channels of the pyramid and of the heads")
     tower: int = setting(4, "convolutions of a head before its last one")
     mask_width: int = setting(128, "channels of the mask branch")
@@ -34,12 +38,17 @@ class DataSettings:
     val_annotations: Path | None = setting(None, "default: path/val.json")
     val_images: Path | None = setting(None, "default: path/val")
     short_sides: tuple[int, ...] = setting(
-        (), "drawn shorter sides; last: evaluation; empty: original"
+        (),
+        "shorter sides to draw from; the last one is used in evaluation; empty: original size",
     )
     longest_side: int = setting(1333, "maximum pixels of the longer side")
     flip: float = setting(0.5, "fraction of the training images that are mirrored left to right")
-    mean: tuple[float, ...] = setting((0.485, 0.456, 0.406), "of red, green and blue in [0, 1]")
-    std: tuple[float, ...] = setting((0.229, 0.224, 0.225), "of red, green and blue in [0, 1]")
+    mean: tuple[float, ...] = setting(
+        (0.485, 0.456, 0.406), "mean of red, green and blue, for pixels in [0, 1]"
+    )
+    std: tuple[float, ...] = setting(
+        (0.229, 0.224, 0.225), "standard deviation of red, green and blue, for pixels in [0, 1]"
+    )
     loader_workers: int = setting(0, "processes that load images, per worker")
 
 
@@ -69,15 +78,17 @@ class OptimizerSettings:
     """The optimizer. Learning rate and numbers of steps are given for the reference batch size."""
 
     name: Literal["sgd", "adamw"] = setting("sgd", "SGD with momentum, or AdamW")
-    learning_rate: float = setting(0.01, "peak")
+    learning_rate: float = setting(0.01, "peak learning rate")
     steps: int = setting(90_000, "steps of the schedule")
     warmup_steps: int = setting(500, "steps of linear growth from a third of the peak")
-    decay_steps: tuple[int, ...] = setting((60_000, 80_000), "multiply the rate by 0.1 at these")
+    decay_steps: tuple[int, ...] = setting(
+        (60_000, 80_000), "steps at which the learning rate is multiplied by 0.1"
+    )
     reference_batch_size: int = setting(16, "rate and steps are scaled from it (Goyal et al. 2017)")
-    momentum: float = setting(0.9, "for SGD")
-    weight_decay: float = setting(1e-4, "for weights, but not for biases, norms and scales")
+    momentum: float = setting(0.9, "momentum of SGD")
+    weight_decay: float = setting(1e-4, "weight decay; not applied to biases, norms and scales")
     clip_norm: float | None = setting(None, "maximum norm of the gradient")
-    shard: bool = setting(False, "each worker updates a part of the parameters: less time, memory")
+    shard: bool = setting(False, "shard the optimizer across workers, which saves time and memory")
 
 
 @dataclass(frozen=True)

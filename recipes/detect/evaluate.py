@@ -1,6 +1,6 @@
 """Average precision of boxes and masks, as COCO defines it (Lin et al. 2014, arXiv 1405.0312).
 
-faster-coco-eval computes the numbers of COCO's own pycocotools in less time.
+faster-coco-eval computes the same numbers as COCO's pycocotools, faster.
 """
 
 from __future__ import annotations

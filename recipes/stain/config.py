@@ -22,14 +22,18 @@ class ModelSettings:
     unet_depth: int = setting(9, "how often a segmentation generator halves the image")
     discriminator_width: int = setting(64, "features of a discriminator's first layer")
     discriminator_layers: int = setting(4, "how often a discriminator halves the image")
-    norm: Literal["batch", "instance"] = setting("batch", "over a lane's tiles, or over each tile")
+    norm: Literal["batch", "instance"] = setting(
+        "batch", "normalize over a lane's tiles (batch) or each tile (instance)"
+    )
     evaluate_by: Literal["running", "tile"] = setting(
         "running", "statistics of batch norm in evaluation: of training, or of each tile itself"
     )
-    dropout: float = setting(0.5, "in residual blocks and in the widest layers of segmentation")
+    dropout: float = setting(
+        0.5, "dropout probability in residual blocks and in the widest layers of segmentation"
+    )
     seg_weights: tuple[float, ...] | None = setting(
         None,
-        "of the input's Seg and of each modality's, in their sum; default: "
+        "weights of the segmentations (input, then each modality) in their sum; default: "
         "0.25, 0.15, 0.25, 0.1, 0.25 for four modalities, else equal",
     )
 
@@ -50,23 +54,31 @@ class LossSettings:
     """The losses."""
 
     gan: Literal["vanilla", "lsgan"] = setting(
-        "vanilla", "cross entropy or squares, for modalities"
+        "vanilla", "for modalities: vanilla: cross entropy; lsgan: least squares"
     )
-    seg_gan: Literal["vanilla", "lsgan"] = setting("lsgan", "cross entropy or squares, for Seg")
-    l1_weight: float = setting(100.0, "of the smooth L1 distance to the truth, in GAN losses")
+    seg_gan: Literal["vanilla", "lsgan"] = setting(
+        "lsgan", "for Seg: vanilla: cross entropy; lsgan: least squares"
+    )
+    l1_weight: float = setting(
+        100.0, "weight of the smooth L1 distance to the truth, relative to the GAN loss"
+    )
     generator_weights: tuple[float, ...] | None = setting(
-        None, "per modality and Seg; default: equal"
+        None, "loss weight of the generators per modality and Seg; default: equal"
     )
-    discriminator_weights: tuple[float, ...] | None = setting(None, "like generator_weights")
+    discriminator_weights: tuple[float, ...] | None = setting(
+        None, "loss weight of the discriminators per modality and Seg; default: equal"
+    )
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
     """Adam for all generators and for all discriminators, with learning rates per epoch."""
 
-    generator_learning_rate: float = setting(2e-4, "of Adam for generators")
-    discriminator_learning_rate: float = setting(2e-4, "of Adam for discriminators")
-    betas: tuple[float, ...] = setting((0.5, 0.999), "of both")
+    generator_learning_rate: float = setting(2e-4, "learning rate of Adam for the generators")
+    discriminator_learning_rate: float = setting(
+        2e-4, "learning rate of Adam for the discriminators"
+    )
+    betas: tuple[float, ...] = setting((0.5, 0.999), "betas of Adam, for both")
     policy: Literal["linear", "step", "plateau", "cosine"] = setting(
         "linear",
         "linear: constant, then linear to 0; step: times 0.1; "
@@ -75,7 +87,7 @@ class OptimizerSettings:
     decay_epochs: int | None = setting(None, "linear: epochs of the decay; default: half of all")
     step_epochs: int = setting(50, "step: epochs between two steps")
     patience: int = setting(5, "plateau: evaluations without 1% improvement before a step")
-    shard: bool = setting(False, "each worker updates a part of the parameters: less time, memory")
+    shard: bool = setting(False, "shard the optimizer across workers, which saves time and memory")
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,9 @@ class Settings(RunSettings):
     )
     epochs: int = setting(200, "passes over the training tiles")
     batch_size: int = setting(8, "strips per step, over all workers")
-    evaluate_every: int = setting(1, "epochs between evaluations; the last one is evaluated, too")
+    evaluate_every: int = setting(
+        1, "epochs between evaluations; the last one is evaluated as well"
+    )
     shown: int = setting(2, "held-out strips that are drawn at each evaluation")
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)

@@ -25,8 +25,8 @@ class ModelSettings:
     classes: int = setting(1000, "number of classes")
     mlp_ratio: float = setting(4.0, "hidden features of an MLP, as a multiple of the width")
     qkv_bias: bool = setting(True, "biases for queries, keys and values")
-    dropout: float = setting(0.0, "for embeddings, attention outputs and MLPs")
-    attention_dropout: float = setting(0.0, "for attention weights")
+    dropout: float = setting(0.0, "dropout probability for embeddings, attention outputs and MLPs")
+    attention_dropout: float = setting(0.0, "dropout probability for attention weights")
     drop_path: float = setting(0.0, "stochastic depth of the last block (Huang et al. 2016)")
 
 
@@ -47,8 +47,10 @@ class DataSettings:
     )
     crop_least: float = setting(0.08, "smallest fraction of an image's area in a random crop")
     center_crop: float = setting(0.875, "fraction of a side that an evaluation crop covers")
-    mean: tuple[float, ...] = setting((0.5, 0.5, 0.5), "per channel of pixels in [0, 1]")
-    std: tuple[float, ...] = setting((0.5, 0.5, 0.5), "per channel of pixels in [0, 1]")
+    mean: tuple[float, ...] = setting((0.5, 0.5, 0.5), "mean per channel, for pixels in [0, 1]")
+    std: tuple[float, ...] = setting(
+        (0.5, 0.5, 0.5), "standard deviation per channel, for pixels in [0, 1]"
+    )
     loader_workers: int = setting(0, "processes that load images, per worker")
 
 
@@ -57,17 +59,19 @@ class OptimizerSettings:
     """The optimizer. Learning rates are given for the reference batch size."""
 
     name: Literal["adamw", "sgd"] = setting("adamw", "AdamW, or SGD with momentum")
-    learning_rate: float = setting(1e-3, "peak, at the reference batch size")
+    learning_rate: float = setting(1e-3, "peak learning rate, at the reference batch size")
     reference_batch_size: int | None = setting(
         None, "scale rates by batch_size / this; none: do not"
     )
     warmup_epochs: float = setting(5.0, "epochs of linear growth from 0 to the peak")
     final_learning_rate: float = setting(0.0, "end of the cosine, at the reference batch size")
-    weight_decay: float = setting(0.05, "not for biases, norms, class token and position embedding")
-    betas: tuple[float, ...] = setting((0.9, 0.999), "for AdamW")
-    momentum: float = setting(0.9, "for SGD")
+    weight_decay: float = setting(
+        0.05, "weight decay; not applied to biases, norms, class token and position embedding"
+    )
+    betas: tuple[float, ...] = setting((0.9, 0.999), "betas of AdamW")
+    momentum: float = setting(0.9, "momentum of SGD")
     clip_norm: float | None = setting(1.0, "maximum norm of the gradient")
-    shard: bool = setting(False, "each worker updates a part of the parameters: less time, memory")
+    shard: bool = setting(False, "shard the optimizer across workers, which saves time and memory")
 
 
 @dataclass(frozen=True)
@@ -79,14 +83,19 @@ class Settings(RunSettings):
     )
     epochs: int = setting(300, "passes over the training images")
     batch_size: int = setting(1024, "images per step, over all workers")
-    label_smoothing: float = setting(0.0, "Szegedy et al. 2016")
+    label_smoothing: float = setting(0.0, "label smoothing (Szegedy et al. 2016)")
     mixup: float = setting(0.0, "alpha of the Beta distribution (Zhang et al. 2018); 0: off")
     cutmix: float = setting(
         0.0,
-        "alpha of the Beta distribution (Yun et al. 2019); 0: off; a lane batch uses one of the two",
+        "alpha of the Beta distribution (Yun et al. 2019); 0: off; a lane batch uses mixup or "
+        "cutmix",
     )
-    ema_decay: float | None = setting(None, "of an average of the parameters, also evaluated")
-    evaluate_every: int = setting(1, "epochs between evaluations; the last one is evaluated, too")
+    ema_decay: float | None = setting(
+        None, "decay of a moving average of the parameters (EMA), which is evaluated as well"
+    )
+    evaluate_every: int = setting(
+        1, "epochs between evaluations; the last one is evaluated as well"
+    )
     pretrained: Path | None = setting(None, "initial parameters: .safetensors, .pth, .pdparams, …")
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)

@@ -25,7 +25,7 @@ class Command(NamedTuple):
 
 COMMANDS: Final = {
     "run": Command("samestep.launch.local", "run a script with one or more workers"),
-    "verify": Command("samestep.tools.verify", "check that any worker count gives the same steps"),
+    "verify": Command("samestep.tools.verify", "check that all worker counts give the same steps"),
     "watch": Command("samestep.watch", "serve a web page that shows live runs"),
     "report": Command("samestep.watch.report", "write curves, tables and images to one HTML file"),
     "plot": Command("samestep.watch.plot", "draw the curves of runs as an image"),

@@ -45,23 +45,26 @@ def option(default: Any, description: str) -> Any:
 class Config:
     """The options of a run. Raises `ConfigError` that names an option with an invalid value."""
 
-    lanes: int | None = option(None, "slices of each global batch (default: the number of devices)")
-    seed: int = option(0, "seed of everything random, 0 to 2**63 - 1")
+    lanes: int | None = option(
+        None, "number of slices of each global batch (default: the number of devices)"
+    )
+    seed: int = option(0, "seed for all random numbers, 0 to 2**63 - 1")
     dir: Path | None = option(None, "output directory of the run; without it, nothing is saved")
     resume: str = option(
         "auto",
         "auto (newest complete snapshot in dir or remote), never, or the path or URL of a snapshot",
     )
     resume_strict: bool = option(
-        False, "refuse to resume if results may differ: other versions, threads, devices, ..."
+        False,
+        "refuse to resume if results may differ, because versions, threads, devices, ... changed",
     )
     precision: str = option(
         "float32", "float32, or bfloat16 or float16 for autocast in forward passes"
     )
     exchange_dtype: str | None = option(
         None,
-        "bfloat16 rounds gradients and each of their sums, and sends half the bytes (default: the "
-        "dtype of the parameters)",
+        "dtype of exchanged gradients; bfloat16 rounds gradients and their sums, and halves the "
+        "traffic (default: the dtype of the parameters)",
     )
     device: str = option("auto", "auto (one GPU per worker if there are any), cpu or cuda")
     devices: int | tuple[str, ...] = option(
@@ -73,7 +76,8 @@ class Config:
     )
     hot_every: str | None = option(
         "auto",
-        "steps between in-memory copies for restarts, auto (about one percent of the time) or none",
+        "steps between in-memory snapshots for restarts, auto (about one percent of the time), or "
+        "none",
     )
     keep_last: int = option(3, "number of newest snapshots to keep")
     keep_best: int = option(1, "number of snapshots with the highest scores to keep in addition")
@@ -82,12 +86,16 @@ class Config:
         None, "module:function to call with the path of each file of a complete snapshot"
     )
     sinks: tuple[str, ...] | None = option(
-        None, "where else to send the record: fsspec URLs, tensorboard, mlflow, wandb, module:Class"
+        None,
+        "additional destinations of the record: fsspec URLs, tensorboard, mlflow, wandb, "
+        "module:Class",
     )
     on_event: str | None = option(
         None, "module:function or http(s) URL to call on failure, NaN, stall and end of the run"
     )
-    nonfinite_loss: str = option("stop", "stop or continue if a loss is NaN or infinite")
+    nonfinite_loss: str = option(
+        "stop", "what to do if a loss is NaN or infinite: stop or continue"
+    )
     check_every: int | None = option(
         1000, "steps between checks that replicated state is equal on all workers, or none"
     )
@@ -103,13 +111,15 @@ class Config:
         "runs on several hosts or GPUs have one)",
     )
     timeout: float = option(
-        120.0, "seconds to wait for another worker before all stop and report where each one was"
+        120.0, "seconds to wait for another worker before the run stops with a hang report"
     )
-    max_restarts: int = option(3, "consecutive restarts of killed workers without a new step")
+    max_restarts: int = option(3, "maximum number of consecutive restarts without a completed step")
     grace_period: float = option(
         30.0, "seconds to save a snapshot and exit after SIGTERM or Ctrl-C"
     )
-    stop_after: int | None = option(None, "steps after which the run saves a snapshot and exits")
+    stop_after: int | None = option(
+        None, "total number of steps after which the run saves a snapshot and exits"
+    )
 
     def __post_init__(self) -> None:
         self._check_minimum(1, "lanes", "threads", "keep_last", "stop_after", "check_every")

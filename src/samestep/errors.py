@@ -62,7 +62,7 @@ class WorldError(SamestepError):
 
 
 class HangError(WorldError):
-    """A worker did not respond in time; says which one, where it was, and the usual cause.
+    """A worker did not respond in time; the message names it, its location and the usual cause.
 
     It is retryable if that worker was stopped from outside or disappeared.
     """

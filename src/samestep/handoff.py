@@ -21,13 +21,15 @@ ATTEMPT: Final = "SAMESTEP_INTERNAL_ATTEMPT"  # the attempt number, from 0
 LAUNCHER_STATE: Final = "SAMESTEP_INTERNAL_LAUNCHER_STATE"
 SLOTS: Final = 2  # per worker: while one is being written, the other is valid
 _BOARD_BYTES: Final = mmap.PAGESIZE
-_STEP: Final = struct.Struct("<q")  # first on the board
-_UNDER_WAY: Final = struct.Struct("<?")  # second
-_NCCL: Final = struct.Struct("<?")  # third; fourth is the path of the run's directory
+# the board's layout: the step, whether the run is under way, whether it uses NCCL, and the path of
+# the run's directory
+_STEP: Final = struct.Struct("<q")
+_UNDER_WAY: Final = struct.Struct("<?")
+_NCCL: Final = struct.Struct("<?")
 _NCCL_AT: Final = _STEP.size + _UNDER_WAY.size
 _PATH_AT: Final = _NCCL_AT + _NCCL.size
 _NO_RUN: Final = -1
-_MAX_MODULES: Final = 1 << 20  # bytes of their names
+_MAX_MODULES: Final = 1 << 20  # maximum size of the modules' names, in bytes
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,8 @@ def sync(path: Path) -> None:
 class Retries:
     """The number of tries of a request and the delays between them.
 
-    Each delay is twice the one before, up to `longest_seconds`, and then shortened at random by up
-    to half, so that clients that failed together do not retry together.
+    Each delay is twice the one before, up to `longest_seconds`, and is reduced by a random factor
+    of up to one half, so that clients that failed together do not retry together.
     """
 
     tries: int = 6

@@ -47,7 +47,7 @@ class TorchMetrics:
         self.reset()
 
     def reset(self) -> None:
-        """Reset the object and every metric in it, also those that its own `reset` leaves out."""
+        """Reset the object and every metric in it, even those that its own `reset` leaves out."""
         inside = _modules(self.metric)
         _reset(inside)
         self._check_attributes(_attributes(inside))
@@ -105,7 +105,7 @@ class TorchMetrics:
 
 
 def _modules(metric: Any) -> list[Any]:
-    """Return a torchmetrics object and all modules in it, also those in plain lists and dicts."""
+    """Return a torchmetrics object and all modules in it, even those in plain lists and dicts."""
     kinds = _kinds("Metric", "MetricCollection")
     found: dict[int, torch.nn.Module] = {}
 
@@ -216,7 +216,7 @@ def _copied(leaf: Any, state: Any) -> Any:
         return state.detach().clone()
     if not all(isinstance(part, torch.Tensor) for part in state):
         raise EvaluationError(
-            f"{type(leaf).__name__} has a state that is not made of tensors, which cannot be "
+            f"{type(leaf).__name__} has a non-tensor state, which cannot be "
             "merged; use gather=True and compute it from the outputs"
         )
     return [part.detach().clone() for part in state]

@@ -118,7 +118,7 @@ def test_a_step_of_one_task_is_ignored(changed):
         ),
         (
             {"SLURM_NTASKS": "2"},
-            "SLURM_STEP_NUM_TASKS=4, left from the step .*, contradicts SLURM_NTASKS=2; .* srun",
+            "SLURM_STEP_NUM_TASKS=4, left over from .*, contradicts SLURM_NTASKS=2; .* srun",
         ),
         (
             {"SLURM_NODEID": "0"},
@@ -307,7 +307,9 @@ def test_without_srun_a_process_in_an_allocation_is_alone(cluster, tmp_path):
 def test_a_step_that_an_allocation_inherits_is_not_its_own(cluster):
     command = "[ $SLURM_PROCID = 1 ] || salloc -n1 " + " ".join(PRINT)
     done = cluster.run("srun", "-n2", "bash", "-c", command, check=False)
-    assert "left from the step that submitted this job, contradicts SLURM_NTASKS=1" in done.stderr
+    assert (
+        "left over from the step that submitted this job, contradicts SLURM_NTASKS=1" in done.stderr
+    )
     assert done.stdout == ""
 
 

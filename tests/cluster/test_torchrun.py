@@ -34,8 +34,8 @@ with ss.init(lanes=4, dir=directory / "run") as run:
     left = fingerprint(image_job(run, hook=wait_for_another)["model"].state_dict())
     (directory / f"left-{run.rank}").write_text(str(left))
 """
-# In the first attempt, worker 1 is killed. Worker 0 waits until its torchrun stops it for the sake of
-# the other node, which it does not count as a restart.
+# In the first attempt, worker 1 is killed. Worker 0 waits until its torchrun stops it for the sake
+# of the other node, which it does not count as a restart.
 KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
@@ -47,11 +47,13 @@ killed = directory / "killed"
 stopped = threading.Event()
 
 with ss.init(lanes=4, dir=directory / "run") as run:
+    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
     def kill_one(step):
         if step == 4 and run.rank == 1 and not killed.exists():
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        if step == 4 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and not first_over.exists():
+        if step == 4 and is_first and not first_over.exists():
             first_over.touch()
             signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
             stopped.wait()

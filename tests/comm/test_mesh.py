@@ -4,13 +4,14 @@ import os
 import re
 import signal
 import socket
-import time
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from samestep.comm import mesh
 from samestep.comm.mesh import SLOT_BYTES, StatusBoard, boards, create_boards
 from samestep.comm.rendezvous import PeerInfo, PeerListener
 from samestep.errors import WorldError
@@ -278,7 +279,9 @@ def test_workers_of_a_board_see_each_other_s_status_and_news():
         board.close()
 
 
-def test_the_first_worker_with_a_recent_status_publishes():
+def test_the_first_worker_with_a_recent_status_publishes(monkeypatch):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(mesh, "time", SimpleNamespace(monotonic=lambda: clock.now))
     file = create_boards(3)
     team = [board_of(rank, range(3), file) for rank in range(3)]
 
@@ -291,9 +294,9 @@ def test_the_first_worker_with_a_recent_status_publishes():
     assert publishers(60) == [0]
     team[0].write({}, left=True)
     assert publishers(60) == [0, 1]  # the last status of the first worker is published by both
-    time.sleep(0.05)
+    clock.now += 61
     team[2].write({})
-    assert publishers(0.05) == [0, 1, 2]
+    assert publishers(60) == [0, 1, 2]
     for board in team:
         board.close()
 

@@ -190,7 +190,8 @@ def test_workers_of_torchrun_ignore_what_earlier_attempts_left_in_its_store():
         if attempt == 1 and rank == 2:
             return None  # killed before it could join
         if rank == 0 and attempt > 0:
-            time.sleep(0.5)  # the others find the last attempt's round
+            # time in which the others, which report nothing yet, find the last attempt's round
+            time.sleep(0.5)
         if attempt == 1:
             names = r"worker 2" if rank == 0 else "worker 0"
             with pytest.raises(WorldError, match=rf"for {names} to join .*SHARE_RDZV_TCP_STORE=1"):

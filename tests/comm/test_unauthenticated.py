@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import TCPStore
@@ -85,9 +86,26 @@ def knock():
     assert refused
 
 
-def test_one_host_is_not_disturbed_while_forming_and_running(monkeypatch):
+@pytest.fixture
+def beats(monkeypatch):
+    """Fast heartbeats, and a way to wait for some of them."""
     monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.02)
+    made, beat = threading.Semaphore(0), watchdog.Watchdog._heartbeat
 
+    def counted(self, **options):
+        made.release()
+        return beat(self, **options)
+
+    def wait_for_more(count):
+        while made.acquire(blocking=False):
+            pass
+        assert all(made.acquire(timeout=60) for _ in range(count))
+
+    monkeypatch.setattr(watchdog.Watchdog, "_heartbeat", counted)
+    return SimpleNamespace(wait_for_more=wait_for_more)
+
+
+def test_one_host_is_not_disturbed_while_forming_and_running(beats):
     def body():
         in_another_process(write_to_tcp_store)
         in_another_process(knock)
@@ -95,7 +113,7 @@ def test_one_host_is_not_disturbed_while_forming_and_running(monkeypatch):
             kind = type(run._world).__name__
             in_another_process(write_to_tcp_store)
             in_another_process(knock)
-            time.sleep(0.2)  # for several heartbeats
+            beats.wait_for_more(5)
             return kind, run.all_gather(run.rank)
 
     assert launch(body, workers=2) == ("Shared", [0, 1])
@@ -132,16 +150,14 @@ def test_all_workers_of_a_host_may_connect_at_once():
         assert silent.recv(1)  # of the server's nonce
 
 
-def test_other_launchers_stores_cannot_end_a_running_world(monkeypatch):
-    monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.02)
-
+def test_other_launchers_stores_cannot_end_a_running_world(beats):
     def body():
         world = connect(find_process(os.environ), Config())
         world.barrier("forming")
         if world.rank == 1:
             in_another_process(write_to_tcp_store)
         world.barrier("attacking")
-        time.sleep(0.2)  # for several heartbeats
+        beats.wait_for_more(5)
         world.barrier("running")
         if world.rank == 1:  # the attacker's value does not hide the first real failure
             world.status.report_failure(LookupError("a real failure"))

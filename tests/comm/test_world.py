@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.comm import rendezvous
-from samestep.comm.connect import Staged
+from samestep.comm.connect import HostMemoryWorld
 from samestep.comm.distributed import (
     HEAD_BYTES,
     PIECE_BYTES,
@@ -215,7 +215,8 @@ def test_every_world_conforms(launch, workers):
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_staged_world_conforms(workers):
-    assert in_processes(workers, lambda world: conforms(Staged(world))) == list(range(workers))
+    found = in_processes(workers, lambda world: conforms(HostMemoryWorld(world)))
+    assert found == list(range(workers))
 
 
 @pytest.mark.parametrize(("hosts", "workers"), [(1, 2), (2, 2), (2, 4), (3, 3), (4, 4)])
@@ -339,7 +340,7 @@ def test_few_pieces_of_a_swap_are_in_flight(monkeypatch):
             (end,) = begin([tensor])
             while len(sent) - before < most:
                 time.sleep(0.001)
-            time.sleep(0.2)  # a defect would use this time to send more
+            time.sleep(0.2)  # no more may be sent in this time
             early = len(sent) - before
         world.barrier("sending more")
         if world.rank == 1:
@@ -378,6 +379,7 @@ def test_a_partner_that_exits_during_a_swap_is_an_error_within_seconds():
 
 def test_the_timeout_of_a_swap_counts_from_its_first_message():
     """The program may begin to wait much later."""
+    noticed = get_context("fork").Event()
 
     def body():
         world = distributed_world(timeout=4, hosts=2)
@@ -385,12 +387,13 @@ def test_the_timeout_of_a_swap_counts_from_its_first_message():
         begin = world.begin_swap(1 - world.rank, [torch.empty_like(tensor)], "swapping")
         world.barrier("starting")
         if world.rank == 1:
-            time.sleep(9)
+            noticed.wait(60)
             os._exit(0)
         (end,) = begin([tensor])
-        time.sleep(2)
+        time.sleep(2)  # counts towards the timeout
         with pytest.raises(HangError, match="swapping"):
             end()
+        noticed.set()
         return "noticed"
 
     first, _ = try_workers(body, 2)

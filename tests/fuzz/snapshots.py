@@ -1,4 +1,4 @@
-"""Targets that read snapshots, parts that workers write before a commit, and torch's checkpoints."""
+"""Targets that read snapshots, parts that workers write before a commit, and torch checkpoints."""
 
 from __future__ import annotations
 

@@ -5,26 +5,41 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import dataclasses
 import inspect
 import io
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import samestep
 from samestep import cli, errors, record
+from samestep.record import events, exporter, source
+from samestep.snapshot.read import Snapshot
 
 FROZEN = Path(__file__).with_name("public.txt")
+# what the documentation imports from modules other than `samestep`
+MODULES: dict[ModuleType, list[str]] = {
+    record: ["read_events", "read_history"],
+    events: ["parse_events"],
+    source: ["open_source"],
+}
+# needs optional packages, so it is read as source
+INTEGRATIONS = {"huggingface": ("Trainer", "TrainingArguments"), "lightning": ("fit",)}
+SYSTEMS = ("slurm", "kubernetes")
 
 
 def described() -> str:
     """Return one line for each public name and for each flag of each command."""
-    modules = {samestep: samestep.__all__, errors: _defined_in(errors), record: record.__all__}
+    modules = {samestep: samestep.__all__, errors: _defined_in(errors), **MODULES}
     names = [line for module, names in modules.items() for line in _module(module, names)]
-    return "\n".join([*names, *_run(), *_commands()]) + "\n"
+    return "\n".join([*names, *_integrations(), *_run(), *_snapshot(), *_commands()]) + "\n"
 
 
 def _defined_in(module: ModuleType) -> list[str]:
@@ -47,16 +62,55 @@ def _run() -> Iterator[str]:
         for name in sorted(name for name in dir(run) if not name.startswith("_")):
             is_method = inspect.isroutine(inspect.getattr_static(run, name))
             yield f"run.{name}{_parameters(getattr(run, name)) if is_method else ''}"
+        loops = {
+            "run.batches()": run.batches([0], 1),
+            "run.streams()": run.streams(lambda _: iter([0]), steps=1, name="streams"),
+        }
+        for call, loop in loops.items():
+            names = sorted(name for name in dir(loop) if not name.startswith("_"))
+            yield from (f"{call}.{name}" for name in names)
+
+
+def _snapshot() -> Iterator[str]:
+    yield from (f"samestep.read_snapshot().{field.name}" for field in dataclasses.fields(Snapshot))
+
+
+def _integrations() -> Iterator[str]:
+    for module, names in INTEGRATIONS.items():
+        file = Path(samestep.__file__).parent / "integrations" / f"{module}.py"
+        found = {getattr(node, "name", ""): node for node in ast.parse(file.read_text()).body}
+        for name in names:
+            node = found[name]
+            parameters = ""
+            if isinstance(node, ast.FunctionDef):
+                every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                for argument in every:
+                    argument.annotation = None
+                parameters = f"({ast.unparse(node.args)})"
+            yield f"samestep.integrations.{module}.{name}{parameters}"
 
 
 def _commands() -> Iterator[str]:
     for command in cli.COMMANDS:
         yield f"samestep {command}"
-        options = re.findall(r"^ +(-.*?)(?:  |$)", _help(command), re.MULTILINE)
-        flags = {
-            flag for option in options for flag in re.findall(r"(?<![\w-])--?\w[\w-]*", option)
-        }
-        yield from (f"samestep {command} {flag}" for flag in sorted(flags - {"-h", "--help"}))
+        yield from _flags(f"samestep {command}", lambda name=command: cli.main([name, "--help"]))
+    for system in SYSTEMS:
+        command = f"samestep submit {system}"
+        yield command
+        yield from _flags(command, lambda name=system: cli.main(["submit", name, "--help"]))
+    command = "python -m samestep.record.exporter"
+    yield command
+    with patch.object(sys, "argv", [command, "--help"]):
+        yield from _flags(command, exporter.main)
+
+
+def _flags(command: str, print_help: Callable[[], object]) -> Iterator[str]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        print_help()
+    options = re.findall(r"^  (-.*?)(?:  |$)", printed.getvalue(), re.MULTILINE)
+    flags = {flag for option in options for flag in re.findall(r"(?<![\w-])--?\w[\w-]*", option)}
+    yield from (f"{command} {flag}" for flag in sorted(flags - {"-h", "--help"}))
 
 
 def _parameters(function: Any) -> str:
@@ -66,13 +120,6 @@ def _parameters(function: Any) -> str:
         for parameter in signature.parameters.values()
     ]
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
-
-
-def _help(command: str) -> str:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        cli.main([command, "--help"])
-    return printed.getvalue()
 
 
 if __name__ == "__main__":

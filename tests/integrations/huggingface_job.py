@@ -1,4 +1,7 @@
-"""Train and evaluate a tiny BERT or GPT-2 with the Trainer: `huggingface_job.py KIND [ARGUMENT=VALUE ...]`."""
+"""Train and evaluate a tiny BERT or GPT-2 with the Trainer.
+
+usage: huggingface_job.py KIND [ARGUMENT=VALUE ...]
+"""
 
 from __future__ import annotations
 

@@ -65,9 +65,9 @@ def compare_with_lightning(folder):
         module = job.Net(dropout=0.0)
         if lanes is None:
             trainer = lightning.Trainer(
-                max_epochs=3, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-                enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-                gradient_clip_val=0.5, default_root_dir=folder,
+                max_epochs=3, accelerator="cpu", devices=1, logger=False,
+                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+                num_sanity_val_steps=0, gradient_clip_val=0.5, default_root_dir=folder,
             )  # fmt: skip
             trainer.fit(module, datamodule=InOrder())
             metrics = trainer.callback_metrics
@@ -89,7 +89,7 @@ def test_weights_and_metrics_are_those_of_lightning(tmp_path):
 
 
 class Plateau(job.Net):
-    """Divides its learning rate by 10 when the validation loss, which is constant, does not fall."""
+    """Divides its learning rate by 10 when its constant validation loss does not fall."""
 
     def validation_step(self, batch, batch_idx):
         self.log("constant", 1.0)

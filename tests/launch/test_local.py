@@ -123,7 +123,7 @@ def test_a_worker_that_does_not_exit_is_ended_with_its_result(capfd):
 
     assert launch(body, timeout=0.5) == 0
     printed = capfd.readouterr().err
-    assert "worker 1 was ended, because its body returned" in printed
+    assert "worker 1 was killed because its function returned" in printed
     assert "within timeout=0.5 s; still running: uploads\n" in printed
 
 

@@ -102,7 +102,7 @@ def test_workers_that_the_launcher_kills_are_not_named(monkeypatch, capfd):
     def slow_report(self, what, **fields):
         if what == "failed":
             seen.append(fields["failure"]["summary"])
-            time.sleep(0.1)  # as on a busy machine
+            time.sleep(0.1)  # the delay of a busy machine
         report(self, what, **fields)
 
     def body():
@@ -214,7 +214,8 @@ def test_a_signal_to_restarted_workers_waits_until_the_run_has_resumed():
         arrived = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: (order.put("signal"), arrived.set()))
         os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(3 * POLL_SECONDS)  # enough for it to arrive
+        # the signal must not arrive in this time, which is enough for it
+        time.sleep(3 * POLL_SECONDS)
         order.put("begin")
         begin()
         arrived.wait()

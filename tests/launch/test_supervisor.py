@@ -203,7 +203,8 @@ def test_a_cut_network_stops_nothing(start, nodes, alone, tmp_path):
     one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
     one.wait_until((tmp_path / "run" / "fault").exists)
     nodes[0].plug(into=False)
-    time.sleep(5.5)  # more than a host once had to respond
+    # nothing may happen in this time, in which a host once had to respond
+    time.sleep(5.5)
     nodes[0].plug(into=True)
     assert one.end() == other.end() == 0, one.output() + other.output()
     assert not events(tmp_path / "run", "restarting")
@@ -247,7 +248,8 @@ def test_a_disk_that_stalls_loses_no_host(start_in, alone):
         one, other = (start_in(folder, number, "--nodes", "2", fault=fault) for number in range(2))
         one.wait_until((folder / "run" / "fault").exists)
         stall()
-        time.sleep(4.5)  # more than a host has to respond
+        # nothing may happen in this time, which is more than a host has to respond
+        time.sleep(4.5)
         assert "made step 4" not in one.output()
         recover()
         assert one.end() == other.end() == 0, one.output() + other.output()

@@ -1,4 +1,4 @@
-"""The samples and random numbers of a run with one lane, for a script that knows nothing of samestep."""
+"""The samples and random numbers of a one-lane run, for a script that knows nothing of samestep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ patch.object(tqdm, "monitor_interval", 0).start()  # or it would leave a thread 
 
 
 class Epochs:
-    """What a shuffling loader yields: an epoch of a run's batches each time, under the random numbers of their steps."""
+    """A shuffling loader that yields an epoch of a run's batches each time.
+
+    They are used under the random numbers of their steps.
+    """
 
     def __init__(self, run, dataset, batch_size, **options):
         self.run, self.dataset, self.batch_size, self.options = run, dataset, batch_size, options
@@ -32,7 +35,7 @@ class Epochs:
 
 @contextmanager
 def in_order(script, seed=0, **options):
-    """Let `script.DataLoader` shuffle as a run does; `options` are further ones of `run.batches`."""
+    """Let `script.DataLoader` shuffle as a run does; `options` are more of `run.batches`."""
 
     def loader(dataset, batch_size=1, *, shuffle=False, num_workers=0, **own):
         if shuffle:

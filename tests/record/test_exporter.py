@@ -194,7 +194,7 @@ def test_a_hanging_sink_delays_neither_other_sinks_nor_the_end(
     assert statuses(run)[hanging]["error"] == "the rest was not sent before the run ended"
     assert statuses(run)[hanging]["behind_bytes"] >= size
     assert (
-        f"bytes of the record were not sent to {hanging}. The run sends them when it starts"
+        f"bytes of the record were not sent to {hanging}. They will be sent when the run starts"
         in caplog.text
     )
 

@@ -49,7 +49,7 @@ def test_a_run_says_where_it_stands_on_stderr(tmp_path):
 def test_a_run_without_a_directory_says_what_is_lost():
     assert lines(1, "--stop-after", "1") == [
         "samestep: 1 worker, 2 lanes; without a directory (--dir), nothing is saved",
-        "samestep: stopped at step 1, nothing is saved",
+        "samestep: stopped at step 1; nothing was saved",
     ]
 
 

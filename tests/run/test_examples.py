@@ -26,6 +26,8 @@ PUBLIC = [
     ss.ShardedDataset,
     ss.Metric,
     ss.check_metric,
+    ss.read_dcp,
+    ss.read_snapshot,
 ]
 READERS = [read_events, read_history]
 
@@ -57,6 +59,7 @@ def test_every_call_is_in_the_reference_and_has_an_example():
     assert calls - entries == set()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # `save` without a group
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_an_example_is_right(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -128,8 +128,8 @@ def test_out_of_memory_error_suggests_lanes(use, in_backward):
     assert isinstance(first.error, ss.WorldError)
     assert isinstance(second.error, ss.OutOfMemoryError)
     assert str(second.error).startswith(
-        "lane 2 of 4, with 2 samples, does not fit in the memory of cpu on worker 1 at step 2; lanes=8 would halve it."
-        " The number of lanes affects the result"
+        "lane 2 of 4, with 2 samples, does not fit in the memory of cpu on worker 1 at step 2; "
+        "lanes=8 would halve it. The number of lanes affects the result"
     )
     assert re.search(
         "memory: you tried to allocate|MemoryError|Tried to allocate", second.traceback
@@ -142,8 +142,8 @@ def test_out_of_memory_error_of_one_sample_suggests_no_lanes():
         1, lambda run: fit_numbers(run, lambda model, numbers: allocate(2**60)), lanes=8
     )
     assert (
-        "with 1 sample, does not fit in the memory of cpu on worker 0 at step 0; more lanes would not make it smaller"
-        in str(end.error)
+        "with 1 sample, does not fit in the memory of cpu on worker 0 at step 0; more lanes would "
+        "not make it smaller" in str(end.error)
     )
 
 
@@ -297,7 +297,8 @@ def test_moved_directory_stops_the_run_which_can_resume_there(workers, snapshot_
         for end in ends
     )
     assert re.search(
-        "run's directory in place|was removed or moved during the run", str(ends[0].error)
+        "do not move or remove the run's directory|was removed or moved during the run",
+        str(ends[0].error),
     )
     assert left_by(image_job, elsewhere, 1, lanes=8) == left_by(
         image_job, tmp_path / "undisturbed", 1, lanes=8

@@ -22,6 +22,9 @@ from tests.namespaces import hosts
 from tests.workers import try_workers
 
 TIMEOUT = 0.5
+WAITED = (
+    f"timed out after {TIMEOUT:g} s waiting for worker 1: worker 0 was exchanging losses at step 2"
+)
 GONE_SECONDS = 60.0  # after the report
 
 
@@ -114,10 +117,7 @@ def test_data_set_that_never_returns(alone_on_hosts, capfd):
     headline, *lines = str(first.error).splitlines()
     assert isinstance(first.error, HangError)
     assert not first.error.is_retryable
-    assert (
-        headline
-        == f"timed out after {TIMEOUT:g} s waiting for worker 1: worker 0 was exchanging losses at step 2"
-    )
+    assert headline == WAITED
     assert lines[0].startswith("worker 1 (host ")
     assert ": at step 2 for " in lines[0]
     assert ": loading data; its stack:" in lines[0]
@@ -213,15 +213,12 @@ def test_stopped_worker(stopped):
     assert isinstance(error, HangError)
     assert error.is_retryable
     if stopped:
-        assert (
-            f"timed out after {TIMEOUT:g} s waiting for worker 1: worker 0 was exchanging losses at step 2"
-            in str(error)
-        )
+        assert WAITED in str(error)
         assert "its process is stopped (state T)" in str(error)
         assert "likely cause: SIGSTOP" in str(error)
     else:
         assert "waiting for worker 0 (process " in str(error)
-        assert "does not respond either" in str(error)
+        assert "is not responding either" in str(error)
     assert ends[stopped].exitcode == 1
 
 
@@ -250,7 +247,7 @@ def test_broken_network_link_between_two_hosts():
     assert ": it does not respond; last seen " in str(first.error)
     assert "the network to it is cut" in str(first.error)
     assert isinstance(second.error, HangError)
-    assert "does not respond either" in str(second.error)
+    assert "is not responding either" in str(second.error)
 
 
 def test_failure_stops_a_worker_that_does_not_respond():

@@ -503,7 +503,9 @@ def test_a_loop_over_epochs_that_starts_over_is_reported_once(loops, steps, tmp_
         assert messages == []
     else:
         (message,) = messages
-        assert message.startswith("loop 'train' trains a second epoch, and nothing shows where")
+        assert message.startswith(
+            "loop 'train' trains a second epoch, and samestep cannot know where"
+        )
         assert "Write for epoch in range(run.epoch, 3), or one loop" in message
     assert start_with(loops, tmp_path) == steps
 

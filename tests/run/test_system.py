@@ -108,7 +108,10 @@ def test_a_host_that_cannot_be_sampled_is_a_warning(tmp_path, monkeypatch, caplo
         sampler._thread.join(SECONDS)
     sampler.close()
     record.close()
-    assert "the use of this host is no longer recorded: PermissionError: no /proc" in caplog.text
+    assert (
+        "system samples of this host are no longer recorded: PermissionError: no /proc"
+        in caplog.text
+    )
 
 
 class FakeNvml:

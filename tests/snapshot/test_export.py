@@ -177,11 +177,11 @@ def test_transformers_and_huggingface_hub_load_shards(tmp_path):
     utilities = pytest.importorskip("transformers.trainer_utils", reason=reason)
     model = Tied()
     save_once(tmp_path, 5, {"model": model.state_dict()}, 2)
-    for number, load in enumerate([utilities.load_sharded_checkpoint, hub.load_torch_model]):
+    for number, read_into in enumerate([utilities.load_sharded_checkpoint, hub.load_torch_model]):
         folder = tmp_path / f"out-{number}"
         export(tmp_path / "step-00000005", folder, shard_bytes=130)
         other = Tied()
-        load(other, str(folder))
+        read_into(other, str(folder))
         assert exact(other.state_dict()) == exact(model.state_dict())
     export(tmp_path / "step-00000005", tmp_path / "one", shard_bytes=10**9)
     assert list(content(tmp_path / "one")) == ["model.safetensors"]

@@ -311,7 +311,7 @@ def test_a_failing_storage_is_reported_once_until_it_works_again(tmp_path, remot
         mirror.finish()
     assert str(caught.value).startswith(
         f"the last snapshot is complete in {tmp_path}, but could not be copied to {URL}: "
-        f"cannot list {URL}: PermissionError: denied. Start the run again once that works"
+        f"cannot list {URL}: PermissionError: denied. Start the run again once the storage works"
     )
     reason = f"cannot list {URL}: PermissionError: denied"
     assert reported[0] == ("remote_failed", {"url": URL, "reason": reason})

@@ -433,7 +433,7 @@ def test_the_directory_may_be_removed(tmp_path, monkeypatch):
         writer.save(1, small_state(1), {}, NO_INFO)
         with pytest.raises(
             SnapshotError,
-            match=r"No such file.*leave the run's directory in place.*"
+            match=r"No such file.*do not move or remove the run's directory.*"
             "There is no complete snapshot yet",
         ):
             writer.wait()

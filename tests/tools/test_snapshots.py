@@ -71,7 +71,7 @@ def test_export_uses_the_newest_valid_snapshot(directory, tmp_path, capsys, loca
     printed = capsys.readouterr()
     assert printed.out.splitlines() == [
         f"exported model of {directory / 'step-00000001'} to {tmp_path / 'x.safetensors'}",
-        "not exported, because they are not tensors: note",
+        "skipped (not tensors): note",
     ]
     assert printed.err.count("snapshot_rejected") == (0 if location else 2)
 
@@ -126,7 +126,7 @@ def test_wrong_use(directory, tmp_path):
     for words in (["x.safetensors"], ["x/", "--format", "dcp"]):
         with pytest.raises(ConfigError, match="--shard-size is for directories"):
             run("export", directory, *words, "--shard-size", "1GB")
-    with pytest.raises(ConfigError, match="list accepts no file"):
+    with pytest.raises(ConfigError, match="list takes no output file"):
         run("list", directory, tmp_path / "x")
 
 

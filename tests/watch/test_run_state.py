@@ -159,7 +159,7 @@ def texts(*events):
     run = RunState()
     for event in events:
         run.apply({"time": 1.0, **event})
-    return [(line.text, line.tone) for line in run.timeline]
+    return [(line.text, line.severity) for line in run.timeline]
 
 
 def test_starts():
@@ -179,7 +179,7 @@ def test_starts():
 
 
 @pytest.mark.parametrize(
-    ("event", "text", "tone"),
+    ("event", "text", "severity"),
     [
         ({"event": "finished", "step": 9}, "finished after 9 steps", "good"),
         ({"event": "stopped", "step": 9, "signal": 15}, "stopped at step 9 by SIGTERM", "info"),
@@ -255,8 +255,8 @@ def test_starts():
         ({"event": "something_new", "step": 4}, "something new", "info"),
     ],
 )
-def test_texts_of_events(event, text, tone):
-    assert texts(event) == [(text, tone)]
+def test_texts_of_events(event, text, severity):
+    assert texts(event) == [(text, severity)]
 
 
 def test_repeated_events_are_listed_once():

@@ -155,9 +155,9 @@ def refuse_unread(environment: Mapping[str, str]) -> None:
         if _count(text) > 1:
             where = "to the estimator's arguments" if name == "SM_HOSTS" else "before the command"
             raise ConfigError(
-                f"{name}={text} is set by {launcher}, whose ranks samestep does not read: each "
-                f"process would train alone. Add {where}: {line}; or set {', '.join(NEEDED)} for "
-                f"each worker, or unset {name} to run one worker alone"
+                f"{name}={text} is set by {launcher}, whose rank variables samestep does not "
+                f"read, so each process would train alone. Add {where}: {line}; or set "
+                f"{', '.join(NEEDED)} for each worker, or unset {name} to run one worker alone"
             )
 
 
@@ -273,7 +273,7 @@ def read_slurm(environment: Mapping[str, str]) -> LauncherVariables | None:
     rank, tasks, local_rank, node, job, step = variables.numbers(*TASK, *STEP)
     if "SLURM_NTASKS" in environment and variables.number("SLURM_NTASKS").value != tasks.value:
         raise ConfigError(
-            f"{tasks.source}, left from the step that submitted this job, "
+            f"{tasks.source}, left over from the step that submitted this job, "
             f"contradicts {variables.number('SLURM_NTASKS').source}; {SLURM_ADVICE}"
         )
     on_node = f"{TASKS_PER_NODE}={environment[TASKS_PER_NODE]} at {node.source}"

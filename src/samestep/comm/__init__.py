@@ -1,1 +1,4 @@
-"""Communication between workers: a world is a value; a single worker is its identity case."""
+"""Communication between workers: a `World` is passed as a value.
+
+With a single worker, every call returns its input.
+"""

@@ -36,13 +36,13 @@ class World(ABC):
     `hosts` has one range of ranks per host, in rank order. Workers of one host share memory; a
     worker that shares none counts as a separate host. `machines` has the ranks of each machine if
     those are not `hosts`: with NCCL, workers share no memory but are near each other. `local_ranks`
-    are the ranks that were started on this host, None for those of `host`. `made_group` is whether
-    torch.distributed's default group exists only for users' code; the caller of `connect` ends it
+    are the ranks that were started on this host, None for those of `host`. `made_group`:
+    `connect` created torch.distributed's default group only for user code; its caller destroys it
     with `end_group`. `barriers` counts the calls in which every worker waited for all others:
     barriers and all gathering calls. `what` describes the purpose of a call in error messages.
     Calls raise `WorldError` if a worker has exited or times out. `exchange` names what carries
-    gradients. `abandoned` is set once this worker has failed: the others may not have, so that
-    nothing can be ended together.
+    gradients. `abandoned` is set once this worker has failed: the others may not have failed, so
+    no orderly shutdown is possible.
 
     samestep's own messages are JSON and tensors. Only users' objects are pickled; with a
     `signing_key`, each is signed by its sender and verified before it is unpickled.
@@ -140,7 +140,7 @@ class World(ABC):
     ) -> None:
         """Send bytes, 1-D CPU tensors by rank, to other workers, and receive theirs.
 
-        Both sides know the sizes. All workers make this call, also those that transfer nothing.
+        Both sides know the sizes. All workers make this call, even those that transfer nothing.
         """
         ranks, none = range(self.size), torch.empty(0, dtype=torch.uint8)
         sizes = [[len(part.get(rank, none)) for rank in ranks] for part in (received, sent)]
@@ -241,7 +241,7 @@ class World(ABC):
         if not hmac.compare_digest(mac, self._mac(data, rank, call, what)):
             raise WorldError(
                 f"worker {self.rank} refused an object from worker {rank} while {what}: it is not "
-                f"signed with this run's token; another process sent it, or {TOKEN} differs "
+                f"signed with this run's token; it came from another process, or {TOKEN} differs "
                 "between hosts"
             )
         return data

@@ -91,7 +91,7 @@ def connect(process: ProcessInfo, config: Config, *, gpus: Sequence[str] = ()) -
         key = world.all_gather_bytes(os.urandom(32) if world.rank == 0 else b"", FORMING)[0]
         world.status.set_key(hmac.digest(os.environ.get(TOKEN, "").encode(), key, "sha256"))
     if gpus and not found.nccl:
-        world = Staged(world)
+        world = HostMemoryWorld(world)
     first = process.rank - process.local_rank
     world.local_ranks = range(first, first + process.local_world_size)
     return world
@@ -123,7 +123,7 @@ def end_group(world: World) -> None:
         dist.destroy_process_group()
 
 
-class Staged(World):
+class HostMemoryWorld(World):
     """A world that copies GPU tensors to host memory and back; no memory is shared."""
 
     exchange = "host memory"

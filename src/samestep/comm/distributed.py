@@ -29,40 +29,41 @@ from samestep.comm.store import within
 LENGTH_BYTES = 8
 WHAT_BYTES = 200
 HEAD_BYTES = LENGTH_BYTES + WHAT_BYTES
-ROW_BYTES = 1024  # of the first row for each `what`; later rows are as long as needed
+ROW_BYTES = 1024  # size of the first row for each `what`; grows as needed
 KEPT_ROW_BYTES = 64 << 10  # the longest row whose length and tables are kept for the next one
 # gloo sends one large message at a time; pieces in flight fill both directions of a link
 PIECE_BYTES = 1 << 20
 # in a swap only a few are in flight, or TCP takes in more than it can send, and slows down
 SWAPPED_PIECE_BYTES = 1 << 19
 SWAPPED_IN_FLIGHT = 2
-TAGS = 1 << 20  # of transfers in turn, from 1: rows have tag 0
+TAGS = 1 << 20  # number of tags that transfers use in turn, from 1: rows have tag 0
 # gloo then reads the addresses of all workers in one request, and each has the same few bytes
 GLOO_FEW_REQUESTS = ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
-CLOSE_SECONDS = 1.0  # at most, for the thread that swaps
-SLACK_SECONDS = 1.0  # after the backend's own timeout, if the store does not respond
-LATE = 0.95  # of the timeout: a later error is the backend's timeout
-KEPT: list[object] = []  # groups of users' code that stay until the process exits
+CLOSE_SECONDS = 1.0  # maximum time to wait for the swap thread
+SLACK_SECONDS = 1.0  # time after the backend's own timeout, if the store does not respond
+LATE = 0.95  # fraction of the timeout after which an error counts as a timeout
+KEPT_GROUPS: list[object] = []  # user-created groups kept alive until exit
 # NCCL ends the process without a report when a call exceeds its own limit: after ours, in seconds
 NCCL_EXTRA_SECONDS = 120.0
-POLL_SECONDS = 1e-4  # between checks of a GPU
+POLL_SECONDS = 1e-4  # time between checks of a GPU
 # renamed in torch 2.13
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Piece(NamedTuple):
-    """A piece of a swap; when the last one has been sent and received, its `done` gets a result."""
+    """A piece of a swap. The last one's `done` is resolved once it has been sent and received."""
 
     receiving: Any  # a `dist.Work`: None is only for workers outside of the group
-    send: Callable[[], Any]  # returns another one
+    send: Callable[[], Any]  # returns the `dist.Work` of the send
     done: Future[Exception | None] | None
 
 
 class Swaps:
-    """Sends pieces of swaps to another worker while as many arrive, in a thread of its own.
+    """Sends pieces of swaps to another worker while as many arrive, in a separate thread.
 
     The thread sends the next piece when an earlier one has arrived, so that neither worker gets far
-    ahead of the other. Starting a message copies it, which the program would have to wait for.
+    ahead of the other. Starting a send copies the data, so it is done in this thread rather than in
+    the program's.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ class Swaps:
     def add(
         self, receiving: Sequence[Any], sends: Sequence[Callable[[], Any]]
     ) -> Future[Exception | None]:
-        """Return the future of a tensor, whose result is the error of a message, or None."""
+        """Queue a tensor's pieces; return a future that resolves to the first error, or None."""
         done: Future[Exception | None] = Future()
         last = len(sends) - 1
         for n, (work, send) in enumerate(zip(receiving, sends, strict=True)):
@@ -86,7 +87,7 @@ class Swaps:
     def close(self) -> None:
         """End the thread, if no message keeps it waiting.
 
-        It should not be in torch when the interpreter exits, which may abort the process.
+        A thread inside torch at interpreter exit may abort the process.
         """
         self._pieces.put(None)
         self._thread.join(CLOSE_SECONDS)
@@ -175,7 +176,7 @@ class Distributed(World):
             within(self._timeout_seconds + SLACK_SECONDS, form)
         own = self._group or dist.group.WORLD
         # others should notice when this worker leaves
-        KEPT[:] = [group for group in KEPT if group is not own]
+        KEPT_GROUPS[:] = [group for group in KEPT_GROUPS if group is not own]
         if cuda:
             self.status.overdue = self._overdue
             limit = timedelta(seconds=self._timeout_seconds + NCCL_EXTRA_SECONDS)
@@ -421,13 +422,13 @@ class Distributed(World):
     ) -> list[dist.Work]:
         """Start to send and receive 1-D CPU tensors by rank; return what completes the transfer.
 
-        All workers make the same transfers in the same order. Each transfer has a tag of its own,
+        All workers make the same transfers in the same order. Each transfer has its own tag,
         because several may be in flight; messages with one tag keep their order.
         """
         tag = self._next_tag()
         ranks = [(self.rank + offset) % self.size for offset in range(1, self.size)]
         calls = [(dist.irecv, received), (dist.isend, sent)]
-        # no work is None: that is so only for workers outside of the group
+        # isend and irecv return None only outside the group
         return [
             call(piece, rank, self._group, tag)  # type: ignore[misc]
             for call, tensors in calls
@@ -512,7 +513,7 @@ def _length(data: bytes) -> int:
 def _pieces(tensor: Tensor | None, size: int = PIECE_BYTES) -> tuple[Tensor, ...]:
     if tensor is None or not len(tensor):
         return ()
-    # a small rest is not a piece of its own
+    # a small rest is not sent as a separate piece
     pieces: tuple[Tensor, ...] = tensor.detach().chunk(max(1, tensor.nbytes // size))
     return pieces
 

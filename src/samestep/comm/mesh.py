@@ -27,7 +27,7 @@ Message = tuple[bytes, list[int]]  # with the files that it carried
 
 
 @dataclass(frozen=True)
-class Peer:
+class MeshPeer:
     """Another worker. `pidfd` reports its exit: a process that it forked may keep `socket` open."""
 
     rank: int
@@ -82,7 +82,7 @@ class Mesh:
         self,
         rank: int,
         ranks: Sequence[int],
-        peers: Sequence[Peer],
+        peers: Sequence[MeshPeer],
         timeout_seconds: float,
         status: WorkerStatus | None = None,
     ) -> None:
@@ -167,7 +167,7 @@ class Mesh:
         return " and ".join(map(str, gone))
 
 
-def _ready(peers: Iterable[Peer], event: int, seconds: float) -> set[int]:
+def _ready(peers: Iterable[MeshPeer], event: int, seconds: float) -> set[int]:
     """Wait for an exit, a disconnect or the `event`; return the file descriptors of those peers."""
     poll = select.poll()
     for peer in peers:

@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from samestep.cluster import ProcessInfo
 from samestep.comm.link import to_bytes, to_text
-from samestep.comm.mesh import Mesh, Peer, StatusBoard, create_boards
+from samestep.comm.mesh import Mesh, MeshPeer, StatusBoard, create_boards
 from samestep.comm.status import FORMING, WorkerStatus, list_workers, no_response
 from samestep.comm.store import PAUSE_SECONDS, StoreClient, open_store
 from samestep.comm.watchdog import Watchdog
@@ -123,7 +123,7 @@ class PeerListener:
                 for other, connection in sorted(sockets.items()):
                     pidfd = os.pidfd_open(members[other].pid)
                     exits.callback(os.close, pidfd)
-                    peers.append(Peer(other, members[other].pid, connection, pidfd))
+                    peers.append(MeshPeer(other, members[other].pid, connection, pidfd))
             except OSError as error:
                 raise no_response(rank, FORMING, str(error)) from error
             exits.pop_all()
@@ -162,9 +162,9 @@ def _connect(member: PeerInfo, exits: ExitStack) -> socket.socket:
 class Rendezvous:
     """The result of `rendezvous`, from which a world is made.
 
-    `hosts` and `machines` are as in `World`. `mesh` connects the workers of this host, None if there
-    is only one. `signing_key` is None without a token. With `nccl`, every worker has GPUs of its
-    own: NCCL connects them, so they share no memory and each is a host of its own.
+    `hosts` and `machines` are as in `World`. `mesh` connects the workers of this host, None if
+    there is only one. `signing_key` is None without a token. With `nccl`, every worker has its own
+    GPUs: NCCL connects them, so they share no memory and each counts as a separate host.
     """
 
     rank: int

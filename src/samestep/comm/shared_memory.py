@@ -26,7 +26,7 @@ from samestep.host import available_bytes
 Bytes = NDArray[np.uint8]
 Range = tuple[int, int]
 
-# per box: large enough for few barriers, small enough to be still cached when others read it
+# per box: large enough that few barriers are needed, small enough to stay cached until it is read
 BOX_BYTES = 2 << 20
 # the total bytes that a worker sends, and where those for the receiver start and stop
 _HEAD = struct.Struct("<QQQ")
@@ -66,9 +66,9 @@ def share_files(
 ) -> Iterator[tuple[list[list[int]], list[int]]]:
     """Yield the ranks of each host, and anonymous files of `sizes` bytes that this host shares.
 
-    Collective. Unlike `share`, this needs no mesh, so it also serves workers with GPUs of their
-    own. Where a worker cannot share memory, or there is too little, all workers of its host count
-    as hosts of their own; they have no files, like single workers. The files are closed at the end
+    Collective. Unlike `share`, this needs no mesh, so it also serves workers with their own
+    GPUs. Where a worker cannot share memory, or there is too little, all workers of its host count
+    as separate hosts; they have no files, like single workers. The files are closed at the end
     of the block; memory that is mapped from them stays.
     """
     with ExitStack() as exits:
@@ -125,7 +125,7 @@ def _identity(file: int) -> list[int]:
 
 
 def _open_files(pid: int, identities: Sequence[Sequence[int]], exits: ExitStack) -> list[int]:
-    """Open files of another process. Raises `OSError`, also if the files are others by now."""
+    """Open files of another process. Raises `OSError`, even if the files are others by now."""
     files = []
     for number, *expected in identities:
         files.append(file := os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))

@@ -108,7 +108,7 @@ def process_state(pid: int) -> str:
 
 
 def host_name() -> str:
-    """Return a name that is equal for processes of one running kernel, also in containers."""
+    """Return a name that is equal for processes of one running kernel, even in containers."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
@@ -147,9 +147,9 @@ ACTIVITIES: Final = {
     "loading data": "the dataset does not return, because of a file system, download or lock: see "
     "the last line of its stack; if reading takes this long, increase timeout",
     "computing": "a lane computes for very long, because it is being compiled or its device hangs; "
-    "if it has to, increase timeout",
+    "if that is expected, increase timeout",
     "taking a snapshot": "a slow disk or remote storage; "
-    "if it has to be slow, increase timeout or take snapshots less often",
+    "if that is expected, increase timeout or take snapshots less often",
 }
 LOADERS: Final = (
     "its loader processes return no batch: try loader_workers=0 to see where; "
@@ -300,7 +300,7 @@ def describe_stall(
         does.append(list_workers(missing))
     return (
         f"stalled: worker {own.rank} has waited {own.seconds:.0f} s at step {own.step} while "
-        f"{own.collective}, for {' and '.join(does) or 'data that the network does not deliver'}; "
+        f"{own.collective}, for {' and '.join(does) or 'data lost in the network'}; "
         f"the run ends after timeout={timeout_seconds:g} s"
     )
 

@@ -185,9 +185,9 @@ class StoreClient:
 
 
 def pauses_of(workers: int) -> Iterator[float]:
-    """Yield the seconds between the checks of one of `workers`, which all ask the same store.
+    """Yield pauses between polls of the store that all `workers` share.
 
-    They grow with the number of workers, and with the time that was waited, to 2% of it.
+    They grow with the number of workers and with the time already waited (up to 2% of it).
     """
     started, pause = time.monotonic(), PAUSE_SECONDS
     while True:
@@ -243,7 +243,7 @@ def _store_key() -> bytes | None:
 
 
 def within(seconds: float | None, function: Callable[..., Value], *arguments: Any) -> Value:
-    """Call a function of a store, which may never return. Raises `TimeoutError` after `seconds`.
+    """Call a store function that may block forever. Raises `TimeoutError` after `seconds`.
 
     Without a limit, the function is called in this thread.
     """

@@ -130,7 +130,7 @@ class TokenStore(Store):
                 self._link.send({"do": what, **fields})
                 response = self._link.receive(timeout + self._slack)
             except BaseException as error:
-                self._link.close()  # a late response would be taken as that of the next request
+                self._link.close()  # a late response would be mistaken for the next request's
                 if isinstance(error, OSError):
                     raise dist.DistNetworkError(f"the store does not respond: {error}") from error
                 raise

@@ -49,7 +49,7 @@ ALARM_POLL_SECONDS: Final = 0.05  # between checks after an alarm
 ALARM_POLL_SECONDS_PER_BOARD: Final = 0.0005  # one store answers all
 FEW_BOARDS: Final = 64  # few enough for every worker to read them all
 STALL_SHARE: Final = 0.25  # of the timeout, after which a wait is reported
-MIN_STALL_SECONDS: Final = 2.0  # and after no less than this
+MIN_STALL_SECONDS: Final = 2.0  # lower bound of that
 RESPONSE_SECONDS: Final = 2.0  # for others to publish their stacks
 DIAGNOSIS_SECONDS: Final = 3.0  # for one worker's report to reach all
 EXIT_SECONDS: Final = 2.0  # for a worker to exit normally after the first failure
@@ -115,7 +115,7 @@ class Watchdog(WorkerStatus):
         found = self._call(self._diagnose, DIAGNOSIS_SECONDS)
         if isinstance(found, str):
             return no_response(self.rank, what, reason, found)
-        details = "the store that holds their status does not respond either: check its host"
+        details = "the store with their statuses is not responding either: check its host"
         unknown = no_response(self.rank, what, reason, details)
         return found or HangError(str(unknown), is_retryable=True)
 

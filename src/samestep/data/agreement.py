@@ -1,7 +1,7 @@
 """Comparison of the workers' data sets, by their lengths, a few samples and the plans of epochs.
 
 Each worker loads the same few samples and sends digests of their parts with the next exchange, so a
-comparison needs no exchange of its own. A digest is text that must be equal, or of floating-point
+comparison needs no separate exchange. A digest is text that must be equal, or of floating-point
 values a number that must be close, because another kind of CPU rounds them differently.
 """
 
@@ -185,9 +185,9 @@ class DataCheck:
             self._raise(f"sample {indices[number]}{part} of the data set of {where}", shown)
         if where not in self._warned and self._rank == 0:
             logging.getLogger("samestep").warning(
-                "samples of the data set of %s differ between two loads with the same random "
-                "state, so results depend on the number of workers; draw from random, numpy.random "
-                "or torch instead of a generator of your own, a clock or a process id",
+                "samples of the data set of %s differ between two loads with the same "
+                "seed, so results depend on the number of workers; draw from random, numpy.random "
+                "or torch instead of your own generator, a clock or a process id",
                 where,
             )
         self._warned.add(where)

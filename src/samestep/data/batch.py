@@ -231,7 +231,7 @@ class BatchCopier:
 
 
 def _is_plain(part: Any) -> bool:
-    """Return whether an object is a tensor with memory of its own: dense, and of no subclass."""
+    """Return whether an object is a tensor with its own memory: dense, and of no subclass."""
     return type(part) is torch.Tensor and part.layout == torch.strided and not part.is_nested
 
 

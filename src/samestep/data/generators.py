@@ -56,8 +56,8 @@ _OPAQUE: Final = {*sys.stdlib_module_names, "samestep"}  # modules of objects wi
 _INSTALLED: Final = (str(Path(os.__file__).parent), "<frozen")
 
 
-class Place(NamedTuple):
-    """Where an object is: `get(owner, key)` returns the one that is there now."""
+class Reference(NamedTuple):
+    """A reference to an object: `get(owner, key)` returns the one that its owner holds now."""
 
     name: str
     get: Callable[[Any, Any], Any]
@@ -65,7 +65,7 @@ class Place(NamedTuple):
     key: Any
 
     def value(self) -> Any:
-        """Return the object that is here now, None if there is none."""
+        """Return the object that is referenced now, None if there is none."""
         try:
             return self.get(self.owner, self.key)
         except (AttributeError, LookupError, TypeError, ValueError):
@@ -75,12 +75,12 @@ class Place(NamedTuple):
 class ForeignGenerators:
     """The generators that the `roots` reach: found at the first draw, and seeded for each draw.
 
-    Each gets a seed of its own, made from the draw's key and the generator's name.
+    Each gets a separate seed, made from the draw's key and the generator's name.
     """
 
     def __init__(self, **roots: Any) -> None:
         self._roots = roots
-        self._places: list[Place] | None = None
+        self._references: list[Reference] | None = None
 
     def draw(self, value: int, fn: Callable[[], T], *, repeatable: bool = True) -> T:
         """Return `fn()` with all generators seeded by `value`, then restore their states.
@@ -88,9 +88,9 @@ class ForeignGenerators:
         If the first call creates generators, it is repeated with these seeded.
         """
         with keyed(value):
-            is_first = self._places is None
+            is_first = self._references is None
             if is_first:
-                self._places = find(**self._roots)
+                self._references = find(**self._roots)
             with self._seeded(value):
                 result = fn()
             created = self._search_again() if is_first else []
@@ -104,31 +104,31 @@ class ForeignGenerators:
 
     def _search_again(self) -> list[str]:
         """Return the names of the generators that the first draw created."""
-        before = {place.name for place in self._places or ()}
-        self._places = find(**self._roots)
-        return [place.name for place in self._places if place.name not in before]
+        before = {reference.name for reference in self._references or ()}
+        self._references = find(**self._roots)
+        return [reference.name for reference in self._references if reference.name not in before]
 
     @contextmanager
     def _seeded(self, value: int) -> Iterator[None]:
-        if not self._places:
+        if not self._references:
             yield
             return
         states: dict[int, tuple[Any, Any]] = {}
         try:
-            for place in self._places:
-                found = place.value()
+            for reference in self._references:
+                found = reference.value()
                 if found is None or id(found) in states:
                     continue
                 if not isinstance(found, KINDS):
                     states[id(found)] = found, None
                     method = seed_method(found)
                     if method is not None:
-                        method(key(value, place.name) % 2**32)
+                        method(key(value, reference.name) % 2**32)
                 elif can_seed(found):
                     states[id(found)] = found, get_state(found)
-                    seed(found, key(value, place.name))
+                    seed(found, key(value, reference.name))
                 else:
-                    observe(kind="unseeded", name=place.name)
+                    observe(kind="unseeded", name=reference.name)
             yield
         finally:
             for found, state in states.values():
@@ -136,32 +136,32 @@ class ForeignGenerators:
                     set_state(found, state)
 
 
-def find(**roots: Any) -> list[Place]:
-    """Return the places of generators, and of objects with a method that seeds them.
+def find(**roots: Any) -> list[Reference]:
+    """Return references to all generators, and to objects with a method that seeds them.
 
     The global generators of Python, NumPy and torch are left out. A generator may have several
-    places, because any of them may get another generator later.
+    references, because any of them may get another generator later.
     """
     shared = _global_generators()
     found, seen = [], {}  # holds objects, because the id of a freed one may be used again
-    queue = deque(Place(name, getitem, roots, name) for name in roots)
+    queue = deque(Reference(name, getitem, roots, name) for name in roots)
     for _ in range(MOST_OBJECTS):
         if not queue:
             break
-        place = queue.popleft()
-        value = place.value()
+        reference = queue.popleft()
+        value = reference.value()
         if isinstance(value, _PLAIN) or id(value) in shared:
             continue
         if isinstance(value, KINDS):
-            found.append(place)
+            found.append(reference)
             continue
         if id(value) in seen:
             continue
         seen[id(value)] = value
-        parts = list(_parts(place.name, value)) if len(queue) < MOST_OBJECTS else []
+        parts = list(_parts(reference.name, value)) if len(queue) < MOST_OBJECTS else []
         queue += parts
         if seed_method(value) and not any(isinstance(part.value(), KINDS) for part in parts):
-            found.append(place)
+            found.append(reference)
     return found
 
 
@@ -247,47 +247,47 @@ def _global_generators() -> set[int]:
     }
 
 
-def _parts(name: str, value: Any) -> Iterator[Place]:
-    """Yield the places of the objects that an object holds."""
+def _parts(name: str, value: Any) -> Iterator[Reference]:
+    """Yield references to the objects that an object holds."""
     if isinstance(value, (dict, list, tuple, deque)):
         yield from _entries(name, value)
     elif isinstance(value, FunctionType):
         yield from _function_parts(name, value)
     elif isinstance(value, (MethodType, BuiltinMethodType, partial)):
         for attribute in ("__self__", "__func__", "func", "args", "keywords"):
-            yield Place(name, getattr, value, attribute)
+            yield Reference(name, getattr, value, attribute)
     elif isinstance(value, GeneratorType):
         yield from _frame_parts(name, value)
     elif type(value).__module__ in {"builtins", "itertools"} and hasattr(type(value), "__next__"):
         for number, referent in enumerate(gc.get_referents(value)):  # of map, zip, chain, ...
-            yield Place(f"{name} {number}", getitem, [referent], 0)
+            yield Reference(f"{name} {number}", getitem, [referent], 0)
     if type(value).__module__.partition(".")[0] not in _OPAQUE:
         yield from _attributes(name, value)
 
 
-def _entries(name: str, value: Any) -> Iterator[Place]:
+def _entries(name: str, value: Any) -> Iterator[Reference]:
     """Yield the first entries, not through methods of a subclass, which may load data."""
     kind: Any = next(kind for kind in (dict, list, tuple, deque) if isinstance(value, kind))
     entries = dict.keys(value) if kind is dict else range(kind.__len__(value))
     for number, entry in enumerate(islice(entries, MOST_ENTRIES)):
         shown = repr(entry) if isinstance(entry, (str, int)) else number
-        yield Place(f"{name}[{shown}]", kind.__getitem__, value, entry)
+        yield Reference(f"{name}[{shown}]", kind.__getitem__, value, entry)
 
 
-def _attributes(name: str, value: Any) -> Iterator[Place]:
+def _attributes(name: str, value: Any) -> Iterator[Reference]:
     if isinstance(value, torch.nn.Module):
         for child in value._modules:  # noqa: SLF001  named_children skips a second occurrence
-            yield Place(f"{name}.{child}", getitem, value._modules, child)  # noqa: SLF001
+            yield Reference(f"{name}.{child}", getitem, value._modules, child)  # noqa: SLF001
     own = _own_dict(value)
     for attribute in islice(own, MOST_ENTRIES):
-        yield Place(f"{name}.{attribute}", getitem, own, attribute)
+        yield Reference(f"{name}.{attribute}", getitem, own, attribute)
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
-            yield Place(f"{name}.{slot}", getattr, value, slot)
+            yield Reference(f"{name}.{slot}", getattr, value, slot)
         for attribute, member in vars(kind).items():
             if isinstance(member, KINDS):
-                yield Place(f"{name}.{attribute}", getattr, value, attribute)
+                yield Reference(f"{name}.{attribute}", getattr, value, attribute)
             elif isinstance(member, FunctionType):
                 yield from _function_parts(f"{name}.{attribute}", member)
 
@@ -300,34 +300,34 @@ def _own_dict(value: Any) -> dict[str, Any]:
     return own if isinstance(own, dict) else {}
 
 
-def _function_parts(name: str, function: FunctionType) -> Iterator[Place]:
+def _function_parts(name: str, function: FunctionType) -> Iterator[Reference]:
     """Yield what a function of the user, not of a package, can reach."""
     code = function.__code__
     if code.co_filename.startswith(_INSTALLED) or "-packages" in code.co_filename:
         return
     for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         if free != "__class__":
-            yield Place(f"{name}: {free}", getattr, cell, "cell_contents")
+            yield Reference(f"{name}: {free}", getattr, cell, "cell_contents")
     for attribute in ("__defaults__", "__kwdefaults__", "__dict__"):
         if getattr(function, attribute):
-            yield Place(f"{name}.{attribute}", getattr, function, attribute)
+            yield Reference(f"{name}.{attribute}", getattr, function, attribute)
     yield from _global_parts(code, function.__globals__)
 
 
-def _global_parts(code: CodeType, names: dict[str, Any]) -> Iterator[Place]:
+def _global_parts(code: CodeType, names: dict[str, Any]) -> Iterator[Reference]:
     module = str(names.get("__name__")).replace("__mp_main__", "__main__")
     for name in code.co_names:
         if name in names and not isinstance(names[name], _PLAIN):
-            yield Place(f"{module}.{name}", getitem, names, name)
+            yield Reference(f"{module}.{name}", getitem, names, name)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _global_parts(constant, names)
 
 
-def _frame_parts(name: str, generator: GeneratorType[Any, Any, Any]) -> Iterator[Place]:
+def _frame_parts(name: str, generator: GeneratorType[Any, Any, Any]) -> Iterator[Reference]:
     if (frame := generator.gi_frame) is not None:
         for local in frame.f_locals:
-            yield Place(f"{name}: {local}", _local, generator, local)
+            yield Reference(f"{name}: {local}", _local, generator, local)
         yield from _global_parts(frame.f_code, frame.f_globals)
 
 

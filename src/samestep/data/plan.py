@@ -144,7 +144,7 @@ class WeightedPlan(ShuffledPlan):
 
     def _span(self, epoch: int, start: int, stop: int) -> Indices:
         draws = uniform(key(self.seed, "weights", epoch), np.arange(start, stop))
-        draws *= self._cumulative[-1]  # below the sum, also when rounded: the sum is at least 1
+        draws *= self._cumulative[-1]  # below the sum, even when rounded: the sum is at least 1
         indices: Indices = np.searchsorted(self._cumulative, draws, side="right")
         return indices
 
@@ -170,8 +170,8 @@ class OrderedPlan(ShuffledPlan):
             self._read = lru_cache(CACHED_EPOCHS)(call)
             if call(0)[1] != self._read(0)[1]:
                 raise DataError(
-                    "order(0) returned other indices when it was called again; a run that resumes"
-                    " must find the same ones, so make it a function of the epoch alone, such as"
+                    "order(0) returned other indices when it was called again; a resumed run"
+                    " must get the same indices, so make it a function of the epoch alone, such as"
                     " lambda epoch: numpy.random.default_rng(epoch).permutation(100)"
                 )
         else:
@@ -196,9 +196,9 @@ class OrderedPlan(ShuffledPlan):
         if len(order[0]) != self._length:
             raise DataError(
                 f"order({epoch}) has {len(order[0])} indices and order(0) has {self._length}; all"
-                " epochs of a loop must have the same number. For other numbers, write a loop per"
-                " epoch: for epoch in range(run.epoch, epochs), with run.batches(..., order=indices"
-                " of that epoch) in it"
+                " epochs of a loop must have the same number. For epochs of different lengths,"
+                " write a loop per epoch: for epoch in range(run.epoch, epochs), with"
+                " run.batches(..., order=indices of that epoch) in it"
             )
         return order
 

@@ -35,7 +35,7 @@ def set_generators(value: int) -> None:
     bits = mtrand.get_bit_generator()
     if isinstance(bits, np.random.MT19937):
         np.random.seed(value % 2**32)
-    else:  # user code has replaced it; NumPy can seed no other kind
+    else:  # user code replaced the bit generator; NumPy can only seed MT19937
         bits.state = type(bits)(value % 2**32).state
     torch.default_generator.manual_seed(value)
     # torch.manual_seed would queue one call per uninitialized GPU library, each time

@@ -36,7 +36,7 @@ from samestep.storage import Storage, StorageError, sync
 
 DOWNLOADS: Final = 8  # at a time, for one lane batch
 CHUNK_BYTES: Final = 16 * 2**20  # of a download; in memory
-PASSES: Final = 50  # over the shards without a sample, after which they are taken for empty
+PASSES: Final = 50  # passes without any sample before the shards count as empty
 Place = tuple[int, int]  # of a sample in a stream: the number of its shard, and in the shard
 _END: Final = object()
 _NOTE: Final = re.compile(rb"(\d+) ([0-9a-f]{16})")

@@ -1,1 +1,1 @@
-"""Trainers of other packages, with the steps of a run; each needs the extra of its name."""
+"""Integrations with other packages' trainers; each needs the extra of the same name."""

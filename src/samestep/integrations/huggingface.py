@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face transformers, with the steps of a run."""
+"""The Trainer of Hugging Face transformers, running inside a samestep run."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Trainer(transformers.Trainer):
         if not isinstance(args, TrainingArguments):
             raise ConfigError(
                 f"expected TrainingArguments of samestep.integrations.huggingface, got those of "
-                f"{type(args).__module__}, which start communication of their own; change the import"
+                f"{type(args).__module__}, which start their own communication; change the import"
             )
         _check(args, run, type(self))
         super().__init__(model, _of_worker(args, run), *more, **options)
@@ -299,7 +299,7 @@ class Trainer(transformers.Trainer):
             prediction_loss_only = args.prediction_loss_only
         self.callback_handler.eval_dataloader = dataloader
 
-        def evaluate(model: Any, inputs: Any) -> list[Block | None]:
+        def evaluate(model: Any, inputs: Any) -> list[BlockOutput | None]:
             items, samples = self.count_items(inputs), find_batch_size(inputs)
             main = (
                 inputs[getattr(model, "main_input_name", "input_ids")]
@@ -313,7 +313,8 @@ class Trainer(transformers.Trainer):
                 logits = self.preprocess_logits_for_metrics(logits, labels)
             self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
             # one entry per sample, all but the first of them empty
-            return [Block(items, samples, loss, logits, labels, main)] + [None] * (samples - 1)
+            first = BlockOutput(items, samples, loss, logits, labels, main)
+            return [first] + [None] * (samples - 1)
 
         entries = run.evaluate(
             evaluate,
@@ -334,7 +335,7 @@ class Trainer(transformers.Trainer):
         run.log({name: value for name, value in output.metrics.items() if _is_number(value)})
         return output
 
-    def _output(self, blocks: list[Block], prefix: str) -> EvalLoopOutput:
+    def _output(self, blocks: list[BlockOutput], prefix: str) -> EvalLoopOutput:
         """Return the predictions of all blocks, in data set order, and their metrics."""
         predictions, labels, inputs = (
             _joined([getattr(block, name) for block in blocks])
@@ -407,7 +408,7 @@ class Trainer(transformers.Trainer):
         return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
 
 
-class Block(NamedTuple):
+class BlockOutput(NamedTuple):
     """The outputs of one block of an evaluation."""
 
     items: int

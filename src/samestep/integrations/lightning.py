@@ -1,4 +1,4 @@
-"""Training of a LightningModule with the steps of a run."""
+"""Training of a LightningModule, running inside a samestep run."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Trainer:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"self.trainer.{name} does not exist in a run: samestep has no Trainer of Lightning; "
-            "use what the run offers, or one optimizer with automatic optimization"
+            "use the run's own attributes, or one optimizer with automatic optimization"
         )
 
     @property
@@ -183,7 +183,7 @@ class Trainer:
         self._logged[name] = value.detach() if isinstance(value, torch.Tensor) else value
 
     def _equal(self, name: str, value: float) -> float:
-        """Return the value that a hook logs. Raises `ConfigError` if workers have different ones."""
+        """Return the value that a hook logs. Raises `ConfigError` if it differs between workers."""
         values = self._run.all_gather(value)
         if len({repr(one) for one in values}) > 1:
             raise ConfigError(

@@ -35,7 +35,7 @@ LAUNCHER_MODULES: Final = (str(__package__), runpy.__name__)
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """The reason why worker `rank` failed, and its exit `status`.
+    """Why worker `rank` failed, with its exit `status`.
 
     `at` is in seconds of the monotonic clock, which all processes of a host share; in the
     coordinator it is on the coordinator's clock. Workers are restarted only after failures that are

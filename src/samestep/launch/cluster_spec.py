@@ -38,7 +38,7 @@ def add_node_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several hosts", NODES_HELP)
     nodes = "number of hosts; MIN:MAX lets hosts join and leave during the run (default: 1)"
     group.add_argument("--nodes", metavar="N", help=nodes)
-    master = "address of the first host, with a free port; the same on all hosts"
+    master = "address and free port of the first host; must be the same on all hosts"
     group.add_argument("--master", metavar="HOST:PORT", help=master)
     token = f"file with the token, readable only by you (default: the variable {TOKEN})"
     group.add_argument("--token-file", metavar="FILE", help=token)

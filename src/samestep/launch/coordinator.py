@@ -26,8 +26,8 @@ from samestep.launch.membership import LOST_SECONDS, Membership
 from samestep.launch.store_server import (
     MAX_UNAUTHENTICATED,
     KeyValueStore,
-    Peer,
     PeerExitedError,
+    StoreConnection,
     StoreServer,
     log,
 )
@@ -62,10 +62,10 @@ class HostSession:
         now = time.monotonic()
         self.node = Node(name, workers, self.send, now, self.close, leads)
         self.delivery = Delivery()
-        self.peer: Peer | None = None
+        self.peer: StoreConnection | None = None
         self.is_closed = False
 
-    def resume(self, peer: Peer, received: object) -> None:
+    def resume(self, peer: StoreConnection, received: object) -> None:
         """Continue over a connection of a launcher that has received this many messages."""
         self.delivery.resume(received)
         if self.peer is not None:
@@ -131,13 +131,13 @@ class Coordinator(StoreServer):
             task.cancel()
         self._attempt, self._store, self._rank_owners = number, KeyValueStore(), {}
 
-    async def _serve(self, peer: Peer, hello: Message) -> None:
+    async def _serve(self, peer: StoreConnection, hello: Message) -> None:
         if hello.get("as") == "host":
             await self._serve_host(peer, hello)
         else:
             await super()._serve(peer, hello)
 
-    async def _serve_host(self, peer: Peer, hello: Message) -> None:
+    async def _serve_host(self, peer: StoreConnection, hello: Message) -> None:
         session = self._sessions.get(str(hello.get("session")))
         if session is None or session.is_closed:
             session = self._join(peer, hello)
@@ -145,7 +145,7 @@ class Coordinator(StoreServer):
             session.resume(peer, hello.get("received") or 0)
             await self._receive(session, peer)
 
-    def _join(self, peer: Peer, hello: Message) -> HostSession | None:
+    def _join(self, peer: StoreConnection, hello: Message) -> HostSession | None:
         """Add a host to the run, unless it is refused."""
         name, workers, settings = (hello.get(key) for key in ("name", "workers", "settings"))
         workers = workers if isinstance(workers, int) else 0
@@ -165,7 +165,7 @@ class Coordinator(StoreServer):
         self._sessions[str(hello.get("session"))] = session
         return session
 
-    async def _receive(self, session: HostSession, peer: Peer) -> None:
+    async def _receive(self, session: HostSession, peer: StoreConnection) -> None:
         node = session.node
         try:
             while True:

@@ -27,12 +27,12 @@ from samestep.launch.membership import JOIN_SECONDS, LOST_SECONDS
 from samestep.launch.store_server import MAX_UNAUTHENTICATED
 from samestep.launch.worker import FORK
 
-RETRY_SECONDS: Final = 0.2
-MIN_SECONDS: Final = 0.2  # for an attempt to connect
+RETRY_SECONDS: Final = 0.2  # time between attempts to connect
+MIN_SECONDS: Final = 0.2  # shortest time limit of an attempt to connect
 # A host without messages ends its workers before the other hosts treat it as lost and continue.
 SILENCE_SECONDS: Final = LOST_SECONDS - HEARTBEAT_SECONDS
-QUIET_SECONDS: Final = 3.0  # without messages, until a host connects again
-END_SECONDS: Final = LOST_SECONDS + 5.0  # for the other hosts to receive the end
+QUIET_SECONDS: Final = 3.0  # time without messages after which a host connects again
+END_SECONDS: Final = LOST_SECONDS + 5.0  # time for the other hosts to learn that the run has ended
 
 
 class CoordinatorClient:
@@ -173,7 +173,7 @@ class CoordinatorClient:
             if self._signals > (1 if has_workers else 0):
                 raise self._lost(f"{reason}; stopped by a signal")
             if now >= self._end_at:
-                raise self._lost(f"{reason}; it did not respond for {JOIN_SECONDS:g} s since then")
+                raise self._lost(f"{reason}; it has not responded for {JOIN_SECONDS:g} s since")
             try:
                 self._link = self._join_once()
             except ConnectionRefusedError as error:
@@ -238,8 +238,8 @@ class CoordinatorClient:
             raise LaunchError(f"the first host at {address} refused this host: {answer['refused']}")
         if "unknown" in answer:
             link.close()
-            self._lose("it has ended, or continued without this host")
-            raise ConnectionResetError("it does not know this host's workers")
+            self._lose("the run ended or continued without this host")
+            raise ConnectionResetError("it has no record of this host's workers")
         with self._lock:
             self._delivery.resume(answer["received"])
         self._has_joined = True

@@ -20,7 +20,7 @@ import torch
 
 from samestep.host import end_with_parent, missing_system_calls, no_garbage_collection
 from samestep.launch.output import Pipes, print_to
-from samestep.launch.worker import FORK, NVML_CHECK, Job, LocalAttempt, Report, can_use_gpus
+from samestep.launch.worker import FORK, NVML_CHECK, ExitReport, Job, LocalAttempt, can_use_gpus
 
 MAX_BYTES: Final = 1 << 16  # of a message
 FILES: Final = 3  # a worker's report, stdout and stderr
@@ -33,8 +33,8 @@ class ForkServer:
     """The launcher's side of the fork server.
 
     Imports may take seconds, start threads or crash. Without this server, each worker would repeat
-    them; the launcher cannot import, because it supervises workers and must remain able to fork.
-    The launcher forks workers until the imports are done, or always if it has all modules.
+    them; the launcher does not import itself, because it must stay responsive and able to fork. The
+    launcher forks workers until the imports are done, or always if it has all modules.
     """
 
     def __init__(self, job: Job) -> None:
@@ -68,7 +68,7 @@ class ForkServer:
                 self._process.start()
 
     def start(
-        self, attempt: LocalAttempt, local_rank: int, report: Report, pipes: Pipes
+        self, attempt: LocalAttempt, local_rank: int, report: ExitReport, pipes: Pipes
     ) -> ForkedWorker | None:
         """Fork a worker; return None if the launcher has to fork it instead."""
         self._receive_all()
@@ -201,7 +201,7 @@ def _serve(job: Job, modules: Sequence[str], connection: socket.socket) -> None:
 def _fork(job: Job, data: bytes, files: Sequence[int]) -> ForkProcess:
     attempt, local_rank = json.loads(data)
     report, *ends = files
-    arguments = (LocalAttempt(**attempt), local_rank, Report(report), partial(print_to, ends))
+    arguments = (LocalAttempt(**attempt), local_rank, ExitReport(report), partial(print_to, ends))
     worker = FORK.Process(target=job.run, args=arguments)
     with no_garbage_collection():
         worker.start()

@@ -35,7 +35,7 @@ from samestep.launch.screen import terminal_variables
 EPILOG = """\
 examples:
   samestep run -n 2 train.py --epochs 10
-  samestep run -n 4 --lanes 8 --dir runs/one -m recipes.vit
+  samestep run -n 4 --lanes 8 --dir runs/one -m recipes.vit.train
   samestep run -n auto train.py
   samestep run --gpus 2,3 train.py
   samestep run -n 4 --mode dp train.py
@@ -217,11 +217,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     workers = (
-        "number of workers on this host; auto: one per GPU or, without GPUs, one per core "
-        "(default: 1, or one per GPU of --gpus)"
+        "number of workers on this host; auto: one per GPU, or one per core if there are "
+        "no GPUs (default: 1, or one per GPU of --gpus)"
     )
     parser.add_argument("-n", "--workers", type=_number_or_auto, metavar="N", help=workers)
-    gpus = "use only these of the visible GPUs of this host, such as 2,3"
+    gpus = "GPUs of this host to use, such as 2,3"
     parser.add_argument("--gpus", metavar="NUMBERS", help=gpus)
     mode = (
         "ddp: N workers with one device each; dp: one worker with N devices, like "

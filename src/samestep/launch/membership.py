@@ -22,17 +22,17 @@ from samestep.launch.attempt import (
 )
 
 LOST_SECONDS: Final = 20.0  # a host that sends nothing for this long is lost
-JOIN_SECONDS: Final = 30.0  # for the minimum number of hosts to join
-LOAD_SECONDS: Final = 300.0  # for a host that joined to load torch
-SETTLE_SECONDS: Final = 1.0  # for more hosts to join once there are enough
-EXIT_SECONDS: Final = 2.0  # after a failure on a single host, for its other workers to exit
-REORDER_SECONDS: Final = 0.2  # after a failure, for an earlier one from another host to arrive
-CAUSE_SECONDS: Final = LOST_SECONDS + 1.0  # after a secondary failure, for its cause to arrive
-# for a host to report that its workers have been killed: longer than they may wait for a disk
+JOIN_SECONDS: Final = 30.0  # time for the minimum number of hosts to join
+LOAD_SECONDS: Final = 300.0  # time that a joining host has to load torch
+SETTLE_SECONDS: Final = 1.0  # time for more hosts to join once there are enough
+EXIT_SECONDS: Final = 2.0  # time for the other workers of a single host to exit after a failure
+REORDER_SECONDS: Final = 0.2  # time for an earlier failure of another host to arrive
+CAUSE_SECONDS: Final = LOST_SECONDS + 1.0  # time for the cause of a secondary failure to arrive
+# time for a host to report that its workers were killed: longer than they may wait for a disk
 KILL_SECONDS: Final = 40.0
-PROBATION_SECONDS: Final = 10.0  # before the run stops for a host that was lost before; doubles
-FORGET_SECONDS: Final = 3600.0  # after which an earlier loss of a host no longer counts
-STATUS_ON_SIGTERM: Final = 128 + signal.SIGTERM  # of a worker that took a snapshot and exited
+PROBATION_SECONDS: Final = 10.0  # time until the run stops for a host that was lost; doubles
+FORGET_SECONDS: Final = 3600.0  # time after which an earlier loss of a host no longer counts
+STATUS_ON_SIGTERM: Final = 128 + signal.SIGTERM  # exit status of a worker that took a snapshot
 
 
 class Membership:
@@ -186,7 +186,7 @@ class Membership:
         elif attempt.failures:
             self._decide(now)
         elif now >= self._settled_at and self._can_use_more(now):
-            self._log(f"workers take a snapshot to continue on more hosts: {self._present()}")
+            self._log(f"taking a snapshot to continue on more hosts: {self._present()}")
             self._request_exit(StopReason.RESIZE, signal.SIGTERM, now)
 
     def _can_use_more(self, now: float) -> bool:

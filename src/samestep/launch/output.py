@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from samestep.host import YELLOW, colored
-from samestep.launch.screen import WAIT_SECONDS, Log, Screen, encoding_of, standard_screens
+from samestep.launch.screen import WAIT_SECONDS, Screen, WorkerLog, encoding_of, standard_screens
 
 _READ_BYTES: Final = 64 * 1024  # per read, and of an unfinished line: the capacity of a pipe
 _FIRST_OTHER_FILE: Final = 3  # after stdin, stdout and stderr
@@ -38,7 +38,7 @@ class Outputs:
         self._is_urgent = is_urgent
         self._screens = standard_screens()
         self._channels: dict[int, _Channel] = {}
-        self._logs: dict[int, Log] = {}
+        self._logs: dict[int, WorkerLog] = {}
         self._ends: dict[int, bytes] = {}
         self._attempts: Counter[int] = Counter()
         self._directory: Path | None = None
@@ -51,7 +51,7 @@ class Outputs:
             with suppress(OSError, ValueError, AttributeError):  # closed or None
                 stream.flush()  # the worker would print the buffer again
         self._attempts[rank] += 1
-        self._logs[rank] = Log(rank, self._attempts[rank])
+        self._logs[rank] = WorkerLog(rank, self._attempts[rank])
         self._on_log(self._logs[rank], self._open_log)
         ends = []
         try:
@@ -103,7 +103,7 @@ class Outputs:
             self._end(channel)
         for rank, log in self._logs.items():
             if rank in self._ends:
-                self._on_log(log, partial(Log.write, data=self._ends[rank]))
+                self._on_log(log, partial(WorkerLog.write, data=self._ends[rank]))
             log.close()
         self._logs.clear()
         self._ends.clear()
@@ -143,11 +143,11 @@ class Outputs:
         if self._channels.pop(channel.file, None):
             channel.close()
 
-    def _open_log(self, log: Log) -> None:
+    def _open_log(self, log: WorkerLog) -> None:
         if self._directory:
             log.open(self._directory)
 
-    def _on_log(self, log: Log, act: Callable[[Log], None]) -> None:
+    def _on_log(self, log: WorkerLog, act: Callable[[WorkerLog], None]) -> None:
         """Act on a log; after an error, stop writing logs."""
         if self._logs_failed:
             return
@@ -192,7 +192,7 @@ def _line_buffered(number: int, encoding: str) -> TextIO:
 class _Channel:
     """A pipe from a worker's file `number` (1 is stdout) to a screen."""
 
-    def __init__(self, file: int, rank: int, number: int, screen: Screen, log: Log) -> None:
+    def __init__(self, file: int, rank: int, number: int, screen: Screen, log: WorkerLog) -> None:
         self.file, self._number, self.screen, self.log = file, number, screen, log
         self.capacity = fcntl.fcntl(file, fcntl.F_GETPIPE_SZ)
         self._prefix = b"" if rank == 0 else f"[{rank}] ".encode()

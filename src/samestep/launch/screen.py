@@ -18,7 +18,7 @@ WAIT_SECONDS: Final = 0.02  # for a terminal that accepts no output; other files
 _EARLY_BYTES: Final = 256 * 1024
 
 
-class Log:
+class WorkerLog:
     """The unchanged output of a worker in one attempt, under a title with attempt and time.
 
     The run's directory is known only after the run has begun. Until then, the last 256 KiB are held
@@ -142,7 +142,7 @@ class TextStream:
 
 
 def terminal_variables() -> dict[str, str]:
-    """Return the variables that tell workers whether stderr is a terminal, and its size."""
+    """Return the variables that describe the launcher's terminal, if any, to workers."""
     try:
         if sys.stderr.isatty():
             size = os.get_terminal_size(sys.stderr.fileno())

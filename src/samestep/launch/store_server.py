@@ -137,7 +137,7 @@ def _keys(keys: Any) -> list[str]:
     return keys
 
 
-class Peer:
+class StoreConnection:
     """The coordinator's end of a connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -215,7 +215,7 @@ class StoreServer:
 
     async def serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Authenticate a connection, and serve it until its end."""
-        peer = Peer(reader, writer)
+        peer = StoreConnection(reader, writer)
         try:
             await self._serve(peer, await self._authenticate(peer, writer))
         except (ValueError, OSError, asyncio.TimeoutError) as error:
@@ -225,7 +225,7 @@ class StoreServer:
         finally:
             writer.close()
 
-    async def _authenticate(self, peer: Peer, writer: asyncio.StreamWriter) -> Message:
+    async def _authenticate(self, peer: StoreConnection, writer: asyncio.StreamWriter) -> Message:
         waiting = self._unauthenticated
         if len(waiting) >= self._max_unauthenticated:
             ((most, _),) = Counter(waiting.values()).most_common(1)
@@ -236,7 +236,7 @@ class StoreServer:
         finally:
             del waiting[writer]
 
-    async def _serve(self, peer: Peer, hello: Message) -> None:
+    async def _serve(self, peer: StoreConnection, hello: Message) -> None:
         task, store = current_task(), self._store
         if refused := self._claim_rank(hello):
             peer.send({"refused": refused})
@@ -268,7 +268,7 @@ class StoreServer:
             logged.add(address)
             reason = str(error) or f"it sent no hello within {self._hello_seconds:g} s"
             is_last = len(logged) == MAX_LOGGED_ADDRESSES
-            more = "; connections from further addresses are refused silently" if is_last else ""
+            more = "; further refused addresses are not logged" if is_last else ""
             log(f"refused a connection from {address}: {reason}{more}")
 
 

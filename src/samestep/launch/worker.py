@@ -35,8 +35,8 @@ NVML_CHECK: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 def can_use_gpus() -> bool:
     """Return whether processes that are forked from this one can use GPUs, if there are any.
 
-    They cannot if it has asked the driver for GPUs, as `torch.cuda.is_available()` may do: only a
-    fork can tell.
+    They cannot if it has asked the driver for GPUs, as `torch.cuda.is_available()` may do: this
+    can only be observed in a fork.
     """
     import torch
 
@@ -104,7 +104,7 @@ class StopSignals:
             signal.raise_signal(number)
 
 
-class Report:
+class ExitReport:
     """A `file` in memory that passes a worker's result or failure to its launcher."""
 
     def __init__(self, file: int | None = None) -> None:
@@ -206,7 +206,11 @@ class Job:
     launcher_pid: int
 
     def run(
-        self, attempt: LocalAttempt, local_rank: int, report: Report, take_over: Callable[[], None]
+        self,
+        attempt: LocalAttempt,
+        local_rank: int,
+        report: ExitReport,
+        take_over: Callable[[], None],
     ) -> NoReturn:
         """Run the body in a forked worker, report its result or failure, and exit."""
         # Exit functions and uncollected garbage belong to the launcher. Finalizers that wait for
@@ -223,7 +227,7 @@ class Job:
             atexit._run_exitfuncs()  # noqa: SLF001  a forked process does not run them
         raise SystemExit(code)
 
-    def _run(self, attempt: LocalAttempt, local_rank: int, report: Report) -> int:
+    def _run(self, attempt: LocalAttempt, local_rank: int, report: ExitReport) -> int:
         rank = attempt.first_rank + local_rank
         try:
             self._set_up(attempt, local_rank)
@@ -276,7 +280,7 @@ def _exit_within(seconds: float, rank: int, code: int) -> None:
         names = [each.name for each in left if each is not threading.main_thread()]
         names += [child.name for child in multiprocessing.active_children()]
         sys.stderr.write(
-            f"worker {rank} was ended, because its body returned but its process did not exit "
+            f"worker {rank} was killed because its function returned but its process did not exit "
             f"within timeout={seconds:g} s; still running: {', '.join(names) or 'exit functions'}\n"
         )
         sys.stdout.flush()
@@ -296,11 +300,11 @@ def _keep_process_groups() -> None:
     """
     from torch.distributed import distributed_c10d
 
-    from samestep.comm.distributed import KEPT
+    from samestep.comm.distributed import KEPT_GROUPS
 
     class KeptGroups(dict[Any, Any]):
         def __setitem__(self, group: Any, value: Any) -> None:
-            KEPT.append(group)
+            KEPT_GROUPS.append(group)
             super().__setitem__(group, value)
 
     if hasattr(distributed_c10d, "_pg_map"):  # has no public equivalent

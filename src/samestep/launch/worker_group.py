@@ -20,7 +20,7 @@ from samestep.host import no_garbage_collection
 from samestep.launch.attempt import WorkerFailure
 from samestep.launch.fork_server import ForkedWorker, ForkServer
 from samestep.launch.output import Outputs
-from samestep.launch.worker import FORK, Job, LocalAttempt, Report
+from samestep.launch.worker import FORK, ExitReport, Job, LocalAttempt
 
 # A process's flag in the kernel from the beginning of its exit, before its connections close: it
 # may stay a while, in which other workers notice and fail.
@@ -40,7 +40,7 @@ class WorkerGroup:
         self.failures: dict[int, WorkerFailure] = {}
         self.running: dict[int, ForkProcess | ForkedWorker] = {}
         self._job = job
-        self._reports: dict[int, Report] = {}
+        self._reports: dict[int, ExitReport] = {}
         self._stopped_since: dict[int, float] = {}
         self._sent: set[int] = set()  # signals that this launcher sent
         self._files: dict[int, int] = {}  # pidfds by rank
@@ -61,7 +61,7 @@ class WorkerGroup:
         self, attempt: LocalAttempt, local_rank: int, outputs: Outputs, fork_server: ForkServer
     ) -> None:
         rank = attempt.first_rank + local_rank
-        report = self._reports[rank] = Report()
+        report = self._reports[rank] = ExitReport()
         process: ForkProcess | ForkedWorker | None
         with outputs.pipes_of(rank) as pipes:
             process = fork_server.start(attempt, local_rank, report, pipes)
@@ -170,7 +170,7 @@ class WorkerGroup:
             self._outputs.print(
                 f"worker {rank} (process {process.pid}) did not exit within {KILL_SECONDS:g} s of "
                 "SIGKILL: it waits in the kernel, as for a disk, a network file system or a device "
-                "that does not respond. It is left behind; check that hardware"
+                "that does not respond. The launcher gives up on it; check that hardware"
             )
             processes._children.discard(process)  # type: ignore[attr-defined]  # noqa: SLF001  joined at exit
             self._handle_exit(rank, -signal.SIGKILL)

@@ -27,13 +27,13 @@ from samestep.record.sinks.files import FunctionDestination, StorageDestination
 from samestep.record.source import open_source
 
 FINISH_SECONDS: Final = 10.0
-EXIT_SECONDS: Final = 2.0  # in addition, to report what is missing
-FIRST_PAUSE_SECONDS: Final = 1.0  # before a restart; doubles with each further one
+EXIT_SECONDS: Final = 2.0  # extra time to report unsent data
+FIRST_PAUSE_SECONDS: Final = 1.0  # time before a restart; doubles with each further one
 MAX_PAUSE_SECONDS: Final = 60.0
 POLL_SECONDS: Final = 0.5
-REPORT_SECONDS: Final = 10.0  # the least time between two events of a sink
-ORPHAN_SECONDS: Final = 3.0  # to send the rest after the run was killed
-RECORD_SECONDS: Final = 1.0  # before that, for the launcher to record how the worker ended
+REPORT_SECONDS: Final = 10.0  # minimum time between two events of a sink
+ORPHAN_SECONDS: Final = 3.0  # time to send the rest after the run was killed
+RECORD_SECONDS: Final = 1.0  # the part of it in which the launcher records the worker's exit
 ON_EVENT: Final = "SAMESTEP_INTERNAL_ON_EVENT"  # a URL may be secret, and arguments are public
 NICENESS: Final = 5  # training has priority if there are too few cores
 logger: Final = logging.getLogger("samestep")
@@ -139,8 +139,8 @@ class ExporterProcess:
             if name == HOOK:
                 option, name = "--on-event", "VALUE"
             logger.warning(
-                "%d bytes of the record were not sent to %s. The run sends them when it starts "
-                "again, or run: python -m samestep.record.exporter %s %s %s",
+                "%d bytes of the record were not sent to %s. They will be sent when the run "
+                "starts again; or run: python -m samestep.record.exporter %s %s %s",
                 *(nbytes, status["name"], self._directory, option, name),
             )
         with suppress(RecordError):  # the run itself reports a full disk

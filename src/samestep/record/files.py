@@ -110,8 +110,8 @@ class DirectoryLock:
         """Raise `RecordError` if a run on another host touches the file."""
         before = os.fstat(self._file).st_mtime_ns
         logging.getLogger("samestep").warning(
-            "the last run in %s was on host %s and did not end properly; waiting %g s for a sign "
-            "of life",
+            "the last run in %s was on host %s and did not end properly; waiting %g s for its "
+            "heartbeat",
             self._path.parent,
             holder.get("host"),
             self._lost_seconds,
@@ -146,8 +146,8 @@ class DirectoryLock:
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             logging.getLogger("samestep").warning(
-                "the storage of %s did not respond for %g s, so its lock may stay; if the next run "
-                "is refused, remove the file",
+                "the storage of %s did not respond for %g s, so the lock file may remain; if the "
+                "next run is refused, remove the file",
                 self._path,
                 CLOSE_SECONDS,
             )

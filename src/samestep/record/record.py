@@ -45,7 +45,7 @@ class Record:
         self.event("scalars", step=step, epoch=epoch, **parts, **_mark(between))
 
     def timing(self, step: int, workers: Sequence[Mapping[str, float]]) -> None:
-        """Add a step's seconds by worker (in rank order), by part, one of `PARTS`, and `OWN`.
+        """Add a step's durations: for each worker in rank order, seconds by part (`PARTS`, `OWN`).
 
         Of more than 64 workers, means and quantiles are added instead.
         """

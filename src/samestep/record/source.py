@@ -31,7 +31,7 @@ from samestep.storage import Retries, Storage
 
 Files: TypeAlias = LocalFiles | Storage
 READ_BYTES: Final = 4 * 2**20
-MAX_DEPTH: Final = 4  # folders below a location in which runs are searched for
+MAX_DEPTH: Final = 4  # maximum folder depth searched for runs
 # readers repeat their requests anyway, and a longer wait would delay other runs
 READER_RETRIES: Final = Retries(tries=2, first_seconds=0.5)
 _FOLDERS_OF_A_RUN: Final = re.compile(

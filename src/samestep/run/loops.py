@@ -29,7 +29,7 @@ from samestep.errors import ConfigError, DataError
 from samestep.run.progress import Position, Progress
 
 END_MISSING: Final = (
-    "loop %r trains a second epoch, and nothing shows where a run that resumes should stop: "
+    "loop %r trains a second epoch, and samestep cannot know where a resumed run should stop: "
     "for epoch in range(3) would train three more epochs at every start. "
     "Write for epoch in range(run.epoch, 3), or one loop with run.batches(..., epochs=3)"
 )
@@ -38,8 +38,8 @@ Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 OWN_ORDER: Final = (
     "samestep selects the samples, so that they are the same at any number of workers; run.batches"
-    " has weights= (draws with replacement), order= (indices, or a function of the epoch), shuffle=,"
-    " group_by=, and lengths= with max_tokens=, and run.evaluate uses each sample once"
+    " has weights= (draws with replacement), order= (indices, or a function of the epoch),"
+    " shuffle=, group_by=, and lengths= with max_tokens=, and run.evaluate uses each sample once"
 )
 LOADER_PROCESSES: Final = "loader_workers= starts the loader processes, which need no other option"
 INSTEAD: Final = {

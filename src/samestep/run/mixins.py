@@ -73,7 +73,7 @@ class Collectives:
         for rank, other in enumerate(everyone):
             if other.keys() != names:
                 raise DataError(
-                    "reduce_dict expected the same names on all workers, got "
+                    "run.reduce_dict expected the same names on all workers, got "
                     f"{sorted(names)} on worker 0 and {sorted(other)} on worker {rank}"
                 )
         divisor = self.world_size if average else 1
@@ -96,7 +96,7 @@ CHUNK = 1 << 22  # elements of a histogram that are counted at a time, to limit 
 Scalars: TypeAlias = dict[str, float]
 
 
-class Log:
+class Recording:
     """The methods of `Run` that record scalars, images and histograms, and print."""
 
     _world: World

@@ -44,7 +44,7 @@ def set_up_devices(config: Config, process: ProcessInfo) -> list[torch.device]:
     if config.device != "cpu" and gpus_are_lost():
         raise ConfigError(
             "CUDA cannot be used in this worker, because the process it was forked from had "
-            "already used CUDA; call launch before any use of CUDA"
+            "already used CUDA; call ss.launch before using CUDA"
         )
     torch.set_num_threads(config.threads)
     names = config.devices if isinstance(config.devices, tuple) else None
@@ -231,7 +231,7 @@ def plain_settings(settings: Any) -> dict[str, Any]:
 
 
 class SystemUse:
-    """The use of this host: shares from 0 to 1, bytes, and bytes per second since the last call."""
+    """Resource usage of this host: shares (0 to 1), bytes, and bytes/second since the last call."""
 
     FIELDS: Final = (
         "cpu", "memory", "memory_total", "disk_read", "disk_written", "network_received",
@@ -329,7 +329,7 @@ class SystemSampler:
         except RecordError:
             pass  # the run itself reports a full disk
         except Exception as error:  # noqa: BLE001  the run does not need samples
-            text = "the use of this host is no longer recorded: %s: %s"
+            text = "system samples of this host are no longer recorded: %s: %s"
             logging.getLogger("samestep").warning(text, type(error).__name__, error)
 
     def _take(self, sample: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ class Position:
 
 @dataclass
 class CurrentStep:
-    """The step whose body runs, or that was left early; then it counts only if it made updates."""
+    """The current step. A step that was left early counts only if it made updates."""
 
     batch: Batch
     complete: Callable[[], int]
@@ -333,8 +333,8 @@ class Progress:
     def _describe_end(self, event: str) -> str:
         is_saved, folder = self._snapshots.is_enabled, self._config.dir
         if event == "stopped":
-            saved = "snapshot saved; run the same command to resume"
-            return f"stopped at step {self.step}, {saved if is_saved else 'nothing is saved'}"
+            saved = ", snapshot saved; run the same command to resume"
+            return f"stopped at step {self.step}{saved if is_saved else '; nothing was saved'}"
         if self.step == self._first_step > 0:
             return f"nothing left to do: the run in {folder} already finished at step {self.step}"
         return f"finished after {self.step} step{'s' * (self.step != 1)}"

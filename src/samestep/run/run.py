@@ -24,7 +24,7 @@ from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
 from samestep.host import trim_memory
 from samestep.run.loops import PlannedLoop, StreamLoop, make_plan, without_loader_options
-from samestep.run.mixins import Collectives, Log
+from samestep.run.mixins import Collectives, Recording
 from samestep.run.process import plain_settings, reaches_terminal
 from samestep.run.session import Session
 from samestep.step import Means
@@ -65,7 +65,7 @@ def init(*, settings: Any = None, **options: Any) -> Run:
     return Run(merge(options), find_worker(os.environ), plain_settings(settings or {}))
 
 
-class Run(Collectives, Log):
+class Run(Collectives, Recording):
     """A training job, as seen by one of its workers; `init` creates it.
 
     All workers must make the same calls in the same order.
@@ -157,8 +157,8 @@ class Run(Collectives, Log):
             optimizer: An elementwise optimizer of `torch.optim`.
             across: With several hosts, "host" makes each of them update all parameters, divided
                 among its workers: gradients are sent during backward, and no parameters. With
-                "world", a worker updates its slice of all workers, which takes the least memory,
-                and parameters are sent after the update. By default the faster one that fits in
+                "world", parameters are divided among all workers, which takes the least memory,
+                and are sent after the update. By default the faster one that fits in
                 memory; the record's `sharded` event has the choice. GPUs, and hosts with different
                 numbers of workers, always use "world". The bits are the same.
 

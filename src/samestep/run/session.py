@@ -195,15 +195,15 @@ class Session:
         rank, lines = next((pair for pair in found if pair[1]), (0, ""))
         if lines and self._process.rank == 0:
             logging.getLogger("samestep").warning(
-                "results may depend on the number of workers, because worker %s differs from "
-                "worker 0:\n%s",
+                "results may depend on the number of workers, because the environment of worker "
+                "%s differs from that of worker 0:\n%s",
                 rank,
                 lines,
             )
         return workers
 
     def _check_exchange(self) -> None:
-        """Report NCCL, whose errors end processes, to the launcher; warn if the exchange is slow."""
+        """Tell the launcher about NCCL, whose errors end processes; warn of a slow exchange."""
         state = LauncherState.from_environment(os.environ)
         if state is not None and self.world.exchange == "NCCL":
             state.report_nccl()

@@ -28,7 +28,7 @@ CLOSE_SECONDS: Final = 2.0
 
 
 class Hook:
-    """A thread that makes a pass after commits; a pass handles its own errors.
+    """A thread that runs a pass after commits; a pass handles its own errors.
 
     All requests during a pass cause one more pass.
     """
@@ -152,8 +152,8 @@ class Mirror(Hook):
         if self._failure is not None:
             raise SnapshotError(
                 f"the last snapshot is complete in {self._directory}, but could not be copied to "
-                f"{self._remote.url}: {self._failure}. Start the run again once that works: it "
-                "repeats no step, and sends only the missing files"
+                f"{self._remote.url}: {self._failure}. Start the run again once the "
+                "storage works; only missing files are sent, and no step is repeated"
             )
 
     def close(self) -> None:

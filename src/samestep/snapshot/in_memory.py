@@ -37,7 +37,7 @@ from samestep.snapshot.commit import combine
 from samestep.snapshot.files import TRANSFER_BYTES
 from samestep.snapshot.memory_slot import MemorySlot, SlotContent
 from samestep.snapshot.part import Contribution, Part, contribution
-from samestep.snapshot.read import READ_ERRORS, Snapshot, Source, read_together
+from samestep.snapshot.read import READ_ERRORS, Snapshot, SnapshotSource, read_together
 from samestep.snapshot.state import States
 
 SHARE_OF_TIME: Final = 0.01
@@ -187,7 +187,7 @@ class InMemorySnapshots:
         mine: Contribution,
         values: Sequence[torch.Tensor],
     ) -> memoryview | None:
-        """Copy a contribution, also for a snapshot on disk; return its data file, None without one.
+        """Copy a contribution, even for a snapshot on disk; return its data file, None without one.
 
         All workers call this, and only after they wrote the last one to disk. Raises as `save`.
         """
@@ -220,8 +220,8 @@ class InMemorySnapshots:
         if not self._slots:
             raise SnapshotError(
                 "this host refuses memfd_create, usually by the seccomp profile of a container, "
-                "and no other memory outlives workers: after a worker is killed, the run resumes "
-                "from its newest snapshot; allow the call, or use hot_every=none"
+                "and without it, no memory outlives workers, so after a worker is killed, the run "
+                "resumes from its newest snapshot; allow the call, or use hot_every=none"
             )
         names = {"run": self._run, "key": list(astuple(key)), "rank": self._world.rank}
         before = time.monotonic()
@@ -303,7 +303,7 @@ class InMemorySnapshots:
         self._next_slot = (key.slot + 1) % SLOTS
         described = self._describe(key)
 
-        def find() -> Source:
+        def find() -> SnapshotSource:
             parts = [described[rank] for rank in range(key.workers)]
             info = parts[0].label["info"]
             manifest = combine(
@@ -315,7 +315,7 @@ class InMemorySnapshots:
             )
             manifest.validate()
             files = [rank for rank in range(key.workers) if (key, rank) in self._contents]
-            return Source(manifest, _OPEN_FILES, "", files, memory_slot.START)
+            return SnapshotSource(manifest, _OPEN_FILES, "", files, memory_slot.START)
 
         manifest, state, shared = read_together(self._world, find, partial(_faults_of, key))
         path = Path(f"in-memory-snapshot-of-step-{key.step}")

@@ -201,8 +201,8 @@ class SnapshotManager:
             return
         if untracked := self.tracked.untracked():
             raise SnapshotError(
-                f"the run resumed from a snapshot that also holds {untracked}; track it, too, so "
-                "that it is not lost"
+                f"the run resumed from a snapshot that also holds {untracked}; track it as well "
+                "so that it is not lost"
             )
         self.check_models()
         # after this, workers communicate through files, which cannot show that a worker has exited
@@ -210,7 +210,7 @@ class SnapshotManager:
         tracked_shared, tracked_own = self.tracked.states()
         waiting = time.perf_counter()
         self.compare(step, tracked_shared)
-        started += time.perf_counter() - waiting  # that is no part of the stall
+        started += time.perf_counter() - waiting  # this wait is not part of the stall
         shared, own = {**tracked_shared, **shared}, {**tracked_own, **own}
         info, began = self._info(shared), time.monotonic()
 

@@ -52,11 +52,19 @@ _DIRECTORY: Final = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A loaded snapshot. `state` maps objects by name to their states, with tensors on the CPU.
+    """A loaded snapshot.
 
-    If the snapshot was `in_memory`, `path` is only its name in messages and events. Tensors that
-    are `shared` are copied when a worker changes them, and their memory stays while any worker has
-    one.
+    Attributes:
+        path (Path): Directory of the snapshot. One in memory has no directory, only this name.
+        step (int): Number of completed steps.
+        info (Mapping[str, Any]): What the run recorded about itself: `lanes`, `seed`, `workers`,
+            `epoch` and `environment` (versions, threads and devices).
+        score (float | None): The score that `run.snapshot` got.
+        state (dict[str, Any]): What `load_state_dict` accepts, for each tracked object by the name
+            that `run.track` got, and for the run itself as `run`. Tensors are on the CPU.
+        in_memory (bool): Whether it was read from memory of the workers.
+        shared (bool): Whether workers of this host share the memory of tensors. It is copied when a
+            worker changes it, and stays while any worker has a tensor.
     """
 
     path: Path
@@ -157,11 +165,26 @@ def read_snapshot(
 ) -> Snapshot:
     """Return a snapshot of a run without starting a run, after checking every byte of its files.
 
-    `directory` is a run's, of which the newest complete snapshot is read or that of `step`, or a
-    snapshot's. The result has `step`, `score` and `path`, and a `state` with the states of all
-    tracked objects, or of those in `objects`, by the names that `run.track` got, and of the run
-    itself as `run`: what `load_state_dict` accepts, with tensors on the CPU. Nothing is unpickled.
-    Raises `SnapshotError` if there is no such snapshot or object, or if the snapshot is damaged.
+    Nothing is unpickled. The run may still be training.
+
+    Args:
+        directory: Directory of a run, or of one snapshot.
+        step: Step of the snapshot; default: that of the run's newest complete snapshot.
+        objects: Names of the tracked objects to load; default: all of them, and `run`.
+
+    Returns:
+        The snapshot, with the state of each object in `state`.
+
+    Raises:
+        SnapshotError: There is no such snapshot or object, or the snapshot is damaged.
+
+    Example:
+        >>> with ss.init(lanes=2, dir="runs/one") as run:
+        ...     run.track(model=torch.nn.Linear(2, 1))
+        ...     run.snapshot(score=0.5)
+        >>> snapshot = ss.read_snapshot("runs/one", objects=["model"])
+        >>> snapshot.step, snapshot.score, list(snapshot.state["model"])
+        (0, 0.5, ['weight', 'bias'])
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -266,7 +289,7 @@ class StateMemory:
 
 
 @dataclass(frozen=True)
-class Source:
+class SnapshotSource:
     """A snapshot of which this worker can read the data files with the indices `present`, or all.
 
     `identity` is equal on all workers that read the same snapshot.
@@ -282,19 +305,21 @@ class Source:
 def load_together(path: Path, world: World) -> Snapshot:
     """Load a snapshot as `load` does, with every byte read once per host; collective.
 
-    Raises the same `SnapshotError` on all workers, also if only one of them cannot read it.
+    Raises the same `SnapshotError` on all workers, even if only one of them cannot read it.
     """
 
-    def find() -> Source:
+    def find() -> SnapshotSource:
         manifest = _manifest(path)
-        return Source(manifest, path, f"{manifest.attempt} {manifest.created}")
+        return SnapshotSource(manifest, path, f"{manifest.attempt} {manifest.created}")
 
     manifest, state, shared = read_together(world, find, partial(_faults_of, path))
     return Snapshot(path, manifest.step, manifest.info, manifest.score, state, shared=shared)
 
 
 def read_together(
-    world: World, find: Callable[[], Source], faults: Callable[[], AbstractContextManager[None]]
+    world: World,
+    find: Callable[[], SnapshotSource],
+    faults: Callable[[], AbstractContextManager[None]],
 ) -> tuple[Manifest, dict[str, Any], bool]:
     """Return a snapshot's manifest and state, and whether workers of this host share it.
 
@@ -350,7 +375,9 @@ class _Reading:
                 self.fault = str(error)
         return None
 
-    def begin(self, source: Source, memory: StateMemory, files: list[int]) -> dict[str, Any]:
+    def begin(
+        self, source: SnapshotSource, memory: StateMemory, files: list[int]
+    ) -> dict[str, Any]:
         """Return the state, in memory that is read later."""
         self._source = source
         if files:

@@ -109,7 +109,7 @@ def _run(job: Callable[[], list[str]] | None) -> _Result:
         return _Result([] if job is None else job())
     except SamestepError as error:
         return _Result([], str(error), unanswered=isinstance(error, (StorageError, ConfigError)))
-    # the other workers wait for a result in any case
+    # the other workers wait for a result regardless
     except Exception as error:  # noqa: BLE001
         return _Result([], f"{type(error).__name__}: {error}", unanswered=True)
 

@@ -41,7 +41,7 @@ _ADVICE: Final = {
     errno.EACCES: "make the directory writable",
     errno.EPERM: "make the directory writable",
     errno.EROFS: "choose a directory that is writable",
-    errno.ENOENT: "leave the run's directory in place while the run writes to it",
+    errno.ENOENT: "do not move or remove the run's directory while it is running",
 }
 
 

@@ -160,7 +160,7 @@ class Buffers:
                     f"the buffer {self._homes[number][1]!r} was written during backward, but not"
                     " during forward, and not in the first step; its new values are lost, because"
                     " workers agree on buffers before a GPU has completed backward. Change it in"
-                    " forward, or also in the first step"
+                    " forward, or in the first step as well"
                 )
 
     def end_step(self, written: Sequence[int], lanes_with_items: Sequence[int]) -> None:

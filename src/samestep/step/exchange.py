@@ -66,8 +66,8 @@ def buckets(parameters: Parameters, world: World) -> list[list[Parameter]]:
     return groups
 
 
-class Part(NamedTuple):
-    """A part of an exchange: `known` sums of spans, once `wait` returns; they add up to `out`.
+class PartialSums(NamedTuple):
+    """A part of an exchange: after `wait`, `known` holds sums by span, which add up to `out`.
 
     `converted` gets them in the parameters' dtype, if that is another one.
     """
@@ -126,9 +126,11 @@ class Exchange:
         self._summed_at = -1  # the world's number of barriers then
         near = world.machines if self.across == "world" else ()
         self._machine = Route(near, world.rank) if 1 < len(near) < world.size else None
-        self._nearby: Callable[[], Part] | None = None  # sends on what was exchanged in a machine
+        # sends on what was exchanged within a machine
+        self._nearby: Callable[[], PartialSums] | None = None
         self._swapping: tuple[Tensor, Send] | None = None  # what arrives, and a call that sends
-        self._started: list[Part] | None = None  # of an exchange whose parts are not added yet
+        # of an exchange whose parts are not added yet
+        self._started: list[PartialSums] | None = None
         self._end: Callable[[], None] | None = None  # completes the sums that are held
         # two hosts with one sum each need no owners
         hosts = [route.host, *route.others]
@@ -173,7 +175,7 @@ class Exchange:
 
     @property
     def is_read(self) -> bool:
-        """Whether workers may still read the previous gradients: no barrier came since."""
+        """Whether workers may still read the previous gradients: no barrier has happened since."""
         return self.world.shares_memory and self.world.barriers == self._summed_at
 
     def put(self, own: Sequence[Gradients]) -> None:
@@ -185,8 +187,8 @@ class Exchange:
     def receive(self) -> None:
         """Begin to receive what the other host sends, if `start` swaps sums with it.
 
-        gloo sends only what the receiver awaits. The earlier it says so, the fewer other messages
-        are sent before that one.
+        gloo sends only to a posted receive. Posting it early means that fewer other messages go out
+        before this one.
         """
         if self._swaps:
             self._swapping = self._swapping or self._begin_swap()
@@ -206,7 +208,7 @@ class Exchange:
             self._started = [self._send_to_owners(self._route, sums)]
         else:
             known = self._host_sums(self.held)
-            self._started = [Part(known, self.slices(self._own[0], self.held), lambda: None)]
+            self._started = [PartialSums(known, self.slices(self._own[0], self.held), lambda: None)]
 
     def start_between_machines(self) -> None:
         """Send on what was exchanged within this machine, if only that was started."""
@@ -263,7 +265,7 @@ class Exchange:
         parts = received.split(CHUNK_BYTES // received.element_size())
         return received, self.world.begin_swap(partner, parts, "exchanging gradients")
 
-    def _swap(self) -> list[Part]:
+    def _swap(self) -> list[PartialSums]:
         """Send the sum of this host to the other one, in parts that are added as they arrive."""
         received, send = self._swapping or self._begin_swap()
         self._swapping = None
@@ -279,10 +281,10 @@ class Exchange:
         parts = []
         for one, other_one, out, total, wait in zip(sent, arriving, *outs, send(sent), strict=True):
             converted = None if self._total is None else total
-            parts.append(Part({span: one, other_span: other_one}, out, wait, converted))
+            parts.append(PartialSums({span: one, other_span: other_one}, out, wait, converted))
         return parts
 
-    def _send_nearby(self, machine: Route) -> Callable[[], Part]:
+    def _send_nearby(self, machine: Route) -> Callable[[], PartialSums]:
         """Begin to send the workers of this machine what they add up.
 
         Returns a call that begins to send the machine's sums to the owners on other machines.
@@ -305,8 +307,8 @@ class Exchange:
         by_owner = zip(owned, out.unbind(1), strict=True)
         known = {owner: dict(zip(spans, part, strict=True)) for owner, part in by_owner}
 
-        def send_on() -> Part:
-            with _stream_beside(out.device) as stream:  # backward need not wait for the network
+        def send_on() -> PartialSums:
+            with _side_stream(out.device) as stream:  # backward need not wait for the network
                 wait()
                 part = self._send_to_owners(machine, known)
             if stream is not None:  # memory is not reused until both streams are done with it
@@ -317,7 +319,9 @@ class Exchange:
 
         return send_on
 
-    def _send_to_owners(self, route: Route, sums: Mapping[int, Mapping[Span, Tensor]]) -> Part:
+    def _send_to_owners(
+        self, route: Route, sums: Mapping[int, Mapping[Span, Tensor]]
+    ) -> PartialSums:
         """Send sums of this host, by owner, to the owners of their slices on other hosts."""
         size, own_spans, rank = self.layout.slice_size, self._spans_of(route.host), self.world.rank
         ranks, served = range(self.world.size), route.owners[rank][1:]
@@ -342,7 +346,7 @@ class Exchange:
         )
         slices = range(self.own_number, self.own_number + 1)
         known = {**sums[rank], **dict(zip(spans, out, strict=True))}
-        return Part(known, self.slices(self._own[0], slices), wait)
+        return PartialSums(known, self.slices(self._own[0], slices), wait)
 
     def _spans_of(self, host: range) -> list[Span]:
         lanes = [lanes_of(rank, self.world.size, self._lanes) for rank in (host[0], host[-1])]
@@ -474,8 +478,8 @@ def _add_up(span: Span, known: Mapping[Span, Tensor]) -> Tensor:
 
 
 @contextmanager
-def _stream_beside(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """Enter a stream of its own on a GPU, which waits for what the current one has to do so far."""
+def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+    """Enter a separate stream on a GPU, which waits for what the current one has to do so far."""
     if device.type != "cuda":
         yield None
         return

@@ -397,7 +397,8 @@ def refuse_unless_zero(gradient: Tensor | None) -> None:
     if gradient is not None and gradient.any():
         raise OptimizerError(
             "a gradient of a sharded optimizer was set or changed outside of run.backward, which"
-            f" has no effect, because it is stored in slices, one per worker. {SHARDED_ADVICE}"
+            " has no effect because the gradient is stored in slices, one per worker."
+            f" {SHARDED_ADVICE}"
         )
 
 
@@ -436,6 +437,6 @@ class GradScaler(torch.amp.GradScaler):
         agreed = everyone.sum().clamp_(max=1.0).view(own.shape)
         for seal in seals:
             seal.seal()
-        # a worker whose slice is empty has no entry of its own
+        # a worker whose slice is empty has no entry
         devices = list(found) or [agreed.device]
         return {device: agreed.to(device, copy=True) for device in devices}

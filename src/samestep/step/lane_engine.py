@@ -141,8 +141,7 @@ class LaneEngine(LaneContext):
                 raise OptimizerError(
                     f"this {type(optimizer).__name__} is not tracked, but updates parameters of the"
                     f" {type(tracked).__name__} that is, so snapshots would hold the state of the"
-                    " wrong optimizer; if it was replaced, create it before run.track, or else"
-                    " track both"
+                    " wrong optimizer; create the optimizer before run.track, or track both"
                 )
 
     def check_models(self) -> None:

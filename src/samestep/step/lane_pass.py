@@ -397,7 +397,8 @@ def _lane_too_large(lane: str, samples: int | None, lanes: int, where: str) -> O
     if samples != 1:
         advice = (
             f"lanes={2 * lanes} would halve it. The number of lanes affects the result, like the"
-            " batch size, and snapshots fix it: start a new run with resume='never'. Or use"
+            " batch size, and a snapshot's number of lanes cannot change: start a new run with"
+            " resume='never'. Or use"
         )
     else:
         advice = "more lanes would not make it smaller: use"

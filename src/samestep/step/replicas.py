@@ -102,7 +102,7 @@ class Home(NamedTuple):
             setattr(self.owner, self.name, tensor)
 
 
-class Staged(NamedTuple):
+class StagedTensors(NamedTuple):
     """Small tensors of one dtype: `views` of the first of `flats`, of which each device has one."""
 
     homes: list[Home]
@@ -119,7 +119,7 @@ class Replica:
         # One per home, none on device 0. While this device computes, the tensors that it replaced.
         self.tensors: list[Tensor] = []
         self.twins: dict[int, Tensor] = {}  # by the ids of the modules' own tensors
-        self.staged: set[int] = set()  # ids of those that lie in a `Staged`
+        self.staged: set[int] = set()  # ids of those that lie in a `StagedTensors`
 
     def of(self, parameters: Sequence[Parameter]) -> list[Parameter]:
         """Return this device's replicas of parameters."""
@@ -156,7 +156,7 @@ class Replicas:
             for number, (device, some) in enumerate(zip(devices, ranges, strict=True))
         ]
         self._homes: dict[tuple[int, str], Home] = {}
-        self._staged: list[Staged] = []
+        self._staged: list[StagedTensors] = []
 
     def add(self, module: Module) -> None:
         """Copy a module's new parameters and buffers to all devices."""
@@ -170,7 +170,7 @@ class Replicas:
                 replica.add(home.tensor, view)
 
     def _memory_of(self, homes: Sequence[Home]) -> dict[int, tuple[Tensor, ...]]:
-        """Return memory on each other device for small tensors, by id; `refresh` fills it at once."""
+        """Return memory on each other device for small tensors, by id; `refresh` fills it."""
         memory: dict[int, tuple[Tensor, ...]] = {}
         known = self.all[1].twins
         small = {id(home.tensor): home for home in homes if _is_small(home.tensor)}
@@ -188,7 +188,7 @@ class Replicas:
                 [view_like(flat, n, t) for n, t in zip(layout.offsets, tensors, strict=False)]
                 for flat in flats
             ]
-            self._staged.append(Staged(some, views[0], flats))
+            self._staged.append(StagedTensors(some, views[0], flats))
             # views count changes together; autograd asks each tensor whether it changed
             own = [[view.data for view in some] for some in views[1:]]
             memory.update(zip(map(id, tensors), zip(*own, strict=True), strict=True))

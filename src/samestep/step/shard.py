@@ -221,7 +221,7 @@ class FlatBuffer:
     def own_gradients(self) -> dict[int, list[Tensor]]:
         """Return each parameter's gradient by id, as 1-D parts: over all workers, all of it once.
 
-        A worker may have no part of it, and then has an empty list, also if there is no gradient.
+        The list is empty for a worker without any part of it, and for a missing gradient.
         """
         found: dict[int, list[Tensor]] = {id(one): [] for one in self.exchange.parameters}
         for segment in self.segments:

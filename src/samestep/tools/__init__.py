@@ -62,7 +62,7 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], Path]:
 
 
 def make_all_reduce(world: World, gradient: torch.Tensor, activity: str) -> Callable[[], None]:
-    """Return a function that sums such gradients of all workers on all workers; collective."""
+    """Return a function that all-reduces gradients of this shape; collective."""
     from samestep.step.exchange import Exchange
 
     exchange = Exchange([gradient], world.size, world)

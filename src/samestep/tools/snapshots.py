@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `samestep snapshots` to its parser."""
     add, actions = parser.add_argument, ("list", "check", "export")
     action = (
-        "list (default): show snapshots by manifests and sizes; check: verify every byte; "
-        "export: write the tensors of an object for other tools"
+        "list (default): show snapshots, checking only manifests and file sizes; check: verify "
+        "every byte; export: write the tensors of an object for other tools"
     )
     add("action", nargs="?", choices=actions, default="list", help=action)
     directory = "directory of a run, or the URL of its copy; check and export also take a snapshot"
@@ -47,7 +47,7 @@ def main(options: argparse.Namespace) -> int:
         needed = (
             "requires a file or directory to write"
             if options.action == "export"
-            else "accepts no file"
+            else "takes no output file"
         )
         raise ConfigError(f"samestep snapshots {options.action} {needed}")
     snapshots = open_snapshots(options.directory)
@@ -177,7 +177,7 @@ def _export(
         skipped = export(path, Path(file), name, shard_bytes=shard_bytes, dcp=dcp)
     print(f"exported {name} of {snapshots.location_of(newest)} to {file}")
     if skipped:
-        print(f"not exported, because they are not tensors: {', '.join(skipped)}")
+        print(f"skipped (not tensors): {', '.join(skipped)}")
     return 0
 
 

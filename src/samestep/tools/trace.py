@@ -30,7 +30,7 @@ POLL_SECONDS: Final = 0.002
 SHOWN_LINES: Final = 30
 
 
-class Finding(NamedTuple):
+class Observation(NamedTuple):
     """A likely cause of differences from `step` on, seen while the script ran."""
 
     step: int
@@ -56,7 +56,7 @@ FOUND: Final = {
     "it, make it a buffer (register_buffer) or compute it from the batch",
 }
 TENSORS: Final = (
-    "{} differs {} after step {}; code that runs on some workers only has changed it, such as a "
+    "{} differs {} after step {}; it was changed by code that runs on only some workers, such as a "
     "forward pass in training mode or other gradients on rank 0"
 )
 
@@ -87,7 +87,7 @@ class ScriptTracer:
 
     def __init__(self, command: Sequence[str], steps: int, lanes: int | None) -> None:
         self.lanes = lanes
-        self.findings: list[Finding] = []  # of all runs
+        self.observations: list[Observation] = []  # of all runs
         self._command, self._steps = list(command), steps
 
     def run(self, size: RunSize) -> list[StepTrace]:
@@ -99,7 +99,7 @@ class ScriptTracer:
                 counts = f"{self.lanes} and {lanes}; set it in the script or with --lanes"
                 raise VerifyError(f"all runs must have the same number of lanes, got {counts}")
             self.lanes = lanes
-            self.findings += read_findings(directory, f"n={size}")
+            self.observations += read_observations(directory, f"n={size}")
             return read_traces(directory)
 
     def run_with_kill(
@@ -177,38 +177,38 @@ def read_traces(directory: Path) -> list[StepTrace]:
     return traces
 
 
-def read_findings(directory: Path, title: str) -> list[Finding]:
+def read_observations(directory: Path, title: str) -> list[Observation]:
     """Return what the workers of a run observed, the likeliest causes first."""
     lines = [
         line
         for path in sorted((directory / OBSERVED_FOLDER).iterdir())
         for line in path.read_text().splitlines()
     ]
-    observations = [json.loads(line) for line in dict.fromkeys(lines)]
+    entries = [json.loads(line) for line in dict.fromkeys(lines)]
     found = {
         kind: [
-            Finding(observed.get("step", -1) + 1, text.format(observed["name"]))
-            for observed in observations
-            if observed["kind"] == kind
+            Observation(entry.get("step", -1) + 1, text.format(entry["name"]))
+            for entry in entries
+            if entry["kind"] == kind
         ]
         for kind, text in FOUND.items()
     }
     by_call: dict[str, dict[int, dict[str, str]]] = {}
-    for observed in observations:
-        if observed["kind"] == "tensors":
-            call = json.dumps([observed["step"], *observed["call"]])
-            by_call.setdefault(call, {})[observed["rank"]] = observed["checksums"]
+    for entry in entries:
+        if entry["kind"] == "tensors":
+            call = json.dumps([entry["step"], *entry["call"]])
+            by_call.setdefault(call, {})[entry["rank"]] = entry["checksums"]
     for call, by_rank in by_call.items():
         step, _ = json.loads(call)
         first = by_rank[min(by_rank)]
         for rank, sums in by_rank.items():
             if name := next((name for name in first if sums.get(name) != first[name]), None):
                 where = f"between workers {min(by_rank)} and {rank} of {title}"
-                found["tensors"] = [Finding(step, TENSORS.format(name, where, step))]
+                found["tensors"] = [Observation(step, TENSORS.format(name, where, step))]
         if "tensors" in found:
             break
     order = ("generator", "unseeded", "tensors", "attribute")
-    return [finding for kind in order for finding in found.get(kind, ())]
+    return [one for kind in order for one in found.get(kind, ())]
 
 
 def _start_event(directory: Path) -> dict[str, Any]:

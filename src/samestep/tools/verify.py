@@ -14,12 +14,12 @@ from samestep.errors import VerifyError
 from samestep.host import GREEN, RED, colored
 
 if TYPE_CHECKING:  # --help must not load torch
-    from samestep.tools.trace import Finding, StepTrace
+    from samestep.tools.trace import Observation, StepTrace
 
-SHOWN: Final = 5  # findings
+SHOWN: Final = 5  # likely causes
 AT_START: Final = (
     "the state before the first step: a model or optimizer built before ss.init, from random "
-    "numbers that samestep does not seed, or from data that depend on the number of workers"
+    "numbers that samestep does not seed, or from data that depends on the number of workers"
 )
 # by the first pattern that matches the name of the difference
 CAUSES: Final = {
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lanes", type=int, metavar="N", help=lanes)
     kill = "also kill a worker during a run, resume, and compare"
     add("--kill", action="store_true", help=kill)
-    seed = "selects the step and worker of --kill (default: 0)"
+    seed = "seed that selects the step and the worker to kill (default: 0)"
     add("--seed", type=int, default=0, metavar="N", help=seed)
     add("script", help="training script; it must track the objects to compare (run.track)")
     add("arguments", nargs="...", help="arguments of the script")
@@ -75,11 +75,11 @@ def main(options: argparse.Namespace) -> int:
         draw = random.Random(options.seed)
         title, trace = tracer.run_with_kill(by_devices[-1], by_devices[0], draw)
         traces[title] = trace
-    return print_report(traces, tracer.lanes or 0, tracer.findings)
+    return print_report(traces, tracer.lanes or 0, tracer.observations)
 
 
 def print_report(
-    traces: Mapping[str, list[StepTrace]], lanes: int, findings: Sequence[Finding] = ()
+    traces: Mapping[str, list[StepTrace]], lanes: int, observations: Sequence[Observation] = ()
 ) -> int:
     """Print a table of hashes and the first difference with its causes; return the status."""
     by_step = {title: {trace.step: trace for trace in run} for title, run in traces.items()}
@@ -95,7 +95,7 @@ def print_report(
     for step in sorted({trace.step for run in traces.values() for trace in run}):
         row = {title: run.get(step) for title, run in by_step.items()}
         print_row(str(step), [trace.digest() if trace else "-" for trace in row.values()])
-        difference = difference or find_difference(step, row, findings)
+        difference = difference or find_difference(step, row, observations)
     if difference is None:
         print(colored("the same at every step:", GREEN, sys.stdout), ", ".join(traces))
         return 0
@@ -104,20 +104,20 @@ def print_report(
 
 
 def find_difference(
-    step: int, row: Mapping[str, StepTrace | None], findings: Sequence[Finding]
+    step: int, row: Mapping[str, StepTrace | None], observations: Sequence[Observation]
 ) -> str | None:
     """Return the first difference after a step with its causes, None if there is none.
 
-    The findings up to this step are likelier than the usual cause of such a difference.
+    Observations up to this step are likelier than the usual cause of such a difference.
     """
     if missing := ", ".join(title for title, trace in row.items() if trace is None):
         cause = "a number of steps that depends on the number of workers"
-        return f"step {step}: {missing} did not reach it\nUsual cause: {cause}"
+        return f"step {step}: {missing} never reached it\nUsual cause: {cause}"
     (first_title, first), *others = row.items()
     for title, trace in others:
         if first and trace and (name := first.first_difference(trace)):
             between = f"{name!r} differs between {first_title} and {title}"
-            if found := dict.fromkeys(one.text for one in findings if one.step <= step > 0):
+            if found := dict.fromkeys(one.text for one in observations if one.step <= step > 0):
                 causes = "\n".join(f"Likely cause: {text}" for text in islice(found, SHOWN))
                 return f"step {step}: {between}\n{causes}"
             cause = next(CAUSES[pattern] for pattern in CAUSES if re.search(pattern, name))

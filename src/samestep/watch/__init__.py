@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=7007, help=port)
     file = "file with one line, readable only by you: the token with which users log in"
     parser.add_argument("--token-file", type=Path, help=file)
-    read_only = "do not let users edit the tags and notes of runs"
+    read_only = "disallow editing of tags and notes"
     parser.add_argument("--read-only", action="store_true", help=read_only)
 
 

@@ -109,13 +109,13 @@ class Curve:
         return len(self._table)
 
     def append(
-        self, place: StepPosition, time: float, value: float, low: float, high: float
+        self, position: StepPosition, time: float, value: float, low: float, high: float
     ) -> None:
         """Append a point; `low` and `high` are NaN if it has no band."""
-        self._table.append((place[0], not place[1], time, value, low, high))
+        self._table.append((position[0], not position[1], time, value, low, high))
 
     def discard_after(self, last: StepPosition) -> None:
-        """Remove all points after a place."""
+        """Remove all points after a position."""
         step, between, *_ = self._table.columns()
         self._table.filter((step < last[0]) | ((step == last[0]) & between))
         self._average = self._summary = None
@@ -156,7 +156,7 @@ class Curve:
 
 
 class HostUse:
-    """Samples of the use of hosts, as one series per host and measure: 12 bytes a value.
+    """Resource usage of hosts, as one series per host and measure: 12 bytes a value.
 
     Shares are in percent, throughput in bytes per second. A GPU's measures end with its number, as
     in "gpu 0" and "gpu_memory 0".
@@ -302,7 +302,7 @@ def to_int(value: object) -> int | None:
 
 
 def to_float(value: object) -> float:
-    """Return a number of any size as float, also if it is not finite; NaN for anything else."""
+    """Return a number of any size as float, even if it is not finite; NaN for anything else."""
     if type(value) is float:  # most values are
         return value
     if isinstance(value, (int, float)):

@@ -64,14 +64,14 @@ def main(options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Report:
+class HtmlReport:
     """A report: the HTML of its file, and a summary of its content as text."""
 
     page: str
     text: str
 
 
-def make_report(locations: Iterable[str], *, image_bytes: int) -> Report:
+def make_report(locations: Iterable[str], *, image_bytes: int) -> HtmlReport:
     """Read all runs at or below `locations` and return their report.
 
     Curves are downsampled to their extremes, values rounded to 6 digits, and at most `image_bytes`
@@ -120,7 +120,7 @@ def make_report(locations: Iterable[str], *, image_bytes: int) -> Report:
         total = left_out + len(images)
         text += f"; {left_out} of {total} images left out: over --images, missing or damaged"
     report = {"text": text, "written": now}
-    return Report(one_file({"answers": responses | images, "report": report}), text)
+    return HtmlReport(one_file({"answers": responses | images, "report": report}), text)
 
 
 def _read_image(view: View, number: int, room: int) -> tuple[str, bytes] | None:

@@ -36,11 +36,11 @@ GOOD, BAD, INFO = "good", "bad", "info"
 
 @dataclass(frozen=True)
 class Image:
-    """An image event. `number` counts all image events of the record, including void ones."""
+    """An image event. `number` counts all image events of the record, even invalidated ones."""
 
     number: int
     name: str
-    place: StepPosition
+    position: StepPosition
     path: str
     width: int
     height: int
@@ -48,19 +48,19 @@ class Image:
 
     @property
     def step(self) -> int:
-        return int(self.place[0])
+        return int(self.position[0])
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """A histogram event: `bins` [n, 2] has the edge and count of each bin, `others` NaN and so on."""
+    """A histogram event: `bins` [n, 2] has the edge and count of each bin, `others` NaN etc."""
 
-    place: StepPosition
+    position: StepPosition
     bins: NDArray[np.float64]
     others: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
-        return {"step": int(self.place[0]), "bins": self.bins.tolist(), **self.others}
+        return {"step": int(self.position[0]), "bins": self.bins.tolist(), **self.others}
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class TimelineEvent:
     kind: str
     step: int | None
     text: str
-    tone: str
+    severity: str
     detail: str | None
 
 
 class RunState:
     """The state of a run after some of its events, with its curves, timings, images and timeline.
 
-    A start removes the events that it makes void, as `samestep.record.read_history` does.
+    A start removes the events that it invalidates, as `samestep.record.read_history` does.
     """
 
     def __init__(self) -> None:
@@ -185,9 +185,9 @@ class RunState:
             curve.discard_after(last)
         self.curves = {name: curve for name, curve in self.curves.items() if len(curve)}
         self.timings.discard_after(last, trained=self.loop is not None)
-        self.images = {key: image for key, image in self.images.items() if image.place <= last}
+        self.images = {key: image for key, image in self.images.items() if image.position <= last}
         histograms = {
-            name: [one for one in series if one.place <= last]
+            name: [one for one in series if one.position <= last]
             for name, series in self.histograms.items()
         }
         self.histograms = {name: series for name, series in histograms.items() if series}
@@ -207,8 +207,8 @@ class RunState:
         self.failures.clear()
 
     def _add_scalars(self, event: dict[str, Any], time: float) -> None:
-        place, values = _place(event), event.get("values")
-        if place is None or not isinstance(values, dict):
+        position, values = _position(event), event.get("values")
+        if position is None or not isinstance(values, dict):
             return
         bands = event.get("low"), event.get("high")
         low, high = (band if isinstance(band, dict) else {} for band in bands)
@@ -218,47 +218,47 @@ class RunState:
             if (curve := self.curves.get(name)) is None:
                 curve = self.curves[name] = Curve()
             edges = to_float(low.get(name)), to_float(high.get(name))
-            curve.append(place, time, to_float(value), *edges)
-        epoch, is_between = to_int(event.get("epoch")), not place[1]
+            curve.append(position, time, to_float(value), *edges)
+        epoch, is_between = to_int(event.get("epoch")), not position[1]
         if is_between and epoch:  # the number of the next epoch, which may not follow
             epoch = max(self.epoch or 0, epoch - 1)
         self.epoch = epoch
-        self._reach(place[0], time)
+        self._reach(position[0], time)
 
     def _add_timing(self, event: dict[str, Any], time: float) -> None:
-        place, workers = _place(event), event.get("workers")
-        if place is None:
+        position, workers = _position(event), event.get("workers")
+        if position is None:
             return
         if isinstance(event.get("quantiles"), dict) and self.timings.append_summary(
-            place[0], time, self.attempts, event
+            position[0], time, self.attempts, event
         ):
-            self._reach(place[0] + 1, time)
+            self._reach(position[0] + 1, time)
         if not isinstance(workers, list) or not workers:
             return
         if all(isinstance(worker, dict) for worker in workers):
             seconds = [seconds_of(worker) for worker in workers]
-            self.timings.append(place[0], time, self.attempts, seconds)
-            self._reach(place[0] + 1, time)
+            self.timings.append(position[0], time, self.attempts, seconds)
+            self._reach(position[0] + 1, time)
 
     def _add_image(self, event: dict[str, Any]) -> None:
-        place, path, name = _place(event), event.get("path"), str(event.get("name"))
-        if place is None or not isinstance(path, str):
+        position, path, name = _position(event), event.get("path"), str(event.get("name"))
+        if position is None or not isinstance(path, str):
             return
         number, size = self._image_count, to_int(event.get("bytes"))
         width, height = (to_int(event.get(field)) or 0 for field in ("width", "height"))
-        self.images[number] = Image(number, name, place, path, width, height, size)
+        self.images[number] = Image(number, name, position, path, width, height, size)
         self._image_count += 1
 
     def _add_histogram(self, event: dict[str, Any]) -> None:
-        place = _place(event)
+        position = _position(event)
         try:
             bins = np.array(event.get("bins"), dtype=np.float64).reshape(-1, 2)
         except (OverflowError, TypeError, ValueError):
             return
-        if place is not None and np.isfinite(bins).all():
+        if position is not None and np.isfinite(bins).all():
             others = {key: to_int(event.get(key)) or 0 for key in NON_FINITE}
             series = self.histograms.setdefault(str(event.get("name")), [])
-            series.append(Histogram(place, bins, others))
+            series.append(Histogram(position, bins, others))
 
     def _reach(self, step: float | None, time: float | None = None) -> None:
         """Record that `step` steps are done, and the time if it is known."""
@@ -269,19 +269,19 @@ class RunState:
             self.paces.append((step, time))
 
     def _add_to_timeline(self, event: Event, kind: str, time: float) -> None:
-        text, tone = describe(event, kind, self.start)
+        text, severity = describe(event, kind, self.start)
         step, detail = to_int(event.get("step")), to_text(event.get("traceback"))
-        self.timeline.append(TimelineEvent(time, kind, step, text, tone, detail))
+        self.timeline.append(TimelineEvent(time, kind, step, text, severity, detail))
 
 
-def _place(event: dict[str, Any]) -> StepPosition | None:
+def _position(event: dict[str, Any]) -> StepPosition | None:
     return None if to_number(event.get("step")) is None else step_position(event)
 
 
 def describe(event: Event, kind: str, before: Event) -> tuple[str, str]:
-    """Return the text and tone of an event; `before` is the previous start, empty if none."""
+    """Return the text and severity of an event; `before` is the previous start, empty if none."""
     if kind in STARTS:
-        text, tone = _describe_start(event, kind, before), INFO
+        text, severity = _describe_start(event, kind, before), INFO
     elif kind in DESCRIPTIONS:
         usual, template = DESCRIPTIONS[kind]
         rank, host = event.get("rank"), event.get("host")
@@ -290,11 +290,11 @@ def describe(event: Event, kind: str, before: Event) -> tuple[str, str]:
         if kind == "failed":
             fields["error"] = _first_line(event.get("error"))
         text = template.format_map(fields) if isinstance(template, str) else template(event)
-        tone = BAD if event.get("error") else usual
+        severity = BAD if event.get("error") else usual
     else:
         text = kind.replace("_", " ") + _describe_fields(event)
-        tone = BAD if kind.endswith(("failed", "rejected")) else INFO
-    return text[:LONGEST_TEXT], tone
+        severity = BAD if kind.endswith(("failed", "rejected")) else INFO
+    return text[:LONGEST_TEXT], severity
 
 
 def _describe_start(event: Event, kind: str, before: Event) -> str:
@@ -383,7 +383,7 @@ def _describe_fields(event: Event) -> str:
     return ": " + ", ".join(fields) if fields else ""
 
 
-# tone, and text: a template of the event's fields, or a function
+# severity, and text: a template of the event's fields, or a function
 DESCRIPTIONS: Final[Mapping[str, tuple[str, str | Callable[[Event], str]]]] = {
     "finished": (GOOD, "finished after {step} steps"),
     "stopped": (INFO, _describe_stop),

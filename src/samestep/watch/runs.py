@@ -28,7 +28,7 @@ LOCATIONS: Final[dict[str, Any]] = {
     "nargs": "+",
     "help": "a run's folder, a folder of runs, or the URL of either",
 }
-MESSAGE_SECONDS: Final = 0.75  # between two messages: news arrives within a second
+MESSAGE_SECONDS: Final = 0.75  # between messages, so updates arrive within a second
 KEEP_ALIVE_SECONDS: Final = 15.0
 JOIN_SECONDS: Final = 1.0
 MOST_SUBSCRIBERS: Final = 100

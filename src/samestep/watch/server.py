@@ -17,9 +17,9 @@ PUT /api/notes?id=         replace {"tags", "note"} of "version", the file's `no
 GET /api/changes           server-sent events: {"ids": [...]} of the runs that changed, empty if
                            faults changed, at most one per 0.75 s
 
-States are running, stopped, finished, failed and silent. Times are Unix seconds. Nonfinite numbers
-are null. The status is 400 for an invalid parameter, 404 for an unknown run, curve or image, and 409
-for notes that cannot be written.
+States are running, stalled, silent, stopped, finished and failed. Times are Unix seconds. Nonfinite
+numbers are null. The status is 400 for an invalid parameter, 404 for an unknown run, curve or
+image, and 409 for notes that cannot be written.
 """
 
 from __future__ import annotations

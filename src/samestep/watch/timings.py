@@ -91,7 +91,7 @@ class Timings:
         return True
 
     def discard_after(self, last: StepPosition, *, trained: bool = False) -> None:
-        """Remove all steps after a place, because a new attempt starts there.
+        """Remove all steps after a position, because a new attempt starts there.
 
         `trained` says whether the attempt before had a loop.
         """

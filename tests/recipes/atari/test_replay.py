@@ -34,7 +34,10 @@ class AllOfReplay(All, Replay):
 
 
 def filled(kind, rows, steps, *, game=None, settings=SETTINGS, end_rate=0.2):
-    """Return a replay after some steps, and its whole history: [steps + 1] frames, [steps] of actions, rewards and ends."""
+    """Return a replay after some steps, and its whole history.
+
+    That is [steps + 1] frames, and [steps] of actions, rewards and ends.
+    """
     game = game or GameSettings(frame_size=SIZE, frame_stack=3)
     replay = kind(settings, game, rows, ENVIRONMENTS)
     frames = torch.randint(256, (steps + 1, ENVIRONMENTS, SIZE, SIZE), dtype=torch.uint8)

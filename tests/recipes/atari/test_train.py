@@ -70,7 +70,10 @@ VARIANTS = {"plain Q-learning": PLAIN, "bfloat16": ["precision=bfloat16"]}
 
 
 def train(workers, directory, *changes):
-    """Return the scores of a run and all that it left, by name: networks, optimizer, emulators, replays, what it logged and drew."""
+    """Return the scores of a run and all that it left, by name.
+
+    That is networks, optimizer, emulators, replays, and what it logged and drew.
+    """
     scores = run_workers(
         recipe.main, workers, [*SMALL, "--dir", str(directory), *changes], timeout=100
     )

@@ -31,7 +31,7 @@ def plain_strip(size=16):
 
 
 def strip_of_places(size):
-    """Return a strip whose every tile says, in red and green, from which row and column a pixel comes."""
+    """Return a strip whose tiles have each pixel's row and column in red and green."""
     rows, columns = np.mgrid[:size, :size].astype(np.uint8)
     return np.concatenate(
         [np.stack([rows, columns, np.full_like(rows, number)], axis=-1) for number in range(4)],

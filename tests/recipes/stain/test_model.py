@@ -33,7 +33,10 @@ def strips(count=2, modalities=2, size=16):
 
 
 def test_the_full_size_is_that_of_deepliif():
-    """18 networks; ResNet-9 of 64 features has 11.4 million parameters (Zhu et al. 2017), U-Nets for 512 pixels 67 million."""
+    """18 networks: a ResNet-9 of 64 features has 11.4 million parameters (Zhu et al. 2017).
+
+    A U-Net for 512 pixels has 67 million.
+    """
     with torch.device("meta"):
         networks = Networks(read(Settings, [str(RECIPE / "full.yaml")]))
     made, judged = networks.generators, networks.discriminators
@@ -201,7 +204,10 @@ class Constants(nn.Module):
 
 
 def test_losses_are_those_of_the_paper():
-    """Binary cross entropy of logits for modalities, least squares for Seg, 100 times smooth L1; real is 1 and made is 0."""
+    """Binary cross entropy of logits for modalities, least squares for Seg, 100 times smooth L1.
+
+    Real is 1 and made is 0.
+    """
     settings = replace(
         SETTINGS,
         loss=LossSettings(generator_weights=(0.5, 0.3, 0.2), discriminator_weights=(0.1, 0.2, 0.7)),

@@ -22,7 +22,7 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_one_lane_leaves_the_bits_of_the_plain_script(precision, data, tmp_path):
-    """Without dropout: here each of the two losses of a step draws from random numbers of its own."""
+    """Without dropout: here each of the two losses of a step draws separate random numbers."""
     arguments = [*SMALL, data, "lanes=1", "model.dropout=0", f"precision={precision}"]
     with in_order(plain):
         scores = plain.main([*arguments, "--dir", str(tmp_path / "plain")])

@@ -161,7 +161,10 @@ def test_there_must_be_a_run_to_continue(data, tmp_path, capsys):
 
 
 def test_the_record_has_the_means_over_all_workers_as_a_plain_step_has_them(data, tmp_path):
-    """A step of two workers, five lanes of 3, 3, 2, 2 and 2 strips, beside one of plain PyTorch on all 12 strips at once."""
+    """A step of two workers beside one of plain PyTorch on all 12 strips at once.
+
+    The five lanes have 3, 3, 2, 2 and 2 strips.
+    """
     changes = [
         "lanes=5",
         "batch_size=12",

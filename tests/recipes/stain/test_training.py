@@ -9,7 +9,7 @@ from recipes.stain.training import end_epoch, make_scheduler
 
 
 def rates(epochs, l1=(), **settings):
-    """Return the learning rate of each epoch, from 1 at the start; `l1` are held-out distances after each."""
+    """Return each epoch's learning rate, from 1; `l1` are held-out distances after each."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = make_scheduler(optimizer, OptimizerSettings(**settings), epochs)
     found = []

@@ -17,7 +17,7 @@ COLOURS = {"black": 0, "red": 1, "green": 0, "blue": 2}  # their classes
 
 
 class Noisy(nn.Module):
-    """Makes the truth of the strip whose number is the IHC tile's first value, with noise that is always the same."""
+    """Makes the truth of the strip whose number is the IHC tile's first value, with fixed noise."""
 
     def __init__(self, strips, noise):
         super().__init__()

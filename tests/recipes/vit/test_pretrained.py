@@ -227,12 +227,12 @@ def test_parameters_that_do_not_fit_are_listed_with_the_nearest_names(tmp_path):
     message = str(caught.value)
     assert f"{tmp_path / 'a.pth'} does not fit the model" in message
     assert (
-        "blocks.0.attn.qkv.weight is missing; the nearest name in the file is blocks.0.attn.query_key_value.weight"
-        in message
+        "blocks.0.attn.qkv.weight is missing; the nearest name in the file is "
+        "blocks.0.attn.query_key_value.weight" in message
     )
     assert (
-        "blocks.0.attn.query_key_value.weight is not in the model; the nearest name there is blocks.0.attn"
-        in message
+        "blocks.0.attn.query_key_value.weight is not in the model; the nearest name there is "
+        "blocks.0.attn" in message
     )
     assert "norm.weight must have shape (8,), got (9,)" in message
     assert equal(target, untouched)

@@ -99,7 +99,7 @@ def record_calls(
     elements: int,
     round_to: torch.dtype | None = None,
 ) -> list[AllToAll | Doubling | HostBarrier]:
-    """Return the calls of a worker's exchange in a step, ordered as in `samestep.step.lane_engine`."""
+    """Return a worker's exchange calls in a step, ordered as in `samestep.step.lane_engine`."""
     world = RecordingWorld(rank, workers, per_host)
     parameter = torch.zeros(elements)
     exchange = Exchange([parameter], lanes, world, round_to)

@@ -20,11 +20,11 @@ from samestep.tools.scale.model import (
     read_timing,
     serial_fraction,
 )
-from samestep.tools.scale.network import Link, Network, count_traffic
+from samestep.tools.scale.network import LinkModel, Network, count_traffic
 from tests.tools.scale.simulation import Simulation, record_calls
 
 FREE = math.inf  # the bandwidth of a memory without cost
-NETWORK = Network(Link(50e-6, 10e9), Link(20e-6, 1e9), 2)
+NETWORK = Network(LinkModel(50e-6, 10e9), LinkModel(20e-6, 1e9), 2)
 RECORDED = {"data": 0.125, "compute": 0.25, "exchange": 0.125, "optimizer": 0.125, "snapshot": 0.0}
 
 latencies = st.floats(1e-6, 1e-2)
@@ -124,7 +124,7 @@ def _both(hosts, per_host, doublings, elements, latency, bandwidth):
     """Return the predicted and simulated time of an exchange with one sum per worker to send."""
     workers = hosts * per_host
     lanes = workers << doublings
-    network = Network(Link(latency, FREE), Link(latency, bandwidth), per_host)
+    network = Network(LinkModel(latency, FREE), LinkModel(latency, bandwidth), per_host)
     calls = [record_calls(rank, workers, per_host, lanes, elements) for rank in range(workers)]
     traffic = count_traffic(workers, per_host, lanes, 4 * elements)
     expected = exchange_seconds(traffic, network, per_host)
@@ -178,7 +178,7 @@ def test_waiting_is_part_of_the_exchange():
 @pytest.mark.parametrize("workers", [8, 4])
 def test_computing_the_last_lane_may_hide_an_exchange_between_hosts(workers):
     def exchange(seconds, per_host):
-        network = Network(NETWORK.memory, Link(1e-3, 1e6), per_host)
+        network = Network(NETWORK.memory, LinkModel(1e-3, 1e6), per_host)
         costs = _costs(compute=Range.exactly(seconds))
         return predict(costs, network, workers).parts["exchange"]
 
@@ -194,7 +194,7 @@ def test_a_worse_network_is_never_faster(workers, per_host, latency, bandwidth):
     traffic = count_traffic(workers, per_host, workers, 10_000)
     better, worse = (
         exchange_seconds(traffic, Network(NETWORK.memory, link, per_host), per_host)
-        for link in (Link(latency, bandwidth), Link(2 * latency, bandwidth / 2))
+        for link in (LinkModel(latency, bandwidth), LinkModel(2 * latency, bandwidth / 2))
     )
     assert better.lowest <= worse.lowest
     assert better.middle <= worse.middle

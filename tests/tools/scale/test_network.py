@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from samestep.step.exchange import buckets
 from samestep.tools.scale.network import (
     LOSS_BYTES,
-    Link,
+    LinkModel,
     Traffic,
     count_traffic,
     fit_links,
@@ -81,7 +81,7 @@ def test_links_explain_the_medians():
     nbytes = 1 << 20
     moved = count_traffic(2, 2, 2, nbytes).moved_bytes
     rounds = [[barrier, 6.0 + 4.0, 0.5, 0.5 + 2.0] for barrier in (1.0, 2.0, 9.0)]
-    assert fit_links(rounds, nbytes) == (Link(2.0, moved / 4.0), Link(0.5, nbytes / 2.0))
+    assert fit_links(rounds, nbytes) == (LinkModel(2.0, moved / 4.0), LinkModel(0.5, nbytes / 2.0))
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_a_bandwidth_that_noise_hides_is_the_lowest_that_it_may_be(exchange, lar
     moved = count_traffic(2, 2, 2, nbytes).moved_bytes
     links = fit_links([[1.0, exchange, 0.5, large]], nbytes)
     assert links == (
-        Link(1.0, moved / exchange, is_bound=True),
-        Link(0.5, nbytes / large, is_bound=True),
+        LinkModel(1.0, moved / exchange, is_bound=True),
+        LinkModel(0.5, nbytes / large, is_bound=True),
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from samestep.tools.scale import report
 from samestep.tools.scale.model import PARTS, Range, StepTiming
-from samestep.tools.scale.network import Link, Network
+from samestep.tools.scale.network import LinkModel, Network
 from samestep.tools.scale.report import milliseconds, report_lines, table
 from samestep.tools.scale.study import (
     REMEDIES,
@@ -25,7 +25,7 @@ from samestep.tools.scale.study import (
 )
 from samestep.tools.scale.trials import MemoryModel, Workload
 
-FREE = Link(1e-12, 1e30)
+FREE = LinkModel(1e-12, 1e30)
 
 
 def _timing(compute, *, other=0.0, optimizer=0.0, waiting=0.0):
@@ -85,7 +85,7 @@ def test_fewer_workers_predict_more_workers():
     assert study.same_batch(4).step.middle == pytest.approx(3.0)
     assert study.predicted_speedup(study.same_batch(4)).middle == pytest.approx(3.0)
     assert study.serial_fraction() == pytest.approx(1 / 9)
-    assert "were not faster" not in _text(study)
+    assert "were no faster" not in _text(study)
     assert "the speedup is at most 9 (Amdahl 1967)" in _text(study)
 
 
@@ -112,7 +112,7 @@ def test_the_same_lane_batch_is_compared_with_one_worker_and_the_same_lanes():
 def test_latency_and_bandwidth_of_the_network_need_different_remedies():
     slow, narrow = (
         _study({1: [_timing(0.1)]}, between=link, per_host=1)
-        for link in (Link(1e-2, 1e12), Link(1e-9, 1e3))
+        for link in (LinkModel(1e-2, 1e12), LinkModel(1e-9, 1e3))
     )
     assert slow.latency_share(1024) == pytest.approx(1.0)
     assert "use fewer, larger workers" in _text(slow)
@@ -156,7 +156,7 @@ def test_the_study_is_json():
     assert report["same_global_batch"] == [None] * 3
 
 
-NOISY = Link(20e-6, 5e9, is_bound=True)
+NOISY = LinkModel(20e-6, 5e9, is_bound=True)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_bandwidth_that_noise_hides_is_not_printed_as_measured(memory, between
     )
     text = _text(study)
     assert text.count("20 us per message, at least 5 GB/s") == bounds
-    assert ("too noisy to tell a bandwidth" in text) is (bounds > 0)
+    assert ("too noisy to estimate the bandwidth" in text) is (bounds > 0)
     assert json.loads(json.dumps(study.to_json()))["network"]["memory"]["is_bound"] is (
         memory is NOISY
     )
@@ -190,7 +190,7 @@ def test_lines_fit_100_columns(monkeypatch):
             load=9.0,
             learning_rate=1.23456e-7,
         ),
-        network=Network(NOISY, Link(1.0, 1e12, is_bound=True), 8),
+        network=Network(NOISY, LinkModel(1.0, 1e12, is_bound=True), 8),
         network_is_given=False,
         memory=MemoryModel(100e6, 1.0),
     )

@@ -184,7 +184,8 @@ class Page:
         self.run(
             "window.drawn = []; const pen = CanvasRenderingContext2D.prototype;"
             "const draw = pen.fillText;"
-            "pen.fillText = function (text, ...at) { drawn.push(text); draw.call(this, text, ...at) }"
+            "pen.fillText = function (text, ...at)"
+            " { drawn.push(text); draw.call(this, text, ...at) }"
         )
 
     def drag(self, scalar: str, start: float, end: float) -> None:

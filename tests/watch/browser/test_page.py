@@ -229,7 +229,8 @@ def test_the_table_of_runs_is_sorted_and_filtered(place, page, names):
     page.until(f"return JSON.stringify({rows}) === arguments[0]", json.dumps([runs[2].name]))
     page.choose_tab("settings")
     page.until(
-        "return document.querySelector('[data-key=\"model.depth\"]')?.textContent === 'model.depth2'"
+        "return document.querySelector('[data-key=\"model.depth\"]')?.textContent"
+        " === 'model.depth2'"
     )
 
 

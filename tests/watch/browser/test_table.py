@@ -80,7 +80,8 @@ def test_a_clock_that_was_set_back_gives_no_negative_duration(run, page):
     assert not [text for text in page.run("return drawn") if text.startswith("-")]
     page.element("[data-scalar=loss] .canvas").send_keys(Keys.HOME)
     page.until(
-        "return document.querySelector('.tip:popover-open')?.innerText.startsWith('after \\u2013 · loss')"
+        "return document.querySelector('.tip:popover-open')?.innerText"
+        ".startsWith('after \\u2013 · loss')"
     )
     page.choose_tab("table")
     page.until(f"return {ROWS}.length > 1")

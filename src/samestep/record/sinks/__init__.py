@@ -101,7 +101,7 @@ def find_hook(name: str) -> Callable[[dict[str, Any]], object]:
 
 
 def _post(url: str, event: Mapping[str, Any]) -> None:
-    """Send an event as JSON. Raises `OSError`, also for a status other than 2xx."""
+    """Send an event as JSON. Raises `OSError`, including for a status other than 2xx."""
     headers = {"Content-Type": "application/json", "User-Agent": "samestep"}
     request = Request(url, to_json(event).encode(), headers)  # noqa: S310  the option has http(s)
     with urlopen(request, timeout=HOOK_SECONDS) as response:  # noqa: S310

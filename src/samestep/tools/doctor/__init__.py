@@ -43,11 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit status: 0 if no problem was found, 1 otherwise."
     directory = "directory of the run (default: SAMESTEP_DIR, or the current directory)"
     parser.add_argument("--dir", type=Path, help=directory)
-    parser.add_argument("--quick", action="store_true", help="repeat measurements less often")
+    parser.add_argument("--quick", action="store_true", help="repeat measurements fewer times")
     verbose = "also print the facts about the machine"
     parser.add_argument("--verbose", action="store_true", help=verbose)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    workers = "workers of the run on this machine (default: one per GPU, or one per core)"
+    workers = (
+        "number of workers that will run on this machine (default: one per GPU, or one per core)"
+    )
     parser.add_argument("-n", "--workers", type=int, help=workers)
 
 

@@ -47,10 +47,10 @@ LEAST_FILES: Final = 10_000
 
 def examine_launchers(case: Case) -> Section:
     """Report the launcher that started this process: torchrun, MPI, Slurm or Kubernetes."""
-    system, place = case.system, _place(case.system)
+    system, process = case.system, _find_process(case.system)
     facts: dict[str, Any] = {
         "commands": [name for name in COMMANDS if system.has_command(name)],
-        "this_process": str(place) if isinstance(place, ConfigError) else _process(place),
+        "this_process": str(process) if isinstance(process, ConfigError) else _process(process),
         "variables": dict(
             item for item in sorted(system.environment.items()) if SHOWN.fullmatch(item[0])
         ),
@@ -60,34 +60,36 @@ def examine_launchers(case: Case) -> Section:
             "namespace": system.text(f"{SERVICE_ACCOUNT}/namespace"),
             "service_account": bool(system.names(SERVICE_ACCOUNT)),
         }
-    return Section("launchers", facts, list(_check_launchers(system, place)))
+    return Section("launchers", facts, list(_check_launchers(system, process)))
 
 
 def _has_several_hosts(system: System) -> bool:
-    place = _place(system)
-    return not isinstance(place, ConfigError) and place.world_size > place.local_world_size
+    process = _find_process(system)
+    return not isinstance(process, ConfigError) and process.world_size > process.local_world_size
 
 
-def _place(system: System) -> ProcessInfo | ConfigError:
+def _find_process(system: System) -> ProcessInfo | ConfigError:
     try:
         return find_process(system.environment)
     except ConfigError as error:
         return error
 
 
-def _process(place: ProcessInfo) -> str:
-    if place.started_by == "alone":
+def _process(process: ProcessInfo) -> str:
+    if process.started_by == "alone":
         return "not started by a launcher"
-    rank = f"rank {place.rank} of {place.world_size} workers"
-    return f"{rank}, started by {place.started_by}, rendezvous at {place.address}:{place.port}"
+    rank = f"rank {process.rank} of {process.world_size} workers"
+    return (
+        f"{rank}, started by {process.started_by}, rendezvous at {process.address}:{process.port}"
+    )
 
 
-def _check_launchers(system: System, place: ProcessInfo | ConfigError) -> Iterator[Finding]:
+def _check_launchers(system: System, process: ProcessInfo | ConfigError) -> Iterator[Finding]:
     environment = system.environment
-    if isinstance(place, ConfigError):
-        yield problem(f"samestep.init would fail: {place}.", "correct or unset these variables")
-    elif place.started_by != "alone":
-        yield good(f"this process is {_process(place)}")
+    if isinstance(process, ConfigError):
+        yield problem(f"samestep.init would fail: {process}.", "correct or unset these variables")
+    elif process.started_by != "alone":
+        yield good(f"this process is {_process(process)}")
     if "SLURM_JOB_ID" in environment:
         job = f"Slurm job {environment['SLURM_JOB_ID']}"
         tasks = environment.get("SLURM_NTASKS", "1")

@@ -15,7 +15,7 @@ SHARED: Final = "/dev/shm"  # noqa: S108  a mount point, not a temporary file
 LEAST_SHARED_BYTES: Final = 512 << 20
 LEAST_WORKER_BYTES: Final = 512 << 20  # torch and a small model
 BUS_ERROR: Final = (
-    "loader processes pass batches through it; if it is full, a bus error kills them."
+    "loader processes use it to pass batches; when it is full, they die with a bus error."
 )
 PAGES: Final = "/sys/kernel/mm/transparent_hugepage"
 INFINIBAND: Final = "/sys/class/infiniband"
@@ -83,7 +83,7 @@ def _check_processors(case: Case) -> Iterator[Finding]:
         yield note(
             f"OMP_NUM_THREADS={wanted} has no effect on workers. They compute with "
             f"{some(threads, 'thread')}, because the bits depend on the number of threads.",
-            f"samestep run --threads {wanted} in every run, if you want that number",
+            f"pass --threads {wanted} to every samestep run if you want that number",
         )
 
 

@@ -109,7 +109,7 @@ def check_can_draw(path: Path) -> None:
 
 def _measure(options: argparse.Namespace, sizes: list[int]) -> Study:
     from samestep.host import available_bytes
-    from samestep.tools.scale.network import Link, Network, measure_links
+    from samestep.tools.scale.network import LinkModel, Network, measure_links
     from samestep.tools.scale.study import Machine, Study
     from samestep.tools.scale.trials import TrialRunner
 
@@ -125,7 +125,7 @@ def _measure(options: argparse.Namespace, sizes: list[int]) -> Study:
     sys.stderr.write("measuring links …\n")
     memory_link, between = measure_links(workload.nbytes)
     if is_given := options.latency is not None:
-        between = Link(options.latency, options.bandwidth)
+        between = LinkModel(options.latency, options.bandwidth)
     network = Network(memory_link, between, options.workers_per_host or max(sizes))
     rate, batch_size = options.learning_rate, options.batch_size_now
     return Study(workload, timings, network, is_given, memory, machine, rate, batch_size)
@@ -141,7 +141,7 @@ def _measure_memory(runner: TrialRunner, trial: Trial) -> MemoryModel | None:
     try:
         return fit_memory(trial, runner.run(trial.workers, lanes))
     except LaunchError as error:  # the script requires its own lanes; all else is measured
-        sys.stderr.write(f"memory is not measured: with {lanes} lanes, {error}\n")
+        sys.stderr.write(f"memory was not measured: with {lanes} lanes: {error}\n")
         return None
 
 

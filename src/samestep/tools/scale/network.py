@@ -32,12 +32,12 @@ ROUNDS: Final = 15
 SMALL_CALLS: Final = 10  # per round: one small call is shorter than the scheduler's delays
 LEAST_BYTES: Final = 1 << 20
 MOST_BYTES: Final = 64 << 20
-VISIBLE_TRANSFER: Final = 0.1  # of a large message: less is not told from noise
+VISIBLE_TRANSFER: Final = 0.1  # of a large message: smaller shares count as noise
 ACTIVITY: Final = "measuring links"
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkModel:
     """A connection with a `latency` in seconds per message and a `bandwidth` in bytes/second.
 
     `is_bound`: noise hid the transfer, and the bandwidth is the lowest that it may be.
@@ -52,8 +52,8 @@ class Link:
 class Network:
     """The link of a worker to its host's `memory`, and the link of a host to others (`between`)."""
 
-    memory: Link
-    between: Link
+    memory: LinkModel
+    between: LinkModel
     workers_per_host: int
 
     def latency_share(self, traffic: Traffic) -> float:
@@ -134,7 +134,7 @@ def _count_sums(workers: int, on_host: int, lanes: int) -> tuple[int, int, int]:
     return max(own), max(of_host), sum(own)
 
 
-def measure_links(nbytes: int) -> tuple[Link, Link]:
+def measure_links(nbytes: int) -> tuple[LinkModel, LinkModel]:
     """Return the links of two workers through this machine's memory and its loopback network.
 
     Small and large messages alternate; large ones have `nbytes`, within practical limits.
@@ -144,7 +144,7 @@ def measure_links(nbytes: int) -> tuple[Link, Link]:
     return fit_links(rounds, nbytes)
 
 
-def fit_links(rounds: Sequence[Sequence[float]], nbytes: int) -> tuple[Link, Link]:
+def fit_links(rounds: Sequence[Sequence[float]], nbytes: int) -> tuple[LinkModel, LinkModel]:
     """Return the memory and network links that explain the medians over rounds with `nbytes`.
 
     A round has the seconds of a barrier, an exchange, a small message and a large message. If noise
@@ -158,11 +158,11 @@ def fit_links(rounds: Sequence[Sequence[float]], nbytes: int) -> tuple[Link, Lin
     )
 
 
-def _fit_link(latency: float, total: float, transfer: float, nbytes: int) -> Link:
+def _fit_link(latency: float, total: float, transfer: float, nbytes: int) -> LinkModel:
     """Return the link that sends `nbytes` in the `transfer` seconds of a message's `total`."""
     if transfer < VISIBLE_TRANSFER * total:
-        return Link(latency, nbytes / total, is_bound=True)
-    return Link(latency, nbytes / transfer)
+        return LinkModel(latency, nbytes / total, is_bound=True)
+    return LinkModel(latency, nbytes / transfer)
 
 
 def _measure(nbytes: int) -> list[list[float]]:

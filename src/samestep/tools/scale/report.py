@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from samestep.tools import some
 from samestep.tools.scale.model import PARTS, Prediction, Range
-from samestep.tools.scale.network import Link
+from samestep.tools.scale.network import LinkModel
 from samestep.tools.scale.study import PREDICTED_WORKERS, WARM_UP_EPOCHS, Study, learning_rates
 
 BUSY: Final = 0.5  # of the machine's capacity
@@ -80,7 +80,7 @@ def _bottleneck(study: Study) -> Iterator[str]:
     waited = milliseconds(study.waiting(study.most).middle)
     yield f"Waiting for the slowest worker takes {waited} ms of the exchange."
     if serial is not None and serial >= 1:
-        yield f"More workers were not faster than {study.fewest}."
+        yield f"More workers were no faster than {study.fewest}."
     elif serial:
         yield f"{serial:.1%} of a step did not get faster (Karp and Flatt 1990)."
         limit = f"{study.fewest / serial:.3g}"
@@ -99,9 +99,9 @@ def _predictions(study: Study) -> Iterator[str]:
     measured_links = (network.memory, *(() if study.network_is_given else (network.between,)))
     if any(link.is_bound for link in measured_links):
         yield (
-            "  too noisy to tell a bandwidth: the transfer took less than the measurements vary. The "
-            "lowest that it may be is assumed, so an exchange may be faster than predicted. Measure "
-            "again on an idle machine, or pass --latency and --bandwidth of the network."
+            "  too noisy to estimate the bandwidth: the transfer time is within measurement noise. "
+            "The lowest possible bandwidth is assumed, so exchanges may be faster than predicted. "
+            "Measure again on an idle machine, or pass --latency and --bandwidth of the network."
         )
     if check := study.check():
         workers, expected = check
@@ -160,7 +160,7 @@ def _lane_batch_advice(study: Study) -> Iterator[str]:
         yield "Largest lane batch: memory is measured only for workers on CPUs."
     elif study.memory is None or largest is None:
         yield (
-            "Largest lane batch: too noisy to tell how a worker's memory grows with it; try a "
+            "Largest lane batch: too noisy to estimate how memory grows with batch size; try a "
             "larger batch."
         )
     else:
@@ -210,8 +210,8 @@ def _lanes_and_learning_rate_advice(study: Study) -> Iterator[str]:
         rows.append([str(workers), str(larger), *rates, f"{WARM_UP_EPOCHS} epochs", betas])
     yield from table(rows)
     yield (
-        "The linear rule is that of Goyal et al. (2017), the square root rule that of Malladi et al. "
-        "(2022). Each holds up to a batch size that depends on the workload (8,192 images of "
+        "The linear rule is that of Goyal et al. (2017), the square root rule that of Malladi et "
+        "al. (2022). Each holds up to a batch size that depends on the workload (8,192 images of "
         "ImageNet in Goyal et al.): check the loss."
     )
 
@@ -243,7 +243,7 @@ def _time_range(seconds: Range) -> str:
     return f"{milliseconds(seconds.middle)} ({lowest} to {highest})"
 
 
-def _link(link: Link) -> str:
+def _link(link: LinkModel) -> str:
     bandwidth = f"{'at least ' * link.is_bound}{_digits(link.bandwidth / 1e9)} GB/s"
     return f"{_digits(link.latency * 1e6)} us per message, {bandwidth}"
 

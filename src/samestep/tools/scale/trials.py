@@ -213,7 +213,7 @@ class MemoryModel:
 def fit_memory(trial: Trial, with_more_lanes: Trial) -> MemoryModel | None:
     """Return the line through two runs with the same batch size, None if noise hides it.
 
-    A line with less than no memory for a worker without samples is noise as well.
+    A negative intercept also counts as noise.
 
     Partial sums of gradients, one for each level of a worker's tree, are subtracted.
     """

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default here: {GRACE_SECONDS}) to exit."
     )
     add = parser.add_argument
-    add("--image", required=True, help="image with samestep and the script")
+    add("--image", required=True, help="container image with samestep and the script")
     kind = "job: an Indexed Job, for any cluster (default); the others need Kubeflow"
     add("--kind", choices=KINDS, default="job", help=kind)
     add("--namespace", help="namespace of the job (default: that of kubectl)")

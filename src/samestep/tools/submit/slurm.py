@@ -54,8 +54,8 @@ def add_training_arguments(parser: argparse.ArgumentParser, node: str) -> None:
     add("--gpus", metavar="N", help=f"GPUs per {node}")
     add("--cpus", type=int, metavar="N", help="CPUs per worker and its loader processes")
     add("--memory", metavar="SIZE", help=f"memory per {node}")
-    add("--output", metavar="FILE", help="write the job to FILE, do not submit it")
-    add("-m", "--module", action="store_true", help="script is a module's name")
+    add("--output", metavar="FILE", help="write the job to FILE instead of submitting it")
+    add("-m", "--module", action="store_true", help="treat script as a module name")
     add_options(parser)
     add("script", help="a Python script, or a module with -m")
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -128,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sbatch", action="append", default=[], metavar="OPTION", help=sbatch)
     setup = (
         "shell command to run before the workers start, as in --setup 'source venv/bin/activate'; "
-        "may be repeated. Workers then use the python in PATH (default: the Python that runs this "
+        "may be repeated. Workers then use the Python in PATH (default: the Python that runs this "
         "command)"
     )
     add("--setup", action="append", default=[], metavar="LINE", help=setup)

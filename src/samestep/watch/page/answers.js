@@ -8,7 +8,8 @@ import { choose } from "./state.js";
 
 const STEADY = 0.005; // a smaller change is no trend
 const MOST_PARTS = 3; // named beside the bar
-const TREND = "The change of the mean from the fifth of the points before the newest fifth to it";
+const TREND =
+  "The change between the mean of the newest fifth of the points and that of the fifth before it";
 
 export function answers() {
   const cells = {
@@ -76,17 +77,17 @@ function trend(values) {
 function scored({ name, last, best, trend: change, at }) {
   const isBetter = change < 0 === (goal(name) === "lowest");
   const percent = Math.min(999, Math.round(100 * Math.abs(change)));
-  const tone = Math.abs(change) < STEADY ? null : isBetter ? "good" : "bad";
+  const severity = Math.abs(change) < STEADY ? null : isBetter ? "good" : "bad";
   const where = at === null ? "" : ` at step ${count(at)}`;
   const text = `${name} ${number(last)}, best ${number(best)}${where}`;
   return h("p", { title: text }, `${name} `, h("b", {}, number(last)),
-    change !== null && h("span", { class: "trend", "data-tone": tone, title: TREND },
-      tone ? `${change < 0 ? "↓" : "↑"}${percent}%` : "steady"),
+    change !== null && h("span", { class: "trend", "data-severity": severity, title: TREND },
+      severity ? `${change < 0 ? "↓" : "↑"}${percent}%` : "steady"),
     best !== null &&
       h("small", {}, `best ${number(best)}`, at !== null && `@${count(at)}`));
 }
 
-/** Return what is fine and what is not, as pairs of a tone and a text. */
+/** Return what is fine and what is not, as pairs of a severity and a text. */
 function health({ state, step, scalars, nonfinite, workers }) {
   const lines = [];
   if (["failed", "stalled", "silent"].includes(state)) {
@@ -100,7 +101,7 @@ function health({ state, step, scalars, nonfinite, workers }) {
   const pace = paces(workers);
   if (pace) lines.push(pace);
   if (!lines.length) return [[null, "no values yet"]];
-  return lines.length > 2 ? lines.filter(([tone]) => tone === "bad") : lines;
+  return lines.length > 2 ? lines.filter(([severity]) => severity === "bad") : lines;
 }
 
 function paces(workers) {
@@ -114,11 +115,11 @@ function paces(workers) {
   return ["bad", `worker ${slowest.rank}: ${times}× the median`];
 }
 
-function checked([tone, text, state]) {
-  const sign = tone === "good" ? "✓" : "⚠";
-  const mark = tone && h("i", { class: "sign", "aria-hidden": "true" }, sign);
+function checked([severity, text, state]) {
+  const sign = severity === "good" ? "✓" : "⚠";
+  const mark = severity && h("i", { class: "sign", "aria-hidden": "true" }, sign);
   const badge = { class: state && "state", "data-state": state };
-  return h("p", { "data-tone": tone, title: text }, mark, h("span", badge, text));
+  return h("p", { "data-severity": severity, title: text }, mark, h("span", badge, text));
 }
 
 function shares(parts) {

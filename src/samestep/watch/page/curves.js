@@ -65,7 +65,7 @@ function place(names, pins, cards, grid, watcher) {
   const sections = groups.map(([group, members]) => section(group, members, cards, watcher));
   grid.replaceChildren(...sections);
   if (grid.contains(active)) active.focus({ preventScroll });
-  const text = state.search ? "No scalar has that in its name." : "No scalars yet.";
+  const text = state.search ? "No matching scalars." : "No scalars yet.";
   if (!names.length) grid.append(h("p", { class: "empty" }, text));
 }
 
@@ -118,7 +118,7 @@ function toolbar() {
   const zoom = zoomButtons();
   const element = h(
     "div",
-    { class: "tools", role: "group", "aria-label": "What the curves show" },
+    { class: "tools", role: "group", "aria-label": "Curve options" },
     h("div", { class: "find" }, search, tally),
     axis,
     h("div", { class: "segments" }, log, band, clip),

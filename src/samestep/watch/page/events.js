@@ -51,9 +51,9 @@ export function eventsPanel(root) {
 
 function marks(events, started, updated) {
   const length = Math.max(1e-6, updated - started);
-  const dots = events.map(({ time, kind, tone, text }) =>
+  const dots = events.map(({ time, kind, severity, text }) =>
     h("i", {
-      "data-tone": tone,
+      "data-severity": severity,
       title: `${kind}, ${moment(time)}: ${text}`,
       vars: { left: `${(100 * Math.min(1, Math.max(0, (time - started) / length))).toFixed(3)}%` },
     }),
@@ -62,11 +62,11 @@ function marks(events, started, updated) {
   return [h("div", { class: "rail" }, dots), ...ends];
 }
 
-function row({ time, kind, step, text, tone, detail }) {
+function row({ time, kind, step, text, severity, detail }) {
   const more = detail && [h("summary", {}, "Details"), h("pre", { tabindex: 0 }, detail)];
   return h(
     "li",
-    { "data-kind": kind, "data-tone": tone },
+    { "data-kind": kind, "data-severity": severity },
     h("time", { datetime: new Date(time * 1000).toISOString() }, moment(time)),
     h("b", {}, kind.replaceAll("_", " ")),
     h("span", { class: "at" }, step === null || step === undefined ? "" : `step ${count(step)}`),
@@ -106,7 +106,7 @@ function sinkTable({ sinks, images }) {
       sinks.map(({ name, behind_bytes: behind, dropped, error }) =>
         h(
           "li",
-          { "data-sink": name, "data-tone": error ? "bad" : dropped ? "bad" : "good" },
+          { "data-sink": name, "data-severity": error ? "bad" : dropped ? "bad" : "good" },
           h("b", {}, name),
           h("span", {}, error ?? (behind ? `${bytes(behind)} behind` : "up to date")),
           h("span", {}, dropped ? `${count(dropped)} dropped` : "nothing dropped"),

@@ -72,10 +72,10 @@ export function logsPanel(root) {
 }
 
 const NONE =
-  "No logs. samestep's launchers write what each worker prints to logs/ of the run's directory.";
+  "No logs. `samestep run` and `ss.launch` write worker output to logs/ in the run's directory.";
 
 function summary(lines, worker, size, cut) {
   const where = `logs/worker-${worker}.log (${bytes(size)})`;
-  if (!lines.length) return state.find ? `No line at the end of ${where} has that.` : where;
+  if (!lines.length) return state.find ? `No matching line at the end of ${where}.` : where;
   return cut ? `The end of ${where}` : where;
 }

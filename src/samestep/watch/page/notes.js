@@ -38,7 +38,7 @@ export function notes() {
   function form(run) {
     const tags = h("input", { type: "search", id: "tags-text", value: run.tags.join(" ") });
     const note = h("textarea", { id: "note-text", rows: 3 }, run.note);
-    const problem = h("p", { role: "alert", "data-tone": "bad" });
+    const problem = h("p", { role: "alert", "data-severity": "bad" });
     const close = () => (forms.delete(run.id), update(last));
     const save = async (event) => {
       event.preventDefault();
