@@ -78,6 +78,8 @@ class Swaps:
     ) -> Future[Exception | None]:
         """Return the future of a tensor, whose result is the error of a message, or None."""
         done: Future[Exception | None] = Future()
+        if not sends:  # an empty tensor
+            done.set_result(None)
         last = len(sends) - 1
         for n, (work, send) in enumerate(zip(receiving, sends, strict=True)):
             self._pieces.put(Piece(work, send, done if n == last else None))

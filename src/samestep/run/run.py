@@ -186,7 +186,8 @@ class Run(Collectives, Log):
         if self.world_size > 1:
             round_to = self._lanes.round_to
             across = across or choose_across(parameters, self._world, round_to)
-            shard = Shard(optimizer, self.lanes, self._world, round_to, across)
+            places = self._lanes.places()
+            shard = Shard(optimizer, self.lanes, self._world, round_to, across, places)
             self._lanes.shards.append(shard)
             kind, hosts = type(optimizer).__name__, len(self._world.hosts)
             self._record.event("sharded", optimizer=kind, across=shard.across, hosts=hosts)

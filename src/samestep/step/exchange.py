@@ -45,12 +45,20 @@ BUCKET_BYTES: Final = 8 << 20
 CHUNK_BYTES: Final = 4 << 20
 
 
-def buckets(parameters: Parameters, world: World) -> list[list[Parameter]]:
+def buckets(
+    parameters: Parameters, world: World, places: Mapping[int, int] | None = None
+) -> list[list[Parameter]]:
     """Group parameters by dtype, in buckets of limited size unless a parameter is larger.
 
-    The limit is an eighth of all, from 1 to 8 MiB. On a single host there is one bucket per dtype:
-    early exchanges gain nothing while all cores compute.
+    The limit is an eighth of all, from 1 to 8 MiB. Buckets take parameters in the order of
+    `places`, by id, because autograd completes neighbors together, and keep the given order inside.
+    On a single host there is one bucket per dtype: early exchanges gain nothing while all cores
+    compute.
     """
+    if places is not None and len(world.hosts) > 1:
+        given = {id(parameter): number for number, parameter in enumerate(parameters)}
+        ordered = sorted(parameters, key=lambda one: places.get(id(one), len(places)))
+        return [sorted(some, key=lambda one: given[id(one)]) for some in buckets(ordered, world)]
     eighth = sum(parameter.nbytes for parameter in parameters) // BUCKETS
     most = min(max(eighth, LEAST_BUCKET_BYTES), BUCKET_BYTES)
     groups: list[list[Parameter]] = []

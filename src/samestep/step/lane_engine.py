@@ -117,6 +117,10 @@ class LaneEngine(LaneContext):
         self.buffers.add(module)
         self.manual.watch(module)
 
+    def places(self) -> dict[int, int]:
+        """Number the parameters of replicated modules, by id, in the order of the modules."""
+        return {number: place for place, number in enumerate(self._replicated)}
+
     def track(self, optimizer: Optimizer, shard: Shard | None) -> None:
         """Register a tracked optimizer, which has the parameters of `shard` if it is sharded."""
         parameters = [one for group in optimizer.param_groups for one in group["params"]]

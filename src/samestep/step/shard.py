@@ -254,6 +254,7 @@ class Shard:
 
     The optimizer stays the same object, so learning-rate schedulers and `step` work as before.
     Gradients are rounded to `round_to` as in `Exchange`; the optimizer gets the parameters' dtype.
+    `places` numbers parameters by id in the order of their models.
     """
 
     def __init__(
@@ -263,6 +264,7 @@ class Shard:
         world: World,
         round_to: torch.dtype | None = None,
         across: Across = "world",
+        places: Mapping[int, int] | None = None,
     ) -> None:
         self.optimizer = optimizer
         initial = optimizer.state_dict()  # Adagrad has state before its first step
@@ -272,7 +274,7 @@ class Shard:
         self._group_indices = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
         self.flat_buffers = [
             FlatBuffer(bucket, lanes, world, optimizer, round_to, across)
-            for bucket in buckets(parameters, world)
+            for bucket in buckets(parameters, world, places)
         ]
         self.across = self.flat_buffers[0].exchange.across
         firsts = {
