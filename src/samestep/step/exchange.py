@@ -140,7 +140,7 @@ class Exchange:
         self._end: Callable[[], None] | None = None  # completes the sums that are held
         # two hosts with one sum each need no owners
         hosts = [route.host, *route.others]
-        self._swaps = self.across == "host" and [len(self._spans_of(h)) for h in hosts] == [1, 1]
+        self.swaps = self.across == "host" and [len(self._spans_of(h)) for h in hosts] == [1, 1]
 
     def shared_storage(self, rows: int, dtype: torch.dtype) -> list[list[Tensor]]:
         """Return `rows` flat storages of zeros per worker of this host, shared among them."""
@@ -196,7 +196,7 @@ class Exchange:
         gloo sends only what the receiver awaits. The earlier it says so, the fewer other messages
         are sent before that one.
         """
-        if self._swaps:
+        if self.swaps:
             self._swapping = self._swapping or self._begin_swap()
 
     def start(self) -> None:
@@ -206,7 +206,7 @@ class Exchange:
         """
         if self._machine is not None:
             self._nearby = self._send_nearby(self._machine)
-        elif self._swaps:
+        elif self.swaps:
             self._started = self._swap()
         elif self._route.others:
             owners, numbers = self._route.owners[self.world.rank], self._route.numbers
@@ -224,7 +224,7 @@ class Exchange:
     @property
     def sends_on(self) -> bool:
         """Whether owners send their sums to other workers that hold them."""
-        return self.across == "host" and not self._swaps
+        return self.across == "host" and not self.swaps
 
     def add(self) -> None:
         """Add up what arrives, in that order, and begin to send sums on if `sends_on`."""

@@ -118,7 +118,7 @@ class LaneEngine(LaneContext):
         self.manual.watch(module)
 
     def places(self) -> dict[int, int]:
-        """Number the parameters of replicated modules, by id, in the order of the modules."""
+        """Return the places of parameters, by id, in the order of replicated modules."""
         return {number: place for place, number in enumerate(self._replicated)}
 
     def track(self, optimizer: Optimizer, shard: Shard | None) -> None:
@@ -193,10 +193,13 @@ class LaneEngine(LaneContext):
         if not may_move:
             self._checked[module] = parameters, current
 
-    def check_seals(self) -> None:
-        """Raise `OptimizerError` if user code changed gradients of a sharded optimizer."""
+    def open_seals(self) -> None:
+        """Wait for all gradients of sharded optimizers, so that they can be read.
+
+        Raises `OptimizerError` if user code changed one.
+        """
         for seal in self.seals:
-            seal.check()
+            seal.open()
 
     def seal(self, parameters: Parameters) -> None:
         """Accept the current gradients of sharded optimizers with any of the parameters."""
@@ -228,7 +231,7 @@ class LaneEngine(LaneContext):
         self.manual.forget_cleared()
         are_clear = have_none(parameters)
         if not are_clear:
-            self.check_seals()
+            self.open_seals()
         for bucket in overlap.buckets:
             if bucket.flat_buffer is not None:
                 bucket.flat_buffer.stash_gradients(are_clear=are_clear and bucket.has_all)
