@@ -212,6 +212,7 @@ def test_empty_parameters_can_be_exchanged():
         return [gradient.shape for gradient in exchange.gather()]
 
     assert in_processes(2, body) == [[(0,), (3, 0)]] * 2
+    assert on_hosts(2, 2, body) == [[(0,), (3, 0)]] * 2
 
 
 def test_the_order_of_additions_changes_these_sums():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import nn, optim
 
 from samestep.comm.base import Alone
 from samestep.config import Config
@@ -266,6 +266,52 @@ def test_gradients_are_sent_to_other_hosts_during_backward_of_the_last_lane(each
     assert second == [*earlier, 3, 2, 1, 0, "exchange", "exchange", "exchange", *more] * 2
     (_, expected), _ = in_processes(2, body, 2 * 9 * 8 * 4 + 1)
     assert whole == expected
+
+
+def test_gradients_of_optimizers_with_several_groups_are_sent_during_backward():
+    """With weight decay for matrices only, the group of biases is complete at the end."""
+
+    def body(world, bucket_bytes):
+        exchange.BUCKET_BYTES = bucket_bytes
+        lanes = LaneEngine(world, Config(), 2, [CPU])
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        replicate(model, CPU, world)
+        lanes.add(model)
+        groups = [
+            {"params": [layer.weight for layer in model]},
+            {"params": [layer.bias for layer in model], "weight_decay": 0.0},
+        ]
+        optimizer = optim.AdamW(groups, lr=0.1, fused=True)
+        if world.size > 1:
+            shard = Shard(optimizer, 2, world, None, "host", lanes.places())
+            lanes.shards.append(shard)
+            assert [len(one.exchange.parameters) for one in shard.flat_buffers] == [4, 4]
+        order = []
+        for number, layer in enumerate(model):
+            layer.weight.register_hook(lambda gradient, number=number: order.append(number))
+        log_sends(world, order)
+        for _ in range(2):
+            samples = [
+                torch.randn(3, 8, generator=torch.Generator().manual_seed(lane))
+                for lane in lanes.own
+            ]
+            lanes.backward(
+                LossSpec(lambda model, batch: model(batch).square().mean(), model),
+                Batch(0, lanes.own, [3, 3], iter(samples)),
+                model,
+                (0, 0),
+                dict,
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+        return order, [bits(parameter) for parameter in model.parameters()]
+
+    (order, sharded), (_, same) = on_hosts(2, 2, body, 2 * 72 * 4 + 1)
+    # the last bucket waits for the losses
+    assert order == [3, 2, "exchange", 1, 0, "exchange"] * 2
+    ((_, expected),) = in_processes(1, body, 2 * 72 * 4 + 1)
+    assert sharded == same == expected
 
 
 def test_hosts_with_several_workers_send_gradients_during_backward():

@@ -132,7 +132,7 @@ def give(flat_buffer, gradients):
     flat = flat_buffer.own.new_zeros(flat_buffer.exchange.layout.flat_size)
     copy_gradients(flat_buffer.exchange.views(flat), gradients)
     held = flat_buffer.exchange.slices(flat, flat_buffer.exchange.held)
-    flat_buffer.set_gradients(held, [gradient is not None for gradient in gradients])
+    flat_buffer.set_gradients(lambda: held, [gradient is not None for gradient in gradients])
 
 
 def trained(world, kept=None, variants=VARIANTS, across="world"):

@@ -79,6 +79,8 @@ class Swaps:
     ) -> Future[Exception | None]:
         """Queue a tensor's pieces; return a future that resolves to the first error, or None."""
         done: Future[Exception | None] = Future()
+        if not sends:  # an empty tensor
+            done.set_result(None)
         last = len(sends) - 1
         for n, (work, send) in enumerate(zip(receiving, sends, strict=True)):
             self._pieces.put(Piece(work, send, done if n == last else None))

@@ -200,7 +200,7 @@ class Recording:
 
     def _own_gradients(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
         """Return this worker's share of each gradient, as it is stored if that is in slices."""
-        self._lanes.check_seals()
+        self._lanes.open_seals()
         sliced: dict[int, list[torch.Tensor]] = {}
         for buffer in self._lanes.flat_buffers():
             buffer.drop_cleared()

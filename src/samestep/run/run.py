@@ -186,8 +186,10 @@ class Run(Collectives, Recording):
         if self.world_size > 1:
             round_to = self._lanes.round_to
             across = across or choose_across(parameters, self._world, round_to)
-            shard = Shard(optimizer, self.lanes, self._world, round_to, across)
+            places = self._lanes.places()
+            shard = Shard(optimizer, self.lanes, self._world, round_to, across, places)
             self._lanes.shards.append(shard)
+            self._lanes.seals[-1].receive = shard.receive
             kind, hosts = type(optimizer).__name__, len(self._world.hosts)
             self._record.event("sharded", optimizer=kind, across=shard.across, hosts=hosts)
             parameters += [p for group in optimizer.param_groups for p in group["params"]]
@@ -405,7 +407,7 @@ class Run(Collectives, Recording):
         Example:
             >>> norm = run.clip_grad_norm(model, 1.0)
         """
-        self._lanes.check_seals()
+        self._lanes.open_seals()
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.lanes == 1:
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -550,6 +552,8 @@ class Run(Collectives, Recording):
         try:
             self._world.abandoned = error is not None
             if error is None:
+                for shard in self._lanes.shards:
+                    shard.receive()  # gradients that were not used may still arrive
                 self._session.end()
             elif not isinstance(error, (SystemExit, KeyboardInterrupt)):
                 self._session.report_failure(error)

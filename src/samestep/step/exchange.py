@@ -45,12 +45,20 @@ BUCKET_BYTES: Final = 8 << 20
 CHUNK_BYTES: Final = 4 << 20
 
 
-def buckets(parameters: Parameters, world: World) -> list[list[Parameter]]:
+def buckets(
+    parameters: Parameters, world: World, places: Mapping[int, int] | None = None
+) -> list[list[Parameter]]:
     """Group parameters by dtype, in buckets of limited size unless a parameter is larger.
 
-    The limit is an eighth of all, from 1 to 8 MiB. On a single host there is one bucket per dtype:
-    early exchanges gain nothing while all cores compute.
+    The limit is an eighth of all, from 1 to 8 MiB. Buckets take parameters in the order of
+    `places`, by id, because autograd completes neighbors together, and keep the given order inside.
+    On a single host there is one bucket per dtype: early exchanges gain nothing while all cores
+    compute.
     """
+    if places is not None and len(world.hosts) > 1:
+        given = {id(parameter): number for number, parameter in enumerate(parameters)}
+        ordered = sorted(parameters, key=lambda one: places.get(id(one), len(places)))
+        return [sorted(some, key=lambda one: given[id(one)]) for some in buckets(ordered, world)]
     eighth = sum(parameter.nbytes for parameter in parameters) // BUCKETS
     most = min(max(eighth, LEAST_BUCKET_BYTES), BUCKET_BYTES)
     groups: list[list[Parameter]] = []
@@ -134,7 +142,7 @@ class Exchange:
         self._end: Callable[[], None] | None = None  # completes the sums that are held
         # two hosts with one sum each need no owners
         hosts = [route.host, *route.others]
-        self._swaps = self.across == "host" and [len(self._spans_of(h)) for h in hosts] == [1, 1]
+        self.swaps = self.across == "host" and [len(self._spans_of(h)) for h in hosts] == [1, 1]
 
     def shared_storage(self, rows: int, dtype: torch.dtype) -> list[list[Tensor]]:
         """Return `rows` flat storages of zeros per worker of this host, shared among them."""
@@ -190,7 +198,7 @@ class Exchange:
         gloo sends only to a posted receive. Posting it early means that fewer other messages go out
         before this one.
         """
-        if self._swaps:
+        if self.swaps:
             self._swapping = self._swapping or self._begin_swap()
 
     def start(self) -> None:
@@ -200,7 +208,7 @@ class Exchange:
         """
         if self._machine is not None:
             self._nearby = self._send_nearby(self._machine)
-        elif self._swaps:
+        elif self.swaps:
             self._started = self._swap()
         elif self._route.others:
             owners, numbers = self._route.owners[self.world.rank], self._route.numbers
@@ -218,7 +226,7 @@ class Exchange:
     @property
     def sends_on(self) -> bool:
         """Whether owners send their sums to other workers that hold them."""
-        return self.across == "host" and not self._swaps
+        return self.across == "host" and not self.swaps
 
     def add(self) -> None:
         """Add up what arrives, in that order, and begin to send sums on if `sends_on`."""

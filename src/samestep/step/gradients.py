@@ -6,7 +6,7 @@ it, it gets no gradient, so the optimizer skips it as in plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress, repeat
 from operator import eq, is_
@@ -343,6 +343,7 @@ class GradientSeal:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self.receive: Callable[[], bool] = lambda: False  # waits for gradients that still arrive
         self._ids = set(map(id, self._parameters()))
         self.seal()
         optimizer.register_step_pre_hook(self.check)
@@ -368,11 +369,17 @@ class GradientSeal:
             return
         sealed = dict(zip(map(id, self._gradients), self._versions, strict=True))
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is None:
+            if gradient is None or isinstance(gradient, SlicedGradient):
                 continue
             if sealed.get(id(gradient)) != gradient._version:  # noqa: SLF001
                 refuse_unless_zero(gradient)
                 parameter.grad = None
+
+    def open(self) -> None:
+        """Check gradients, and wait for those that still arrive, so that they can be read."""
+        self.check()
+        if self.receive():
+            self.seal()
 
     def _parameters(self) -> list[Tensor]:
         return [one for group in self.optimizer.param_groups for one in group["params"]]
@@ -425,7 +432,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         seals = [seal for seal in self._seals if seal.optimizer is optimizer]
         for seal in seals:
-            seal.check()
+            seal.open()
         found: dict[torch.device, Tensor] = super()._unscale_grads_(
             optimizer, inv_scale, found_inf, allow_fp16
         )

@@ -117,6 +117,10 @@ class LaneEngine(LaneContext):
         self.buffers.add(module)
         self.manual.watch(module)
 
+    def places(self) -> dict[int, int]:
+        """Return the places of parameters, by id, in the order of replicated modules."""
+        return {number: place for place, number in enumerate(self._replicated)}
+
     def track(self, optimizer: Optimizer, shard: Shard | None) -> None:
         """Register a tracked optimizer, which has the parameters of `shard` if it is sharded."""
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -188,10 +192,13 @@ class LaneEngine(LaneContext):
         if not may_move:
             self._checked[module] = parameters, current
 
-    def check_seals(self) -> None:
-        """Raise `OptimizerError` if user code changed gradients of a sharded optimizer."""
+    def open_seals(self) -> None:
+        """Wait for all gradients of sharded optimizers, so that they can be read.
+
+        Raises `OptimizerError` if user code changed one.
+        """
         for seal in self.seals:
-            seal.check()
+            seal.open()
 
     def seal(self, parameters: Parameters) -> None:
         """Accept the current gradients of sharded optimizers with any of the parameters."""
@@ -223,7 +230,7 @@ class LaneEngine(LaneContext):
         self.manual.forget_cleared()
         are_clear = have_none(parameters)
         if not are_clear:
-            self.check_seals()
+            self.open_seals()
         for bucket in overlap.buckets:
             if bucket.flat_buffer is not None:
                 bucket.flat_buffer.stash_gradients(are_clear=are_clear and bucket.has_all)

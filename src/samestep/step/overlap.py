@@ -42,13 +42,17 @@ class Bucket:
     def reduce(self, missing: Collection[int], scale: float) -> float:
         """Complete the sums that this worker holds; return the factor for gathered ones.
 
-        The segments of a sharded optimizer get theirs, times `scale`.
+        The segments of a sharded optimizer get theirs, times `scale`, later if they still arrive.
         """
-        total, dtype = self.exchange.sum(), self.exchange.parameters[0].dtype
+        dtype = self.exchange.parameters[0].dtype
         if self.flat_buffer is not None:
             present = None if self.has_all and not missing else self.present(missing)
-            self.flat_buffer.set_gradients(scaled(total, dtype, scale), present)
-        elif total.dtype == dtype:  # fewer than the complete gradients
+            self.flat_buffer.set_gradients(
+                lambda: scaled(self.exchange.sum(), dtype, scale), present
+            )
+            return scale
+        total = self.exchange.sum()
+        if total.dtype == dtype:  # fewer than the complete gradients
             scaled(total, dtype, scale)
             return 1.0
         return scale
@@ -104,7 +108,8 @@ class Overlap:
         """
         scales = {}
         for bucket in self.order:
-            bucket.exchange.add()
+            if bucket.flat_buffer is None or not bucket.flat_buffer.defers:
+                bucket.exchange.add()
             if not bucket.exchange.sends_on:
                 scales[id(bucket)] = bucket.reduce(missing, scale)
         for bucket in self.order:

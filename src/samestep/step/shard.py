@@ -21,7 +21,7 @@ from samestep.comm.base import World
 from samestep.errors import OptimizerError
 from samestep.host import available_bytes
 from samestep.step.exchange import Across, Exchange, all_gather, buckets
-from samestep.step.gradients import Parameters, SlicedGradient, refuse_unless_zero
+from samestep.step.gradients import Parameters, SlicedGradient, have_none, refuse_unless_zero
 from samestep.step.layout import Fragment, TensorSlice, storage_order
 
 ELEMENTWISE: Final = (
@@ -31,6 +31,7 @@ ELEMENTWISE: Final = (
 # State with one number per parameter; other state tensors have one per element.
 SCALAR_STATE: Final = frozenset({"step", "mu_product", "eta", "mu"})
 
+OWN: Final = __name__.partition(".")[0]  # package
 SHARE_OF_MEMORY: Final = 0.5  # of the available memory, for state that hosts have in common
 
 
@@ -88,6 +89,11 @@ class FlatBuffer:
         ]
         self._shown: list[SlicedGradient | None] = [None] * len(parameters)  # in `.grad`
         self._are_shown = False  # any of them
+        self.is_in_step = False  # of the optimizer
+        # segments whose gradients still arrive, with placeholders, and what waits for all of them
+        self.arriving: list[tuple[Segment, SlicedGradient]] = []
+        self._arrived: Callable[[], Tensor] | None = None
+        self._unused: set[int] = set()  # placeholders that were cleared
 
     def parameter_of(self, fragment: Fragment) -> Tensor:
         """Return the complete parameter of a fragment."""
@@ -117,6 +123,7 @@ class FlatBuffer:
 
     def split(self, key: Callable[[Fragment], object]) -> None:
         """Split segments, and the optimizer's state, between fragments with different keys."""
+        self.receive()
         for segment in self.segments:
             groups = [list(group) for _, group in groupby(segment.fragments, key)]
             if len(groups) > 1:
@@ -143,11 +150,34 @@ class FlatBuffer:
                     for name, value in state.items()
                 }
 
+    @property
+    def defers(self) -> bool:
+        """Whether gradients that arrive from another host are awaited in the optimizer's step."""
+        has_none = have_none([segment.parameter for segment in self.segments])
+        return self.exchange.swaps and not self.is_in_step and has_none
+
+    def receive(self) -> bool:
+        """Wait for gradients that still arrive; return whether there were any.
+
+        Those that user code has cleared meanwhile are not used.
+        """
+        wait, self._arrived = self._arrived, None
+        if wait is None:
+            return False
+        values = wait()
+        for number, (segment, placeholder) in enumerate(self.arriving):
+            if segment.parameter.grad is placeholder:
+                is_unused = number in self._unused
+                segment.parameter.grad = None if is_unused else segment.view_in(values)
+        self.arriving, self._unused = [], set()
+        return True
+
     def drop_cleared(self) -> None:
         """Drop the gradients of parameters whose `.grad` user code has cleared.
 
         Raises `OptimizerError` if it has set one.
         """
+        self.receive()
         parameters = self.exchange.parameters
         if not self._cleared and all(map(is_, [one.grad for one in parameters], self._shown)):
             return
@@ -178,6 +208,7 @@ class FlatBuffer:
 
         `are_clear` says that no parameter has `.grad` now.
         """
+        self.receive()
         if self._are_shown or self._cleared or not are_clear:
             self.drop_cleared()
         if self._are_shown:
@@ -187,17 +218,31 @@ class FlatBuffer:
             if segment.parameter.grad is not None:
                 segment.parameter.grad = segment.parameter.grad.clone()
 
-    def set_gradients(self, own_slice: Tensor, present: Sequence[bool] | None = None) -> None:
+    def set_gradients(
+        self, own_slice: Callable[[], Tensor], present: Sequence[bool] | None = None
+    ) -> None:
         """Add this worker's slice of the gradient to the segments of `present` parameters.
 
-        None stands for all parameters.
+        None stands for all parameters. If the buffer `defers`, `receive` does that.
         """
         if present is not None:
             there = present
             self.split(lambda fragment: there[fragment.index])
-        for segment in self.segments:
-            if present is None or present[segment.fragments[0].index]:
-                gradient, earlier = segment.view_in(own_slice), segment.parameter.grad
+        segments = [
+            segment
+            for segment in self.segments
+            if present is None or present[segment.fragments[0].index]
+        ]
+        if self.defers:
+            self._arrived = own_slice
+            for number, segment in enumerate(segments):
+                placeholder = SlicedGradient.of(segment.parameter, number, self._unused)
+                segment.parameter.grad = placeholder
+                self.arriving.append((segment, placeholder))
+        else:
+            values = own_slice()
+            for segment in segments:
+                gradient, earlier = segment.view_in(values), segment.parameter.grad
                 segment.parameter.grad = gradient if earlier is None else earlier.add_(gradient)
         self._are_shown = True
         if present is None:
@@ -254,6 +299,7 @@ class Shard:
 
     The optimizer stays the same object, so learning-rate schedulers and `step` work as before.
     Gradients are rounded to `round_to` as in `Exchange`; the optimizer gets the parameters' dtype.
+    `places` numbers parameters by id in the order of their models.
     """
 
     def __init__(
@@ -263,6 +309,7 @@ class Shard:
         world: World,
         round_to: torch.dtype | None = None,
         across: Across = "world",
+        places: Mapping[int, int] | None = None,
     ) -> None:
         self.optimizer = optimizer
         initial = optimizer.state_dict()  # Adagrad has state before its first step
@@ -272,7 +319,7 @@ class Shard:
         self._group_indices = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
         self.flat_buffers = [
             FlatBuffer(bucket, lanes, world, optimizer, round_to, across)
-            for bucket in buckets(parameters, world)
+            for bucket in buckets(parameters, world, places)
         ]
         self.across = self.flat_buffers[0].exchange.across
         firsts = {
@@ -291,15 +338,51 @@ class Shard:
         """Return the index that a fragment's parameter had in the unsharded optimizer."""
         return self._index_of[id(buffer.parameter_of(fragment))]
 
-    def _before_step(self, *_: object) -> None:
+    def receive(self) -> bool:
+        """Wait for gradients that still arrive; return whether there were any."""
+        return sum(buffer.receive() for buffer in self.flat_buffers) > 0
+
+    def _before_step(self, _: object, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        for buffer in self.flat_buffers:
+            buffer.is_in_step = True
+        if len(args) == 1 and not kwargs:  # no closure beside the optimizer itself
+            self._update_early()
         for buffer in self.flat_buffers:
             buffer.drop_cleared()
+
+    def _update_early(self) -> None:
+        """Update parameters whose gradients have arrived while those of others arrive.
+
+        The optimizer leaves out parameters without a gradient. Hooks of others may count on a
+        single update.
+        """
+        hooks = self.optimizer._optimizer_step_pre_hooks.values()  # noqa: SLF001  not public
+        update = getattr(type(self.optimizer).step, "__wrapped__", None)  # without hooks
+        is_ours = [getattr(hook, "__module__", "").startswith(OWN) for hook in hooks]
+        # each arrives after those behind it; the caller updates the last one
+        order = [buffer for buffer in self.flat_buffers[::-1] if buffer.arriving]
+        if update is None or not all(is_ours) or not order:
+            return
+        shown = [[segment.parameter.grad for segment, _ in buffer.arriving] for buffer in order]
+        for buffer in order:
+            for segment, _ in buffer.arriving:
+                segment.parameter.grad = None
+        for buffer, gradients in zip(order, shown, strict=True):
+            for (segment, _), gradient in zip(buffer.arriving, gradients, strict=True):
+                segment.parameter.grad = gradient
+            if buffer is not order[-1]:
+                buffer.drop_cleared()
+                update(self.optimizer)
+                for one in self.flat_buffers:
+                    for segment in one.segments:
+                        segment.parameter.grad = None
 
     def _gather(self, *_: object) -> None:
         flats = [(buffer.exchange, buffer.flats) for buffer in self.flat_buffers]
         all_gather(flats, "gathering parameters")
         for buffer in self.flat_buffers:
             buffer.clear()
+            buffer.is_in_step = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the unsharded `state_dict`, with this worker's parts as `TensorSlice` leaves."""

@@ -1,0 +1,151 @@
+"""Between two hosts, parameters are updated while the gradients of others arrive."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import samestep as ss
+from samestep.step import exchange
+from tests.bits import bits
+from tests.workers import run_workers
+
+APART = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each worker is a host
+
+
+def nothing(run, model, optimizer, again):
+    optimizer.step()
+
+
+def clipped(run, model, optimizer, again):
+    run.clip_grad_norm(model, 0.01)
+    optimizer.step()
+
+
+def accumulated(run, model, optimizer, again):
+    again()
+    optimizer.step()
+
+
+def discarded(run, model, optimizer, again):
+    optimizer.zero_grad()
+    again()
+    optimizer.step()
+
+
+def zeroed(run, model, optimizer, again):
+    optimizer.zero_grad(set_to_none=False)
+    again()
+    optimizer.step()
+
+
+def partly_cleared(run, model, optimizer, again):
+    model[0].weight.grad = None
+    optimizer.step()
+
+
+def read(run, model, optimizer, again):
+    run.log_histogram("gradients", model, grad=True)
+    optimizer.step()
+
+
+def skipped(run, model, optimizer, again):
+    if run.step == 1:
+        optimizer.zero_grad()
+    else:
+        optimizer.step()
+
+
+def with_closure(run, model, optimizer, again):
+    optimizer.zero_grad()
+    optimizer.step(lambda: (again(), 0.0)[1])
+
+
+def with_hook(run, model, optimizer, again):
+    def halve(one, *_):
+        for group in one.param_groups:
+            group["lr"] /= 2
+
+    handle = optimizer.register_step_pre_hook(halve)
+    optimizer.step()
+    handle.remove()
+
+
+def scaled(run, model, optimizer, again):
+    scaler = run.grad_scaler(init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def frozen_later(run, model, optimizer, again):
+    optimizer.step()
+    model[1].requires_grad_(requires_grad=False)
+
+
+# buckets in the first step that are updated one by one
+EARLY = dict.fromkeys([nothing, discarded, zeroed, partly_cleared, skipped, frozen_later], 5)
+
+
+def train(between, exchange_dtype):
+    """Return the bits of the parameters after each step, and the updates made in each."""
+    exchange.LEAST_BUCKET_BYTES = exchange.BUCKET_BYTES = 700
+    torch.manual_seed(0)
+    with ss.init(lanes=2, dir=None, exchange_dtype=exchange_dtype) as run:
+        model = run.replicate(nn.Sequential(*(nn.Linear(12, 12) for _ in range(5))))
+        named = dict(model.named_parameters())
+        groups = [
+            {"params": [one for name, one in named.items() if "weight" in name]},
+            {"params": [one for name, one in named.items() if "bias" in name], "weight_decay": 0},
+        ]
+        optimizer = run.shard(torch.optim.AdamW(groups, lr=0.1, fused=True))
+        run.track(model=model, optimizer=optimizer)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        updates, after = [], []
+        inner = torch.optim.AdamW.step.__wrapped__
+
+        def counted(self, *arguments):
+            updates[-1] += 1
+            return inner(self, *arguments)
+
+        torch.optim.AdamW.step.__wrapped__ = counted
+        for batch in run.batches(torch.randn(12, 12), 4, epochs=1):
+
+            def again(batch=batch):
+                run.backward(lambda net, one: net(one).square().mean(), model, batch)
+
+            updates.append(0)
+            run.backward(lambda net, one: net(one).square().mean(), model, batch)
+            between(run, model, optimizer, again)
+            optimizer.zero_grad()
+            scheduler.step()
+            after.append([bits(parameter) for parameter in model.parameters()])
+        torch.optim.AdamW.step.__wrapped__ = inner
+        return after, updates
+
+
+@pytest.mark.parametrize("exchange_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    "between",
+    [
+        nothing,
+        clipped,
+        accumulated,
+        discarded,
+        zeroed,
+        partly_cleared,
+        read,
+        skipped,
+        with_closure,
+        with_hook,
+        scaled,
+        frozen_later,
+    ],
+)
+def test_updates_before_the_last_gradients_change_no_bit(between, exchange_dtype):
+    ((expected, _),) = run_workers(train, 1, between, exchange_dtype)
+    everyone = run_workers(train, 2, between, exchange_dtype, environment=APART)
+    for after, updates in everyone:
+        assert after == expected
+        assert updates[0] == EARLY.get(between, 1) - 1
