@@ -378,14 +378,19 @@ class Distributed(World):
     def _end_of(
         self, works: Sequence[dist.Work], what: str, sent: Tensor, *, polled: bool = True
     ) -> Callable[[], None]:
-        """Return a call that completes a transfer; `sent` stays in memory until then."""
+        """Return a call that completes a transfer, whose input `sent` stays in memory until then.
+
+        NCCL lets go of `sent` as soon as the call returns, in whatever stream that is.
+        """
 
         def end(kept: Tensor = sent) -> None:
             with self._waiting(what):
                 for work in works:
                     work.wait()
-                if polled and kept.is_cuda:
-                    self._note(what)
+                if kept.is_cuda:
+                    kept.record_stream(torch.cuda.current_stream(kept.device))
+                    if polled:
+                        self._note(what)
             del kept
 
         return end

@@ -619,5 +619,11 @@ void sim_end_use(const void* pointer) {
     std::free(start);
   }
 }
+// The current stream of a device uses the memory at `pointer`.
+void sim_use(int device, const void* pointer) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  auto block = containing(blocks, pointer);
+  if (block != blocks.end()) used_on[block->first].insert(current_streams[device]);
+}
 void sim_read(void* to, const void* from, int64_t size) { std::memcpy(to, from, size); }
 }

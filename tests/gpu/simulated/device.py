@@ -38,6 +38,7 @@ LIBRARY.sim_peak_bytes.restype = ctypes.c_int64
 LIBRARY.sim_register.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 LIBRARY.sim_unregister.argtypes = [ctypes.c_void_p]
 LIBRARY.sim_begin_use.argtypes = LIBRARY.sim_end_use.argtypes = [ctypes.c_void_p]
+LIBRARY.sim_use.argtypes = [ctypes.c_int, ctypes.c_void_p]
 LIBRARY.sim_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
 
 # processes that have used the driver, and a context on a device; a fork inherits both numbers

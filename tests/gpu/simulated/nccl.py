@@ -50,7 +50,12 @@ class Work:
         state["pending"].append(self)
 
     def wait(self, timeout: object = None) -> bool:
-        """Do this collective, and those before it, in the order in which they were enqueued."""
+        """Do this collective, and those before it, in the order in which they were enqueued.
+
+        Only the stream that waits here knows when its memory is no longer in use.
+        """
+        for pointer in (self._pointer, self._out.data_ptr()):
+            LIBRARY.sim_use(self._out.device.index, pointer)
         while not self._is_done:
             state["pending"].pop(0)._do()
         return True
