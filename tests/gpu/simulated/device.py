@@ -31,7 +31,7 @@ LIBRARY.sim_exchange_stream.restype = ctypes.c_int64
 LIBRARY.sim_exchange_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
 LIBRARY.sim_stream_wait.argtypes = [ctypes.c_int, *[ctypes.c_int64] * 3]
 LIBRARY.sim_wait_reason.restype = ctypes.c_char_p
-LIBRARY.sim_fail.argtypes = [ctypes.c_char_p]
+LIBRARY.sim_fail.argtypes = LIBRARY.sim_latch.argtypes = [ctypes.c_char_p]
 LIBRARY.sim_pinned_bytes.restype = ctypes.c_int64
 LIBRARY.sim_peer_copies.restype = ctypes.c_int64
 LIBRARY.sim_peak_bytes.restype = ctypes.c_int64
@@ -215,11 +215,12 @@ def _stream(stream: Stream):
 
 
 class Runtime:
-    """`torch.cuda.cudart()`: results are error codes."""
+    """`torch.cuda.cudart()`: results are error codes, and the thread's next kernel fails as well."""
 
     @staticmethod
     def cudaHostRegister(pointer: int, size: int, _: int) -> int:  # noqa: N802  as in CUDA
         if refuses_pinning:
+            LIBRARY.sim_latch(b"CUDA error: out of memory")
             return 2
         LIBRARY.sim_register(pointer, size)
         return 0
