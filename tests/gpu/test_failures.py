@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -86,6 +87,29 @@ def test_hang_of_nccl_is_reported_while_the_program_waits_for_the_device(gpus):
         "timed out after 4 s: workers 0 and 1 were gathering parameters at step 0" in gpus.printed
     )
     assert "samestep: terminating worker 0 at step 0" in gpus.printed
+
+
+def watched():
+    """Return what a thread notices of a late call, before and after the device completes it."""
+    from tests.gpu.simulated import device
+
+    with ss.init(lanes=2, timeout=60) as run:
+        model = run.replicate(nn.Linear(64, 8))
+        optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches([torch.ones(64)] * 4, 4, steps=1):
+            run.backward(lambda model, batch: model(batch).square().mean(), model, batch)
+            optimizer.step()
+            run._world._enqueued_at -= 61
+            with ThreadPoolExecutor(1) as watchdog:
+                late = watchdog.submit(run._world.status.overdue).result()
+                torch.cuda.synchronize()
+                completed = watchdog.submit(run._world.status.overdue).result()
+        return late, completed, device.opened
+
+
+def test_watchdog_notices_late_calls_without_a_call_of_cuda(gpus):
+    for rank, found in enumerate(gpus.workers(2, watched, **{VISIBLE: "0,1"})):
+        assert found == ("gathering parameters", "", {rank})
 
 
 def aborting():

@@ -144,6 +144,7 @@ class Event:
         self._time = time.perf_counter()
 
     def query(self) -> bool:
+        opened.add(LIBRARY.sim_exchange_device(-1))  # a thread starts on the first device
         if self._stream is None:
             return True
         asked, self._asked = self._asked, True
