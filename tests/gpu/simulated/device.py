@@ -46,6 +46,7 @@ _used_by: list[int] = []
 _initialized_by: list[int] = []
 calls: list[str] = []  # to torch.cuda that ask the driver
 refuses_pinning = False  # of memory that exists: `ulimit -l` is too small
+hides_addresses = False  # of GPUs, as torch before 2.8
 _stream_ids = itertools.count(1)
 opened: set[int] = set()  # devices that this process has a context on
 
@@ -234,16 +235,15 @@ class Runtime:
 
 def _get_device_properties(device: object = None) -> SimpleNamespace:
     index = _visible()[_index(device)]
+    address = {"pci_domain_id": 0, "pci_bus_id": 0x10 + index, "pci_device_id": 0}
     return SimpleNamespace(
         name="Simulated GPU",
         major=9,
         minor=0,
         total_memory=1 << 30,
         multi_processor_count=1,
-        pci_domain_id=0,
-        pci_bus_id=0x10 + index,
-        pci_device_id=0,
         uuid=f"simulated-{index}",
+        **({} if hides_addresses else address),
     )
 
 
