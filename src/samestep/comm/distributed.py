@@ -468,7 +468,9 @@ class Distributed(World):
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
         with self._waiting(what):
-            dist.broadcast(tensor, src=0, group=self._group)
+            # NCCL knows few dtypes, such as no integers of 16 bits
+            data = tensor.view(-1).view(torch.uint8) if tensor.is_cuda else tensor
+            dist.broadcast(data, src=0, group=self._group)
             if tensor.is_cuda:
                 self._note(what, tensor.device)
 

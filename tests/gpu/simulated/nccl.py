@@ -35,6 +35,10 @@ _real = {
     )
 }
 state: dict[str, Any] = {"group": None, "timeout": None, "collectives": Counter(), "pending": []}
+DTYPES = {
+    *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}  # of NCCL, if it is an old one
 
 
 class Work:
@@ -113,9 +117,12 @@ def _abort_later() -> None:
     os.abort()
 
 
-def _same_device(*tensors: torch.Tensor) -> None:
+def _check(*tensors: torch.Tensor) -> None:
     if any(tensor.is_cpu for tensor in tensors):
         raise RuntimeError("No backend type associated with device type cpu")
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"Input tensor data type is not supported for NCCL: {tensor.dtype}")
 
 
 def init_process_group(backend: str, *, timeout: timedelta, **options: Any) -> None:
@@ -148,7 +155,7 @@ _real_get_backend = dist.ProcessGroup._get_backend
 def all_to_all_single(out, own, out_sizes=None, own_sizes=None, group=None, async_op=False):  # noqa: FBT002  as in torch
     if not out.is_cuda:
         return _real["all_to_all_single"](out, own, out_sizes, own_sizes, group, async_op)
-    _same_device(out, own)
+    _check(out, own)
 
     def run(got, sent):
         _real["all_to_all_single"](got, sent, out_sizes, own_sizes, state["group"])
@@ -159,7 +166,7 @@ def all_to_all_single(out, own, out_sizes=None, own_sizes=None, group=None, asyn
 def all_gather_single(out, own, group=None, async_op=False):  # noqa: FBT002  as in torch
     if not out.is_cuda:
         return _real["all_gather_single"](out, own, group, async_op)
-    _same_device(out, own)
+    _check(out, own)
 
     def run(got, sent):
         _real["all_gather_single"](got, sent, state["group"])
@@ -170,6 +177,7 @@ def all_gather_single(out, own, group=None, async_op=False):  # noqa: FBT002  as
 def broadcast(tensor, src=0, group=None, async_op=False):  # noqa: FBT002  as in torch
     if not tensor.is_cuda:
         return _real["broadcast"](tensor, src, group, async_op)
+    _check(tensor)
 
     def run(got, sent):
         got.copy_(sent)
