@@ -107,6 +107,24 @@ def test_step_with_embed_waits_once(gpus):
     assert gpus.call(waits_with_embed, norm=True) == ["event on cuda:0"]
 
 
+def waits_of_streams():
+    from tests.gpu.simulated.device import counted
+
+    def stream(lane):
+        return iter(images(64)[4 * n : 4 * n + 4] for n in range(3))
+
+    with ss.init(lanes=4, timeout=60) as run:
+        model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        for batch in run.streams(stream, steps=3, name="images"):
+            with counted() as waits:
+                run.backward(classify, model, batch)
+        return waits
+
+
+def test_step_with_streams_waits_once(gpus):
+    assert gpus.call(waits_of_streams) == ["event on cuda:0"]
+
+
 def order_of_step(lanes, devices, loss_factor=1.0, *, norm=None, steps=1):
     """Return in which order the last step computes, and records and waits for events."""
     order = []

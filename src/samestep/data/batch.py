@@ -196,7 +196,7 @@ def _mapped(batch: Any, move: Callable[[Any], Any]) -> Any:
 
 
 class BatchCopier:
-    """Copies batches to a device. A GPU copies pinned tensors while it computes something else."""
+    """Copies batches to a device. A GPU copies plain tensors while it computes something else."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -220,8 +220,13 @@ class BatchCopier:
         return end
 
     def _begin_part(self, part: Any) -> Any:
-        is_ready = _is_plain(part) and part.is_pinned()
-        return part.to(self._device, non_blocking=True) if is_ready else part
+        if not _is_plain(part) or part.is_cuda:
+            return part
+        if not part.is_pinned():
+            if not part.is_contiguous():  # pinning keeps strides, also such as `to` would change
+                return part
+            part = part.pin_memory()  # or the host would wait for the copy
+        return part.to(self._device, non_blocking=True)
 
     def _end_part(self, part: Any) -> Any:
         part = part.to(self._device, non_blocking=True)
