@@ -62,12 +62,20 @@ def test_launcher_names_the_worker_that_failed_while_nccl_hangs(gpus):
     gpus.call(launched)
 
 
-def test_hang_of_nccl_is_reported(gpus):
-    ends = gpus.ends_of(2, train, **{HANGS_AT: GATHER})
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (GATHER, "gathering parameters"),
+        ("all_to_all_single 1", "gathering parameters"),  # the last call that waits for it
+        ("broadcast 1", "replicating a model"),
+    ],
+)
+def test_hang_of_nccl_is_reported(call, what, gpus):
+    ends = gpus.ends_of(2, train, **{HANGS_AT: call})
     hangs = [end.error for end in ends if isinstance(end.error, HangError)]
     assert len(hangs) == 1, [*map(str, ends), gpus.printed]
     (hang,) = hangs
-    assert "timed out after 4 s: workers 0 and 1 were gathering parameters at step" in str(hang)
+    assert f"timed out after 4 s: workers 0 and 1 were {what} at step" in str(hang)
     assert "the network between them lost data" in str(hang)
     assert [end.exitcode for end in ends] == [1, 1]
 
@@ -136,7 +144,7 @@ def test_abort_by_nccl_restarts_the_workers(gpus):
 @pytest.mark.parametrize(
     ("failure", "kind", "expected"),
     [
-        ("CUDA error: device-side assert triggered", torch.AcceleratorError, "device-side assert"),
+        ("CUDA error: device-side assert triggered", RuntimeError, "device-side assert"),
         ("CUDA out of memory. Tried to allocate", torch.OutOfMemoryError, "out of memory"),
         (NCCL_ERROR, ss.WorldError, "last error: socketStartConnect: Connect to 10.0.0.1 failed"),
     ],

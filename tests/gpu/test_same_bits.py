@@ -186,5 +186,5 @@ def compared(flipped):
 def test_workers_that_differ_are_named_and_only_a_hash_is_copied(gpus):
     ends = gpus.workers(2, compared, "head.bias", **{VISIBLE: "0,1"})
     for rank, (waits, message) in enumerate(ends):
-        assert waits == [f"copy to host on cuda:{rank}"]
+        assert waits == [f"{reason} on cuda:{rank}" for reason in ("query", "copy to host")]
         assert message.startswith("workers differ after step 2 in 'model/head.bias': ")

@@ -65,11 +65,12 @@ def sharded_waits(bucket_bytes):
     return waits_of(4, shards=True), exchanges.count("exchanging gradients")
 
 
-def test_step_of_several_workers_waits_once_for_a_device(gpus):
+def test_step_of_several_workers_waits_for_nccl_and_once_for_a_device(gpus):
     for bucket_bytes, least in ((1 << 30, 3), (1 << 12, 6)):
         found = gpus.workers(2, sharded_waits, bucket_bytes, **{VISIBLE: "0,1"})
         for rank, (waits, exchanges) in enumerate(found):
-            assert waits == ([f"event on cuda:{rank}"], [])
+            # first until NCCL's last call is complete, so that a hang is reported
+            assert waits == ([f"query on cuda:{rank}", f"event on cuda:{rank}"], [])
             assert exchanges >= least
 
 

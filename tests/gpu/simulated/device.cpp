@@ -483,7 +483,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     if (t.is_cpu() && t.dim() == 0) return;
     if (!device) device = t.device();
-    TORCH_CHECK(*device == t.device() || starts_with(name, "_foreach"),
+    TORCH_CHECK(*device == t.device(),
                 "Expected all tensors to be on the same device, but found at least two devices, ",
                 *device, " and ", t.device(), "! (in ", name, ")");
     if (t.is_cuda()) device = t.device();
@@ -592,6 +592,7 @@ int64_t sim_peak_bytes(int device) {
 }
 
 void sim_set_stuck(int value) { stuck = value; }
+int sim_is_stuck() { return stuck; }
 void sim_fail(const char* message) { failure = message; }
 void sim_latch(const char* message) { latched = message; }
 

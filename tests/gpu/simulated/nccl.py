@@ -17,23 +17,22 @@ import torch
 import torch.distributed as dist
 
 from tests.gpu.simulated import FAILS_AT, FAILURE, HANGS_AT
-from tests.gpu.simulated.device import LIBRARY
+from tests.gpu.simulated.device import LIBRARY, AcceleratorError
 
 ABORT_TEXT = (
     "[rank%d]: Watchdog caught collective operation timeout: WorkNCCL ran for longer than its "
     "limit; to avoid data inconsistency, we are taking the entire process down.\n"
 )
 
-_real = {
-    name: getattr(dist, name)
-    for name in (
-        "init_process_group",
-        "destroy_process_group",
-        "all_to_all_single",
-        "broadcast",
-        "all_gather_single",
-    )
+# the names of functions that are replaced; torch before 2.13 has another name for the last one
+NAMES = {
+    name: name
+    for name in ("init_process_group", "destroy_process_group", "all_to_all_single", "broadcast")
 }
+NAMES["all_gather_single"] = next(
+    name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)
+)
+_real = {name: getattr(dist, known) for name, known in NAMES.items()}
 state: dict[str, Any] = {"group": None, "timeout": None, "collectives": Counter(), "pending": []}
 DTYPES = {
     *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
@@ -103,7 +102,7 @@ def _hangs(name: str) -> bool:
         text = os.environ[FAILURE]
         kinds = {"NCCL": dist.DistBackendError, "CUDA out of memory": torch.OutOfMemoryError}
         found = (kind for start, kind in kinds.items() if text.startswith(start))
-        raise next(found, torch.AcceleratorError)(text)
+        raise next(found, AcceleratorError)(text)
     if call != os.environ.get(HANGS_AT):
         return False
     LIBRARY.sim_set_stuck(1)
@@ -200,5 +199,5 @@ def install() -> None:
     """Replace the functions of torch.distributed that samestep calls."""
     functions = (all_to_all_single, all_gather_single, broadcast)
     for function in (init_process_group, destroy_process_group, *functions):
-        setattr(dist, function.__name__, function)
+        setattr(dist, NAMES[function.__name__], function)
     dist.ProcessGroup._get_backend = _get_backend
