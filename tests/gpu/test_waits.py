@@ -88,6 +88,39 @@ def test_evaluation_waits_once(gpus):
     assert gpus.call(waits_of_evaluation) == ["event on cuda:0"]
 
 
+def waits_for_outputs(devices):
+    """Return the waits of an evaluation with outputs, and how many were before each block."""
+    from tests.gpu.simulated.device import LIBRARY, counted
+
+    with ss.init(timeout=60, lanes=2, devices=devices) as run:
+        model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        before = []
+
+        def outputs(model, batch):
+            assert torch.cuda.current_stream() == torch.cuda.default_stream()
+            before.append(LIBRARY.sim_waits() - start)
+            logits = model(batch[0])
+            return {"logits": logits, "labels": batch[1], "classes": list(batch[1] >= 0)}
+
+        start = LIBRARY.sim_waits()
+        with counted() as waits:
+            run.evaluate(lambda model, batch: model(batch[0]), model, images(40), 10, gather=True)
+        start = LIBRARY.sim_waits()
+        found = run.evaluate(outputs, model, images(40), 10, gather=True)
+        expected = model(images(40).tensors[0].to(run.device))
+        assert torch.equal(found["logits"], expected.cpu())
+        assert torch.equal(found["labels"], images(40).tensors[1])
+        assert not found["logits"].is_pinned()
+        return waits, before
+
+
+def test_outputs_are_copied_while_the_next_block_is_computed(gpus):
+    for devices, before in ((1, [0, 0, 1, 2]), (2, [0, 0, 0, 1])):
+        waits, before_block = gpus.call(waits_for_outputs, devices)
+        assert sorted(waits) == [f"event on cuda:{n // (4 // devices)}" for n in range(4)]
+        assert before_block == before
+
+
 def waits_with_embed(norm):
     from tests.gpu.simulated.device import counted
 
