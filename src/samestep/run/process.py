@@ -152,7 +152,8 @@ def gpu_names(devices: list[torch.device]) -> list[str]:
         if device.type == "cuda":
             found = torch.cuda.get_device_properties(device)
             parts = (getattr(found, f"pci_{part}_id", "") for part in ("domain", "bus", "device"))
-            address = ":".join(map(str, parts)).strip(":") or getattr(found, "uuid", device.index)
+            address = ":".join(map(str, parts)).strip(":")
+            address = address or getattr(found, "uuid", f"index {device.index}")
             names.append(f"{host_name()} {address}")
     return names
 
