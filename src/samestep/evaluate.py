@@ -7,17 +7,18 @@ an exact sum over all blocks; metric objects are merged along a fixed tree over 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain, cycle, islice
+from itertools import chain, cycle
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 
 from samestep.data.agreement import DataCheck
-from samestep.data.batch import Incomplete, samples_in, to_device
+from samestep.data.batch import Incomplete, begin_to_host, samples_in
 from samestep.data.loader import Request, compared, load, load_again, size_of
 from samestep.data.random_state import key, keyed
 from samestep.errors import ConfigError, DataError, EvaluationError
@@ -109,10 +110,19 @@ class Evaluation:
 
     def outputs(self, fn: LossFn, model: Any) -> Any:
         """Return the outputs of all samples in data set order on rank 0, None elsewhere."""
-        own, outputs = [], self._outputs(fn, model)
-        # Start a block on each device before waiting for one.
-        while started := list(islice(outputs, len(self._lanes.devices))):
-            own += [_checked(to_device(output, "cpu"), block) for block, output in started]
+        own: list[Any] = []
+        begun: deque[tuple[Block, Callable[[], Any]]] = deque()
+
+        def end_first() -> None:
+            block, end = begun.popleft()
+            own.append(_checked(end(), block))
+
+        for block, output in self._outputs(fn, model):
+            begun.append((block, begin_to_host(output)))
+            if len(begun) > len(self._lanes.devices):  # the device has its next block
+                end_first()
+        while begun:
+            end_first()
         self._check.exchange(None, "comparing the data of an evaluation")
         gathered = self._world.gather_object(own, "gathering outputs of an evaluation")
         return None if gathered is None else _joined(list(chain.from_iterable(gathered)))
@@ -147,7 +157,7 @@ class Evaluation:
             for (number, span), loaded in zip(spans.items(), batches, strict=True):
                 replica = next(turns)
                 data, planned = loaded if isinstance(loaded, Incomplete) else (loaded, len(span))
-                batch = to_device(data, replica.device)
+                batch = replica.copier.begin(data)()
                 block = Block(number, data, planned, self._is_exact)  # not on a GPU, to count it
                 if batch is None:
                     raise EvaluationError(

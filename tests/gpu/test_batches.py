@@ -11,7 +11,7 @@ from tests.jobs import classify, images
 
 
 def order_of_step(lanes, devices):
-    """Return in which order a step begins to copy batches and computes lanes."""
+    """Return in which order a step and an evaluation begin to copy batches and compute."""
     from samestep.step import replicas
 
     order = []
@@ -38,14 +38,18 @@ def order_of_step(lanes, devices):
         model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
         for batch in run.batches(images(16), 16, steps=1):
             run.backward(logged, model, batch)
-    return order
+        trained = order[:]
+        order.clear()
+        run.evaluate(logged, model, images(16), 8)
+    return trained, order
 
 
 def test_next_batch_is_copied_while_a_lane_computes(gpus):
     ahead, last = ["copy", "copy", "compute"], ["compute"]
-    assert gpus.call(order_of_step, 1, 1) == ["copy", "compute"]
-    assert gpus.call(order_of_step, 4, 1) == [*ahead, *["copy", "compute"] * 2, *last]
-    assert gpus.call(order_of_step, 4, 2) == [*ahead, *ahead, *last, *last]
+    in_turn = ["copy", "compute"] * 2
+    assert gpus.call(order_of_step, 1, 1) == (in_turn[:2], in_turn)
+    assert gpus.call(order_of_step, 4, 1) == ([*ahead, *in_turn, *last], in_turn)
+    assert gpus.call(order_of_step, 4, 2) == ([*ahead, *ahead, *last, *last], in_turn)
 
 
 class Named:

@@ -110,3 +110,24 @@ def counted_on_one_worker():
 def test_buffer_that_backward_writes_on_one_worker_has_the_same_value_on_all(gpus):
     first, second = gpus.workers(2, counted_on_one_worker, **{VISIBLE: "0,1"})
     assert first == second > 0
+
+
+DTYPES = [torch.int16, torch.uint16, torch.uint32, torch.bool, torch.complex64, torch.float64]
+
+
+def replicated():
+    """Return the buffers of a model with other values on each worker."""
+    rank = int(os.environ["RANK"])
+    model = nn.Linear(1, 1)
+    for number, dtype in enumerate(DTYPES):
+        values = torch.tensor([[rank, 1], [2, number]]).to(dtype)
+        model.register_buffer(f"buffer{number}", values if number % 2 else values[1, 1])
+    with ss.init(lanes=2, timeout=60) as run:
+        run.replicate(model)
+    return [(buffer.dtype, buffer.tolist()) for buffer in model.buffers()]
+
+
+def test_buffers_of_any_dtype_are_replicated(gpus):
+    first, second = gpus.workers(2, replicated, **{VISIBLE: "0,1"})
+    assert [dtype for dtype, _ in first] == DTYPES
+    assert first == second

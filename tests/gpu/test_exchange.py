@@ -39,6 +39,18 @@ def test_exchange_is_chosen_from_the_gpus_of_all(visible, variables, exchange, g
     assert ("NCCL refuses two workers on one GPU" in gpus.printed) == (exchange != "NCCL")
 
 
+def chosen_by_old_torch(visible, directory):
+    from tests.gpu.simulated import device
+
+    device.hides_addresses = True
+    return chosen(visible, {}, directory)
+
+
+@pytest.mark.parametrize(("visible", "exchange"), [("23", "NCCL"), ("22", "host memory")])
+def test_gpus_are_known_without_bus_addresses(visible, exchange, gpus, tmp_path):
+    assert gpus.workers(2, chosen_by_old_torch, visible, tmp_path) == [exchange] * 2
+
+
 def found_without(names, directory):
     """Return the exchange and device of this worker, whose launcher does not set some variables."""
     for name in names:

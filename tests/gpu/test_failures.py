@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import samestep as ss
 from samestep.comm import distributed
 from samestep.errors import HangError
 from tests.gpu.simulated import FAILS_AT, FAILURE, HANGS_AT, VISIBLE
+from tests.jobs import events
 
 GATHER = "all_gather_single 1"  # of the parameters, in the first step
 NCCL_ERROR = """NCCL error in: ProcessGroupNCCL.cpp:1, unhandled system error, NCCL version 2.29
@@ -20,9 +22,10 @@ Last error:
 socketStartConnect: Connect to 10.0.0.1 failed"""
 
 
-def train(after_step=lambda run, model: None, timeout=4.0):  # busy workers start far apart
+def train(after_step=lambda run, model: None, timeout=4.0, directory=None):
     """Train a small model with a sharded optimizer for three steps."""
-    with ss.init(lanes=2, timeout=timeout) as run:
+    # busy workers start far apart
+    with ss.init(lanes=2, timeout=timeout, dir=directory, hot_every=1) as run:
         model = run.replicate(nn.Linear(64, 8))
         optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
         run.track(model=model, optimizer=optimizer)
@@ -61,12 +64,20 @@ def test_launcher_names_the_worker_that_failed_while_nccl_hangs(gpus):
     gpus.call(launched)
 
 
-def test_hang_of_nccl_is_reported(gpus):
-    ends = gpus.ends_of(2, train, **{HANGS_AT: GATHER})
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (GATHER, "gathering parameters"),
+        ("all_to_all_single 1", "gathering parameters"),  # the last call that waits for it
+        ("broadcast 1", "replicating a model"),
+    ],
+)
+def test_hang_of_nccl_is_reported(call, what, gpus):
+    ends = gpus.ends_of(2, train, **{HANGS_AT: call})
     hangs = [end.error for end in ends if isinstance(end.error, HangError)]
     assert len(hangs) == 1, [*map(str, ends), gpus.printed]
     (hang,) = hangs
-    assert "timed out after 4 s: workers 0 and 1 were gathering parameters at step" in str(hang)
+    assert f"timed out after 4 s: workers 0 and 1 were {what} at step" in str(hang)
     assert "the network between them lost data" in str(hang)
     assert [end.exitcode for end in ends] == [1, 1]
 
@@ -88,31 +99,78 @@ def test_hang_of_nccl_is_reported_while_the_program_waits_for_the_device(gpus):
     assert "samestep: terminating worker 0 at step 0" in gpus.printed
 
 
-def aborting():
+def watched():
+    """Return what a thread notices of a late call, before and after the device completes it."""
+    from tests.gpu.simulated import device
+
+    with ss.init(lanes=2, timeout=60) as run:
+        model = run.replicate(nn.Linear(64, 8))
+        optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches([torch.ones(64)] * 4, 4, steps=1):
+            run.backward(lambda model, batch: model(batch).square().mean(), model, batch)
+            optimizer.step()
+            run._world._enqueued_at -= 61
+            with ThreadPoolExecutor(1) as watchdog:
+                late = watchdog.submit(run._world.status.overdue).result()
+                torch.cuda.synchronize()
+                completed = watchdog.submit(run._world.status.overdue).result()
+        return late, completed, device.opened
+
+
+def test_watchdog_notices_late_calls_without_a_call_of_cuda(gpus):
+    for rank, found in enumerate(gpus.workers(2, watched, **{VISIBLE: "0,1"})):
+        assert found == ("gathering parameters", "", {rank})
+
+
+def aborting(directory):
     distributed.NCCL_EXTRA_SECONDS = -29.0  # NCCL is the first to give up
     if os.environ["SAMESTEP_INTERNAL_ATTEMPT"] == "0":
-        os.environ[HANGS_AT] = GATHER
-    return train(timeout=30.0)
+        os.environ[HANGS_AT] = "all_gather_single 2"
+    return train(timeout=30.0, directory=directory)
 
 
 def undisturbed():
     return train(timeout=30.0)
 
 
-def restarted():
-    return ss.launch(aborting, workers=2, max_restarts=2), ss.launch(undisturbed, workers=2)
+def restarted(directory):
+    after = ss.launch(aborting, directory, workers=2, max_restarts=2)
+    return after, ss.launch(undisturbed, workers=2)
 
 
-def test_abort_by_nccl_restarts_the_workers(gpus):
-    after_restart, expected = gpus.call(restarted)
+def test_workers_continue_from_memory_after_an_abort_by_nccl(gpus, tmp_path):
+    after_restart, expected = gpus.call(restarted, tmp_path)
     assert after_restart == expected
     assert "killed by SIGABRT (perhaps by NCCL" in gpus.printed
+    (resumed,) = events(tmp_path, "resumed")
+    assert resumed["snapshot"] == "in-memory-snapshot-of-step-1"
+
+
+def out_of_memory():
+    with ss.init(lanes=4, timeout=30.0) as run:
+        model = run.replicate(nn.Linear(64, 8))
+
+        def loss(model, batch):
+            if run.rank == 1 and run.step == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            return model(batch).square().mean()
+
+        for batch in run.batches([torch.ones(64)] * 24, 8, steps=3):
+            run.backward(loss, model, batch)
+
+
+def test_lane_that_does_not_fit_is_named(gpus):
+    ends = gpus.ends_of(2, out_of_memory)
+    assert (
+        "lane 2 of 4, with 2 samples, does not fit in the memory of cuda:1 on worker 1 at step 1"
+        in str(ends[1].error)
+    )
 
 
 @pytest.mark.parametrize(
     ("failure", "kind", "expected"),
     [
-        ("CUDA error: device-side assert triggered", torch.AcceleratorError, "device-side assert"),
+        ("CUDA error: device-side assert triggered", RuntimeError, "device-side assert"),
         ("CUDA out of memory. Tried to allocate", torch.OutOfMemoryError, "out of memory"),
         (NCCL_ERROR, ss.WorldError, "last error: socketStartConnect: Connect to 10.0.0.1 failed"),
     ],

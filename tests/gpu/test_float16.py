@@ -10,12 +10,14 @@ from tests.gpu.test_same_bits import moved
 from tests.jobs import Net, classify, fingerprint, images
 
 
-def trained(options, *, fused):
+def trained(options, *, fused, shards=True):
     """Train with an overflow in one element of the gradient in the second of four steps."""
     with ss.init(lanes=4, timeout=60, precision="float16", **options) as run:
         torch.manual_seed(0)
         model = run.replicate(Net())
-        optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+        if shards:
+            run.shard(optimizer)
         scaler = run.grad_scaler(init_scale=1024.0, growth_interval=2)
         run.track(model=model, optimizer=optimizer, scaler=scaler)
 
@@ -65,7 +67,11 @@ def trained_fused(options):
     return trained(options, fused=True)
 
 
-@pytest.mark.parametrize("job", [trained_unfused, trained_fused])
+def trained_unsharded(options):
+    return trained(options, fused=True, shards=False)
+
+
+@pytest.mark.parametrize("job", [trained_unfused, trained_fused, trained_unsharded])
 def test_workers_agree_on_overflows(job, gpus):
     expected = gpus.call(job, {})
     assert expected[1] == [1024.0, 512.0, 512.0, 1024.0]

@@ -11,7 +11,7 @@ import torch
 
 import samestep as ss
 from samestep.config import merge
-from samestep.launch import fork_server, worker
+from samestep.launch import fork_server, local, worker
 from tests.gpu.simulated import VISIBLE
 from tests.workers import run_workers
 
@@ -52,6 +52,18 @@ def test_launcher_that_asked_the_driver_is_refused(gpus):
     assert gpus.call(launched_after_asking, nvml=False) is None
     assert gpus.call(launched_after_asking, nvml=True) == "cuda:0"
     assert gpus.call(launched_after_asking, nvml=False, device="cpu") == "cpu"
+
+
+def automatic():
+    """Return how many workers a launcher starts by itself, and whether its forks are usable."""
+    torch.version.cuda = "12.8"
+    os.environ[VISIBLE] = "0,2,3"
+    counts = [local.worker_count("auto", None, options) for options in ({}, {"devices": 2})]
+    return counts, run_workers(torch.cuda._is_in_bad_fork, 1)
+
+
+def test_launcher_counts_devices_without_spoiling_its_forks(gpus):
+    assert gpus.call(automatic) == ([3, 1], [False])
 
 
 def answer_of_fork_server(folder, nvml):

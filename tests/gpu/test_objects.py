@@ -8,6 +8,7 @@ import torchmetrics
 import samestep as ss
 from tests.gpu.simulated import VISIBLE
 from tests.jobs import Net, images
+from tests.run import test_histogram
 
 
 def exchanged():
@@ -48,3 +49,11 @@ def seen():
 
 def test_workers_that_each_see_one_gpu_do_not_share_it(gpus):
     assert gpus.workers(2, seen) == [("NCCL", {"cuda:0"})] * 2
+
+
+def test_histograms_count_what_workers_have_on_devices(gpus, tmp_path):
+    gpus.call(test_histogram.job, tmp_path / "one", True)
+    gpus.workers(2, test_histogram.job, tmp_path / "two", True, **{VISIBLE: "0,1"})
+    one, two = (test_histogram.histograms(tmp_path / name) for name in ("one", "two"))
+    assert len(one) > 4
+    assert two == one

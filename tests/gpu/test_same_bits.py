@@ -24,9 +24,9 @@ def moved(state):
     return [moved(value) for value in state] if isinstance(state, (list, tuple)) else state
 
 
-def trained(options, *, shards=True, precision="float32"):
+def trained(options, *, shards=True, calls=1, loader_workers=0):
     """Return hashes of all results of a short training on this worker's devices, and them."""
-    with ss.init(lanes=4, timeout=60, precision=precision, **options) as run:
+    with ss.init(lanes=4, timeout=60, **options) as run:
         torch.manual_seed(0)
         model = run.replicate(Net())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
@@ -34,9 +34,10 @@ def trained(options, *, shards=True, precision="float32"):
             optimizer = run.shard(optimizer)
         run.track(model=model, optimizer=optimizer)
         losses = []
-        for batch in run.batches(images(40), 16, steps=3):
+        for batch in run.batches(images(40), 16, steps=3, loader_workers=loader_workers):
             assert all(part.device.type == "cpu" for part in next(iter(batch)))
-            means = run.backward(classify, model, batch)
+            for _ in range(calls):
+                means = run.backward(classify, model, batch)
             losses.append([float(run.clip_grad_norm(model, 1.0)), *means.values()])
             optimizer.step()
             optimizer.zero_grad()
@@ -69,8 +70,8 @@ def expected(gpus):
     [
         pytest.param(1, 2, "0,1", id="1 worker, 2 devices"),
         pytest.param(1, 3, "0,1,2", id="1 worker, 3 devices", marks=pytest.mark.long),
-        pytest.param(1, 4, "0,1,2,3", id="1 worker, 4 devices"),
-        pytest.param(2, 1, "0,1", id="2 workers with NCCL", marks=pytest.mark.long),
+        pytest.param(1, 4, "0,1,2,3", id="1 worker, 4 devices", marks=pytest.mark.long),
+        pytest.param(2, 1, "0,1", id="2 workers with NCCL"),
         pytest.param(3, 1, "0,1,2", id="3 workers with NCCL"),
         pytest.param(4, 1, "0,1,2,3", id="4 workers with NCCL", marks=pytest.mark.long),
         pytest.param(2, 2, "0,1,2,3", id="2 workers with 2 devices and NCCL"),
@@ -86,18 +87,25 @@ def test_results_have_the_same_bits(workers, devices, visible, gpus, expected):
     assert [result for result, _ in results] == [expected] * workers
 
 
-@pytest.mark.parametrize("options", [{"shards": False}, {"precision": "bfloat16"}])
-def test_options_have_the_same_bits(options, gpus):
-    one = gpus.call(trained, {}, **options)[0]
-    both = gpus.workers(2, with_options, options)
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        ({}, {"shards": False}),
+        ({"precision": "bfloat16"}, {}),
+        ({"exchange_dtype": "bfloat16"}, {"calls": 2, "loader_workers": 1}),
+    ],
+)
+def test_options_have_the_same_bits(options, others, gpus):
+    one = gpus.call(trained, options, **others)[0]
+    both = gpus.workers(2, with_options, options, others)
     assert [result for result, _ in both] == [one] * 2
 
 
-def with_options(options):
-    return trained({}, **options)
+def with_options(options, others):
+    return trained(options, **others)
 
 
-def on_machines(first_ranks):
+def on_machines(first_ranks, *, shards=True):
     """Return the result of training on machines, and how many numbers it sent to other ones."""
     machine = enter_machine(first_ranks)
     exchange.BUCKET_BYTES = 1 << 12  # several exchanges, also during backward
@@ -110,7 +118,15 @@ def on_machines(first_ranks):
         return begin(world, out, out_sizes, own, own_sizes, what, **options)
 
     Distributed.begin_all_to_all = begin_all_to_all
-    return trained({})[0], sum(sent)
+    return trained({}, shards=shards)[0], sum(sent)
+
+
+def unsharded_on_machines():
+    return on_machines([0, 2], shards=False)[0]
+
+
+def test_machines_give_all_workers_the_gradients_of_unsharded_optimizers(gpus, expected):
+    assert gpus.workers(4, unsharded_on_machines) == [expected] * 4
 
 
 def test_machines_add_up_gradients_before_they_send_them(gpus, expected):
@@ -125,9 +141,9 @@ def test_machines_add_up_gradients_before_they_send_them(gpus, expected):
     assert sent == {(4, 1): 3 * whole, (2, 2): whole, (2, 3): 5 / 4 * whole}
 
 
-def continued(directory, steps):
+def continued(directory, steps, devices=1):
     """Train up to a step, from the snapshot in a directory if there is one."""
-    with ss.init(lanes=4, timeout=60, dir=directory) as run:
+    with ss.init(lanes=4, timeout=60, dir=directory, devices=devices) as run:
         torch.manual_seed(0)
         model = run.replicate(Net())
         optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
@@ -146,7 +162,7 @@ def contrast(model, logits):
 def test_run_resumes_with_the_same_bits_on_other_devices(gpus, tmp_path):
     expected = gpus.call(continued, tmp_path / "straight", 4)
     gpus.workers(2, continued, tmp_path / "resumed", 2)
-    assert gpus.call(continued, tmp_path / "resumed", 4) == expected
+    assert gpus.call(continued, tmp_path / "resumed", 4, devices=2) == expected
 
 
 def streamed(devices):
@@ -186,5 +202,5 @@ def compared(flipped):
 def test_workers_that_differ_are_named_and_only_a_hash_is_copied(gpus):
     ends = gpus.workers(2, compared, "head.bias", **{VISIBLE: "0,1"})
     for rank, (waits, message) in enumerate(ends):
-        assert waits == [f"copy to host on cuda:{rank}"]
+        assert waits == [f"{reason} on cuda:{rank}" for reason in ("query", "copy to host")]
         assert message.startswith("workers differ after step 2 in 'model/head.bias': ")

@@ -15,11 +15,14 @@ def mixed():
             one + other
     with pytest.raises(RuntimeError, match="same device"):
         F.linear(torch.ones(1, 2), one.view(1, 2))
+    torch._foreach_add_([one, two], [one.clone(), two.clone()])
+    with pytest.raises(RuntimeError, match="on the same device, but found at least two"):
+        torch._foreach_add_([one], [two])
     return (one + torch.tensor(1.0) + two.to("cuda:0")).tolist()
 
 
 def test_devices_cannot_be_mixed_in_one_operation(gpus):
-    assert gpus.call(mixed) == [3.0, 3.0]
+    assert gpus.call(mixed) == [5.0, 5.0]
 
 
 def copies():
@@ -87,6 +90,10 @@ def waits():
         torch.ones(3).to("cuda:0")
         y[y > 0]
         torch.cuda.synchronize(1)
+        event = torch.cuda.current_stream().record_event()
+        while not event.query():
+            pass
+        event.query()
     return none, some
 
 
@@ -100,8 +107,9 @@ def test_waits_of_the_host_are_counted(gpus):
         "copy to device",
         "nonzero",
         "synchronize",
+        "query",
     ]
-    assert some[-1].endswith("cuda:1")
+    assert some[-2].endswith("cuda:1")
 
 
 def random_numbers():

@@ -65,11 +65,12 @@ def sharded_waits(bucket_bytes):
     return waits_of(4, shards=True), exchanges.count("exchanging gradients")
 
 
-def test_step_of_several_workers_waits_once_for_a_device(gpus):
+def test_step_of_several_workers_waits_for_nccl_and_once_for_a_device(gpus):
     for bucket_bytes, least in ((1 << 30, 3), (1 << 12, 6)):
         found = gpus.workers(2, sharded_waits, bucket_bytes, **{VISIBLE: "0,1"})
         for rank, (waits, exchanges) in enumerate(found):
-            assert waits == ([f"event on cuda:{rank}"], [])
+            # first until NCCL's last call is complete, so that a hang is reported
+            assert waits == ([f"query on cuda:{rank}", f"event on cuda:{rank}"], [])
             assert exchanges >= least
 
 
@@ -85,6 +86,39 @@ def waits_of_evaluation():
 
 def test_evaluation_waits_once(gpus):
     assert gpus.call(waits_of_evaluation) == ["event on cuda:0"]
+
+
+def waits_for_outputs(devices):
+    """Return the waits of an evaluation with outputs, and how many were before each block."""
+    from tests.gpu.simulated.device import LIBRARY, counted
+
+    with ss.init(timeout=60, lanes=2, devices=devices) as run:
+        model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        before = []
+
+        def outputs(model, batch):
+            assert torch.cuda.current_stream() == torch.cuda.default_stream()
+            before.append(LIBRARY.sim_waits() - start)
+            logits = model(batch[0])
+            return {"logits": logits, "labels": batch[1], "classes": list(batch[1] >= 0)}
+
+        start = LIBRARY.sim_waits()
+        with counted() as waits:
+            run.evaluate(lambda model, batch: model(batch[0]), model, images(40), 10, gather=True)
+        start = LIBRARY.sim_waits()
+        found = run.evaluate(outputs, model, images(40), 10, gather=True)
+        expected = model(images(40).tensors[0].to(run.device))
+        assert torch.equal(found["logits"], expected.cpu())
+        assert torch.equal(found["labels"], images(40).tensors[1])
+        assert not found["logits"].is_pinned()
+        return waits, before
+
+
+def test_outputs_are_copied_while_the_next_block_is_computed(gpus):
+    for devices, before in ((1, [0, 0, 1, 2]), (2, [0, 0, 0, 1])):
+        waits, before_block = gpus.call(waits_for_outputs, devices)
+        assert sorted(waits) == [f"event on cuda:{n // (4 // devices)}" for n in range(4)]
+        assert before_block == before
 
 
 def waits_with_embed(norm):
@@ -105,6 +139,24 @@ def waits_with_embed(norm):
 def test_step_with_embed_waits_once(gpus):
     assert gpus.call(waits_with_embed, norm=False) == ["event on cuda:0"]
     assert gpus.call(waits_with_embed, norm=True) == ["event on cuda:0"]
+
+
+def waits_of_streams():
+    from tests.gpu.simulated.device import counted
+
+    def stream(lane):
+        return iter(images(64)[4 * n : 4 * n + 4] for n in range(3))
+
+    with ss.init(lanes=4, timeout=60) as run:
+        model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        for batch in run.streams(stream, steps=3, name="images"):
+            with counted() as waits:
+                run.backward(classify, model, batch)
+        return waits
+
+
+def test_step_with_streams_waits_once(gpus):
+    assert gpus.call(waits_of_streams) == ["event on cuda:0"]
 
 
 def order_of_step(lanes, devices, loss_factor=1.0, *, norm=None, steps=1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import time
@@ -155,6 +156,8 @@ class Distributed(World):
         self._enqueued = ""  # the last call that the GPU may not have completed
         self._enqueued_at = 0.0
         self._event: torch.cuda.Event | None = None  # after it
+        self._calls = 0  # that GPUs were given
+        self._completed: Tensor | None = None  # how many of them the GPU has completed, int64 [1]
         for name in GLOO_FEW_REQUESTS:
             os.environ.setdefault(name, "1")
         self._group: dist.ProcessGroup | None = None  # the default group
@@ -381,23 +384,34 @@ class Distributed(World):
     def _end_of(
         self, works: Sequence[dist.Work], what: str, sent: Tensor, *, polled: bool = True
     ) -> Callable[[], None]:
-        """Return a call that completes a transfer; `sent` stays in memory until then."""
+        """Return a call that completes a transfer, whose input `sent` stays in memory until then.
+
+        NCCL lets go of `sent` as soon as the call returns, in whatever stream that is.
+        """
 
         def end(kept: Tensor = sent) -> None:
             with self._waiting(what):
                 for work in works:
                     work.wait()
-                if polled and kept.is_cuda:
-                    self._note(what)
+                if kept.is_cuda:
+                    kept.record_stream(torch.cuda.current_stream(kept.device))
+                    if polled:
+                        self._note(what, kept.device)
             del kept
 
         return end
 
-    def _note(self, what: str) -> None:
+    def _note(self, what: str, device: torch.device) -> None:
         """Remember a call that only the GPU waits for: it returned at once."""
-        self._event = self._event or torch.cuda.Event()
-        self._event.record()
-        self._enqueued, self._enqueued_at = what, time.monotonic()
+        # the time first: the watchdog may read it at any moment
+        self._enqueued_at, self._enqueued = time.monotonic(), what
+        self._calls += 1
+        if self._event is None or self._completed is None:
+            self._event = torch.cuda.Event()
+            self._completed = torch.zeros(1, dtype=torch.int64).pin_memory()
+        self._event.record(torch.cuda.current_stream(device))
+        calls = torch.full_like(self._completed, self._calls, device=device)
+        self._completed.copy_(calls, non_blocking=True)
 
     def wait_for_gpu(self) -> None:
         if not self._enqueued or self._event is None:
@@ -413,11 +427,14 @@ class Distributed(World):
     def _overdue(self) -> str:
         """Return the call that the GPU has not completed in time, "" if there is none.
 
-        The watchdog calls this, because the program may wait for the GPU anywhere.
+        The watchdog calls this, because the program may wait for the GPU anywhere. A CUDA call in
+        its thread could wait as well, and would take memory on the first GPU.
         """
-        what, event = self._enqueued, self._event
+        what, completed = self._enqueued, self._completed
         late = time.monotonic() - self._enqueued_at > self._timeout_seconds
-        return what if what and late and event is not None and not event.query() else ""
+        if not what or not late or completed is None:
+            return ""
+        return what if ctypes.c_int64.from_address(completed.data_ptr()).value < self._calls else ""
 
     def _transfer(
         self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]
@@ -454,9 +471,11 @@ class Distributed(World):
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
         with self._waiting(what):
-            dist.broadcast(tensor, src=0, group=self._group)
+            # NCCL knows few dtypes, such as no integers of 16 bits
+            data = tensor.view(-1).view(torch.uint8) if tensor.is_cuda else tensor
+            dist.broadcast(data, src=0, group=self._group)
             if tensor.is_cuda:
-                self._note(what)
+                self._note(what, tensor.device)
 
     def barrier(self, what: str) -> None:
         self.all_gather_bytes(b"", what)

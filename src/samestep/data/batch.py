@@ -182,6 +182,28 @@ def to_device(batch: Any, device: Any) -> Any:
     return _mapped(batch, lambda part: part.to(device, non_blocking=non_blocking))
 
 
+def begin_to_host(batch: Any) -> Callable[[], Any]:
+    """Begin to copy a batch from GPUs; return a call that waits, once per GPU, and returns it."""
+    devices: dict[torch.device, None] = {}
+
+    def begin(part: Any) -> Any:
+        if not _is_plain(part) or not part.is_cuda:
+            return part
+        devices[part.device] = None
+        return part.to("cpu", non_blocking=True)  # in pinned memory
+
+    begun = _mapped(batch, begin)
+    events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def end() -> Any:
+        for event in events:
+            event.synchronize()
+        # pinned memory is scarce, and larger than what it holds
+        return _mapped(begun, lambda part: part.clone() if _is_pinned(part) else part.to("cpu"))
+
+    return end
+
+
 def _mapped(batch: Any, move: Callable[[Any], Any]) -> Any:
     """Return a batch with `move` of every tensor, and of other objects with a method `to`."""
     if hasattr(batch, "to"):
@@ -196,7 +218,7 @@ def _mapped(batch: Any, move: Callable[[Any], Any]) -> Any:
 
 
 class BatchCopier:
-    """Copies batches to a device. A GPU copies pinned tensors while it computes something else."""
+    """Copies batches to a device. A GPU copies plain tensors while it computes something else."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -220,14 +242,23 @@ class BatchCopier:
         return end
 
     def _begin_part(self, part: Any) -> Any:
-        is_ready = _is_plain(part) and part.is_pinned()
-        return part.to(self._device, non_blocking=True) if is_ready else part
+        if not _is_plain(part) or part.is_cuda:
+            return part
+        if not part.is_pinned():
+            if not part.is_contiguous():  # pinning keeps strides, also such as `to` would change
+                return part
+            part = part.pin_memory()  # or the host would wait for the copy
+        return part.to(self._device, non_blocking=True)
 
     def _end_part(self, part: Any) -> Any:
         part = part.to(self._device, non_blocking=True)
         if _is_plain(part):  # its memory is not reused until this stream is done with it
             part.record_stream(torch.cuda.current_stream(self._device))
         return part
+
+
+def _is_pinned(part: Any) -> bool:
+    return _is_plain(part) and part.is_pinned()
 
 
 def _is_plain(part: Any) -> bool:

@@ -145,14 +145,15 @@ def gpu_names(devices: list[torch.device]) -> list[str]:
     """Return a name for each GPU, equal for the same one in all containers of its host.
 
     It has the bus address, by which NCCL recognizes a GPU, because indices depend on what is
-    visible.
+    visible. torch before 2.8 has no address, but a UUID.
     """
     names = []
     for device in devices:
         if device.type == "cuda":
             found = torch.cuda.get_device_properties(device)
             parts = (getattr(found, f"pci_{part}_id", "") for part in ("domain", "bus", "device"))
-            address = ":".join(map(str, parts)).strip(":") or f"index {device.index}"
+            address = ":".join(map(str, parts)).strip(":")
+            address = address or getattr(found, "uuid", f"index {device.index}")
             names.append(f"{host_name()} {address}")
     return names
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from mmap import PAGESIZE
@@ -198,10 +199,16 @@ class Pin:
     """
 
     def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
-        self._memory, self._device = memory, device
-        with torch.cuda.device(device):  # a thread would start on the first GPU
-            result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        self._is_pinned = int(result) == 0
+        self._memory = memory
+
+        def register() -> bool:
+            torch.cuda.set_device(device)  # a new thread is on the first GPU
+            cudart = torch.cuda.cudart()
+            return int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+
+        # a refusal would fail the next kernel of the same thread
+        with ThreadPoolExecutor(1) as thread:
+            self._is_pinned = thread.submit(register).result()
 
     def __del__(self) -> None:
         if self._is_pinned and not sys.is_finalizing():

@@ -47,6 +47,7 @@ std::recursive_mutex mutex;
 int visible = MAX_DEVICES;
 thread_local DeviceIndex current = 0;
 thread_local c10::StreamId current_streams[MAX_DEVICES] = {};
+thread_local std::string latched;  // an error that the runtime returned: the next kernel has it, too
 thread_local int inside = 0;  // of a kernel: its own copies are no waits
 std::vector<Copy> copies;
 int64_t copy_number = 0;
@@ -482,7 +483,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     if (t.is_cpu() && t.dim() == 0) return;
     if (!device) device = t.device();
-    TORCH_CHECK(*device == t.device() || starts_with(name, "_foreach"),
+    TORCH_CHECK(*device == t.device(),
                 "Expected all tensors to be on the same device, but found at least two devices, ",
                 *device, " and ", t.device(), "! (in ", name, ")");
     if (t.is_cuda()) device = t.device();
@@ -497,6 +498,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         if (t) check(*t);
   }
   DeviceIndex index = device && device->is_cuda() ? device->index() : current;
+  if (!inside && !latched.empty()) TORCH_CHECK(false, std::exchange(latched, ""));
   if (waits_here && !inside) wait_for(index, name, INT64_MAX, current_streams[index]);
   Inside guard;
   c10::DeviceGuard on(Device(DeviceType::CUDA, index));
@@ -590,7 +592,9 @@ int64_t sim_peak_bytes(int device) {
 }
 
 void sim_set_stuck(int value) { stuck = value; }
+int sim_is_stuck() { return stuck; }
 void sim_fail(const char* message) { failure = message; }
+void sim_latch(const char* message) { latched = message; }
 
 int64_t sim_pinned_bytes() { return static_cast<int64_t>(pinned_bytes); }
 void sim_register(char* pointer, int64_t size) {
@@ -618,6 +622,12 @@ void sim_end_use(const void* pointer) {
     blocks.erase(block);
     std::free(start);
   }
+}
+// The current stream of a device uses the memory at `pointer`.
+void sim_use(int device, const void* pointer) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  auto block = containing(blocks, pointer);
+  if (block != blocks.end()) used_on[block->first].insert(current_streams[device]);
 }
 void sim_read(void* to, const void* from, int64_t size) { std::memcpy(to, from, size); }
 }

@@ -31,20 +31,25 @@ LIBRARY.sim_exchange_stream.restype = ctypes.c_int64
 LIBRARY.sim_exchange_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
 LIBRARY.sim_stream_wait.argtypes = [ctypes.c_int, *[ctypes.c_int64] * 3]
 LIBRARY.sim_wait_reason.restype = ctypes.c_char_p
-LIBRARY.sim_fail.argtypes = [ctypes.c_char_p]
+LIBRARY.sim_fail.argtypes = LIBRARY.sim_latch.argtypes = [ctypes.c_char_p]
 LIBRARY.sim_pinned_bytes.restype = ctypes.c_int64
 LIBRARY.sim_peer_copies.restype = ctypes.c_int64
 LIBRARY.sim_peak_bytes.restype = ctypes.c_int64
 LIBRARY.sim_register.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 LIBRARY.sim_unregister.argtypes = [ctypes.c_void_p]
 LIBRARY.sim_begin_use.argtypes = LIBRARY.sim_end_use.argtypes = [ctypes.c_void_p]
+LIBRARY.sim_use.argtypes = [ctypes.c_int, ctypes.c_void_p]
 LIBRARY.sim_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+
+# torch before 2.8 has another one
+AcceleratorError = getattr(torch, "AcceleratorError", RuntimeError)
 
 # processes that have used the driver, and a context on a device; a fork inherits both numbers
 _used_by: list[int] = []
 _initialized_by: list[int] = []
 calls: list[str] = []  # to torch.cuda that ask the driver
 refuses_pinning = False  # of memory that exists: `ulimit -l` is too small
+hides_addresses = False  # of GPUs, as torch before 2.8
 _stream_ids = itertools.count(1)
 opened: set[int] = set()  # devices that this process has a context on
 
@@ -116,7 +121,7 @@ def _index(device: object) -> int:
 def _exchange_device(index: int) -> int:
     _lazy_init()
     if index >= len(_visible()):
-        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+        raise AcceleratorError("CUDA error: invalid device ordinal")
     return LIBRARY.sim_exchange_device(index)
 
 
@@ -128,37 +133,45 @@ def _set_device(device: object) -> None:
 def _wait(device: int, reason: str, up_to: int = -1, stream: int = -1) -> None:
     message = LIBRARY.sim_wait(device, reason.encode(), up_to, stream)
     if message is not None:
-        raise torch.AcceleratorError(message.decode())
+        raise AcceleratorError(message.decode())
 
 
 class Event:
-    """`torch.cuda.Event`: the first `query` returns False, as if the device was still busy."""
+    """`torch.cuda.Event`: the first `query` returns False, as if the device was still busy.
+
+    The second one is counted as a wait.
+    """
 
     def __init__(self, **_: object) -> None:
-        self._number, self._stream, self._asked = -1, None, False
+        self._number, self._stream, self._asked, self._is_done = -1, None, False, False
 
     def record(self, stream: Stream | None = None) -> None:
         self._stream = stream or _current_stream()
-        self._number, self._asked = LIBRARY.sim_record(), False
+        self._number, self._asked, self._is_done = LIBRARY.sim_record(), False, False
         self._time = time.perf_counter()
 
     def query(self) -> bool:
+        opened.add(LIBRARY.sim_exchange_device(-1))  # a thread starts on the first device
         if self._stream is None:
             return True
         asked, self._asked = self._asked, True
-        return asked and bool(
-            LIBRARY.sim_is_done(self._stream.device_index, self._number, self._stream.stream_id)
-        )
+        if not asked or LIBRARY.sim_is_stuck():
+            return False
+        if not self._is_done:  # a loop of queries is a wait
+            self._is_done = True
+            _wait(self._stream.device_index, "query", self._number, self._stream.stream_id)
+        return True
 
     def elapsed_time(self, end: Event) -> float:
         for event in (self, end):
             stream = event._stream
             if not LIBRARY.sim_is_done(stream.device_index, event._number, stream.stream_id):
-                raise torch.AcceleratorError("CUDA error: device not ready")
+                raise AcceleratorError("CUDA error: device not ready")
         return 1000 * (end._time - self._time)
 
     def synchronize(self) -> None:
         if self._stream is not None:
+            self._is_done = True
             _wait(self._stream.device_index, "event", self._number, self._stream.stream_id)
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -214,11 +227,12 @@ def _stream(stream: Stream):
 
 
 class Runtime:
-    """`torch.cuda.cudart()`: results are error codes."""
+    """`torch.cuda.cudart()`: results are error codes, and the thread's next kernel fails as well."""
 
     @staticmethod
     def cudaHostRegister(pointer: int, size: int, _: int) -> int:  # noqa: N802  as in CUDA
         if refuses_pinning:
+            LIBRARY.sim_latch(b"CUDA error: out of memory")
             return 2
         LIBRARY.sim_register(pointer, size)
         return 0
@@ -231,16 +245,15 @@ class Runtime:
 
 def _get_device_properties(device: object = None) -> SimpleNamespace:
     index = _visible()[_index(device)]
+    address = {"pci_domain_id": 0, "pci_bus_id": 0x10 + index, "pci_device_id": 0}
     return SimpleNamespace(
         name="Simulated GPU",
         major=9,
         minor=0,
         total_memory=1 << 30,
         multi_processor_count=1,
-        pci_domain_id=0,
-        pci_bus_id=0x10 + index,
-        pci_device_id=0,
         uuid=f"simulated-{index}",
+        **({} if hides_addresses else address),
     )
 
 

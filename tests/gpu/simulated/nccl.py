@@ -17,24 +17,27 @@ import torch
 import torch.distributed as dist
 
 from tests.gpu.simulated import FAILS_AT, FAILURE, HANGS_AT
-from tests.gpu.simulated.device import LIBRARY
+from tests.gpu.simulated.device import LIBRARY, AcceleratorError
 
 ABORT_TEXT = (
     "[rank%d]: Watchdog caught collective operation timeout: WorkNCCL ran for longer than its "
     "limit; to avoid data inconsistency, we are taking the entire process down.\n"
 )
 
-_real = {
-    name: getattr(dist, name)
-    for name in (
-        "init_process_group",
-        "destroy_process_group",
-        "all_to_all_single",
-        "broadcast",
-        "all_gather_single",
-    )
+# the names of functions that are replaced; torch before 2.13 has another name for the last one
+NAMES = {
+    name: name
+    for name in ("init_process_group", "destroy_process_group", "all_to_all_single", "broadcast")
 }
+NAMES["all_gather_single"] = next(
+    name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)
+)
+_real = {name: getattr(dist, known) for name, known in NAMES.items()}
 state: dict[str, Any] = {"group": None, "timeout": None, "collectives": Counter(), "pending": []}
+DTYPES = {
+    *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}  # of NCCL, if it is an old one
 
 
 class Work:
@@ -50,7 +53,12 @@ class Work:
         state["pending"].append(self)
 
     def wait(self, timeout: object = None) -> bool:
-        """Do this collective, and those before it, in the order in which they were enqueued."""
+        """Do this collective, and those before it, in the order in which they were enqueued.
+
+        Only the stream that waits here knows when its memory is no longer in use.
+        """
+        for pointer in (self._pointer, self._out.data_ptr()):
+            LIBRARY.sim_use(self._out.device.index, pointer)
         while not self._is_done:
             state["pending"].pop(0)._do()
         return True
@@ -94,7 +102,7 @@ def _hangs(name: str) -> bool:
         text = os.environ[FAILURE]
         kinds = {"NCCL": dist.DistBackendError, "CUDA out of memory": torch.OutOfMemoryError}
         found = (kind for start, kind in kinds.items() if text.startswith(start))
-        raise next(found, torch.AcceleratorError)(text)
+        raise next(found, AcceleratorError)(text)
     if call != os.environ.get(HANGS_AT):
         return False
     LIBRARY.sim_set_stuck(1)
@@ -108,9 +116,12 @@ def _abort_later() -> None:
     os.abort()
 
 
-def _same_device(*tensors: torch.Tensor) -> None:
+def _check(*tensors: torch.Tensor) -> None:
     if any(tensor.is_cpu for tensor in tensors):
         raise RuntimeError("No backend type associated with device type cpu")
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"Input tensor data type is not supported for NCCL: {tensor.dtype}")
 
 
 def init_process_group(backend: str, *, timeout: timedelta, **options: Any) -> None:
@@ -143,7 +154,7 @@ _real_get_backend = dist.ProcessGroup._get_backend
 def all_to_all_single(out, own, out_sizes=None, own_sizes=None, group=None, async_op=False):  # noqa: FBT002  as in torch
     if not out.is_cuda:
         return _real["all_to_all_single"](out, own, out_sizes, own_sizes, group, async_op)
-    _same_device(out, own)
+    _check(out, own)
 
     def run(got, sent):
         _real["all_to_all_single"](got, sent, out_sizes, own_sizes, state["group"])
@@ -154,7 +165,7 @@ def all_to_all_single(out, own, out_sizes=None, own_sizes=None, group=None, asyn
 def all_gather_single(out, own, group=None, async_op=False):  # noqa: FBT002  as in torch
     if not out.is_cuda:
         return _real["all_gather_single"](out, own, group, async_op)
-    _same_device(out, own)
+    _check(out, own)
 
     def run(got, sent):
         _real["all_gather_single"](got, sent, state["group"])
@@ -165,6 +176,7 @@ def all_gather_single(out, own, group=None, async_op=False):  # noqa: FBT002  as
 def broadcast(tensor, src=0, group=None, async_op=False):  # noqa: FBT002  as in torch
     if not tensor.is_cuda:
         return _real["broadcast"](tensor, src, group, async_op)
+    _check(tensor)
 
     def run(got, sent):
         got.copy_(sent)
@@ -187,5 +199,5 @@ def install() -> None:
     """Replace the functions of torch.distributed that samestep calls."""
     functions = (all_to_all_single, all_gather_single, broadcast)
     for function in (init_process_group, destroy_process_group, *functions):
-        setattr(dist, function.__name__, function)
+        setattr(dist, NAMES[function.__name__], function)
     dist.ProcessGroup._get_backend = _get_backend
