@@ -111,6 +111,50 @@ def test_a_loop_that_ends_with_its_epoch_does_not_say_when_the_run_ends(tmp_path
     assert progress["seconds_left"] == pytest.approx(1.5)
 
 
+def test_time_left_includes_evaluations(tmp_path, monkeypatch):
+    """Half of the time goes to evaluations of 100 s after every 200 steps."""
+    train = loop(0, steps=2000, steps_per_epoch=500, epochs=4)
+    events = [{**started(), "time": START}, {**train, "time": START}]
+    for step in range(1, 801):
+        time = START + 0.5 * step + 100 * ((step - 1) // 200)
+        events.append({**scalars(step, loss=1.0), "time": time})
+    for steps in (150, 201, 399, 601, 800):
+        view = view_of(tmp_path / str(steps), *events[: steps + 2])
+        monkeypatch.setattr(view_module.time, "time", lambda at=events[steps + 1]["time"]: at)
+        progress = view.summary()["progress"]
+        evaluations = 100 * ((steps - 1) // 200) / (steps - 1)
+        assert progress["steps_per_second"] == pytest.approx(2)
+        assert progress["seconds_left"] == pytest.approx((2000 - steps) * (0.5 + evaluations))
+
+
+def test_time_left_follows_a_loop_that_becomes_slower(tmp_path, monkeypatch):
+    steps = [
+        {**scalars(step, loss=1.0), "time": START + step + max(0, step - 300)}
+        for step in range(1, 500)
+    ]
+    view = view_of(tmp_path, {**started(), "time": START}, loop(0, steps=1000), *steps)
+    monkeypatch.setattr(view_module.time, "time", lambda: START + 700)
+    assert view.summary()["progress"]["seconds_left"] == pytest.approx(501 * 2)
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_a_finished_run_that_was_started_again_keeps_its_epoch(tmp_path, each):
+    """A loop over epochs, in the user's code or its own, then a start that has nothing to do."""
+    sizes = {"steps_per_epoch": 4, "ends_with_epoch": each}
+    events = [started()]
+    for epoch in range(3):
+        if each or epoch == 0:
+            events.append(loop(4 * epoch, epoch=epoch, done=4 * epoch, **sizes))
+        events += [scalars(step, loss=1.0) for step in range(4 * epoch, 4 * epoch + 4)]
+    end = {"event": "finished", "step": 12}
+    view = view_of(tmp_path, *events, end)
+    assert view.row()["epoch"] == 2
+    for _ in range(2):
+        write(tmp_path, started(12, kind="resumed", epoch=3), end)
+        view.refresh()
+        assert view.row()["epoch"] == 2
+
+
 def test_values_after_the_last_epoch_do_not_count_another(tmp_path):
     after = {**scalars(8, accuracy=0.9), "epoch": 8, "between": True}
     view = view_of(tmp_path, started(), {**scalars(7, loss=1.0), "epoch": 7}, after)
@@ -203,7 +247,7 @@ def test_a_failure_is_the_first_that_no_other_caused(tmp_path, failures, text, r
 def test_a_run_that_was_evaluated_later_shows_how_it_was_trained(tmp_path):
     events = [
         started(workers=2),
-        loop(0, steps=8, epochs=2),
+        loop(0, steps=8, epochs=2, steps_per_epoch=4),
         *[scalars(step, loss=1.0) for step in range(8)],
         timing(7, *[(0.0, 1.0, 0.0, 0.0, 0.0)] * 2),
         {"event": "finished", "step": 8},
@@ -216,7 +260,7 @@ def test_a_run_that_was_evaluated_later_shows_how_it_was_trained(tmp_path):
         write(tmp_path, *again, {"event": "finished", "step": 8})
         view.refresh()
         row, progress = view.row(), view.summary()["progress"]
-        assert (row["workers"], row["epoch"], row["step"], row["state"]) == (2, 2, 8, "finished")
+        assert (row["workers"], row["epoch"], row["step"], row["state"]) == (2, 1, 8, "finished")
         assert (progress["epochs"], progress["done"]) == (2, 8)
         workers = view.summary()["workers"]
         assert [worker["lanes"] for worker in workers] == [[0, 4], [4, 8]]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import fields
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from statistics import median_high
+from statistics import median, median_high
 from threading import Lock
 from typing import Any, Final, TypeVar
 
@@ -336,8 +336,7 @@ def media_type(data: bytes) -> str | None:
 def _state(run: RunState, now: float, seen: float | None) -> str:
     if run.state not in {"running", "stalled"}:
         return run.state
-    gaps = [later - time for (_, time), (_, later) in pairwise(run.paces)]
-    usual = median_high(gaps) if gaps else 0.0
+    usual = median_high(_gaps(run) or [0.0])
     newest = max(run.updated or 0.0, seen or 0.0)  # the clock of another machine may differ
     limit = max(SILENT_SECONDS, SILENT_STEPS * usual)
     if run.state == "stalled":  # no news until the timeout
@@ -347,15 +346,33 @@ def _state(run: RunState, now: float, seen: float | None) -> str:
     return "silent" if now - newest > limit else run.state
 
 
+def _gaps(run: RunState) -> list[float]:
+    """Return the seconds of each of the newest steps."""
+    steps = pairwise(run.paces)
+    return [(later - time) / (last - first) for (first, time), (last, later) in steps]
+
+
+def _seconds_per_step(run: RunState) -> tuple[float, float] | None:
+    """Return the usual seconds of a step, and those to expect, with evaluations between steps.
+
+    What to expect is the mean since the loop began in this start. If steps became slower since
+    then, it is the usual time of the newest ones.
+    """
+    usual = median(_gaps(run) or [0.0])
+    if usual <= 0 or run.loop_pace is None:
+        return (usual, usual) if usual > 0 else None
+    (first, begin), (last, end) = run.loop_pace, run.paces[-1]
+    return usual, max(usual, (end - begin) / max(1.0, last - first))
+
+
 def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:
-    loop, done, pace = run.loop or {}, int(run.step), None
+    loop, done = run.loop or {}, int(run.step)
     per_epoch = to_int(loop.get("steps_per_epoch")) if loop.get("ends_with_epoch") else None
     steps, batch = to_int(loop.get("steps")), to_int(loop.get("batch_size"))
     if run.loop is not None:
         done = max(0, done - (to_int(loop.get("step")) or 0)) + (to_int(loop.get("done")) or 0)
-    if is_running and len(run.paces) > 1:
-        (first, begin), (last, end) = run.paces[0], run.paces[-1]
-        pace = (last - first) / (end - begin) if end > begin else None
+    seconds = _seconds_per_step(run) if is_running else None
+    pace = None if seconds is None else 1 / seconds[0]
     remaining = None if steps is None else max(0, steps - done)
     # if a loop ends with its epoch, the record does not say how many loops follow
     share = None if not steps else 1 - (steps - done) / (per_epoch or steps)
@@ -369,7 +386,7 @@ def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:
         "samples": _samples(loop, done, batch),
         "samples_per_second": None if pace is None or batch is None else pace * batch,
         "steps_per_second": pace,
-        "seconds_left": None if pace is None or remaining is None else remaining / pace,
+        "seconds_left": None if seconds is None or remaining is None else remaining * seconds[1],
     }
 
 
