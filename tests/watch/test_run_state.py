@@ -206,6 +206,7 @@ def test_starts():
             "snapshot of step 9, score 0.25",
             "good",
         ),
+        ({"event": "recovered", "step": 9}, "continues at step 9 after the stall", "good"),
         ({"event": "snapshot", "step": 9, "score": None}, "snapshot of step 9", "good"),
         (
             {"event": "snapshot_rejected", "path": "p", "reason": "cut"},

@@ -405,6 +405,7 @@ DESCRIPTIONS: Final[Mapping[str, tuple[str, str | Callable[[Event], str]]]] = {
     "failed": (BAD, "{worker} failed at step {step}: {error}"),
     "restarting": (BAD, "{worker} failed at step {step}: {reason}; restarting all workers"),
     "stalled": (BAD, "stalled: {reason}"),
+    "recovered": (GOOD, "continues at step {step} after the stall"),
     "snapshot": (GOOD, _describe_snapshot),
     "snapshot_copied": (GOOD, "snapshot of step {step} copied to remote storage"),
     "snapshot_rejected": (BAD, "rejected snapshot {path}: {reason}"),
