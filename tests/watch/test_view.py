@@ -81,6 +81,7 @@ def test_progress(tmp_path, monkeypatch):
     monkeypatch.setattr(view_module.time, "time", lambda: START + 5)
     assert view.summary()["progress"] == {
         "loop": "train",
+        "loops": 1,
         "done": 12,
         "steps": 28,
         "share": pytest.approx(12 / 28),
@@ -135,6 +136,15 @@ def test_time_left_follows_a_loop_that_becomes_slower(tmp_path, monkeypatch):
     view = view_of(tmp_path, {**started(), "time": START}, loop(0, steps=1000), *steps)
     monkeypatch.setattr(view_module.time, "time", lambda: START + 700)
     assert view.summary()["progress"]["seconds_left"] == pytest.approx(501 * 2)
+
+
+def test_loops_are_counted_by_name(tmp_path):
+    again = [loop(step, name="a", done=step, steps=9) for step in (0, 1)]
+    view = view_of(tmp_path, started(), *again)
+    assert view.summary()["progress"]["loops"] == 1
+    write(tmp_path, loop(9, name="b", steps=9))
+    view.refresh()
+    assert view.summary()["progress"]["loops"] == 2
 
 
 @pytest.mark.parametrize("each", [True, False])
@@ -273,7 +283,8 @@ def test_a_run_that_was_evaluated_later_shows_how_it_was_trained(tmp_path):
 def test_progress_without_a_loop(tmp_path):
     view = view_of(tmp_path, started(), scalars(3, loss=1.0))
     progress = view.summary()["progress"]
-    assert (progress.pop("done"), progress.pop("is_of_epoch")) == (3, False)
+    known = [progress.pop(name) for name in ("done", "is_of_epoch", "loops")]
+    assert known == [3, False, 0]
     assert set(progress.values()) == {None}
 
 

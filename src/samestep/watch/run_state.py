@@ -99,6 +99,7 @@ class RunState:
         self.step = 0.0
         self.epoch: int | None = None
         self.loop: Event | None = None
+        self.loops: set[str] = set()  # the names of all
         self.paces: deque[tuple[float, float]] = deque(maxlen=RECENT + 1)  # (steps done, time)
         self.loop_pace: tuple[float, float] | None = None  # the first one of the current loop
         self.failures: list[Event] = []  # since the last start
@@ -172,6 +173,7 @@ class RunState:
             return any(before.get(field) != event.get(field) for field in ("error", "dropped"))
         if kind == "loop":
             before, self.loop, self.loop_pace = self.loop or {}, event, None
+            self.loops.add(str(event.get("name")))
             self.epoch = to_int(event.get("epoch"))
             return before.get("name") != event.get("name")  # many loops start again each epoch
         return True

@@ -378,6 +378,7 @@ def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:
     share = None if not steps else 1 - (steps - done) / (per_epoch or steps)
     return {
         "loop": to_text(loop.get("name")),
+        "loops": len(run.loops),
         "done": done,
         "steps": None if per_epoch else steps,
         "share": None if share is None else min(1.0, max(0.0, share)),
