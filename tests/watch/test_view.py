@@ -11,8 +11,9 @@ from PIL import Image
 
 from samestep.errors import RecordError
 from samestep.record import read_history
+from samestep.record.source import open_source
 from samestep.watch import view as view_module
-from samestep.watch.view import MOST_ITEMS, media_type, thin
+from samestep.watch.view import MOST_ITEMS, View, media_type, thin
 from tests.watch.writing import (
     START,
     histogram,
@@ -169,6 +170,32 @@ def test_values_after_the_last_epoch_do_not_count_another(tmp_path):
     after = {**scalars(8, accuracy=0.9), "epoch": 8, "between": True}
     view = view_of(tmp_path, started(), {**scalars(7, loss=1.0), "epoch": 7}, after)
     assert view.row()["epoch"] == 7
+
+
+def test_the_row_of_a_long_record_is_known_before_it_is_read(tmp_path):
+    steps = [scalars(step, loss=1 / (step + 1)) for step in range(300)]
+    start = started(settings={"lr": 0.1}, config={"option": "x" * 200})
+    write(tmp_path, start, loop(0, steps=300), *steps, {"event": "finished", "step": 300})
+    view = View(open_source(tmp_path))
+    assert view.peek()
+    row, short = view.table_row(), view.row()
+    view.refresh()
+    read = view.table_row()
+    assert {name for name in read if row[name] != read[name]} == {"elapsed", "scores"}
+    assert (row["state"], row["step"], row["settings"]) == ("finished", 300, {"lr": 0.1})
+    assert (row["elapsed"], row["scores"]) == (None, {"loss": {"last": 1 / 300}})
+    assert short["state"] == "finished"
+    assert read["scores"]["loss"]["highest"] == 1
+    view.peek()  # too late
+    assert view.table_row() == read
+
+
+@pytest.mark.parametrize("steps", [0, 10, 500])
+def test_a_record_without_a_start_at_its_begin_has_to_be_read(tmp_path, steps):
+    write(tmp_path, *[scalars(step, loss=1.0) for step in range(steps)])
+    view = View(open_source(tmp_path))
+    assert not view.peek()
+    assert view.table_row()["scores"] == {}
 
 
 def test_elapsed_leaves_out_the_time_between_two_starts(tmp_path):

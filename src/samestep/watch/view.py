@@ -20,7 +20,7 @@ import numpy as np
 from samestep.config import Config
 from samestep.errors import RecordError
 from samestep.record.events import parse_events
-from samestep.record.source import Source
+from samestep.record.source import STARTS, Source
 from samestep.watch.curves import (
     AXES,
     row_range,
@@ -38,6 +38,7 @@ Item = TypeVar("Item")
 
 EVENTS_AT_A_TIME: Final = 256  # applied while holding the lock
 TAIL_BYTES: Final = 1024
+PEEK_BYTES: Final = 8 * 1024  # at each end: a start event with its settings, and some steps
 SILENT_SECONDS: Final = 60.0
 SILENT_STEPS: Final = 5
 MOST_HISTOGRAMS: Final = 200  # per name, that are sent
@@ -79,7 +80,23 @@ class View:
         self._offset = 0
         self._tail = b""  # the last bytes read, to recognize the record
         self._was_read = False  # to its end at least once
+        self._glimpse: RunState | None = None  # after the events at both ends of the record
         self._seen: float | None = None  # time of the last news since then
+
+    def peek(self) -> bool:
+        """Read both ends of a long local record, and return whether that shows its row.
+
+        Until the record is read, the row then has all but what needs the events between, such as
+        the best scores. Raises `RecordError`.
+        """
+        first, last = self.source.ends(PEEK_BYTES)
+        starts = (event for event in parse_events(first) if event.get("event") in STARTS)
+        run = RunState()
+        for event in chain(islice(starts, 1), parse_events(last)):
+            run.apply(event)
+        with self._lock:
+            self._glimpse = run if run.start and not self._was_read else None
+        return self._glimpse is not None
 
     def refresh(self) -> bool:
         """Read everything new, and return whether there was any. Raises `RecordError`."""
@@ -101,7 +118,9 @@ class View:
             self._version, self._is_read, self._restarted = version, False, False
         data = self._read_next()
         if not data:
-            self._is_read = self._was_read = True
+            with self._lock:
+                self._is_read = self._was_read = True
+                self._glimpse = None
             return False
         read = list(parse_events(data))  # all or none: a newer format raises
         lines, events = sum(1 for line in data.split(b"\n") if line), iter(read)
@@ -146,17 +165,19 @@ class View:
     def row(self) -> dict[str, Any]:
         """Return the run's row in a list of runs."""
         with self._lock:
-            return self._row(time.time())
+            return self._row(self._known_run(), time.time())
 
-    def _row(self, now: float) -> dict[str, Any]:
-        run = self._run
+    def _known_run(self) -> RunState:
+        return self._run if self._was_read else self._glimpse or self._run
+
+    def _row(self, run: RunState, now: float) -> dict[str, Any]:
         return {
             "id": self.id,
             "name": self.name,
             "state": _state(run, now, self._seen),
             "started": run.started,
             "updated": run.updated,
-            "elapsed": run.elapsed,
+            "elapsed": None if run is self._glimpse else run.elapsed,
             "nonfinite": [
                 {"name": name, "step": since}
                 for name, curve in run.curves.items()
@@ -173,7 +194,7 @@ class View:
         """Return everything about the run except its curves."""
         with self._lock:
             run, now = self._run, time.time()
-            row, config = self._row(now), run.start.get("config")
+            row, config = self._row(run, now), run.start.get("config")
             return {
                 **row,
                 **self._notes(),
@@ -214,11 +235,13 @@ class View:
     def table_row(self) -> dict[str, Any]:
         """Return the run's row in the table of runs: tags, scores by scalar, settings, origin."""
         with self._lock:
-            run = self._run
+            run = self._known_run()
             scores = {name: curve.summary() for name, curve in run.curves.items()}
+            if run is self._glimpse:  # the best ones may be between both ends
+                scores = {name: {"last": known["last"]} for name, known in scores.items()}
             config = run.start.get("config")
             config = _config(config) if isinstance(config, dict) else {}
-            row = {**self._row(time.time()), **self._notes(), **_origin(run)}
+            row = {**self._row(run, time.time()), **self._notes(), **_origin(run)}
             return {**row, "scores": scores, "config": config}
 
     def _notes(self) -> dict[str, Any]:
