@@ -47,6 +47,7 @@ def main(run: ss.Run) -> None:
         run.log(means)
 
     scores = run.evaluate(loss_fn, model, test_set, BATCH_SIZE)
+    run.log({"test_accuracy": scores["accuracy"]})
     run.print(f"accuracy {scores['accuracy']:.2%}")
 
 

@@ -89,11 +89,14 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def colored(text: str, color: int, stream: TextIO | None) -> str:
-    """Return the text in a color if the stream is a terminal, unless NO_COLOR is set."""
+def colored(text: str, color: int, stream: TextIO | None, *, is_terminal: bool = False) -> str:
+    """Return the text in a color if the stream is a terminal, unless NO_COLOR is set.
+
+    `is_terminal` says that another process prints the stream on one.
+    """
     is_wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     with suppress(ValueError):  # closed
-        if is_wanted and stream is not None and stream.isatty():
+        if is_wanted and stream is not None and (is_terminal or stream.isatty()):
             return f"\033[{color}m{text}\033[0m"
     return text
 

@@ -7,6 +7,7 @@ An HTML comment on the line before a block, which readers do not see, selects it
 | `<!-- test: in a run -->` | python | run inside `with samestep.init()`, with given.py |
 | `<!-- test: in a step -->` | python | the same in the body of a loop, with a batch |
 | `<!-- test: file train.py -->` | python | written to a file, which commands of the page run |
+| `<!-- test: file train.py, given -->` | python | the same, with the names of given.py |
 | `<!-- test: run -->` | sh | its commands are run; otherwise their arguments are only parsed |
 | `<!-- test: run, status 1 -->` | sh | the same, with this exit status |
 | `<!-- test: run together -->` | sh | its commands run at once here, at an own address |
@@ -35,7 +36,7 @@ LANGUAGES = {"", "diff", "json", "python", "sh", "text", "yaml"}
 NOT_RUN = "not run: "
 COLUMNS = 100
 WORDS = {
-    "python": r"in a run|in a step|file \w+\.py",
+    "python": r"in a run|in a step|file \w+\.py(, given)?",
     "sh": r"run(, status \d+| together)?|serve",
     "text": "printed",
 }

@@ -1,6 +1,6 @@
 """A network, a loss function and data that pages use without defining them.
 
-Blocks of a page have these names; files that a page writes import all of them.
+Blocks of a page have these names. A file that a page writes has them if its test says so.
 """
 
 from __future__ import annotations

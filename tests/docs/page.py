@@ -19,7 +19,7 @@ from tests.docs.commands import commands_of, here
 from tests.ports import free_port
 from tests.watch.serving import serving
 
-FILE = "file "
+FILE, GIVEN = "file ", ", given"
 TOGETHER = "run together"
 SERVE = "serve"
 ADDRESS, PORT = "192.168.0.10", "29400"  # of the first machine, on the pages
@@ -63,9 +63,9 @@ def run_page(page: Path) -> None:
         elif block.language == "sh":
             printed = _run_commands(block)
         elif block.test.startswith(FILE):
-            Path(block.test.removeprefix(FILE)).write_text(
-                f"from tests.docs.given import *\n\n{block.text}"
-            )
+            name, given_names, _ = block.test.removeprefix(FILE).partition(GIVEN)
+            imports = "from tests.docs.given import *\n\n" if given_names else ""
+            Path(name).write_text(imports + block.text)
         else:
             printed = _run_python(block, names)
 

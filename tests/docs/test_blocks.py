@@ -114,18 +114,16 @@ def test_a_mistake_fails_with_its_line(page, parts, message):
 
 
 def test_a_file_is_written_and_run_by_a_command(page):
-    run_workers(
-        run_page,
-        1,
-        page(
-            "<!-- test: file job.py -->",
-            "python\nimport sys\nprint(len(test_set), sys.argv[1])",
-            "<!-- test: run -->",
-            "sh\npython \\\n    job.py once  # a comment\nsrun python job.py elsewhere",
-            "<!-- test: printed -->",
-            "text\n53 once",
-        ),
+    parts = (
+        "python\nimport sys\nprint(len(test_set), sys.argv[1])",
+        "<!-- test: run -->",
+        "sh\npython \\\n    job.py once  # a comment\nsrun python job.py elsewhere",
+        "<!-- test: printed -->",
+        "text\n53 once",
     )
+    run_workers(run_page, 1, page("<!-- test: file job.py, given -->", *parts))
+    with pytest.raises(WorkerFailedError, match="name 'test_set' is not defined"):
+        run_workers(run_page, 1, page("<!-- test: file job.py -->", *parts))
 
 
 @pytest.mark.parametrize(

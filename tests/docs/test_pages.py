@@ -31,7 +31,7 @@ NOT_RUN_BLOCKS = {
     "needs transformers": 1,
     "needs webdataset": 1,
 }
-LONG = (ROOT / "docs/index.md", ROOT / "docs/tutorial.md")
+LONG = (ROOT / "docs/index.md",)
 RUN = [
     pytest.param(page, marks=pytest.mark.long) if page in LONG else page
     for page in PAGES

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -484,35 +485,19 @@ def test_a_second_stream_on_stdout_may_be_deleted(host):
     assert host.out() == b"here\n"
 
 
-BAR = """
-import samestep as ss
-from recipes.progress import Progress
-
-with ss.init() as run:
-    loop = type("Loop", (), {"step": 0, "steps": 2, "steps_per_epoch": 2})
-    progress = Progress(run, loop)
-    for loop.step in (1, 2):
-        progress.update({"loss": 0.5}, items=3)
-        if progress.bar:
-            progress.bar.refresh()
-        if run.rank == 1:
-            print("hello from", run.rank, flush=True)
-        progress.print(f"score {loop.step}")
-    progress.close()
-"""
+RECIPE = Path(__file__).parents[2] / "recipes" / "vit"
+SMALL = ["epochs=2", "evaluate_every=1", "batch_size=400", "model.depth=1", "model.width=16"]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_rank_0_draws_a_bar_if_stderr_is_a_terminal(tmp_path, is_terminal):
-    (tmp_path / "bar.py").write_text(BAR)
-    status, text = run_samestep(
-        "run", "-n", "2", "bar.py", folder=tmp_path, is_terminal=is_terminal
-    )
+def test_rank_0_of_a_recipe_draws_a_bar_if_stderr_is_a_terminal(tmp_path, is_terminal):
+    command = ["run", "-n", "2", str(RECIPE / "train.py"), str(RECIPE / "digits.yaml"), *SMALL]
+    status, text = run_samestep(*command, folder=tmp_path, is_terminal=is_terminal)
     assert status == 0
     lines = text.split("\n")
-    assert "[1] hello from 1" in lines
-    assert {"score 1", "score 2"} <= set(lines)
-    bars = [line.rpartition("\r")[2] for line in lines if "2/2 [" in line]
+    scores = [line for line in lines if re.match(r"epoch \d: ", line)]
+    assert len(scores) == 2
+    bars = [line.rpartition("\r")[2] for line in lines if "8/8 [" in line]
     assert bool(bars) is is_terminal
     assert [bar for bar in bars if not (bar.startswith("100%") and len(bar) == 99)] == []
 

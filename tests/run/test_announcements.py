@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import samestep as ss
@@ -22,10 +24,14 @@ def train(**options):
             optimizer.step()
 
 
-def lines(workers, *flags):
+def lines(workers, *flags, **variables):
     command = [sys.executable, "-m", "samestep", "run", "-n", str(workers), *flags]
     done = subprocess.run(
-        [*command, "-m", "tests.run.test_announcements"], capture_output=True, text=True, check=True
+        [*command, "-m", "tests.run.test_announcements"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **variables},
     )
     return done.stderr.splitlines()
 
@@ -59,5 +65,16 @@ def test_scripts_that_set_up_logging_get_log_records(caplog):
     assert [record.message for record in caplog.records][1:] == ["finished after 4 steps"]
 
 
+@pytest.mark.parametrize("level", ["", "INFO", "WARNING", "ERROR"])
+def test_a_script_or_library_that_only_logs_warnings_hides_nothing(level):
+    """A level of the logger itself is a wish to see less."""
+    name = {"": "samestep: ", "INFO": "INFO:samestep:"}.get(level)
+    end = [f"{name}finished after 4 steps"] if name else []
+    assert lines(1, LOGGER_LEVEL=level, LOGS="1")[1:] == end
+
+
 if __name__ == "__main__":
+    if os.environ.get("LOGS"):
+        logging.basicConfig()
+        logging.getLogger("samestep").setLevel(os.environ["LOGGER_LEVEL"] or logging.NOTSET)
     train()

@@ -155,14 +155,37 @@ def test_points_after_a_place_are_discarded(last, left):
 
 
 def test_summary():
+    def shown(curve):
+        return [curve.summary()[name] for name in ("points", "last", "lowest", "highest")]
+
     made = straight(3)
-    assert made.summary() == {"points": 3, "last": 2, "lowest": 0, "highest": 2}
+    assert shown(made) == [3, 2, 0, 2]
     made.append((3, True), 0.0, -5.0, NAN, NAN)
     made.append((4, True), 0.0, NAN, NAN, NAN)
-    assert made.summary() == {"points": 5, "last": None, "lowest": -5, "highest": 2}
+    assert shown(made) == [5, None, -5, 2]
     made.discard_after((1, False))
-    assert made.summary() == {"points": 1, "last": 0, "lowest": 0, "highest": 0}
-    assert Curve().summary() == {"points": 0, "last": None, "lowest": None, "highest": None}
+    assert shown(made) == [1, 0, 0, 0]
+    assert shown(Curve()) == [0, None, None, None]
+
+
+def test_the_steps_of_extremes_and_the_trend_are_exact():
+    made = Curve()
+    for step, value in enumerate([NAN, 7.0, 3.0, 9.0, 3.0, 9.0, *[1e6 / 3] * 4, *[4.0] * 990]):
+        made.append((step, False), 0.0, value, NAN, NAN)
+    found = made.summary()
+    assert (found["lowest_step"], found["highest_step"], found["trend"]) == (2, 6, 0)
+    for step in range(249):
+        made.append((1000 + step, False), 0.0, 3.0, NAN, NAN)
+    assert made.summary()["trend"] == pytest.approx(3 / 4 - 1)
+    assert made.summary()["highest"] == 1e6 / 3  # all digits
+
+
+@pytest.mark.parametrize("values", [[], [1.0] * 4, [0.0] * 4 + [1.0], [1e308] * 10, [NAN] * 9])
+def test_a_trend_is_unknown(values):
+    made = Curve()
+    for step, value in enumerate(values):
+        made.append((step, False), 0.0, value, NAN, NAN)
+    assert made.summary()["trend"] in {None, 0}
 
 
 def test_returned_points_do_not_change_later():

@@ -206,6 +206,7 @@ def test_starts():
             "snapshot of step 9, score 0.25",
             "good",
         ),
+        ({"event": "recovered", "step": 9}, "continues at step 9 after the stall", "good"),
         ({"event": "snapshot", "step": 9, "score": None}, "snapshot of step 9", "good"),
         (
             {"event": "snapshot_rejected", "path": "p", "reason": "cut"},
@@ -285,10 +286,11 @@ def test_a_stalled_run_says_why_until_its_next_event():
     run = RunState()
     stalled = {"event": "stalled", "step": 1, "reason": "worker 0 has waited"}
     sink = {"event": "sink", "name": "s"}
+    image = {"event": "image", "step": 0, "name": "x", "path": "images/x.png"}  # by a thread
     states = []
-    for number, event in enumerate([started(), busy(0, 1), stalled, sink, busy(1, 1)]):
+    for number, event in enumerate([started(), busy(0, 1), stalled, sink, image, busy(1, 1)]):
         run.apply({**event, "time": START + number})
         states.append(run.state)
-    assert states == ["running", "running", "stalled", "stalled", "running"]
+    assert states == ["running", "running", "stalled", "stalled", "stalled", "running"]
     assert run.stall == "worker 0 has waited"
     assert run.timeline[-1].text == "stalled: worker 0 has waited"

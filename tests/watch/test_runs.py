@@ -53,6 +53,18 @@ def test_a_url(tmp_path):
     assert views["one"].curve("loss")["value"] == [1]
 
 
+def test_rows_of_long_records_are_announced_before_all_are_read(tmp_path):
+    for name in "ab":
+        steps = [scalars(step, loss=1.0) for step in range(300)]
+        write(tmp_path / name, started(), *steps, {"event": "finished", "step": 300})
+    views, changes = open_views(tmp_path), []
+    follower = Follower(views, views.locations[0], changes.append)
+    follower._scan()
+    follower._scan()
+    assert changes == [{"a", "b"}]
+    assert [view.row()["state"] for view in views.values()] == ["finished"] * 2
+
+
 @pytest.fixture
 def views(tmp_path):
     for name in ("bad", "good"):

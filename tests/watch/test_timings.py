@@ -69,6 +69,12 @@ def test_own_seconds_of_a_worker_are_those_recorded():
     assert made.parts()["exchange"] == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize(("own", "is_clear"), [(1.05, False), (1.2, True)])
+def test_the_slower_of_two_workers_is_compared_with_the_other(own, is_clear):
+    made = timings((0, 0.0, 0, [(1.0, 0.0, 0.0, 0.0, 0.0), (own, 0.0, 0.0, 0.0, 0.0)]))
+    assert [worker["slowest"] for worker in made.workers()] == [False, is_clear]
+
+
 def test_own_seconds_in_earlier_records_exclude_the_exchange():
     workers = timings((0, 0.0, 0, [EQUAL, (0.1, 0.5, 0.1, 0.0, 0.0)])).workers()
     assert [worker["seconds"] for worker in workers] == pytest.approx([0.3, 0.6])

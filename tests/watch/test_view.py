@@ -11,8 +11,9 @@ from PIL import Image
 
 from samestep.errors import RecordError
 from samestep.record import read_history
+from samestep.record.source import open_source
 from samestep.watch import view as view_module
-from samestep.watch.view import MOST_ITEMS, media_type, thin
+from samestep.watch.view import MOST_ITEMS, View, media_type, thin
 from tests.watch.writing import (
     START,
     histogram,
@@ -81,6 +82,7 @@ def test_progress(tmp_path, monkeypatch):
     monkeypatch.setattr(view_module.time, "time", lambda: START + 5)
     assert view.summary()["progress"] == {
         "loop": "train",
+        "loops": 1,
         "done": 12,
         "steps": 28,
         "share": pytest.approx(12 / 28),
@@ -111,10 +113,89 @@ def test_a_loop_that_ends_with_its_epoch_does_not_say_when_the_run_ends(tmp_path
     assert progress["seconds_left"] == pytest.approx(1.5)
 
 
+def test_time_left_includes_evaluations(tmp_path, monkeypatch):
+    """Half of the time goes to evaluations of 100 s after every 200 steps."""
+    train = loop(0, steps=2000, steps_per_epoch=500, epochs=4)
+    events = [{**started(), "time": START}, {**train, "time": START}]
+    for step in range(1, 801):
+        time = START + 0.5 * step + 100 * ((step - 1) // 200)
+        events.append({**scalars(step, loss=1.0), "time": time})
+    for steps in (150, 201, 399, 601, 800):
+        view = view_of(tmp_path / str(steps), *events[: steps + 2])
+        monkeypatch.setattr(view_module.time, "time", lambda at=events[steps + 1]["time"]: at)
+        progress = view.summary()["progress"]
+        evaluations = 100 * ((steps - 1) // 200) / (steps - 1)
+        assert progress["steps_per_second"] == pytest.approx(2)
+        assert progress["seconds_left"] == pytest.approx((2000 - steps) * (0.5 + evaluations))
+
+
+def test_time_left_follows_a_loop_that_becomes_slower(tmp_path, monkeypatch):
+    steps = [
+        {**scalars(step, loss=1.0), "time": START + step + max(0, step - 300)}
+        for step in range(1, 500)
+    ]
+    view = view_of(tmp_path, {**started(), "time": START}, loop(0, steps=1000), *steps)
+    monkeypatch.setattr(view_module.time, "time", lambda: START + 700)
+    assert view.summary()["progress"]["seconds_left"] == pytest.approx(501 * 2)
+
+
+def test_loops_are_counted_by_name(tmp_path):
+    again = [loop(step, name="a", done=step, steps=9) for step in (0, 1)]
+    view = view_of(tmp_path, started(), *again)
+    assert view.summary()["progress"]["loops"] == 1
+    write(tmp_path, loop(9, name="b", steps=9))
+    view.refresh()
+    assert view.summary()["progress"]["loops"] == 2
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_a_finished_run_that_was_started_again_keeps_its_epoch(tmp_path, each):
+    """A loop over epochs, in the user's code or its own, then a start that has nothing to do."""
+    sizes = {"steps_per_epoch": 4, "ends_with_epoch": each}
+    events = [started()]
+    for epoch in range(3):
+        if each or epoch == 0:
+            events.append(loop(4 * epoch, epoch=epoch, done=4 * epoch, **sizes))
+        events += [scalars(step, loss=1.0) for step in range(4 * epoch, 4 * epoch + 4)]
+    end = {"event": "finished", "step": 12}
+    view = view_of(tmp_path, *events, end)
+    assert view.row()["epoch"] == 2
+    for _ in range(2):
+        write(tmp_path, started(12, kind="resumed", epoch=3), end)
+        view.refresh()
+        assert view.row()["epoch"] == 2
+
+
 def test_values_after_the_last_epoch_do_not_count_another(tmp_path):
     after = {**scalars(8, accuracy=0.9), "epoch": 8, "between": True}
     view = view_of(tmp_path, started(), {**scalars(7, loss=1.0), "epoch": 7}, after)
     assert view.row()["epoch"] == 7
+
+
+def test_the_row_of_a_long_record_is_known_before_it_is_read(tmp_path):
+    steps = [scalars(step, loss=1 / (step + 1)) for step in range(300)]
+    start = started(settings={"lr": 0.1}, config={"option": "x" * 200})
+    write(tmp_path, start, loop(0, steps=300), *steps, {"event": "finished", "step": 300})
+    view = View(open_source(tmp_path))
+    assert view.peek()
+    row, short = view.table_row(), view.row()
+    view.refresh()
+    read = view.table_row()
+    assert {name for name in read if row[name] != read[name]} == {"elapsed", "scores"}
+    assert (row["state"], row["step"], row["settings"]) == ("finished", 300, {"lr": 0.1})
+    assert (row["elapsed"], row["scores"]) == (None, {"loss": {"last": 1 / 300}})
+    assert short["state"] == "finished"
+    assert read["scores"]["loss"]["highest"] == 1
+    view.peek()  # too late
+    assert view.table_row() == read
+
+
+@pytest.mark.parametrize("steps", [0, 10, 500])
+def test_a_record_without_a_start_at_its_begin_has_to_be_read(tmp_path, steps):
+    write(tmp_path, *[scalars(step, loss=1.0) for step in range(steps)])
+    view = View(open_source(tmp_path))
+    assert not view.peek()
+    assert view.table_row()["scores"] == {}
 
 
 def test_elapsed_leaves_out_the_time_between_two_starts(tmp_path):
@@ -203,7 +284,7 @@ def test_a_failure_is_the_first_that_no_other_caused(tmp_path, failures, text, r
 def test_a_run_that_was_evaluated_later_shows_how_it_was_trained(tmp_path):
     events = [
         started(workers=2),
-        loop(0, steps=8, epochs=2),
+        loop(0, steps=8, epochs=2, steps_per_epoch=4),
         *[scalars(step, loss=1.0) for step in range(8)],
         timing(7, *[(0.0, 1.0, 0.0, 0.0, 0.0)] * 2),
         {"event": "finished", "step": 8},
@@ -216,7 +297,7 @@ def test_a_run_that_was_evaluated_later_shows_how_it_was_trained(tmp_path):
         write(tmp_path, *again, {"event": "finished", "step": 8})
         view.refresh()
         row, progress = view.row(), view.summary()["progress"]
-        assert (row["workers"], row["epoch"], row["step"], row["state"]) == (2, 2, 8, "finished")
+        assert (row["workers"], row["epoch"], row["step"], row["state"]) == (2, 1, 8, "finished")
         assert (progress["epochs"], progress["done"]) == (2, 8)
         workers = view.summary()["workers"]
         assert [worker["lanes"] for worker in workers] == [[0, 4], [4, 8]]
@@ -229,7 +310,8 @@ def test_a_run_that_was_evaluated_later_shows_how_it_was_trained(tmp_path):
 def test_progress_without_a_loop(tmp_path):
     view = view_of(tmp_path, started(), scalars(3, loss=1.0))
     progress = view.summary()["progress"]
-    assert (progress.pop("done"), progress.pop("is_of_epoch")) == (3, False)
+    known = [progress.pop(name) for name in ("done", "is_of_epoch", "loops")]
+    assert known == [3, False, 0]
     assert set(progress.values()) == {None}
 
 

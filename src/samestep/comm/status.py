@@ -38,6 +38,8 @@ class WorkerStatus:
         self.overdue: Callable[[], str] = lambda: ""
         # called from a thread with one line about workers that keep others waiting
         self.on_stall: Callable[[str], None] = lambda _: None
+        # called from the same thread when such a wait has ended
+        self.on_recovery: Callable[[], None] = lambda: None
 
     def set_activity(self, activity: str) -> None:
         """Record the start of an activity."""

@@ -94,7 +94,8 @@ class Watchdog(WorkerStatus):
         self._heartbeat_seconds = min(HEARTBEAT_SECONDS, timeout_seconds / 4)
         self._write_at = self._publish_at = 0.0
         self._published = 0  # stacks and failures in what was published last
-        self._stalled_since = 0.0  # the start of the last wait that was reported as long
+        self._stalled_since = 0.0  # the start of the last wait that was long
+        self._stall_reported = False  # by this worker, and it goes on
         # Only the thread waits for a store whose process is stopped; it may continue later.
         client.seconds = None
         self._machine = machine_name()
@@ -251,12 +252,17 @@ class Watchdog(WorkerStatus):
         """Report a wait of a quarter of the timeout; only the first of the waiting workers does."""
         what, since = self.collective, self.since
         limit = self._timeout_seconds
+        if self._stall_reported and since != self._stalled_since:
+            self._stall_reported = False
+            if self._failure is None and not self._alarmed:
+                self.on_recovery()
         is_long = time.monotonic() - since > max(STALL_SHARE * limit, MIN_STALL_SECONDS)
         if what and is_long and since != self._stalled_since and not self._alarmed:
             self._stalled_since = since
             key = f"stalled/{self.step}/{what}"
             if self._client.put_first(key, self.rank) == self.rank and self.since == since:
                 others = list(self._heartbeats().values())
+                self._stall_reported = True
                 self.on_stall(describe_stall(self._heartbeat(), others, self._size, limit))
 
     def _raise_alarm(self) -> None:

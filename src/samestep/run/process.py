@@ -165,17 +165,17 @@ def reaches_terminal() -> bool:
 
 
 def announce(text: str, level: int = logging.INFO) -> None:
-    """Log a line about the whole run, or write it to stderr if the script has not set up logging.
+    """Log a line about the whole run, or write it to stderr if the script does not log such lines.
 
-    Call it on one worker only.
+    A level of the logger itself is respected. Call this on one worker only.
     """
     logger = logging.getLogger("samestep")
-    if logger.hasHandlers():
+    if logger.hasHandlers() and (logger.level or logger.isEnabledFor(level)):
         logger.log(level, text)
     elif sys.stderr is not None:
         title = "samestep:"
         if level >= logging.WARNING:
-            title = colored(title, YELLOW, sys.stderr)
+            title = colored(title, YELLOW, sys.stderr, is_terminal=reaches_terminal())
         sys.stderr.write(f"{title} {text}\n")
         sys.stderr.flush()
 

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ class Session:
             self._exits.close()
             raise
         self.world.status.on_stall = self._report_stall
+        self.world.status.on_recovery = partial(self._add_to_record, "recovered")
         try:
             self._check_exchange()
             self._assemble(config)
@@ -308,9 +310,13 @@ class Session:
     def _report_stall(self, text: str) -> None:
         """Print that workers wait for another one, and record it. Called from a thread."""
         announce(text, logging.WARNING)
+        self._add_to_record("stalled", reason=text.removeprefix("stalled: "))
+
+    def _add_to_record(self, event: str, **fields: Any) -> None:
+        """Record an event of a thread of any worker."""
         with suppress(Exception):  # the disk is full, or the run still starts
             record = open_record(self.config.dir, writes=True)
-            record.event("stalled", step=self.progress.step, reason=text.removeprefix("stalled: "))
+            record.event(event, step=self.progress.step, **fields)
             record.close()
 
     def call_at_close(self, fn: Callable[[], None]) -> None:

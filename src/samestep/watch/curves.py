@@ -121,15 +121,24 @@ class Curve:
         self._average = self._summary = None
 
     def summary(self) -> dict[str, float | None]:
-        """Return the number of points, and the last, lowest and highest value or None."""
+        """Return the number of points, and the last, lowest and highest value or None.
+
+        `lowest_step` and `highest_step` are the first steps of those. `trend` is the relative
+        change from the mean of the fifth of the finite values before the newest fifth to its mean.
+        """
         if self._summary is None or self._summary[0] != len(self):
-            value = self._table.columns()[3]
-            finite = value[np.isfinite(value)]
+            step, _, _, value, *_ = self._table.columns()
+            known = np.flatnonzero(np.isfinite(value))
+            finite = value[known]
+            low, high = (known[at(finite)] if len(known) else None for at in (np.argmin, np.argmax))
             found = {
                 "points": len(value),
                 "last": float(value[-1]) if len(value) and np.isfinite(value[-1]) else None,
-                "lowest": float(finite.min()) if len(finite) else None,
-                "highest": float(finite.max()) if len(finite) else None,
+                "lowest": None if low is None else float(value[low]),
+                "lowest_step": None if low is None else float(step[low]),
+                "highest": None if high is None else float(value[high]),
+                "highest_step": None if high is None else float(step[high]),
+                "trend": _trend(finite),
             }
             self._summary = len(self), found
         return self._summary[1]
@@ -153,6 +162,16 @@ class Curve:
         if np.isnan(low).all():
             return Points(step, time, value, None, None, average)
         return Points(step, time, value, low, high, average)
+
+
+def _trend(values: NDArray[Any]) -> float | None:
+    size = len(values) // 5
+    if not size:
+        return None
+    with np.errstate(over="ignore"):
+        before, now = float(values[-2 * size : -size].mean()), float(values[-size:].mean())
+    change = (now - before) / abs(before) if before else math.nan
+    return change if math.isfinite(change) else None
 
 
 class HostUse:

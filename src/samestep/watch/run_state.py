@@ -28,8 +28,8 @@ STATES: Final = {
 }
 # samples of hosts, taken by threads: they say nothing about the run's progress
 SYSTEM: Final = "system"
-# events of other processes than the workers
-APART: Final = ("sink", "images_dropped")
+# events of other processes and threads, which go on while workers wait
+APART: Final = ("sink", "image", "images_dropped")
 LONGEST_TEXT: Final = 1000
 GOOD, BAD, INFO = "good", "bad", "info"
 
@@ -99,7 +99,9 @@ class RunState:
         self.step = 0.0
         self.epoch: int | None = None
         self.loop: Event | None = None
+        self.loops: set[str] = set()  # the names of all
         self.paces: deque[tuple[float, float]] = deque(maxlen=RECENT + 1)  # (steps done, time)
+        self.loop_pace: tuple[float, float] | None = None  # the first one of the current loop
         self.failures: list[Event] = []  # since the last start
         self.stall: str | None = None  # why the run was stalled last
         self.skipped_lines = 0
@@ -154,6 +156,7 @@ class RunState:
         self.state = STATES.get(kind, self.state)
         if kind == "finished" and self._trained is not None and self._made_no_step(event):
             self.start, self.loop = self._trained
+            self.epoch = _last_epoch(self.loop, self.epoch, to_number(event.get("step")))
             self.timings.restore()
         if kind != "restarting":
             self._reach(to_number(event.get("step")))
@@ -169,7 +172,8 @@ class RunState:
             # a change of `behind_bytes` alone is not news
             return any(before.get(field) != event.get(field) for field in ("error", "dropped"))
         if kind == "loop":
-            before, self.loop = self.loop or {}, event
+            before, self.loop, self.loop_pace = self.loop or {}, event, None
+            self.loops.add(str(event.get("name")))
             self.epoch = to_int(event.get("epoch"))
             return before.get("name") != event.get("name")  # many loops start again each epoch
         return True
@@ -195,7 +199,7 @@ class RunState:
         self._add_to_timeline(event, kind, time)
         if self.loop is not None:
             self._trained = self.start, self.loop
-        self.state, self.start, self.loop = "running", event, None
+        self.state, self.start, self.loop, self.loop_pace = "running", event, None, None
         if "commit" in event:  # not after a worker was replaced
             self.commit = to_text(event["commit"])
             if self.commit and event.get("dirty"):
@@ -267,11 +271,24 @@ class RunState:
         self.step = step
         if time is not None:
             self.paces.append((step, time))
+            self.loop_pace = self.loop_pace or (step, time)
 
     def _add_to_timeline(self, event: Event, kind: str, time: float) -> None:
         text, severity = describe(event, kind, self.start)
         step, detail = to_int(event.get("step")), to_text(event.get("traceback"))
         self.timeline.append(TimelineEvent(time, kind, step, text, severity, detail))
+
+
+def _last_epoch(loop: Event, following: int | None, step: float | None) -> int | None:
+    """Return the epoch of a loop's last step, after which `step` steps are done in all.
+
+    `following` is the epoch of the step after it, which is one more if the epoch was complete.
+    """
+    begin, epoch = to_number(loop.get("step")), to_int(loop.get("epoch"))
+    size, done = to_int(loop.get("steps_per_epoch")), to_int(loop.get("done")) or 0
+    if step is None or begin is None or epoch is None or not size:
+        return following
+    return epoch + int(max(0.0, done % size + step - begin - 1) // size)
 
 
 def _position(event: dict[str, Any]) -> StepPosition | None:
@@ -390,6 +407,7 @@ DESCRIPTIONS: Final[Mapping[str, tuple[str, str | Callable[[Event], str]]]] = {
     "failed": (BAD, "{worker} failed at step {step}: {error}"),
     "restarting": (BAD, "{worker} failed at step {step}: {reason}; restarting all workers"),
     "stalled": (BAD, "stalled: {reason}"),
+    "recovered": (GOOD, "continues at step {step} after the stall"),
     "snapshot": (GOOD, _describe_snapshot),
     "snapshot_copied": (GOOD, "snapshot of step {step} copied to remote storage"),
     "snapshot_rejected": (BAD, "rejected snapshot {path}: {reason}"),

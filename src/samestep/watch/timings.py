@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ EXCHANGE: Final = PARTS.index("exchange")
 OTHER: Final = "other"
 RECENT: Final = 100  # steps
 NO_QUANTILES: Final = (math.nan,) * len(QUANTILES)
-CLEARLY_SLOWER: Final = 1.1  # than the median of all workers
+CLEARLY_SLOWER: Final = 1.1  # than the median of all workers, the faster one of two
 
 
 class Newest(NamedTuple):
@@ -129,7 +129,7 @@ class Timings:
         seconds = np.asarray([step for step in newest if len(step) == count])
         own = np.median(seconds[:, :, -1], axis=0).tolist()
         known = [value if np.isfinite(value) else 0.0 for value in own]
-        slowest = count > 1 and max(known) > CLEARLY_SLOWER * median(known)
+        slowest = count > 1 and max(known) > CLEARLY_SLOWER * median_low(known)
         wall = _mean(self._recent().wall()[-len(seconds) :])
         means = seconds[:, :, :-1].mean(axis=0)
         others = to_list(np.maximum((np.nan if wall is None else wall) - means.sum(axis=1), 0.0))

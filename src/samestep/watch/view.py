@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import fields
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from statistics import median_high
+from statistics import median, median_high
 from threading import Lock
 from typing import Any, Final, TypeVar
 
@@ -20,7 +20,7 @@ import numpy as np
 from samestep.config import Config
 from samestep.errors import RecordError
 from samestep.record.events import parse_events
-from samestep.record.source import Source
+from samestep.record.source import STARTS, Source
 from samestep.watch.curves import (
     AXES,
     row_range,
@@ -38,6 +38,7 @@ Item = TypeVar("Item")
 
 EVENTS_AT_A_TIME: Final = 256  # applied while holding the lock
 TAIL_BYTES: Final = 1024
+PEEK_BYTES: Final = 8 * 1024  # at each end: a start event with its settings, and some steps
 SILENT_SECONDS: Final = 60.0
 SILENT_STEPS: Final = 5
 MOST_HISTOGRAMS: Final = 200  # per name, that are sent
@@ -79,7 +80,23 @@ class View:
         self._offset = 0
         self._tail = b""  # the last bytes read, to recognize the record
         self._was_read = False  # to its end at least once
+        self._glimpse: RunState | None = None  # after the events at both ends of the record
         self._seen: float | None = None  # time of the last news since then
+
+    def peek(self) -> bool:
+        """Read both ends of a long local record, and return whether that shows its row.
+
+        Until the record is read, the row then has all but what needs the events between, such as
+        the best scores. Raises `RecordError`.
+        """
+        first, last = self.source.ends(PEEK_BYTES)
+        starts = (event for event in parse_events(first) if event.get("event") in STARTS)
+        run = RunState()
+        for event in chain(islice(starts, 1), parse_events(last)):
+            run.apply(event)
+        with self._lock:
+            self._glimpse = run if run.start and not self._was_read else None
+        return self._glimpse is not None
 
     def refresh(self) -> bool:
         """Read everything new, and return whether there was any. Raises `RecordError`."""
@@ -101,7 +118,9 @@ class View:
             self._version, self._is_read, self._restarted = version, False, False
         data = self._read_next()
         if not data:
-            self._is_read = self._was_read = True
+            with self._lock:
+                self._is_read = self._was_read = True
+                self._glimpse = None
             return False
         read = list(parse_events(data))  # all or none: a newer format raises
         lines, events = sum(1 for line in data.split(b"\n") if line), iter(read)
@@ -146,17 +165,19 @@ class View:
     def row(self) -> dict[str, Any]:
         """Return the run's row in a list of runs."""
         with self._lock:
-            return self._row(time.time())
+            return self._row(self._known_run(), time.time())
 
-    def _row(self, now: float) -> dict[str, Any]:
-        run = self._run
+    def _known_run(self) -> RunState:
+        return self._run if self._was_read else self._glimpse or self._run
+
+    def _row(self, run: RunState, now: float) -> dict[str, Any]:
         return {
             "id": self.id,
             "name": self.name,
             "state": _state(run, now, self._seen),
             "started": run.started,
             "updated": run.updated,
-            "elapsed": run.elapsed,
+            "elapsed": None if run is self._glimpse else run.elapsed,
             "nonfinite": [
                 {"name": name, "step": since}
                 for name, curve in run.curves.items()
@@ -173,7 +194,7 @@ class View:
         """Return everything about the run except its curves."""
         with self._lock:
             run, now = self._run, time.time()
-            row, config = self._row(now), run.start.get("config")
+            row, config = self._row(run, now), run.start.get("config")
             return {
                 **row,
                 **self._notes(),
@@ -214,11 +235,13 @@ class View:
     def table_row(self) -> dict[str, Any]:
         """Return the run's row in the table of runs: tags, scores by scalar, settings, origin."""
         with self._lock:
-            run = self._run
+            run = self._known_run()
             scores = {name: curve.summary() for name, curve in run.curves.items()}
+            if run is self._glimpse:  # the best ones may be between both ends
+                scores = {name: {"last": known["last"]} for name, known in scores.items()}
             config = run.start.get("config")
             config = _config(config) if isinstance(config, dict) else {}
-            row = {**self._row(time.time()), **self._notes(), **_origin(run)}
+            row = {**self._row(run, time.time()), **self._notes(), **_origin(run)}
             return {**row, "scores": scores, "config": config}
 
     def _notes(self) -> dict[str, Any]:
@@ -336,8 +359,7 @@ def media_type(data: bytes) -> str | None:
 def _state(run: RunState, now: float, seen: float | None) -> str:
     if run.state not in {"running", "stalled"}:
         return run.state
-    gaps = [later - time for (_, time), (_, later) in pairwise(run.paces)]
-    usual = median_high(gaps) if gaps else 0.0
+    usual = median_high(_gaps(run) or [0.0])
     newest = max(run.updated or 0.0, seen or 0.0)  # the clock of another machine may differ
     limit = max(SILENT_SECONDS, SILENT_STEPS * usual)
     if run.state == "stalled":  # no news until the timeout
@@ -347,20 +369,39 @@ def _state(run: RunState, now: float, seen: float | None) -> str:
     return "silent" if now - newest > limit else run.state
 
 
+def _gaps(run: RunState) -> list[float]:
+    """Return the seconds of each of the newest steps."""
+    steps = pairwise(run.paces)
+    return [(later - time) / (last - first) for (first, time), (last, later) in steps]
+
+
+def _seconds_per_step(run: RunState) -> tuple[float, float] | None:
+    """Return the usual seconds of a step, and those to expect, with evaluations between steps.
+
+    What to expect is the mean since the loop began in this start. If steps became slower since
+    then, it is the usual time of the newest ones.
+    """
+    usual = median(_gaps(run) or [0.0])
+    if usual <= 0 or run.loop_pace is None:
+        return (usual, usual) if usual > 0 else None
+    (first, begin), (last, end) = run.loop_pace, run.paces[-1]
+    return usual, max(usual, (end - begin) / max(1.0, last - first))
+
+
 def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:
-    loop, done, pace = run.loop or {}, int(run.step), None
+    loop, done = run.loop or {}, int(run.step)
     per_epoch = to_int(loop.get("steps_per_epoch")) if loop.get("ends_with_epoch") else None
     steps, batch = to_int(loop.get("steps")), to_int(loop.get("batch_size"))
     if run.loop is not None:
         done = max(0, done - (to_int(loop.get("step")) or 0)) + (to_int(loop.get("done")) or 0)
-    if is_running and len(run.paces) > 1:
-        (first, begin), (last, end) = run.paces[0], run.paces[-1]
-        pace = (last - first) / (end - begin) if end > begin else None
+    seconds = _seconds_per_step(run) if is_running else None
+    pace = None if seconds is None else 1 / seconds[0]
     remaining = None if steps is None else max(0, steps - done)
     # if a loop ends with its epoch, the record does not say how many loops follow
     share = None if not steps else 1 - (steps - done) / (per_epoch or steps)
     return {
         "loop": to_text(loop.get("name")),
+        "loops": len(run.loops),
         "done": done,
         "steps": None if per_epoch else steps,
         "share": None if share is None else min(1.0, max(0.0, share)),
@@ -369,7 +410,7 @@ def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:
         "samples": _samples(loop, done, batch),
         "samples_per_second": None if pace is None or batch is None else pace * batch,
         "steps_per_second": pace,
-        "seconds_left": None if pace is None or remaining is None else remaining / pace,
+        "seconds_left": None if seconds is None or remaining is None else remaining * seconds[1],
     }
 
 

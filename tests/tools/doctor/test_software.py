@@ -100,6 +100,13 @@ def test_gpus_are_reported_with_their_links(tmp_path):
     assert findings(section, "note").startswith("GPU 1 has 60000 MiB in use")
 
 
+@pytest.mark.parametrize("found", [None, "a module"])
+def test_gpus_whose_use_cannot_be_recorded_are_noted(tmp_path, monkeypatch, found):
+    monkeypatch.setattr(software, "find_spec", lambda name: found)
+    section = examine_gpus(case_of(tmp_path, commands=TWO_GPUS, torch=seen_by_torch()))
+    assert ('pip install "samestep[gpu]"' in findings(section, "note")) is (found is None)
+
+
 @pytest.mark.parametrize(
     ("torch", "text"),
     [

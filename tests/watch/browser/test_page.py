@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -331,6 +332,10 @@ def test_a_real_run_with_a_killed_and_replaced_worker(place, page):
         page.until(
             "return Number(document.querySelector('[data-scalar=loss]')?.dataset.points) > 5"
         )
+        # of the run, not of its epoch, of which it has 100,000
+        page.wait_for("Left", "return document.querySelector('[data-figure=left] dt')?.innerText")
+        left = page.text("[data-figure=left] dd")
+        assert re.match(r"\d+ (h|d)( |ends)", left), left
         page.choose_tab("workers")
         page.until("return document.querySelectorAll('[data-worker]').length === 2")
         (event,) = (event for event in read_events(run) if event["event"] == "started")

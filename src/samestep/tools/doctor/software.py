@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 from itertools import combinations
 from typing import Any, Final
 
@@ -204,6 +205,12 @@ def _check_gpus(case: Case, gpus: Sequence[Gpu]) -> Iterator[Finding]:
                 "fit on other GPUs may not fit on it.",
                 "nvidia-smi shows which processes use it",
             )
+    if find_spec("pynvml") is None:
+        yield note(
+            "the use and the memory of GPUs are not recorded: NVIDIA's library for Python is not "
+            "installed.",
+            'pip install "samestep[gpu]"',
+        )
 
 
 def _check_visible(case: Case, present: int, seen: int) -> Iterator[Finding]:

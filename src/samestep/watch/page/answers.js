@@ -1,6 +1,5 @@
 // Three answers about the run: is it learning, is it healthy, and what is slow?
 
-import { latest, path } from "./api.js";
 import { partColor, PARTS } from "./colors.js";
 import { h, onChange } from "./dom.js";
 import { bestOf, count, goal, number, principal } from "./format.js";
@@ -17,13 +16,6 @@ export function answers() {
     healthy: cell("healthy", "Healthy?", "workers"),
     slow: cell("slow", "What is slow?", "time"),
   };
-  const asked = {}; // by role: the run and the scalar whose curve was requested
-  const known = {}; // and those of the newest curve
-  let last = null;
-  const loads = Object.fromEntries(["score", "loss"].map((role) => [role, latest((curve) => {
-    known[role] = { ...asked[role], curve };
-    drawLearning(learned(last, known));
-  })]));
   const drawLearning = onChange((lines) => cells.learning.show(
     lines.length ? lines.map(scored) : [h("p", {}, "no score or loss yet")]));
   const drawHealth = onChange((lines) => cells.healthy.show(lines.map(checked)));
@@ -31,13 +23,7 @@ export function answers() {
   return {
     element: h("div", { class: "answers" }, Object.values(cells).map(({ element }) => element)),
     update({ run }) {
-      last = run;
-      for (const [role, { name, points, last: newest }] of Object.entries(principal(run.scalars))) {
-        asked[role] = { id: run.id, name };
-        const request = path("curve", { id: run.id, name, points: 300, x: "step" });
-        loads[role](request, `${points} ${newest} ${run.attempts}`);
-      }
-      drawLearning(learned(run, known));
+      drawLearning(learned(run));
       drawHealth(health(run));
       drawParts(run.parts);
     },
@@ -52,26 +38,11 @@ function cell(key, label, tab) {
   return { element, show: (lines) => place.replaceChildren(...lines) };
 }
 
-function learned(run, known) {
-  return Object.entries(principal(run.scalars)).map(([role, scalar]) => {
-    const { name, last } = scalar;
-    const { id, name: drawn, curve } = known[role] ?? {};
-    const line = { name, last, best: bestOf(scalar), trend: null, at: null };
-    if (id !== run.id || drawn !== name) return line;
-    const sign = goal(name) === "lowest" ? 1 : -1;
-    const finite = curve.x.map((x, index) => [x, curve.value[index]]).filter(([, y]) => y !== null);
-    const best = finite.reduce((a, b) => (a && sign * a[1] <= sign * b[1] ? a : b), null);
-    return { ...line, trend: trend(finite.map(([, y]) => y)), at: best?.[0] ?? null };
+function learned(run) {
+  return Object.values(principal(run.scalars)).map((scalar) => {
+    const { name, last, trend } = scalar;
+    return { name, last, trend, best: bestOf(scalar), at: scalar[`${goal(name)}_step`] };
   });
-}
-
-/** Return the relative change from one fifth of the values to the newest; null if unknown. */
-function trend(values) {
-  const size = Math.floor(values.length / 5);
-  const mean = (from, to) => values.slice(from, to).reduce((sum, y) => sum + y, 0) / size;
-  const end = values.length;
-  const [before, now] = [mean(end - 2 * size, end - size), mean(end - size, end)];
-  return size && before ? (now - before) / Math.abs(before) : null;
 }
 
 function scored({ name, last, best, trend: change, at }) {

@@ -64,7 +64,7 @@ function content(run, age, clock, tags) {
       h("dl", { class: "figures" },
         figure("epoch", "Epoch", count(ordinal), epochs === null ? null : `of ${count(epochs)}`),
         figure("step", "Step", count(run.step), paced),
-        left !== null && figure("left", progress.is_of_epoch ? "Left in epoch" : "Left",
+        left !== null && figure("left", leftIn(progress),
           duration(left), `ends ${near(clock + left, clock)}`),
         figure("workers", "Workers", count(run.count), several(run.lanes, "lane")),
         samples !== null && figure("samples", "Samples", count(samples),
@@ -75,6 +75,9 @@ function content(run, age, clock, tags) {
     bar(progress),
   ];
 }
+
+const leftIn = ({ is_of_epoch: isOfEpoch, loop, loops }) =>
+  isOfEpoch ? "Left in epoch" : loops > 1 ? `Left in ${loop}` : "Left";
 
 function figure(key, label, value, note) {
   const description = h("dd", {}, value, note && h("small", {}, note));
