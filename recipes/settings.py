@@ -133,11 +133,17 @@ def read_arguments(
 
 
 def run_script(main: Callable[[], object]) -> None:
-    """Call the `main` of a script; a `SettingsError` ends the process with its message only."""
+    """Call the `main` of a script; a `SettingsError` ends the process with its message only.
+
+    So does one that a data set raised while a batch was loaded. The run's record has the traceback.
+    """
     try:
         main()
-    except SettingsError as error:
-        raise SystemExit(str(error)) from None
+    except (SettingsError, ss.DataError) as error:
+        cause = error if isinstance(error, SettingsError) else error.__cause__
+        if not isinstance(cause, SettingsError):
+            raise
+        raise SystemExit(str(cause)) from None
 
 
 def _settings_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from recipes.vit import demo
 from recipes.vit.config import Settings
 from recipes.vit.train import main
 from recipes.vit.training import score, training_loss
+from samestep.cli import main as samestep
 from samestep.snapshot.read import export, list_snapshots, load
 from tests.jobs import events, fingerprint, logged
 from tests.recipes.pictures import pictures
@@ -95,23 +97,45 @@ def test_evaluation_as_a_command_gives_the_same_numbers(trained, workers):
         assert scores.items() <= left.items()
 
 
-def test_a_folder_of_held_out_images_is_enough_for_evaluation(tmp_path):
+def make_images(directory, classes=("cat", "dog")):
+    """Write three images per class to train on and three held-out ones; return the arguments."""
     torch.manual_seed(0)
     for part in ("train", "val"):
-        for name in ("cat", "dog"):
+        for name in classes:
             for number in range(3):
-                path = tmp_path / "images" / part / name / f"{number}.png"
+                path = directory / part / name / f"{number}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 pixels = torch.randint(0, 255, (8, 8), dtype=torch.uint8).numpy()
                 Image.fromarray(pixels).save(path)
-    folder = [
-        *(change for change in SMALL if "=" in change),
-        *("data.source=folder", f"data.path={tmp_path / 'images'}", "model.classes=2"),
-    ]
-    (trained,) = run_workers(main, 1, [SMALL[0], *folder, "--dir", str(tmp_path / "run")])
+    folder = ["data.source=folder", f"data.path={directory}", f"model.classes={len(classes)}"]
+    return [*SMALL, *folder]
+
+
+def test_a_folder_of_held_out_images_is_enough_for_evaluation(tmp_path):
+    arguments = make_images(tmp_path / "images")
+    (trained,) = run_workers(main, 1, [*arguments, "--dir", str(tmp_path / "run")])
     shutil.rmtree(tmp_path / "images" / "train")
     (scores,) = run_workers(main, 1, ["--eval", "--dir", str(tmp_path / "run")])
     assert scores == trained
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_a_torn_image_is_one_line_on_the_terminal(loader_workers, tmp_path, capfd):
+    arguments = make_images(tmp_path / "images")
+    torn = tmp_path / "images" / "train" / "dog" / "1.png"
+    torn.write_bytes(torn.read_bytes()[:60])
+    loading = f"data.loader_workers={loader_workers}"
+    script, directory = str(RECIPE / "train.py"), str(tmp_path / "run")
+    assert samestep(["run", "-n", "2", script, *arguments, loading, "--dir", directory]) == 1
+
+    lines = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(
+        rf"samestep: error: worker \d failed first: {torn} cannot be read as an image: [^\n]+",
+        lines[-1],
+    )
+    assert not any("Traceback" in line for line in lines)
+    traces = [event.get("traceback", "") for event in events(tmp_path / "run", "failed")]
+    assert any("image = file.convert(self.mode)" in trace for trace in traces)
 
 
 def test_an_exported_model_gives_the_same_numbers(trained, tmp_path):
