@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar, get_args, get_type_hints
 
 from omegaconf import OmegaConf
 
@@ -80,7 +80,16 @@ def write_settings(directory: Path | None, settings: Any) -> None:
 
 
 def write_run_settings(run: ss.Run, settings: Any) -> None:
-    """Write settings into the run's directory, with the values that the run itself decided."""
+    """Write settings into the run's directory, with the values that the run itself decided.
+
+    Raises `SettingsError` for float16 in a recipe that does not scale its loss.
+    """
+    precisions = get_args(get_type_hints(type(settings))["precision"])
+    if run.config.precision not in precisions:
+        raise SettingsError(
+            f"precision must be {' or '.join(precisions)} in this recipe, which does not scale its "
+            f"loss, got {run.config.precision}"
+        )
     decided = {"lanes": run.lanes, "seed": run.config.seed, "precision": run.config.precision}
     write_settings(run.dir if run.is_main else None, replace(settings, **decided))
 

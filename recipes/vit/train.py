@@ -65,7 +65,7 @@ def train(
         optimizer = run.shard(optimizer)
     steps = loop.steps, loop.steps_per_epoch
     scheduler = training.make_scheduler(optimizer, settings.optimizer, *steps)
-    scaler = run.grad_scaler(enabled=settings.precision == "float16")
+    scaler = run.grad_scaler(enabled=run.config.precision == "float16")
     # restores them if resumed
     run.track(**models, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
     run.print(training.describe_scaling(settings.optimizer, settings.batch_size))

@@ -137,6 +137,19 @@ def test_a_run_is_continued_with_its_own_settings(data, tmp_path):
     assert [event["step"] for event in events(tmp_path, "finished")] == [2]
 
 
+def test_float16_is_refused_before_training_because_losses_are_not_scaled(data, tmp_path):
+    message = "precision must be float32 or bfloat16 in this recipe, .* got float16"
+    with pytest.raises(WorkerFailedError, match=message):
+        run_workers(
+            train.main,
+            1,
+            [*SMALL, data, "--dir", str(tmp_path)],
+            environment={"SAMESTEP_PRECISION": "float16"},
+        )
+    assert not (tmp_path / SETTINGS_FILE).exists()
+    assert list_snapshots(tmp_path) == []
+
+
 def test_there_must_be_a_run_to_continue(data, tmp_path, capsys):
     with pytest.raises(SystemExit):
         train.main(["--continue", "--dir", str(tmp_path)])

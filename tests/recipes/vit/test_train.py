@@ -166,6 +166,19 @@ def test_what_the_run_decided_is_written(tmp_path):
     assert (written.lanes, written.seed, written.precision) == (2, 7, "float32")
 
 
+def test_a_precision_of_the_run_scales_the_loss_like_the_setting(tmp_path):
+    directories = [tmp_path / "setting", tmp_path / "flag"]
+    for directory, changes, environment in (
+        (directories[0], ["precision=float16"], {}),
+        (directories[1], [], {"SAMESTEP_PRECISION": "float16"}),
+    ):
+        arguments = [*SMALL, *changes, "epochs=1", "--dir", str(directory)]
+        run_workers(main, 1, arguments, environment=environment)
+    by_setting, by_flag = (load(list_snapshots(one)[-1]).state for one in directories)
+    assert by_setting["scaler"]["scale"] > 1
+    assert fingerprint(by_flag) == fingerprint(by_setting)
+
+
 def test_fine_tuning_starts_from_a_file_and_goes_on_from_its_own_snapshots(trained, tmp_path):
     export(list_snapshots(trained[0])[-1], tmp_path / "model.safetensors")
     arguments = [
