@@ -79,7 +79,7 @@ def train(run: ss.Run, settings: Settings, networks: dict[str, nn.Module]) -> di
         run.log(means)
         progress.update(means, steps_per_update)
 
-        if loop.step % settings.evaluation.every == 0 or loop.step == loop.steps:
+        if progress.is_due(settings.evaluation.every):
             scores = evaluate(run, settings, online)
             run.log(**scores)
             run.snapshot(score=scores["return"])

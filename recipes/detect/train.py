@@ -80,7 +80,7 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
         progress.update(means, sum(batch.counts))
         scheduler.step()
 
-        if loop.step % settings.evaluate_every == 0 or loop.step == loop.steps:
+        if progress.is_due(settings.evaluate_every):
             scores = evaluate(run, settings, model, images)
             run.log(**scores)
             run.snapshot(score=scores["mask_ap"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -61,12 +60,7 @@ def train(
     first = 1 + load_checkpoint(directory, **models, optimizer=optimizer, scheduler=scheduler)
     print(training.describe_scaling(settings.optimizer, settings.batch_size))
     write_settings(directory, settings)
-    loss_fn = partial(
-        training.training_loss,
-        mixup=settings.mixup,
-        cutmix=settings.cutmix,
-        label_smoothing=settings.label_smoothing,
-    )
+    loss_fn = training.make_loss(settings)
     done = (first - 1) * steps_per_epoch
     progress = tqdm(total=steps, initial=done, unit="step", disable=None)
     scores: dict[str, float] = {}

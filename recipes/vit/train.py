@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from torch import nn
 
@@ -68,19 +67,13 @@ def train(
     scaler = run.grad_scaler(enabled=run.config.precision == "float16")
     # restores them if resumed
     run.track(**models, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+    run.print(training.describe_batch(settings.batch_size, run.world_size, run.lanes))
     run.print(training.describe_scaling(settings.optimizer, settings.batch_size))
     # with the names of the classes, --eval needs no training images
     data = replace(settings.data, class_names=images.class_names)
     write_run_settings(run, replace(settings, data=data))
-    loss_fn = partial(
-        training.training_loss,
-        scale=scaler.scale,
-        mixup=settings.mixup,
-        cutmix=settings.cutmix,
-        label_smoothing=settings.label_smoothing,
-    )
-    evaluate_every = settings.evaluate_every * loop.steps_per_epoch
-    progress = Progress(run, loop)
+    loss_fn = training.make_loss(settings, scale=scaler.scale)
+    progress = Progress(run, loop, epoch_means=True)
     scores: dict[str, float] = {}
 
     model.train()
@@ -98,7 +91,7 @@ def train(
         progress.update(means, sum(batch.counts))
         scheduler.step()
 
-        if loop.step % evaluate_every == 0 or loop.step == loop.steps:
+        if progress.is_due(settings.evaluate_every * loop.steps_per_epoch):
             scores = evaluate(run, settings, models, images)
             run.log(**scores)
             log_mistakes(run, settings, model, images)

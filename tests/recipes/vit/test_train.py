@@ -166,6 +166,23 @@ def test_what_the_run_decided_is_written(tmp_path):
     assert (written.lanes, written.seed, written.precision) == (2, 7, "float32")
 
 
+def test_the_means_of_an_epoch_are_those_of_its_images(trained, tmp_path, capfd):
+    recorded = [event["values"] for event in events(trained[0], "scalars")]
+    sizes = [400, 400, 400, 242]  # of 1,442 images
+    for name in ("loss", "top1"):
+        steps = [values[name] for values in recorded if name in values]
+        means = [values[f"epoch/{name}"] for values in recorded if f"epoch/{name}" in values]
+        assert means == [
+            sum(size * value for size, value in zip(sizes, epoch, strict=True)) / sum(sizes)
+            for epoch in (steps[:4], steps[4:])
+        ]
+
+    run_workers(main, 2, [*SMALL, "epochs=1", "--dir", str(tmp_path)])
+    output = capfd.readouterr().out
+    assert "batch size 400 over all workers: 200 per worker, 100 per lane\n" in output
+    assert re.search(r"^epoch 1, training means: loss \d\.\d{4}  top1 0\.", output, re.MULTILINE)
+
+
 def test_a_precision_of_the_run_scales_the_loss_like_the_setting(tmp_path):
     directories = [tmp_path / "setting", tmp_path / "flag"]
     for directory, changes, environment in (
