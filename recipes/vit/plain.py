@@ -99,7 +99,9 @@ def evaluate(
         sums: dict[str, float] = defaultdict(float)
         model.eval()
         batches = DataLoader(
-            images.test, settings.batch_size, num_workers=settings.data.loader_workers
+            images.test,
+            settings.evaluate_batch_size or settings.batch_size,
+            num_workers=settings.data.loader_workers,
         )
         for batch in map(to_device, batches):
             with autocast(settings.precision):

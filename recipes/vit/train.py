@@ -111,7 +111,7 @@ def evaluate(
             training.score,
             model,
             images.test,
-            settings.batch_size,
+            settings.evaluate_batch_size or settings.batch_size,
             loader_workers=settings.data.loader_workers,
         )
         scores |= {f"{name}_{key}": value for key, value in means.items()}

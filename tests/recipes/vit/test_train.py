@@ -17,9 +17,10 @@ from torch import nn
 import recipes.vit
 import samestep as ss
 from recipes.settings import SETTINGS_FILE, SettingsError, read
-from recipes.vit import demo
+from recipes.vit import demo, training
 from recipes.vit.config import Settings
-from recipes.vit.train import main
+from recipes.vit.data import open_images
+from recipes.vit.train import evaluate, main
 from recipes.vit.training import score, training_loss
 from samestep.cli import main as samestep
 from samestep.snapshot.read import export, list_snapshots, load
@@ -136,6 +137,16 @@ def test_a_torn_image_is_one_line_on_the_terminal(loader_workers, tmp_path, capf
     assert not any("Traceback" in line for line in lines)
     traces = [event.get("traceback", "") for event in events(tmp_path / "run", "failed")]
     assert any("image = file.convert(self.mode)" in trace for trace in traces)
+
+
+def test_a_worker_evaluates_as_many_images_at_once_as_is_set(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(training, "score", lambda model, batch: sizes.append(len(batch[1])) or {})
+    settings = read(Settings, [*SMALL, "evaluate_batch_size=100", "ema_decay=none"])
+    images = open_images(settings.data, settings.model)
+    with ss.init(lanes=4) as run:
+        evaluate(run, settings, {"model": Linear(64, 10)}, images)
+    assert sizes == [100, 100, 100, 55]
 
 
 def test_an_exported_model_gives_the_same_numbers(trained, tmp_path):
