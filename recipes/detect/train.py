@@ -20,6 +20,7 @@ from recipes.detect.optimizer import describe, make_optimizer, make_schedule, ma
 from recipes.detect.picture import draw_examples, write_predictions
 from recipes.detect.predict import predict
 from recipes.progress import Progress
+from recipes.scores import write_scores
 from recipes.settings import SettingsError, read_arguments, run_script, write_run_settings
 
 
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         run.track(model=model)  # restores it from the snapshot
         scores = evaluate(run, settings, model, images)
         run.print(f"step {run.step}: {shown(scores)}")
+        write_scores(run, run.dir, scores)
         return scores
 
 

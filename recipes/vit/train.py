@@ -13,6 +13,7 @@ from torch import nn
 
 import samestep as ss
 from recipes.progress import Progress
+from recipes.scores import write_scores
 from recipes.settings import SettingsError, run_script, write_run_settings
 from recipes.vit import training
 from recipes.vit.config import Settings, read_arguments
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         run.track(**models)  # restores them from a snapshot
         scores = evaluate(run, settings, models, images)
         run.print(f"step {run.step}: {training.shown(scores)}")
+        write_scores(run, run.dir, scores)
         return scores
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 
 import recipes.vit
 import samestep as ss
+from recipes.scores import SCORES_FILE
 from recipes.settings import SETTINGS_FILE, SettingsError, read
 from recipes.vit import demo, training
 from recipes.vit.config import Settings
@@ -96,6 +98,8 @@ def test_evaluation_as_a_command_gives_the_same_numbers(trained, workers):
             f"{model}_{name}" for model in ("model", "ema") for name in ("loss", "top1", "top5")
         }
         assert scores.items() <= left.items()
+    written = json.loads((directory / SCORES_FILE).read_text())
+    assert written == {"step": 8, "scores": scores}
 
 
 def make_images(directory, classes=("cat", "dog")):
@@ -118,6 +122,12 @@ def test_a_folder_of_held_out_images_is_enough_for_evaluation(tmp_path):
     shutil.rmtree(tmp_path / "images" / "train")
     (scores,) = run_workers(main, 1, ["--eval", "--dir", str(tmp_path / "run")])
     assert scores == trained
+
+    model = str(tmp_path / "model.safetensors")
+    export(list_snapshots(tmp_path / "run")[-1], Path(model), "model")
+    settings = str(tmp_path / "run" / SETTINGS_FILE)  # has the names of the classes
+    (scores,) = run_workers(main, 1, [settings, "--eval", "--pretrained", model])
+    assert scores.items() <= trained.items()
 
 
 @pytest.mark.parametrize("loader_workers", [0, 1])
