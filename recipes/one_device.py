@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from recipes.settings import SettingsError
+
 CHECKPOINT_FILE = "checkpoint.pt"
 
 
@@ -27,7 +29,9 @@ def to_device(batch: Any) -> Any:
 
 
 def autocast(precision: str) -> torch.autocast:
-    """Return the context for losses and scores."""
+    """Return the context for losses and scores. Raises `SettingsError` for float16."""
+    if precision == "float16":
+        raise SettingsError("plain.py does not scale its loss, as precision=float16 needs")
     return torch.autocast(device().type, torch.bfloat16, enabled=precision == "bfloat16")
 
 

@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar, get_args, get_type_hints
 
 from omegaconf import OmegaConf
 
@@ -81,7 +81,16 @@ def write_settings(directory: Path | None, settings: Any) -> None:
 
 
 def write_run_settings(run: ss.Run, settings: Any) -> None:
-    """Write settings into the run's directory, with the values that the run itself decided."""
+    """Write settings into the run's directory, with the values that the run itself decided.
+
+    Raises `SettingsError` for float16 in a recipe that does not scale its loss.
+    """
+    precisions = get_args(get_type_hints(type(settings))["precision"])
+    if run.config.precision not in precisions:
+        raise SettingsError(
+            f"precision must be {' or '.join(precisions)} in this recipe, which does not scale its "
+            f"loss, got {run.config.precision}"
+        )
     decided = {"lanes": run.lanes, "seed": run.config.seed, "precision": run.config.precision}
     write_settings(run.dir if run.is_main else None, replace(settings, **decided))
 
@@ -134,11 +143,17 @@ def read_arguments(
 
 
 def run_script(main: Callable[[], object]) -> None:
-    """Call the `main` of a script; a `SettingsError` ends the process with its message only."""
+    """Call the `main` of a script; a `SettingsError` ends the process with its message only.
+
+    So does one that a data set raised while a batch was loaded. The run's record has the traceback.
+    """
     try:
         main()
-    except SettingsError as error:
-        raise SystemExit(str(error)) from None
+    except (SettingsError, ss.DataError) as error:
+        cause = error if isinstance(error, SettingsError) else error.__cause__
+        if not isinstance(cause, SettingsError):
+            raise
+        raise SystemExit(str(cause)) from None
 
 
 def _settings_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:

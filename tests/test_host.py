@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 import stat
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -57,6 +59,30 @@ def test_launcher_state_always_has_the_progress(system):
         state.report_modules()
         assert (state.step, state.is_under_way, state.directory) == (7, True, "runs/one")
         assert "torch" in state.modules_reported
+
+
+def test_modules_are_recorded_while_a_finalizer_imports_one():
+    class Importing:
+        def __init__(self):
+            self.cycle = self
+
+        def __del__(self):
+            sys.modules[f"imported by {id(self)}"] = sys
+
+    before, threshold = set(sys.modules), gc.get_threshold()
+    with open_launcher_state(2) as state:
+        pairs = [(number, state) for number in range(5000)]  # Python has no free tuples left
+        try:
+            Importing()
+            gc.set_threshold(gc.get_count()[0] + 100)  # so that it is collected meanwhile
+            state.report_modules()
+        finally:
+            gc.set_threshold(*threshold)
+            gc.collect()
+            for name in sys.modules.keys() - before:
+                del sys.modules[name]
+        assert "torch" in state.modules_reported
+    assert len(pairs) == 5000
 
 
 def test_a_temporary_error_is_raised():

@@ -20,6 +20,7 @@ from recipes.atari.losses import td_loss
 from recipes.atari.model import QNetwork
 from recipes.atari.play import play_games, scores_of, shown
 from recipes.progress import Progress
+from recipes.scores import write_scores
 from recipes.settings import SettingsError, read_arguments, run_script, write_run_settings
 
 
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         scores = evaluate(run, settings, networks["online"])
         random_play = evaluate(run, settings, networks["online"], exploration=1.0)
         run.print(f"step {run.step}: {shown(scores)}\nrandom play: {shown(random_play)}")
+        write_scores(run, run.dir, scores, random_play=random_play)
         return scores
 
 
@@ -79,7 +81,7 @@ def train(run: ss.Run, settings: Settings, networks: dict[str, nn.Module]) -> di
         run.log(means)
         progress.update(means, steps_per_update)
 
-        if loop.step % settings.evaluation.every == 0 or loop.step == loop.steps:
+        if progress.is_due(settings.evaluation.every):
             scores = evaluate(run, settings, online)
             run.log(**scores)
             run.snapshot(score=scores["return"])

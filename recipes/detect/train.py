@@ -20,6 +20,7 @@ from recipes.detect.optimizer import describe, make_optimizer, make_schedule, ma
 from recipes.detect.picture import draw_examples, write_predictions
 from recipes.detect.predict import predict
 from recipes.progress import Progress
+from recipes.scores import write_scores
 from recipes.settings import SettingsError, read_arguments, run_script, write_run_settings
 
 
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         run.track(model=model)  # restores it from the snapshot
         scores = evaluate(run, settings, model, images)
         run.print(f"step {run.step}: {shown(scores)}")
+        write_scores(run, run.dir, scores)
         return scores
 
 
@@ -80,7 +82,7 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
         progress.update(means, sum(batch.counts))
         scheduler.step()
 
-        if loop.step % settings.evaluate_every == 0 or loop.step == loop.steps:
+        if progress.is_due(settings.evaluate_every):
             scores = evaluate(run, settings, model, images)
             run.log(**scores)
             run.snapshot(score=scores["mask_ap"])

@@ -20,7 +20,7 @@ from recipes.settings import SettingsError, run_script, write_settings
 from recipes.stain.config import Settings, read_arguments
 from recipes.stain.data import Split, Strips, open_strips
 from recipes.stain.model import Networks
-from recipes.stain.training import Losses, end_epoch, make_optimizers, make_scheduler
+from recipes.stain.training import Losses, end_epoch, make_optimizers, make_schedulers, tracked
 from recipes.stain.validation import Scores, dice_scores, shown
 
 
@@ -39,14 +39,9 @@ def train(
 ) -> dict[str, float]:
     """Train from the epoch of the checkpoint to the last epoch."""
     optimizers = make_optimizers(settings.optimizer, networks)
-    schedulers = {
-        name: make_scheduler(optimizer, settings.optimizer, settings.epochs)
-        for name, optimizer in optimizers.items()
-    }
-    tracked = {"generators": networks.generators, "discriminators": networks.discriminators}
-    tracked |= {f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()}
-    tracked |= {f"{name}_scheduler": scheduler for name, scheduler in schedulers.items()}
-    first = 1 + load_checkpoint(flags.dir, **tracked)
+    schedulers = make_schedulers(settings, optimizers)
+    objects = tracked(networks, optimizers, schedulers)
+    first = 1 + load_checkpoint(flags.dir, **objects)
     if flags.resume and first == 1:
         raise SettingsError(f"--continue needs a checkpoint, and {flags.dir} has none")
     write_settings(flags.dir, settings)
@@ -85,7 +80,7 @@ def train(
         for scheduler in schedulers.values():
             end_epoch(scheduler, scores["l1"] if evaluated else None)
         if evaluated:
-            save_checkpoint(flags.dir, epoch, **tracked)
+            save_checkpoint(flags.dir, epoch, **objects)
     progress.close()
     # a finished run has no steps left
     return scores or evaluate(settings, networks.generators, strips.val)

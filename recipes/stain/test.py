@@ -10,7 +10,6 @@ above the tiles made from its IHC tile. The scores are printed and written to sc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from PIL import Image
 from torch.utils.data import Subset
 
 import samestep as ss
+from recipes.scores import write_scores
 from recipes.settings import SETTINGS_FILE, SettingsError, parser, read, run_script
 from recipes.stain.config import Settings
 from recipes.stain.data import Strips, open_held_out
@@ -53,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
             return {}
         scores = evaluate(run, settings, generators, strips)
         run.print(f"step {run.step}: {shown(scores)}\n{len(strips)} strips in {out}")
-        if run.rank == 0:
-            content = {"step": run.step, "strips": len(strips), "scores": scores}
-            (out / "scores.json").write_text(json.dumps(content, indent=2) + "\n")
+        write_scores(run, out, scores, strips=len(strips))
         return scores
 
 

@@ -14,7 +14,7 @@ from recipes.settings import SettingsError, run_script, write_run_settings
 from recipes.stain.config import Settings, read_arguments
 from recipes.stain.data import Split, open_strips
 from recipes.stain.model import Networks
-from recipes.stain.training import Losses, end_epoch, make_optimizers, make_scheduler
+from recipes.stain.training import Losses, end_epoch, make_optimizers, make_schedulers, tracked
 from recipes.stain.validation import evaluate, log_sheets, shown
 
 
@@ -40,14 +40,9 @@ def train(run: ss.Run, settings: Settings, networks: Networks, strips: Split) ->
     optimizers = make_optimizers(settings.optimizer, networks)
     if settings.optimizer.shard:
         optimizers = {name: run.shard(optimizer) for name, optimizer in optimizers.items()}
-    schedulers = {
-        name: make_scheduler(optimizer, settings.optimizer, settings.epochs)
-        for name, optimizer in optimizers.items()
-    }
+    schedulers = make_schedulers(settings, optimizers)
     # track restores them if the run is resumed
-    run.track(generators=networks.generators, discriminators=networks.discriminators)
-    run.track(**{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()})
-    run.track(**{f"{name}_scheduler": scheduler for name, scheduler in schedulers.items()})
+    run.track(**tracked(networks, optimizers, schedulers))
     write_run_settings(run, settings)
     loop = run.batches(
         strips.train,
@@ -55,7 +50,6 @@ def train(run: ss.Run, settings: Settings, networks: Networks, strips: Split) ->
         epochs=settings.epochs,
         loader_workers=settings.data.loader_workers,
     )
-    evaluate_every = settings.evaluate_every * loop.steps_per_epoch
     progress = Progress(run, loop, unit="strips")
     losses = Losses(settings)
     scores: dict[str, float] = {}
@@ -82,7 +76,7 @@ def train(run: ss.Run, settings: Settings, networks: Networks, strips: Split) ->
             {"discriminators": judged["loss"], "generators": made["loss"]}, sum(batch.counts)
         )
 
-        evaluated = loop.step % evaluate_every == 0 or loop.step == loop.steps
+        evaluated = progress.is_due(settings.evaluate_every * loop.steps_per_epoch)
         if evaluated:
             scores = evaluate(run, settings, networks.generators, strips.val)
             run.log(scores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,6 +95,16 @@ def make_optimizers(settings: OptimizerSettings, networks: Networks) -> dict[str
     }
 
 
+def make_schedulers(
+    settings: Settings, optimizers: Mapping[str, Optimizer]
+) -> dict[str, LRScheduler]:
+    """Make the schedule of each optimizer, as `make_scheduler` does."""
+    return {
+        name: make_scheduler(optimizer, settings.optimizer, settings.epochs)
+        for name, optimizer in optimizers.items()
+    }
+
+
 def make_scheduler(optimizer: Optimizer, settings: OptimizerSettings, epochs: int) -> LRScheduler:
     """Make the schedule `optimizer.policy`; "linear" and "cosine" reach 0 after `epochs` epochs.
 
@@ -111,6 +122,20 @@ def make_scheduler(optimizer: Optimizer, settings: OptimizerSettings, epochs: in
     return ReduceLROnPlateau(
         optimizer, factor=PLATEAU_FACTOR, patience=settings.patience, threshold=LEAST_IMPROVEMENT
     )
+
+
+def tracked(
+    networks: Networks,
+    optimizers: Mapping[str, Optimizer],
+    schedulers: Mapping[str, LRScheduler],
+) -> dict[str, Any]:
+    """Return the objects of a snapshot by name."""
+    return {
+        "generators": networks.generators,
+        "discriminators": networks.discriminators,
+        **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()},
+        **{f"{name}_scheduler": scheduler for name, scheduler in schedulers.items()},
+    }
 
 
 def end_epoch(scheduler: LRScheduler, held_out_l1: float | None) -> None:

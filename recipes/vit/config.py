@@ -96,6 +96,9 @@ class Settings(RunSettings):
     evaluate_every: int = setting(
         1, "epochs between evaluations; the last one is evaluated as well"
     )
+    evaluate_batch_size: int | None = setting(
+        None, "images that a worker evaluates at once (default: batch_size)"
+    )
     pretrained: Path | None = setting(None, "initial parameters: .safetensors, .pth, .pdparams, …")
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)

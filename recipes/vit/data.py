@@ -107,7 +107,9 @@ def _folder(data: DataSettings, model: ModelSettings, train: bool) -> Split:
         classes, names = model.classes, data.class_names
         items_of = partial(_listed_items, root, classes)
     else:
-        names = data.class_names or _class_names(root / "train") or _class_names(root / "val")
+        names = data.class_names or _class_names(root / "train")
+        if not (names or train):
+            names = _held_out_names(root / "val", model.classes)
         classes, items_of = len(names), partial(_folder_items, root, names)
     tensor = partial(image_tensor, mean=data.mean, std=data.std)
     crop = augmented = partial(center_crop, size=model.image_size, part=data.center_crop)
@@ -120,6 +122,17 @@ def _folder(data: DataSettings, model: ModelSettings, train: bool) -> Split:
         classes,
         names,
     )
+
+
+def _held_out_names(folder: Path, classes: int) -> tuple[str, ...]:
+    """Return the names of all classes of a model, if there are held-out images of each."""
+    names = _class_names(folder)
+    if names and len(names) != classes:
+        raise ImageError(
+            f"{folder} has {len(names)} classes and the model {classes}, so their names are needed: "
+            "pass the settings.yaml of the run that trained the model, or data.class_names"
+        )
+    return names
 
 
 def _class_names(folder: Path) -> tuple[str, ...]:

@@ -21,9 +21,13 @@ def log_mistakes(run: ss.Run, settings: Settings, model: nn.Module, images: Spli
     """Record a picture of mistakes among the held-out images, if there are any."""
     step = -(-len(images.test) // MOST_CHECKED)
     checked = Subset(images.test, range(0, len(images.test), step))
-    workers = settings.data.loader_workers
     pairs = run.evaluate(
-        predictions, model, checked, settings.batch_size, gather=True, loader_workers=workers
+        predictions,
+        model,
+        checked,
+        settings.evaluate_batch_size or settings.batch_size,
+        gather=True,
+        loader_workers=settings.data.loader_workers,
     )
     if pairs is None:  # only rank 0 gets them
         return

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -61,12 +60,7 @@ def train(
     first = 1 + load_checkpoint(directory, **models, optimizer=optimizer, scheduler=scheduler)
     print(training.describe_scaling(settings.optimizer, settings.batch_size))
     write_settings(directory, settings)
-    loss_fn = partial(
-        training.training_loss,
-        mixup=settings.mixup,
-        cutmix=settings.cutmix,
-        label_smoothing=settings.label_smoothing,
-    )
+    loss_fn = training.make_loss(settings)
     done = (first - 1) * steps_per_epoch
     progress = tqdm(total=steps, initial=done, unit="step", disable=None)
     scores: dict[str, float] = {}
@@ -105,7 +99,9 @@ def evaluate(
         sums: dict[str, float] = defaultdict(float)
         model.eval()
         batches = DataLoader(
-            images.test, settings.batch_size, num_workers=settings.data.loader_workers
+            images.test,
+            settings.evaluate_batch_size or settings.batch_size,
+            num_workers=settings.data.loader_workers,
         )
         for batch in map(to_device, batches):
             with autocast(settings.precision):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from torch import nn
 
 import samestep as ss
 from recipes.progress import Progress
+from recipes.scores import write_scores
 from recipes.settings import SettingsError, run_script, write_run_settings
 from recipes.vit import training
 from recipes.vit.config import Settings, read_arguments
@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         run.track(**models)  # restores them from a snapshot
         scores = evaluate(run, settings, models, images)
         run.print(f"step {run.step}: {training.shown(scores)}")
+        write_scores(run, run.dir, scores)
         return scores
 
 
@@ -65,22 +66,16 @@ def train(
         optimizer = run.shard(optimizer)
     steps = loop.steps, loop.steps_per_epoch
     scheduler = training.make_scheduler(optimizer, settings.optimizer, *steps)
-    scaler = run.grad_scaler(enabled=settings.precision == "float16")
+    scaler = run.grad_scaler(enabled=run.config.precision == "float16")
     # restores them if resumed
     run.track(**models, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+    run.print(training.describe_batch(settings.batch_size, run.world_size, run.lanes))
     run.print(training.describe_scaling(settings.optimizer, settings.batch_size))
     # with the names of the classes, --eval needs no training images
     data = replace(settings.data, class_names=images.class_names)
     write_run_settings(run, replace(settings, data=data))
-    loss_fn = partial(
-        training.training_loss,
-        scale=scaler.scale,
-        mixup=settings.mixup,
-        cutmix=settings.cutmix,
-        label_smoothing=settings.label_smoothing,
-    )
-    evaluate_every = settings.evaluate_every * loop.steps_per_epoch
-    progress = Progress(run, loop)
+    loss_fn = training.make_loss(settings, scale=scaler.scale)
+    progress = Progress(run, loop, epoch_means=True)
     scores: dict[str, float] = {}
 
     model.train()
@@ -98,7 +93,7 @@ def train(
         progress.update(means, sum(batch.counts))
         scheduler.step()
 
-        if loop.step % evaluate_every == 0 or loop.step == loop.steps:
+        if progress.is_due(settings.evaluate_every * loop.steps_per_epoch):
             scores = evaluate(run, settings, models, images)
             run.log(**scores)
             log_mistakes(run, settings, model, images)
@@ -118,7 +113,7 @@ def evaluate(
             training.score,
             model,
             images.test,
-            settings.batch_size,
+            settings.evaluate_batch_size or settings.batch_size,
             loader_workers=settings.data.loader_workers,
         )
         scores |= {f"{name}_{key}": value for key, value in means.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,20 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from recipes.vit.config import OptimizerSettings
+from recipes.vit.config import OptimizerSettings, Settings
 
 NEVER_DECAYED = {"cls_token", "pos_embed"}
+
+
+def make_loss(settings: Settings, **changes: Any) -> Callable[..., Any]:
+    """Return `training_loss` with the settings and changed arguments."""
+    return partial(
+        training_loss,
+        mixup=settings.mixup,
+        cutmix=settings.cutmix,
+        label_smoothing=settings.label_smoothing,
+        **changes,
+    )
 
 
 def training_loss(
@@ -146,6 +158,12 @@ def scaled(settings: OptimizerSettings, batch_size: int) -> float:
     """
     reference = settings.reference_batch_size or batch_size
     return settings.learning_rate * batch_size / reference
+
+
+def describe_batch(batch_size: int, workers: int, lanes: int) -> str:
+    """Describe the global batch size, with the mean share of a worker and of a lane."""
+    shares = f"{batch_size / workers:g} per worker, {batch_size / lanes:g} per lane"
+    return f"batch size {batch_size} over all workers: {shares}"
 
 
 def describe_scaling(settings: OptimizerSettings, batch_size: int) -> str:

@@ -141,9 +141,10 @@ class LauncherState:
 
     def report_modules(self) -> None:
         """Record this process's modules from installed packages, in import order."""
+        modules = sys.modules.copy()  # in one step: meanwhile, a thread or finalizer may import
         names = [
             name
-            for name, module in list(sys.modules.items())
+            for name, module in modules.items()
             if "-packages" in (getattr(module, "__file__", None) or "")
         ]
         os.pwrite(self.modules, json.dumps(names).encode(), 0)

@@ -255,8 +255,11 @@ def test_an_error_names_the_request_and_the_cause(loader_workers):
         next(batches)
         with pytest.raises(LoaderError) as caught:
             next(batches)
-        for expected in ("loading request 1 failed", error, "sample indices [12, 13, 14]", line):
+        assert str(caught.value).startswith(f"loading request 1 failed: {error}")
+        for expected in ("sample indices [12, 13, 14]", line):
             assert expected in str(caught.value)
+        if error != "TooManyArgumentsError: bad and worse":  # it cannot be unpickled
+            assert type(caught.value.__cause__).__name__ == error.partition(":")[0]
     with pytest.raises(
         LoaderError,
         match=r"loading request 0 failed: ValueError: no\nsample indices \[0, 1, .*, 15, …\]",

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import recipes
+from recipes.one_device import autocast
+from recipes.settings import SettingsError
 from tests.needs import needs
 
 RECIPES = Path(recipes.__file__).parent
@@ -79,3 +81,8 @@ def test_a_script_that_is_started_by_its_path_finds_the_package(script, tmp_path
     command = [sys.executable, str(RECIPES / script), "--help"]
     output = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
     assert "optimizer.learning_rate=0.001" in output
+
+
+def test_plain_scripts_refuse_float16_because_they_have_no_scaler():
+    with pytest.raises(SettingsError, match=r"^plain\.py does not scale its loss"):
+        autocast("float16")

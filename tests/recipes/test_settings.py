@@ -15,6 +15,7 @@ from recipes.settings import SettingsError, parser, read, run_script, setting, t
 from recipes.stain.data import StripError
 from recipes.vit.data import ImageError
 from recipes.vit.pretrained import PretrainedError
+from samestep.errors import LoaderError
 
 
 @dataclass(frozen=True)
@@ -285,6 +286,16 @@ def test_errors_of_data_and_pretrained_files_are_one_line(error):
 
     with pytest.raises(SystemExit, match=r"^a.json: no images$"):
         run_script(fail)
+
+
+def test_an_error_of_a_data_set_keeps_its_traceback_unless_it_is_of_the_data():
+    def fail(cause):
+        raise LoaderError("loading lane 0 of step 1 failed") from cause
+
+    with pytest.raises(SystemExit, match=r"^a.png cannot be read$"):
+        run_script(lambda: fail(ImageError("a.png cannot be read")))
+    with pytest.raises(LoaderError):
+        run_script(lambda: fail(KeyError("a")))
 
 
 def test_a_wrong_setting_ends_a_script_with_its_message_only():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import signal
 import threading
 import time
@@ -13,10 +14,17 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from samestep.data.agreement import DataCheck, Sample, Use, digest
 from samestep.data.batch import Batch, Incomplete, pack_small_items
@@ -44,12 +52,37 @@ class Request(NamedTuple):
     compared_loads: int = 0
 
 
+class Failure(NamedTuple):
+    """A failed request in a loader process: the text of its `LoaderError`, and the pickled cause.
+
+    An error that is raised there gets a first line of torch's, which does not name the request.
+    """
+
+    text: str
+    cause: bytes
+
+    @classmethod
+    def of(cls, text: str, cause: Exception) -> Failure:
+        """Describe a failure; without its cause if that cannot be pickled."""
+        pickled = b""
+        with suppress(Exception):  # an error may hold anything
+            pickled = pickle.dumps(cause)
+        return cls(text, pickled)
+
+    def raise_error(self) -> NoReturn:
+        """Raise `LoaderError`, from the cause if that can be rebuilt here."""
+        cause = None
+        with suppress(Exception):
+            cause = pickle.loads(self.cause)  # noqa: S301  from a process that this one started
+        raise LoaderError(self.text) from (cause if isinstance(cause, Exception) else None)
+
+
 class Fetcher(Dataset[Any]):
     """Returns the collated batch of a request, from a map-style data set.
 
     Tensors are indexed directly, other data sets through `__getitems__` if they have it. A batch is
     `Incomplete` if the data set returned None for a sample. Raises `LoaderError` with the request's
-    location and the original traceback.
+    location and the original traceback; in a loader process, returns it as a `Failure`.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> None:
@@ -69,11 +102,14 @@ class Fetcher(Dataset[Any]):
         except Exception as error:
             shown = ", ".join(map(str, request.indices[:SHOWN_INDICES]))
             more = ", …" if len(request.indices) > SHOWN_INDICES else ""
-            # a loader process can send back only text, so the message contains the cause
-            raise LoaderError(
+            # a traceback cannot be sent from a loader process, so the message contains it
+            text = (
                 f"loading {request.where} failed: {type(error).__name__}: {error}\n"
                 f"sample indices [{shown}{more}]\n{traceback.format_exc()}"
-            ) from error
+            )
+            if get_worker_info() is not None:
+                return Failure.of(text, error)
+            raise LoaderError(text) from error
 
     def _collated(self, request: Request) -> Any:
         samples = self._samples(request)
@@ -178,7 +214,10 @@ def load(
     )
     batches = _iter(loader)
     try:
-        yield from batches
+        for batch in batches:
+            if isinstance(batch, Failure):
+                batch.raise_error()
+            yield batch
     except (RuntimeError, OSError, EOFError) as error:  # a data set's errors are LoaderErrors
         reason = str(error).partition("\n")[0]
         raise LoaderError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from recipes.atari.lane import LaneBatch, exploration_after
 from recipes.atari.model import QNetwork
 from recipes.atari.play import FILMED, Film, play_games
 from recipes.atari.replay import Samples
+from recipes.scores import SCORES_FILE
 from recipes.settings import SETTINGS_FILE, SettingsError, read
 from samestep.cli import main as samestep
 from samestep.snapshot.manifest import NAME
@@ -177,6 +179,9 @@ def test_evaluation_as_a_command_gives_the_same_returns(workers, trained, capfd)
         assert scores.keys() == {"return", "return_deviation", "actions"}
         assert scores.items() <= left.items()
     assert capfd.readouterr().out.count("random play: return") == 1
+    written = json.loads((directory / SCORES_FILE).read_text())
+    assert written["scores"] == scores
+    assert written["random_play"].keys() == scores.keys()
     assert [event["name"] for event in events(directory, "image")[-2:]] == ["game", "random-play"]
 
 

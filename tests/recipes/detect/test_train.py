@@ -16,6 +16,7 @@ from recipes.detect.config import Settings
 from recipes.detect.data import open_images
 from recipes.detect.picture import PREDICTIONS_FILE
 from recipes.detect.train import main
+from recipes.scores import SCORES_FILE
 from recipes.settings import SETTINGS_FILE, SettingsError, read
 from samestep.cli import main as samestep
 from samestep.data.plan import GroupedPlan
@@ -122,6 +123,8 @@ def test_evaluation_as_a_command_gives_the_same_predictions(workers, trained, tm
     for scores in run_workers(main, workers, ["--eval", "--dir", str(directory)]):
         assert scores.items() <= left.items()
     assert (directory / PREDICTIONS_FILE).read_text() == left["predictions"]
+    written = json.loads((directory / SCORES_FILE).read_text())
+    assert written["scores"] == scores
 
 
 def test_predictions_are_by_image_in_coco_format(trained, digits):

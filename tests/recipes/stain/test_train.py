@@ -22,12 +22,13 @@ from recipes.stain.config import Settings
 from recipes.stain.data import open_strips
 from recipes.stain.model import Networks, TileNorm
 from recipes.stain.training import Losses
-from recipes.stain.validation import evaluate
+from recipes.stain.validation import evaluate, shown
 from samestep.cli import main
 from samestep.snapshot.read import list_snapshots, load
 from tests.jobs import events, fingerprint, logged
 from tests.recipes.pictures import pictures
-from tests.recipes.stain.strips import SMALL, make_strips
+from tests.recipes.stain.strips import RECIPE, SMALL, make_strips
+from tests.terminal import run_samestep
 from tests.workers import WorkerFailedError, run_workers
 
 VARIANTS = {
@@ -137,6 +138,19 @@ def test_a_run_is_continued_with_its_own_settings(data, tmp_path):
     assert [event["step"] for event in events(tmp_path, "finished")] == [2]
 
 
+def test_float16_is_refused_before_training_because_losses_are_not_scaled(data, tmp_path):
+    message = "precision must be float32 or bfloat16 in this recipe, .* got float16"
+    with pytest.raises(WorkerFailedError, match=message):
+        run_workers(
+            train.main,
+            1,
+            [*SMALL, data, "--dir", str(tmp_path)],
+            environment={"SAMESTEP_PRECISION": "float16"},
+        )
+    assert not (tmp_path / SETTINGS_FILE).exists()
+    assert list_snapshots(tmp_path) == []
+
+
 def test_there_must_be_a_run_to_continue(data, tmp_path, capsys):
     with pytest.raises(SystemExit):
         train.main(["--continue", "--dir", str(tmp_path)])
@@ -155,6 +169,61 @@ def test_there_must_be_a_run_to_continue(data, tmp_path, capsys):
                 if command is train.main
                 else ["--dir", str(tmp_path)]
             )
+
+
+# Options of the run before the script, and its own arguments after it
+
+SEND = """
+from pathlib import Path
+
+def file(path):
+    path = Path(path)
+    with Path("sent.txt").open("a") as sent:
+        sent.write(f"{path.parent.name}/{path.name}\\n")
+"""
+
+
+def run_command(folder, script, *arguments, options=()):
+    """Run a script of the recipe by `samestep run` in a folder; return the output."""
+    words = "run", "-n", "2", *options, str(RECIPE / script), *arguments
+    status, output = run_samestep(*words, folder=folder, is_terminal=False)
+    assert status == 0, output
+    return output
+
+
+def test_a_run_is_sent_elsewhere_by_options_before_the_script(data, tmp_path):
+    (tmp_path / "send.py").write_text(SEND)
+    options = [
+        *("--remote", f"{(tmp_path / 'remote').as_uri()}"),
+        *("--transfer", "send.file"),
+        *("--sinks", f"{(tmp_path / 'sink').as_uri()}"),
+    ]
+    run_command(tmp_path, "train.py", *SMALL, data, "--dir", "run", options=options)
+
+    newest = list_snapshots(tmp_path / "run")[-1]
+    copied = list_snapshots(tmp_path / "remote")[-1]
+    assert (newest.name, copied.name) == ("step-00000004", "step-00000004")
+    assert fingerprint(load(copied).state) == fingerprint(load(newest).state)
+    sent = (tmp_path / "sent.txt").read_text().split()
+    assert {f"{newest.name}/{path.name}" for path in newest.iterdir()} <= set(sent)
+    chunks = sorted((tmp_path / "sink" / "record").iterdir())
+    copy = b"".join(chunk.read_bytes() for chunk in chunks)
+    assert (tmp_path / "run" / "events.jsonl").read_bytes().startswith(copy)
+    assert b'"event":"finished"' in copy
+
+
+def test_a_directory_before_the_script_is_continued_and_tested_from_there(data, tmp_path):
+    options = ["--dir", "run"]
+    run_command(tmp_path, "train.py", *SMALL, data, options=[*options, "--stop-after", "1"])
+    continued = run_command(tmp_path, "train.py", "--continue", options=options)
+    tested = run_command(tmp_path, "test.py", options=options)
+
+    assert "resumed at step 1" in continued
+    assert [event["step"] for event in events(tmp_path / "run", "finished")][:1] == [4]
+    (out,) = (tmp_path / "run").glob("test-*")
+    scores = json.loads((out / "scores.json").read_text())
+    assert scores["step"] == 4
+    assert f"step 4: {shown(scores['scores'])}" in tested
 
 
 # What a step does

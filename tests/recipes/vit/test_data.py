@@ -292,6 +292,17 @@ def test_without_training_images_or_names_the_held_out_folders_are_the_classes(f
     assert split.class_names == ("cat", "dog")
 
 
+def test_held_out_folders_that_lack_a_class_need_the_names_of_all(folder):
+    shutil.rmtree(folder / "train")
+    shutil.rmtree(folder / "val" / "cat")
+    expected = "has 1 classes and the model 2, .* pass the settings.yaml of the run .*class_names"
+    with pytest.raises(ImageError, match=expected):
+        open_images(DataSettings(path=folder), FOLDER_MODEL, train=False)
+    shutil.rmtree(folder / "val" / "dog")
+    with pytest.raises(ImageError, match="val has no images"):
+        open_images(DataSettings(path=folder), FOLDER_MODEL, train=False)
+
+
 def test_lists_of_images_are_read(folder):
     (folder / "train_list.txt").write_text("train/cat/a.JPG 0\ntrain/dog/c.webp 1\n")
     (folder / "val_list.txt").write_text("val/dog/c.webp 1\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from pathlib import Path
 
@@ -15,11 +17,14 @@ from torch import nn
 
 import recipes.vit
 import samestep as ss
+from recipes.scores import SCORES_FILE
 from recipes.settings import SETTINGS_FILE, SettingsError, read
-from recipes.vit import demo
+from recipes.vit import demo, training
 from recipes.vit.config import Settings
-from recipes.vit.train import main
+from recipes.vit.data import open_images
+from recipes.vit.train import evaluate, main
 from recipes.vit.training import score, training_loss
+from samestep.cli import main as samestep
 from samestep.snapshot.read import export, list_snapshots, load
 from tests.jobs import events, fingerprint, logged
 from tests.recipes.pictures import pictures
@@ -93,25 +98,65 @@ def test_evaluation_as_a_command_gives_the_same_numbers(trained, workers):
             f"{model}_{name}" for model in ("model", "ema") for name in ("loss", "top1", "top5")
         }
         assert scores.items() <= left.items()
+    written = json.loads((directory / SCORES_FILE).read_text())
+    assert written == {"step": 8, "scores": scores}
 
 
-def test_a_folder_of_held_out_images_is_enough_for_evaluation(tmp_path):
+def make_images(directory, classes=("cat", "dog")):
+    """Write three images per class to train on and three held-out ones; return the arguments."""
     torch.manual_seed(0)
     for part in ("train", "val"):
-        for name in ("cat", "dog"):
+        for name in classes:
             for number in range(3):
-                path = tmp_path / "images" / part / name / f"{number}.png"
+                path = directory / part / name / f"{number}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 pixels = torch.randint(0, 255, (8, 8), dtype=torch.uint8).numpy()
                 Image.fromarray(pixels).save(path)
-    folder = [
-        *(change for change in SMALL if "=" in change),
-        *("data.source=folder", f"data.path={tmp_path / 'images'}", "model.classes=2"),
-    ]
-    (trained,) = run_workers(main, 1, [SMALL[0], *folder, "--dir", str(tmp_path / "run")])
+    folder = ["data.source=folder", f"data.path={directory}", f"model.classes={len(classes)}"]
+    return [*SMALL, *folder]
+
+
+def test_a_folder_of_held_out_images_is_enough_for_evaluation(tmp_path):
+    arguments = make_images(tmp_path / "images")
+    (trained,) = run_workers(main, 1, [*arguments, "--dir", str(tmp_path / "run")])
     shutil.rmtree(tmp_path / "images" / "train")
     (scores,) = run_workers(main, 1, ["--eval", "--dir", str(tmp_path / "run")])
     assert scores == trained
+
+    model = str(tmp_path / "model.safetensors")
+    export(list_snapshots(tmp_path / "run")[-1], Path(model), "model")
+    settings = str(tmp_path / "run" / SETTINGS_FILE)  # has the names of the classes
+    (scores,) = run_workers(main, 1, [settings, "--eval", "--pretrained", model])
+    assert scores.items() <= trained.items()
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_a_torn_image_is_one_line_on_the_terminal(loader_workers, tmp_path, capfd):
+    arguments = make_images(tmp_path / "images")
+    torn = tmp_path / "images" / "train" / "dog" / "1.png"
+    torn.write_bytes(torn.read_bytes()[:60])
+    loading = f"data.loader_workers={loader_workers}"
+    script, directory = str(RECIPE / "train.py"), str(tmp_path / "run")
+    assert samestep(["run", "-n", "2", script, *arguments, loading, "--dir", directory]) == 1
+
+    lines = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(
+        rf"samestep: error: worker \d failed first: {torn} cannot be read as an image: [^\n]+",
+        lines[-1],
+    )
+    assert not any("Traceback" in line for line in lines)
+    traces = [event.get("traceback", "") for event in events(tmp_path / "run", "failed")]
+    assert any("image = file.convert(self.mode)" in trace for trace in traces)
+
+
+def test_a_worker_evaluates_as_many_images_at_once_as_is_set(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(training, "score", lambda model, batch: sizes.append(len(batch[1])) or {})
+    settings = read(Settings, [*SMALL, "evaluate_batch_size=100", "ema_decay=none"])
+    images = open_images(settings.data, settings.model)
+    with ss.init(lanes=4) as run:
+        evaluate(run, settings, {"model": Linear(64, 10)}, images)
+    assert sizes == [100, 100, 100, 55]
 
 
 def test_an_exported_model_gives_the_same_numbers(trained, tmp_path):
@@ -140,6 +185,36 @@ def test_what_the_run_decided_is_written(tmp_path):
     )
     written = read(Settings, [str(tmp_path / SETTINGS_FILE)])
     assert (written.lanes, written.seed, written.precision) == (2, 7, "float32")
+
+
+def test_the_means_of_an_epoch_are_those_of_its_images(trained, tmp_path, capfd):
+    recorded = [event["values"] for event in events(trained[0], "scalars")]
+    sizes = [400, 400, 400, 242]  # of 1,442 images
+    for name in ("loss", "top1"):
+        steps = [values[name] for values in recorded if name in values]
+        means = [values[f"epoch/{name}"] for values in recorded if f"epoch/{name}" in values]
+        assert means == [
+            sum(size * value for size, value in zip(sizes, epoch, strict=True)) / sum(sizes)
+            for epoch in (steps[:4], steps[4:])
+        ]
+
+    run_workers(main, 2, [*SMALL, "epochs=1", "--dir", str(tmp_path)])
+    output = capfd.readouterr().out
+    assert "batch size 400 over all workers: 200 per worker, 100 per lane\n" in output
+    assert re.search(r"^epoch 1, training means: loss \d\.\d{4}  top1 0\.", output, re.MULTILINE)
+
+
+def test_a_precision_of_the_run_scales_the_loss_like_the_setting(tmp_path):
+    directories = [tmp_path / "setting", tmp_path / "flag"]
+    for directory, changes, environment in (
+        (directories[0], ["precision=float16"], {}),
+        (directories[1], [], {"SAMESTEP_PRECISION": "float16"}),
+    ):
+        arguments = [*SMALL, *changes, "epochs=1", "--dir", str(directory)]
+        run_workers(main, 1, arguments, environment=environment)
+    by_setting, by_flag = (load(list_snapshots(one)[-1]).state for one in directories)
+    assert by_setting["scaler"]["scale"] > 1
+    assert fingerprint(by_flag) == fingerprint(by_setting)
 
 
 def test_fine_tuning_starts_from_a_file_and_goes_on_from_its_own_snapshots(trained, tmp_path):
