@@ -129,7 +129,7 @@ def _held_out_names(folder: Path, classes: int) -> tuple[str, ...]:
     names = _class_names(folder)
     if names and len(names) != classes:
         raise ImageError(
-            f"{folder} has {len(names)} classes and the model {classes}, so their names are needed: "
+            f"{folder} has {len(names)} classes and the model {classes}, so names are needed: "
             "pass the settings.yaml of the run that trained the model, or data.class_names"
         )
     return names
