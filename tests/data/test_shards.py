@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import threading
 import tracemalloc
 from collections import Counter
 from contextlib import closing, suppress
@@ -445,6 +446,41 @@ def test_what_a_killed_download_left_is_replaced(tmp_path):
             os.truncate(path, 3)
         assert [dataset[0], dataset[2]] == [0, 2]
         assert sum(content(cache).values()) == 4 * LINE
+
+
+def test_two_downloads_do_not_wait_for_each_other_to_make_room(tmp_path, monkeypatch):
+    first, second = write_shards(tmp_path / "far", [1, 1])
+    cache, size, lock = ShardCache(tmp_path / "cache", 1), storage.Storage.size, ShardCache._lock
+    cache.fetch(first)
+    (copy,) = (path for path in (tmp_path / "cache").iterdir() if path.is_file())
+    copy.rename(copy.with_name(f"{copy.name}.tmp"))  # as a killed download leaves it
+    asked, is_asked_twice, is_locked = [], threading.Event(), threading.Event()
+
+    def size_later(self, path):
+        if first.endswith(path):
+            is_locked.set()
+            is_asked_twice.wait(10)
+        return size(self, path)
+
+    def noted_lock(self, name, how):
+        if how != shards.fcntl.LOCK_SH and name == f"locks/{copy.name}":
+            asked.append(name)
+            if len(asked) == 2:
+                is_asked_twice.set()
+        return lock(self, name, how)
+
+    monkeypatch.setattr(storage.Storage, "size", size_later)
+    monkeypatch.setattr(ShardCache, "_lock", noted_lock)
+    downloads = [
+        threading.Thread(target=cache.fetch, args=(url,), daemon=True) for url in (first, second)
+    ]
+    downloads[0].start()
+    assert is_locked.wait(10)
+    downloads[1].start()
+    for download in downloads:
+        download.join(20)
+        assert not download.is_alive()
+    assert is_asked_twice.is_set()
 
 
 def test_a_full_disk_is_reported(tmp_path):
