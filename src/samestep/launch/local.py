@@ -188,7 +188,7 @@ def run_script(
 def _run_as_main(script: str, arguments: Sequence[str], *, as_module: bool) -> None:
     sys.argv = [script, *arguments]
     try:
-        _run(script, as_module=as_module)
+        names = _run(script, as_module=as_module)  # the worker frees them  # noqa: F841
     finally:
         _warn_if_alone(script)
 
@@ -206,13 +206,13 @@ def _warn_if_alone(script: str) -> None:
         )
 
 
-def _run(script: str, *, as_module: bool) -> None:
+def _run(script: str, *, as_module: bool) -> dict[str, Any]:
+    """Run a script and return its global names."""
     if as_module:
         sys.path[0] = str(Path.cwd())
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(script).resolve().parent)
-        runpy.run_path(script, run_name="__main__")
+        return runpy.run_module(script, run_name="__main__", alter_sys=True)
+    sys.path[0] = str(Path(script).resolve().parent)
+    return runpy.run_path(script, run_name="__main__")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
