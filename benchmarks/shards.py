@@ -1,14 +1,16 @@
 """Reading data in shards, compared to mosaicml-streaming and webdataset on the same files.
 
-usage: python -m benchmarks.shards [--rounds 5] [--epochs 200]
+usage: python -m benchmarks.shards [--rounds 5] [--epochs 200] [--shards 40]
 
-Needs webdataset and samestep[remote], and mosaicml-streaming for MDS files. One process without
-loader processes reads an epoch of 20,000 samples of 4 kB in 40 shards, in batches of 64, from a
-folder that stands for a remote storage. Each measurement runs in its own process with an empty
-cache, in turn. Bytes read are those that all read calls return: a download into a cache and a read
-of the copy are two, and a tar has half a kilobyte for each file's name. The last two rows have a
-cache of a quarter of the shards. Randomness is measured over epochs of a smaller set: chi-square
-per degree of freedom of the 16 positions of each sample (1 is uniform), and the shards in a batch.
+Needs samestep[remote]; without webdataset or mosaicml-streaming, their rows are left out. One
+process without loader processes reads an epoch of 500 samples of 4 kB in each shard, in batches of
+64, from a folder that stands for a remote storage. Each measurement runs in its own process with an
+empty cache, in turn. Bytes read are those that all read calls return: a download into a cache and a
+read of the copy are two, and a tar has half a kilobyte for each file's name. Memory is the peak of
+the process (RSS) less what it has after an epoch of tiny samples: bounded if it stays the same with
+more shards. The last two rows have a cache of a quarter of the shards. Randomness is measured over
+epochs of a smaller set: chi-square per degree of freedom of the 16 positions of each sample (1 is
+uniform), and the shards in a batch.
 """
 
 from __future__ import annotations
@@ -41,7 +43,12 @@ BINS = 16
 BUFFER = 4096  # samples that webdataset shuffles, as many as 8 shards have
 WINDOW = 8
 HAS_MDS = find_spec("streaming") is not None
-NEED_MDS = ("samestep, MDS", "mosaicml-streaming, MDS", "mosaicml-streaming")
+MISSING = [
+    *(() if HAS_MDS else ("samestep, MDS", "mosaicml-streaming, MDS", "mosaicml-streaming")),
+    *(() if find_spec("webdataset") else ("webdataset, tar", "webdataset")),
+]
+SAMPLES = 500  # of a shard
+RESET_PEAK = "5"  # see "clear_refs" in proc(5)
 
 Batches = Iterator[list[int]]
 
@@ -51,20 +58,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5, help="rounds of speed (default: 5)")
     parser.add_argument("--epochs", type=int, default=200, help="epochs for order (default: 200)")
+    parser.add_argument("--shards", type=int, default=40, help="shards for speed (default: 40)")
     options = parser.parse_args()
     with TemporaryDirectory() as directory:
-        speed(Path(directory), options.rounds)
+        speed(Path(directory), options.rounds, options.shards)
     with TemporaryDirectory() as directory:
         randomness(Path(directory), options.epochs)
 
 
-def speed(directory: Path, rounds: int) -> None:
-    """Print samples per second, bytes read, and ratios to the first row."""
-    size = write(directory, shards=40, samples=500, sample_bytes=SAMPLE_BYTES)
+def speed(directory: Path, rounds: int, shards: int) -> None:
+    """Print samples per second, bytes read, memory, and ratios to the first row."""
+    warm, cold = directory / "warm", directory / "cold"
+    write(warm, shards=shards, samples=BATCH_SIZE, sample_bytes=8)
+    size = write(cold, shards=shards, samples=SAMPLES, sample_bytes=SAMPLE_BYTES)
     small = size // 4
     readers: dict[str, Callable[..., Batches]] = {
         "samestep, tar": partial(with_samestep, kind="tar"),
-        "samestep, tar, ShardStream": partial(with_stream, samples=40 * 500),
+        "samestep, tar, ShardStream": partial(with_stream, samples=shards * SAMPLES),
         "webdataset, tar": with_webdataset,
         "samestep, MDS": partial(with_samestep, kind="mds"),
         "mosaicml-streaming, MDS": with_streaming,
@@ -73,32 +83,39 @@ def speed(directory: Path, rounds: int) -> None:
             with_samestep, kind="tar", max_bytes=small, window=0, steps=20
         ),
     }
-    readers = {name: one for name, one in readers.items() if HAS_MDS or name not in NEED_MDS}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
+    readers = {name: one for name, one in readers.items() if name not in MISSING}
+    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in readers}
     for number in range(rounds):
         for name in list(readers)[:: 1 if number % 2 == 0 else -1]:
-            found[name].append(apart(measured, readers[name], directory))
-    print(f"20000 samples of {SAMPLE_BYTES} bytes in 40 shards, {rounds} rounds")
+            found[name].append(apart(measured, readers[name], warm, cold))
+    print(f"{shards * SAMPLES} samples of {SAMPLE_BYTES} bytes in {shards} shards, {rounds} rounds")
     first = found["samestep, tar"]
     for name, runs in found.items():
         ratios = [run[0] / base[0] for run, base in zip(runs, first, strict=True)]
         read = [run[1] / SAMPLE_BYTES for run in runs]
         print(
             f"  {name:26} {spread([run[0] for run in runs])} samples/s, ratio {spread(ratios)},"
-            f" {statistics.median(read):.2f} times a sample's bytes read for each",
+            f" {statistics.median(read):.2f} times a sample's bytes read for each,"
+            f" {max(run[2] for run in runs):.0f} MB of memory",
             flush=True,
         )
 
 
-def measured(reader: Callable[..., Batches], directory: Path) -> tuple[float, float]:
-    """Return the samples per second of an epoch, and the bytes read per sample."""
-    next(reader(directory))  # imports
-    shutil.rmtree(directory / "cache", ignore_errors=True)
-    before, started = bytes_read(), time.perf_counter()
-    samples = sum(map(len, reader(directory)))
+def measured(reader: Callable[..., Batches], warm: Path, cold: Path) -> tuple[float, ...]:
+    """Return the samples per second of an epoch, the bytes read per sample, and peak megabytes."""
+    for _ in reader(warm):  # imports
+        pass
+    Path("/proc/self/clear_refs").write_text(RESET_PEAK)
+    memory, before, started = memory_of("VmRSS"), bytes_read(), time.perf_counter()
+    samples = sum(map(len, reader(cold)))
     elapsed, read = time.perf_counter() - started, bytes_read() - before
-    shutil.rmtree(directory / "cache", ignore_errors=True)
-    return samples / elapsed, read / samples
+    return samples / elapsed, read / samples, memory_of("VmHWM") - memory
+
+
+def memory_of(name: str) -> float:
+    """Return the megabytes of this process; VmRSS is now, VmHWM the peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1000 for line in lines if line.startswith(name))
 
 
 def bytes_read() -> int:
@@ -119,7 +136,7 @@ def randomness(directory: Path, epochs: int) -> None:
         "webdataset": partial(with_webdataset, buffer=WINDOW * samples),
         "mosaicml-streaming": with_streaming,
     }
-    readers = {name: one for name, one in readers.items() if HAS_MDS or name not in NEED_MDS}
+    readers = {name: one for name, one in readers.items() if name not in MISSING}
     print(f"{shards} shards of {samples} samples, {epochs} epochs")
     for name, reader in readers.items():
         chi_square, mixed = apart(order_of, reader, directory, shards * samples, samples, epochs)
@@ -148,7 +165,7 @@ def order_of(
 
 def write(directory: Path, *, shards: int, samples: int, sample_bytes: int) -> int:
     """Write the same samples as tar and MDS files; return the bytes of the tar files."""
-    (directory / "tar").mkdir()
+    (directory / "tar").mkdir(parents=True)
     rng = np.random.default_rng(0)
     contents = [rng.bytes(sample_bytes) for _ in range(shards * samples)]
     for shard in range(shards):

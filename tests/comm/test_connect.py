@@ -16,7 +16,7 @@ from samestep.comm import rendezvous
 from samestep.comm.connect import connect, find_worker
 from samestep.comm.rendezvous import locate
 from samestep.config import Config
-from samestep.errors import ConfigError
+from samestep.errors import ConfigError, LaunchError
 from tests.jobs import fingerprint, image_job, images
 from tests.ports import free_port
 from tests.workers import run_workers
@@ -114,6 +114,19 @@ def test_a_group_of_one_is_a_run_of_one():
             return run.world_size, dist.is_initialized()
 
     assert run_workers(body, 1) == [(1, True)]
+
+
+def test_processes_of_a_group_do_not_launch_separate_runs():
+    port = free_port()
+
+    def body():
+        method = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", init_method=method, rank=own_rank(), world_size=2)
+        with pytest.raises(LaunchError, match=r"each of 2 processes \(torch.distributed's default"):
+            ss.launch(os.getpid)
+        return sum_over_group()
+
+    assert run_workers(body, 2) == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import threading
 import tracemalloc
 from collections import Counter
 from contextlib import closing, suppress
@@ -27,7 +28,8 @@ from samestep.step.layout import lanes_of
 from tests.data.test_own_order import read_by
 from tests.data.test_permutation import assert_uniform
 from tests.data.test_plan import assert_pure, lane_batches, samples
-from tests.workers import run_workers
+from tests.s3 import s3_server
+from tests.workers import run_workers, try_workers
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=20).filter(any)
 LANES = st.integers(4, 12)
@@ -326,7 +328,7 @@ def test_a_copy_that_is_renamed_while_the_cache_is_listed_counts(tmp_path, monke
     assert len(content(tmp_path / "cache")) == 2
 
 
-def train(urls, cache, directory, *, steps, loader_workers=0):
+def train(urls, cache, directory, steps=None, loader_workers=0):
     """Return the samples of each step of this process, by step and lane."""
     found = {}
     dataset = ShardedDataset(urls, Lines, cache_dir=cache, max_bytes=40 * LINE, max_open=4)
@@ -373,6 +375,33 @@ def test_a_run_uses_each_sample_once_and_resumes_at_the_exact_sample(tmp_path):
     second = run(2, "parts", steps=None)
     assert json.dumps({**first, **second}, sort_keys=True) == json.dumps(alone, sort_keys=True)
     assert min(int(place.split()[0]) for place in second) == 8
+
+
+def send_files(directory, url):
+    for path in directory.iterdir():
+        storage.Storage(url).send(path, path.name)
+
+
+def test_a_real_s3_gives_the_same_samples_as_local_files(tmp_path):
+    urls = write_shards(tmp_path / "far", [7, 3, 9, 5, 6, 8, 2, 4, 9, 5])
+    folder = "s3://bucket/data"
+    there = {f"{folder}/{url.rpartition('/')[2]}": size for url, size in urls.items()}
+
+    def run(workers, urls, name, **options):
+        directory, cache = tmp_path / name, tmp_path / f"{name} cache"
+        return run_workers(train, workers, urls, cache, directory, 12, 1, **options)
+
+    (local,) = run(1, urls, "local")
+    with s3_server(tmp_path) as server:
+        options = {"environment": server.environment}
+        run_workers(send_files, 1, tmp_path / "far", folder, **options)
+        one, two = run(2, there, "remote", **options)
+        assert {**one, **two} == local
+        missing = {f"{folder}/none.txt": 2}
+        (refused,) = try_workers(train, 1, missing, tmp_path / "c", tmp_path / "d", 1, **options)
+    assert "shard s3://bucket/data/none.txt is missing; check its URL" in str(refused.error)
+    copies = content(tmp_path / "remote cache")
+    assert 0 < sum(copies.values()) <= 49 * LINE  # the limit and a shard
 
 
 def test_a_forked_process_opens_its_own_files(tmp_path):
@@ -445,6 +474,41 @@ def test_what_a_killed_download_left_is_replaced(tmp_path):
             os.truncate(path, 3)
         assert [dataset[0], dataset[2]] == [0, 2]
         assert sum(content(cache).values()) == 4 * LINE
+
+
+def test_two_downloads_do_not_wait_for_each_other_to_make_room(tmp_path, monkeypatch):
+    first, second = write_shards(tmp_path / "far", [1, 1])
+    cache, size, lock = ShardCache(tmp_path / "cache", 1), storage.Storage.size, ShardCache._lock
+    cache.fetch(first)
+    (copy,) = (path for path in (tmp_path / "cache").iterdir() if path.is_file())
+    copy.rename(copy.with_name(f"{copy.name}.tmp"))  # as a killed download leaves it
+    asked, is_asked_twice, is_locked = [], threading.Event(), threading.Event()
+
+    def size_later(self, path):
+        if first.endswith(path):
+            is_locked.set()
+            is_asked_twice.wait(10)
+        return size(self, path)
+
+    def noted_lock(self, name, how):
+        if how != shards.fcntl.LOCK_SH and name == f"locks/{copy.name}":
+            asked.append(name)
+            if len(asked) == 2:
+                is_asked_twice.set()
+        return lock(self, name, how)
+
+    monkeypatch.setattr(storage.Storage, "size", size_later)
+    monkeypatch.setattr(ShardCache, "_lock", noted_lock)
+    downloads = [
+        threading.Thread(target=cache.fetch, args=(url,), daemon=True) for url in (first, second)
+    ]
+    downloads[0].start()
+    assert is_locked.wait(10)
+    downloads[1].start()
+    for download in downloads:
+        download.join(20)
+        assert not download.is_alive()
+    assert is_asked_twice.is_set()
 
 
 def test_a_full_disk_is_reported(tmp_path):

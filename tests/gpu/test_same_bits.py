@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 import torchmetrics
 
 import samestep as ss
+from samestep.comm import rendezvous
 from samestep.comm.distributed import Distributed
 from samestep.step import exchange
 from tests.gpu.machines import enter_machine
 from tests.gpu.simulated import VISIBLE
 from tests.jobs import Net, classify, fingerprint, images
+from tests.ports import free_port
 from tests.run.kinds import streams_job
 
 
@@ -85,6 +90,55 @@ def test_results_have_the_same_bits(workers, devices, visible, gpus, expected):
     assert len(used) == min(workers * devices, len(visible.split(",")))
     assert all(device.startswith("cuda:") for device in used)
     assert [result for result, _ in results] == [expected] * workers
+
+
+def joined(backend, port, hosts):
+    """Train twice in a group that exists; return the results, and sums over the group around them.
+
+    `hosts` has the number of this worker's host by rank.
+    """
+    rank, size = int(os.environ["RANK"]), len(hosts)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        del os.environ[name]
+    own = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    os.environ[VISIBLE] = ",".join(map(str, own))
+    name = f"host {hosts[rank]}"
+    rendezvous._kernel = lambda *_: [name]  # as Linux tells hosts apart
+    torch.cuda.set_device(own.index(rank))
+    method = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group(backend, init_method=method, rank=rank, world_size=size)
+    found, init = [sum_over_group()], Distributed.__init__
+
+    def noted_init(world, *arguments, **options):
+        init(world, *arguments, **options)
+        found.append(world.exchange)
+
+    Distributed.__init__ = noted_init
+    for _ in range(2):
+        result, devices = trained({})
+        found += [result, devices == [f"cuda:{own.index(rank)}"], sum_over_group()]
+    dist.destroy_process_group()
+    return found
+
+
+def sum_over_group():
+    total = torch.ones(1, device="cuda")
+    dist.all_reduce(total)
+    return total.item()
+
+
+@pytest.mark.parametrize(
+    ("backend", "hosts"),
+    [
+        pytest.param("nccl", [0, 0], id="NCCL"),
+        pytest.param("nccl", [0, 0, 1], id="NCCL on 2 hosts"),
+        pytest.param("cpu:gloo,cuda:nccl", [0, 0], id="gloo and NCCL", marks=pytest.mark.long),
+    ],
+)
+def test_a_group_that_exists_is_joined_and_stays(backend, hosts, gpus, expected):
+    results = gpus.workers(len(hosts), joined, backend, free_port(), hosts)
+    size = float(len(hosts))
+    assert results == [[size, *(["NCCL", expected, True, size] * 2)]] * len(hosts)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,42 @@ def test_a_worker_that_does_not_exit_is_ended_with_its_result(capfd):
     assert "within timeout=0.5 s; still running: uploads\n" in printed
 
 
+class Stuck:
+    """An object whose destructor never returns, as that of a library that waits for others."""
+
+    def __del__(self):
+        for_ever()
+
+
+def test_a_worker_whose_locals_cannot_be_freed_is_ended_with_its_result(capfd):
+    def body():
+        stuck = Stuck()
+        return rank() if stuck else None
+
+    assert launch(body, timeout=0.5) == 0
+    assert "worker 1 was ended, because its body returned" in capfd.readouterr().err
+
+
+def test_a_failed_worker_whose_locals_cannot_be_freed_is_reported(capfd):
+    def body():
+        stuck = Stuck()
+        raise ValueError(str(bool(stuck)))
+
+    with pytest.raises(WorkerError, match="failed first: ValueError: True"):
+        launch(body, workers=1, timeout=0.5)
+
+
+def test_a_profiler_of_the_body_stays_until_it_ends(capfd):
+    def body():
+        sys.setprofile(count)
+        return sys.getprofile() is count
+
+    def count(*_):
+        pass
+
+    assert launch(body, workers=1) is True
+
+
 def test_one_worker_is_a_process_of_its_own():
     assert launch(os.getpid, workers=1) != os.getpid()
 

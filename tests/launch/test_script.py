@@ -108,6 +108,22 @@ def test_an_invalid_option_is_one_line(folder):
     assert line.endswith("lane is not an option of samestep; did you mean lanes?")
 
 
+STUCK = """
+import time
+class Stuck:
+    def __del__(self):
+        time.sleep(1e6)
+"""
+
+
+def test_a_script_whose_objects_cannot_be_freed_is_ended(folder, capfd):
+    (folder / "library.py").write_text(STUCK)
+    # without functions of its own, whose names would keep the object
+    (folder / "script.py").write_text("import library\nstuck = library.Stuck()")
+    run_script(str(folder / "script.py"), [], 1, {"timeout": 0.5})
+    assert "worker 0 was ended, because its body returned" in capfd.readouterr().err
+
+
 def test_a_missing_script_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"script .*train\.py' does not exist"):
         run_script(str(tmp_path / "train.py"), [], 2, {})

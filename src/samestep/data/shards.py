@@ -36,6 +36,7 @@ from samestep.storage import Storage, StorageError, sync
 
 DOWNLOADS: Final = 8  # at a time, for one lane batch
 CHUNK_BYTES: Final = 16 * 2**20  # of a download; in memory
+ROOM_SECONDS: Final = 0.01  # between attempts to make room while others lock the copies
 PASSES: Final = 50  # passes without any sample before the shards count as empty
 Place = tuple[int, int]  # of a sample in a stream: the number of its shard, and in the shard
 _END: Final = object()
@@ -486,18 +487,23 @@ class ShardCache:
     @contextmanager
     def _room(self, size: int, temporary: Path) -> Iterator[None]:
         """Make room for a file and reserve it; without enough, admit one download at a time."""
-        with self._lock("locks/room", fcntl.LOCK_EX) as lock:
-            fits = self._remove(self._max_bytes - size, fcntl.LOCK_NB)
-            if not fits:
-                self._remove(self._max_bytes, 0)
-            with temporary.open("xb") as file:
-                file.truncate(size)
-            if fits:
-                fcntl.flock(lock, fcntl.LOCK_UN)
-            yield
+        while True:
+            with self._lock("locks/room", fcntl.LOCK_EX) as lock:
+                left = self._remove(self._max_bytes - size)
+                if left <= self._max_bytes:
+                    with temporary.open("xb") as file:
+                        file.truncate(size)
+                    if left <= self._max_bytes - size:
+                        fcntl.flock(lock, fcntl.LOCK_UN)
+                    yield
+                    return
+            time.sleep(ROOM_SECONDS)  # who locks the copies may wait for `room`
 
-    def _remove(self, limit: int, wait: int) -> bool:
-        """Remove the least recently used copies until `limit` bytes are left; return whether so."""
+    def _remove(self, limit: int) -> int:
+        """Remove the least recently used copies until `limit` bytes are left; return what is left.
+
+        Copies that others have locked stay.
+        """
         # A list of a folder may lack a file that is renamed meanwhile: NAME.tmp to NAME.
         listed = {path.name for _ in range(2) for path in self._directory.iterdir()}
         found = []
@@ -512,11 +518,14 @@ class ShardCache:
         for _, size, name in sorted(found):
             if total <= limit:
                 break
-            with suppress(BlockingIOError), self._lock(f"locks/{name}", fcntl.LOCK_EX | wait):
+            with (
+                suppress(BlockingIOError),
+                self._lock(f"locks/{name}", fcntl.LOCK_EX | fcntl.LOCK_NB),
+            ):
                 for path in (self._directory / name, self._directory / f"{name}.tmp"):
                     path.unlink(missing_ok=True)
                 total -= size
-        return total <= limit
+        return total
 
     @contextmanager
     def _lock(self, name: str, how: int) -> Iterator[int]:

@@ -131,15 +131,19 @@ def start(
 
 def _refuse_separate_runs(environment: Mapping[str, str]) -> None:
     """Raise `LaunchError` if this process is one of several, each of which would start a run."""
-    try:
+    size, source, remedy = 1, "", "unset these variables"
+    with suppress(ConfigError):  # leftover variables, which workers do not read
         process = find_process(environment)
-    except ConfigError:
-        return  # leftover variables, which workers do not read
-    if process.world_size > 1:
+        size, source = process.world_size, process.source
+    group = sys.modules.get("torch.distributed")  # without it, there is no group
+    if size == 1 and group and group.is_available() and group.is_initialized():
+        size, source = group.get_world_size(), "torch.distributed's default group"
+        remedy = "call destroy_process_group before"
+    if size > 1:
         raise LaunchError(
-            f"each of {process.world_size} processes ({process.source}) would start workers of a "
+            f"each of {size} processes ({source}) would start workers of a "
             "separate run; call samestep.init in these processes instead of launching, start one "
-            "process per host with samestep run --nodes, or unset these variables"
+            f"process per host with samestep run --nodes, or {remedy}"
         )
 
 
@@ -184,7 +188,7 @@ def run_script(
 def _run_as_main(script: str, arguments: Sequence[str], *, as_module: bool) -> None:
     sys.argv = [script, *arguments]
     try:
-        _run(script, as_module=as_module)
+        names = _run(script, as_module=as_module)  # the worker frees them  # noqa: F841
     finally:
         _warn_if_alone(script)
 
@@ -202,13 +206,13 @@ def _warn_if_alone(script: str) -> None:
         )
 
 
-def _run(script: str, *, as_module: bool) -> None:
+def _run(script: str, *, as_module: bool) -> dict[str, Any]:
+    """Run a script and return its global names."""
     if as_module:
         sys.path[0] = str(Path.cwd())
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(script).resolve().parent)
-        runpy.run_path(script, run_name="__main__")
+        return runpy.run_module(script, run_name="__main__", alter_sys=True)
+    sys.path[0] = str(Path(script).resolve().parent)
+    return runpy.run_path(script, run_name="__main__")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

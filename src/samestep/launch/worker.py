@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from types import FrameType
 from typing import Any, Final, NoReturn
 
 from samestep.config import Config
@@ -218,26 +219,33 @@ class Job:
         atexit._clear()  # noqa: SLF001
         gc.freeze()
         gc.enable()
-        code = 1
+        code, kept = 1, list[Any]()
         try:
             take_over()
-            code = self._run(attempt, local_rank, report)
+            code = self._run(attempt, local_rank, report, kept)
         finally:
             _exit_within(self.config.timeout, attempt.first_rank + local_rank, code)
+            kept.clear()
             atexit._run_exitfuncs()  # noqa: SLF001  a forked process does not run them
         raise SystemExit(code)
 
-    def _run(self, attempt: LocalAttempt, local_rank: int, report: ExitReport) -> int:
+    def _run(
+        self, attempt: LocalAttempt, local_rank: int, report: ExitReport, kept: list[Any]
+    ) -> int:
+        """Return the exit status; `kept` keeps the body's result, its error and its locals."""
         rank = attempt.first_rank + local_rank
         try:
             self._set_up(attempt, local_rank)
-            result = self.body()
+            with _first_frame(kept):
+                result = self.body()
+            kept.append(result)
             if rank == 0:
                 report.write_result(result)
         except BaseException as error:  # noqa: BLE001  the launcher reports every kind
             if not isinstance(error, SystemExit) or error.code:
                 failure = WorkerFailure.of_error(rank, error)
                 report.write_failure(failure, error)
+                kept.append(error)
                 return failure.status
         return 0
 
@@ -267,11 +275,35 @@ class Job:
         self.signals.reset()
 
 
+@contextmanager
+def _first_frame(kept: list[Any]) -> Iterator[None]:
+    """Append the frame of the first function that is called in the block to `kept`.
+
+    It keeps the function's locals after its return: freeing them may take forever.
+    """
+
+    def keep(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            sys.setprofile(None)
+            kept.append(frame)
+
+    if sys.getprofile() is not None:  # a profiler of the user
+        yield
+        return
+    sys.setprofile(keep)
+    try:
+        yield
+    finally:
+        if sys.getprofile() is keep:  # no Python function was called
+            sys.setprofile(None)
+
+
 def _exit_within(seconds: float, rank: int, code: int) -> None:
     """End this process with `code` if it has not exited after `seconds`.
 
-    Exit functions, threads and processes that the body has left may take that long. If one of them
-    stops all Python code, the process is ended with its stacks and status 1 a little later.
+    Exit functions, threads and processes that the body has left may take that long, and so may the
+    destructors of its objects. If one of them stops all Python code, the process is ended with its
+    stacks and status 1 a little later.
     """
 
     def end() -> None:

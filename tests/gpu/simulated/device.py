@@ -227,7 +227,7 @@ def _stream(stream: Stream):
 
 
 class Runtime:
-    """`torch.cuda.cudart()`: results are error codes; the next kernel of the thread fails as well."""
+    """`torch.cuda.cudart()`: returns error codes; the next kernel of the thread fails as well."""
 
     @staticmethod
     def cudaHostRegister(pointer: int, size: int, _: int) -> int:  # noqa: N802  as in CUDA

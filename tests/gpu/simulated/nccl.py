@@ -1,7 +1,8 @@
 """A stand-in for NCCL on simulated devices: gloo, with the semantics of NCCL's streams.
 
 A collective with `async_op` reads its input when it is waited for, at the latest moment. Until then
-its output is NaN, and its input is overwritten if it is freed.
+its output is NaN, and its input is overwritten if it is freed. A group of NCCL alone refuses CPU
+tensors.
 """
 
 from __future__ import annotations
@@ -27,13 +28,26 @@ ABORT_TEXT = (
 # the names of functions that are replaced; torch before 2.13 has another name for the last one
 NAMES = {
     name: name
-    for name in ("init_process_group", "destroy_process_group", "all_to_all_single", "broadcast")
+    for name in (
+        "init_process_group",
+        "new_group",
+        "destroy_process_group",
+        "get_backend",
+        "all_to_all_single",
+        "all_reduce",
+        "broadcast",
+        "gather",
+        "irecv",
+        "isend",
+    )
 }
 NAMES["all_gather_single"] = next(
     name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)
 )
 _real = {name: getattr(dist, known) for name, known in NAMES.items()}
-state: dict[str, Any] = {"group": None, "timeout": None, "collectives": Counter(), "pending": []}
+state: dict[str, Any] = {"timeout": None, "collectives": Counter(), "pending": []}
+backends: dict[dist.ProcessGroup, str] = {}  # of groups with NCCL
+device_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # of gloo, for CUDA tensors
 DTYPES = {
     *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -118,22 +132,57 @@ def _abort_later() -> None:
 
 def _check(*tensors: torch.Tensor) -> None:
     if any(tensor.is_cpu for tensor in tensors):
-        raise RuntimeError("No backend type associated with device type cpu")
+        raise _no_backend("cpu")
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             raise TypeError(f"Input tensor data type is not supported for NCCL: {tensor.dtype}")
 
 
-def init_process_group(backend: str, *, timeout: timedelta, **options: Any) -> None:
+def _no_backend(kind: str) -> Exception:
+    return RuntimeError(f"No backend type associated with device type {kind}")
+
+
+def _group(group: Any) -> dist.ProcessGroup:
+    return group or dist.group.WORLD
+
+
+def _device_group(group: Any) -> dist.ProcessGroup:
+    if _group(group) not in device_groups:
+        raise _no_backend("cuda")
+    return device_groups[_group(group)]
+
+
+def init_process_group(
+    backend: str, *, timeout: timedelta = timedelta(minutes=10), **options: Any
+) -> None:
     _real["init_process_group"]("gloo", timeout=timeout, **options)
+    _add_nccl(dist.group.WORLD, backend, timeout)
+
+
+def new_group(*, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    group = _real["new_group"](backend="gloo", timeout=timeout)
+    _add_nccl(group, backend, timeout)
+    return group
+
+
+def _add_nccl(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> None:
     if "nccl" in backend:
-        state["timeout"] = timeout
-        state["group"] = dist.new_group(backend="gloo", timeout=timeout)
+        backends[group], state["timeout"] = backend, timeout
+        device_groups[group] = _real["new_group"](backend="gloo", timeout=timeout)
 
 
 def destroy_process_group(group: Any = None) -> None:
     LIBRARY.sim_wait(0, b"destroying NCCL", -1, -1)  # until collectives have ended
+    own = device_groups.pop(_group(group), None)
+    if group is None:
+        device_groups.clear()
+    elif own is not None:
+        _real["destroy_process_group"](own)
     _real["destroy_process_group"](group)
+
+
+def get_backend(group: Any = None) -> str:
+    return backends.get(_group(group)) or _real["get_backend"](group)
 
 
 class Backend:
@@ -151,36 +200,71 @@ def _get_backend(group: Any, device: torch.device) -> Any:
 _real_get_backend = dist.ProcessGroup._get_backend
 
 
+def _on_cpu(name: str) -> Any:
+    """Return a function of torch.distributed that takes CPU tensors only."""
+
+    def function(tensor, *arguments, **options):
+        groups = [each for each in (*arguments, *options.values()) if isinstance(each, GROUP)]
+        if tensor.is_cuda or backends.get(_group(next(iter(groups), None))) == "nccl":
+            raise _no_backend(tensor.device.type)
+        return _real[name](tensor, *arguments, **options)
+
+    function.__name__ = name
+    return function
+
+
+GROUP = dist.ProcessGroup
+gather, irecv, isend = map(_on_cpu, ("gather", "irecv", "isend"))
+_all_to_all_single, _all_reduce, _broadcast, _all_gather_single = map(
+    _on_cpu, ("all_to_all_single", "all_reduce", "broadcast", "all_gather_single")
+)
+
+
 def all_to_all_single(out, own, out_sizes=None, own_sizes=None, group=None, async_op=False):  # noqa: FBT002  as in torch
     if not out.is_cuda:
-        return _real["all_to_all_single"](out, own, out_sizes, own_sizes, group, async_op)
+        return _all_to_all_single(out, own, out_sizes, own_sizes, group, async_op)
     _check(out, own)
+    device_group = _device_group(group)
 
     def run(got, sent):
-        _real["all_to_all_single"](got, sent, out_sizes, own_sizes, state["group"])
+        _real["all_to_all_single"](got, sent, out_sizes, own_sizes, device_group)
 
     return _begin(run, out, own, async_op=async_op)
 
 
 def all_gather_single(out, own, group=None, async_op=False):  # noqa: FBT002  as in torch
     if not out.is_cuda:
-        return _real["all_gather_single"](out, own, group, async_op)
+        return _all_gather_single(out, own, group, async_op)
     _check(out, own)
+    device_group = _device_group(group)
 
     def run(got, sent):
-        _real["all_gather_single"](got, sent, state["group"])
+        _real["all_gather_single"](got, sent, device_group)
 
     return _begin(run, out, own, async_op=async_op)
 
 
 def broadcast(tensor, src=0, group=None, async_op=False):  # noqa: FBT002  as in torch
     if not tensor.is_cuda:
-        return _real["broadcast"](tensor, src, group, async_op)
+        return _broadcast(tensor, src, group, async_op)
     _check(tensor)
+    device_group = _device_group(group)
 
     def run(got, sent):
         got.copy_(sent)
-        _real["broadcast"](got, src, state["group"])
+        _real["broadcast"](got, src, device_group)
+
+    return _begin(run, tensor, tensor, async_op=async_op)
+
+
+def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):  # noqa: FBT002  as in torch
+    if not tensor.is_cuda:
+        return _all_reduce(tensor, op, group, async_op)
+    device_group = _device_group(group)
+
+    def run(got, sent):
+        got.copy_(sent)
+        _real["all_reduce"](got, op, device_group)
 
     return _begin(run, tensor, tensor, async_op=async_op)
 
@@ -196,8 +280,7 @@ def _begin(run, out, own, *, async_op):
 
 
 def install() -> None:
-    """Replace the functions of torch.distributed that samestep calls."""
-    functions = (all_to_all_single, all_gather_single, broadcast)
-    for function in (init_process_group, destroy_process_group, *functions):
-        setattr(dist, NAMES[function.__name__], function)
+    """Replace the functions of torch.distributed that samestep and the tests call."""
+    for name, known in NAMES.items():
+        setattr(dist, known, globals()[name])
     dist.ProcessGroup._get_backend = _get_backend
