@@ -217,11 +217,18 @@ def test_a_torn_line_is_counted_and_time_between_starts_is_not(run, page):
 LOSSES = "return document.getElementById('losses')?.textContent"
 
 
-def test_a_link_to_an_unknown_run_says_so(run, page):
+def test_a_link_to_an_unknown_run_says_so(run, page, tmp_path):
     append(run, *losses(0, 1))
     page.open(run.name).points("loss", 2)  # the server has seen that this run is the newest
     page.open("no-such-run").points("loss", 2)
     page.until("return document.getElementById('banner').textContent.includes('no-such-run')")
+    page.run("location.hash = '#run=another'")  # a link in the open page
+    page.until("return document.getElementById('banner').textContent.includes('another here')")
+    page.points("loss", 2)
+    open_report(page, run, tmp_path)
+    page.run("location.hash = '#run=third'")
+    page.until("return document.getElementById('banner').textContent.includes('third here')")
+    assert page.text("#run-name") == run.name
 
 
 def test_an_epoch_that_may_not_be_the_last_has_its_own_progress(run, page):
@@ -428,3 +435,25 @@ def test_settings_have_the_origin_of_a_run_and_fold_options_with_default_values(
     page.until(is_open)
     append(run, {**started(config=config, kind="resumed"), **origin, "dirty": False})
     page.until(has_commit, origin["commit"])
+
+
+def test_an_option_and_a_setting_of_the_same_name_are_both_shown(run, page):
+    settings = {"seed": 3, "timeout": 5, "command": "go"}
+    origin = {"command": "python train.py", "settings": settings}
+    append(run, {**started(config={"seed": 7, "timeout": 120.0}), **origin})
+    other = run.with_name(f"{run.name}-other")
+    append(other, started(config={"seed": 3, "timeout": 120.0}))
+    page.wait_for_run(other.name)
+    page.open(run.name, tab="settings")
+    page.until("return document.querySelector('#config [data-key=seed]')")
+    values = (
+        "return Object.fromEntries([...document.querySelectorAll(`#${arguments[0]} [data-key]`)]"
+        ".map((row) => [row.dataset.key, row.cells[1].textContent]))"
+    )
+    own = {"seed": "3", "timeout": "5", "command": "go"}
+    options = {"samestep.seed": "7", "samestep.command": "python train.py"}
+    assert page.run(values, "config") == {**own, **options, "hosts": "here"}
+    assert page.run(values, "defaults") == {"samestep.timeout": "120"}
+    page.open(run.name, tab="settings", versus=other.name)
+    differing = "return [...document.querySelectorAll('#config [data-differs]')].map((one) => one.dataset.key)"
+    page.wait_for([*own, *options], differing)

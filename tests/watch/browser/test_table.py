@@ -126,3 +126,62 @@ def test_the_principal_scalars_of_a_run(run, page):
     assert principal(loss=100, error=49) == {"loss": "error"}  # it is rarer
     assert principal(loss=100, error=50) == {"loss": "loss"}
     assert principal(lr=100) == principal() == {}
+
+
+CELLS = (
+    "return [...document.querySelectorAll(`#runs-table [data-run='${arguments[0]}'] td`)]"
+    ".map((cell) => cell.textContent).slice(1, -3)"
+)
+
+
+def test_a_setting_and_a_score_of_the_same_name_are_two_columns(run, place, page, names):
+    other = place / next(names)
+    for folder, rate in ((run, 0.1), (other, 0.4)):
+        settings = {"lr": rate, "step": rate, "study": "collision"}
+        append(folder, {**started(), "settings": settings}, scalars(0, lr=0.05), scalars(1, lr=0.2))
+    append(other, scalars(2, lr=0.01))
+    page.open(run.name, tab="table", filter="study=collision", sort="setting lr")
+    page.wait_for(["lr", "best lr", "setting lr", "setting step"], COLUMNS)
+    wait_for_rows(page, run, other)
+    assert page.run(CELLS, run.name) == ["0.2", "0.2", "0.1", "0.1"]
+    assert page.run(CELLS, other.name) == ["0.01", "0.2", "0.4", "0.4"]
+    offered = "return [...document.querySelectorAll('#scatter-setting option')].map((o) => o.value)"
+    assert {"setting lr", "setting step"} < set(page.run(offered))
+
+
+def test_a_filter_by_a_setting_that_some_run_has_compares_its_whole_value(run, place, page, names):
+    other = place / next(names)
+    for folder, rate in ((run, 0.1), (other, 0.15)):
+        append(folder, {**started(), "settings": {"lr": rate, "study": "whole"}}, scalars(0, a=1))
+    page.open(run.name, tab="table", filter="study=whole lr=0.1")
+    wait_for_rows(page, run)
+    page.open(run.name, tab="table", filter="study=whole LR=0.")
+    page.until(f"return {ROWS}.length === 2")
+
+
+def test_an_idle_table_is_loaded_once_and_keeps_the_focus(run, place, page, names):
+    ended = {"event": "finished", "step": 1}
+    for folder in (run, place / next(names)):  # the second is newer, and listed first
+        append(folder, {**started(), "settings": {"study": "idle"}}, scalars(0, a=1), ended)
+    page.open(run.name, tab="table", filter="study=idle")
+    page.until(f"return {ROWS}.length === 2")
+    page.requests()
+    page.run("document.querySelector('#runs-table tbody button').focus()")
+    page.run("window.row = document.activeElement")
+    time.sleep(4)  # a table is loaded at most every 3 s
+    page.run("location.hash += '&smooth=0.5'")  # updates all parts
+    page.until("return location.hash.includes('smooth')")
+    time.sleep(0.5)
+    assert not [url for url in page.requests() if "/api/table" in url]
+    assert page.run("return document.activeElement === window.row && row.isConnected")
+
+
+def test_a_click_on_a_row_opens_a_run_that_is_not_loaded_yet(run, place, page, names):
+    other = place / next(names)
+    for folder in (run, other):
+        append(folder, {**started(), "settings": {"study": "click"}}, scalars(0, a=1))
+    page.open(run.name, tab="table", filter="study=click")
+    page.element(f"#runs-table [data-run='{other.name}'] button").click()
+    page.wait_for(other.name, "return document.getElementById('run-name')?.textContent")
+    page.until("return document.querySelectorAll('#runs-table tr[data-chosen]').length === 1")
+    assert page.text("#runs-table tr[data-chosen] th") == other.name

@@ -12,9 +12,9 @@ export function overview(root) {
   const three = answers();
   const below = h("div");
   root.append(body, noted.text, three.element, below);
-  const draw = onChange((run, clock) => {
+  const draw = onChange((run, clock, isLoading) => {
     const focused = noted.line.contains(document.activeElement) && document.activeElement;
-    body.replaceChildren(...content(run, age, clock, noted.line).filter(Boolean));
+    body.replaceChildren(...content(run, age, clock, noted.line, isLoading).filter(Boolean));
     if (focused) focused.focus();
     below.replaceChildren(...(run ? losses(run) : []));
   });
@@ -24,7 +24,7 @@ export function overview(root) {
       three.element.hidden = noted.text.hidden = !run;
       document.title = run ? `${run.name} – ${run.state} – samestep` : "samestep";
       if (!run) {
-        draw(null, view.clock);
+        draw(null, view.clock, view.rows.length > 0);
         return;
       }
       const { events, scalars, histograms, images, config, workers, parts, now, ...shown } = run;
@@ -42,9 +42,10 @@ export function overview(root) {
   };
 }
 
-function content(run, age, clock, tags) {
+function content(run, age, clock, tags, isLoading) {
   if (!run) {
-    const text = "No run yet. It appears here once it has written its first event.";
+    const text = isLoading ? "Loading…"
+      : "No run yet. It appears here once it has written its first event.";
     return [h("p", { class: "empty" }, text)];
   }
   const { progress } = run;
