@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import subprocess
 import sys
@@ -380,7 +381,7 @@ def test_a_run_without_a_step_says_so_on_the_page_and_in_a_report(run, page, tmp
     page.until("return document.querySelector('.answer').innerText.startsWith('accuracy 0.5')")
     _, healthy, slow = page.run(ANSWERS)
     assert healthy.splitlines()[-1].endswith("workers equally fast")
-    assert slow.startswith("compute 100 %")
+    assert slow.startswith("compute 100%")
     page.choose_tab("workers")
     page.wait_for(["2 s per step"] * 2, PACES)
     page.choose_tab("time")
@@ -457,3 +458,43 @@ def test_an_option_and_a_setting_of_the_same_name_are_both_shown(run, page):
     page.open(run.name, tab="settings", versus=other.name)
     differing = "return [...document.querySelectorAll('#config [data-differs]')].map((one) => one.dataset.key)"
     page.wait_for([*own, *options], differing)
+
+
+OUTSIDE = (
+    "return [...document.querySelectorAll('[data-figure], .answers [data-part]')].filter((one) => {"
+    "const inner = one.getBoundingClientRect();"
+    "const isInside = (place) => inner.left >= place.left - 1 && inner.right <= place.right + 1 &&"
+    " inner.top >= place.top - 1 && inner.bottom <= place.bottom + 1;"
+    "for (let at = one.parentElement; at; at = at.parentElement)"
+    " if (at.getClientRects().length && !isInside(at.getBoundingClientRect())) return true;"
+    "return false }).map((one) => one.innerText)"
+)
+
+
+def test_no_figure_is_cut_off_beside_a_long_name_and_many_tags(run, page):
+    long = run.with_name(f"{run.name}-{'vit-large-' * 12}end")
+    loops = {"steps": 18_000, "steps_per_epoch": 450, "epochs": 40, "samples": 57_600}
+    train = loop(12_000, done=12_000, batch_size=128, **loops)
+    now = time.time()
+    write(long, started(workers=16, lanes=64), train, start=now - 9000)
+    write(long, started(12_000, kind="resumed", workers=16, lanes=64), train, start=now - 60)
+    parts = (0.1, 0.1, 0.4, 0.3, 0.5)
+    steps = [(scalars(step, loss=1.0), timing(step, parts)) for step in range(12_000, 12_040)]
+    write(long, *(event for pair in steps for event in pair), start=now - 8, seconds=0.1)
+    tags = [f"a-long-tag-{number}" for number in range(9)]
+    (long / "notes.json").write_text(json.dumps({"format": 1, "tags": tags, "note": ""}))
+    page.wait_for_run(long.name)
+    for use_screen in (page.use_laptop_screen, page.use_desktop_screen):
+        use_screen()
+        page.open(long.name).points("loss", 40)
+        page.until("return document.querySelector('[data-figure=samples] small')")
+        figures = ["left", "epoch", "step", "workers", "samples", "elapsed"]
+        script = (
+            "return [...document.querySelectorAll('[data-figure]')].map((o) => o.dataset.figure)"
+        )
+        assert page.run(script) == figures
+        page.wait_for(3, "return document.querySelectorAll('.answers [data-part]').length")
+        assert page.run(OUTSIDE) == []
+        assert page.element("#edit-notes").is_displayed()
+        top = "return document.querySelector('[data-scalar]').getBoundingClientRect().top"
+        assert 0 < page.run(top) <= 200

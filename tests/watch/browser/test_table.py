@@ -126,6 +126,10 @@ def test_the_principal_scalars_of_a_run(run, page):
     assert principal(loss=100, error=49) == {"loss": "error"}  # it is rarer
     assert principal(loss=100, error=50) == {"loss": "loss"}
     assert principal(lr=100) == principal() == {}
+    for score in ("mask_ap", "box_ap50", "ap_small", "val/return", "reward", "r2", "kappa"):
+        assert principal(**{score: 1, "gap": 1}) == {"score": score}
+    others = ("gap", "apples", "return_dev", "return_std", "layer2", "r20", "lr2", "accumulated")
+    assert principal(**dict.fromkeys(others, 1)) == {}
 
 
 CELLS = (

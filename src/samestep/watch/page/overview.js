@@ -37,7 +37,7 @@ export function overview(root) {
       if (!run) return;
       const isOpen = ["running", "silent", "stalled"].includes(run.state);
       const [last, end] = [ago(run.updated, clock), moment(run.updated)];
-      age.textContent = isOpen ? `last news ${last}` : `ended ${end}`;
+      age.title = age.textContent = isOpen ? `last news ${last}` : `ended ${end}`;
     },
   };
 }
@@ -57,22 +57,23 @@ function content(run, age, clock, tags, isLoading) {
   const ofSteps = steps === null ? null : `of ${count(steps)}`;
   const isOther = loop && loop !== "train" && steps !== null;
   const ofLoop = isOther ? `${loop}: ${count(done)} ${ofSteps}` : ofSteps;
-  const paced = speed === null ? ofLoop : `${ofLoop ?? ""} ${number(speed)} per second`.trim();
+  const isPaced = speed !== null && perSecond === null; // the speed in samples says the same
+  const paced = isPaced ? `${ofLoop ?? ""} ${number(speed)}/s`.trim() : ofLoop;
   return [
     h("header", { class: "title" },
       h("h1", { id: "run-name", title: run.name }, run.name),
       h("span", { class: "state", id: "run-state", "data-state": run.state }, run.state),
+      tags, age,
       h("dl", { class: "figures" },
-        figure("epoch", "Epoch", count(ordinal), epochs === null ? null : `of ${count(epochs)}`),
-        figure("step", "Step", count(run.step), paced),
         left !== null && figure("left", progress.is_of_epoch ? "Left in epoch" : "Left",
           duration(left), `ends ${near(clock + left, clock)}`),
+        figure("epoch", "Epoch", count(ordinal), epochs === null ? null : `of ${count(epochs)}`),
+        figure("step", "Step", count(run.step), paced),
         figure("workers", "Workers", count(run.count), several(run.lanes, "lane")),
         samples !== null && figure("samples", "Samples", count(samples),
-          perSecond === null ? null : `${number(perSecond)} per second`),
+          perSecond === null ? null : `${number(perSecond)}/s`),
         figure("elapsed", "Elapsed", duration(run.elapsed),
-          run.attempts > 1 && `${run.attempts} starts`)),
-      tags, age),
+          run.attempts > 1 && `${run.attempts} starts`))),
     bar(progress),
   ];
 }
