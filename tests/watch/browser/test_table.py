@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
 
+from samestep.watch import view
+from samestep.watch.curves import Curve
 from tests.watch.browser.runs import append
-from tests.watch.writing import scalars, started, write
+from tests.watch.writing import loop, scalars, started, write
 
 COLUMNS = (
     "return [...document.querySelectorAll('#runs-table th[data-column]')]"
@@ -107,15 +111,29 @@ def test_scores_of_an_evaluation_come_before_those_of_training(run, place, page,
 
 
 def test_the_principal_scalars_of_a_run(run, page):
+    """The server, which lists one of them per run, and the page choose the same ones."""
     page.open(run.name)
+    goals = (
+        "return import('./page/format.js').then(({ goal }) => arguments[0].map((one) => goal(one)))"
+    )
+
+    def curve(count):
+        points = Curve()
+        for step in range(count):
+            points.append((step, 1), 0.0, 0.5, math.nan, math.nan)
+        return points
 
     def principal(**points):
         scalars = [{"name": name, "points": count} for name, count in points.items()]
-        found = page.run(
+        chosen = page.run(
             "return import('./page/format.js').then(({ principal }) => principal(arguments[0]))",
             scalars,
         )
-        return {role: scalar["name"] for role, scalar in found.items()}
+        names = {role: scalar["name"] for role, scalar in chosen.items()}
+        listed = view.principal({name: curve(count) for name, count in points.items()})
+        assert (listed or {}).get("name") == names.get("score", names.get("loss"))
+        assert page.run(goals, list(points)) == [view.goal_of(name) for name in points]
+        return names
 
     train = {"train/loss": 100, "train/accuracy": 100, "lr": 100}
     assert principal(**train) == {"score": "train/accuracy", "loss": "train/loss"}
@@ -189,3 +207,33 @@ def test_a_click_on_a_row_opens_a_run_that_is_not_loaded_yet(run, place, page, n
     page.wait_for(other.name, "return document.getElementById('run-name')?.textContent")
     page.until("return document.querySelectorAll('#runs-table tr[data-chosen]').length === 1")
     assert page.text("#runs-table tr[data-chosen] th") == other.name
+
+
+def test_the_list_of_runs_has_scores_and_progress_and_sorts_by_score(run, page):
+    runs = [run.with_name(f"{run.name}-{number}") for number in range(4)]
+    now = time.time()
+    for number, (folder, score) in enumerate(zip(runs, (0.7, 0.9, None, 0.8), strict=True)):
+        values = {"loss": 1.0 + number} if score is None else {"loss": 1.0, "val/acc": score}
+        train = loop(0, steps=40, epochs=4, steps_per_epoch=10)
+        events = started(), train, scalars(10, **values), {"event": "stopped", "step": 10}
+        write(folder, *events, start=now - 90 + 10 * number)
+    write(runs[0], {"event": "finished", "step": 40}, start=now)
+    page.open(run.name)
+    listed = (
+        "return [...document.querySelectorAll('#runs li')].map((item) => item.dataset.run)"
+        ".filter((name) => name.startsWith(`${arguments[0]}-`))"
+    )
+    newest = [folder.name for folder in reversed(runs)]
+    page.wait_for(newest, listed, run.name)
+    note = "return document.querySelector(`#runs [data-run='${arguments[0]}'] .note`).innerText"
+    page.wait_for("finished 0.7 step 40", note, runs[0].name)
+    page.wait_for("stopped 0.9 25%", note, runs[1].name)
+    page.wait_for("stopped 3 25%", note, runs[2].name)
+    Select(page.element("#run-order")).select_by_value("score")
+    by_score = [runs[number].name for number in (1, 3, 0, 2)]
+    page.wait_for(by_score, listed, run.name)
+    page.until("return location.hash.includes('order=score')")
+    page.driver.refresh()
+    page.wait_for(by_score, listed, run.name)
+    append(runs[3], scalars(11, **{"val/acc": 0.95}))
+    page.wait_for([by_score[1], by_score[0], *by_score[2:]], listed, run.name)
