@@ -90,6 +90,8 @@ def test_runs(server):
         "workers",
         "lanes",
         "noted",
+        "principal",
+        "share",
     }
     assert (run["id"], run["step"], run["workers"], run["lanes"]) == ("one", 99, 2, 8)
 
@@ -128,7 +130,7 @@ def test_a_run(server):
         ),
         *("skipped_lines", "failure", "stall", "settings", "defaults", "command", "commit"),
         *("environment", "hosts"),
-        *("noted", "tags", "note", "locked"),
+        *("noted", "tags", "note", "locked", "share", "principal"),
     }
     assert [scalar["name"] for scalar in run["scalars"]] == ["loss", "<script>&x=1", "nan"]
 

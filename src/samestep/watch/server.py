@@ -2,7 +2,8 @@
 
 GET /, /page/NAME          the page and its files
 GET /api/runs              {"runs": [{id, name, state, started, updated, step, epoch, workers,
-                           lanes}], "faults": [{location, text}]}; faults: unreadable locations
+                           lanes, share, principal}], "faults": [{location, text}]};
+                           faults: unreadable locations
 GET /api/run?id=           progress, scalars, images, histograms, workers, parts, events, config,
                            sinks
 GET /api/curve?id=&name=   {x, value, low, high, smooth, spans, points, exact}; optional: from=,

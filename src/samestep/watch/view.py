@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import lru_cache
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from statistics import median, median_high
@@ -23,6 +24,7 @@ from samestep.record.events import parse_events
 from samestep.record.source import STARTS, Source
 from samestep.watch.curves import (
     AXES,
+    Curve,
     row_range,
     select_points,
     to_int,
@@ -48,6 +50,14 @@ LOG_BYTES: Final = 256 * 1024
 LOG_LINES: Final = 500
 # of a terminal: colors and cursor movements (CSI), and titles and links (OSC)
 _ESCAPE: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z_])")
+# names of scalars, as in format.js
+_LOWER_IS_BETTER: Final = re.compile(r"loss|error|mae|mse|perplexity", re.IGNORECASE)
+_HIGHER_IS_BETTER: Final = re.compile(
+    r"(?<![a-z])(acc(?!um)|ap\d*(?![a-z])|au(ro)?c|bleu|dice|f1|kappa|m?iou|map|precision|psnr|"
+    r"r2(?!\d)|recall|return(?!_(dev|std))|reward|score|ssim|top-?\d)",
+    re.IGNORECASE,
+)
+_EVALUATED: Final = re.compile(r"(val|valid|validation|test|eval)[/_]", re.IGNORECASE)
 ALL_SAMPLES: Final = 100_000  # of hosts, shared by their curves
 FEWEST_SAMPLES, MOST_SAMPLES = 30, 500  # per curve
 SIGNATURES: Final = {
@@ -171,6 +181,7 @@ class View:
         return self._run if self._was_read else self._glimpse or self._run
 
     def _row(self, run: RunState, now: float) -> dict[str, Any]:
+        progress = _progress(run, is_running=False)
         return {
             "id": self.id,
             "name": self.name,
@@ -187,6 +198,8 @@ class View:
             "epoch": run.epoch,
             "workers": len(started_workers(run.start)),
             "lanes": to_int(run.start.get("lanes")),
+            "share": None if progress["is_of_epoch"] else progress["share"],
+            "principal": principal(run.curves),
             "noted": self.source.notes and self.source.notes.version(),
         }
 
@@ -386,6 +399,26 @@ def _seconds_per_step(run: RunState) -> tuple[float, float] | None:
         return (usual, usual) if usual > 0 else None
     (first, begin), (last, end) = run.loop_pace, run.paces[-1]
     return usual, max(usual, (end - begin) / max(1.0, last - first))
+
+
+def principal(curves: Mapping[str, Curve]) -> dict[str, Any] | None:
+    """Return the name and last value of a run's score, or of its loss, chosen as on the page."""
+    for goal in ("highest", "lowest"):
+        fitting = [name for name in curves if goal_of(name) == goal]
+        most = max((len(curves[name]) for name in fitting), default=0)
+        rare = (name for name in fitting if 2 * len(curves[name]) < most)
+        evaluated = (name for name in fitting if _EVALUATED.match(name))
+        if (name := next(chain(evaluated, rare, fitting), None)) is not None:
+            return {"name": name, "last": curves[name].summary()["last"]}
+    return None
+
+
+@lru_cache(4096)
+def goal_of(name: str) -> str | None:
+    """Return which values of a scalar are better, as `goal` in format.js does."""
+    if _LOWER_IS_BETTER.search(name):
+        return "lowest"
+    return "highest" if _HIGHER_IS_BETTER.search(name) else None
 
 
 def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import subprocess
 import sys
@@ -217,11 +218,18 @@ def test_a_torn_line_is_counted_and_time_between_starts_is_not(run, page):
 LOSSES = "return document.getElementById('losses')?.textContent"
 
 
-def test_a_link_to_an_unknown_run_says_so(run, page):
+def test_a_link_to_an_unknown_run_says_so(run, page, tmp_path):
     append(run, *losses(0, 1))
     page.open(run.name).points("loss", 2)  # the server has seen that this run is the newest
     page.open("no-such-run").points("loss", 2)
     page.until("return document.getElementById('banner').textContent.includes('no-such-run')")
+    page.run("location.hash = '#run=another'")  # a link in the open page
+    page.until("return document.getElementById('banner').textContent.includes('another here')")
+    page.points("loss", 2)
+    open_report(page, run, tmp_path)
+    page.run("location.hash = '#run=third'")
+    page.until("return document.getElementById('banner').textContent.includes('third here')")
+    assert page.text("#run-name") == run.name
 
 
 def test_an_epoch_that_may_not_be_the_last_has_its_own_progress(run, page):
@@ -373,7 +381,7 @@ def test_a_run_without_a_step_says_so_on_the_page_and_in_a_report(run, page, tmp
     page.until("return document.querySelector('.answer').innerText.startsWith('accuracy 0.5')")
     _, healthy, slow = page.run(ANSWERS)
     assert healthy.splitlines()[-1].endswith("workers equally fast")
-    assert slow.startswith("compute 100 %")
+    assert slow.startswith("compute 100%")
     page.choose_tab("workers")
     page.wait_for(["2 s per step"] * 2, PACES)
     page.choose_tab("time")
@@ -428,3 +436,66 @@ def test_settings_have_the_origin_of_a_run_and_fold_options_with_default_values(
     page.until(is_open)
     append(run, {**started(config=config, kind="resumed"), **origin, "dirty": False})
     page.until(has_commit, origin["commit"])
+
+
+def test_an_option_and_a_setting_of_the_same_name_are_both_shown(run, page):
+    settings = {"seed": 3, "timeout": 5, "command": "go"}
+    origin = {"command": "python train.py", "settings": settings}
+    append(run, {**started(config={"seed": 7, "timeout": 120.0}), **origin})
+    other = run.with_name(f"{run.name}-other")
+    append(other, started(config={"seed": 3, "timeout": 120.0}))
+    page.wait_for_run(other.name)
+    page.open(run.name, tab="settings")
+    page.until("return document.querySelector('#config [data-key=seed]')")
+    values = (
+        "return Object.fromEntries([...document.querySelectorAll(`#${arguments[0]} [data-key]`)]"
+        ".map((row) => [row.dataset.key, row.cells[1].textContent]))"
+    )
+    own = {"seed": "3", "timeout": "5", "command": "go"}
+    options = {"samestep.seed": "7", "samestep.command": "python train.py"}
+    assert page.run(values, "config") == {**own, **options, "hosts": "here"}
+    assert page.run(values, "defaults") == {"samestep.timeout": "120"}
+    page.open(run.name, tab="settings", versus=other.name)
+    rows = "[...document.querySelectorAll('#config [data-differs]')]"
+    differing = f"return {rows}.map((one) => one.dataset.key)"
+    page.wait_for([*own, *options], differing)
+
+
+OUTSIDE = (
+    "return [...document.querySelectorAll('[data-figure], .answers [data-part]')].filter((one) => {"
+    "const inner = one.getBoundingClientRect();"
+    "const isInside = (place) => inner.left >= place.left - 1 && inner.right <= place.right + 1 &&"
+    " inner.top >= place.top - 1 && inner.bottom <= place.bottom + 1;"
+    "for (let at = one.parentElement; at; at = at.parentElement)"
+    " if (at.getClientRects().length && !isInside(at.getBoundingClientRect())) return true;"
+    "return false }).map((one) => one.innerText)"
+)
+
+
+def test_no_figure_is_cut_off_beside_a_long_name_and_many_tags(run, page):
+    long = run.with_name(f"{run.name}-{'vit-large-' * 12}end")
+    loops = {"steps": 18_000, "steps_per_epoch": 450, "epochs": 40, "samples": 57_600}
+    train = loop(12_000, done=12_000, batch_size=128, **loops)
+    now = time.time()
+    write(long, started(workers=16, lanes=64), train, start=now - 9000)
+    write(long, started(12_000, kind="resumed", workers=16, lanes=64), train, start=now - 60)
+    parts = (0.1, 0.1, 0.4, 0.3, 0.5)
+    steps = [(scalars(step, loss=1.0), timing(step, parts)) for step in range(12_000, 12_040)]
+    write(long, *(event for pair in steps for event in pair), start=now - 8, seconds=0.1)
+    tags = [f"a-long-tag-{number}" for number in range(9)]
+    (long / "notes.json").write_text(json.dumps({"format": 1, "tags": tags, "note": ""}))
+    page.wait_for_run(long.name)
+    for use_screen in (page.use_laptop_screen, page.use_desktop_screen):
+        use_screen()
+        page.open(long.name).points("loss", 40)
+        page.until("return document.querySelector('[data-figure=samples] small')")
+        figures = ["left", "epoch", "step", "workers", "samples", "elapsed"]
+        script = (
+            "return [...document.querySelectorAll('[data-figure]')].map((o) => o.dataset.figure)"
+        )
+        assert page.run(script) == figures
+        page.wait_for(3, "return document.querySelectorAll('.answers [data-part]').length")
+        assert page.run(OUTSIDE) == []
+        assert page.element("#edit-notes").is_displayed()
+        top = "return document.querySelector('[data-scalar]').getBoundingClientRect().top"
+        assert 0 < page.run(top) <= 200

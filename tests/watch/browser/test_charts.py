@@ -6,7 +6,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from tests.watch.browser.runs import append, losses, paint, shown_color
-from tests.watch.writing import scalars, started
+from tests.watch.writing import scalars, started, timing
 
 TIP = "document.querySelector('.tip:popover-open')"
 KEYS = (
@@ -200,3 +200,54 @@ def test_images_of_two_runs_are_side_by_side_at_the_step_of_the_address(run, pag
     page.element(f"{cells} button").click()
     page.until(alts, "dialog[open]", first)
     assert page.run(beside, "dialog")
+
+
+def test_the_value_beside_a_name_is_the_last_one_without_smoothing_or_zoom(run, page):
+    append(run, *(scalars(step, loss=float(step % 2)) for step in range(30)))
+    for chosen in ({"smooth": 0.9}, {"from": 4, "to": 8}):
+        page.open(run.name, **chosen).points("loss")
+        assert page.newest("loss") == "1"
+        page.element("[data-scalar=loss] .canvas").send_keys(Keys.HOME)
+        page.until(
+            "return document.querySelector('[data-scalar=loss] .readout').textContent !== '1'"
+        )
+
+
+SEGMENTS = (
+    "return [...document.querySelectorAll('[data-worker] .parts')].map((bar) =>"
+    " [bar.style.width, ...[...bar.children].map((one) => `${one.title} ${one.style.width}`)])"
+)
+LEGEND = "return [...document.querySelectorAll('#worker-names span')].map((o) => o.textContent)"
+
+
+def test_bars_of_workers_do_not_include_their_waits_for_others(run, page):
+    # worker 0 waits 2 s in the exchange, of which it needs none itself
+    append(run, timing(0, (0.5, 0.5, 2.0, 0.0, 0.0), (0.0, 4.0, 0.0, 0.0, 0.0)))
+    page.open(run.name, tab="workers")
+    bars = [
+        ["25%", "data: 500 ms 50%", "compute: 500 ms 50%"],
+        ["100%", "compute: 4 s 100%"],
+    ]
+    page.wait_for(bars, SEGMENTS)
+    event = timing(1, (0.0, 1.0, 3.0, 0.0, 0.0), (0.0, 4.0, 0.0, 0.0, 0.0))
+    event["workers"][0]["own"] = 2.0  # one second of work is in the exchange
+    append(run, started(1, kind="resumed"), event)
+    page.wait_for([["50%", "compute: 1 s 50%", "exchange: 1 s 50%"], bars[1]], SEGMENTS)
+
+
+def test_the_chart_of_workers_has_names_colors_and_a_box(run, page):
+    for count in (3, 9):
+        workers = [(0.0, 1.0 + (rank == 1), 0.0, 0.0, 0.0) for rank in range(count)]
+        append(run, started(workers=count), *(timing(step, *workers) for step in range(3)))
+        page.open(run.name, tab="workers")
+        few = ["worker 0", "worker 1, slowest", "worker 2"]
+        page.wait_for(few if count == 3 else ["worker 1, slowest", "other workers"], LEGEND)
+        page.element("#panel-workers .canvas").send_keys(Keys.HOME)
+        box = page.until(f"return {TIP}?.innerText").splitlines()
+        assert box[:3] == ["step 0", "worker 1, slowest", "2 s"]
+        assert len(box) == 1 + 2 * count
+        looks = page.run(
+            "return [...document.querySelectorAll('.workers .tip .key')]"
+            ".map((one) => getComputedStyle(one).borderTopColor)"
+        )
+        assert len(set(looks)) == (3 if count == 3 else 2)

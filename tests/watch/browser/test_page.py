@@ -388,9 +388,9 @@ def test_the_first_screen_answers_three_questions_and_shows_a_chart(run, page):
         "⚠worker 1: 2.3\N{MULTIPLICATION SIGN} the median",
     ]
     assert page.run(answer, "slow").split("\n") == [
-        "compute 73 %",
-        "optimizer 18 %",
-        "exchange 9 %",
+        "compute 73%",
+        "optimizer 18%",
+        "exchange 9%",
     ]
     top = "return document.querySelector('[data-scalar]').getBoundingClientRect().top"
     is_cut = (

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
 
+from samestep.watch import view
+from samestep.watch.curves import Curve
 from tests.watch.browser.runs import append
-from tests.watch.writing import scalars, started, write
+from tests.watch.writing import loop, scalars, started, write
 
 COLUMNS = (
     "return [...document.querySelectorAll('#runs-table th[data-column]')]"
@@ -108,15 +112,29 @@ def test_scores_of_an_evaluation_come_before_those_of_training(run, place, page,
 
 
 def test_the_principal_scalars_of_a_run(run, page):
+    """The server, which lists one of them per run, and the page choose the same ones."""
     page.open(run.name)
+    goals = (
+        "return import('./page/format.js').then(({ goal }) => arguments[0].map((one) => goal(one)))"
+    )
+
+    def curve(count):
+        points = Curve()
+        for step in range(count):
+            points.append((step, 1), 0.0, 0.5, math.nan, math.nan)
+        return points
 
     def principal(**points):
         scalars = [{"name": name, "points": count} for name, count in points.items()]
-        found = page.run(
+        chosen = page.run(
             "return import('./page/format.js').then(({ principal }) => principal(arguments[0]))",
             scalars,
         )
-        return {role: scalar["name"] for role, scalar in found.items()}
+        names = {role: scalar["name"] for role, scalar in chosen.items()}
+        listed = view.principal({name: curve(count) for name, count in points.items()})
+        assert (listed or {}).get("name") == names.get("score", names.get("loss"))
+        assert page.run(goals, list(points)) == [view.goal_of(name) for name in points]
+        return names
 
     train = {"train/loss": 100, "train/accuracy": 100, "lr": 100}
     assert principal(**train) == {"score": "train/accuracy", "loss": "train/loss"}
@@ -127,3 +145,96 @@ def test_the_principal_scalars_of_a_run(run, page):
     assert principal(loss=100, error=49) == {"loss": "error"}  # it is rarer
     assert principal(loss=100, error=50) == {"loss": "loss"}
     assert principal(lr=100) == principal() == {}
+    for score in ("mask_ap", "box_ap50", "ap_small", "val/return", "reward", "r2", "kappa"):
+        assert principal(**{score: 1, "gap": 1}) == {"score": score}
+    others = ("gap", "apples", "return_dev", "return_std", "layer2", "r20", "lr2", "accumulated")
+    assert principal(**dict.fromkeys(others, 1)) == {}
+
+
+CELLS = (
+    "return [...document.querySelectorAll(`#runs-table [data-run='${arguments[0]}'] td`)]"
+    ".map((cell) => cell.textContent).slice(1, -3)"
+)
+
+
+def test_a_setting_and_a_score_of_the_same_name_are_two_columns(run, place, page, names):
+    other = place / next(names)
+    for folder, rate in ((run, 0.1), (other, 0.4)):
+        settings = {"lr": rate, "step": rate, "study": "collision"}
+        append(folder, {**started(), "settings": settings}, scalars(0, lr=0.05), scalars(1, lr=0.2))
+    append(other, scalars(2, lr=0.01))
+    page.open(run.name, tab="table", filter="study=collision", sort="setting lr")
+    page.wait_for(["lr", "best lr", "setting lr", "setting step"], COLUMNS)
+    wait_for_rows(page, run, other)
+    assert page.run(CELLS, run.name) == ["0.2", "0.2", "0.1", "0.1"]
+    assert page.run(CELLS, other.name) == ["0.01", "0.2", "0.4", "0.4"]
+    offered = "return [...document.querySelectorAll('#scatter-setting option')].map((o) => o.value)"
+    assert {"setting lr", "setting step"} < set(page.run(offered))
+
+
+def test_a_filter_by_a_setting_that_some_run_has_compares_its_whole_value(run, place, page, names):
+    other = place / next(names)
+    for folder, rate in ((run, 0.1), (other, 0.15)):
+        append(folder, {**started(), "settings": {"lr": rate, "study": "whole"}}, scalars(0, a=1))
+    page.open(run.name, tab="table", filter="study=whole lr=0.1")
+    wait_for_rows(page, run)
+    page.open(run.name, tab="table", filter="study=whole LR=0.")
+    page.until(f"return {ROWS}.length === 2")
+
+
+def test_an_idle_table_is_loaded_once_and_keeps_the_focus(run, place, page, names):
+    ended = {"event": "finished", "step": 1}
+    for folder in (run, place / next(names)):  # the second is newer, and listed first
+        append(folder, {**started(), "settings": {"study": "idle"}}, scalars(0, a=1), ended)
+    page.open(run.name, tab="table", filter="study=idle")
+    page.until(f"return {ROWS}.length === 2")
+    page.requests()
+    page.run("document.querySelector('#runs-table tbody button').focus()")
+    page.run("window.row = document.activeElement")
+    time.sleep(4)  # a table is loaded at most every 3 s
+    page.run("location.hash += '&smooth=0.5'")  # updates all parts
+    page.until("return location.hash.includes('smooth')")
+    time.sleep(0.5)
+    assert not [url for url in page.requests() if "/api/table" in url]
+    assert page.run("return document.activeElement === window.row && row.isConnected")
+
+
+def test_a_click_on_a_row_opens_a_run_that_is_not_loaded_yet(run, place, page, names):
+    other = place / next(names)
+    for folder in (run, other):
+        append(folder, {**started(), "settings": {"study": "click"}}, scalars(0, a=1))
+    page.open(run.name, tab="table", filter="study=click")
+    page.element(f"#runs-table [data-run='{other.name}'] button").click()
+    page.wait_for(other.name, "return document.getElementById('run-name')?.textContent")
+    page.until("return document.querySelectorAll('#runs-table tr[data-chosen]').length === 1")
+    assert page.text("#runs-table tr[data-chosen] th") == other.name
+
+
+def test_the_list_of_runs_has_scores_and_progress_and_sorts_by_score(run, page):
+    runs = [run.with_name(f"{run.name}-{number}") for number in range(4)]
+    now = time.time()
+    for number, (folder, score) in enumerate(zip(runs, (0.7, 0.9, None, 0.8), strict=True)):
+        values = {"loss": 1.0 + number} if score is None else {"loss": 1.0, "val/acc": score}
+        train = loop(0, steps=40, epochs=4, steps_per_epoch=10)
+        events = started(), train, scalars(10, **values), {"event": "stopped", "step": 10}
+        write(folder, *events, start=now - 90 + 10 * number)
+    write(runs[0], {"event": "finished", "step": 40}, start=now)
+    page.open(run.name)
+    listed = (
+        "return [...document.querySelectorAll('#runs li')].map((item) => item.dataset.run)"
+        ".filter((name) => name.startsWith(`${arguments[0]}-`))"
+    )
+    newest = [folder.name for folder in reversed(runs)]
+    page.wait_for(newest, listed, run.name)
+    note = "return document.querySelector(`#runs [data-run='${arguments[0]}'] .note`).innerText"
+    page.wait_for("finished 0.7 step 40", note, runs[0].name)
+    page.wait_for("stopped 0.9 25%", note, runs[1].name)
+    page.wait_for("stopped 3 25%", note, runs[2].name)
+    Select(page.element("#run-order")).select_by_value("score")
+    by_score = [runs[number].name for number in (1, 3, 0, 2)]
+    page.wait_for(by_score, listed, run.name)
+    page.until("return location.hash.includes('order=score')")
+    page.driver.refresh()
+    page.wait_for(by_score, listed, run.name)
+    append(runs[3], scalars(11, **{"val/acc": 0.95}))
+    page.wait_for([by_score[1], by_score[0], *by_score[2:]], listed, run.name)

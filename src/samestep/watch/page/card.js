@@ -6,10 +6,10 @@ import { bestOf, clockSpan, count, goal, number, splitName } from "./format.js";
 import { get, path } from "./api.js";
 import { h } from "./dom.js";
 import { saveMenu } from "./saving.js";
+import { MOST_IN_TIP, nearest } from "./tip.js";
 import { choose } from "./state.js";
 
 const MANY = 4; // runs; with more, bands and raw values would hide each other
-const MOST_IN_TIP = 12;
 const FAR_OUT = 3; // interquartile ranges
 
 export class Card {
@@ -71,7 +71,7 @@ export class Card {
   /** Return the request for a run's curve, and a key that changes with it and with the run. */
   request(row) {
     const { state, details } = this.view;
-    const scalar = details.get(row.id)?.scalars.find((one) => one.name === this.name);
+    const scalar = this.scalarOf(row.id);
     if (!scalar) return null;
     const shift = state.axis === "time" ? row.started : 0;
     const points = this.view.runs.length > MANY ? 300 : this.large ? 2000 : 800;
@@ -157,7 +157,7 @@ export class Card {
     const unit = this.large ? this.name : null;
     this.chart.draw(this.curves, { time, log, from, to, marks, title, unit, range: range?.range });
     this.showValue(null);
-    this.showBest(view);
+    this.showBest();
     const drawn = this.curves.reduce((sum, curve) => sum + curve.x.length, 0);
     this.element.dataset.points = drawn;
     this.element.dataset.exact = this.curves.every((curve) => curve.exact);
@@ -168,17 +168,23 @@ export class Card {
     this.note.hidden = !text;
   }
 
-  /** Show the value at the cursor next to the name, or the newest one. */
+  /** Show the value at the cursor next to the name, or the last one of the whole curve. */
   showValue(at) {
     const curve = this.curves?.find(({ id }) => id === this.view.state.run) ?? this.curves?.[0];
-    const index = curve ? (at === null ? curve.x.length - 1 : nearest(curve.x, at)) : -1;
-    this.readout.textContent = index < 0 ? "" : number((curve.smooth ?? curve.value)[index]);
+    if (!curve?.x.length) this.readout.textContent = "";
+    else if (at === null) this.readout.textContent = number(this.scalarOf(curve.id)?.last);
+    else this.readout.textContent = number((curve.smooth ?? curve.value)[nearest(curve.x, at)]);
+  }
+
+  /** Return the summary of this scalar in a run. */
+  scalarOf(id) {
+    return this.view.details.get(id)?.scalars.find(({ name }) => name === this.name);
   }
 
   /** Show the best value of the chosen run's whole curve. */
-  showBest({ state, details, runs }) {
-    const run = details.get(runs.some(({ id }) => id === state.run) ? state.run : runs[0]?.id);
-    const scalar = run?.scalars.find(({ name }) => name === this.name);
+  showBest() {
+    const { state, runs } = this.view;
+    const scalar = this.scalarOf(runs.some(({ id }) => id === state.run) ? state.run : runs[0]?.id);
     const best = scalar ? bestOf(scalar) : null;
     const word = goal(this.name) ? "best" : "highest";
     this.best.textContent = best === null ? "" : `${word} ${number(best)}`;
@@ -258,15 +264,4 @@ function usual(curves, { from, to }, isDrawn) {
   const kept = values.filter((value) => value >= lower - most && value <= upper + most);
   const outside = values.length - kept.length;
   return outside && most > 0 ? { range: [kept[0], kept.at(-1)], outside } : null;
-}
-
-/** Return the index of the nearest value in a sorted list. */
-export function nearest(list, value) {
-  let [low, high] = [0, list.length - 1];
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (list[middle] <= value) low = middle;
-    else high = middle;
-  }
-  return low === high || value - list[low] <= list[high] - value ? low : high;
 }

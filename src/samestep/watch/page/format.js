@@ -99,7 +99,8 @@ export function splitName(name) {
 
 const LOWER_IS_BETTER = /loss|error|mae|mse|perplexity/i;
 const HIGHER_IS_BETTER =
-  /(?<![a-z])(acc(?!um)|au(ro)?c|bleu|dice|f1|m?iou|map|precision|psnr|recall|score|ssim|top-?\d)/i;
+  new RegExp("(?<![a-z])(acc(?!um)|ap\\d*(?![a-z])|au(ro)?c|bleu|dice|f1|kappa|m?iou|map|" +
+    "precision|psnr|r2(?!\\d)|recall|return(?!_(dev|std))|reward|score|ssim|top-?\\d)", "i");
 
 /** Return which values of a scalar are better by its name, "lowest" or "highest", else null. */
 export function goal(name) {

@@ -31,7 +31,8 @@ const PANELS = {
 const SILENCE = 10_000; // milliseconds
 const PAUSE = 500; // milliseconds between two rounds of requests
 
-const found = { rows: [], details: new Map(), missing: "" }; // `missing`: a run that a link names
+// `missing`: a run that a link names
+const found = { rows: [], faults: [], details: new Map(), missing: "" };
 const glance = overview(byId("overview"));
 const parts = [sidebar(byId("sidebar")), glance, tabs(byId("tabs"), byId("panels"), PANELS)];
 let stale = new Set();
@@ -71,9 +72,10 @@ async function load() {
   [stale, allStale] = [new Set(), false];
   try {
     const { runs, faults } = await get("/api/runs");
+    found.faults = faults ?? [];
     found.rows = runs.toSorted((a, b) => (b.started ?? 0) - (a.started ?? 0)); // newest first
     settle();
-    showFaults(faults);
+    showFaults();
     await Promise.all(wanted().map((id) => detail(id, all || ids.has(id))));
     announceEnd();
     draw();
@@ -120,11 +122,10 @@ function news(ids) {
 }
 
 /** Show what cannot be read now. Data that was read before stays visible. */
-function showFaults(faults = []) {
-  if (report) return;
+function showFaults() {
   const banner = byId("banner");
   const message = ({ location, text }) => `cannot read ${location}, will try again: ${text}`;
-  const texts = faults.map(message);
+  const texts = report ? [report.text] : found.faults.map(message);
   if (found.missing) texts.push(`there is no run ${found.missing} here; the newest is shown`);
   banner.textContent = texts.join("; ");
   banner.hidden = !texts.length;
@@ -141,17 +142,16 @@ function announceEnd() {
 
 onChoice(() => {
   found.missing = "";
+  settle();
+  showFaults();
   draw();
   const missing = wanted().filter((id) => !found.details.has(id));
   if (missing.length) news(missing);
 });
 startTheme(() => parts.forEach((part) => part.repaint?.()));
 listen(news);
-if (report) {
-  byId("banner").textContent = report.text;
-  byId("banner").hidden = false;
-  load();
-} else {
+if (report) load();
+else {
   setInterval(() => glance.tick(view()), 1000);
   setInterval(() => news([state.run]), SILENCE); // a run that becomes silent sends no news
 }

@@ -12,9 +12,9 @@ export function overview(root) {
   const three = answers();
   const below = h("div");
   root.append(body, noted.text, three.element, below);
-  const draw = onChange((run, clock) => {
+  const draw = onChange((run, clock, isLoading) => {
     const focused = noted.line.contains(document.activeElement) && document.activeElement;
-    body.replaceChildren(...content(run, age, clock, noted.line).filter(Boolean));
+    body.replaceChildren(...content(run, age, clock, noted.line, isLoading).filter(Boolean));
     if (focused) focused.focus();
     below.replaceChildren(...(run ? losses(run) : []));
   });
@@ -24,7 +24,7 @@ export function overview(root) {
       three.element.hidden = noted.text.hidden = !run;
       document.title = run ? `${run.name} – ${run.state} – samestep` : "samestep";
       if (!run) {
-        draw(null, view.clock);
+        draw(null, view.clock, view.rows.length > 0);
         return;
       }
       const { events, scalars, histograms, images, config, workers, parts, now, ...shown } = run;
@@ -37,14 +37,15 @@ export function overview(root) {
       if (!run) return;
       const isOpen = ["running", "silent", "stalled"].includes(run.state);
       const [last, end] = [ago(run.updated, clock), moment(run.updated)];
-      age.textContent = isOpen ? `last news ${last}` : `ended ${end}`;
+      age.title = age.textContent = isOpen ? `last news ${last}` : `ended ${end}`;
     },
   };
 }
 
-function content(run, age, clock, tags) {
+function content(run, age, clock, tags, isLoading) {
   if (!run) {
-    const text = "No run yet. It appears here once it has written its first event.";
+    const text = isLoading ? "Loading…"
+      : "No run yet. It appears here once it has written its first event.";
     return [h("p", { class: "empty" }, text)];
   }
   const { progress } = run;
@@ -56,22 +57,23 @@ function content(run, age, clock, tags) {
   const ofSteps = steps === null ? null : `of ${count(steps)}`;
   const isOther = loop && loop !== "train" && steps !== null;
   const ofLoop = isOther ? `${loop}: ${count(done)} ${ofSteps}` : ofSteps;
-  const paced = speed === null ? ofLoop : `${ofLoop ?? ""} ${number(speed)} per second`.trim();
+  const isPaced = speed !== null && perSecond === null; // the speed in samples says the same
+  const paced = isPaced ? `${ofLoop ?? ""} ${number(speed)}/s`.trim() : ofLoop;
   return [
     h("header", { class: "title" },
       h("h1", { id: "run-name", title: run.name }, run.name),
       h("span", { class: "state", id: "run-state", "data-state": run.state }, run.state),
+      tags, age,
       h("dl", { class: "figures" },
-        figure("epoch", "Epoch", count(ordinal), epochs === null ? null : `of ${count(epochs)}`),
-        figure("step", "Step", count(run.step), paced),
         left !== null && figure("left", leftIn(progress),
           duration(left), `ends ${near(clock + left, clock)}`),
+        figure("epoch", "Epoch", count(ordinal), epochs === null ? null : `of ${count(epochs)}`),
+        figure("step", "Step", count(run.step), paced),
         figure("workers", "Workers", count(run.count), several(run.lanes, "lane")),
         samples !== null && figure("samples", "Samples", count(samples),
-          perSecond === null ? null : `${number(perSecond)} per second`),
+          perSecond === null ? null : `${number(perSecond)}/s`),
         figure("elapsed", "Elapsed", duration(run.elapsed),
-          run.attempts > 1 && `${run.attempts} starts`)),
-      tags, age),
+          run.attempts > 1 && `${run.attempts} starts`))),
     bar(progress),
   ];
 }

@@ -36,7 +36,8 @@ export function settingsPanel(root) {
       chooser.hidden = !others.length;
       onlyLabel.hidden = !versus;
       const other = view.details.get(versus);
-      given = { mine: settingsOf(run), other: other && settingsOf(other) };
+      const own = ownNames(other ? [run, other] : [run]);
+      given = { mine: settingsOf(run, own), other: other && settingsOf(other, own) };
       again();
     },
   };
@@ -44,14 +45,27 @@ export function settingsPanel(root) {
 
 const EMPTY = "No settings in the record yet.";
 
-const settingsOf = ({ name, defaults, ...run }) => ({ name, defaults, values: [...flat(run)] });
+const settingsOf = ({ name, defaults, ...run }, own) => ({
+  name, defaults: defaults.map((option) => distinct(option, own)), values: [...flat(run, own)] });
 
-/** Return the job's settings, then options, then the origin of a run, by name as text. */
-export function flat({ settings, config, command, commit, hosts, environment }) {
+/** Return the names of the jobs' own settings. */
+export const ownNames = (runs) =>
+  new Set(runs.flatMap(({ settings }) => dotted(settings).map(([name]) => name)));
+
+/** Return the name of an option or of an origin that differs from those of the jobs' settings. */
+const distinct = (name, own) => (own.has(name) ? `samestep.${name}` : name);
+
+/**
+ * Return the job's settings, then options, then the origin of a run, by name as text. `own` has the
+ * names of the settings of all runs that are compared.
+ */
+export function flat({ settings, config, command, commit, hosts, environment }, own) {
   const found = { command, commit, hosts: hosts.join(", ") };
   const origin = Object.entries(found).filter(([, value]) => value);
   const versions = dotted(environment, "environment.").filter(([, value]) => value !== "None");
-  return new Map([...dotted(settings), ...dotted(config), ...origin, ...versions]);
+  const others = [...dotted(config), ...origin, ...versions];
+  return new Map([...dotted(settings),
+    ...others.map(([name, value]) => [distinct(name, own), value])]);
 }
 
 /** Return the rows to show, and those of options that have their defaults in all runs. */

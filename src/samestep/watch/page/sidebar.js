@@ -2,7 +2,7 @@
 
 import { lineKey, lookOf } from "./colors.js";
 import { byId, h, onChange, searchBox } from "./dom.js";
-import { count } from "./format.js";
+import { count, goal, number } from "./format.js";
 import { choose, state } from "./state.js";
 
 const SEARCHED = 8; // runs, from which a search box is shown
@@ -17,7 +17,10 @@ export function sidebar(root) {
   const list = h("ul", { class: "runs", id: "runs" });
   const click = () => showAll();
   const all = h("button", { class: "quiet small", id: "show-all", type: "button", on: { click } });
-  root.append(h("header", {}, h("h2", {}, "Runs"), all), search, list);
+  const change = () => choose({ order: order.value });
+  const order = h("select", { id: "run-order", "aria-label": "Sort runs", on: { change } },
+    h("option", { value: "" }, "newest"), h("option", { value: "score" }, "score"));
+  root.append(h("header", {}, h("h2", {}, "Runs"), order, all), search, list);
   const menu = byId("menu");
   const open = (on) => {
     document.body.classList.toggle("menu-open", on);
@@ -51,11 +54,21 @@ export function sidebar(root) {
       if (!items.has(row.id)) items.set(row.id, item(row.id));
       items.get(row.id).update(row);
     });
-    const rows = fitting();
+    order.value = state.order === "score" ? "score" : "";
+    const rows = order.value ? fitting().toSorted(byScore) : fitting();
     arrange(rows.map(({ id }) => id));
     all.textContent = rows.every(({ id }) => state.shown.includes(id)) ? "Only one" : "Show all";
   }
   return { update };
+}
+
+/** Compare runs: highest scores first, then lowest losses, then runs that have neither. */
+function byScore(one, other) {
+  const [a, b] = [one, other].map(({ principal }) => {
+    if (!principal || principal.last === null) return [2, 0];
+    return goal(principal.name) === "lowest" ? [1, principal.last] : [0, -principal.last];
+  });
+  return a[0] - b[0] || a[1] - b[1];
 }
 
 function item(id) {
@@ -75,7 +88,11 @@ function item(id) {
     name.textContent = row.name;
     name.title = row.id;
     const badge = h("span", { class: "state", "data-state": row.state }, row.state);
-    note.replaceChildren(badge, ` step ${count(row.step)}`);
+    const { name: scored, last: value } = row.principal ?? {};
+    const score = scored && h("b", { title: scored }, number(value));
+    const isPart = row.share !== null && row.state !== "finished";
+    const place = isPart ? `${Math.floor(100 * row.share)}%` : `step ${count(row.step)}`;
+    note.replaceChildren(...[badge, score, place].filter(Boolean).flatMap((one) => [" ", one]));
     if (row.nonfinite.length) {
       note.append(" ", h("span", { class: "state", "data-state": "nonfinite" }, "not finite"));
     }

@@ -5,6 +5,7 @@ const DEFAULTS = {
   shown: [], // the runs whose curves are drawn
   tab: "curves",
   search: "",
+  order: "", // of the list of runs: "score", or newest first
   axis: "step",
   log: false,
   band: true,

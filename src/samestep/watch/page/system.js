@@ -1,12 +1,12 @@
 // The use of each host: CPU, memory, GPUs, disk and network, one line per host or GPU.
 
 import { latest, path } from "./api.js";
-import { nearest } from "./card.js";
 import { Chart, TIME } from "./chart.js";
-import { lineKey, lookAt } from "./colors.js";
+import { lookAt } from "./colors.js";
 import { h, onChange } from "./dom.js";
 import { clockSpan, number } from "./format.js";
 import { choose, timeRange } from "./state.js";
+import { rowsAt } from "./tip.js";
 
 const PERCENT = { unit: "%", scale: 1 };
 const THROUGHPUT = { unit: "MB/s", scale: 1e6 };
@@ -21,7 +21,6 @@ const CHARTS = {
   network_sent: ["Sent to the network", THROUGHPUT],
 };
 const MOST_LINES = 32;
-const MOST_IN_TIP = 12;
 
 export function systemPanel(root) {
   const grid = h("div", { class: "grid" });
@@ -71,7 +70,7 @@ function chartOf(name) {
     height: () => 170,
     zoomed: (from, to) => choose({ from, to, axis: "time" }),
     reset: () => choose({ from: null, to: null }),
-    tip: (at) => rows(lines, at, unit),
+    tip: (at) => rowsAt(lines, at, `after ${clockSpan(at)}`, (one) => `${number(one)} ${unit}`),
   });
   return {
     element,
@@ -97,21 +96,4 @@ function chartOf(name) {
 function labelOf({ host, name }) {
   const [, gpu] = name.split(" ");
   return gpu === undefined ? host : `${host} GPU ${gpu}`;
-}
-
-function rows(lines, at, unit) {
-  const found = lines
-    .filter(({ x }) => x.length)
-    .map((line) => ({ ...line, index: nearest(line.x, at) }))
-    .sort((a, b) => b.value[b.index] - a.value[a.index]);
-  const more = found.length - MOST_IN_TIP;
-  return [
-    h("div", { class: "where" }, `after ${clockSpan(at)}`),
-    ...found.slice(0, MOST_IN_TIP).map((line) =>
-      h("div", {},
-        lineKey(line),
-        h("span", { class: "who" }, line.label),
-        h("b", {}, `${number(line.value[line.index])} ${unit}`))),
-    more > 0 && h("div", { class: "where" }, `and ${more} more`),
-  ].filter(Boolean);
 }

@@ -5,7 +5,7 @@ import { h, onChange, searchBox } from "./dom.js";
 import { ago, bestOf, count, duration, number, principal } from "./format.js";
 import { tagButtons } from "./notes.js";
 import { scatter } from "./scatter.js";
-import { flat } from "./settings.js";
+import { flat, ownNames } from "./settings.js";
 import { choose, state } from "./state.js";
 
 const MOST_SCORES = 2; // chosen automatically
@@ -21,7 +21,6 @@ export function tablePanel(root) {
   let asked = -Infinity;
   let answered = 0;
   let all = false;
-  let last;
   const search = searchBox("run-filter", "Filter: name, tag=…, lr=0.1", (text) =>
     choose({ filter: text }));
   const columns = h("details", { class: "columns" });
@@ -51,23 +50,23 @@ export function tablePanel(root) {
     const rows = sorted(matching).slice(0, all ? runs.length : MOST_ROWS);
     const clock = report ? report.written : Math.round(Date.now() / 10_000) * 10;
     const tagged = runs.some(({ tags }) => tags.length);
-    const look = { chosen, clock, tagged, run: last.run.id, answered };
+    const look = { chosen, clock, tagged, run: state.run, answered };
     forget(look);
     drawTable({ look, sort: state.sort, ids: rows.map(({ id }) => id) }, rows);
     more.hidden = rows.length === matching.length;
-    chart.update(matching, names, last.run.id);
+    chart.update(matching, names, state.run);
   }
   return {
     async update(view) {
-      last = view;
       if (document.activeElement !== search) search.value = state.filter;
       draw();
-      const isOld = view.rows.length !== runs.length || view.rows.some((row, n) =>
-        ["id", "updated", "noted"].some((key) => runs[n][key] !== row[key]));
+      const known = new Map(runs.map((run) => [run.id, run]));
+      const isOld = view.rows.length !== runs.length || view.rows.some((row) =>
+        ["id", "updated", "noted"].some((key) => known.get(row.id)?.[key] !== row[key]));
       if (!isOld || performance.now() - asked < PAUSE) return;
       asked = performance.now();
       const response = await get("/api/table");
-      runs = response.runs.map(described);
+      runs = described(response.runs);
       names = namesOf(runs);
       answered += 1;
       draw();
@@ -75,11 +74,21 @@ export function tablePanel(root) {
   };
 }
 
-/** Return a run with its settings by name, its columns, and the text that a filter searches. */
-function described(run) {
-  const settings = flat({ ...run, command: null });
-  const pairs = [...settings].map(([name, value]) => `${name}=${value}`);
-  const values = new Map(settings);
+/** Return runs with their columns and the text that a filter searches. */
+function described(runs) {
+  const own = ownNames(runs);
+  const scores = runs.flatMap((run) => Object.keys(run.scores));
+  const columns = scores.flatMap((name) => [name, `best ${name}`]);
+  const taken = new Set([...Object.keys(FIXED), ...columns]);
+  return runs.map((run) => describedBy(run, own, taken));
+}
+
+/** `own` has the names of the jobs' settings, `taken` those of columns that are no settings. */
+function describedBy(run, own, taken) {
+  const settings = [...flat({ ...run, command: null }, own)];
+  const pairs = settings.map(([name, value]) => `${name}=${value}`.toLowerCase());
+  const values = new Map(settings.map(([name, value]) =>
+    [taken.has(name) ? `setting ${name}` : name, value]));
   for (const [name, scores] of Object.entries(run.scores)) {
     values.set(name, scores.last);
     values.set(`best ${name}`, bestOf({ name, ...scores }));
@@ -89,13 +98,13 @@ function described(run) {
   const text = [run.name, run.id, run.state, ...pairs, ...tags, run.note].join(" ").toLowerCase();
   const { id, name, state: now, step, elapsed, updated, noted, note, nonfinite } = run;
   return { id, name, state: now, step, elapsed, updated, noted, note, text,
-    nonfinite: nonfinite.length > 0, words: new Set(tags), tags: run.tags,
+    nonfinite: nonfinite.length > 0, words: new Set([...tags, ...pairs]), tags: run.tags,
     label: run.tags.join(" ") || null, values: Object.fromEntries(values),
     scores: Object.keys(run.scores),
     principal: Object.values(principal(scalars)).map(({ name: scalar }) => scalar) };
 }
 
-/** Return whether a run has all words of the filter; a tag of some run is compared as a whole. */
+/** Return whether a run has all words of the filter; a run's tag or setting is one whole word. */
 function matches(runs) {
   const words = state.filter.toLowerCase().split(/\s+/);
   const [whole, parts] = [[], []];

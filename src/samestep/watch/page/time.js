@@ -1,12 +1,12 @@
 // Where a step's time goes: now, as a strip, and over the run, as stacked areas.
 
 import { latest, path } from "./api.js";
-import { nearest } from "./card.js";
 import { Chart } from "./chart.js";
 import { partColor, PARTS } from "./colors.js";
 import { h, onChange } from "./dom.js";
 import { count, duration } from "./format.js";
 import { choose, stepRange } from "./state.js";
+import { nearest } from "./tip.js";
 
 const MEANING = {
   data: "waiting for samples",

@@ -2,52 +2,63 @@
 
 import { latest, path } from "./api.js";
 import { Chart } from "./chart.js";
-import { partColor, PARTS } from "./colors.js";
+import { lineKey, lookAt, partColor, PARTS } from "./colors.js";
 import { h, onChange } from "./dom.js";
-import { duration, several } from "./format.js";
+import { count, duration, several } from "./format.js";
 import { choose, stepRange } from "./state.js";
 import { legend } from "./time.js";
+import { rowsAt } from "./tip.js";
 
+const MOST_COLORED = 7;
 const MOST_LINES = 32;
 const MOST_TIMED = 64; // of more workers, the record has quantiles instead of each worker's seconds
 const QUANTILES = [
   "fastest worker", "lower quartile", "median", "upper quartile", "slowest worker",
 ];
 
+const SLOWEST = { color: "var(--bad)", faint: false };
 const TITLES = { title: "step", unit: "seconds per step" };
 
 export function workersPanel(root) {
   const map = h("div", { class: "map" });
   const canvas = h("div", { class: "canvas" });
-  const note = h("p", { class: "note" }, "The slowest worker is highlighted, others are faint.");
-  const chartPlace = h("section", {}, h("h2", {}, "Seconds per step, by worker"), canvas, note);
+  const names = h("p", { class: "legend", id: "worker-names" });
+  const chartPlace = h("section", {}, h("h2", {}, "Seconds per step, by worker"), canvas, names);
   root.append(map, chartPlace);
   const chart = new Chart(canvas, {
     label: "Seconds per step, by worker",
     height: () => 220,
     zoomed: (from, to) => choose({ from, to, axis: "step" }),
     reset: () => choose({ from: null, to: null }),
+    tip: (at) => rowsAt(lines, at, `step ${count(at)}`, duration),
   });
   const draw = onChange((run) => map.replaceChildren(...content(run)));
+  const drawNames = onChange((looks) => names.replaceChildren(...looks.map((look) =>
+    h("span", {}, lineKey(look), look.label))));
+  let lines = [];
   let slowest;
   const load = latest(({ x, workers, quantiles }) => {
     const spread = quantiles.map((value, index) => ({
       label: QUANTILES[index],
       x,
       value,
-      dash: index === 2 ? [] : [4, 4],
-      color: index === 4 ? "--bad" : "--faint",
+      dash: index === 2 ? [] : index % 4 ? [8, 4] : [2, 4],
+      color: index === 4 ? SLOWEST.color : "var(--faint)",
     }));
-    const faint = { color: "--faint", faint: slowest !== undefined };
+    const isMany = workers.length > MOST_COLORED;
+    const other = { color: "var(--faint)", dash: [], faint: slowest !== undefined };
+    const lookOf = (rank) =>
+      !isMany ? lookAt(rank) : rank === slowest ? { ...other, ...SLOWEST } : other;
     const curves = workers
-      .map((value, rank) => ({ rank, value }))
-      .filter(({ rank }) => rank < MOST_LINES || rank === slowest)
-      .sort((a, b) => (a.rank === slowest) - (b.rank === slowest)) // the last is drawn on top
-      .map(({ rank, value }) => {
-        const look = rank === slowest ? { color: "--bad" } : faint;
-        return { label: `worker ${rank}`, x, value, dash: [], ...look };
-      });
-    chart.draw([...curves, ...spread], { ...stepRange(), ...TITLES, zero: true });
+      .map((value, rank) => ({ rank, x, value, ...lookOf(rank),
+        label: `worker ${rank}${rank === slowest ? ", slowest" : ""}` }))
+      .filter(({ rank }) => rank < MOST_LINES || rank === slowest);
+    const rest = isMany ? [{ ...other, label: "other workers" }] : [];
+    const named = [...curves.filter(({ rank }) => !isMany || rank === slowest), ...rest, ...spread];
+    drawNames(named.map(({ label, color, dash }) => ({ label, color, dash })));
+    const isSlowest = ({ rank }) => Number(rank === slowest);
+    lines = [...curves.sort((a, b) => isSlowest(a) - isSlowest(b)), ...spread]; // it is on top
+    chart.draw(lines, { ...stepRange(), ...TITLES, zero: true });
   });
   return {
     update({ run }) {
@@ -55,7 +66,6 @@ export function workersPanel(root) {
       draw({ workers: run.workers, lanes: run.lanes });
       chartPlace.hidden = run.workers.length < 2;
       slowest = run.workers.find((worker) => worker.slowest)?.rank;
-      note.hidden = slowest === undefined;
       const request = path("timing", { id: run.id, ...stepRange(), points: 500 });
       load(request, `${run.step} ${run.attempts} ${slowest}`);
     },
@@ -84,10 +94,11 @@ function row(worker, longest, timed) {
   const lanes = end - first === 1 ? `lane ${first}` : `lanes ${first} to ${end - 1}`;
   const none = timed ? "no step yet" : "";
   const time = worker.seconds === null ? none : `${duration(worker.seconds)} per step`;
-  const total = PARTS.reduce((sum, part) => sum + (worker.parts[part] ?? 0), 0) || 1;
-  const parts = PARTS.filter((part) => worker.parts[part]).map((part) => {
-    const width = `${(100 * worker.parts[part]) / total}%`;
-    const title = `${part}: ${duration(worker.parts[part])}`;
+  const own = ownParts(worker);
+  const total = PARTS.reduce((sum, part) => sum + own[part], 0) || 1;
+  const parts = PARTS.filter((part) => own[part]).map((part) => {
+    const width = `${(100 * own[part]) / total}%`;
+    const title = `${part}: ${duration(own[part])}`;
     return h("i", { vars: { width, background: partColor(part) }, title });
   });
   const where = [`process ${worker.pid}`, (worker.devices ?? []).join(", ")];
@@ -99,6 +110,13 @@ function row(worker, longest, timed) {
     h("span", { class: "pace" },
       h("span", { class: "parts", "aria-hidden": "true", vars: { width } }, parts)),
     h("span", { class: "seconds" }, time, worker.slowest && h("em", {}, "slowest")));
+}
+
+/** Return a worker's own seconds by part: in `exchange`, what it did not wait for others. */
+function ownParts({ seconds, parts }) {
+  const own = Object.fromEntries(PARTS.map((part) => [part, parts[part] ?? 0]));
+  const rest = PARTS.reduce((sum, part) => sum + own[part], 0) - own.exchange;
+  return { ...own, exchange: Math.max(0, Math.min(own.exchange, (seconds ?? 0) - rest)) };
 }
 
 /** Return a box per lane, or one box with their range if they do not fit in a row. */
