@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,17 +34,50 @@ def loss_fn(model, batch):
         signal.raise_signal(signal.{signal})
     return plain(model, batch)
 """
+# Each line of standard input adds a node with a CPU, or removes the last one.
 RAY_CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster
 
-node = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
-cluster = Cluster(initialize_head=True, head_node_args=node)
-cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
+node = {"num_cpus": 1, "object_store_memory": 80_000_000}
+cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+nodes = [cluster.add_node(**node)]
 cluster.wait_for_nodes(timeout=300)
 print(cluster.address, flush=True)
-sys.stdin.read()
+for line in sys.stdin:
+    if line == "add\\n":
+        nodes.append(cluster.add_node(**node))
+        cluster.wait_for_nodes(timeout=300)
+    else:
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+    print(line, end="", flush=True)
 cluster.shutdown()
+"""
+# Two workers wait at step 20 until a node is removed, whose worker then has another parent. The one
+# that is left kills itself at step 40, once a node was added.
+WITH_OTHER_NODES = """
+import os, pathlib, signal, time
+
+folder, plain, raylet = pathlib.Path({folder!r}), loss_fn, os.getppid()
+
+def saved(step):
+    return (folder / f"two/step-{{step:08}}/manifest.json").exists()
+
+def wait_for(name):
+    (folder / f"wants-{{name}}").touch()
+    while not (folder / name).exists():
+        time.sleep(0.01)
+
+def loss_fn(model, batch):
+    if saved(20) and not (folder / "removed").exists():
+        wait_for("removed")
+        while os.getppid() != raylet:
+            time.sleep(0.01)
+    if saved(40) and not (folder / "killed").exists():
+        wait_for("added")
+        (folder / "killed").touch()
+        signal.raise_signal(signal.SIGKILL)
+    return plain(model, batch)
 """
 
 
@@ -97,9 +134,16 @@ def fail_once(signal, variable, directory):
     Path("job.py").write_text(JOB + text)
 
 
+def change(nodes, how):
+    """Add or remove a node of the Ray cluster that a process holds."""
+    nodes.stdin.write(f"{how}\n")
+    nodes.stdin.flush()
+    assert nodes.stdout.readline() == f"{how}\n"
+
+
 @pytest.fixture
-def ray_cluster(monkeypatch):
-    """Start a Ray cluster of two nodes with a CPU each, for the programs of the test."""
+def change_nodes(monkeypatch):
+    """Start a Ray cluster of two nodes with a CPU each; return a function that changes them."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("ray is missing: run `make integrations`")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -112,21 +156,29 @@ def ray_cluster(monkeypatch):
             address = nodes.stdout.readline().strip()
             if address:
                 monkeypatch.setenv("RAY_ADDRESS", address)
-                yield
+                yield partial(change, nodes)
                 return
     pytest.fail("Ray's nodes did not start")
 
 
 @pytest.mark.timeout(1200)
-def test_ray_trains_on_two_nodes_and_resumes_after_a_kill(ray_cluster, folder):
+def test_ray_trains_on_as_many_nodes_as_there_are(change_nodes, folder):
     program("ray")
     expected = alone()
-    assert "rank 0 of 1, from step 0" in train(1, folder / "one")
-    assert state("one") == expected
-
-    fail_once("SIGKILL", "RANK", folder / "two")
-    train(2, folder / "two", status=1)
-    assert "rank 1 of 2, from step 20" in train(2, folder / "two")
+    Path("job.py").write_text(JOB + WITH_OTHER_NODES.format(folder=str(folder)))
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(train, 4, folder / "two")
+        for how, name in (("remove", "removed"), ("add", "added")):
+            while not (folder / f"wants-{name}").exists() and not running.done():
+                time.sleep(0.1)
+            change_nodes(how)
+            (folder / name).touch()
+        printed = running.result()
+    places = re.findall(r"rank \d of \d, from step \d+", printed)
+    assert sorted(places) == ["rank 0 of 1, from step 20"] + [
+        f"rank {rank} of 2, from step {step}" for rank in (0, 1) for step in (0, 40)
+    ]
+    assert printed.count("starting again") == 2
     assert state("two") == expected
 
 

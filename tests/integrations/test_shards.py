@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from contextlib import suppress
+from itertools import chain, islice
 
 import fsspec
 import pytest
+import torch
 
 import samestep as ss
 from tests.docs.blocks import ROOT, blocks_of
+from tests.jobs import fingerprint
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -135,3 +138,66 @@ def test_webdataset(tmp_path):
 
     dataset = ss.ShardedDataset(dict.fromkeys(urls, SIZE), code("file tars.py")["Tar"])
     assert used(dataset, dataset.sizes, "cls", 2) == list(range(TOTAL))
+
+
+@pytest.fixture
+def dataset(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason=MISSING.format("datasets"))
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # its progress bars start no thread
+    rows = {"x": list(range(TOTAL)), "text": [str(row) for row in range(TOTAL)]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "arrow", num_shards=SHARDS)
+    return datasets.load_from_disk(str(tmp_path / "arrow"))
+
+
+def left_by(make_loop, workers, directory):
+    """Return the hashes of a trained model, after a start for each number of workers."""
+
+    def loss_fn(model, samples):
+        return model(torch.as_tensor(samples["x"])[:, None] / TOTAL).square().mean()
+
+    def body(stop_after):
+        with suppress(SystemExit), ss.init(lanes=2, dir=directory, stop_after=stop_after) as run:
+            model = run.replicate(torch.nn.Linear(1, 1))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            run.track(model=model, optimizer=optimizer)
+            for batch in make_loop(run):
+                run.backward(loss_fn, model, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+            return fingerprint(model.state_dict())
+        return None
+
+    for number, stop_after in zip(workers, [*range(5, 5 * len(workers), 5), None], strict=True):
+        left = run_workers(body, number, stop_after)
+    assert all(one == left[0] for one in left)
+    return left[0]
+
+
+def test_a_dataset_of_hugging_face(dataset, tmp_path):
+    assert used(dataset, [SIZE] * SHARDS, "x", 2) == list(range(TOTAL))
+
+    def loop(run):
+        return run.batches(dataset, 10, epochs=3, loader_workers=1)
+
+    alone = left_by(loop, [1], tmp_path / "alone")
+    assert left_by(loop, [2], tmp_path / "both") == alone
+    assert left_by(loop, [2, 1, 2], tmp_path / "resumed") == alone
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_an_iterable_dataset_of_hugging_face(dataset, shuffled, tmp_path):
+    rows = dataset.to_iterable_dataset(num_shards=SHARDS)
+    passes = code("not run: needs datasets")["passes"]
+
+    def make_stream(lane):
+        return passes(rows, 2, lane) if shuffled else rows.shard(2, lane).repeat(None).batch(4)
+
+    def loop(run):
+        return run.streams(make_stream, steps=15, name="rows")
+
+    alone = left_by(loop, [1], tmp_path / "alone")
+    assert left_by(loop, [2], tmp_path / "both") == alone
+    assert left_by(loop, [2, 1, 2], tmp_path / "resumed") == alone
+    first_pass = [islice(make_stream(lane), TOTAL // 2 // BATCH) for lane in range(2)]
+    samples = [sample for batch in chain(*first_pass) for sample in batch["x"]]
+    assert sorted(samples) == list(range(TOTAL))

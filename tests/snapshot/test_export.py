@@ -171,25 +171,6 @@ def test_shards_of_the_same_state_have_the_same_bytes(tmp_path):
     assert content(tmp_path / "dcp-1") == content(tmp_path / "dcp-2")
 
 
-def test_transformers_and_huggingface_hub_load_shards(tmp_path):
-    reason = "an optional package that reads shards"
-    hub = pytest.importorskip("huggingface_hub", reason=reason)
-    utilities = pytest.importorskip("transformers.trainer_utils", reason=reason)
-    model = Tied()
-    save_once(tmp_path, 5, {"model": model.state_dict()}, 2)
-    for number, read_into in enumerate([utilities.load_sharded_checkpoint, hub.load_torch_model]):
-        folder = tmp_path / f"out-{number}"
-        export(tmp_path / "step-00000005", folder, shard_bytes=130)
-        other = Tied()
-        read_into(other, str(folder))
-        assert exact(other.state_dict()) == exact(model.state_dict())
-    export(tmp_path / "step-00000005", tmp_path / "one", shard_bytes=10**9)
-    assert list(content(tmp_path / "one")) == ["model.safetensors"]
-    other = Tied()
-    hub.load_torch_model(other, str(tmp_path / "one"))
-    assert exact(other.state_dict()) == exact(model.state_dict())
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_torch_loads_a_distributed_checkpoint(tmp_path, workers):
