@@ -372,7 +372,8 @@ def media_type(data: bytes) -> str | None:
 def _state(run: RunState, now: float, seen: float | None) -> str:
     if run.state not in {"running", "stalled"}:
         return run.state
-    usual = median_high(_gaps(run) or [0.0])
+    gaps = [later - time for (_, time), (_, later) in pairwise(run.paces)]
+    usual = median_high(gaps) if gaps else 0.0
     newest = max(run.updated or 0.0, seen or 0.0)  # the clock of another machine may differ
     limit = max(SILENT_SECONDS, SILENT_STEPS * usual)
     if run.state == "stalled":  # no news until the timeout
@@ -382,19 +383,15 @@ def _state(run: RunState, now: float, seen: float | None) -> str:
     return "silent" if now - newest > limit else run.state
 
 
-def _gaps(run: RunState) -> list[float]:
-    """Return the seconds of each of the newest steps."""
-    steps = pairwise(run.paces)
-    return [(later - time) / (last - first) for (first, time), (last, later) in steps]
-
-
 def _seconds_per_step(run: RunState) -> tuple[float, float] | None:
     """Return the usual seconds of a step, and those to expect, with evaluations between steps.
 
     What to expect is the mean since the loop began in this start. If steps became slower since
     then, it is the usual time of the newest ones.
     """
-    usual = median(_gaps(run) or [0.0])
+    steps = pairwise(run.paces)
+    gaps = [(later - time) / (last - first) for (first, time), (last, later) in steps]
+    usual = median(gaps) if gaps else 0.0
     if usual <= 0 or run.loop_pace is None:
         return (usual, usual) if usual > 0 else None
     (first, begin), (last, end) = run.loop_pace, run.paces[-1]
