@@ -28,6 +28,7 @@ from benchmarks.gpu_results import ProofResult, Speeds, insert, markdown
 
 SAMESTEP = [sys.executable, "-m", "samestep"]
 JOB = str(Path(__file__).with_name("gpu_samestep.py"))
+FEATURES_JOB = str(Path(__file__).with_name("gpu_features.py"))
 LIMIT_SECONDS = 500  # for one command
 LARGEST_BATCH, SMALLEST_BATCH = 256, 8
 
@@ -40,6 +41,7 @@ class Proof:
     arguments: Sequence[str]
     flags: Sequence[str] = ()
     gpus: int = 1
+    job: str = JOB
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,15 @@ PROOFS = [
         "one and two workers with a GPU each, one worker with two, 4 lanes",
         ["-n", "1,2,1x2", "--lanes", "4"],
         gpus=2,
+    ),
+    *(
+        Proof(
+            f"killed and resumed, lanes=2, BatchNorm, clipping and {feature}",
+            [*KILLED, "--lanes", "2"],
+            ["--feature", feature],
+            job=FEATURES_JOB,
+        )
+        for feature in ("float16", "embed", "streams")
     ),
 ]
 PLAIN = Contender("plain PyTorch", "gpu_plain")
@@ -152,7 +163,7 @@ def _proved(proof: Proof, job: Sequence[str]) -> ProofResult:
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     seen = {"CUDA_VISIBLE_DEVICES": first} if proof.gpus == 1 else {}
     done = run(
-        [*SAMESTEP, "verify", "--steps", "3", *proof.arguments, JOB, *job, *proof.flags], seen
+        [*SAMESTEP, "verify", "--steps", "3", *proof.arguments, proof.job, *job, *proof.flags], seen
     )
     verdict = [
         line
