@@ -243,3 +243,13 @@ def test_an_old_torch_is_named_with_what_is_needed():
         )
         message = f"samestep needs PyTorch {bound} or newer, got {version}"
         assert (message in done.stderr) == (done.returncode != 0) == is_old
+
+
+def test_an_old_torch_is_one_line_of_a_command(tmp_path):
+    (tmp_path / "train.py").touch()
+    code = "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.5.1')"
+    code += f"; from samestep.cli import main; exit(main(['run', {str(tmp_path / 'train.py')!r}]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("samestep: error: samestep needs PyTorch 2.")
+    assert done.returncode == cli.EXIT_WRONG_USE

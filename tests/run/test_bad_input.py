@@ -494,9 +494,11 @@ def test_workers_have_the_same_directory(tmp_path):
 
 def test_more_workers_than_lanes_is_an_error_on_every_worker():
     errors = errors_of(3, lambda run: None, lanes=2)
-    assert {str(error) for error in errors} == {
-        "lanes must be at least the number of workers (3), got 2; increase lanes"
-    }
+    expected = (
+        "lanes must be at least the number of workers (3), got 2; "
+        "start at most 2 workers (samestep run -n 2), or increase lanes"
+    )
+    assert {str(error) for error in errors} == {expected}
     assert {type(error) for error in errors} == {ss.ConfigError}
 
 

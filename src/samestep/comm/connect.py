@@ -71,7 +71,8 @@ def connect(process: ProcessInfo, config: Config, *, gpus: Sequence[str] = ()) -
     if config.lanes is not None and process.world_size > config.lanes:
         raise ConfigError(
             f"lanes must be at least the number of workers ({process.world_size}), "
-            f"got {config.lanes}; increase lanes"
+            f"got {config.lanes}; start at most {config.lanes} workers (samestep run "
+            f"-n {config.lanes}), or increase lanes"
         )
     if process.world_size == 1:
         return _with_group(Alone(), None, config)

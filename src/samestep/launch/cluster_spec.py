@@ -21,6 +21,7 @@ CREATE_TOKEN: Final = (
     f"and set it on all hosts, in {TOKEN} or in a file given by --token-file"
 )
 NODES_HELP: Final = f"""\
+For a handful of hosts. On many, start the workers with torchrun, Slurm, Kubernetes or Ray.
 Run the same command on each host, or use --hosts. All hosts of a run share a secret token.
 To create one: python -c "import secrets; print(secrets.token_hex())"
 Set it on all hosts, in {TOKEN} or in a file given by --token-file.
