@@ -221,13 +221,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     workers = (
-<<<<<<< HEAD
-        "number of workers on this host; auto: one per GPU, or one per core if there are "
-        "no GPUs (default: 1, or one per GPU of --gpus)"
-=======
-        "number of workers on this host; auto: one per GPU or, without GPUs, one per core, "
-        "and at most one per lane of --lanes (default: 1, or one per GPU of --gpus)"
->>>>>>> w-core
+        "number of workers on this host; auto: one per GPU, or one per core if there are no GPUs, "
+        "but at most one per lane of --lanes (default: 1, or one per GPU of --gpus)"
     )
     parser.add_argument("-n", "--workers", type=_number_or_auto, metavar="N", help=workers)
     gpus = "GPUs of this host to use, such as 2,3"

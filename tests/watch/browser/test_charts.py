@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import time
+
 import pytest
+from PIL import Image
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from tests.watch.browser.pages import TIMEOUT_SECONDS
 from tests.watch.browser.runs import append, losses, paint, shown_color
-from tests.watch.writing import scalars, started, timing
+from tests.watch.writing import scalars, started, system, timing
 
 TIP = "document.querySelector('.tip:popover-open')"
 KEYS = (
@@ -70,12 +74,13 @@ def test_the_box_has_the_range_of_the_steps_and_workers_that_a_point_stands_for(
     assert page.run(f"return {TIP}.querySelector('.edges').textContent") == ""
 
 
-def test_an_enlarged_chart_has_its_scalar_as_the_title_of_its_y_axis(run, page):
-    append(run, *(scalars(step, **{"val/loss": 1.0 + step}) for step in range(3)))
+def test_a_chart_has_its_scalar_as_the_title_of_its_y_axis(run, page):
+    name = f"val/{'loss-' * 9}"
+    append(run, *(scalars(step, **{"val/loss": 1.0 + step, name: 1.0}) for step in range(3)))
     page.open(run.name).points("val/loss", 3)
     page.collect_drawn_texts()
     page.element("#log").click()
-    page.until("return drawn.includes('step')")
+    page.until("return drawn.includes('loss') && drawn.includes('loss-loss-loss-los…')")
     assert page.run("return !drawn.includes('val/loss')")
     page.element("[aria-label='Enlarge val/loss']").click()
     page.until("return drawn.includes('val/loss')")
@@ -251,3 +256,92 @@ def test_the_chart_of_workers_has_names_colors_and_a_box(run, page):
             ".map((one) => getComputedStyle(one).borderTopColor)"
         )
         assert len(set(looks)) == (3 if count == 3 else 2)
+
+
+def saved(page, folder, label):
+    """Save a chart in both formats, and return the lines of one and the picture of the other."""
+    allowed = {"behavior": "allow", "downloadPath": str(folder)}
+    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", allowed)
+    for kind in ("CSV", "PNG"):
+        page.run(
+            "const menu = document.querySelector(`[aria-label='Save ${arguments[0]}']`);"
+            "menu.click(); [...menu.parentElement.querySelectorAll('button')]"
+            ".find((one) => one.textContent === arguments[1]).click()",
+            label,
+            kind,
+        )
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not (files := list(folder.glob(f"*.{kind.lower()}"))):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    (table,) = folder.glob("*.csv")
+    with Image.open(files[0]) as picture:
+        return table.read_text().splitlines(), picture.convert("RGB")
+
+
+def colors(picture):
+    return {color for _, color in picture.getcolors(1 << 20)}
+
+
+def test_charts_of_time_workers_and_hosts_are_saved_and_enlarged(run, page, tmp_path):
+    parts = (0.5, 1.0, 0.25, 0.0, 0.0), (0.5, 2.0, 0.25, 0.0, 0.0)
+    append(run, started(), timing(0, *parts), timing(1, *parts), system("a"))
+    labels = {
+        "time": "Seconds per step by part, over the run",
+        "workers": "Seconds per step, by worker",
+        "system": "CPU, all cores",
+    }
+    orange = (213, 94, 0)  # of the exchange, of the second worker
+    for tab, label in labels.items():
+        (folder := tmp_path / tab).mkdir()
+        page.open(run.name, tab=tab)
+        page.element(f"#panel-{tab} .u-over")
+        lines, picture = saved(page, folder, label)
+        if tab == "time":
+            assert lines[:4] == [
+                "part,step,seconds per step",
+                "data,0,0.5",
+                "data,1,0.5",
+                "compute,0,1.5",
+            ]
+        elif tab == "workers":
+            assert lines[0] == "worker,step,seconds per step"
+            assert lines[1:3] == ["worker 0,0,1.5", "worker 0,1,1.5"]
+        else:
+            assert lines[0] == "host,seconds,%"
+            assert lines[1].startswith("a,")
+            assert lines[1].endswith(",25")
+        assert len(colors(picture)) > 10
+        assert tab == "system" or orange in colors(picture)
+        height = "return document.querySelector(`#panel-${arguments[0]} .u-over`).clientHeight"
+        before = page.run(height, tab)
+        page.element(f"[aria-label='Enlarge {label}']").click()
+        page.until(f"{height} > arguments[1]", tab, before)
+        page.until("return location.hash.includes('large=')")
+        page.driver.refresh()
+        page.until(f"return document.querySelector(`#panel-{tab} .u-over`)")
+        assert page.run(height, tab) > before
+
+
+def test_the_unit_of_a_throughput_fits_its_values(run, page):
+    append(run, system("a", disk_read=20.0, disk_written=3e3, network_sent=5e9))
+    page.open(run.name, tab="system")
+    titles = "return [...document.querySelectorAll('.card h3')].map((one) => one.textContent)"
+    units = ["Read from disks, B/s", "Written to disks, KB/s", "Sent to the network, GB/s"]
+    page.until(f"return ({titles[7:]}).includes(arguments[0])", units[0])
+    assert page.run(titles)[-3:] == units
+    page.element("[data-measure=disk_written] .canvas").send_keys(Keys.END)
+    page.until(f"return {TIP}?.innerText.endsWith('3 KB/s')")
+
+
+def test_a_setting_against_a_score_is_saved(run, place, page, names, tmp_path):
+    for folder, rate, score in ((run, 0.1, 0.5), (place / next(names), 0.2, 0.75)):
+        settings = {"rate": rate, "study": "saved"}
+        append(folder, {**started(), "settings": settings}, scalars(0, accuracy=score))
+    options = {"filter": "study=saved", "setting": "rate", "score": "accuracy"}
+    page.open(run.name, tab="table", **options)
+    page.until("return document.querySelectorAll('#scatter button').length === 2")
+    lines, picture = saved(page, tmp_path, "a setting against a score")
+    assert lines[0] == "run,rate,accuracy"
+    assert {line.split(",", 1)[1] for line in lines[1:]} == {"0.1,0.5", "0.2,0.75"}
+    assert (0, 114, 178) in colors(picture)  # of the chosen run

@@ -1,15 +1,16 @@
 // A scalar: its name, newest value, and a chart that loads its data once it is visible.
 
-import { Chart, TIME } from "./chart.js";
+import { Chart, tall, TIME } from "./chart.js";
 import { lineKey, lookOf } from "./colors.js";
 import { bestOf, clockSpan, count, goal, number, splitName } from "./format.js";
 import { get, path } from "./api.js";
-import { h } from "./dom.js";
-import { saveMenu } from "./saving.js";
+import { h, headButton } from "./dom.js";
+import { chartSource, saveMenu } from "./saving.js";
 import { MOST_IN_TIP, nearest } from "./tip.js";
 import { choose } from "./state.js";
 
 const MANY = 4; // runs; with more, bands and raw values would hide each other
+const MOST_LETTERS = 18; // in the title of a small chart's y axis
 const FAR_OUT = 3; // interquartile ranges
 
 export class Card {
@@ -24,16 +25,17 @@ export class Card {
     this.enlarge = headButton("Enlarge", name, "⤢", click);
     this.pin = headButton("Pin", name, "⚲", () => this.togglePin());
     this.title = h("h3", { title: name });
+    const save = saveMenu(name, () => chartSource(this.chart, "run"));
     this.element = h(
       "article",
       { class: "card", "data-scalar": name },
-      h("header", {}, this.title, this.best, this.readout, saveMenu(this), this.pin, this.enlarge),
+      h("header", {}, this.title, this.best, this.readout, save, this.pin, this.enlarge),
       this.canvas,
       this.note,
     );
     this.chart = new Chart(this.canvas, {
       label: name,
-      height: () => (this.large ? Math.max(240, Math.min(520, innerHeight - 260)) : 170),
+      height: () => (this.large ? tall() : 170),
       zoomed: (from, to) => choose({ from, to }),
       reset: () => choose({ from: null, to: null }),
       pointed: (at) => this.showValue(at),
@@ -154,7 +156,7 @@ export class Card {
     const { log, from, to } = state;
     const time = state.axis === "time";
     const title = time ? TIME : "step";
-    const unit = this.large ? this.name : null;
+    const unit = this.large ? this.name : shortened(splitName(this.name)[1]);
     this.chart.draw(this.curves, { time, log, from, to, marks, title, unit, range: range?.range });
     this.showValue(null);
     this.showBest();
@@ -235,10 +237,9 @@ export class Card {
   }
 }
 
-function headButton(title, name, sign, click) {
-  const labels = { title, "aria-label": `${title} ${name}`, "aria-pressed": "false" };
-  return h("button", { class: "quiet small", type: "button", ...labels, on: { click } }, sign);
-}
+/** Return a name that fits beside a small chart. */
+const shortened = (name) =>
+  name.length > MOST_LETTERS ? `${name.slice(0, MOST_LETTERS)}…` : name;
 
 /** Return the range of all steps and workers that a drawn point stands for; empty if it is one. */
 function rangeAt({ raw, edges, spans }, index) {

@@ -19,6 +19,9 @@ const LARGEST = 1e40;
 const cursors = uPlot.sync("samestep");
 export const TIME = "time since the start (h:min:s)"; // the title of an axis
 
+/** Return the height of an enlarged chart. */
+export const tall = () => Math.max(240, Math.min(520, innerHeight - 260));
+
 /**
  * A chart in `host`. A curve is {label, color, dash, x, value}, optionally with low, high, smooth,
  * faint, and area (filled down to the previous curve). Calls `zoomed(from, to)` and `reset()` on

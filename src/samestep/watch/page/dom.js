@@ -48,6 +48,12 @@ export function toggle(id, label, title, listener) {
   return h("button", { id, type: "button", ...state, on: { click: listener } }, label);
 }
 
+/** Return a small button in the head of a chart. */
+export function headButton(title, name, sign, click) {
+  const labels = { title, "aria-label": `${title} ${name}`, "aria-pressed": "false" };
+  return h("button", { class: "quiet small", type: "button", ...labels, on: { click } }, sign);
+}
+
 /** Announce important news to screen readers. */
 export function announce(text) {
   byId("announcer").textContent = text;

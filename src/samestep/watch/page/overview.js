@@ -58,7 +58,7 @@ function content(run, age, clock, tags, isLoading) {
   const isOther = loop && loop !== "train" && steps !== null;
   const ofLoop = isOther ? `${loop}: ${count(done)} ${ofSteps}` : ofSteps;
   const isPaced = speed !== null && perSecond === null; // the speed in samples says the same
-  const paced = isPaced ? `${ofLoop ?? ""} ${number(speed)}/s`.trim() : ofLoop;
+  const paced = [ofLoop, isPaced && `${number(speed)}/s`].filter(Boolean).join(" · ");
   return [
     h("header", { class: "title" },
       h("h1", { id: "run-name", title: run.name }, run.name),

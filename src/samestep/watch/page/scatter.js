@@ -3,17 +3,26 @@
 import { lookOf } from "./colors.js";
 import { h, onChange } from "./dom.js";
 import { number, several, tick } from "./format.js";
+import { pictureOfDots, plain, saveMenu } from "./saving.js";
 import { choose, state } from "./state.js";
 
 const DECADES = 1.5; // a wider span of values has a logarithmic axis
 const MOST_TICKS = 8;
+const MARGINS = [14, 14, 44, 80]; // pixels, as in panels.css
 
 export function scatter() {
   const across = select("setting", "Setting");
   const up = select("score", "Score");
   const note = h("p", { class: "note" });
   const place = h("div", { class: "scatter", id: "scatter" });
-  const element = h("div", { hidden: true }, place, note);
+  let shown = [];
+  const save = saveMenu("a setting against a score", () => ({
+    lines: () => [["run", state.setting, state.score].map(plain),
+      ...shown.map(({ name, x, y }) => [plain(name), plain(String(x)), y])],
+    picture: () => pictureOfDots(place, MARGINS),
+  }));
+  const head = h("header", { class: "head" }, h("span"), save);
+  const element = h("div", { hidden: true }, head, place, note);
   const draw = onChange(({ points, hidden, current }) => {
     const [x, y] = ["x", "y"].map((key) => axis(points.map((point) => point[key])));
     const labels = (one, side, key) => one.ticks.map(([text, share]) =>
@@ -48,6 +57,7 @@ export function scatter() {
           color: state.shown.includes(id) ? lookOf(id).color : "var(--faint)" }))
         .filter(({ x, y }) => x !== undefined && typeof y === "number");
       const { setting, score } = state;
+      shown = points;
       draw({ points, hidden: runs.length - points.length, current, setting, score });
     },
   };

@@ -1,11 +1,11 @@
 // Where a step's time goes: now, as a strip, and over the run, as stacked areas.
 
 import { latest, path } from "./api.js";
-import { Chart } from "./chart.js";
 import { partColor, PARTS } from "./colors.js";
 import { h, onChange } from "./dom.js";
 import { count, duration } from "./format.js";
-import { choose, stepRange } from "./state.js";
+import { framed } from "./frame.js";
+import { stepRange } from "./state.js";
 import { nearest } from "./tip.js";
 
 const MEANING = {
@@ -21,16 +21,12 @@ const TITLES = { title: "step", unit: "seconds per step" };
 
 export function timePanel(root) {
   const strip = h("section", { class: "strip" });
-  const canvas = h("div", { class: "canvas" });
-  root.append(strip, h("section", {}, h("h2", {}, "Over the run, mean of all workers"), canvas));
   let shown = { x: [], parts: {} };
-  const chart = new Chart(canvas, {
-    label: "Seconds per step by part, over the run",
-    height: () => 260,
-    zoomed: (from, to) => choose({ from, to, axis: "step" }),
-    reset: () => choose({ from: null, to: null }),
-    tip: (at) => rows(shown, nearest(shown.x, at)),
-  });
+  const frame = framed({ key: "time", label: "Seconds per step by part, over the run",
+    kind: "part", height: 260, axis: "step", tip: (at) => rows(shown, nearest(shown.x, at)) });
+  const { chart, canvas, buttons } = frame;
+  const title = h("h2", {}, "Over the run, mean of all workers");
+  root.append(strip, h("section", {}, h("header", { class: "head" }, title, buttons), canvas));
   const draw = onChange((parts) => strip.replaceChildren(...content(parts)));
   const load = latest((response) => {
     shown = response;
@@ -40,6 +36,7 @@ export function timePanel(root) {
     update({ run }) {
       if (!run) return;
       draw(run.parts);
+      frame.resize();
       const request = path("timing", { id: run.id, ...stepRange(), points: 500 });
       load(request, `${run.step} ${run.attempts}`);
     },
@@ -77,6 +74,7 @@ function stacked({ x, parts }) {
     color: partColor(part),
     area: index ? "stacked" : "base",
     x,
+    own: parts[part],
     value: x.map((_, place) => (sums[place] += parts[part]?.[place] ?? 0)),
   }));
 }

@@ -1,11 +1,11 @@
 // Each worker's lanes, host, and seconds per step.
 
 import { latest, path } from "./api.js";
-import { Chart } from "./chart.js";
 import { lineKey, lookAt, partColor, PARTS } from "./colors.js";
 import { h, onChange } from "./dom.js";
 import { count, duration, several } from "./format.js";
-import { choose, stepRange } from "./state.js";
+import { framed } from "./frame.js";
+import { stepRange } from "./state.js";
 import { legend } from "./time.js";
 import { rowsAt } from "./tip.js";
 
@@ -21,17 +21,14 @@ const TITLES = { title: "step", unit: "seconds per step" };
 
 export function workersPanel(root) {
   const map = h("div", { class: "map" });
-  const canvas = h("div", { class: "canvas" });
+  const title = "Seconds per step, by worker";
+  const frame = framed({ key: "workers", label: title, kind: "worker", height: 220, axis: "step",
+    tip: (at) => rowsAt(lines, at, `step ${count(at)}`, duration) });
+  const { chart, canvas, buttons } = frame;
+  const head = h("header", { class: "head" }, h("h2", {}, title), buttons);
   const names = h("p", { class: "legend", id: "worker-names" });
-  const chartPlace = h("section", {}, h("h2", {}, "Seconds per step, by worker"), canvas, names);
+  const chartPlace = h("section", {}, head, canvas, names);
   root.append(map, chartPlace);
-  const chart = new Chart(canvas, {
-    label: "Seconds per step, by worker",
-    height: () => 220,
-    zoomed: (from, to) => choose({ from, to, axis: "step" }),
-    reset: () => choose({ from: null, to: null }),
-    tip: (at) => rowsAt(lines, at, `step ${count(at)}`, duration),
-  });
   const draw = onChange((run) => map.replaceChildren(...content(run)));
   const drawNames = onChange((looks) => names.replaceChildren(...looks.map((look) =>
     h("span", {}, lineKey(look), look.label))));
@@ -64,6 +61,7 @@ export function workersPanel(root) {
     update({ run }) {
       if (!run) return;
       draw({ workers: run.workers, lanes: run.lanes });
+      frame.resize();
       chartPlace.hidden = run.workers.length < 2;
       slowest = run.workers.find((worker) => worker.slowest)?.rank;
       const request = path("timing", { id: run.id, ...stepRange(), points: 500 });
