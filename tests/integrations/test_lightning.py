@@ -14,13 +14,14 @@ pytest.importorskip("lightning", reason="lightning is missing: run `make integra
 import lightning
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import samestep as ss
 from samestep.cli import main
 from samestep.integrations.lightning import fit
 from tests.docs.blocks import ROOT, blocks_of
 from tests.integrations import lightning_job as job
+from tests.jobs import fingerprint
 from tests.workers import WorkerFailedError, run_workers
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -86,6 +87,22 @@ def compare_with_lightning(folder):
 
 def test_weights_and_metrics_are_those_of_lightning(tmp_path):
     run_workers(compare_with_lightning, 1, str(tmp_path))
+
+
+def leave_unclipped():
+    """Check that a limit of 0 is none, as in Lightning."""
+    left = []
+    for limit in (None, 0, 0.0):
+        torch.manual_seed(0)
+        module = job.Net()
+        with ss.init(lanes=2) as run:
+            fit(module, job.Data(), run=run, max_epochs=1, gradient_clip_val=limit)
+        left.append(fingerprint(module.state_dict()))
+    assert left[0] == left[1] == left[2]
+
+
+def test_a_largest_norm_of_0_is_no_limit():
+    run_workers(leave_unclipped, 1)
 
 
 class Plateau(job.Net):
@@ -159,6 +176,26 @@ class Sampled(job.Data):
         return DataLoader(self.sets[0], 12, sampler=sampler)
 
 
+class LoggedMetric(job.Net):
+    def training_step(self, batch, batch_idx):
+        self.log("train_accuracy", self.accuracy)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(job.images(37, seed=1))
+
+
+class Streamed(job.Data):
+    def train_dataloader(self):
+        return DataLoader(Stream(), 12)
+
+
+class Initialized(job.Data):
+    def val_dataloader(self):
+        return DataLoader(self.sets[1], 5, num_workers=1, worker_init_fn=torch.manual_seed)
+
+
 def refuse():
     """Check the errors of what would have no effect."""
     cases = [
@@ -167,9 +204,12 @@ def refuse():
         (Hooked, job.Data, "Hooked.on_after_backward would have no effect"),
         (Stepped, job.Data, "Stepped.optimizer_step would have no effect"),
         (Summed, job.Data, "means over samples"),
-        (Counted, job.Data, "training_step updated a torchmetrics object"),
+        (Counted, job.Data, "training_step updated a torchmetrics object.*on_epoch=True"),
+        (LoggedMetric, job.Data, "training_step got a metric.*on_epoch=True"),
         (Computed, job.Data, "validation_step updated a torchmetrics object"),
         (job.Net, Sampled, "got WeightedRandomSampler"),
+        (job.Net, Streamed, "train_dataloader has an iterable data set, Stream.*run.streams"),
+        (job.Net, Initialized, "worker_init_fn of val_dataloader would have no effect"),
     ]
     for net, data, message in cases:
         with pytest.raises(ss.ConfigError, match=message), ss.init(lanes=2) as run:

@@ -13,7 +13,7 @@ from lightning.pytorch.core.optimizer import (
     _configure_optimizers,
     _configure_schedulers_automatic_opt,
 )
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torchmetrics import Metric
 
 from samestep.data.loader import size_of
@@ -51,6 +51,10 @@ OWN: Final = (
     "backward", "configure_callbacks", "configure_gradient_clipping", "lr_scheduler_step",
     "optimizer_step", "optimizer_zero_grad",
 )  # fmt: skip
+IN_TRAINING: Final = (
+    "log a value of torchmetrics.functional there, which is averaged over samples (on_epoch=True: "
+    "over the epoch as well), or update and log the object in validation_step"
+)
 
 
 def fit(
@@ -76,14 +80,14 @@ def fit(
         run: The run, from `samestep.init`.
         max_epochs: Total number of epochs, over all resumes.
         datamodule: Data module, in place of DataLoaders.
-        gradient_clip_val: Largest norm of a gradient.
+        gradient_clip_val: Largest norm of a gradient; None or 0: no limit.
 
     Returns:
         The last value of everything that was logged, by name.
 
     Raises:
         ConfigError: The module uses manual optimization, several optimizers, or a hook that would
-            have no effect; a DataLoader orders samples on its own.
+            have no effect; a DataLoader orders samples on its own, or its data set is iterable.
     """
     if isinstance(train_dataloaders, LightningDataModule):
         train_dataloaders, datamodule = None, train_dataloaders
@@ -175,8 +179,8 @@ class Trainer:
         if self.training:
             if as_metric(name, value) is not None:
                 raise ConfigError(
-                    f"self.log({name!r}) in training_step got a metric, which is not the mean over "
-                    "samples; log its value, or the metric in validation_step"
+                    f"self.log({name!r}) in training_step got a metric, whose updates are not merged "
+                    f"over workers; {IN_TRAINING}"
                 )
             if on_epoch:
                 self._of_epoch.add(name)
@@ -231,14 +235,14 @@ class Trainer:
                 module.on_train_epoch_start()
             module.train()
             means = run.backward(_Step(self, "training_step", index), module, batch)
-            if clip is not None:
+            if clip is not None and clip > 0:
                 run.clip_grad_norm(module, clip)
             module.on_before_optimizer_step(optimizer)
             optimizer.step()
             module.on_before_zero_grad(optimizer)
             optimizer.zero_grad()
             self.global_step = loop.step
-            self._check_metrics("training_step", "use torchmetrics.functional there")
+            self._check_metrics("training_step", IN_TRAINING)
             samples = batch_size if index < whole else rest
             for name, mean in means.items():
                 total, earlier = self._sums.get(name, (0.0, 0))
@@ -364,6 +368,18 @@ def _data(loader: Any, what: str) -> tuple[Any, int, dict[str, Any]]:
     """Return the data set, the batch size and the options of `run.batches` of a DataLoader."""
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"{what} must be one DataLoader, got {type(loader).__name__}")
+    if isinstance(loader.dataset, IterableDataset):
+        raise ConfigError(
+            f"{what} has an iterable data set, {type(loader.dataset).__name__}, which cannot be "
+            "divided into the same batches at any number of workers; use a map-style one, with "
+            "__len__ and __getitem__, or write the loop with run.streams"
+        )
+    if loader.worker_init_fn is not None and loader.num_workers > 0:
+        raise ConfigError(
+            f"worker_init_fn of {what} would have no effect, because samestep starts the loader "
+            "processes and seeds all generators for each lane batch; leave it out, and open files "
+            "in the data set's first __getitem__"
+        )
     sampler: Any = loader.sampler
     shuffles = type(sampler) is RandomSampler
     usual = shuffles and not sampler.replacement and sampler.num_samples == size_of(loader.dataset)
