@@ -179,7 +179,7 @@ class Trainer:
         if self.training:
             if as_metric(name, value) is not None:
                 raise ConfigError(
-                    f"self.log({name!r}) in training_step got a metric, whose updates are not merged "
+                    f"self.log({name!r}) in training_step got a metric, but updates are not merged "
                     f"over workers; {IN_TRAINING}"
                 )
             if on_epoch:
